@@ -23,6 +23,7 @@ from engine.settings import (
     Stage,
     attributes_section,
     check_local_paths,
+    check_writable_location,
     setting,
     settings_of,
     table_of,
@@ -388,8 +389,9 @@ class TrainConfig:
     )
 
     run_dir: str | None = setting(
-        None, OUTPUT, _HOST, _PER_LAUNCH, "Folder for settings, losses, snapshots and weights.", unit="DIR",
-        default_text="runs/<date>-<time>", completion="folder", details="In Python, None writes nothing to disk.",
+        None, OUTPUT, _HOST, _PER_LAUNCH, "Folder or URL (s3://, gs://) for settings, losses, snapshots and weights.",
+        unit="DIR", default_text="runs/<date>-<time>", completion="folder",
+        details="In Python, None writes nothing to disk.",
     )
     resume: bool = setting(
         False, OUTPUT, _HOST, _PER_LAUNCH, "Continue the run in {run_dir} from its newest snapshot, bit for bit.",
@@ -423,8 +425,9 @@ class TrainConfig:
     )
     storage_options: str | None = setting(
         None, DATA, _HOST, _CHANGES,
-        f"How to reach the object store of {{data}} and {{init_from}}: {', '.join(STORAGE_OPTIONS)}.", unit="KEY=VALUE",
-        option=("--storage-option",), default_text="$AWS_ENDPOINT_URL, $AWS_REGION", joined_by=",",
+        f"How to reach the object store of {{data}}, {{init_from}} and {{run_dir}}: {', '.join(STORAGE_OPTIONS)}.",
+        unit="KEY=VALUE", option=("--storage-option",), default_text="$AWS_ENDPOINT_URL, $AWS_REGION",
+        joined_by=",",
         details="The option can be repeated; in the setting, pairs are separated by commas. A run records the endpoint "
         "and the region also if they come from the environment; there is no option for a secret.",
     )
@@ -478,7 +481,8 @@ class TrainConfig:
             parse_storage_options(self.storage_options)
         except StorageOptionError as error:
             raise SettingError("storage_options", "{setting}: {fault}", fault=error) from None
-        check_local_paths(run_dir=self.run_dir, dump_hlo=self.dump_hlo, cache=self.cache)
+        check_local_paths(dump_hlo=self.dump_hlo, cache=self.cache)
+        check_writable_location("run_dir", self.run_dir)
 
     @property
     def peak_learning_rate(self) -> float:

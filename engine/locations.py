@@ -17,10 +17,16 @@ def user_cache_folder() -> Path:
     return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "feedloop"
 
 
+def is_url(location: str) -> bool:
+    """Return whether a location is the URL of a store, not a path on this machine."""
+    return "://" in location
+
+
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Return the settings with `data`, `init_from` and `cache` made absolute, independent of the working directory.
 
-    If one of the first two is an ``s3://`` URL, `storage_options` then contains what came from the environment.
+    If one of the first two, or `run_dir`, is an ``s3://`` URL, `storage_options` then contains what came from the
+    environment.
     """
     return replace(
         config,
@@ -40,13 +46,13 @@ def recorded_storage_options(config: TrainConfig) -> str | None:
     """Return the storage options to record; only S3's address and region can come from the environment."""
     data = config.data or (None if config.synthetic else os.environ.get(DATA_VARIABLE))
     options = storage_options_of(config)
-    for location in (data, config.init_from):
+    for location in (data, config.init_from, config.run_dir):
         options = with_environment(options, location or "")
     return as_text(options)
 
 
 def absolute_location(location: str | None) -> str | None:
     """Return a path made absolute, or a URL unchanged."""
-    if location is None or "://" in location:
+    if location is None or is_url(location):
         return location
     return str(Path(location).expanduser().absolute())

@@ -19,6 +19,7 @@ from preprocess.suggestions import did_you_mean, nearest
 
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _KEY = "setting"
+_WRITABLE = ("s3://", "gs://", "file://")
 
 
 class Stage(Enum):
@@ -261,6 +262,17 @@ def check_local_paths(**values: str | None) -> None:
                 "{setting} must be a path on this machine, not the URL of a store, got {url}: choose another",
                 url=value,
             )
+
+
+def check_writable_location(name: str, value: str | None) -> None:
+    """Raise SettingError if the value of a setting is a URL at which nothing can be written."""
+    if value is not None and "://" in value and not value.startswith(_WRITABLE):
+        raise SettingError(
+            name,
+            "{setting} must be a path or the URL of a folder in a store ({schemes}), got {url}: choose another",
+            schemes=", ".join(_WRITABLE),
+            url=value,
+        )
 
 
 def settings_of(declared: type) -> Mapping[str, Setting]:

@@ -364,10 +364,19 @@ def test_a_path_becomes_text(name):
         assert getattr(configured(**{name: path}), name) == "some/where"
 
 
-@pytest.mark.parametrize("name", ["run_dir", "dump_hlo"])
-def test_what_a_run_writes_is_on_this_machine(name):
-    with pytest.raises(ValueError, match=rf"^{name} must be a path on this machine, .*, got s3://bucket/run: choose"):
-        configured(**{name: "s3://bucket/run"})
+def test_the_program_is_dumped_on_this_machine():
+    with pytest.raises(ValueError, match=r"^dump_hlo must be a path on this machine, .*, got s3://bucket/run: choose"):
+        configured(dump_hlo="s3://bucket/run")
+
+
+def test_a_run_is_written_to_a_path_or_to_a_store_that_can_be_written():
+    for url in ("s3://bucket/run", "gs://bucket/run", "file:///mnt/run"):
+        assert configured(run_dir=url).run_dir == url
+    for url in ("http://host/run", "memory://run", "s3:/bucket://run"):
+        with pytest.raises(
+            ValueError, match=r"^run_dir must be a path or the URL of a folder in a store \(s3://, gs://"
+        ):
+            configured(run_dir=url)
 
 
 def test_a_transport_has_a_known_name():

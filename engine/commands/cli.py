@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,6 +27,7 @@ from engine.processes import check_address, join_as, leave_processes, this_proce
 from engine.recipes import LoadedRecipe, load_recipe
 from engine.settings import OnResume
 from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
     from engine.run.parts import OwnParts
@@ -127,6 +127,7 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
 def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
     """Return the recorded settings of the run to resume, overridden by the command line."""
     from engine.records.recorded_run import read_recorded
+    from engine.records.stored.reading import resumable_copy, settings_only
 
     run_dir = context.params["run_dir"]
     if run_dir is None:
@@ -135,7 +136,8 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
         raise ValueError(
             "--resume continues a run and --overwrite replaces it, so only one is allowed, got both: leave one out"
         )
-    recorded = read_recorded(Path(run_dir))
+    with resumable_copy(run_dir, parse_text(context.params["storage_options"]), settings_only) as folder:
+        recorded = read_recorded(folder)
     if recipe is not None and f"recipe {recipe.name}" not in recorded.origins.values():
         raise ValueError(
             f"a resumed run must keep its recipe, but {run_dir} was not started with {recipe.name}: leave --recipe out"

@@ -16,6 +16,7 @@ import click
 
 from engine.commands.held_signals import signals_held
 from engine.control.request import ControlRequest, check_learning_rate_factor
+from engine.locations import is_url
 from engine.records.control_requests import CONTROL_FOLDER_NAME, send_request, withdraw
 from engine.records.folder_lock import is_locked
 from preprocess.commands.completion import complete_folder
@@ -73,7 +74,7 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
-@click.argument("run", type=click.Path(path_type=Path), shell_complete=complete_folder)
+@click.argument("run", shell_complete=complete_folder)
 @click.option(
     "--learning-rate-factor", type=float, metavar="FACTOR", callback=_checked_factor,
     help="Multiply the scheduled learning rate by FACTOR from the next step on. This replaces any earlier "
@@ -88,7 +89,7 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
 )  # fmt: skip
 @click.version_option(package_name="feedloop")
 def main(
-    run: Path, learning_rate_factor: float | None, snapshot: bool, evaluate: bool, stop: bool, timeout: float
+    run: str, learning_rate_factor: float | None, snapshot: bool, evaluate: bool, stop: bool, timeout: float
 ) -> None:
     """Send a request to the run that is training in folder RUN, and print the step at which the request took effect.
 
@@ -101,9 +102,14 @@ def main(
     _check_options(learning_rate_factor, snapshot=snapshot, evaluate=evaluate, stop=stop)
     request = ControlRequest(learning_rate_factor=learning_rate_factor, snapshot=snapshot, evaluate=evaluate, stop=stop)
     try:
-        _check_is_running(run)
+        if is_url(run):
+            raise _WrongRunError(
+                f"RUN must be the folder of a run on this machine, got {run}: give the working copy that run-train "
+                "printed at its start, on the machine where it runs"
+            )
+        _check_is_running(Path(run))
         with _exiting_on_sigterm():
-            event = _ask(run, request, timeout)
+            event = _ask(Path(run), request, timeout)
     except KeyboardInterrupt:
         raise SystemExit(_STOPPED) from None
     except ValueError as error:

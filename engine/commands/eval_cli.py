@@ -5,6 +5,7 @@ jax and numpy are imported where they are first needed, so that `--help` answers
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from engine.named_parts import compare_named
 from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.quantities import quantity
+from preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
     from engine.evaluation.result import ClassResult, EvaluationResult
@@ -135,7 +137,8 @@ def main(
 ) -> None:
     """Evaluate the weights of the run in folder RUN, in the same way as during training.
 
-    While RUN is still training and has written no weights, its newest snapshot is evaluated.
+    RUN may be the URL of a run in an object store. While RUN is still training and has written no weights, its newest
+    snapshot is evaluated.
 
     The result goes to stdout, and all other messages go to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage or
     data, 130 stopped by SIGINT or SIGTERM.
@@ -196,14 +199,28 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
 def _evaluate_run(
     run: str, settings: dict[str, Any], names: dict[str, str], options: dict[str, Any]
 ) -> "EvaluationResult":
+    from engine.records.stored.reading import local_copy, naming_in, with_weights
+
+    snapshot, storage_options = options["snapshot"], parse_text(options["storage_options"])
+    with local_copy(run, storage_options, with_weights(snapshot)) as folder:
+        return _evaluate_folder(folder, settings, names, options, naming_in(say_to_stderr, folder, run))
+
+
+def _evaluate_folder(
+    run: Path,
+    settings: dict[str, Any],
+    names: dict[str, str],
+    options: dict[str, Any],
+    notify: Callable[[str], None],
+) -> "EvaluationResult":
     from engine.evaluation.run import evaluate, run_settings
     from engine.records.recorded_run import read_recorded
 
     recorded = run_settings(run)
     parts = load_own_parts(names)
     # An evaluation may use other metrics and other images than the run did.
-    for warning in compare_named(read_recorded(Path(run)).resolved, parts.named, only=("model", "loss")):
-        say_to_stderr(warning)
+    for warning in compare_named(read_recorded(run).resolved, parts.named, only=("model", "loss")):
+        notify(warning)
     if "data" in settings:
         settings = settings | {"synthetic": False}
     if recorded.eval_split == "off":
@@ -218,7 +235,7 @@ def _evaluate_run(
         per_class=options["per_class"],
         snapshot=options["snapshot"],
         predictions=options["predictions"] is not None,
-        notify=say_to_stderr,
+        notify=notify,
     )
 
 

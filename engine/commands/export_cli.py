@@ -8,13 +8,18 @@ from typing import Literal
 import click
 
 from engine.commands.command_end import describe_error, leave, say_to_stderr
-from engine.commands.setting_options import option_names
+from engine.commands.setting_options import option_names, run_storage_option
 from preprocess.commands.completion import complete_file, complete_folder, complete_word
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.printable import printable
+from preprocess.storage_options import parse_text
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
-_GROUPS = {"Snapshot": ("snapshot", "metric"), "Output": ("overwrite", "traceback")}
+_GROUPS = {
+    "Snapshot": ("snapshot", "metric"),
+    "Stored run": ("storage_options",),
+    "Output": ("overwrite", "traceback"),
+}
 _EPILOG = """\b
 Examples:
   export-weights runs/photos --snapshot 4000 step-4000.safetensors
@@ -45,14 +50,24 @@ Examples:
     shell_complete=complete_word(lambda: ("top1", "top5", "loss")),
     help="What is best: top1, top5, loss, or a metric of your own as NAME:max or NAME:min.",
 )
+@run_storage_option
 @click.option("--overwrite", is_flag=True, help="Replace the file OUT.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
-def main(run: str, out: str, snapshot: str, metric: str | None, overwrite: bool, traceback: bool) -> None:
+def main(
+    run: str,
+    out: str,
+    snapshot: str,
+    metric: str | None,
+    storage_options: str | None,
+    overwrite: bool,
+    traceback: bool,
+) -> None:
     """Write the weights in a snapshot of the run in folder RUN to the safetensors file OUT.
 
     The file is like the model.safetensors that a run writes at its end: the moving average of the weights, if the run
-    keeps one, with the same metadata. RUN is only read, and can still be training.
+    keeps one, with the same metadata. RUN is only read, can still be training, and may be the URL of a run in an object
+    store.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by SIGINT.
     """
@@ -62,7 +77,15 @@ def main(run: str, out: str, snapshot: str, metric: str | None, overwrite: bool,
         step = _step(snapshot)
         if metric is not None and step != "best":
             raise ValueError(f"--metric can be given only with --snapshot best, got --snapshot {step}: leave it out")
-        done = export_weights(run, out, snapshot=step, metric=metric, overwrite=overwrite, notify=say_to_stderr)
+        done = export_weights(
+            run,
+            out,
+            snapshot=step,
+            metric=metric,
+            overwrite=overwrite,
+            notify=say_to_stderr,
+            storage_options=parse_text(storage_options),
+        )
         click.echo(f"{printable(done.path)}: the weights after {done.step:,} steps (sha256 {done.digest[:12]})")
         code = _DONE
     except KeyboardInterrupt:

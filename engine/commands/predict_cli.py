@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,12 @@ import click
 
 from engine.commands.command_end import describe_error, leave, say_to_stderr
 from engine.commands.own_parts import load_own_parts, take_part_names
-from engine.commands.setting_options import option_names, overriding_option, setting_option
+from engine.commands.setting_options import (
+    option_names,
+    overriding_option,
+    run_storage_option,
+    setting_option,
+)
 from engine.commands.weights_options import mean_option, model_option, std_option
 from engine.config import SETTINGS
 from engine.named_parts import compare_named
@@ -25,6 +31,7 @@ from preprocess.commands.suggesting import SuggestingChoice
 from preprocess.decoding.default_resize import MAX_SIZE
 from preprocess.printable import printable
 from preprocess.quantities import quantity
+from preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
     from engine.evaluation.predict import PredictionResult
@@ -37,9 +44,13 @@ _GROUPS = {
     "Evaluation": ("batch", "eval_mirror", "precision"),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
     "Compilation": ("compilation_cache",),
+    "Stored run": ("storage_options",),
 }
 _SETTINGS = tuple(
-    name for names in _GROUPS.values() for name in names if name in SETTINGS and name not in ("mean", "std")
+    name
+    for names in _GROUPS.values()
+    for name in names
+    if name in SETTINGS and name not in ("mean", "std", "storage_options")
 )
 _RULE = ("size", "resize", "resample")
 _RESAMPLERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
@@ -111,11 +122,14 @@ _AS_RUN = "as in the run"
 @setting_option("transport")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @overriding_option("compilation_cache", default_text=_AS_RUN)
+@run_storage_option
 @click.version_option(package_name="feedloop")
 def main(
     *, run: str, images: tuple[str, ...], top: int, as_json: bool, as_csv: bool, traceback: bool, **options: Any
 ) -> None:
     """Classify photographs with the weights of a run, which may still be training, or of a safetensors file.
+
+    RUN is a folder, or the URL of a run in an object store.
 
     IMAGES are files and folders; of a folder, all image files in it and below it, sorted by path. Each photograph is
     decoded, resized and cropped as when the training data were packed.
@@ -145,15 +159,24 @@ def main(
 
 
 def _predict(run: str, images: tuple[str, ...], top: int, options: dict[str, Any]) -> "PredictionResult":
+    from engine.records.stored.reading import local_copy, naming_in, with_weights
+
+    with local_copy(run, parse_text(options["storage_options"]), with_weights(None)) as place:
+        return _predict_with(place, images, top, options, naming_in(say_to_stderr, place, run))
+
+
+def _predict_with(
+    place: Path, images: tuple[str, ...], top: int, options: dict[str, Any], notify: Callable[[str], None]
+) -> "PredictionResult":
     from engine.evaluation.predict import predict
     from engine.records.recorded_run import read_recorded
 
     parts = load_own_parts(take_part_names(options, {"model": None}))
-    if parts.named and Path(run).is_dir():
-        for warning in compare_named(read_recorded(Path(run)).resolved, parts.named):
-            say_to_stderr(warning)
+    if parts.named and place.is_dir():
+        for warning in compare_named(read_recorded(place).resolved, parts.named):
+            notify(warning)
     return predict(
-        run,
+        place,
         images,
         top=top,
         model=parts.model,
@@ -161,7 +184,7 @@ def _predict(run: str, images: tuple[str, ...], top: int, options: dict[str, Any
         mean=options["mean"],
         std=options["std"],
         resize_rule={name: options[name] for name in _RULE if options[name] is not None},
-        notify=say_to_stderr,
+        notify=notify,
     )
 
 

@@ -17,16 +17,19 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.commands.held_signals import signals_held
+from engine.commands.setting_options import run_storage_option
 from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.guarded_output import GuardedCommand, terminal_of
 from preprocess.printable import printable_line
+from preprocess.storage_options import parse_text
 from preprocess.system_errors import describe_system_error, is_out_of_room
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.records.loss_log import LossRows
+    from engine.records.stored.following import FollowedRun
     from engine.stream.sinks import EvaluationRecord
 
 _START_WAIT_S = 5.0  # run-train imports jax before it creates its folder
@@ -60,7 +63,7 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
 
 
 @click.command(cls=GuardedCommand, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("run", type=click.Path(path_type=Path), shell_complete=complete_folder)
+@click.argument("run", shell_complete=complete_folder)
 @click.option("--once", is_flag=True, help="Show the current state and exit.")
 @click.option(
     "--interval", type=_above(0, 60), default=0.5, show_default=True, metavar="S", callback=_refuse_nan,
@@ -88,9 +91,10 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
     "--timeout-s", type=_above(0), default=600.0, show_default=True, metavar="S", callback=_refuse_nan,
     help="Give up if the run writes nothing for S seconds; 'inf' waits forever.",
 )  # fmt: skip
+@run_storage_option
 @click.version_option(package_name="feedloop")
 def main(
-    run: Path,
+    run: str,
     once: bool,
     interval: float,
     smoothing: float,
@@ -99,11 +103,14 @@ def main(
     width: int | None,
     height: int | None,
     timeout_s: float,
+    storage_options: str | None,
 ) -> None:
     """Show the loss of the run in folder RUN as a live chart or, if stdout is not a terminal, one plain line per step.
 
     --smoothing, --log-scale, --width and --height affect only the chart, which needs a terminal that is not dumb. The
     plain lines are those that run-train prints.
+
+    RUN may be the URL of a run in an object store, to which new lines come every 10 seconds.
 
     Exits when the run ends. If RUN is just starting, waits up to 5 seconds for its folder, up to --timeout-s while it
     compiles, and up to --timeout-s for its first step.
@@ -112,24 +119,27 @@ def main(
     130 Ctrl-C.
     """
     try:
-        _await_run(run, once, timeout_s)
-        ticks = _ticks(run, once, interval, timeout_s)
-        if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-            _print_lines(ticks, last, once)
-            return
-        from rich.console import Console
+        from engine.records.stored.following import followed_run
 
-        from engine.commands.binned_losses import BinnedLosses
-        from engine.records.loss_log import RunFacts
+        with followed_run(run, parse_text(storage_options)) as source:
+            _await_run(source, once, timeout_s)
+            ticks = _ticks(source, once, interval, timeout_s)
+            if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+                _print_lines(ticks, last, once)
+                return
+            from rich.console import Console
 
-        picture = Picture(run, BinnedLosses(smoothing, last), RunFacts(), log_scale)
-        _draw_frames(
-            Console(file=terminal_of(sys.stdout), width=width, height=height, highlight=False),
-            ticks,
-            picture,
-            once,
-            interval,
-        )
+            from engine.commands.binned_losses import BinnedLosses
+            from engine.records.loss_log import RunFacts
+
+            picture = Picture(Path(run), BinnedLosses(smoothing, last), RunFacts(), log_scale)
+            _draw_frames(
+                Console(file=terminal_of(sys.stdout), width=width, height=height, highlight=False),
+                ticks,
+                picture,
+                once,
+                interval,
+            )
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
@@ -140,6 +150,8 @@ def main(
         if once:
             click.echo(printable_line(str(error)), err=True)
             return
+        raise click.ClickException(printable_line(str(error))) from error
+    except ValueError as error:  # the store
         raise click.ClickException(printable_line(str(error))) from error
     except OSError as error:
         if is_out_of_room(error):  # the output, because nothing else is written
@@ -157,37 +169,42 @@ def _drop_stdout() -> None:
         os.close(null)
 
 
-def _await_run(run: Path, once: bool, timeout_s: float) -> None:
+def _await_run(source: "FollowedRun", once: bool, timeout_s: float) -> None:
     """Wait until RUN contains a loss log or, unless `once` is true, the recorded settings of a run.
 
     Raises:
         RunNotFoundError: if RUN is not a run folder, or the run does not start to train in time.
     """
+    run, name = source.folder, source.name
     if run.exists() and not run.is_dir():
-        raise RunNotFoundError(f"RUN must be a run folder, but {run} is a file; give the folder that contains it")
+        raise RunNotFoundError(f"RUN must be a run folder, but {name} is a file; give the folder that contains it")
     from engine.records.folder_lock import is_locked
 
     wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
     started_s = time.monotonic()
     printed = ""
-    while not _has_started(run, once):
+    while True:
+        source.refresh()
+        if _has_started(run, once):
+            return
         if below := _runs_in(run):
             count = f"{len(below)} run folder{'s' * (len(below) > 1)}"
             raise RunNotFoundError(
-                f"RUN must be a run folder, but {run} contains {count}; give one, such as the newest, {below[-1]}"
+                f"RUN must be a run folder, but {name} contains {count}; give one, such as the newest, {below[-1]}"
             )
         # A run locks its folder before it compiles, which may take minutes.
         is_held = is_locked(run)
         if time.monotonic() - started_s >= (timeout_s if is_held and not once else wait_s):
             if is_held:
-                raise RunNotFoundError(f"RUN must have started to train, but {run} is still compiling; try again later")
+                raise RunNotFoundError(
+                    f"RUN must have started to train, but {name} is still compiling; try again later"
+                )
             found = "contains no loss.jsonl" if run.is_dir() else "does not exist"
-            raise RunNotFoundError(f"RUN must be a run folder, but {run} {found}; give the --run-dir of run-train")
-        name = printable_line(str(run))
+            raise RunNotFoundError(f"RUN must be a run folder, but {name} {found}; give the --run-dir of run-train")
         message = (
-            f"{name} is starting or compiling; waiting up to {timeout_s:g} s"
+            f"{printable_line(name)} is starting or compiling; waiting up to {timeout_s:g} s"
             if is_held
-            else f"waiting up to {wait_s:g} s for {name} to start"
+            else f"waiting up to {wait_s:g} s for {printable_line(name)} to start"
         )
         if message != printed:
             click.echo(message, err=True)
@@ -210,16 +227,18 @@ def _runs_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(started)]
 
 
-def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Iterator[Tick]":
+def _ticks(source: "FollowedRun", once: bool, interval_s: float, timeout_s: float) -> "Iterator[Tick]":
     """Read the run folder repeatedly and yield each result, until the run has ended and all its rows have been read."""
     from engine.records.evaluation_log import EvaluationLog
     from engine.records.folder_lock import was_killed
     from engine.records.loss_log import EVALUATION_LOG_NAME, LOSS_LOG_NAME, LossLog, read_run_end, read_run_facts
 
+    run, name = source.folder, source.name
     log, evaluation_log = LossLog(run / LOSS_LOG_NAME), EvaluationLog(run / EVALUATION_LOG_NAME)
     heard, last_step, num_evaluations = time.monotonic(), -1, 0
     while True:
         # The end is read before the rows, so that all rows written before it are seen.
+        source.refresh()
         is_killed = was_killed(run)
         end, facts, more = read_run_end(run), read_run_facts(run), True
         while more:
@@ -241,11 +260,11 @@ def _ticks(run: Path, once: bool, interval_s: float, timeout_s: float) -> "Itera
         reached = f"after step {last_step}" if last_step >= 0 else "before its first step"
         if is_killed:
             raise RunKilledError(
-                f"the process of {run} died {reached} without a result: resume the run with run-train --resume"
+                f"the process of {name} died {reached} without a result: resume the run with run-train --resume"
             )
         if time.monotonic() - heard >= timeout_s:
             raise RunSilentError(
-                f"{run} has written nothing for {timeout_s:g} s (--timeout-s) {reached}: "
+                f"{name} has written nothing for {timeout_s:g} s (--timeout-s) {reached}: "
                 "check whether it is still running, or raise --timeout-s"
             )
         time.sleep(interval_s)

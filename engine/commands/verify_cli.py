@@ -13,12 +13,13 @@ import click
 
 from engine.commands.command_end import describe_error, leave, say_on_terminal, say_to_stderr
 from engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
-from engine.commands.setting_options import option_names, overriding_option
+from engine.commands.setting_options import option_names, overriding_option, run_storage_option
 from engine.named_parts import OWN_PARTS, compare_named
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.guarded_output import terminal_of
 from preprocess.printable import printable_line
+from preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
     from engine.stream.sinks import Sink
@@ -28,6 +29,7 @@ _GROUPS = {
     "Stretch": ("from_step", "to_step"),
     "Data": ("data",),
     OWN_GROUP: tuple(OWN_PARTS),
+    "Stored run": ("storage_options",),
     "Output": ("traceback",),
 }
 # Click keeps the line breaks of a paragraph that begins with a backspace.
@@ -66,21 +68,34 @@ Examples:
     "data", default_text="as in the run", help_text="Current location of the packed data set (a folder or a URL)."
 )
 @own_part_options(OWN_PARTS)
+@run_storage_option
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
 def main(
-    run: str, from_step: int | None, to_step: int | None, data: str | None, traceback: bool, **own: str | None
+    run: str,
+    from_step: int | None,
+    to_step: int | None,
+    data: str | None,
+    storage_options: str | None,
+    traceback: bool,
+    **own: str | None,
 ) -> None:
     """Replay part of the run in folder RUN, and compare the result bit by bit with the run's record.
 
     Compares every loss, learning rate and evaluation, and the arrays of the last step's snapshot. RUN is only
-    read, and can still be training. The verdict goes to stdout, all other messages go to stderr.
+    read, can still be training, and may be the URL of a run in an object store. The verdict goes to stdout, all other
+    messages go to stderr.
 
     Exit codes: 0 the same bits, 1 they differ or the replay failed, 2 wrong usage or data, 130 stopped by SIGINT or
     SIGTERM.
     """
     try:
-        code = _verify(run, from_step, to_step, data, take_part_names(own, {}))
+        from engine.records.stored.reading import local_copy, naming_in
+
+        with local_copy(run, parse_text(storage_options)) as folder:
+            display, say = _progress()
+            say = naming_in(say, folder, run)
+            code = _verify(folder, from_step, to_step, data, take_part_names(own, {}), display, say)
     except KeyboardInterrupt:
         say_to_stderr("verify-run: stopped; nothing was written")
         code = _STOPPED
@@ -92,13 +107,20 @@ def main(
     leave(code)
 
 
-def _verify(run: str, from_step: int | None, to_step: int | None, data: str | None, names: dict[str, str]) -> int:
+def _verify(
+    run: Path,
+    from_step: int | None,
+    to_step: int | None,
+    data: str | None,
+    names: dict[str, str],
+    display: "Callable[[int, int], Sink] | None",
+    say: Callable[[str], None],
+) -> int:
     from engine.records.recorded_run import read_recorded
     from engine.replay.replay import replay_run
 
-    display, say = _progress()
     parts = load_own_parts(names)
-    for warning in compare_named(read_recorded(Path(run)).resolved, parts.named):
+    for warning in compare_named(read_recorded(run).resolved, parts.named):
         say(warning)
     report = replay_run(
         run,

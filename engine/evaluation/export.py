@@ -1,7 +1,7 @@
 """Export of the weights in a snapshot of a run, as a `model.safetensors` of its own."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -11,6 +11,7 @@ from engine.records.evaluation_log import EvaluationLog
 from engine.records.recorded_run import read_recorded
 from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
 from engine.records.snapshot import snapshot_steps
+from engine.records.stored.reading import every_file, local_copy, with_weights
 from engine.records.weights import weights_file
 from engine.records.whole_file import write_whole
 
@@ -31,13 +32,14 @@ def export_weights(
     metric: str | None = None,
     overwrite: bool = False,
     notify: Callable[[str], None] = lambda _: None,
+    storage_options: Mapping[str, str] | None = None,
 ) -> ExportedWeights:
     """Write the weights of a snapshot to a safetensors file like the one that the run writes at its end.
 
     If the run keeps a moving average of its weights, that is what is written.
 
     Args:
-        run: the run folder; the run may still be in progress.
+        run: the run folder, or its URL; the run may still be in progress.
         out: the file to write.
         snapshot: the step of the snapshot, or "best" for the one with the best evaluation in `eval.jsonl` among those
             that are kept.
@@ -45,16 +47,19 @@ def export_weights(
             setting `keep_best`, else top1.
         overwrite: whether to replace an existing file.
         notify: called with one-line messages.
+        storage_options: how to reach the store of a URL.
 
     Raises:
         ValueError: if there is no such snapshot, it is damaged, the file exists, or it would be in the folder of a run.
         OSError: if the file cannot be written.
     """
-    folder, path = Path(run), Path(out)
-    check_has_weights(folder)
-    _check_out(folder, path, overwrite)
-    step = _find_best(folder, metric, notify) if snapshot == "best" else snapshot
-    content, digest = weights_file(*read_run(folder, step).weights[:2])
+    path = Path(out)
+    # The best one is known only from the logs and the list of all.
+    with local_copy(run, storage_options, every_file if snapshot == "best" else with_weights(snapshot)) as folder:
+        check_has_weights(folder)
+        _check_out(folder, path, overwrite)
+        step = _find_best(folder, metric, notify) if snapshot == "best" else snapshot
+        content, digest = weights_file(*read_run(folder, step).weights[:2])
     write_whole(path, content)
     return ExportedWeights(path, step, digest)
 

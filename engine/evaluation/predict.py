@@ -20,6 +20,7 @@ from engine.evaluation.subject import Channels, Subject, check_own_model, file_s
 from engine.evaluation.trained_run import TrainedRun, read_run
 from engine.program.statics import NO_OWN_FUNCTIONS
 from engine.program.train_state import TrainModel
+from engine.records.stored.reading import local_copy, naming_in, with_weights
 from engine.records.weights import StoredWeights, read_weights
 from engine.records.weights_metadata import TARGETS, classes_of, resize_rule_of
 from engine.run.signals import StopSignals, ignore_message
@@ -71,6 +72,7 @@ def predict(
     std: Channels | None = None,
     resize_rule: Mapping[str, Any] | None = None,
     notify: Callable[[str], None] = lambda _: None,
+    storage_options: Mapping[str, str] | None = None,
 ) -> PredictionResult:
     """Classify photographs, with the same preprocessing and the same program as an evaluation of their pack.
 
@@ -78,7 +80,7 @@ def predict(
     one, probabilities may differ in their last digits.
 
     Args:
-        run_or_file: the folder of a run, which may still be in progress, or a safetensors file.
+        run_or_file: the folder or URL of a run, which may still be in progress, or a safetensors file.
         images: paths of photographs and of folders of photographs, or an array uint8 [N, H, W, 3] of RGB images, of
             which the centre is the input of the network.
         top: T, how many classes to return for each image; all K if there are fewer.
@@ -89,6 +91,7 @@ def predict(
             for a file.
         resize_rule: values of size, resize and resample to use instead of those that the weights record.
         notify: called with one-line messages about the weights.
+        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`.
 
     Raises:
         ValueError: if the weights, the model and the settings do not fit together, or there are no images.
@@ -97,7 +100,23 @@ def predict(
     """
     if type(top) is not int or top < 1:
         raise ValueError(f"top must be a whole number ≥ 1, got {top!r}")
-    path, given = Path(run_or_file), dict(settings or {})
+    with local_copy(run_or_file, storage_options, with_weights(None)) as path:
+        say = naming_in(notify, path, run_or_file)
+        return _predict(path, images, top, model, dict(settings or {}), mean, std, resize_rule, say)
+
+
+def _predict(
+    path: Path,
+    images: Any,
+    top: int,
+    model: TrainModel | None,
+    given: Mapping[str, Any],
+    mean: Channels | None,
+    std: Channels | None,
+    resize_rule: Mapping[str, Any] | None,
+    notify: Callable[[str], None],
+) -> PredictionResult:
+    """Classify with the weights of a run folder or of a file."""
     recorded = None if path.is_file() else read_run(path)
     stored = read_weights(path) if recorded is None else recorded.weights
     if recorded is not None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +39,7 @@ from engine.feed.batches import CheckedSource, EvaluationArrays, EvaluationSourc
 from engine.feed.feeder import Feeder, ring_depth
 from engine.images.augment import prepare_for_evaluation
 from engine.images.unpack import PixelScale
+from engine.locations import is_url, storage_options_of
 from engine.objective.logits import logits_of
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
@@ -51,6 +51,7 @@ from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics, stat
 from engine.program.train_state import TrainModel
 from engine.records.given_weights import read_given_weights, rename_head
 from engine.records.recorded_run import read_recorded
+from engine.records.stored.reading import local_copy, naming_in, settings_only, with_weights
 from engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.run.data import label_kind
 from engine.run.signals import StopSignals, call_on_worker, ignore_message
@@ -83,7 +84,7 @@ def evaluate(
     may differ if two logits differ only in theirs.
 
     Args:
-        run: the folder of the run, or its settings, possibly changed (`engine.run_settings` reads them). Of the
+        run: the folder or URL of the run, or its settings, possibly changed (`engine.run_settings` reads them). Of the
             settings, `run_dir` is the folder, and data, eval_split, batch, image_size, eval_mirror, precision and
             those of the infeed take effect.
         model: your own model, if the run trained one.
@@ -101,8 +102,38 @@ def evaluate(
         KeyboardInterrupt: on SIGINT or SIGTERM, if the caller is the main thread.
         BaseException: whatever the source of batches raised, or `FeederError` if a batch did not arrive in time.
     """
-    recorded = read_run(Path(_folder_of(run)), snapshot)
-    config = run if isinstance(run, TrainConfig) else recorded.config
+    place = _folder_of(run)
+    options = storage_options_of(run) if isinstance(run, TrainConfig) else None
+    with local_copy(place, options, with_weights(snapshot)) as folder:
+        return _evaluate_run(
+            read_run(folder, snapshot),
+            run if isinstance(run, TrainConfig) else None,
+            model,
+            evaluation,
+            loss,
+            metrics,
+            per_class=per_class,
+            notify=naming_in(notify, folder, place),
+            is_chosen=snapshot is not None,
+            predictions=predictions,
+        )
+
+
+def _evaluate_run(
+    recorded: TrainedRun,
+    changed: TrainConfig | None,
+    model: TrainModel | None,
+    evaluation: EvaluationSource | EvaluationArrays | None,
+    loss: Loss | None,
+    metrics: Mapping[str, Metric | PerExample] | None,
+    *,
+    per_class: bool,
+    notify: Callable[[str], None],
+    is_chosen: bool,
+    predictions: bool,
+) -> EvaluationResult:
+    """Evaluate the weights of a run with its settings or, if they are given, with changed ones."""
+    config = recorded.config if changed is None else changed
     check_own_model(recorded, model)
     own = check_own_loss(recorded, loss, metrics)
     board = ControlBoard()
@@ -116,7 +147,7 @@ def evaluate(
             )
             data = open_evaluation_split(config, trained_on, stack, notify, has_own_loss=loss is not None)
         subject = run_subject(recorded, config, model, data.source)
-        describe_weights_of(recorded, subject, notify, is_chosen=snapshot is not None)
+        describe_weights_of(recorded, subject, notify, is_chosen=is_chosen)
         return _count(subject, data, board, own, per_class=per_class, predictions=predictions, notify=notify)
 
 
@@ -177,15 +208,20 @@ def describe_weights_of(
         notify(notice)
 
 
-def run_settings(run: str | os.PathLike[str]) -> TrainConfig:
-    """Return the settings of a run, with `run_dir` set to its folder.
+def run_settings(run: str | os.PathLike[str], *, storage_options: Mapping[str, str] | None = None) -> TrainConfig:
+    """Return the settings of a run, with `run_dir` set to its folder or URL.
+
+    Args:
+        run: the folder or URL of the run.
+        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`.
 
     Raises:
         ValueError: if the folder is not a run folder, or its `config.json` is unreadable or was changed since it was
             written.
     """
-    check_folder(path := Path(run))
-    return replace(read_recorded(path).config, run_dir=os.fspath(path))
+    with local_copy(run, storage_options, settings_only) as folder:
+        check_folder(folder)
+        return replace(read_recorded(folder).config, run_dir=os.fspath(run if is_url(os.fspath(run)) else folder))
 
 
 def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.records.stored.reading import read_stored_file
 from preprocess.shards.location import ShardError, open_location
 
 _DOWNLOAD_TIMEOUT_S = 600.0
@@ -16,7 +17,7 @@ def local_file(location: str, storage_options: Mapping[str, str] | None = None) 
     """Yield the path of a file: the location itself or, for a URL, a temporary copy; errors name the URL.
 
     Args:
-        location: a path, or a URL such as ``s3://bucket/model.safetensors``.
+        location: a path, or a URL such as ``s3://bucket/model.safetensors``; the folder in a URL may be a stored run.
         storage_options: how to reach the store of a URL.
 
     Raises:
@@ -28,7 +29,10 @@ def local_file(location: str, storage_options: Mapping[str, str] | None = None) 
     folder, _, key = location.rpartition("/")
     if not key or folder.endswith(":/"):
         raise ShardError(f"{location} is not the URL of a file; give one such as s3://bucket/folder/model.safetensors")
-    content = open_location(folder, storage_options=storage_options).read(key, timeout_s=_DOWNLOAD_TIMEOUT_S)
+    store = open_location(folder, storage_options=storage_options)
+    content = store.read(key, timeout_s=_DOWNLOAD_TIMEOUT_S)
+    if content is None:
+        content = read_stored_file(store, key)
     if content is None:
         raise ShardError(f"{location} does not exist; check the URL")
     with tempfile.TemporaryDirectory(prefix="feedloop-") as temporary:

@@ -38,7 +38,7 @@ WEIGHTS = "model.safetensors"
 CONTINUED = "continues"
 """The key of `config.json` for the digests that the file had in earlier launches."""
 # In the order of removal: `result.json`, which marks a finished run, first; `config.json`, which marks any run, last.
-_WRITTEN_HERE = (
+WRITTEN_HERE = (
     RESULT,
     WEIGHTS,
     EVALUATION_LOG,
@@ -121,7 +121,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove the files of an earlier run."""
-        for name in _WRITTEN_HERE:
+        for name in WRITTEN_HERE:
             # All present requests are for this run: those for an earlier one were removed when the folder was locked.
             if name != CONTROL_FOLDER_NAME:
                 _remove(self.path / name)
@@ -299,7 +299,7 @@ def _check_content(path: Path, *, resume: bool) -> None:
 
 
 def _check_is_free(path: Path) -> None:
-    left = [name for name in _WRITTEN_HERE if _is_left(path / name)]
+    left = [name for name in WRITTEN_HERE if _is_left(path / name)]
     if left:
         raise ValueError(
             f"the run folder must be new, but {path} contains {left[-1]} of an earlier run: choose another "

@@ -27,6 +27,7 @@ from engine.program.train_state import TrainModel, TrainState
 from engine.records.recorded_run import read_recorded
 from engine.records.run_folder import CONFIG
 from engine.records.snapshot import Snapshot
+from engine.records.stored.reading import local_copy, naming_in
 from engine.records.topology import describe_promise
 from engine.replay.checked_files import CheckedFiles, check_files, describe_check
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
@@ -66,6 +67,7 @@ def replay_run(
     augment: OwnAugmentation | None = None,
     notify: Callable[[str], None] = lambda _: None,
     display: Callable[[int, int], Sink] | None = None,
+    storage_options: Mapping[str, str] | None = None,
 ) -> ReplayReport:
     """Repeat the updates `from_step` + 1 … `to_step` of a recorded run, and compare them with the record bit by bit.
 
@@ -75,7 +77,7 @@ def replay_run(
     that changed at a resume change at the same step.
 
     Args:
-        run: the folder of the run, which is only read; the run may still be in progress.
+        run: the folder or URL of the run, which is only read; the run may still be in progress.
         from_step: a step with a snapshot, or 0, the state before the first update; None selects the oldest snapshot
             before `to_step` or, without one, 0.
         to_step: the last update; None selects the last one recorded.
@@ -84,6 +86,7 @@ def replay_run(
             to `engine.train`.
         notify: called with one-line messages about the replay.
         display: called with (last step, images per step); returns another sink for the losses.
+        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`.
 
     Returns:
         What was compared, and the first difference of each kind. If the caller is the main thread, SIGINT and SIGTERM
@@ -95,16 +98,30 @@ def replay_run(
         KeyboardInterrupt: on a signal before the first step, or on a second one.
         BaseException: whatever the batch source raised.
     """
+    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
+    with local_copy(run, storage_options) as folder:
+        return _replay_folder(folder, from_step, to_step, data, parts, naming_in(notify, folder, run), display)
+
+
+def _replay_folder(
+    run: Path,
+    from_step: int | None,
+    to_step: int | None,
+    data: str | None,
+    parts: OwnParts,
+    notify: Callable[[str], None],
+    display: Callable[[int, int], Sink] | None,
+) -> ReplayReport:
+    """Replay a run from its folder."""
     try:
-        stretch = _read_stretch(Path(run), from_step, to_step)
+        stretch = _read_stretch(run, from_step, to_step)
     except ValueError as error:
-        for fault in _check_files(Path(run), (), notify).faults:
+        for fault in _check_files(run, (), notify).faults:
             if fault not in str(error):
                 error.add_note(f"not as written: {fault}")
         raise
     ends = [snapshot for snapshot in (stretch.start.snapshot, stretch.snapshot) if snapshot is not None]
-    files = _check_files(Path(run), ends, notify)
-    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
+    files = _check_files(run, ends, notify)
     _check_own(stretch, parts)
     # A launch handles signals while it is open; before the first launch and between two, they stop the replay at once.
     with StopSignals(ControlBoard(), ignore_message):

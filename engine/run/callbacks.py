@@ -28,7 +28,7 @@ class RunHandle:
 
     Attributes:
         config: the settings, with `epochs` converted to `steps`.
-        run_dir: the run folder, None without one.
+        run_dir: the run folder, None without one; of a run that is written to a store, its working copy.
         step: updates done before this launch, 0 in a new run.
         num_images: N of the training split, None for an endless source of batches.
     """
@@ -38,13 +38,14 @@ class RunHandle:
         config: TrainConfig,
         board: ControlBoard,
         *,
+        run_dir: Path | None = None,
         step: int,
         num_images: int | None,
         is_evaluated: bool,
         events: Sequence[ControlEvent],
     ) -> None:
         self.config, self.step, self.num_images = config, step, num_images
-        self.run_dir = None if config.run_dir is None else Path(config.run_dir)
+        self.run_dir = run_dir
         self._board, self._is_evaluated = board, is_evaluated
         self._logged = [event for event in events if not event.stop]
         self._occasion, self._numbers = "", count(1)

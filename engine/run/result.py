@@ -29,7 +29,7 @@ class TrainResult:
         from_cache: whether the program came from the cache on disk.
         train_s: seconds from the launch to the end of the loop.
         wait_s: seconds of these that the loop waited for batches.
-        run_dir: the run folder, None without one.
+        run_dir: the run folder, None without one; its URL as text if it is in a store.
         snapshot_step: the step of the newest snapshot, None if there is none.
     """
 
@@ -45,7 +45,7 @@ class TrainResult:
     from_cache: bool
     train_s: float
     wait_s: float
-    run_dir: Path | None
+    run_dir: Path | str | None
     snapshot_step: int | None = None
 
     @property

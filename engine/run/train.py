@@ -6,6 +6,7 @@ its results.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from engine.config import TrainConfig
@@ -46,6 +47,7 @@ from engine.run.resume import (
     rewind_run,
     unchecked_notice,
 )
+from engine.run.run_place import RunPlace, open_place
 from engine.settings import SettingError
 from engine.stream.function_sink import RecordFunction, as_sinks
 from engine.stream.sinks import Sink
@@ -163,14 +165,16 @@ def open_run(
     config = settle_devices(config)
     with ExitStack() as stack:
         folder = None
+        place = stack.enter_context(open_place(config, notify, is_dry=is_dry))
+        notify = place.naming(notify)
         # Of several processes, the first alone writes.
-        if config.run_dir is not None and this_process().index == 0:
-            path, how = Path(config.run_dir), {"overwrite": config.overwrite, "resume": config.resume}
+        if place.path is not None and this_process().index == 0:
+            how = {"overwrite": config.overwrite, "resume": config.resume}
             if is_dry:
-                check_folder(path, **how)
+                check_folder(place.path, **how)
             else:
-                folder = stack.enter_context(RunFolder(path, **how))
-        recorded, start = _find_start(config, parts, notify)
+                folder = stack.enter_context(RunFolder(place.path, **how))
+        recorded, start = _find_start(config, place.path, parts, notify)
         host = stack.enter_context(HostSide(config, notify))
         data = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=recorded is None)
         if recorded is not None:
@@ -190,7 +194,7 @@ def open_run(
             _check_continues(launch, recorded, notify)
         # No process may change the run folder before all have read it.
         wait_for_processes("opened")
-        yield OpenRun(launch, folder, recorded, notify)
+        yield OpenRun(launch, place, folder, recorded, notify)
 
 
 class OpenRun:
@@ -198,6 +202,7 @@ class OpenRun:
 
     Args:
         launch: the launch of the run.
+        place: where its folder is.
         folder: the locked run folder; None if nothing is recorded.
         recorded: the record of the resumed run, None for a new run.
         notify: called with a warning about the compilation.
@@ -209,12 +214,13 @@ class OpenRun:
     def __init__(
         self,
         launch: Launch,
+        place: RunPlace,
         folder: RunFolder | None,
         recorded: RecordedRun | None,
         notify: Callable[[str], None],
     ) -> None:
         self.config, self._notify = launch.config, notify
-        self._launch, self._folder, self._recorded = launch, folder, recorded
+        self._launch, self._place, self._folder, self._recorded = launch, place, folder, recorded
 
     def train(
         self,
@@ -235,6 +241,7 @@ class OpenRun:
         return RunHandle(
             self.config,
             launch.board,
+            run_dir=self._place.path,
             step=launch.start.step,
             num_images=data.num_images,
             is_evaluated=data.evaluation is not None,
@@ -274,7 +281,11 @@ class OpenRun:
                 earlier=earlier,
                 continued=() if recorded is None else recorded.seals,
             )
-            return recording.run(compiled, state, sinks)
+            if (stored := self._place.stored) is None:
+                return recording.run(compiled, state, sinks)
+            stored.begin()
+            result = recording.run(compiled, state, [*sinks, stored.watch()])
+            return replace(result, run_dir=self._place.url)
 
     @property
     def steps_begun(self) -> int:
@@ -284,8 +295,8 @@ class OpenRun:
     def plan(self) -> DryRun:
         """Compile the program, and return it together with the amount of memory that the run would need."""
         launch = self._launch
-        if self._recorded is not None and self.config.run_dir is not None:
-            find_cuts(Path(self.config.run_dir), launch.start)
+        if self._recorded is not None and self._place.path is not None:
+            find_cuts(self._place.path, launch.start)
         with caching_compilations(self.config.compilation_cache, self._notify):
             compiled = launch.compile()
         return DryRun(compiled, launch.num_params, launch.resolved, launch.ring_bytes, host_memory_bytes())
@@ -332,12 +343,11 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
 
 
 def _find_start(
-    config: TrainConfig, parts: OwnParts, notify: Callable[[str], None]
+    config: TrainConfig, path: Path | None, parts: OwnParts, notify: Callable[[str], None]
 ) -> tuple[RecordedRun | None, StartingPoint]:
     """Return the record of the resumed run (None for a new run) and the starting point of the launch."""
-    if not config.resume or config.run_dir is None:
+    if not config.resume or path is None:
         return None, StartingPoint()
-    path = Path(config.run_dir)
     recorded = read_recorded(path)
     check_own(recorded, path, parts)
     for warning in compare_named(recorded.resolved, parts.named):

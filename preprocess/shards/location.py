@@ -182,6 +182,28 @@ class Location:
 
         return bool(self._conditionally()._wait(f"write {key}", start).generation)
 
+    def read_stamped(self, key: str) -> tuple[bytes | None, bytes]:
+        """Return the whole value at ``key``, None if it does not exist, and its generation for `write_if`.
+
+        Raises:
+            ShardError: as `read`.
+        """
+        found = self._conditionally()._wait(f"read {key}", lambda store: store.read(key))
+        return (bytes(found.value) if found.state == "value" else None), bytes(found.stamp.generation)
+
+    def write_if(self, key: str, value: bytes, generation: bytes) -> bytes | None:
+        """Write ``value`` at ``key`` if its generation is still this one, and return the new one, else None.
+
+        A store that ignores conditions writes in any case (`refuses_to_replace`).
+
+        Raises:
+            ShardError: as `write`.
+        """
+        written = self._conditionally()._wait(
+            f"write {key}", lambda store: store.write(key, value, if_equal=generation)
+        )
+        return bytes(written.generation) or None
+
     def refuses_to_replace(self, key: str, value: bytes) -> bool:
         """Return whether the store refuses to write ``value`` at ``key``, which exists, on condition that it does not.
 

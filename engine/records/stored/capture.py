@@ -1,0 +1,196 @@
+"""The content of a run folder that is being written, cut into parts so that the parts are a state to resume from.
+
+Owns the order in which files are read, and which bytes are new. Must not know: stores.
+
+A run can be killed at any instant, so any instant of its folder can be resumed from, but the files are read one after
+another. `result.json`, after which nothing changes, is therefore read first; then snapshots; then the logs, which are
+appended to and so contain every line that a snapshot read before refers to.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS, WRITTEN_HERE
+from engine.records.snapshot import snapshot_steps
+from engine.records.stored.state import PART_BYTES, Part, StoredState
+from preprocess.regular_file import open_regular
+
+LOGS = tuple(name for name in WRITTEN_HERE if name.endswith(".jsonl"))
+# A smaller object is replaced rather than followed by another.
+_LEAST_BYTES = 1 << 16
+
+type Put = Callable[[bytes], Part]
+
+
+class FolderCapture:
+    """Reads a run folder again and again, each time only what is new.
+
+    Args:
+        run: the run folder.
+        pins: a folder on the same file system, in which snapshots are linked while they are read; it must be empty.
+        known: the state that the folder continues, None for a new run.
+        part_bytes: the largest part.
+    """
+
+    def __init__(self, run: Path, pins: Path, known: StoredState | None, *, part_bytes: int = PART_BYTES) -> None:
+        self._run, self._pins, self._part_bytes = run, pins, part_bytes
+        files = {} if known is None else known.files
+        self._logs = {name: _same_beginning(run / name, files.get(name, ())) for name in LOGS}
+        self._whole: dict[str, tuple[object, tuple[Part, ...]]] = {}
+        self._snapshots: dict[object, dict[str, tuple[Part, ...]]] = {}
+
+    def take(self, put: Put) -> dict[str, tuple[Part, ...]]:
+        """Return the parts of every file; `put` is called with each content that was not read before.
+
+        Raises:
+            OSError: if a file cannot be read.
+        """
+        files = {RESULT: self._read_whole(RESULT, put), **self._read_snapshots(put)}
+        files[WEIGHTS] = self._read_whole(WEIGHTS, put)
+        for name in LOGS:
+            files[name] = self._read_log(name, put)
+        files[CONFIG] = self._read_whole(CONFIG, put)
+        return {name: parts for name, parts in files.items() if parts is not None}
+
+    def newest_step(self) -> int | None:
+        """Return the step of the newest snapshot in the folder, None if there is none."""
+        return max(snapshot_steps(self._run / SNAPSHOTS), default=None)
+
+    def _read_whole(self, name: str, put: Put) -> tuple[Part, ...] | None:
+        """Return the parts of a file that is replaced whole, None if there is none."""
+        try:
+            file = os.fdopen(open_regular(self._run / name), "rb")
+        except FileNotFoundError:
+            return None
+        with file:
+            found = os.fstat(file.fileno())
+            identity = (found.st_ino, found.st_mtime_ns, found.st_size)
+            before = self._whole.get(name)
+            if before is None or before[0] != identity:
+                self._whole[name] = identity, tuple(map(put, self._blocks(file.fileno(), 0)))
+        return self._whole[name][1]
+
+    def _read_log(self, name: str, put: Put) -> tuple[Part, ...] | None:
+        """Return the parts of a log up to its last complete line, None if there is none."""
+        try:
+            file = os.fdopen(open_regular(self._run / name), "rb", buffering=0)
+        except FileNotFoundError:
+            return None
+        with file:
+            parts = self._logs[name]
+            read = sum(part.size for part in parts)
+            size = _end_of_lines(file.fileno(), read, os.fstat(file.fileno()).st_size)
+            if size > read:
+                kept = _num_kept(parts, size - read, self._part_bytes)
+                start = sum(part.size for part in parts[:kept])
+                self._logs[name] = (*parts[:kept], *map(put, self._blocks(file.fileno(), start, size)))
+        return self._logs[name]
+
+    def _read_snapshots(self, put: Put) -> dict[str, tuple[Part, ...]]:
+        """Return the parts of the files of all snapshots in the folder, except those that the run removes meanwhile."""
+        found: dict[object, dict[str, tuple[Part, ...]]] = {}
+        # Newest first: it is what a resume needs.
+        for step in reversed(snapshot_steps(self._run / SNAPSHOTS)):
+            with suppress(FileNotFoundError):  # the run keeps only the newest
+                status = (self._run / SNAPSHOTS / str(step)).stat()
+                identity = step, status.st_ino, status.st_mtime_ns
+                found[identity] = self._snapshots.get(identity) or self._read_snapshot(step, put)
+        self._snapshots = found
+        return {name: parts for files in found.values() for name, parts in files.items()}
+
+    def _read_snapshot(self, step: int, put: Put) -> dict[str, tuple[Part, ...]]:
+        pinned = self._pins / str(step)
+        shutil.rmtree(pinned, ignore_errors=True)
+        try:
+            _link_tree(self._run / SNAPSHOTS / str(step), pinned)
+            files = {}
+            for path in sorted(each for each in pinned.rglob("*") if each.is_file()):
+                with path.open("rb", buffering=0) as file:
+                    name = f"{SNAPSHOTS}/{step}/{path.relative_to(pinned).as_posix()}"
+                    files[name] = tuple(map(put, self._blocks(file.fileno(), 0)))
+            return files
+        finally:
+            shutil.rmtree(pinned, ignore_errors=True)
+
+    def _blocks(self, file: int, start: int, stop: int | None = None) -> Iterator[bytes]:
+        """Yield the bytes of an open file from `start` to `stop`, or its end, in pieces of at most one part."""
+        while stop is None or start < stop:
+            size = self._part_bytes if stop is None else min(self._part_bytes, stop - start)
+            block = _read_at(file, start, size)
+            if block:
+                yield block
+            if len(block) < size:
+                return
+            start += len(block)
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    """Link the files of a folder into another one; raise FileNotFoundError if the folder is removed meanwhile."""
+    descriptor = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Relative to the open folder, so that another of the same name is never read in its place.
+        for inner, _, names, folder in os.fwalk(".", dir_fd=descriptor):
+            (target / inner).mkdir(parents=True)
+            for name in names:
+                _link(name, folder, target / inner / name)
+        # A snapshot is moved away before its files are removed.
+        if not os.path.samestat(os.fstat(descriptor), source.stat()):
+            raise FileNotFoundError(source)
+    finally:
+        os.close(descriptor)
+
+
+def _link(name: str, folder: int, target: Path) -> None:
+    try:
+        os.link(name, target, src_dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without links
+        with os.fdopen(os.open(name, os.O_RDONLY, dir_fd=folder), "rb") as original, target.open("xb") as copy:
+            shutil.copyfileobj(original, copy)
+
+
+def _num_kept(parts: tuple[Part, ...], new_bytes: int, part_bytes: int) -> int:
+    """Return how many parts of a log to keep when `new_bytes` are appended; the others become one with the new bytes.
+
+    Parts of a like size are joined, as in a binary counter: a log of n bytes has O(n / part_bytes + log n) parts, and
+    each byte is uploaded O(log n) times.
+    """
+    kept = len(parts)
+    while kept and parts[kept - 1].size < part_bytes and parts[kept - 1].size <= max(new_bytes, _LEAST_BYTES):
+        kept -= 1
+        new_bytes += parts[kept].size
+    return kept
+
+
+def _same_beginning(path: Path, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Return the first of the parts that a log still begins with."""
+    kept: list[Part] = []
+    with suppress(FileNotFoundError), os.fdopen(open_regular(path), "rb") as file:
+        for part in parts:
+            if Part.of(file.read(part.size)) != part:
+                break
+            kept.append(part)
+    return tuple(kept)
+
+
+def _end_of_lines(file: int, start: int, stop: int) -> int:
+    """Return where the last complete line of an open file ends, `start` if none ends in its bytes start … stop."""
+    while stop > start:
+        begin = max(start, stop - _LEAST_BYTES)
+        newline = _read_at(file, begin, stop - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        stop = begin
+    return start
+
+
+def _read_at(file: int, start: int, size: int) -> bytes:
+    """Return up to `size` bytes of an open file; fewer only at its end."""
+    content = b""
+    while len(content) < size and (more := os.pread(file, size - len(content), start + len(content))):
+        content += more
+    return content

@@ -1,0 +1,103 @@
+"""A copy of the logs of a stored run that is brought up to date again and again, as the run writes them.
+
+The copy grows like the run folder itself: lines are appended, and a file is replaced only if the run went back.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.locations import is_url
+from engine.records.run_folder import RESULT, WEIGHTS
+from engine.records.stored.mirror import UPLOAD_EVERY_S
+from engine.records.stored.reading import GoneError, naming, read_parts, without_snapshots
+from engine.records.stored.state import Part, StoredRunError, StoredState, read_state
+from preprocess.shards.location import Location, open_location
+
+_TRIES = 10
+_REFRESH_EVERY_S = UPLOAD_EVERY_S / 2
+
+
+class FollowedRun(NamedTuple):
+    """The folder to read a run from, its name for messages, and a function to call before each reading."""
+
+    folder: Path
+    name: str
+    refresh: Callable[[], None]
+
+
+@contextmanager
+def followed_run(run: str, storage_options: Mapping[str, str] | None = None) -> Iterator[FollowedRun]:
+    """Yield the folder of a run: the path itself or, for a URL, a temporary copy of its logs.
+
+    Raises:
+        ShardError: the store cannot be reached.
+    """
+    if not is_url(run):
+        yield FollowedRun(Path(run), run, lambda: None)
+        return
+    location = open_location(run, storage_options=storage_options)
+    with tempfile.TemporaryDirectory(prefix="feedloop-") as temporary:
+        copy = _LogCopy(location, Path(temporary) / "run")
+        with naming(copy.folder, run):
+            yield FollowedRun(copy.folder, run, copy.refresh)
+
+
+class _LogCopy:
+    """The copy of the files of a stored run except its snapshots and weights; the folder exists once the run does."""
+
+    def __init__(self, location: Location, folder: Path) -> None:
+        self._location, self.folder = location, folder
+        self._state: StoredState | None = None
+        self._refreshed_s = -_REFRESH_EVERY_S
+
+    def refresh(self) -> None:
+        """Bring the copy up to date unless that was done a moment ago; raise ShardError if the store cannot be read."""
+        if time.monotonic() < self._refreshed_s + _REFRESH_EVERY_S:
+            return
+        for _ in range(_TRIES):
+            state = read_state(self._location)
+            try:
+                if state is not None and state != self._state:
+                    self._update(state)
+            except GoneError:  # the run has replaced the state
+                continue
+            self._refreshed_s = time.monotonic()
+            return
+        raise StoredRunError(f"{self._location.display} lacks objects that its state lists: restore them")
+
+    def _update(self, state: StoredState) -> None:
+        self.folder.mkdir(exist_ok=True)
+        before = {} if self._state is None else self._state.files
+        # A reader takes the result for the end of the logs.
+        if RESULT not in state.files:
+            (self.folder / RESULT).unlink(missing_ok=True)
+        names = [name for name in without_snapshots(list(state.files)) if name != WEIGHTS]
+        for name in sorted(names, key=lambda name: name == RESULT):
+            if state.files[name] != before.get(name):
+                self._update_file(self.folder / name, before.get(name, ()), state.files[name])
+        self._state = state
+
+    def _update_file(self, path: Path, before: tuple[Part, ...], now: tuple[Part, ...]) -> None:
+        num_kept = 0
+        while num_kept < min(len(before), len(now)) and before[num_kept] == now[num_kept]:
+            num_kept += 1
+        start = sum(part.size for part in now[:num_kept])
+        contents = read_parts(self._location, now[num_kept:])
+        if before and path.suffix == ".jsonl":
+            with path.open("r+b") as file:
+                file.seek(start)
+                old, new = file.read(), b"".join(contents)
+                if new.startswith(old):
+                    file.write(new[len(old) :])
+                    return
+                contents = iter([new])
+        beside = path.with_name(f".{path.name}.new")
+        with beside.open("wb") as file:
+            with suppress(FileNotFoundError):
+                file.write(path.read_bytes()[:start])
+            file.writelines(contents)
+        beside.replace(path)

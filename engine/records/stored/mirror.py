@@ -1,0 +1,264 @@
+"""A thread that uploads a run folder to a store while the run writes it.
+
+Owns when to upload, the order of the writes, and the end. The order is what keeps the store whole: objects, then the
+marker that lists them, then the removal of objects that no marker lists any more. Training never waits for it.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from engine.records.stored.capture import FolderCapture
+from engine.records.stored.lease import Lease
+from engine.records.stored.state import MARKER, OBJECTS, PART_BYTES, Part, StoredRunError, StoredState
+from preprocess.shards.location import Location, ShardError
+
+UPLOAD_EVERY_S = 10.0
+"""How often new lines of the logs are uploaded, and the lease is renewed, in seconds."""
+_LOOK_EVERY_S = 0.5
+_CONCURRENT = 4
+# A store may refuse requests for a moment, as with too many of them, which TensorStore does not repeat. An attempt that
+# took as long as this has been repeated by TensorStore already.
+_PATIENCE_S, _RETRY_EVERY_S = 20.0, 2.0
+_DELETED_AT_ONCE = 1000
+# A thread that waits for a store that does not answer is abandoned at a forced end.
+_ABANDON_S = 2.0
+
+
+class Mirror:
+    """Uploads the state of a run folder at each snapshot, every `UPLOAD_EVERY_S` seconds, and at the end.
+
+    Until `begin` is called, the thread only renews the lease.
+
+    Args:
+        location: the folder of the stored run.
+        lease: its lease, held.
+        run: the run folder on this machine.
+        pins: an empty folder on the same file system.
+        marker: the content of the marker in the store, None if there is none.
+        on_marker: called with the content of a marker before it is written, with False, and after it, with True.
+        part_bytes: the largest object.
+
+    Attributes:
+        stored: the state in the store, None if there is none.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        lease: Lease,
+        run: Path,
+        pins: Path,
+        marker: bytes | None,
+        *,
+        on_marker: Callable[[bytes, bool], None] = lambda *_: None,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self._location, self._lease, self._run, self._pins = location, lease, run, pins
+        self._on_marker, self._part_bytes = on_marker, part_bytes
+        # An intended marker may have been written although the store reported an error.
+        self._marker = self._intended = marker
+        self.stored = None if marker is None else StoredState.from_bytes(marker, location.display)
+        self._objects = set() if self.stored is None else set(self.stored.keys)
+        self._unlisted: set[str] | None = None
+        self._capture: FolderCapture | None = None
+        self._failure: Exception | None = None
+        self._renewed_s, self._renewing = time.monotonic(), threading.Lock()
+        self._changed = threading.Condition()
+        self._is_finishing, self._is_abandoned, self._has_ended = False, False, False
+        self._thread = threading.Thread(target=self._work, name="stored-run", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; call this once."""
+        self._thread.start()
+
+    def upload_once(self) -> None:
+        """Upload the folder as it is now, before `begin`; the error is raised here."""
+        self._upload_from(self._new_capture())
+
+    def begin(self) -> None:
+        """Upload the folder from now on, because it contains the run, and nothing in it is taken back any more."""
+        capture = self._new_capture()
+        with self._changed:
+            self._capture = capture
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise the error that ended the uploads, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self) -> None:
+        """Upload the last state, and release the lease; raise the error if the uploads failed.
+
+        Each request has a time limit, so that a store that does not answer ends the wait. Call this after `start`.
+        """
+        with self._changed:
+            self._is_finishing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._has_ended)
+        # After an error, only the release of the lease is left, for which a store that is gone is not waited for.
+        self._thread.join(_ABANDON_S)
+        self.check()
+
+    def abandon(self) -> None:
+        """Upload nothing more, and release the lease if the store answers at once."""
+        with self._changed:
+            self._is_abandoned = True
+            self._changed.notify_all()
+        self._thread.join(_ABANDON_S)
+
+    def _work(self) -> None:
+        try:
+            while self._wait():
+                self._persist(self._upload)
+            if self._capture is not None and not self._is_abandoned:
+                self._persist(self._upload)
+                self._persist(lambda: self._remove_unlisted(at_end=True))
+        except Exception as error:  # noqa: BLE001 - kept for the run, which ends with it
+            self._failure = error
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+        self._lease.release()
+
+    def _persist(self, action: Callable[[], None]) -> None:
+        """Act, and act again for a while if the store refuses; raise its error then."""
+        stop_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                action()
+                return
+            except StoredRunError:
+                raise
+            except ShardError:
+                if time.monotonic() + _RETRY_EVERY_S > stop_s:
+                    raise
+                if self._capture is not None:
+                    # Contents that were handed over may not have arrived.
+                    self._capture = self._new_capture()
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_abandoned, _RETRY_EVERY_S):
+                    return
+
+    def _new_capture(self) -> FolderCapture:
+        return FolderCapture(self._run, self._pins, self.stored, part_bytes=self._part_bytes)
+
+    def _wait(self) -> bool:
+        """Wait until there is something to upload, or return False at the end; renew the lease meanwhile."""
+        uploaded_s, step = time.monotonic(), self._stored_step()
+        while True:
+            with self._changed:
+                is_ending = self._changed.wait_for(lambda: self._is_finishing or self._is_abandoned, _LOOK_EVERY_S)
+                capture = self._capture
+            if is_ending:
+                return False
+            if capture is not None:
+                newest = capture.newest_step()
+                is_new = newest is not None and newest != step
+                if is_new or time.monotonic() >= uploaded_s + UPLOAD_EVERY_S:
+                    return True
+            self._persist(self._renew_if_due)
+
+    def _stored_step(self) -> int | None:
+        return None if self.stored is None else max(self.stored.snapshot_steps, default=None)
+
+    def _upload(self) -> None:
+        assert self._capture is not None
+        self._upload_from(self._capture)
+
+    def _upload_from(self, capture: FolderCapture) -> None:
+        """Upload what is new, and then the marker."""
+        with ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="stored-run") as pool:
+            uploads = _Uploads(pool, self._location, self._objects, self._renew_if_due)
+            files = capture.take(uploads.put)
+            uploads.finish()
+        # Nobody else may have written since.
+        self._renew()
+        if self.stored is None or files != self.stored.files:
+            self._write_marker(StoredState(files, self._lease.launch, round(time.time(), 3)))
+            self._remove_unlisted()
+
+    def _write_marker(self, state: StoredState) -> None:
+        content = state.to_bytes()
+        found, generation = self._location.read_stamped(MARKER)
+        if found not in (self._marker, self._intended):
+            raise self._replaced()
+        self._intended = content
+        self._on_marker(content, False)
+        # A condition also keeps a write that the network delayed from undoing this one.
+        if self._location.write_if(MARKER, content, generation) is None and self._location.read(MARKER) != content:
+            raise self._replaced()
+        self._on_marker(content, True)
+        self._marker, self.stored = content, state
+
+    def _replaced(self) -> StoredRunError:
+        return StoredRunError(
+            f"{self._location.display}{MARKER} was replaced during the run by another process: the run stops, so as "
+            "not to mix the two. Start it again at another URL, or stop the other one"
+        )
+
+    def _remove_unlisted(self, *, at_end: bool = False) -> None:
+        """Delete the objects that neither this marker nor the one before lists, of which a reader may be in the middle.
+
+        The first call looks for objects that an earlier process left behind.
+        """
+        assert self.stored is not None
+        if self._unlisted is None:
+            self._objects |= set(self._location.list_keys(OBJECTS))
+            self._unlisted = set()
+        unlisted = self._objects - self.stored.keys
+        removable = sorted(unlisted if at_end else unlisted & self._unlisted)
+        for begin in range(0, len(removable), _DELETED_AT_ONCE):
+            some = removable[begin : begin + _DELETED_AT_ONCE]
+            self._location.delete_keys(some)
+            self._objects -= set(some)
+            self._renew_if_due()
+        self._unlisted = unlisted
+
+    def _renew_if_due(self) -> None:
+        if time.monotonic() >= self._renewed_s + UPLOAD_EVERY_S:
+            self._renew()
+
+    def _renew(self) -> None:
+        with self._renewing:
+            self._lease.renew()
+            self._renewed_s = time.monotonic()
+
+
+class _Uploads:
+    """The uploads of one state, of which a few go on at the same time.
+
+    Args:
+        pool: the threads.
+        location: the folder of the stored run.
+        objects: the names of the objects that are in the store, extended by those that are uploaded.
+        meanwhile: called between two uploads.
+    """
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, location: Location, objects: set[str], meanwhile: Callable[[], None]
+    ) -> None:
+        self._pool, self._location, self._objects, self._meanwhile = pool, location, objects, meanwhile
+        self._pending: dict[Future[None], str] = {}
+
+    def put(self, content: bytes) -> Part:
+        """Upload a content unless the store has it, and return its part; wait while too many uploads are under way."""
+        part = Part.of(content)
+        if part.key not in self._objects and part.key not in self._pending.values():
+            if len(self._pending) >= _CONCURRENT:
+                self._collect(wait(self._pending, return_when=FIRST_COMPLETED).done)
+            self._pending[self._pool.submit(self._location.write, part.key, content)] = part.key
+        self._meanwhile()
+        return part
+
+    def finish(self) -> None:
+        """Wait for the last uploads."""
+        self._collect(wait(self._pending).done)
+
+    def _collect(self, done: set[Future[None]]) -> None:
+        for upload in done:
+            upload.result()
+            self._objects.add(self._pending.pop(upload))

@@ -1,0 +1,235 @@
+"""Copies of stored runs on this machine, for whatever reads a run folder. Every object is checked against its digest.
+
+A run that is in progress replaces its state while it is read: an object that is gone means that there is a newer state,
+which is then read instead.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from engine.locations import is_url
+from engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS
+from engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, read_state
+from engine.records.stored.working_copy import WorkingCopy
+from preprocess.shards.location import Location, open_location
+
+_TRIES = 10
+_CONCURRENT = 8
+
+type Wanted = Callable[[Sequence[str]], Sequence[str]]
+"""A function from the names of all files of a stored run to those to download."""
+
+
+def every_file(names: Sequence[str]) -> Sequence[str]:
+    """Return all names."""
+    return names
+
+
+def settings_only(names: Sequence[str]) -> Sequence[str]:
+    """Return the names of the files from which the settings of a run are read."""
+    return [name for name in names if name == CONFIG]
+
+
+def without_snapshots(names: Sequence[str]) -> Sequence[str]:
+    """Return the names of all files except those of snapshots."""
+    return [name for name in names if not name.startswith(f"{SNAPSHOTS}/")]
+
+
+def with_weights(snapshot: int | None) -> Wanted:
+    """Return what chooses the files from which weights are read: of the snapshots, only one that is needed.
+
+    Args:
+        snapshot: the step of the snapshot whose weights to read; None reads those at the end of the run, or else those
+            of the newest snapshot.
+    """
+
+    def wanted(names: Sequence[str]) -> Sequence[str]:
+        others = without_snapshots(names)
+        steps = {int(name.split("/")[1]) for name in names if name not in others}
+        if snapshot is not None and steps and snapshot not in steps:
+            found = ", ".join(map(str, sorted(steps)))
+            raise StoredRunError(f"there is no snapshot of step {snapshot}: choose another step (available: {found})")
+        # Without a result, the newest snapshot says to which settings the weights belong.
+        is_needed = snapshot is not None or not {WEIGHTS, RESULT} <= set(others)
+        step = max(steps, default=None) if snapshot is None else snapshot
+        return [*others, *(name for name in names if is_needed and name.startswith(f"{SNAPSHOTS}/{step}/"))]
+
+    return wanted
+
+
+@contextmanager
+def local_copy(
+    run: str | os.PathLike[str],
+    storage_options: Mapping[str, str] | None = None,
+    wanted: Wanted = every_file,
+) -> Iterator[Path]:
+    """Yield the folder of a run: the path itself or, for a URL, a temporary copy; error messages name the URL.
+
+    Args:
+        run: a run folder, or the URL of a stored run, which may be in progress.
+        storage_options: how to reach the store of a URL.
+        wanted: chooses the files that are needed.
+
+    Raises:
+        ShardError: the store cannot be reached, has no such run, or returns other content than was written.
+    """
+    url = os.fspath(run)
+    if not is_url(url):
+        yield Path(run)
+        return
+    location = open_location(url, storage_options=storage_options)
+    with tempfile.TemporaryDirectory(prefix="feedloop-") as temporary:
+        folder = Path(temporary) / "run"
+        download(location, folder, wanted)
+        with naming(folder, url):
+            yield folder
+
+
+@contextmanager
+def resumable_copy(run: str, storage_options: Mapping[str, str] | None, wanted: Wanted) -> Iterator[Path]:
+    """Yield the folder as `local_copy` does, but the working copy on this machine if it is what a resume continues."""
+    if is_url(run):
+        location = open_location(run, storage_options=storage_options)
+        copy = WorkingCopy(location)
+        if copy.continues(location.read(MARKER)):
+            with naming(copy.run, run):
+                yield copy.run
+            return
+    with local_copy(run, storage_options, wanted) as folder:
+        yield folder
+
+
+@contextmanager
+def naming(folder: Path, url: str) -> Iterator[None]:
+    """Name a stored run by its URL, not by the folder of its copy, in the messages of ValueErrors and in all notes."""
+    try:
+        yield
+    except BaseException as error:
+        rename_in_error(error, folder, url)
+        raise
+
+
+def naming_in(notify: Callable[[str], None], folder: Path, run: str | os.PathLike[str]) -> Callable[[str], None]:
+    """Return a function that passes messages on, in which the URL of a stored run replaces the folder of its copy."""
+    url = os.fspath(run)
+    return (lambda message: notify(renamed(message, folder, url))) if is_url(url) else notify
+
+
+def rename_in_error(error: BaseException, folder: Path, url: str) -> None:
+    """Replace the path of a folder by a URL in the message of a ValueError, and in the notes of any error."""
+    if isinstance(error, ValueError):
+        error.args = tuple(renamed(each, folder, url) if isinstance(each, str) else each for each in error.args)
+    if notes := getattr(error, "__notes__", None):
+        notes[:] = [renamed(note, folder, url) for note in notes]
+
+
+def renamed(text: str, folder: Path, url: str) -> str:
+    """Return a text in which the path of a folder is replaced by a URL."""
+    return text.replace(str(folder), url.rstrip("/"))
+
+
+def download(location: Location, folder: Path, wanted: Wanted = every_file) -> StoredState:
+    """Download the files of a stored run to a new folder, and return the state that they are from.
+
+    Raises:
+        ShardError: as `local_copy`.
+    """
+    have: dict[str, tuple[Part, ...]] = {}
+    for _ in range(_TRIES):
+        state = read_state(location)
+        if state is None:
+            raise no_run(location)
+        names = wanted(list(state.files))
+        for name in have.keys() - set(names):
+            _remove_file(folder, name)
+            del have[name]
+        # Logs and other small files change most often, and so come first.
+        for name in sorted(names, key=lambda name: sum(part.size for part in state.files[name])):
+            try:
+                if have.get(name) != state.files[name]:
+                    _download_file(location, folder / name, state.files[name])
+                    have[name] = state.files[name]
+            except GoneError as error:
+                _remove_file(folder, name)
+                have.pop(name, None)
+                gone = error
+                break
+        else:
+            return state
+    raise StoredRunError(
+        f"{location.display} lacks {gone} although its {MARKER} lists it: restore that object, or start another run"
+    )
+
+
+def read_stored_file(location: Location, name: str) -> bytes | None:
+    """Return the content of one file of a stored run, None if there is no such run or file.
+
+    Raises:
+        ShardError: as `local_copy`.
+    """
+    for _ in range(_TRIES):
+        state = read_state(location)
+        if state is None or name not in state.files:
+            return None
+        with suppress(GoneError):  # the run has replaced it
+            return b"".join(read_parts(location, state.files[name]))
+    raise StoredRunError(f"{location.display} lacks objects of {name} although its {MARKER} lists them: restore them")
+
+
+def no_run(location: Location) -> StoredRunError:
+    """Return the error for a URL at which there is no run."""
+    return StoredRunError(
+        f"there is no run at {location.display}, which contains no {MARKER}: give the URL of a run (--run-dir), or "
+        "start a run without --resume"
+    )
+
+
+class GoneError(Exception):
+    """An object is not in the store; the message is its name."""
+
+
+def _download_file(location: Location, path: Path, parts: Sequence[Part]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for content in read_parts(location, parts):
+            file.write(content)
+
+
+def _remove_file(folder: Path, name: str) -> None:
+    """Remove a file, and the folders that it leaves empty: an empty folder of a snapshot would be a damaged one."""
+    path = folder / name
+    path.unlink(missing_ok=True)
+    with suppress(OSError):  # one contains other files
+        for parent in path.parents:
+            if parent == folder:
+                return
+            parent.rmdir()
+
+
+def read_parts(location: Location, parts: Sequence[Part]) -> Iterator[bytes]:
+    """Yield the contents of parts, of which a few are downloaded at the same time.
+
+    Raises:
+        ShardError: an object cannot be read, or has changed since it was written.
+        GoneError: an object is not in the store.
+    """
+    with ThreadPoolExecutor(_CONCURRENT) as pool:
+        for begin in range(0, len(parts), _CONCURRENT):
+            some = parts[begin : begin + _CONCURRENT]
+            yield from pool.map(lambda part: _read_part(location, part), some)
+
+
+def _read_part(location: Location, part: Part) -> bytes:
+    content = location.read(part.key)
+    if content is None:
+        raise GoneError(part.key)
+    if Part.of(content) != part:
+        raise StoredRunError(
+            f"{location.display}{part.key} has changed since the run wrote it (its sha256 is "
+            f"{Part.of(content).sha256[:12]} now): restore that object, or start another run"
+        )
+    return content

@@ -1,0 +1,227 @@
+"""A run that is written to a store: its lease, its working copy, its uploads, and what is kept if they fail.
+
+Owns the order of these from the first check to the last upload. `engine.run.train` opens it around the run folder.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.records.run_folder import CONFIG
+from engine.records.stored.lease import Lease, StoredRunInUseError
+from engine.records.stored.mirror import UPLOAD_EVERY_S, Mirror
+from engine.records.stored.reading import download, no_run, rename_in_error
+from engine.records.stored.state import MARKER, StoredRunError, StoredState
+from engine.records.stored.working_copy import WorkingCopy, kept_copies, working_copies
+from engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord
+from preprocess.shards.location import Location, open_location
+
+
+class StoredRun:
+    """A run whose working copy is uploaded while it trains.
+
+    Attributes:
+        path: the run folder in the working copy.
+    """
+
+    def __init__(self, path: Path, mirror: Mirror) -> None:
+        self.path, self._mirror, self.has_begun = path, mirror, False
+
+    def begin(self) -> None:
+        """Upload the run folder from now on: the run is about to start."""
+        self.has_begun = True
+        self._mirror.begin()
+
+    def watch(self) -> "_StoreWatch":
+        """Return a sink that stops the run if it cannot be uploaded any more."""
+        return _StoreWatch(self._mirror)
+
+
+class _StoreWatch:
+    """A sink that raises the error of the uploads; a run that nobody can resume elsewhere must not go on unnoticed."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+
+    def open(self) -> None:
+        """Check the uploads."""
+        self._mirror.check()
+
+    def write(self, _record: LossRecord) -> None:
+        """Check the uploads."""
+        self._mirror.check()
+
+    def write_evaluation(self, _record: EvaluationRecord) -> None:
+        """Check the uploads."""
+        self._mirror.check()
+
+    def write_progress(self, _progress: EvaluationProgress) -> None:
+        """Check the uploads."""
+        self._mirror.check()
+
+    def close(self) -> None:
+        """Do nothing; the uploads continue."""
+
+
+@contextmanager
+def stored_run(
+    url: str,
+    storage_options: Mapping[str, str],
+    *,
+    resume: bool,
+    overwrite: bool,
+    notify: Callable[[str], None],
+) -> Iterator[StoredRun]:
+    """Hold the lease of a stored run, and upload its working copy inside the block and at its end.
+
+    Args:
+        url: the folder of the stored run.
+        storage_options: how to reach the store.
+        resume: continue the run there; its state is downloaded, unless a working copy on this machine continues it.
+        overwrite: replace the run there, at the first upload.
+        notify: called with one-line messages.
+
+    Raises:
+        StoredRunInUseError: another process is writing the run.
+        ShardError: the store cannot be reached, has no run to resume, or has one that may not be overwritten; at the
+            end of the block, the run could not be uploaded completely.
+    """
+    location = open_location(url, storage_options=storage_options)
+    lease = Lease(location)
+    lease.acquire(notify)
+    copy = WorkingCopy(location)
+    try:
+        marker = location.read(MARKER)
+        mirror = Mirror(location, lease, copy.run, copy.pins, marker, on_marker=copy.note_marker)
+        mirror.start()
+    except BaseException:
+        lease.release()
+        raise
+    run = StoredRun(copy.run, mirror)
+    is_prepared = is_stored = False
+    try:
+        _prepare(location, copy, marker, mirror, resume=resume, overwrite=overwrite, notify=notify)
+        is_prepared = is_stored = True
+        _report(copy, notify)
+        yield run
+        mirror.finish()
+    except BaseException as error:
+        if is_prepared:
+            rename_in_error(error, copy.run, url)
+        if run.has_begun:
+            is_stored = _end_failed(mirror, error)
+        else:
+            mirror.abandon()
+        if run.has_begun and not is_stored:
+            _add_note(error, mirror.stored, copy, url)
+        raise
+    finally:
+        if is_stored:
+            copy.remove()
+
+
+def _prepare(
+    location: Location,
+    copy: WorkingCopy,
+    marker: bytes | None,
+    mirror: Mirror,
+    *,
+    resume: bool,
+    overwrite: bool,
+    notify: Callable[[str], None],
+) -> None:
+    """Make the working copy contain what the launch starts from: nothing, or the run to resume, as it is in the store.
+
+    Raises:
+        ShardError, ValueError: if there is no run to resume, or one that may not be overwritten.
+    """
+    if copy.is_in_use():
+        raise StoredRunInUseError(
+            f"the working copy {copy.run} of {location.display} is in use by another process: stop it"
+        )
+    if not resume:
+        if not overwrite:
+            _check_is_free(location, copy, marker)
+        copy.remove()
+        copy.prepare()
+        copy.note_origin(marker)
+    elif copy.continues(marker):
+        notify(f"continuing the working copy {copy.run}, whose last state is uploaded first")
+        copy.prepare()
+        # Processes on other machines resume from the store.
+        mirror.upload_once()
+    elif marker is None:
+        raise no_run(location)
+    else:
+        copy.remove()
+        copy.prepare()
+        try:
+            download(location, copy.run)
+        except BaseException:
+            copy.remove()
+            raise
+        copy.note_origin(marker)
+
+
+def check_url_is_free(url: str, storage_options: Mapping[str, str], *, overwrite: bool) -> None:
+    """Check that `stored_run` would start a run at a URL, without writing anything.
+
+    Raises:
+        ShardError: as `stored_run`.
+    """
+    location = open_location(url, storage_options=storage_options)
+    Lease(location).check_free()
+    if not overwrite:
+        _check_is_free(location, WorkingCopy(location), location.read(MARKER))
+
+
+def _check_is_free(location: Location, copy: WorkingCopy, marker: bytes | None) -> None:
+    """Raise StoredRunError if a URL or its working copy contains an earlier run."""
+    found = None
+    if marker is not None:
+        found = f"{location.display} contains {MARKER} of an earlier run"
+    elif (copy.run / CONFIG).exists():
+        found = f"the working copy of an earlier run at {location.display} is kept in {copy.run}"
+    if found is not None:
+        raise StoredRunError(
+            f"the run folder must be new, but {found}: choose another URL (--run-dir), continue the run (--resume) or "
+            "overwrite it (--overwrite)"
+        )
+
+
+def _report(copy: WorkingCopy, notify: Callable[[str], None]) -> None:
+    notify(f"working copy: {copy.run}, uploaded at each snapshot, every {UPLOAD_EVERY_S:g} s, and at the end")
+    count, num_bytes = kept_copies(copy)
+    if count:
+        which = "working copy of another run that was" if count == 1 else "working copies of other runs that were"
+        notify(
+            f"{count} {which} not uploaded completely: {num_bytes / 1e6:,.0f} MB in {working_copies()}; resume these "
+            "runs, or remove the folders"
+        )
+
+
+def _end_failed(mirror: Mirror, error: BaseException) -> bool:
+    """End the uploads of a run that failed, and return whether all that it wrote is in the store."""
+    if not isinstance(error, Exception):
+        # A forced stop: its threads may still be writing, and the user does not want to wait.
+        mirror.abandon()
+        return False
+    try:
+        mirror.finish()
+    except Exception as fault:  # noqa: BLE001 - the error of the run is raised
+        if fault is not error:
+            error.add_note(f"the run could not be uploaded either: {fault}")
+        return False
+    return True
+
+
+def _add_note(error: BaseException, stored: StoredState | None, copy: WorkingCopy, url: str) -> None:
+    steps = [] if stored is None else stored.snapshot_steps
+    held = "no state of the run" if stored is None else "the run's last whole state"
+    if steps:
+        held += f", with the snapshot of step {steps[-1]:,}"
+    error.add_note(
+        f"{url} holds {held}; the working copy is kept in {copy.run}. To continue when the store can be reached: "
+        f"run-train --run-dir {shlex.quote(url)} --resume (on this machine from the working copy)"
+    )

@@ -1,0 +1,112 @@
+"""The working copy of a stored run: the run folder on this machine in which the run trains.
+
+There is one place for each URL, so that a copy that could not be uploaded is found by the resume, and copies cannot
+pile up for one run. Owns its place, and whether it continues the state in the store. Must not know: uploads.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from engine.locations import user_cache_folder
+from engine.records.folder_lock import is_locked
+from engine.records.limits import MOST_JSON_BYTES
+from engine.records.run_folder import CONFIG
+from engine.records.whole_file import write_whole
+from preprocess.regular_file import read_regular
+from preprocess.shards.location import Location
+
+_NOTE = "stored.json"
+_NO_MARKER = "none"
+
+
+class WorkingCopy:
+    """The folder of the working copy of a stored run, which may not exist yet.
+
+    Attributes:
+        folder: contains everything below.
+        run: the run folder.
+        pins: the folder for links to the snapshots that are being uploaded.
+    """
+
+    def __init__(self, location: Location) -> None:
+        # The same URL on another server is another run.
+        self._place = {"url": location.display, "endpoint": location.spec.get("endpoint", "")}
+        digest = hashlib.sha256(json.dumps(self._place, sort_keys=True).encode()).hexdigest()
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", location.display.rstrip("/").rpartition("/")[2])[:40]
+        self.folder = working_copies() / f"{name}-{digest[:12]}"
+        self.run, self.pins = self.folder / "run", self.folder / "pins"
+
+    def continues(self, marker: bytes | None) -> bool:
+        """Return whether it contains a run that goes on from the state in the store.
+
+        Args:
+            marker: the content of the marker in the store, None if there is none.
+        """
+        return (self.run / CONFIG).is_file() and _digest(marker) in self._markers()
+
+    def is_in_use(self) -> bool:
+        """Return whether a run is still writing to it."""
+        return is_locked(self.run)
+
+    def prepare(self) -> None:
+        """Create the folders that are missing, and remove links to snapshots that a killed process left."""
+        self.run.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.pins, ignore_errors=True)
+        self.pins.mkdir()
+
+    def note_origin(self, marker: bytes | None) -> None:
+        """Note that the run folder continues the state in the store: it is new, or was downloaded completely."""
+        self._note([_digest(marker)])
+
+    def note_marker(self, content: bytes, is_written: bool) -> None:
+        """Note that a marker with the state of this copy is about to be written, or is written."""
+        digest = _digest(content)
+        # If this process dies in between, nobody knows which of the two markers the store has.
+        self._note([digest] if is_written else [*self._markers()[-1:], digest])
+
+    def remove(self) -> None:
+        """Remove the working copy, whose run is in the store."""
+        # First what makes it a run to resume, so that a part of it is never taken for one.
+        (self.folder / _NOTE).unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # it contains others
+            self.folder.parent.rmdir()
+
+    def _markers(self) -> list[str]:
+        try:
+            note = json.loads(read_regular(self.folder / _NOTE, max_bytes=MOST_JSON_BYTES))
+            return [str(each) for each in note["markers"]] if note["place"] == self._place else []
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return []
+
+    def _note(self, markers: Sequence[str]) -> None:
+        note = {"place": self._place, "markers": list(markers)}
+        write_whole(self.folder / _NOTE, json.dumps(note, indent=2).encode() + b"\n")
+
+
+def working_copies() -> Path:
+    """Return the folder of all working copies."""
+    return user_cache_folder() / "runs"
+
+
+def kept_copies(own: WorkingCopy) -> tuple[int, int]:
+    """Return how many other working copies there are that no run is using, and how many bytes they occupy."""
+    count = num_bytes = 0
+    with suppress(OSError):
+        for folder in working_copies().iterdir():
+            if folder == own.folder or is_locked(folder / "run"):
+                continue
+            count += 1
+            for path in folder.rglob("*"):
+                with suppress(OSError):
+                    num_bytes += path.lstat().st_size if not path.is_dir() else 0
+    return count, num_bytes
+
+
+def _digest(marker: bytes | None) -> str:
+    return _NO_MARKER if marker is None else hashlib.sha256(marker).hexdigest()

@@ -1,0 +1,215 @@
+"""The lease of a stored run: one holder at a time, an end without a release, and stores that ignore conditions."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass, field, replace
+
+import pytest
+import tensorstore as ts
+
+from engine.records.stored.lease import LEASE, LEASE_S, Holder, Lease, StoredRunInUseError, _parse, _process_identity
+from preprocess.shards.location import Location, ShardError, open_location
+from preprocess.storage_options import DEFAULT_TIMEOUT_S
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def location():
+    # The time limit of a remote store.
+    return replace(open_location("memory://run", context=ts.Context()), timeout_s=DEFAULT_TIMEOUT_S)
+
+
+def lease_of(location, now=NOW):
+    return Lease(location, now=lambda: now)
+
+
+def held(location) -> Holder:
+    holder = _parse(location.read(LEASE))
+    assert holder is not None
+    return holder
+
+
+def put(location, **changes):
+    """Make the lease that of another holder."""
+    location.write(LEASE, json.dumps(asdict(replace(held(location), launch="another", **changes))).encode())
+
+
+def as_other(location, **values):
+    return {name: getattr(location, name) for name in ("spec", "display", "context", "timeout_s")} | values
+
+
+def test_a_held_lease_is_refused_until_it_is_released(location):
+    first, second = lease_of(location), lease_of(location)
+    first.acquire(pytest.fail)
+    message = (
+        rf"memory://run/ is in use by process {os.getpid()} on host {os.uname().nodename}: wait for it to end, or stop "
+        r"it; if it was killed, try again in 180 seconds, or delete memory://run/writer.json"
+    )
+    for attempt in (lambda: second.acquire(pytest.fail), second.check_free):
+        with pytest.raises(StoredRunInUseError, match=message):
+            attempt()
+    second.release()  # of another holder: nothing
+    first.renew()
+    first.release()
+    second.acquire(pytest.fail)
+    assert held(location).launch == second.launch
+
+
+def test_a_lease_expires_after_its_last_renewal(location):
+    clock = [NOW]
+    first = Lease(location, now=lambda: clock[0])
+    first.acquire(pytest.fail)
+    clock[0] += LEASE_S - 1
+    first.renew()
+    with pytest.raises(StoredRunInUseError, match="try again in 1 second,"):
+        lease_of(location, NOW + 2 * LEASE_S - 2).acquire(pytest.fail)
+    second = lease_of(location, NOW + 2 * LEASE_S)
+    second.acquire(pytest.fail)
+    # The first one was only paused: it must not go on.
+    with pytest.raises(StoredRunInUseError, match="is in use by process"):
+        first.renew()
+    first.release()
+    assert held(location).launch == second.launch
+
+
+def test_a_lease_lasts_longer_if_requests_may(location):
+    slow = Location(**as_other(location, timeout_s=300.0))
+    lease_of(slow).acquire(pytest.fail)
+    assert held(location).lasts_s == 1200
+
+
+def test_a_holder_that_died_on_this_machine_is_followed_at_once(location):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        lease_of(location).acquire(pytest.fail)
+        put(location, pid=process.pid, process=_process_identity(process.pid))
+        with pytest.raises(StoredRunInUseError, match=f"in use by process {process.pid} on host"):
+            lease_of(location).check_free()
+        process.kill()
+        # As a zombie too, because its parent may be the one that asks.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        lease_of(location).check_free()
+    finally:
+        process.communicate()
+    lease_of(location).acquire(pytest.fail)
+
+
+def test_a_process_id_that_was_given_again_is_not_the_holder(location):
+    lease_of(location).acquire(pytest.fail)
+    put(location, process=f"{held(location).process}1")
+    lease_of(location).check_free()
+
+
+@pytest.mark.parametrize("elsewhere", [{"host": "another"}, {"process": "boot pid:[1] 2"}])
+def test_a_holder_elsewhere_counts_until_its_lease_expires(location, elsewhere):
+    lease_of(location).acquire(pytest.fail)
+    put(location, pid=2**22 + 1, **elsewhere)
+    with pytest.raises(StoredRunInUseError, match=f"in use by process {2**22 + 1} on host"):
+        lease_of(location).check_free()
+    lease_of(location, NOW + LEASE_S).check_free()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"launch": 1}', b"\xff"])
+def test_an_unreadable_lease_is_refused_with_its_name(location, content):
+    location.write(LEASE, content)
+    with pytest.raises(StoredRunInUseError, match=r"run/writer.json does not name this process .*: if no other"):
+        lease_of(location).acquire(pytest.fail)
+
+
+@dataclass(frozen=True)
+class Meeting(Location):
+    """A location whose readers wait for each other, so that all of them find the lease free."""
+
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(4, timeout=30))
+
+    def read_stamped(self, key):
+        found = super().read_stamped(key)
+        if found[0] is None:
+            self.barrier.wait()
+        return found
+
+
+@pytest.mark.timeout(60)
+def test_of_those_that_start_at_the_same_moment_one_gets_the_lease(location):
+    meeting = Meeting(**as_other(location))
+    results: list[object] = []
+
+    def start():
+        lease = lease_of(meeting)
+        try:
+            lease.acquire(lambda _: None)
+            results.append(lease.launch)
+        except StoredRunInUseError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [result for result in results if isinstance(result, str)] == [held(location).launch]
+    assert sum(isinstance(result, StoredRunInUseError) for result in results) == 3
+
+
+@dataclass(frozen=True)
+class Ignoring(Location):
+    """A remote location that ignores conditions."""
+
+    @property
+    def is_remote(self):
+        return True
+
+    def write_if(self, key, value, generation):
+        self.write(key, value)
+        return b"generation"
+
+    def refuses_to_replace(self, key, value):
+        self.write(key, value)
+        return False
+
+
+def test_a_store_that_ignores_conditions_is_named_once_and_a_held_lease_is_refused_all_the_same(location):
+    said: list[str] = []
+    ignoring = Ignoring(**as_other(location))
+    first = lease_of(ignoring)
+    first.acquire(said.append)
+    first.renew()
+    assert len(said) == 1
+    assert said[0].startswith("warning: the store of memory://run/ ignores conditional writes")
+    with pytest.raises(StoredRunInUseError, match="in use by process"):
+        lease_of(ignoring).acquire(said.append)
+    put(location)
+    with pytest.raises(StoredRunInUseError, match="in use by process"):
+        first.renew()
+
+
+def test_a_lost_answer_does_not_lose_the_lease(location):
+    @dataclass(frozen=True)
+    class Losing(Location):
+        lost: list[int] = field(default_factory=list)
+
+        def write_if(self, key, value, generation):
+            written = super().write_if(key, value, generation)
+            self.lost.append(1)
+            return None if len(self.lost) % 2 else written
+
+    lease = lease_of(Losing(**as_other(location)))
+    lease.acquire(pytest.fail)
+    lease.renew()
+    assert held(location).launch == lease.launch
+
+
+def test_a_release_that_fails_is_no_error(location, monkeypatch):
+    lease = lease_of(location)
+    lease.acquire(pytest.fail)
+
+    def fail(*_):
+        raise ShardError("the store is gone")
+
+    monkeypatch.setattr(Location, "delete", fail)
+    lease.release()
+    assert held(location).launch == lease.launch

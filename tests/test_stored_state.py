@@ -1,0 +1,505 @@
+"""A run folder in a store: the store holds a whole state after every single write, and its readers believe no other."""
+
+import json
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.records.stored import mirror as module
+from engine.records.stored.capture import FolderCapture
+from engine.records.stored.following import followed_run
+from engine.records.stored.lease import LEASE, Lease, StoredRunInUseError
+from engine.records.stored.mirror import Mirror
+from engine.records.stored.reading import download, local_copy, with_weights
+from engine.records.stored.state import MARKER, OBJECTS, Part, StoredRunError, StoredState, read_state
+from preprocess.shards.location import Location, ShardError, open_location
+from tests.fake_source import files_of
+
+
+@dataclass(frozen=True)
+class FaultyLocation(Location):
+    """A location whose changes fail from a certain one on; the first that fails may take effect all the same."""
+
+    left: list[int] = field(default_factory=list)
+    takes_effect: bool = False
+
+    def _change(self, change):
+        self.left[0] -= 1
+        if self.left[0] < 0:
+            if self.takes_effect and self.left[0] == -1:
+                change()
+            raise ShardError("the store is gone")
+        return change()
+
+    def write(self, key, value, *, timeout_s=None):
+        return self._change(lambda: super(FaultyLocation, self).write(key, value, timeout_s=timeout_s))
+
+    def write_if(self, key, value, generation):
+        return self._change(lambda: super(FaultyLocation, self).write_if(key, value, generation))
+
+    def delete(self, key):
+        return self._change(lambda: super(FaultyLocation, self).delete(key))
+
+    def delete_keys(self, keys):
+        for key in keys:
+            self.delete(key)
+
+
+def faulty(location, after, *, takes_effect=False):
+    values = {name: getattr(location, name) for name in ("spec", "display", "context", "timeout_s", "is_conditional")}
+    return FaultyLocation(**values, left=[after], takes_effect=takes_effect)
+
+
+@pytest.fixture
+def location():
+    return open_location("memory://run", context=ts.Context())
+
+
+def write_run(run: Path, *, num_lines: int, snapshots: dict[int, int], result: bool = False, salt: str = "") -> Path:
+    """Write files like those of a run; a snapshot is its step and the size of its largest file."""
+    run.mkdir(exist_ok=True)
+    (run / "config.json").write_text("{}")
+    (run / "loss.jsonl").write_bytes(b"".join(b'{"step": %d%s}\n' % (n, salt.encode()) for n in range(num_lines)))
+    for step, size in snapshots.items():
+        folder = run / "snapshots" / str(step) / "state/d"
+        folder.mkdir(parents=True)
+        (folder / "data").write_bytes("".join(f"{step}{salt}:{number}." for number in range(size)).encode()[:size])
+        (folder.parent / "empty").touch()
+    if result:
+        (run / "model.safetensors").write_bytes(b"weights" * 9)
+        (run / "result.json").write_text("{}")
+    # What belongs to one process or machine is not stored.
+    for name in (".lock", "control/request.json", "snapshots/.unfinished/9/data"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("not stored")
+    return run
+
+
+def stored_files(run: Path) -> dict[str, bytes]:
+    return {str(name): content for name, content in files_of(run).items() if content != b"not stored"}
+
+
+def downloaded(location, place: Path) -> dict[str, bytes]:
+    download(location, place)
+    return {str(name): content for name, content in files_of(place).items()}
+
+
+def state_of(location) -> StoredState:
+    state = read_state(location)
+    assert state is not None
+    return state
+
+
+def mirror_of(location, run, tmp_path, **values):
+    pins = tmp_path / "pins"
+    pins.mkdir(exist_ok=True)
+    lease = Lease(location)
+    # A killed process leaves its lease behind.
+    lease.acquire(lambda _: None) if location.read(LEASE) is None else setattr(
+        lease, "launch", json.loads(location.read(LEASE))["launch"]
+    )
+    return Mirror(location, lease, run, pins, location.read(MARKER), part_bytes=100, **values)
+
+
+def test_what_is_downloaded_is_what_was_uploaded(location, tmp_path):
+    run = write_run(tmp_path / "run", num_lines=50, snapshots={4: 950, 8: 100}, result=True)
+    mirror_of(location, run, tmp_path).upload_once()
+    assert downloaded(location, tmp_path / "copy") == stored_files(run)
+    assert "snapshots/4/state/empty" in stored_files(run)
+    assert {key for key in location.list_keys() if key.startswith(OBJECTS)} == state_of(location).keys
+    assert max(len(location.read(key)) for key in state_of(location).keys) == 100
+
+
+@pytest.mark.parametrize("takes_effect", [False, True])
+def test_a_killed_upload_leaves_the_previous_state_or_the_next(tmp_path, takes_effect):
+    before = write_run(tmp_path / "before", num_lines=30, snapshots={4: 250})
+    # The logs were cut and went on differently, a snapshot was removed, and two are new.
+    after = write_run(tmp_path / "after", num_lines=40, snapshots={6: 250, 8: 350}, result=True, salt="1")
+    seen = []
+    for num_changes in range(200):
+        location = open_location("memory://run", context=ts.Context())
+        mirror_of(location, before, tmp_path).upload_once()
+        broken = mirror_of(faulty(location, num_changes, takes_effect=takes_effect), after, tmp_path)
+        try:
+            broken.upload_once()
+            broken.upload_once()
+        except ShardError:
+            is_killed = True
+        else:
+            is_killed = False
+        found = downloaded(location, tmp_path / f"copy-{num_changes}")
+        assert found in (stored_files(before), stored_files(after))
+        seen.append(found == stored_files(after))
+        # The next process uploads the rest, and removes what the killed one left.
+        mirror = mirror_of(location, after, tmp_path)
+        mirror.upload_once()
+        mirror._remove_unlisted()
+        mirror._remove_unlisted()
+        assert downloaded(location, tmp_path / f"next-{num_changes}") == stored_files(after)
+        assert {key for key in location.list_keys() if key.startswith(OBJECTS)} == state_of(location).keys
+        if not is_killed:
+            break
+    assert not is_killed
+    assert len(seen) > 12
+    assert seen == sorted(seen)
+    assert set(seen) == {False, True}
+
+
+def test_a_reader_in_the_middle_of_an_upload_gets_a_whole_state(location, tmp_path):
+    run = write_run(tmp_path / "run", num_lines=30, snapshots={4: 3000})
+    mirror = mirror_of(location, run, tmp_path)
+    mirror.upload_once()
+
+    @dataclass(frozen=True)
+    class Moving(Location):
+        """A location whose state is replaced, and whose old objects are removed, after a few reads."""
+
+        reads: list[str] = field(default_factory=list)
+
+        def read(self, key, **values):
+            self.reads.append(key)
+            if len(self.reads) == 10:
+                (run / "snapshots/4").rename(tmp_path / "gone")
+                write_run(run, num_lines=31, snapshots={8: 300})
+                mirror.upload_once()
+                mirror._remove_unlisted()
+            return super().read(key, **values)
+
+    moving = Moving(**{name: getattr(location, name) for name in ("spec", "display", "context")})
+    assert downloaded(moving, tmp_path / "copy") == stored_files(run)
+    assert moving.reads.count(MARKER) == 2
+    # An empty folder would be a damaged snapshot.
+    assert [path.name for path in (tmp_path / "copy/snapshots").iterdir()] == ["8"]
+
+
+def test_an_object_that_is_gone_for_good_is_an_error(location, tmp_path):
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror_of(location, run, tmp_path).upload_once()
+    location.delete(next(iter(state_of(location).keys)))
+    with pytest.raises(StoredRunError, match=r"lacks objects/[0-9a-f]{64} although its state.json lists it: restore"):
+        download(location, tmp_path / "copy")
+
+
+def test_a_changed_object_is_an_error(location, tmp_path):
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={4: 50})
+    mirror_of(location, run, tmp_path).upload_once()
+    (part,) = state_of(location).files["snapshots/4/state/d/data"]
+    location.write(part.key, b"other bytes")
+    with pytest.raises(StoredRunError, match=rf"{part.key} has changed since the run wrote it .*: restore that object"):
+        download(location, tmp_path / "copy")
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=60))
+def test_a_log_is_stored_in_few_parts_that_join_to_it(tmp_path_factory, increments):
+    run = tmp_path_factory.mktemp("run")
+    (run / "pins").mkdir()
+    contents: dict[str, bytes] = {}
+
+    def put(content):
+        assert 0 < len(content) <= 1 << 20
+        part = Part.of(content)
+        contents[part.sha256] = content
+        return part
+
+    capture = FolderCapture(run, run / "pins", None, part_bytes=1 << 20)
+    with (run / "loss.jsonl").open("wb", buffering=0) as log:
+        for kilobytes in increments:
+            log.write(b"x" * (kilobytes << 10) + b"\n")
+            parts = capture.take(put)["loss.jsonl"]
+    whole = (run / "loss.jsonl").read_bytes()
+    assert b"".join(contents[part.sha256] for part in parts) == whole
+    # Full parts, and below them sizes that fall like those of a binary counter from 1 MiB to 64 KiB.
+    assert len(parts) <= 2 * len(whole) // (1 << 20) + 6
+
+
+def test_the_line_that_is_being_written_is_not_stored(tmp_path):
+    run = write_run(tmp_path / "run", num_lines=0, snapshots={})
+    capture = FolderCapture(run, tmp_path, None)
+    sizes = []
+    for more in (b'{"step"', b": 1}\n{", b"}", b"\n"):
+        with (run / "loss.jsonl").open("ab") as log:
+            log.write(more)
+        sizes.append(sum(part.size for part in capture.take(Part.of)["loss.jsonl"]))
+    assert sizes == [0, 12, 12, 15]
+
+
+def test_what_is_read_later_contains_what_was_read_before(tmp_path):
+    """A state must not have a snapshot without its lines, nor a result without the files that it describes."""
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={4: 10})
+    (tmp_path / "pins").mkdir()
+    contents: dict[Part, bytes] = {}
+
+    def put(content):
+        # Meanwhile the run goes on, and ends.
+        if not contents:
+            write_run(run, num_lines=9, snapshots={8: 10}, result=True)
+        contents[Part.of(content)] = content
+        return Part.of(content)
+
+    capture = FolderCapture(run, tmp_path / "pins", None)
+    files = capture.take(put)
+    assert b"".join(contents[part] for part in files["loss.jsonl"]).count(b"\n") == 9
+    assert {name.split("/")[1] for name in files if name.startswith("snapshots/")} == {"4"}
+    assert "result.json" not in files
+    assert {"result.json", "model.safetensors", "snapshots/8/state/d/data"} <= capture.take(put).keys()
+
+
+def test_only_what_is_new_is_read(location, tmp_path):
+    run = write_run(tmp_path / "run", num_lines=500, snapshots={4: 500})
+    mirror_of(location, run, tmp_path).upload_once()
+    read: list[bytes] = []
+
+    def put(content):
+        read.append(content)
+        return Part.of(content)
+
+    capture = FolderCapture(run, tmp_path / "pins", read_state(location), part_bytes=100)
+    capture.take(put)
+    with (run / "loss.jsonl").open("ab") as log:
+        log.write(b'{"step": "new"}\n')
+    read.clear()
+    capture.take(put)
+    # The last part, which was not full, and what follows it.
+    assert b"".join(read).endswith(b'{"step": "new"}\n')
+    assert sum(map(len, read)) <= 99 + 16
+
+
+def test_a_snapshot_that_is_removed_while_it_is_read_is_left_out(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", num_lines=1, snapshots={4: 10, 8: 10})
+    (tmp_path / "pins").mkdir()
+    capture = FolderCapture(run, tmp_path / "pins", None)
+    link, linked = os.link, []
+
+    def removing(name, *arguments, **values):
+        linked.append(name)
+        if len(linked) == 3:  # the first of two files of the second snapshot
+            (run / "snapshots/4").rename(tmp_path / "gone")
+            (tmp_path / "gone/state/d/data").unlink(missing_ok=True)
+        return link(name, *arguments, **values)
+
+    monkeypatch.setattr(os, "link", removing)
+    names = capture.take(Part.of)
+    assert {name.split("/")[1] for name in names if name.startswith("snapshots/")} == {"8"}
+    assert list((tmp_path / "pins").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("../config.json", []),
+        ("/etc/passwd", []),
+        ("a/../../b", []),
+        ("snapshots/four/data", []),
+        ("config.json", [["../../secret", 3]]),
+        ("config.json", [["0" * 64, -1]]),
+        ("config.json", "text"),
+    ],
+)
+def test_a_marker_cannot_lead_out_of_the_run(location, name, parts):
+    content = StoredState({"config.json": ()}, "launch", 0.0).to_bytes()
+    values = json.loads(content) | {"files": {name: parts}}
+    from engine.records.digests import sealed
+
+    location.write(MARKER, json.dumps(sealed({k: v for k, v in values.items() if k != "sha256"})).encode())
+    with pytest.raises(StoredRunError, match=r"memory://run/state.json cannot be read \(.*\): restore that object"):
+        read_state(location)
+
+
+def test_a_changed_marker_and_one_of_a_newer_version_are_refused():
+    content = StoredState({"config.json": ()}, "launch", 0.0).to_bytes()
+    assert StoredState.from_bytes(content, "").files == {"config.json": ()}
+    with pytest.raises(StoredRunError, match="it has changed since it was written"):
+        StoredState.from_bytes(content.replace(b"launch", b"lunch!", 1), "")
+    from engine.records.digests import sealed
+
+    newer = json.dumps(sealed({"format": 2, "files": {}})).encode()
+    with pytest.raises(StoredRunError, match="its format is 2, and this version reads format 1"):
+        StoredState.from_bytes(newer, "")
+
+
+def test_a_marker_that_another_process_replaced_stops_the_uploads(location, tmp_path):
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror = mirror_of(location, run, tmp_path)
+    mirror.upload_once()
+    location.write(MARKER, StoredState({}, "another", 1.0).to_bytes())
+    write_run(run, num_lines=4, snapshots={})
+    with pytest.raises(StoredRunError, match=r"state.json was replaced during the run by another process: .* stop the"):
+        mirror.upload_once()
+
+
+def test_who_lost_the_lease_does_not_replace_the_marker(location, tmp_path):
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror = mirror_of(location, run, tmp_path)
+    mirror.upload_once()
+    before = location.read(MARKER)
+    write_run(run, num_lines=4, snapshots={})
+    location.write(LEASE, (location.read(LEASE) or b"").replace(mirror._lease.launch.encode(), b"another"))
+    with pytest.raises(StoredRunInUseError, match="is in use by process"):
+        mirror.upload_once()
+    assert location.read(MARKER) == before
+
+
+def test_a_marker_whose_answer_was_lost_counts_as_written(location, tmp_path):
+    @dataclass(frozen=True)
+    class Losing(Location):
+        """A location that retries a conditional write whose answer was lost, and so is refused."""
+
+        def write_if(self, key, value, generation):
+            super().write_if(key, value, generation)
+
+    losing = Losing(**{name: getattr(location, name) for name in ("spec", "display", "context")})
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror = mirror_of(location, run, tmp_path)
+    mirror._location = losing
+    mirror.upload_once()
+    assert downloaded(location, tmp_path / "copy") == stored_files(run)
+
+
+@pytest.mark.timeout(60)
+def test_the_thread_uploads_at_snapshots_and_at_the_end(location, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "UPLOAD_EVERY_S", 1e9)
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror = mirror_of(location, run, tmp_path)
+    mirror.start()
+    mirror.begin()
+    write_run(run, num_lines=5, snapshots={4: 30})
+    waiting = threading.Event()
+    while (state := read_state(location)) is None or state.snapshot_steps != [4]:
+        waiting.wait(0.01)
+    write_run(run, num_lines=9, snapshots={}, result=True)
+    mirror.finish()
+    assert downloaded(location, tmp_path / "copy") == stored_files(run)
+    assert {key for key in location.list_keys() if key.startswith(OBJECTS)} == state_of(location).keys
+    assert location.read(LEASE) is None
+
+
+@dataclass(frozen=True)
+class Refusing(Location):
+    """A location that refuses each change once or, if `takes_effect`, reports an error although it took effect."""
+
+    refused: set[object] = field(default_factory=set)
+    takes_effect: bool = False
+
+    def _change(self, call, change):
+        if call in self.refused:
+            return change()
+        self.refused.add(call)
+        if self.takes_effect:
+            change()
+        raise ShardError("too many requests")
+
+    def write(self, key, value, *, timeout_s=None):
+        return self._change((key, "write"), lambda: super(Refusing, self).write(key, value, timeout_s=timeout_s))
+
+    def write_if(self, key, value, generation):
+        return self._change((key, "write_if"), lambda: super(Refusing, self).write_if(key, value, generation))
+
+    def delete_keys(self, keys):
+        return self._change(tuple(keys), lambda: super(Refusing, self).delete_keys(keys))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("takes_effect", [False, True])
+def test_a_store_that_refuses_for_a_moment_is_asked_again(location, tmp_path, monkeypatch, takes_effect):
+    monkeypatch.setattr(module, "_RETRY_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.001)
+    run = write_run(tmp_path / "run", num_lines=30, snapshots={4: 450})
+    mirror = mirror_of(location, run, tmp_path)
+    values = {name: getattr(location, name) for name in ("spec", "display", "context")}
+    mirror._location = Refusing(**values, takes_effect=takes_effect)
+    mirror.start()
+    mirror.begin()
+    while read_state(location) is None:
+        time.sleep(0.001)
+    write_run(run, num_lines=50, snapshots={8: 450})
+    mirror.finish()
+    assert downloaded(location, tmp_path / "copy") == stored_files(run)
+    assert {key for key in location.list_keys() if key.startswith(OBJECTS)} == state_of(location).keys
+
+
+@pytest.mark.timeout(60)
+def test_an_error_of_the_thread_is_kept(location, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror = mirror_of(location, run, tmp_path)
+    mirror._location = faulty(location, 0)
+    mirror.start()
+    mirror.begin()
+    with pytest.raises(ShardError, match="the store is gone"):
+        mirror.finish()
+    with pytest.raises(ShardError, match="the store is gone"):
+        mirror.check()
+
+
+def test_only_the_files_that_are_needed_are_downloaded():
+    names = ["config.json", "loss.jsonl", "snapshots/4/a", "snapshots/8/a"]
+    assert list(with_weights(None)(names)) == ["config.json", "loss.jsonl", "snapshots/8/a"]
+    assert list(with_weights(4)(names)) == ["config.json", "loss.jsonl", "snapshots/4/a"]
+    ended = [*names, "model.safetensors", "result.json"]
+    assert list(with_weights(None)(ended)) == ["config.json", "loss.jsonl", "model.safetensors", "result.json"]
+    with pytest.raises(
+        StoredRunError, match=r"there is no snapshot of step 5: choose another step \(available: 4, 8\)"
+    ):
+        with_weights(5)(names)
+
+
+def test_messages_name_the_url(tmp_path):
+    url = f"file://{tmp_path}/store"
+    location = open_location(url)
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror_of(location, run, tmp_path).upload_once()
+
+    def fail(folder):
+        error = ValueError(f"{folder}/loss.jsonl is wrong")
+        error.add_note(f"look at {folder}")
+        raise error
+
+    with pytest.raises(ValueError, match=r"^file://.*/store/loss.jsonl is wrong") as caught, local_copy(url) as folder:
+        fail(folder)
+    assert caught.value.__notes__ == [f"look at {url}"]
+    assert not folder.exists()
+    with pytest.raises(StoredRunError, match=r"there is no run at file://.*/none/, which contains no state.json: give"):
+        local_copy(f"file://{tmp_path}/none").__enter__()
+
+
+def test_a_followed_run_grows_as_the_run_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.records.stored.following._REFRESH_EVERY_S", 0.0)
+    url = f"file://{tmp_path}/store"
+    location = open_location(url)
+    run = tmp_path / "run"
+    with followed_run(url) as followed:
+        followed.refresh()
+        assert not followed.folder.exists()
+        mirror = mirror_of(location, run, tmp_path)
+        for num_lines in (2, 9, 60):
+            write_run(run, num_lines=num_lines, snapshots={})
+            mirror.upload_once()
+            inode = followed.folder.exists() and (followed.folder / "loss.jsonl").stat().st_ino
+            followed.refresh()
+            assert stored_files(followed.folder) == stored_files(run)
+            assert inode in (False, (followed.folder / "loss.jsonl").stat().st_ino)  # appended to, not replaced
+        write_run(run, num_lines=5, snapshots={}, salt="2", result=True)
+        mirror.upload_once()
+        followed.refresh()
+        (run / "model.safetensors").unlink()
+        assert stored_files(followed.folder) == stored_files(run)
+        (run / "result.json").unlink()
+        mirror.upload_once()
+        followed.refresh()
+        assert stored_files(followed.folder) == stored_files(run)
+
+
+def test_a_location_of_a_path_is_the_path(tmp_path):
+    with local_copy(tmp_path) as folder, followed_run(str(tmp_path)) as followed:
+        assert folder == tmp_path
+        assert followed.folder == tmp_path
+        followed.refresh()
