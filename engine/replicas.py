@@ -129,6 +129,18 @@ def put_everywhere[T](tree: T, devices: Sequence[jax.Device]) -> T:
     return copies
 
 
+def shapes_on(tree: Any, devices: Sequence[jax.Device]) -> Any:
+    """Return the shapes of a pytree's leaves as arguments of a program compiled for devices that are not here.
+
+    Args:
+        tree: arrays or jax.ShapeDtypeStruct.
+        devices: all devices of the program, a copy of the tree on each.
+    """
+    one = jax.sharding.SingleDeviceSharding(devices[0])
+    place: Any = one if len(devices) == 1 else NamedSharding(_mesh(devices), _EVERYWHERE)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
+
+
 def take_copy[T](tree: T, devices: Sequence[jax.Device]) -> T:
     """Return the results of a replicated function as arrays on one device of this process."""
     if len(devices) == 1:

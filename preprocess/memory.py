@@ -1,6 +1,7 @@
-"""The amount of memory available to this process."""
+"""The amount of memory available to this process, and used by it."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,16 @@ def host_memory_bytes() -> int | None:
     except (ValueError, OSError, AttributeError):
         return None
     return min([total, *_group_limits()])
+
+
+def process_memory_bytes() -> int | None:
+    """Return the largest amount of memory that this process has used so far, in bytes, or None if it is unknown."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else 1024 * largest
 
 
 def _group_limits() -> Iterator[int]:

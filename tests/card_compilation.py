@@ -1,6 +1,7 @@
 """Compilation of a run's program for an NVIDIA card, without a card.
 
-`python -m tests.card_compilation FOLDER SETTINGS NUMBER [--evaluate]` prints the optimised program for NUMBER cards.
+`python -m tests.card_compilation FOLDER SETTINGS NUMBER [--evaluate] [--memory]` prints the optimised program for
+NUMBER cards, or the bytes of its temporaries.
 
 XLA's compiler for NVIDIA cards is in jax's CUDA plugin; it needs a card's description, but neither a card nor a driver.
 It runs in a separate process, because jax looks for a card at import if the plugin is on its path.
@@ -13,25 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
-
-H100 = """
-gpu_device_info {
-  name: "NVIDIA H100 80GB HBM3" model_str: "sm_9.0a" device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  platform_version: "Compute Capability 9.0a" driver_version: "13.0.0" runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0" cub_version: "3.1.2"
-  core_count: 132 fpus_per_core: 128 threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84942979072
-  device_address_bits: 64 pcie_bandwidth: 34359738368 ecc_enabled: true collective_memory_granularity: 2097152
-}
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 12 patch: 0 }
-"""
 
 
 class TracedError(Exception):
@@ -82,35 +64,23 @@ def traced_program(settings: dict[str, Any], cards: Any = None, *, is_evaluated:
     raise AssertionError("the run did not reach its program")
 
 
-def main(folder: str, settings: dict[str, Any], number: int, *, is_evaluated: bool) -> None:
-    """Print the program as XLA optimises it for the cards."""
+def main(folder: str, settings: dict[str, Any], number: int, *, is_evaluated: bool, prints_memory: bool) -> None:
+    """Print the program as XLA optimises it for the cards, or the bytes of its temporaries on each of them."""
     sys.path.insert(0, folder)
-    import jax
-    from jax._src import compiler
-    from jax.experimental import topologies
-
-    from engine.replicas import AXIS
+    from engine.replicas import shapes_on
     from engine.run.compilation import compiler_options
+    from engine.sizing.absent_cards import absent_cards, compiling_without_cards
+    from engine.sizing.cards import CARDS
 
-    cards = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=H100, topology=f"1x1x{number}"
-    ).devices
-    function, arguments = traced_program(settings, list(cards) if number > 1 else None, is_evaluated=is_evaluated)
-    place: Any = jax.sharding.SingleDeviceSharding(cards[0])
-    if number > 1:
-        place = jax.sharding.NamedSharding(jax.sharding.Mesh(list(cards), AXIS), jax.sharding.PartitionSpec())
-    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
-    lowered = function.lower(*placed)
-    compile_whole = compiler.backend_compile_and_load
-
-    def without_callbacks(backend: Any, module: Any, devices: Any, options: Any, _callbacks: Any) -> Any:
-        """Compile without host callbacks, which XLA refuses if there is no card."""
-        return compile_whole(backend, module, devices, options, ())
-
+    cards = absent_cards(CARDS["h100"], number, number)
+    function, arguments = traced_program(settings, cards if number > 1 else None, is_evaluated=is_evaluated)
+    lowered = function.lower(*shapes_on(arguments, cards))
     options: dict[str, Any] = compiler_options(lowered, "gpu", deterministic=settings.get("deterministic", True))
-    with mock.patch.object(compiler, "backend_compile_and_load", without_callbacks):
-        print(lowered.compile(compiler_options=options).as_text())
+    with compiling_without_cards():
+        compiled = lowered.compile(compiler_options=options)
+    print(compiled.memory_analysis().temp_size_in_bytes if prints_memory else compiled.as_text())
 
 
 if __name__ == "__main__":
-    main(str(Path(sys.argv[1])), json.loads(sys.argv[2]), int(sys.argv[3]), is_evaluated="--evaluate" in sys.argv[4:])
+    flags = {"is_evaluated": "--evaluate" in sys.argv[4:], "prints_memory": "--memory" in sys.argv[4:]}
+    main(str(Path(sys.argv[1])), json.loads(sys.argv[2]), int(sys.argv[3]), **flags)

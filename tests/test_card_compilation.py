@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.sizing.card_compiler import COMPILER_FOLDER
 from tests.card_program import HOST_CALL, CardProgram, size_of
 
-COMPILER = Path(sys.prefix) / "card-compiler"
+COMPILER = Path(sys.prefix) / COMPILER_FOLDER
 CHUNK = 7
 EVALUATION_CHUNK = 10  # `crossings.choose_chunk`
 SETTINGS = {"steps": 100, "batch": 256, "image_size": 32, "precision": "bfloat16", "chunk_batches": CHUNK}

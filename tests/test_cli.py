@@ -357,15 +357,24 @@ def test_a_runs_record_is_a_recipe_for_another_run(tmp_path):
     assert [json.loads(line)["loss"] for line in losses[0]] == [json.loads(line)["loss"] for line in losses[1][:2]]
 
 
-def test_a_dry_run_prints_memory_and_work_and_writes_nothing(tmp_path):
-    done = run_train(*TINY, "--dry-run", "--run-dir", "run", cwd=tmp_path)
+def test_a_dry_run_prints_a_plan_and_writes_nothing(tmp_path):
+    done = run_train(*TINY, "--dry-run", "--run-dir", "run", "--rate", "50", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    sizes = {name: float(size) for name, size in re.findall(r"^memory, (.*): ([\d.]+) MB", done.stdout, re.MULTILINE)}
-    reused = sizes.pop("arguments reused for results (subtracted)")
-    total, _ = sizes.pop("total"), sizes.pop("code")
-    assert sizes.keys() == {"arguments", "results", "temporaries", "batches read ahead (host)"}
-    assert total == pytest.approx(sum(sizes.values()) - reused, abs=0.05 * 6)
-    assert "GFLOP per step" in done.stdout
+    memory = done.stdout.partition("memory of the host")[2].partition("fits: ")[0]
+    sizes = {name: float(size) for name, size in re.findall(r"^  (\S.*?)  +([\d.]+) MB$", memory, re.MULTILINE)}
+    total = sizes.pop("total")
+    assert sizes.keys() == {
+        "arguments",
+        "results, in new memory",
+        "temporaries",
+        "code",
+        "batches read ahead",
+        "this process so far",
+    }
+    assert total == pytest.approx(sum(sizes.values()), abs=0.05 * 6)
+    assert "GFLOP" in done.stdout
+    assert "  50 images/s, bound by: the devices\n" in done.stdout
+    assert done.stdout.endswith("\ndry run: nothing was trained\n")
     assert "step 1/" not in done.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -385,8 +394,7 @@ def test_dump_hlo_belongs_to_one_launch_and_is_not_repeated_at_a_resume(tmp_path
         folder.write_config(recorded, {}, None, origins=dict.fromkeys(SETTINGS, "command line"))
         folder.launched()
     planned: list[TrainConfig] = []
-    monkeypatch.setattr("engine.commands.cli._plan", lambda config, _parts: planned.append(config))
-    monkeypatch.setattr("engine.commands.cli.show_plan", lambda _: None)
+    monkeypatch.setattr("engine.commands.cli.print_plan", lambda config, *_: planned.append(config))
     options = ["--resume", "--run-dir", str(tmp_path / "run"), "--dry-run", "--traceback"]
     for again in ([], ["--dump-hlo", "other"]):
         result = CliRunner().invoke(main, [*options, *again])

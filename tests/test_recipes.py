@@ -342,8 +342,7 @@ def test_the_record_of_a_run_without_a_data_option_names_the_data_that_it_found(
 def test_an_older_record_that_does_not_say_where_its_data_were_needs_them_named(tmp_path, monkeypatch):
     path = record_run(tmp_path / "old", TrainConfig(batch=4), manifest_digest="abc", data="/x/train, 9 images")
     planned: list[TrainConfig] = []
-    monkeypatch.setattr("engine.commands.cli._plan", lambda config, _parts: planned.append(config))
-    monkeypatch.setattr("engine.commands.cli.show_plan", lambda _: None)
+    monkeypatch.setattr("engine.commands.cli.print_plan", lambda config, *_: planned.append(config))
 
     def plan(*options):
         result = CliRunner().invoke(run_train, ["--recipe", str(path), "--dry-run", "--traceback", *options])

@@ -61,6 +61,7 @@ FLOORS = (
     "engine.records",
     "engine.recipes",
     "engine.run",
+    "engine.sizing",
     "engine.evaluation",
     "engine.replay",
     "engine.commands",

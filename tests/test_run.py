@@ -223,8 +223,8 @@ def test_a_plan_compiles_and_runs_nothing(tmp_path, left_threads):
     assert batches.calls == [0]  # for its shape
     assert isinstance(plan.compiled.keeps, InplaceTransport)
     assert not (tmp_path / "run").exists()
-    assert plan.num_params == SIZE * SIZE * 3 * CLASSES + CLASSES
-    assert plan.compiled.memory_bytes["arguments"] > plan.num_params * 8  # parameters and momentum
+    assert plan.facts.num_params == SIZE * SIZE * 3 * CLASSES + CLASSES
+    assert plan.compiled.memory_bytes["arguments"] > plan.facts.num_params * 8  # parameters and momentum
     # Forward and weight gradient of one matrix product are the least that a step does.
     assert plan.compiled.step_flops is not None
     assert plan.compiled.step_flops >= 4 * BATCH * SIZE * SIZE * 3 * CLASSES

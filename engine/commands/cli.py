@@ -17,7 +17,8 @@ from engine.commands.option_sources import (
     merge_options,
 )
 from engine.commands.own_parts import load_own_parts, take_part_names
-from engine.commands.run_display import LossDisplay, show_plan, summarise
+from engine.commands.plan_options import check_plan_options, print_plan
+from engine.commands.run_display import LossDisplay, summarise
 from engine.commands.setting_options import option_names
 from engine.commands.supervisor import keep_runtime_output, supervise, without_option
 from engine.commands.train_options import EPILOG, option_groups, train_options
@@ -31,7 +32,7 @@ from preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
     from engine.run.parts import OwnParts
-    from engine.run.result import DryRun, TrainResult
+    from engine.run.result import TrainResult
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _RECORDED = "the recorded run"
@@ -55,6 +56,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     is_saved, name_setting = True, option_names(context)
     peers: Peers | None = None
     try:
+        check_plan_options(context.params)
         if (code := _supervise(context)) is not None:
             leave(code)
             return
@@ -67,7 +69,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
         config = TrainConfig(**merged.settings)
         parts = load_own_parts(names)
         if dry_run:
-            show_plan(_plan(config, parts))
+            print_plan(config, parts, names, context.params)
             code = _DONE
         else:
             result = _train(config, parts, merged.origins, peers)
@@ -153,13 +155,6 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
         for name, origin in merged.origins.items()
     }
     return replace(merged, origins=origins)
-
-
-def _plan(config: TrainConfig, parts: "OwnParts") -> "DryRun":
-    from engine.run.train import open_run
-
-    with open_run(config, parts, click.echo, is_dry=True) as run:
-        return run.plan()
 
 
 def _supervise(context: click.Context) -> int | None:

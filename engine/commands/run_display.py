@@ -1,4 +1,4 @@
-"""The terminal output of `run-train`: the result of a dry run, the losses of a run, and its summary."""
+"""The terminal output of `run-train`: the losses of a run, and its summary."""
 
 import io
 import shlex
@@ -17,29 +17,8 @@ from preprocess.quantities import quantity
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.run.result import DryRun, TrainResult
+    from engine.run.result import TrainResult
     from engine.stream.sinks import Sink
-
-
-def show_plan(plan: "DryRun") -> None:
-    """Print the result of a dry run: memory use and FLOPs per step."""
-    memory = plan.compiled.memory_bytes
-    for kind, size_bytes in memory.items():
-        name = "arguments reused for results (subtracted)" if kind == "reused" else kind
-        click.echo(f"memory, {name}: {size_bytes / 1e6:,.1f} MB")
-    click.echo(f"memory, batches read ahead (host): {plan.ring_bytes / 1e6:,.1f} MB")
-    needed, available = plan.compiled.peak_bytes + plan.ring_bytes, plan.host_bytes
-    note = ""
-    if available is not None:
-        note = f" ({'too much: ' * (needed > available)}this machine has {available / 1e6:,.0f} MB)"
-    click.echo(f"memory, total: {needed / 1e6:,.1f} MB{note}")
-    flops = plan.compiled.step_flops
-    click.echo(
-        f"work: {flops / 1e9:,.2f} GFLOP per step"
-        if flops is not None
-        else "work: unknown, because XLA reports no FLOP count"
-    )
-    click.echo("dry run: nothing was trained")
 
 
 class LossDisplay:

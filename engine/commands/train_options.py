@@ -1,4 +1,4 @@
-"""The options of `run-train`: one for each setting of a run, and five others."""
+"""The options of `run-train`: one for each setting of a run, and some others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from engine.commands.own_parts import OWN_GROUP, own_part_options
+from engine.commands.plan_options import OPTIONS, PLAN_OPTIONS
 from engine.commands.setting_options import setting_option
 from engine.config import COMPILATION, DATA, OUTPUT, SETTINGS
 from engine.named_parts import OWN_PARTS
@@ -14,7 +15,7 @@ from preprocess.commands.completion import complete_word
 
 _PROCESSES = ("spawn", "coordinator", "num_processes", "process_id", "peer_timeout", "join_timeout")
 _ONLY_OWN = tuple(name for name in OWN_PARTS if name not in SETTINGS)
-COMMAND_OPTIONS = ("recipe", "list_recipes", *_ONLY_OWN, *_PROCESSES, "dry_run", "traceback", "list_models")
+COMMAND_OPTIONS = ("recipe", "list_recipes", *_ONLY_OWN, *_PROCESSES, *PLAN_OPTIONS, "traceback", "list_models")
 """The parameter names of the options that are not settings."""
 
 # Click keeps the line breaks of a paragraph that begins with a backspace.
@@ -43,7 +44,7 @@ def option_groups() -> dict[str, tuple[str, ...]]:
     groups[OWN_GROUP] = list(_ONLY_OWN)
     groups["Several processes"] = list(_PROCESSES)
     groups[OUTPUT].append("traceback")
-    groups[COMPILATION].append("dry_run")
+    groups[COMPILATION] += PLAN_OPTIONS
     return {title: tuple(names) for title, names in groups.items()}
 
 
@@ -128,9 +129,7 @@ _OF_THE_COMMAND = (
         metavar="SECONDS",
         help="Wait so long for the other processes at the start.",
     ),
-    click.option(
-        "--dry-run", is_flag=True, help="Compile the program and print its memory use and FLOPs, but do not train."
-    ),
+    *OPTIONS,
     click.option("--traceback", is_flag=True, help="Show the full traceback of an error."),
 )
 

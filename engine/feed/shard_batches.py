@@ -19,13 +19,14 @@ class ShardBatches:
     """Batches of a packed split, shuffled with `seed`; every epoch contains every image once.
 
     Attributes:
+        split: the split.
         label_form: the form of the labels, float32 [K] targets; None for class numbers.
     """
 
     thread_safe = True
 
     def __init__(self, split: ShardSplit, *, batch: int, seed: int) -> None:
-        self._split = split
+        self.split = split
         self._order = EpochOrder(split.num_images, seed)
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
@@ -40,7 +41,7 @@ class ShardBatches:
         """Read some rows of the batch; see `engine.feed.own_rows.RowSource`."""
         words = weighted(labels) if self.label_form else labels
         images = self._images_of(batch_index)[rows.start : rows.stop]
-        self._split.read_into(images, pixels, words, timeout_s=timeout_s)
+        self.split.read_into(images, pixels, words, timeout_s=timeout_s)
 
     def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
         """Lend the batch's images from mapped shard files; see `LendingSource`."""
@@ -48,15 +49,15 @@ class ShardBatches:
 
     def lend_rows(self, batch_index: int, rows: range, labels: Labels, *, timeout_s: float) -> Lent | None:
         """Lend some rows of the batch."""
-        if not self._split.lends:
+        if not self.split.lends:
             return None
         words = weighted(labels) if self.label_form else labels
         images = self._images_of(batch_index)[rows.start : rows.stop]
-        return self._split.lend(images, words, timeout_s=timeout_s)
+        return self.split.lend(images, words, timeout_s=timeout_s)
 
     def check_unchanged(self) -> None:
         """Raise preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
-        self._split.check_unchanged()
+        self.split.check_unchanged()
 
     def _images_of(self, batch_index: int) -> NDArray[np.int64]:
         """Return a batch's image indices, computed 2048 at a time, which takes as long as a few hundred (90 µs)."""
@@ -74,13 +75,14 @@ class SequentialBatches:
     """Batches of a packed split in stored order, repeated endlessly.
 
     Attributes:
+        split: the split.
         label_form: the form of the labels, float32 [K] targets; None for class numbers.
     """
 
     thread_safe = True
 
     def __init__(self, split: ShardSplit, *, batch: int) -> None:
-        self._split = split
+        self.split = split
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
         self.num_batches = -(-split.num_images // batch)
@@ -92,17 +94,17 @@ class SequentialBatches:
     def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Read some rows of the batch; see `engine.feed.own_rows.RowSource`."""
         start = batch_index % self.num_batches * self.batch + rows.start
-        count = max(0, min(len(rows), self._split.num_images - start))
+        count = max(0, min(len(rows), self.split.num_images - start))
         pixels[count:], labels[count:] = 0, 0 if self.label_form else PADDING_LABEL
         if not count:
             return
         images = np.arange(start, start + count, dtype=np.int64)
         words = weighted(labels[:count]) if self.label_form else labels[:count]
-        self._split.read_into(images, pixels[:count], words, timeout_s=timeout_s)
+        self.split.read_into(images, pixels[:count], words, timeout_s=timeout_s)
 
     def check_unchanged(self) -> None:
         """Raise preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
-        self._split.check_unchanged()
+        self.split.check_unchanged()
 
 
 def label_form_of_split(split: ShardSplit) -> "LabelForm | None":

@@ -51,7 +51,7 @@ class WindowedBatches:
         num_threads: int,
         timeout_s: float,
     ) -> None:
-        self._split, self._rows = split, rows
+        self.split, self._rows = split, rows
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
         window_images = _window_images(split, batch, window_gb)
@@ -87,7 +87,7 @@ class WindowedBatches:
 
     def check_unchanged(self) -> None:
         """Raise preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
-        self._split.check_unchanged()
+        self.split.check_unchanged()
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -91,7 +91,12 @@ def trace_ahead(function: Callable[..., Any], *arguments: Any, donate: tuple[int
 
 
 def compile_traced(
-    traced: Traced, *, deterministic: bool = True, dump_folder: Path | None = None, keeps: object = None
+    traced: Traced,
+    *,
+    deterministic: bool = True,
+    dump_folder: Path | None = None,
+    keeps: object = None,
+    backend: str | None = None,
 ) -> Compiled:
     """Compile a traced program, or load it from the cache on disk.
 
@@ -100,10 +105,11 @@ def compile_traced(
         deterministic: whether to exclude operations whose results are not bit-identical from run to run.
         dump_folder: where to write `program.stablehlo.mlir` and `program.optimised.hlo`; None writes neither.
         keeps: see `Compiled`.
+        backend: the jax backend of the devices for which it was traced; None is the default one.
     """
     started = time.perf_counter()
     with _counting_cache_hits() as hits:
-        options = compiler_options(traced.lowered, jax.default_backend(), deterministic=deterministic)
+        options = compiler_options(traced.lowered, backend or jax.default_backend(), deterministic=deterministic)
         compiled = traced.lowered.compile(compiler_options=options)
     compile_s = time.perf_counter() - started
     if dump_folder is not None:

@@ -2,15 +2,28 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Self
+from typing import NamedTuple, Self
 
 from engine.config import TrainConfig
 from engine.control.board import ControlBoard
 from engine.crossing.choice import choose_chunk, choose_transport, this_platform
-from engine.crossing.devices import choose_team
+from engine.crossing.devices import Team, choose_team
+from engine.crossing.transport import Transport
 from engine.run.signals import StopSignals
 from engine.settings import SettingError
 from engine.stream.notices import Notices
+
+
+class Placement(NamedTuple):
+    """Devices that are not here, for which a program is only compiled, and their transport.
+
+    Attributes:
+        team: the devices, and those of them that one host drives.
+        transport: the way in which the program calls the host.
+    """
+
+    team: Team
+    transport: Transport
 
 
 class HostSide:
@@ -22,6 +35,7 @@ class HostSide:
         config: the settings.
         notify: called with a line of text.
         board: the board of requests to the program; None creates a new board.
+        placement: the devices of a program that is only compiled; None chooses those of this machine.
 
     Attributes:
         board: the board of requests to the program.
@@ -29,18 +43,30 @@ class HostSide:
         team: the devices that train together.
         transport: the way in which the program calls the host.
         chunk: batches per pull.
+        is_elsewhere: whether the devices are not here.
         signals: the handler of the signals that stop the launch.
 
     Raises:
         ValueError: the requested transport is not available on this machine.
     """
 
-    def __init__(self, config: TrainConfig, notify: Callable[[str], None], board: ControlBoard | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        notify: Callable[[str], None],
+        board: ControlBoard | None = None,
+        placement: Placement | None = None,
+    ) -> None:
         self.board, self.notices = board or ControlBoard(), Notices(notify)
-        self.team = choose_team(config)
-        self.transport = choose_transport(config.transport, this_platform(), len(self.team.devices))
+        self.is_elsewhere = placement is not None
+        if placement is not None:
+            self.team, self.transport = placement
+        else:
+            self.team = choose_team(config)
+            self.transport = choose_transport(config.transport, this_platform(), len(self.team.devices))
         self.chunk = choose_chunk(config.chunk_batches, self.transport)
-        if self.chunk > 1 and len(self.team.own) < len(self.team.devices):
+        is_chosen = config.chunk_batches is not None or not self.is_elsewhere
+        if self.chunk > 1 and is_chosen and len(self.team.own) < len(self.team.devices):
             raise SettingError(
                 "chunk_batches",
                 "several processes pull one batch at a time, got {setting} {found}: leave it out",

@@ -21,6 +21,7 @@ from engine.crossing.choice import this_platform, wasted_steps_warning
 from engine.crossing.outfeed import Outfeed
 from engine.feed.batches import CheckedSource
 from engine.images.unpack import LEAST_STD, PixelScale
+from engine.keys import plain_keys
 from engine.locations import storage_options_of
 from engine.objective.objective import Objective
 from engine.processes import this_process
@@ -31,7 +32,7 @@ from engine.program.statics import run_values, seed_words
 from engine.program.train_state import RunValues, TrainModel, TrainState, init_state
 from engine.records.topology import Topology
 from engine.records.weights import check_names
-from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, take_copy
+from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, shapes_on, take_copy
 from engine.run.compilation import Compiled, compile_traced, trace_ahead, without_collector
 from engine.run.host_side import HostSide
 from engine.run.infeeds import Infeeds
@@ -52,6 +53,8 @@ from preprocess.shards.reader import ChangedShardError
 # Time limit for closing all sinks together: long after a clean stop, short after an immediate one.
 _CLOSE_TIMEOUT_S = 60.0
 _QUIT_TIMEOUT_S = 1.0
+# jax's name for NVIDIA GPUs, the only devices for which a program is compiled where there are none.
+_ABSENT_BACKEND = "gpu"
 
 
 class Launch:
@@ -69,6 +72,7 @@ class Launch:
         board: the board of requests to the program.
         notices: messages to the user during the run.
         stream: the stream of what the program emits.
+        team: the devices that train together.
         num_params: number of learnable parameters.
         train_s: seconds from the launch to the end of the loop.
         has_changed_data: whether `failure` found that the data were modified during the run, so that steps may have
@@ -92,6 +96,7 @@ class Launch:
         self.train_s, self.has_changed_data = 0.0, False
         self.board, self.notices, self._signals = host.board, host.notices, host.signals
         self._transport, self._chunk, self._devices = host.transport, host.chunk, host.team.devices
+        self.team, self._is_elsewhere = host.team, host.is_elsewhere
         self._replicas = Replicas(len(self._devices))
         self._infeeds = Infeeds(
             config, self._data, host, start, lambda batch, count: self.stream.report_evaluation(batch, count)
@@ -180,6 +185,8 @@ class Launch:
         )
         if self._selected is not None:
             self._notify(self._selected)
+        if self._is_elsewhere:
+            return
         depth, chunk = self._infeeds.depth, self._chunk
         self._notify(
             f"infeed: batches of {source.batch} image{'s' * (source.batch > 1)} of {source.height} × {source.width} px "
@@ -220,7 +227,10 @@ class Launch:
         model = CheckedModel(self.resolved.model, self._data.num_classes, self._data.source, self._notify)
         program = make_program(model, self._statics, self._infeeds.training, self._outfeed, self._infeeds.evaluation)
         program = replicate(program, self._devices)
-        traced = trace_ahead(program, self._state_shape, self._values(), donate=(0,))
+        arguments: Any = (self._state_shape, self._values())
+        if self._is_elsewhere:
+            arguments = shapes_on(arguments, self._devices)
+        traced = trace_ahead(program, *arguments, donate=(0,))
         if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
             self._notify(warning)
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
@@ -231,6 +241,7 @@ class Launch:
                 deterministic=self.config.deterministic,
                 dump_folder=dump_folder,
                 keeps=self._transport,
+                backend=_ABSENT_BACKEND if self._is_elsewhere else None,
             )
         )
 
@@ -284,6 +295,12 @@ class Launch:
     def ring_bytes(self) -> int:
         """The number of bytes of host memory that the batches read ahead occupy."""
         return self._infeeds.num_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """The number of bytes of the training state, of which each device has a copy."""
+        leaves = jax.tree.leaves(jax.eval_shape(plain_keys, self._state_shape))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainState:
         """Run the program to completion and return its final state; errors on the host are returned by `failure`.

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config import TrainConfig
 from engine.run.compilation import Compiled
 from engine.run.resolve import Resolved
 from engine.stream.sinks import EvaluationRecord
@@ -55,19 +56,37 @@ class TrainResult:
 
 
 @dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run before its program is compiled.
+
+    Attributes:
+        config: the settings, with `epochs` converted to `steps`.
+        resolved: what the settings resolve to.
+        num_params: number of learnable parameters.
+        state_bytes: size of the training state in bytes; each device has a copy.
+        ring_bytes: host memory of this process for the batches read ahead, in bytes.
+        num_devices, num_own_devices: number of devices of all processes, and of this one.
+        start_step: number of updates done before.
+    """
+
+    config: TrainConfig
+    resolved: Resolved
+    num_params: int
+    state_bytes: int
+    ring_bytes: int
+    num_devices: int
+    num_own_devices: int
+    start_step: int
+
+
+@dataclass(frozen=True)
 class DryRun:
-    """The compiled program of a dry run, and the memory that the run would need.
+    """The compiled program of a run that is not started.
 
     Attributes:
         compiled: the program, with XLA's analysis of memory and work.
-        num_params: number of learnable parameters.
-        resolved: what the settings resolve to.
-        ring_bytes: host memory for the batches read ahead, in bytes.
-        host_bytes: memory of this machine in bytes, None if unknown.
+        facts: what the run needs beside it.
     """
 
     compiled: Compiled
-    num_params: int
-    resolved: Resolved
-    ring_bytes: int
-    host_bytes: int | None
+    facts: RunFacts

@@ -27,12 +27,12 @@ from engine.run.changes import check_settings, check_steps, describe_changes, no
 from engine.run.compilation import Compiled, caching_compilations
 from engine.run.data import open_data
 from engine.run.epochs import settle_epochs
-from engine.run.host_side import HostSide
+from engine.run.host_side import HostSide, Placement
 from engine.run.launch import Launch
 from engine.run.parts import OwnParts
 from engine.run.recorded_launch import RecordedLaunch, recorded_metadata, result_of
 from engine.run.resolve import check_arguments, check_best_metric, resolve, warn_of_settings
-from engine.run.result import DryRun, TrainResult
+from engine.run.result import DryRun, RunFacts, TrainResult
 from engine.run.resume import (
     GIVEN_WEIGHTS,
     StartingPoint,
@@ -53,7 +53,6 @@ from engine.stream.function_sink import RecordFunction, as_sinks
 from engine.stream.sinks import Sink
 from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.update import Schedule
-from preprocess.memory import host_memory_bytes
 from preprocess.quantities import quantity
 
 
@@ -147,7 +146,12 @@ def plan_run(
 
 @contextmanager
 def open_run(
-    config: TrainConfig, parts: OwnParts, notify: Callable[[str], None], *, is_dry: bool = False
+    config: TrainConfig,
+    parts: OwnParts,
+    notify: Callable[[str], None],
+    *,
+    is_dry: bool = False,
+    placement: Placement | None = None,
 ) -> Iterator["OpenRun"]:
     """Set up the parts of a run in this order: folder, starting point, data, steps, model, launch.
 
@@ -155,6 +159,7 @@ def open_run(
         config, notify: as `train` takes them.
         parts: the user-defined parts.
         is_dry: whether the run folder is only read.
+        placement: the devices of a program that is only compiled; None chooses those of this machine.
 
     Raises:
         ValueError: as `train`.
@@ -175,7 +180,7 @@ def open_run(
             else:
                 folder = stack.enter_context(RunFolder(place.path, **how))
         recorded, start = _find_start(config, place.path, parts, notify)
-        host = stack.enter_context(HostSide(config, notify))
+        host = stack.enter_context(HostSide(config, notify, placement=placement))
         data = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=recorded is None)
         if recorded is not None:
             # Before anything that is computed from the data, such as the steps of an epoch.
@@ -292,14 +297,29 @@ class OpenRun:
         """The number of updates whose batches the program has asked for, also while it runs."""
         return (self._launch.board.last_pull + 1) // self.config.accumulate_steps
 
+    @property
+    def facts(self) -> RunFacts:
+        """What is known of the run before its program is compiled."""
+        launch = self._launch
+        return RunFacts(
+            config=self.config,
+            resolved=launch.resolved,
+            num_params=launch.num_params,
+            state_bytes=launch.state_bytes,
+            ring_bytes=launch.ring_bytes,
+            num_devices=len(launch.team.devices),
+            num_own_devices=len(launch.team.own),
+            start_step=launch.start.step,
+        )
+
     def plan(self) -> DryRun:
-        """Compile the program, and return it together with the amount of memory that the run would need."""
+        """Compile the program, and return it together with what the run needs beside it."""
         launch = self._launch
         if self._recorded is not None and self._place.path is not None:
             find_cuts(self._place.path, launch.start)
         with caching_compilations(self.config.compilation_cache, self._notify):
             compiled = launch.compile()
-        return DryRun(compiled, launch.num_params, launch.resolved, launch.ring_bytes, host_memory_bytes())
+        return DryRun(compiled, self.facts)
 
     def _train_unrecorded(self, sinks: Sequence[Sink]) -> TrainResult:
         """Run the program without writing to disk."""

@@ -1,0 +1,47 @@
+"""Answers a request of `engine.sizing.card_compiler`: compiles a run's program for NVIDIA GPUs that are not here."""
+
+import json
+import sys
+from pathlib import Path
+
+PROGRAM = "import sys; from engine.commands.compile_for_cards import answer_request; answer_request(*sys.argv[1:])"
+"""The program of the process that compiles."""
+
+
+def answer_request(request_file: str, answer_file: str) -> None:
+    """Compile what a file asks for, and write XLA's analysis, or why the run is refused, to another file."""
+    asked = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    if (folder := asked.pop("compiler")) not in sys.path:
+        # Before jax is imported, which looks for its plugins then.
+        sys.path.insert(0, folder)
+    try:
+        answer = _compile(**asked)
+    except ValueError as error:
+        answer = {"refused": str(error)}
+    Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _compile(
+    settings: dict[str, object], parts: dict[str, str], card: str, num_devices: int, devices_per_host: int
+) -> dict[str, object]:
+    from engine.commands.own_parts import load_own_parts
+    from engine.config import TrainConfig
+    from engine.run.train import open_run
+    from engine.sizing.absent_cards import absent_cards, card_placement, compiling_without_cards
+    from engine.sizing.cards import CARDS
+    from engine.sizing.imagenet import stand_for_imagenet
+
+    config = TrainConfig.from_json(settings)
+    devices = absent_cards(CARDS[card], num_devices, devices_per_host)
+    placement = card_placement(devices, devices_per_host)
+    config, loaded = stand_for_imagenet(config, load_own_parts(parts), lambda _: None)
+    with (
+        open_run(config, loaded, lambda _: None, is_dry=True, placement=placement) as run,
+        compiling_without_cards(),
+    ):
+        compiled = run.plan().compiled
+    return {
+        "memory_bytes": compiled.memory_bytes,
+        "step_flops": compiled.step_flops,
+        "compile_s": compiled.trace_s + compiled.compile_s,
+    }

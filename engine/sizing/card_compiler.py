@@ -1,0 +1,121 @@
+"""XLA's compiler for NVIDIA GPUs, which needs no GPU: where it is installed, and the process that uses it."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+COMPILER_FOLDER = "card-compiler"
+"""The folder of the compiler in a Python environment, if it is not one of the environment's packages."""
+PLUGINS = ("xla_cuda13", "xla_cuda12")
+"""The names of jax's CUDA plugins."""
+TIME_LIMIT_S = 1800.0
+_PACKAGES = ("jax-cuda13-pjrt", "jax-cuda13-plugin")
+
+
+class CardCompilerError(RuntimeError):
+    """Failure to compile a program for GPUs that are not here; the message is one line."""
+
+
+@dataclass(frozen=True)
+class CardRequest:
+    """What to compile.
+
+    Attributes:
+        settings: the settings of the run, as `TrainConfig.to_json`.
+        parts: the names of the user's own parts, by option.
+        card: the name of the kind of GPU.
+        num_devices, devices_per_host: how many there are.
+    """
+
+    settings: Mapping[str, Any]
+    parts: Mapping[str, str]
+    card: str
+    num_devices: int
+    devices_per_host: int
+
+
+@dataclass(frozen=True)
+class CardAnalysis:
+    """XLA's analysis of a compiled program.
+
+    Attributes:
+        memory_bytes: memory of one device by kind, as `engine.run.compilation.Compiled.memory_bytes`.
+        step_flops: floating-point operations of one device in a step, None if unknown.
+        compile_s: seconds that tracing and compiling took.
+    """
+
+    memory_bytes: Mapping[str, int]
+    step_flops: float | None
+    compile_s: float
+
+
+def find_card_compiler() -> Path | None:
+    """Return the folder of packages that contains the compiler, None if it is not installed."""
+    folders = [Path(sys.prefix) / COMPILER_FOLDER, *map(Path, filter(None, sys.path))]
+    return next((each for each in folders if any((each / "jax_plugins" / name).is_dir() for name in PLUGINS)), None)
+
+
+def installation_hint() -> str:
+    """Return how to install the compiler on this machine."""
+    if sys.platform != "linux":
+        return "it exists only for Linux: plan on a Linux machine"
+    packages = " ".join(f"{each}=={version('jaxlib')}" for each in _PACKAGES)
+    return (
+        "pip install '.[cuda]', or only the compiler: "
+        f"pip install --no-deps --target {Path(sys.prefix) / COMPILER_FOLDER} {packages}"
+    )
+
+
+def compile_for_cards(request: CardRequest, program: str, *, time_limit_s: float = TIME_LIMIT_S) -> CardAnalysis:
+    """Compile a run's program for GPUs that are not here, in a process of its own, and return XLA's analysis.
+
+    Args:
+        request: what to compile.
+        program: a Python program that answers a request (`answer_request`), given the names of two files.
+        time_limit_s: the longest time that this may take.
+
+    Raises:
+        CardCompilerError: the compiler is missing or failed, or took too long.
+        ValueError: the settings cannot be trained on these devices.
+    """
+    folder = find_card_compiler()
+    if folder is None:
+        raise CardCompilerError(
+            f"XLA's compiler for NVIDIA GPUs is not installed; it needs no GPU: {installation_hint()}"
+        )
+    with tempfile.TemporaryDirectory(prefix="feedloop-") as place:
+        asked, answered = Path(place) / "request.json", Path(place) / "answer.json"
+        asked.write_text(json.dumps(asdict(request) | {"compiler": str(folder)}), encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", program, str(asked), str(answered)],
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=time_limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise CardCompilerError(
+                f"XLA did not compile the program within {time_limit_s:g} s: try a smaller model"
+            ) from None
+        if not answered.exists():
+            raise CardCompilerError(f"XLA's compiler for NVIDIA GPUs failed: {_last_line(done)}")
+        answer = json.loads(answered.read_text(encoding="utf-8"))
+    if "refused" in answer:
+        raise ValueError(answer["refused"])
+    return CardAnalysis(**answer)
+
+
+def _last_line(done: "subprocess.CompletedProcess[str]") -> str:
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"it ended with code {done.returncode}"

@@ -1,0 +1,189 @@
+"""Measured rates of this machine: reading shard files, decoding images, and copying memory, in a few seconds.
+
+Writes nothing. Reading drops the pages that it is about to read from the page cache, where the system allows that, so
+that the disk is measured, and looks whether they are really gone.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count as count_from
+from pathlib import Path
+
+import numpy as np
+
+from engine.feed.batches import label_words
+from engine.feed.shard_batches import ShardBatches
+from preprocess.shards.arrays import PIXELS
+from preprocess.shards.reader import ShardSplit
+
+# Below this, a measurement of the disk would be one of the system's calls.
+_LEAST_BYTES = 16 << 20
+_MOST_BATCH_BYTES = 64 << 20
+_COPIED_BYTES = 64 << 20
+_MOST_BATCHES = 4
+_MOST_PLACES = 1 << 16
+_PAGE = 4096
+_PROBES = 16
+# How much longer than its limit a measurement may take, if the disk does not answer.
+_STUCK_S = 30.0
+
+
+@dataclass(frozen=True)
+class ReadRate:
+    """A measured rate of reading shard files.
+
+    Attributes:
+        bytes_per_s: the rate.
+        is_cached: whether the bytes came from the page cache; None if the system does not tell.
+    """
+
+    bytes_per_s: float
+    is_cached: bool | None
+
+
+def measure_reading(split: ShardSplit, *, num_threads: int, limit_s: float) -> ReadRate | None:
+    """Read pieces of the size of an image from random places of a split's shard files, each place at most once.
+
+    Returns:
+        The rate; None if the split is not in a local folder, or so small that the rate would mean nothing.
+    """
+    folder = split.location.local_path
+    if folder is None:
+        return None
+    piece = _rounded_up(split.manifest.image_bytes)
+    places = _random_places(folder / PIXELS, piece)
+    if len(places) * piece < _LEAST_BYTES:
+        return None
+    is_cached = _is_cached(places[:_PROBES], piece)
+    rest = iter(places[_PROBES:])
+    guard = threading.Lock()
+
+    def take() -> tuple[Path, int] | None:
+        with guard:
+            return next(rest, None)
+
+    def read_one() -> int:
+        place = take()
+        return 0 if place is None else _read_piece(*place, piece)
+
+    return ReadRate(_rate_of(read_one, num_threads, limit_s), is_cached)
+
+
+def measure_decoding(source: ShardBatches, *, num_threads: int, timeout_s: float, limit_s: float) -> float:
+    """Return the images per second that reach memory, checked and decompressed, if their files are in the page cache.
+
+    In an object store they are not: the rate is then that of the store too.
+    """
+    count = max(1, min(source.batch, _MOST_BATCH_BYTES // (4 * source.height * source.row_words)))
+    words, local = label_words(source), threading.local()
+
+    def fill(batch_index: int) -> int:
+        if not hasattr(local, "pixels"):
+            local.pixels = np.zeros((count, source.height, source.row_words), np.uint32)
+            local.labels = np.zeros((count, words) if words else (count,), np.int32)
+        source.fill_rows(batch_index, range(count), local.pixels, local.labels, timeout_s=timeout_s)
+        return count
+
+    # The first pass reads the files and checks each image, which happens once.
+    started, num_read = time.perf_counter(), 0
+    while num_read < _MOST_BATCHES and (num_read == 0 or time.perf_counter() - started < limit_s):
+        num_read += bool(fill(num_read))
+    numbers = count_from(0)
+    return _rate_of(lambda: fill(next(numbers) % num_read), num_threads, limit_s)
+
+
+def measure_copying(limit_s: float) -> float:
+    """Return the bytes per second that one thread copies in memory."""
+    source, target = np.ones(_COPIED_BYTES, np.uint8), np.zeros(_COPIED_BYTES, np.uint8)
+
+    def copy() -> int:
+        np.copyto(target, source)
+        return _COPIED_BYTES
+
+    copy()
+    return _rate_of(copy, 1, limit_s)
+
+
+def _rate_of(work: Callable[[], int], num_threads: int, limit_s: float) -> float:
+    """Call `work` from several threads until the time is over or it returns 0, and return the sum per second."""
+    done = [0] * num_threads
+    failures: list[BaseException] = []
+    started = time.perf_counter()
+
+    def repeat(number: int) -> None:
+        try:
+            # At least once, however late the thread starts.
+            while count := work():
+                done[number] += count
+                if time.perf_counter() - started >= limit_s:
+                    break
+        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(number,), daemon=True) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, started + limit_s + _STUCK_S - time.perf_counter()))
+    if failures:
+        raise failures[0]
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"reading the data set did not end within {_STUCK_S:g} s: check the disk that it is on")
+    return sum(done) / (time.perf_counter() - started)
+
+
+def _random_places(folder: Path, piece: int) -> list[tuple[Path, int]]:
+    """Return files and positions of whole pieces in them, in random order, each at most once."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    ends = np.cumsum([path.stat().st_size // piece for path in files], dtype=np.int64)
+    total = int(ends[-1]) if len(files) else 0
+    picked = np.random.default_rng(0).choice(total, min(total, _MOST_PLACES), replace=False)
+    numbers = np.searchsorted(ends, picked, side="right")
+    starts = picked - np.concatenate([[0], ends])[numbers]
+    return [(files[number], int(start) * piece) for number, start in zip(numbers, starts, strict=True)]
+
+
+def _read_piece(path: Path, start: int, size: int) -> int:
+    with _opened(path) as file:
+        _drop(file, start, size)
+        return len(os.pread(file, size, start))
+
+
+def _is_cached(places: list[tuple[Path, int]], size: int) -> bool | None:
+    """Return whether most pages are still in the page cache after they were dropped; None if that is unknown."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return None
+    found = []
+    for path, start in places:
+        with _opened(path) as file:
+            _drop(file, start, size)
+            try:
+                found.append(os.preadv(file, [bytearray(_PAGE)], start, os.RWF_NOWAIT) > 0)
+            except BlockingIOError:
+                found.append(False)
+            except OSError:  # the file system does not support the question
+                return None
+    return 2 * sum(found) > len(found)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _drop(file: int, start: int, size: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(file, start, size, os.POSIX_FADV_DONTNEED)
+
+
+def _rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE

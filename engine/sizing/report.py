@@ -1,0 +1,160 @@
+"""The plan of a run as lines of text, at most 80 characters wide except for names and reasons."""
+
+from collections.abc import Iterator
+
+from engine.sizing.plan import DECODE, DEVICES, READ, Disk, Flow, MemoryPlan, Place, Plan, Stage, Work
+from preprocess.quantities import quantity
+
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Return the lines of a plan."""
+    return [
+        f"plan for {_describe_place(plan.place)}",
+        f"  {plan.subject}",
+        *(f"  {note}" for note in plan.notes),
+        "",
+        *_memory_lines(plan),
+        "",
+        *_flow_lines(plan.flow, plan.place),
+        "",
+        *_work_lines(plan),
+        "",
+        *_disk_lines(plan.disk),
+        "",
+        "dry run: nothing was trained",
+    ]
+
+
+def _describe_place(place: Place) -> str:
+    if place.is_host_memory:
+        count = f"{place.num_devices} devices of " if place.num_devices > 1 else ""
+        return f"{count}the processor of this machine"
+    devices = f"{place.num_devices:,} × {place.kind}" if place.num_devices > 1 else place.kind
+    if place.num_hosts > 1:
+        devices += f", {place.num_hosts:,} hosts with {quantity(place.devices_per_host, 'device')} each"
+    return devices
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    place, memory = plan.place, plan.memory
+    where = "the host" if place.is_host_memory else "a device"
+    how = "" if place.is_here else ", compiled for it without one"
+    yield f"memory of {where}, by XLA's analysis{how}"
+    if memory.need is None:
+        yield f"  not known: {memory.unknown_because}"
+        return
+    for name, size in memory.need.parts.items():
+        yield f"  {name:<36}{_size(size)}"
+    yield f"  {'total':<36}{_size(memory.need.total_bytes)}"
+    yield from _verdict_lines(memory, place)
+    yield from _flops_lines(plan)
+
+
+def _verdict_lines(memory: MemoryPlan, place: Place) -> Iterator[str]:
+    assert memory.need is not None
+    limit = place.limit_bytes
+    if limit is None:
+        yield "  whether that fits is not known, because the size of the memory is not"
+        return
+    fits = memory.need.total_bytes <= limit
+    yield f"  {'fits' if fits else 'does not fit'}: {place.limit_note} {limit / 1e9:,.1f} GB"
+    if fits:
+        return
+    largest = memory.largest
+    if largest is None:
+        yield f"  no smaller batch was tried: {memory.untried_because}"
+    elif largest.fits == 0:
+        yield f"  --batch {largest.too_large} does not fit either"
+    else:
+        settled = "" if largest.is_settled else "; sizes between them were not tried"
+        yield f"  the largest --batch that fits is {largest.fits} ({largest.too_large} does not{settled})"
+
+
+def _flops_lines(plan: Plan) -> Iterator[str]:
+    flops, place = plan.memory.step_flops, plan.place
+    if flops is not None:
+        yield f"  work of a batch: {flops / 1e9:,.2f} GFLOP{' a device' * (place.num_devices > 1)}"
+
+
+def _flow_lines(flow: Flow, place: Place) -> Iterator[str]:
+    wanted = flow.wanted
+    yield f"data of {'each host' if place.num_hosts > 1 else 'the host'}" + (
+        "; how fast its devices train is not known: give --rate"
+        if wanted is None
+        else f", whose devices train on {wanted:,.0f} images/s"
+    )
+    yield f"  {'':<20}{'an image' if wanted is None else 'needed':>12}{'this machine':>14}{'images/s':>12}  how"
+    for stage in flow.stages:
+        needed = f"{stage.image_bytes / 1e3:,.1f} kB" if wanted is None else _rate(wanted * stage.image_bytes)
+        yield f"  {stage.name:<20}{needed:>12}{_measured(stage)}  {stage.note}"
+    if any(not stage.is_bounding for stage in flow.stages):
+        yield "  the pack fits into the memory of this machine, so only the first epoch reads storage"
+
+
+def _measured(stage: Stage) -> str:
+    if stage.images_per_s is None:
+        return f"{'-':>14}{'-':>12}"
+    return f"{_rate(stage.images_per_s * stage.image_bytes):>14}{stage.images_per_s:>12,.0f}"
+
+
+def _work_lines(plan: Plan) -> Iterator[str]:
+    work, flow, hosts = plan.work, plan.flow, plan.place.num_hosts
+    evaluations = (
+        f"; {quantity(work.num_evaluations, 'evaluation')} of {quantity(work.eval_images, 'image')}"
+        if work.num_evaluations
+        else "; no evaluation"
+    )
+    yield f"run: {quantity(work.num_steps, 'step')}, {quantity(work.train_images, 'image')}{evaluations}"
+    bound = flow.bound
+    is_measured = any(each.images_per_s for each in flow.stages if each.name in (READ, DECODE))
+    if bound is None or (flow.wanted is None and not is_measured):
+        yield "  how long it takes is not known: give --rate, the images/s that one device trains on"
+        return
+    name, images_per_s = bound
+    total = images_per_s * hosts
+    if flow.wanted is None:
+        yield f"  at most {total:,.0f} images/s, bound by: {name}"
+        yield f"  takes at least {_duration(work, total)}; --rate, the images/s of one device, tells more"
+        return
+    yield f"  {total:,.0f} images/s, bound by: {name}"
+    if name != DEVICES:
+        yield f"  the devices would train on {flow.wanted * hosts:,.0f}: they wait {_waiting(flow):.0%} of the time"
+    yield f"  takes {_duration(work, total)}"
+
+
+def _waiting(flow: Flow) -> float:
+    assert flow.wanted is not None
+    assert flow.bound is not None
+    return 1 - flow.bound[1] / flow.wanted
+
+
+def _duration(work: Work, images_per_s: float) -> str:
+    seconds = work.seconds(images_per_s)
+    if seconds < 2 * _MINUTE_S:
+        return f"{seconds:,.0f} s"
+    if seconds < 2 * _HOUR_S:
+        return f"{seconds / _MINUTE_S:,.1f} min"
+    return f"{seconds / _HOUR_S:,.1f} h" if seconds < 2 * _DAY_S else f"{seconds / _DAY_S:,.1f} days"
+
+
+def _disk_lines(disk: Disk) -> Iterator[str]:
+    yield "disk"
+    for name, volume in disk.volumes:
+        count = quantity(volume.num_images, "image")
+        yield f"  shards of {name:<26}{_size(volume.disk_bytes)}  {count}"
+        yield f"    by {volume.source}"
+    if not disk.volumes:
+        yield "  shards: none, because the batches are your own"
+    yield f"  {f'snapshots, at most {disk.num_snapshots}':<36}{_size(disk.snapshot_bytes * disk.num_snapshots)}"
+    yield f"  {'weights and logs, about':<36}{_size(disk.weights_bytes + disk.log_bytes)}"
+    yield f"  {'total':<36}{_size(disk.shard_bytes + disk.run_bytes)}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:>13,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:>13,.1f} MB"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:,.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:,.1f} MB/s"

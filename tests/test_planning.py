@@ -1,0 +1,312 @@
+"""Plans of real runs: the verdict against programs compiled directly, what is measured, and what is said without it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from engine.commands.cli import main
+from engine.config import TrainConfig
+from engine.run.parts import OwnParts
+from engine.run.train import plan_run
+from engine.sizing import card_compiler, flow, planning, rates
+from engine.sizing.card_compiler import COMPILER_FOLDER, CardAnalysis, CardCompilerError, CardRequest, compile_for_cards
+from engine.sizing.cards import SHARE_VARIABLE
+from engine.sizing.flow import measure_flow
+from engine.sizing.memory import LargestBatch
+from engine.sizing.plan import DECODE, READ, Place
+from engine.sizing.planning import Target, plan_for_cards, plan_here
+from engine.sizing.volumes import split_volume
+from preprocess.shards.reader import open_split
+from tests.fake_source import fake_source, pack
+from tests.toy import Linear, toy_batch, toy_config
+
+ROOT = Path(__file__).parents[1]
+COMPILER = Path(sys.prefix) / COMPILER_FOLDER
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Measure for a moment."""
+    for name in ("MEASURE_S", "_COPY_S"):
+        monkeypatch.setattr(flow, name, 0.01)
+    monkeypatch.delenv(SHARE_VARIABLE, raising=False)
+
+
+def ignore(_):
+    pass
+
+
+def test_the_memory_on_a_processor_is_that_of_its_program_and_what_is_beside_it(monkeypatch):
+    monkeypatch.setattr(planning, "process_memory_bytes", lambda: 5_000_000)
+    config, parts = toy_config(), OwnParts(model=Linear(), batches=toy_batch)
+    plan = plan_here(config, parts, ignore)
+    direct = plan_run(config, model=Linear(), batches=toy_batch)
+    code = direct.compiled.memory_bytes["code"]
+    assert plan.memory.need is not None
+    assert plan.memory.need.total_bytes == direct.compiled.peak_bytes + code + direct.facts.ring_bytes + 5_000_000
+    assert plan.memory.need.parts["batches read ahead"] == direct.facts.ring_bytes
+    assert plan.place.is_host_memory
+    assert plan.memory.largest is None
+    # Linear's weights and bias, their momentum, and its one statistic, beside the counters of the state.
+    assert 8 * direct.facts.num_params < plan.disk.snapshot_bytes < 8 * direct.facts.num_params + 200
+
+
+def test_a_run_that_does_not_fit_is_told_the_largest_batch_that_does(monkeypatch, tmp_path):
+    pack(fake_source(12, size=4), tmp_path)
+    config = TrainConfig(data=str(tmp_path), batch=512, steps=3, compilation_cache="off")
+    parts = OwnParts(model=Linear())
+
+    direct = plan_run(replace(config, batch=96), model=Linear())
+    need = direct.compiled.peak_bytes + direct.compiled.memory_bytes["code"] + direct.facts.ring_bytes
+    monkeypatch.setattr(planning, "process_memory_bytes", lambda: None)
+    monkeypatch.setattr(planning, "host_memory_bytes", lambda: need)
+    heard: list[str] = []
+    plan = plan_here(config, parts, heard.append)
+    assert plan.memory.largest == LargestBatch(96, 104, is_settled=True)
+    assert sum(line.startswith("compiling for --batch ") for line in heard) <= 5
+
+
+def test_a_batch_that_cannot_be_changed_is_not_searched(monkeypatch):
+    monkeypatch.setattr(planning, "host_memory_bytes", lambda: 1000)
+    plan = plan_here(toy_config(), OwnParts(model=Linear(), batches=toy_batch), ignore)
+    assert plan.memory.largest is None
+    assert plan.memory.untried_because == "the batch of this run cannot be changed"
+
+
+def test_every_image_is_read_at_most_once_and_only_from_the_shards(tmp_path):
+    pack(fake_source(50, size=64), tmp_path)
+    folder = tmp_path / "train/pixels"
+    places = rates._random_places(folder, 4096)
+    assert len(set(places)) == len(places)
+    sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    assert sorted(places) == sorted((path, 4096 * i) for path, size in sizes.items() for i in range(size // 4096))
+    # A pack of this size says nothing of a disk.
+    with open_split(str(tmp_path), "train") as split:
+        assert rates.measure_reading(split, num_threads=2, limit_s=1) is None
+
+
+def test_reading_is_measured_in_bytes_of_the_shards(tmp_path, monkeypatch):
+    pack(fake_source(50, size=64), tmp_path)
+    monkeypatch.setattr(rates, "_LEAST_BYTES", 0)
+    with open_split(str(tmp_path), "train") as split:
+        read: list[int] = []
+        whole = rates._read_piece
+
+        def read_piece(*place):
+            read.append(whole(*place))
+            return read[-1]
+
+        monkeypatch.setattr(rates, "_read_piece", read_piece)
+        started = time.perf_counter()
+        found = rates.measure_reading(split, num_threads=2, limit_s=5)
+        took_s = time.perf_counter() - started
+    assert found is not None
+    # Each piece once, less those that were only looked at; then it ends, long before its limit.
+    assert sum(read) == (50 - rates._PROBES) * 4 * 64 * 64
+    assert found.bytes_per_s >= sum(read) / took_s
+
+
+def test_a_disk_that_does_not_answer_ends_a_measurement(monkeypatch):
+    monkeypatch.setattr(rates, "_STUCK_S", 0.05)
+    stuck = threading.Event()
+    with pytest.raises(TimeoutError, match=r"reading the data set did not end within 0\.05 s: check the disk"):
+        rates._rate_of(lambda: int(stuck.wait(20)), 1, 0.01)
+    stuck.set()
+
+    def fail():
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        rates._rate_of(fail, 2, 0.01)
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(10**12, True), (1000, False), (None, False)])
+def test_storage_bounds_a_run_whose_pack_does_not_fit_into_memory(tmp_path, monkeypatch, spare, fits):
+    from engine.feed.shard_batches import ShardBatches
+
+    pack(fake_source(50, size=64), tmp_path)
+    monkeypatch.setattr(rates, "_LEAST_BYTES", 0)
+    place = Place("cpu", 1, 1, 1, None, "", True, True)
+    with open_split(str(tmp_path), "train") as split:
+        source = ShardBatches(split, batch=8, seed=0)
+        found = measure_flow(
+            TrainConfig(), source, split_volume(split), place, spare_bytes=spare, card=None, device_rate=None
+        )
+    stages = {stage.name: stage for stage in found.stages}
+    assert stages[READ].is_bounding != fits
+    assert stages[READ].images_per_s
+    assert stages[DECODE].images_per_s
+
+
+def test_without_the_compiler_the_rest_of_the_plan_is_made(monkeypatch):
+    monkeypatch.setattr(card_compiler, "find_card_compiler", lambda: None)
+    config = TrainConfig(synthetic=True, image_size=32, num_classes=10, batch=512, steps=100, devices="64")
+    target = Target("h100", 64, 8)
+    plan = plan_for_cards(config, OwnParts(), {}, target, ignore, program="", device_rate=1000)
+    assert plan.memory.need is None
+    assert re.fullmatch(
+        r"XLA's compiler for NVIDIA GPUs is not installed; it needs no GPU: (pip install '\.\[cuda\]', or only the "
+        r"compiler: pip install --no-deps --target \S+/card-compiler jax-cuda13-pjrt==\S+ jax-cuda13-plugin==\S+|"
+        "it exists only for Linux: plan on a Linux machine)",
+        plan.memory.unknown_because or "",
+    )
+    assert (plan.place.num_hosts, plan.place.devices_per_host) == (8, 8)
+    assert plan.flow.bound == ("the devices", 8000)
+    assert plan.disk.volumes[0][1].num_images == 1_281_167
+    # What the devices would refuse, is refused.
+    with pytest.raises(ValueError, match="batch must be a multiple of the number of devices, 64, got 500"):
+        plan_for_cards(replace(config, batch=500), OwnParts(), {}, target, ignore, program="")
+
+
+ANSWER: dict[str, Any] = {"memory_bytes": {"arguments": 1, "temporaries": 2}, "step_flops": None, "compile_s": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "message"),
+    [
+        (
+            "import sys; sys.exit('no such GPU')",
+            CardCompilerError,
+            "XLA's compiler for NVIDIA GPUs failed: no such GPU",
+        ),
+        ("import os; os._exit(7)", CardCompilerError, "failed: it ended with code 7"),
+        ("import time; time.sleep(60)", CardCompilerError, "XLA did not compile the program within 1 s: try a smaller"),
+        (
+            'import sys, pathlib; pathlib.Path(sys.argv[2]).write_text(\'{"refused": "a batch too odd"}\')',
+            ValueError,
+            "a batch too odd",
+        ),
+    ],
+    ids=["fails", "dies", "hangs", "refuses"],
+)
+def test_a_compiler_that_fails_is_reported_in_one_line(monkeypatch, tmp_path, program, error, message):
+    monkeypatch.setattr(card_compiler, "find_card_compiler", lambda: tmp_path)
+    request = CardRequest(TrainConfig().to_json(), {}, "h100", 1, 8)
+    with pytest.raises(error, match=re.escape(message)):
+        compile_for_cards(request, program, time_limit_s=1 if "sleep" in program else 60)
+
+
+def test_the_compiler_gets_the_request_and_computes_on_the_cpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(card_compiler, "find_card_compiler", lambda: tmp_path)
+    program = (
+        "import json, os, sys; asked = json.load(open(sys.argv[1])); assert os.environ['JAX_PLATFORMS'] == 'cpu'\n"
+        "assert (asked['card'], asked['num_devices'], asked['devices_per_host']) == ('a100', 16, 8)\n"
+        f"assert asked['compiler'] == {str(tmp_path)!r} and asked['settings']['batch'] == 48, asked\n"
+        f"json.dump({{**json.loads({json.dumps(ANSWER)!r})}}, open(sys.argv[2], 'w'))"
+    )
+    request = CardRequest(TrainConfig(batch=48).to_json(), {}, "a100", 16, 8)
+    assert compile_for_cards(request, program) == CardAnalysis(**ANSWER)
+
+
+def test_the_compiler_is_found_beside_or_among_the_packages(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "packages")])
+    assert card_compiler.find_card_compiler() is None
+    (tmp_path / "packages/jax_plugins/xla_cuda12").mkdir(parents=True)
+    assert card_compiler.find_card_compiler() == tmp_path / "packages"
+    (tmp_path / "card-compiler/jax_plugins/xla_cuda13").mkdir(parents=True)
+    assert card_compiler.find_card_compiler() == tmp_path / "card-compiler"
+
+
+SMALL = [
+    "--synthetic",
+    "--model",
+    "resnet8",
+    "--image-size",
+    "8",
+    "--num-classes",
+    "10",
+    "--batch",
+    "8",
+    "--steps",
+    "4",
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "h100"], "--target describes a plan: give --dry-run too, or leave it out"),
+        (["--rate", "100"], "--rate describes a plan: give --dry-run too, or leave it out"),
+        (["--dry-run", "--devices-per-host", "4"], "--devices-per-host describes a plan: give --target too"),
+        (["--dry-run", "--target", "h100", "--spawn", "2"], "--target plans for other machines, but --spawn starts"),
+        (
+            ["--dry-run", "--target", "h100", "--devices", "cpu:4"],
+            "with --target, --devices must be a number, got cpu:4",
+        ),
+        (["--dry-run", "--target", "h1000"], "'h1000' is not one of"),
+        (["--dry-run", "--rate", "0"], "0.0 is not in the range"),
+    ],
+)
+def test_options_that_do_not_belong_together_are_refused(options, message, monkeypatch):
+    monkeypatch.setattr(os, "_exit", ignore)
+    result = CliRunner().invoke(main, [*SMALL, *options])
+    assert message in result.output
+    assert "step 1/" not in result.output
+
+
+def run_plan(*options: str) -> str:
+    result = CliRunner().invoke(main, ["--synthetic", "--steps", "4", "--dry-run", "--traceback", *options])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    not (COMPILER / f".installed-{version('jaxlib')}").exists(),
+    reason="XLA's compiler for NVIDIA cards is not here: scripts/test --integrations brings it, on Linux",
+)
+
+
+@pytest.mark.integration
+@NEEDS_COMPILER
+def test_the_memory_of_gpus_is_that_of_a_direct_compilation(monkeypatch):
+    """`run-train --dry-run --target` as on docs/howto/sizing.md, with a small network and little memory."""
+    monkeypatch.setenv(SHARE_VARIABLE, "0.001")
+    small = ("--model", "convnet8", "--image-size", "32", "--num-classes", "10", "--batch", "256")
+    printed = run_plan(*small, "--target", "h100", "--devices", "2", "--rate", "3000")
+    assert "plan for 2 × NVIDIA H100 80GB HBM3\n" in printed
+    assert "  does not fit: jax takes 0.001 (XLA_PYTHON_CLIENT_MEM_FRACTION) of 84.9 GB, 0.1 GB\n" in printed
+    assert "  6,000 images/s, bound by: the devices\n" in printed
+    found = float(re.findall(r"^  temporaries +([\d.]+) MB$", printed, re.MULTILINE)[0])
+    assert found == pytest.approx(card_temporaries("convnet8", 2, 256) / 1e6, abs=0.05)  # printed to 0.1 MB
+    fits, too_large = map(int, re.findall(r"largest --batch that fits is (\d+) \((\d+) does not\)", printed)[0])
+    assert 64 <= fits < too_large <= fits * 1.13 < 256
+
+
+def card_temporaries(model: str, num_devices: int, batch: int) -> int:
+    """Return the bytes of the temporaries of a program that another process compiles without a plan."""
+    settings = json.dumps({"model": model, "batch": batch, "image_size": 32, "steps": 4})
+    command = [sys.executable, "-m", "tests.card_compilation", str(COMPILER), settings, str(num_devices)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [*command, "--evaluate", "--memory"],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return int(done.stdout)
+
+
+@pytest.mark.integration
+@NEEDS_COMPILER
+def test_a_model_of_ones_own_is_compiled_for_gpus(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    toy = ("--model", "tests.toy:Linear", "--image-size", "4", "--num-classes", "3", "--batch", "64")
+    printed = run_plan(*toy, "--target", "a100")
+    assert "plan for NVIDIA A100-SXM4-80GB\n  linear, 147 parameters, batch 64 of 4 × 4 px, float32\n" in printed
+    assert "  fits: jax takes 0.75 (XLA_PYTHON_CLIENT_MEM_FRACTION) of 85.1 GB, 63.8 GB\n" in printed
