@@ -141,6 +141,6 @@ def test_a_server_that_is_gone_ends_the_run_and_two_processes_resume_it(place, s
     resume = ["run-train", "--run-dir", url, "--resume", "--steps", steps + 2, "--spawn", "2", *options]
     out = command(place, server, *resume)
     assert "continuing the working copy" in out
-    assert re.search(rf"done: {steps + 2} steps, 2 of them", out), out
+    assert re.search(rf"done: {steps + 2:,} steps, 2 of them", out), out
     download(location, place / "resumed-by-two")
     assert len(losses(place / "resumed-by-two")) == steps + 2
