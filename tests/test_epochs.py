@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from engine import TrainConfig, train
 from engine.config import SETTINGS
 from engine.run.epochs import settle_epochs, steps_of_epochs
+from engine.run.open_run import open_run
 from engine.run.parts import OwnParts
-from engine.run.train import open_run
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, Linear, toy_batch
 

@@ -208,7 +208,7 @@ def _tell(peers: Peers | None, error: BaseException, message: str) -> None:
 
 def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str], peers: Peers | None) -> "TrainResult":
     from engine.crossing.devices import split_processor
-    from engine.run.train import open_run
+    from engine.run.open_run import open_run
 
     split_processor([config])
     if this_process().index > 0:

@@ -26,7 +26,7 @@ def _compile(
 ) -> dict[str, object]:
     from engine.commands.own_parts import load_own_parts
     from engine.config import TrainConfig
-    from engine.run.train import open_run
+    from engine.run.open_run import open_run
     from engine.sizing.absent_cards import absent_cards, card_placement, compiling_without_cards
     from engine.sizing.cards import CARDS
     from engine.sizing.imagenet import stand_for_imagenet

@@ -1,6 +1,6 @@
 """A launch that writes its losses, snapshots, weights and result to a run folder, and the result of any launch.
 
-Owns what a run writes, however it ends; `engine.run.train` owns the steps before the launch.
+Owns what a run writes, however it ends; `engine.run.open_run` owns the steps before the launch.
 """
 
 import shlex

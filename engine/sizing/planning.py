@@ -14,9 +14,9 @@ from engine.feed.batches import EvaluationSource
 from engine.feed.shard_batches import SequentialBatches, ShardBatches
 from engine.feed.windowed_batches import WindowedBatches
 from engine.processes import this_process
+from engine.run.open_run import OpenRun, open_run
 from engine.run.parts import OwnParts
 from engine.run.result import RunFacts
-from engine.run.train import OpenRun, open_run
 from engine.sizing.absent_cards import card_placement, stand_ins
 from engine.sizing.card_compiler import CardCompilerError, CardRequest, compile_for_cards
 from engine.sizing.cards import CARDS, SHARE_VARIABLE, Card, memory_share
@@ -65,7 +65,7 @@ def plan_here(config: TrainConfig, parts: OwnParts, notify: Notify, device_rate:
     """Return the plan of a run on the devices of this machine.
 
     Args:
-        config, parts, notify: as `engine.run.train.open_run`.
+        config, parts, notify: as `engine.run.open_run.open_run`.
         device_rate: images per second that one device trains on, None if unknown.
     """
     given = parts
@@ -98,7 +98,7 @@ def plan_for_cards(
     """Return the plan of a run on GPUs that are not here.
 
     Args:
-        config, parts, notify: as `engine.run.train.open_run`; the setting `devices` is that of the target.
+        config, parts, notify: as `engine.run.open_run.open_run`; the setting `devices` is that of the target.
         part_names: the names of the user's own parts, for the process that compiles.
         target: the GPUs.
         program: the program of that process, as `compile_for_cards` takes it.

@@ -1,6 +1,6 @@
 """A run that is written to a store: its lease, its working copy, its uploads, and what is kept if they fail.
 
-Owns the order of these from the first check to the last upload. `engine.run.train` opens it around the run folder.
+Owns the order of these from the first check to the last upload. `engine.run.open_run` opens it around the run folder.
 """
 
 import shlex

@@ -1,0 +1,310 @@
+"""The stages of a run: lock the folder, resolve the settings, compile, launch, wait, and return or raise.
+
+Owns the order of these steps. `engine.run.launch` launches the program itself, and `engine.run.recorded_launch` records
+its results.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from engine.config import TrainConfig
+from engine.crossing.devices import settle_devices, split_processor
+from engine.locations import with_absolute_paths
+from engine.named_parts import compare_named
+from engine.processes import this_process, wait_for_processes
+from engine.program.train_state import TrainState
+from engine.records.recorded_run import RecordedRun, read_recorded
+from engine.records.run_folder import RunFolder, check_folder
+from engine.records.weights_metadata import WEIGHTS_METADATA
+from engine.run.callbacks import Callback, Callbacks, RunHandle
+from engine.run.changes import check_settings, check_steps, describe_changes, note_changes, versions_warning
+from engine.run.compilation import Compiled, caching_compilations
+from engine.run.data import open_data
+from engine.run.epochs import settle_epochs
+from engine.run.host_side import HostSide, Placement
+from engine.run.launch import Launch
+from engine.run.parts import OwnParts
+from engine.run.recorded_launch import RecordedLaunch, recorded_metadata, result_of
+from engine.run.resolve import check_arguments, check_best_metric, resolve, warn_of_settings
+from engine.run.result import DryRun, RunFacts, TrainResult
+from engine.run.resume import (
+    GIVEN_WEIGHTS,
+    StartingPoint,
+    check_chain,
+    check_data,
+    check_given_weights,
+    check_manifest,
+    check_own,
+    describe_factor,
+    find_cuts,
+    find_start,
+    rewind_run,
+    unchecked_notice,
+)
+from engine.run.run_place import RunPlace, open_place
+from engine.settings import SettingError
+from engine.stream.sinks import Sink
+from preprocess.quantities import quantity
+
+
+@contextmanager
+def open_run(
+    config: TrainConfig,
+    parts: OwnParts,
+    notify: Callable[[str], None],
+    *,
+    is_dry: bool = False,
+    placement: Placement | None = None,
+) -> Iterator["OpenRun"]:
+    """Set up the parts of a run in this order: folder, starting point, data, steps, model, launch.
+
+    Args:
+        config, notify: as `train` takes them.
+        parts: the user-defined parts.
+        is_dry: whether the run folder is only read.
+        placement: the devices of a program that is only compiled; None chooses those of this machine.
+
+    Raises:
+        ValueError: as `train`.
+    """
+    check_arguments(config, parts)
+    split_processor([config])
+    _check_has_folder(config, is_dry=is_dry)
+    config = settle_devices(config)
+    with ExitStack() as stack:
+        folder = None
+        place = stack.enter_context(open_place(config, notify, is_dry=is_dry))
+        notify = place.naming(notify)
+        # Of several processes, the first alone writes.
+        if place.path is not None and this_process().index == 0:
+            how = {"overwrite": config.overwrite, "resume": config.resume}
+            if is_dry:
+                check_folder(place.path, **how)
+            else:
+                folder = stack.enter_context(RunFolder(place.path, **how))
+        recorded, start = _find_start(config, place.path, parts, notify)
+        host = stack.enter_context(HostSide(config, notify, placement=placement))
+        data = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=recorded is None)
+        if recorded is not None:
+            # Before anything that is computed from the data, such as the steps of an epoch.
+            check_manifest(data, recorded)
+        config = settle_epochs(config, data.num_images, data.description, notify)
+        if recorded is None:
+            warn_of_settings(config, data, notify)
+        else:
+            _check_length(config, recorded, start, notify)
+        resolved = resolve(config, parts, data)
+        check_best_metric(config, parts, data)
+        launch = Launch(config, resolved, host, stack, start, notify)
+        # The launch releases the snapshot once its arrays are on the device; this frame lives as long as the run.
+        del start
+        if recorded is not None:
+            _check_continues(launch, recorded, notify)
+        # No process may change the run folder before all have read it.
+        wait_for_processes("opened")
+        yield OpenRun(launch, place, folder, recorded, notify)
+
+
+class OpenRun:
+    """A run that is set up but not yet compiled.
+
+    Args:
+        launch: the launch of the run.
+        place: where its folder is.
+        folder: the locked run folder; None if nothing is recorded.
+        recorded: the record of the resumed run, None for a new run.
+        notify: called with a warning about the compilation.
+
+    Attributes:
+        config: the settings, with `epochs` converted to `steps`.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        place: RunPlace,
+        folder: RunFolder | None,
+        recorded: RecordedRun | None,
+        notify: Callable[[str], None],
+    ) -> None:
+        self.config, self._notify = launch.config, notify
+        self._launch, self._place, self._folder, self._recorded = launch, place, folder, recorded
+
+    def train(
+        self,
+        sinks: Sequence[Sink] = (),
+        origins: Mapping[str, str] | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> TrainResult:
+        """Compile and run the program; arguments, result and errors are those of `train`."""
+        if not callbacks:
+            return self._train(sinks, origins, lambda *_: None)
+        called = Callbacks(callbacks, self._handle())
+        result = self._train([*sinks, called], origins, called.snapshot_written)
+        called.end(result)
+        return result
+
+    def _handle(self) -> RunHandle:
+        launch, data = self._launch, self._launch.resolved.data
+        return RunHandle(
+            self.config,
+            launch.board,
+            run_dir=self._place.path,
+            step=launch.start.step,
+            num_images=data.num_images,
+            is_evaluated=data.evaluation is not None,
+            events=launch.start.events,
+        )
+
+    def _train(
+        self,
+        sinks: Sequence[Sink],
+        origins: Mapping[str, str] | None,
+        on_snapshot: Callable[[int, Path], None],
+    ) -> TrainResult:
+        if self._folder is None:
+            return self._train_unrecorded(sinks)
+        folder, launch, recorded = self._folder, self._launch, self._recorded
+        cuts = None if recorded is None else find_cuts(folder.path, launch.start)
+        earlier = [] if recorded is None else note_changes(recorded, self.config, launch.start.step, launch.topology)
+        with RecordedLaunch(self.config, launch, folder, cuts, on_snapshot) as recording:
+            compiled, state = self._compile()
+            # Modify an existing run only now, after every check that could refuse.
+            if cuts is None:
+                folder.clear()
+            else:
+                rewind_run(folder, launch.start, cuts)
+            resolved = {
+                **launch.resolved.to_json(),
+                **launch.crossings,
+                "learning_rate": self.config.peak_learning_rate,
+                GIVEN_WEIGHTS: _given_digest(launch, recorded),
+                WEIGHTS_METADATA: recorded_metadata(launch),
+            }
+            folder.write_config(
+                with_absolute_paths(self.config),
+                resolved,
+                launch.resolved.data.manifest_digest,
+                origins=_origins(self.config) if origins is None else origins,
+                earlier=earlier,
+                continued=() if recorded is None else recorded.seals,
+            )
+            if (stored := self._place.stored) is None:
+                return recording.run(compiled, state, sinks)
+            stored.begin()
+            result = recording.run(compiled, state, [*sinks, stored.watch()])
+            return replace(result, run_dir=self._place.url)
+
+    @property
+    def steps_begun(self) -> int:
+        """The number of updates whose batches the program has asked for, also while it runs."""
+        return (self._launch.board.last_pull + 1) // self.config.accumulate_steps
+
+    @property
+    def facts(self) -> RunFacts:
+        """What is known of the run before its program is compiled."""
+        launch = self._launch
+        return RunFacts(
+            config=self.config,
+            resolved=launch.resolved,
+            num_params=launch.num_params,
+            state_bytes=launch.state_bytes,
+            ring_bytes=launch.ring_bytes,
+            num_devices=len(launch.team.devices),
+            num_own_devices=len(launch.team.own),
+            start_step=launch.start.step,
+        )
+
+    def plan(self) -> DryRun:
+        """Compile the program, and return it together with what the run needs beside it."""
+        launch = self._launch
+        if self._recorded is not None and self._place.path is not None:
+            find_cuts(self._place.path, launch.start)
+        with caching_compilations(self.config.compilation_cache, self._notify):
+            compiled = launch.compile()
+        return DryRun(compiled, self.facts)
+
+    def _train_unrecorded(self, sinks: Sequence[Sink]) -> TrainResult:
+        """Run the program without writing to disk."""
+        launch = self._launch
+        compiled, state = self._compile()
+        state = launch.run(compiled, state, sinks)
+        if (failure := launch.failure(state)) is not None:
+            raise failure
+        return result_of(launch, compiled, state, None, None)
+
+    def _compile(self) -> tuple[Compiled, TrainState]:
+        with caching_compilations(self.config.compilation_cache, self._notify):
+            compiled, state = self._launch.prepare()
+        self._launch.warn_of_memory(compiled)
+        return compiled, state
+
+
+def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
+    """Raise SettingError if a setting needs a run folder and none is given; snapshots need no folder in a dry run."""
+    if this_process().index > 0:
+        return
+    needs_one = {
+        "resume": config.resume,
+        "snapshot_every_steps": config.snapshot_every_steps and not is_dry,
+        "keep_best": config.keep_best is not None and not is_dry,
+    }
+    if config.run_dir is None and any(needs_one.values()):
+        raise SettingError(
+            next(name for name, is_needed in needs_one.items() if is_needed),
+            "the setting {setting} needs a run folder, got none: give one with TrainConfig(run_dir=…)",
+        )
+
+
+def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[str], None]) -> None:
+    """Raise ValueError if data, model or initial weights changed; report changed settings and learning-rate factors."""
+    check_data(launch.resolved, recorded)
+    check_given_weights(launch.given_digest, recorded)
+    for message in (describe_changes(launch.config, recorded.config), describe_factor(launch.start)):
+        if message is not None:
+            notify(message)
+
+
+def _find_start(
+    config: TrainConfig, path: Path | None, parts: OwnParts, notify: Callable[[str], None]
+) -> tuple[RecordedRun | None, StartingPoint]:
+    """Return the record of the resumed run (None for a new run) and the starting point of the launch."""
+    if not config.resume or path is None:
+        return None, StartingPoint()
+    recorded = read_recorded(path)
+    check_own(recorded, path, parts)
+    for warning in compare_named(recorded.resolved, parts.named):
+        notify(warning)
+    check_settings(config, recorded.config)
+    start = find_start(path, notify)
+    check_chain(path, recorded, start)
+    where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, because it has no snapshot"
+    notify(f"resuming {path} from {where}")
+    return recorded, start
+
+
+def _check_length(
+    config: TrainConfig, recorded: RecordedRun, start: StartingPoint, notify: Callable[[str], None]
+) -> None:
+    """Raise ValueError if `steps` was changed to a number already reached; report what the resume cannot guarantee."""
+    check_steps(config, recorded.config, start.step)
+    if start.snapshot and start.step >= config.steps:
+        notify(
+            f"the run is already complete, with {quantity(config.steps, 'step')}; give a larger --steps to "
+            "train further"
+        )
+    for message in (versions_warning(recorded), unchecked_notice(recorded, start)):
+        if message is not None:
+            notify(message)
+
+
+def _given_digest(launch: Launch, recorded: RecordedRun | None) -> str | None:
+    """Return the digest of the initial weights, taken from the record if the launch resumes from a snapshot."""
+    return launch.given_digest or (recorded.resolved.get(GIVEN_WEIGHTS) if recorded else None)
+
+
+def _origins(config: TrainConfig) -> dict[str, str]:
+    default, given = TrainConfig().to_json(), config.to_json()
+    return {name: "default" if given[name] == default[name] else "caller" for name in given}
