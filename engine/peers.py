@@ -257,13 +257,15 @@ class Peers:
             self._now_s += min(time.monotonic() - last, 4 * _LOOK_EVERY_S)
             last = time.monotonic()
             self._show()
-            if not self._judges or self._client is None or self._is_left.is_set():
+            if not self._judges or self._client is None or self._is_left.is_set() or self._state is State.FAILED:
                 continue
             message = find_fault(self._own, self._peers, self._answered_s, self._now_s, self._limit_s)
             if message is not None:
                 self._become(State.ENDED, message)
                 self._let_read()
-                self._end(message)
+                # In the meantime this process may have failed, or been stopped, by itself.
+                if self._state is State.ENDED:
+                    self._end(message)
 
     def _show(self) -> None:
         """Show the supervisor that this process is alive; end it if its supervisor is gone."""

@@ -154,3 +154,23 @@ ensure_card_compiler() { # VENV
     say "pip could not download it, so the tests that compile for a card are skipped; see $log"
   fi
 }
+
+# Unpacks Debian's Slurm, which needs no rights, for the test that runs a job under it; without it that test is skipped.
+ensure_slurm() { # VENV
+  local folder=$1/slurm log=$1/slurm.log package
+  if [ -e "$folder/.unpacked" ] || command -v slurmctld >/dev/null 2>&1 || [ -x /usr/sbin/slurmctld ]; then return 0; fi
+  if ! command -v apt-get >/dev/null 2>&1 || ! command -v dpkg >/dev/null 2>&1; then return 0; fi
+  say "downloading Slurm, 3 MB"
+  rm -rf "$folder"
+  mkdir -p "$folder/packages"
+  if (
+    cd "$folder/packages"
+    timeout 60 apt-get download slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15 libmunge2 || exit 1
+    for package in *.deb; do dpkg -x "$package" "$folder" || exit 1; done
+  ) >"$log" 2>&1 </dev/null; then
+    : >"$folder/.unpacked"
+  else
+    say "apt-get could not download it, so the test that runs a job under Slurm is skipped; see $log"
+    rm -rf "$folder"
+  fi
+}

@@ -1,5 +1,6 @@
 """The `run-train` command, which converts options to settings, trains, shows losses and reports errors in one line."""
 
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -167,14 +168,25 @@ def _supervise(context: click.Context) -> int | None:
         given = [name for name in ("num_processes", "process_id") if params[name] is not None]
         if given:
             raise ValueError(f"--{given[0].replace('_', '-')} needs --coordinator HOST:PORT: give it too")
-        if params["spawn"] is None:
+        if params["spawn"] is None and not params["requeue"]:
             return None
     elif params["spawn"] is not None:
         raise ValueError("--spawn starts processes that --coordinator joins, got both: leave one out")
     else:
         check_address(*_address(params))
     arguments = without_option(sys.argv[1:], "--spawn")
-    return supervise(arguments, params["spawn"], params["peer_timeout"]).code
+    if not params["requeue"]:
+        return supervise(arguments, params["spawn"], params["peer_timeout"]).code
+    from engine.commands.requeue import STOPS, check_requeue, has_run, requeue_job
+
+    run_dir = params["run_dir"]
+    check_requeue(run_dir, overwrite=params["overwrite"])
+    if has_run(run_dir) and not params["resume"]:
+        arguments.append("--resume")
+    code, signals = supervise(arguments, params["spawn"], params["peer_timeout"], STOPS)
+    # Slurm may end the processes that are left when the first of the others has ended.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return requeue_job(code, signals, params["process_id"])
 
 
 def _address(params: dict[str, Any]) -> tuple[str | None, int | None, int | None]:
@@ -183,12 +195,14 @@ def _address(params: dict[str, Any]) -> tuple[str | None, int | None, int | None
 
 
 def _join(params: dict[str, Any]) -> Peers | None:
-    """Join the other processes, if there are any."""
-    if params["coordinator"] is None:
+    """Show the supervisor that this process is alive, and join the other processes, if there are any."""
+    if not is_supervised():
         return None
+    peers = Peers(params["peer_timeout"], _leave_because)
+    if params["coordinator"] is None:
+        return peers
     if not params["traceback"]:
         keep_runtime_output()
-    peers = Peers(params["peer_timeout"], _leave_because)
     # The watch and the supervisor act first: their messages name the process.
     join_as(peers, *_address(params), 4 * params["peer_timeout"], params["join_timeout"])
     return peers
@@ -202,6 +216,8 @@ def _leave_because(message: str) -> None:
 def _tell(peers: Peers | None, error: BaseException, message: str) -> None:
     """Tell the other processes why this one fails; does not return if it is another one that failed."""
     if peers is not None:
+        # The supervisor passes on what a scheduler may have sent to this process already.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with suppress(KeyboardInterrupt):
             peers.fail(message, is_by_others=is_of_runtime(error))
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.2
 _GRACE_S = 4.0
 _CONNECT_S = 3.0
 _MOST_RUNTIME_LINES = 20
-_WRONG_USAGE = 2
+_WRONG_USAGE, _STOPPED = 2, 130
 # Without the working directory, whose modules could hide those of Python, as for the command itself.
 _PROGRAM = (
     "import sys; sys.path[:] = filter(None, sys.path); "
@@ -63,14 +63,17 @@ def supervise(
         with _Forwarding(stops) as forwarding:
             children = _start(arguments, num_processes, Path(folder), relay)
             forwarding.to(children)
-            fault = _wait(children, peer_timeout_s)
+            fault = _wait(children, peer_timeout_s, forwarding.received)
             # From here on, what the others print is about the end of this one.
             relay.is_quiet = fault is not None
             if fault is not None and fault.message and fault.code != _WRONG_USAGE:
                 say_to_stderr(f"run-train: {fault.message}")
             _end(children)
-    code = max(child.process.returncode for child in children) if fault is None else fault.code
-    return Outcome(code, frozenset(forwarding.received))
+    if fault is not None:
+        return Outcome(fault.code, frozenset(forwarding.received))
+    # A signal that this process passed on can end a child that does not handle signals yet.
+    codes = [_STOPPED if child.process.returncode < 0 else child.process.returncode for child in children]
+    return Outcome(max(codes), frozenset(forwarding.received))
 
 
 def without_option(arguments: Sequence[str], option: str) -> list[str]:
@@ -189,20 +192,20 @@ class _Fault(NamedTuple):
     code: int
 
 
-def _wait(children: Sequence[_Child], peer_timeout_s: float) -> _Fault | None:
+def _wait(children: Sequence[_Child], peer_timeout_s: float, received: Set[int]) -> _Fault | None:
     """Wait for all processes; return None if all ended well, else why they are to be ended."""
     while True:
         is_running = any(child.process.poll() is None for child in children)
-        if (fault := _first_fault(children, peer_timeout_s)) is not None:
+        if (fault := _first_fault(children, peer_timeout_s, received)) is not None:
             # The others fail a moment after the one whose fault it is.
             time.sleep(_LOOK_EVERY_S)
-            return _first_fault(children, peer_timeout_s) or fault
+            return _first_fault(children, peer_timeout_s, received) or fault
         if not is_running:
             return None
         time.sleep(_LOOK_EVERY_S)
 
 
-def _first_fault(children: Sequence[_Child], peer_timeout_s: float) -> _Fault | None:
+def _first_fault(children: Sequence[_Child], peer_timeout_s: float, received: Set[int]) -> _Fault | None:
     """Return the fault that explains the others: of a killed process, else of a silent one, else of any other."""
     killed: list[_Fault] = []
     silent: list[_Fault] = []
@@ -216,9 +219,9 @@ def _first_fault(children: Sequence[_Child], peer_timeout_s: float) -> _Fault | 
             # The runtime aborts a process if it loses the first one.
             message = _lost_coordinator(child) if len(children) == 1 else None
             failed.append(_Fault(message or _describe_killed(child, code), 1))
-        elif code < 0:
+        elif code < 0 and not (received and -code in (signal.SIGINT, signal.SIGTERM)):
             killed.append(_Fault(_describe_killed(child, code), 1))
-        elif code not in (0, 130):
+        elif code > 0 and code != _STOPPED:
             # A process with a supervisor of its own has the terminal, and said why.
             failed.append(_Fault("" if len(children) == 1 else child.describe(f"failed with exit code {code}"), code))
     return next(iter([*killed, *silent, *failed]), None)

@@ -13,7 +13,7 @@ from engine.named_parts import OWN_PARTS
 from engine.recipes import load_recipe, recipe_names
 from preprocess.commands.completion import complete_word
 
-_PROCESSES = ("spawn", "coordinator", "num_processes", "process_id", "peer_timeout", "join_timeout")
+_PROCESSES = ("spawn", "coordinator", "num_processes", "process_id", "peer_timeout", "join_timeout", "requeue")
 _ONLY_OWN = tuple(name for name in OWN_PARTS if name not in SETTINGS)
 COMMAND_OPTIONS = ("recipe", "list_recipes", *_ONLY_OWN, *_PROCESSES, *PLAN_OPTIONS, "traceback", "list_models")
 """The parameter names of the options that are not settings."""
@@ -128,6 +128,12 @@ _OF_THE_COMMAND = (
         default=120.0,
         metavar="SECONDS",
         help="Wait so long for the other processes at the start.",
+    ),
+    click.option(
+        "--requeue",
+        is_flag=True,
+        help="Under Slurm: continue the run in --run-dir, if there is one; if the time limit or a preemption stops it, "
+        "put the job back into the queue.",
     ),
     *OPTIONS,
     click.option("--traceback", is_flag=True, help="Show the full traceback of an error."),
