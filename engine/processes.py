@@ -107,11 +107,14 @@ def join_as(
     if coordinator is not None and process_id:
         _wait_for(coordinator, join_timeout_s)
     limit_s = max(1, round(runtime_timeout_s))
+    # With an address, jax would still look for pods of Kubernetes, for which it needs a package and permissions.
+    is_sought = coordinator is None or "KUBERNETES_SERVICE_HOST" not in os.environ
     try:
         jax.distributed.initialize(
             coordinator,
             num_processes,
             process_id,
+            cluster_detection_method=None if is_sought else "deactivate",
             initialization_timeout=max(1, round(join_timeout_s)),
             heartbeat_timeout_seconds=limit_s,
             shutdown_timeout_seconds=limit_s,

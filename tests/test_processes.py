@@ -264,10 +264,13 @@ def test_a_lost_process_is_named_by_all_supervisors(tmp_path, victim, number, it
 
 @pytest.mark.integration
 def test_a_process_that_fails_is_named_by_the_others_with_its_message(tmp_path):
-    with separately(tmp_path / "run", "--infeed-timeout", "4", STALLED_PROCESS="1") as (commands, logs):
+    # In a pod of Kubernetes, nothing is asked of its server if the address is given.
+    pod = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "9"}
+    with separately(tmp_path / "run", "--infeed-timeout", "4", STALLED_PROCESS="1", **pod) as (commands, logs):
         assert [command.wait(60) for command in commands] == [1, 1], [log.read_text() for log in logs]
     message = "the batch of step 11 did not arrive within 4 s"
     assert f"run-train: {message}" in logs[1].read_text()
+    assert not any("ubernetes" in log.read_text() for log in logs)
     assert re.search(rf"{LOST.format(1, 'failed')}.*\n  {message}", logs[0].read_text())
     assert json.loads((tmp_path / "run/result.json").read_text())["snapshot_step"] == 10
 
