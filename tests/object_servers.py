@@ -182,6 +182,9 @@ class GoogleServer(ObjectServer):
         )
 
 
+S3_SERVERS: dict[str, type[ObjectServer]] = {"moto": MotoServer, "seaweedfs": SeaweedServer}
+
+
 def free_port() -> int:
     """Return a port of this machine that nothing uses."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Timer
 
@@ -363,5 +363,8 @@ def started(folder):
             yield start
         finally:
             for process in reversed(processes):
-                process.terminate()
-                process.wait(TIMEOUT_S)
+                process.terminate()  # so that a worker ends its processes
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(10)
+                process.kill()
+                process.wait()

@@ -1,9 +1,11 @@
 """Packs on a real S3 server on this machine: the same bytes and results as in a local folder, and servers that fail.
 
-The commands are those of docs/howto/object-storage.md, run as a user runs them.
+The commands are those of docs/howto/object-storage.md, run as a user runs them. The server is moto, or SeaweedFS with
+FEEDLOOP_TEST_S3=seaweedfs in the environment; tests/test_object_servers.py has shorter tests of both.
 """
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -15,12 +17,13 @@ import pytest
 from preprocess.demo.drawing import draw_demo
 from preprocess.shards.location import open_location
 from tests.fake_source import files_of
-from tests.object_servers import BUCKET, SECRET, MotoServer
+from tests.object_servers import BUCKET, S3_SERVERS, SECRET
 from tests.store_commands import command, losses, same_weights, start
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/howto/object-storage.md"
 URL = f"s3://{BUCKET}/imagenet"
+S3Server = S3_SERVERS[os.environ.get("FEEDLOOP_TEST_S3", "moto")]
 TRAIN = ["run-train", "--batch", "16", "--model", "resnet8", "--lr", "0.05"]
 DEADLINE_S = 60
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -28,7 +31,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def server():
-    with pytest.MonkeyPatch.context() as patched, MotoServer() as running:
+    with pytest.MonkeyPatch.context() as patched, S3Server() as running:
         for name, value in running.environment.items():
             patched.setenv(name, value)
         yield running
@@ -113,7 +116,7 @@ def test_a_pause_of_the_server_costs_waiting_and_nothing_else(place, server):
 def test_a_server_that_is_gone_ends_the_run_and_a_resume_continues(place):
     steps, run = 80, place / "runs/gone"
     train = [*TRAIN, "--eval-split", "off", "--snapshot-every", "5", "--keep", "0"]
-    with MotoServer() as server:
+    with S3Server() as server:
         packing = ["preprocess-imagenet", "photos", URL, "--size", "32", "--shard-images", "64"]
         command(place, server, *packing)
         command(place, server, *train, "--steps", steps, "--data", "local", "--run-dir", "runs/whole")
@@ -139,7 +142,7 @@ def test_a_server_that_is_gone_ends_the_run_and_a_resume_continues(place):
 
 
 def test_packing_stops_soon_without_its_server_and_continues_with_it(place):
-    with MotoServer() as server:
+    with S3Server() as server:
         packing = ["preprocess-imagenet", "photos", URL, "--size", "32", "--shard-images", "8", "--workers", "1"]
         process = start(place, server, *packing)
         store = open_location(URL, storage_options={"endpoint": server.endpoint})

@@ -103,7 +103,10 @@ def test_finish_names_what_is_missing_in_every_split_and_then_finishes(tmp_path,
     # As if another process had been finishing the split when this part ended.
     monkeypatch.setattr(pack_splits, "pack_part", _without_finishing)
     unfinished = run(source, tmp_path / "again", *SIZE, "--part", "2/2")
-    assert "  All parts are packed; another process is finishing the split.\n" in unfinished.stdout
+    assert (
+        "  All parts are packed; another process is finishing the split. If it was killed, use --finish.\n"
+        in unfinished.stdout
+    )
     result = run(source, tmp_path / "again", *SIZE, "--finish")
     assert result.exit_code == 0, result.output
     assert files_of(tmp_path / "again") == files_of(tmp_path / "expected")

@@ -105,7 +105,7 @@ def summarise_part(name: str, result: PartResult, part: Part, location: Location
     elif result.missing:
         click.echo(f"  Not packed yet: {describe_parts(result.missing, part.count)}.")
     else:
-        click.echo("  All parts are packed; another process is finishing the split.")
+        click.echo("  All parts are packed; another process is finishing the split. If it was killed, use --finish.")
 
 
 def describe_targets(count: int, kind: TargetKind | None) -> str:

@@ -133,8 +133,11 @@ def pack_part(
     if job.manifest() is not None:
         return PartResult(len(blocks), len(blocks), (), _finish_unless_busy(job, on_progress))
     job.begin(part.count)
-    with PartOwner(location, part, notify=notify) as owner:
-        num_packed = pack_blocks(job, blocks, owner, on_progress)
+    num_packed = 0
+    # A part that is packed already needs no permission: a process that was killed while it finished may still hold it.
+    if len(job.recorded(blocks)) < len(blocks):
+        with PartOwner(location, part, notify=notify) as owner:
+            num_packed = pack_blocks(job, blocks, owner, on_progress)
     num_resumed = len(blocks) - num_packed
     missing = () if job.manifest() is not None else job.missing()
     finished = None
