@@ -89,19 +89,22 @@ def without_option(arguments: Sequence[str], option: str) -> list[str]:
 
 
 def keep_runtime_output() -> None:
-    """Write to a file of the supervisor what the runtime, not Python, writes to the stderr of this process.
+    """Write to a file of the supervisor what the runtime, not Python, writes to stdout and stderr of this process.
 
     It says many lines about a lost process, and cannot be told not to. The supervisor shows the last of them if it
     knows no other cause.
     """
-    if not is_supervised() or sys.stderr is None:
+    if not is_supervised():
         return
-    with suppress(OSError):
-        encoding, errors = sys.stderr.encoding, sys.stderr.errors
-        sys.stderr.flush()
-        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding=encoding, errors=errors)
-        with _runtime_output(Path(os.environ[BEAT_FILE])).open("ab") as file:
-            os.dup2(file.fileno(), 2)
+    with suppress(OSError), _runtime_output(Path(os.environ[BEAT_FILE])).open("ab") as file:
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            if (stream := getattr(sys, name)) is None:
+                continue
+            stream.flush()
+            own = os.dup(descriptor)
+            opened = os.fdopen(own, "w", buffering=1, encoding=stream.encoding, errors=stream.errors)
+            setattr(sys, name, opened)
+            os.dup2(file.fileno(), descriptor)
 
 
 def _runtime_output(beat: Path) -> Path:
