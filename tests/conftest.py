@@ -98,7 +98,7 @@ def cards(monkeypatch):
         made.append(fake)
         return transport
 
-    for module in ("engine.run.host_side", "engine.evaluation.run"):
+    for module in ("engine.run.host_side", "engine.evaluation.counting"):
         monkeypatch.setattr(f"{module}.choose_transport", choose)
     yield made
     for fake in made:

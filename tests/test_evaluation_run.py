@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import engine.evaluation.run as evaluation_run
 from engine import TrainConfig, evaluate, evaluate_weights, run_settings, train
+from engine.evaluation import counting
 from engine.feed.feeder import FeederError
 from engine.records.folder_lock import FolderLock
 from engine.records.weights import with_digest
@@ -70,8 +70,8 @@ def test_a_program_keeps_its_callbacks_alive(trained, monkeypatch):
         kept.append(compiled.keeps is transport)
         return launch_it(compiled, subject, source, transport, *others)
 
-    launch_it = evaluation_run._launch
-    monkeypatch.setattr(evaluation_run, "_launch", launch)
+    launch_it = counting._launch
+    monkeypatch.setattr(counting, "_launch", launch)
     evaluate(trained[0])
     assert kept == [True]
 

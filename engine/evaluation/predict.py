@@ -1,6 +1,6 @@
 """Classification of photographs with trained weights, by the program that evaluates them.
 
-Owns the order of the steps and what is returned. `engine.evaluation.run` compiles and runs the program.
+Owns the order of the steps and what is returned. `engine.evaluation.counting` compiles and runs the program.
 """
 
 import os
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from engine.config import TrainConfig
 from engine.control.board import ControlBoard
+from engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
 from engine.evaluation.photographs import PhotographBatches, RgbBatches, list_photographs
-from engine.evaluation.run import RankedClasses, describe_weights_of, predictions_of, run_evaluation
+from engine.evaluation.run import describe_weights_of
 from engine.evaluation.subject import Channels, Subject, check_own_model, file_subject, run_subject
 from engine.evaluation.trained_run import TrainedRun, read_run
 from engine.program.statics import NO_OWN_FUNCTIONS

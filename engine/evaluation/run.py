@@ -1,29 +1,24 @@
 """The steps of an evaluation outside a training run, from opening the images to returning the counts.
 
-Owns the order of these steps. The loop (`engine.program.loop`) and the crossings that feed it are the same as in
-training.
+Owns the order of these steps; `engine.evaluation.counting` compiles and runs the program.
 """
 
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from engine.config import TrainConfig
 from engine.control.board import ControlBoard
-from engine.crossing.choice import choose_chunk, choose_transport, make_infeed, this_platform
-from engine.crossing.infeed import BatchInfeed
-from engine.crossing.transport import Transport
+from engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
 from engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_own
-from engine.evaluation.result import ClassResult, EvaluationResult, ImagePredictions
+from engine.evaluation.result import ClassResult, EvaluationResult
 from engine.evaluation.subject import (
     Channels,
     Subject,
@@ -35,29 +30,20 @@ from engine.evaluation.subject import (
     with_recorded_loss,
 )
 from engine.evaluation.trained_run import TrainedRun, check_folder, describe_later_steps, read_run
-from engine.feed.batches import CheckedSource, EvaluationArrays, EvaluationSource, label_form_of
-from engine.feed.feeder import Feeder, ring_depth
-from engine.images.augment import prepare_for_evaluation
-from engine.images.unpack import PixelScale
+from engine.feed.batches import EvaluationArrays, EvaluationSource, label_form_of
 from engine.locations import is_url, storage_options_of
-from engine.objective.logits import logits_of
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
-from engine.objective.predictions import empty_predictions
-from engine.objective.tally import Tally, empty_tally
-from engine.program.checked_model import CheckedModel
-from engine.program.loop import evaluate_split
-from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics, statics_of
+from engine.objective.tally import Tally
+from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics
 from engine.program.train_state import TrainModel
 from engine.records.given_weights import read_given_weights, rename_head
 from engine.records.recorded_run import read_recorded
 from engine.records.stored.reading import local_copy, naming_in, settings_only, with_weights
-from engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.run.data import label_kind
-from engine.run.signals import StopSignals, call_on_worker, ignore_message
+from engine.run.signals import StopSignals, ignore_message
 from engine.settings import SettingError
 from engine.stream.sinks import EvaluationRecord
-from engine.updates.update import Weights
 from models.registry import find_network
 from models.torchvision_names import num_classes_of
 from preprocess.quantities import quantity
@@ -279,151 +265,10 @@ def _count(
     )
 
 
-class RankedClasses(NamedTuple):
-    """How many of the first classes of each image to return, and the largest number of images."""
-
-    num_classes: int
-    num_images: int
-
-
-class Counted(NamedTuple):
-    """The tally of an evaluation as NumPy arrays, its program and its times in seconds."""
-
-    tally: Tally
-    statics: Statics
-    compiled: Compiled
-    evaluate_s: float
-    wait_s: float
-
-
-def run_evaluation(
-    subject: Subject,
-    source: EvaluationSource,
-    board: ControlBoard,
-    own: OwnFunctions,
-    *,
-    per_class: bool,
-    ranked: RankedClasses | None,
-    notify: Callable[[str], None],
-) -> Counted:
-    """Compile the evaluation program for the images of a source, and run it."""
-    config = subject.config
-    transport = choose_transport(config.transport, this_platform())
-    infeed = make_infeed(
-        transport,
-        lambda allocate: Feeder(
-            source,
-            start_index=0,
-            stop_index=source.num_batches,
-            depth=ring_depth(source, config.prefetch),
-            num_threads=config.reader_threads,
-            timeout_s=config.infeed_timeout_s,
-            name_batch=lambda pull: f"evaluation pull {pull + 1} of {source.num_batches}",
-            allocate=allocate,
-        ),
-        board,
-        words_of=lambda _, num_batches: board.stop_words(num_batches),
-        chunk=choose_chunk(None, transport),
-    )
-    statics = statics_of(subject.config, own, evaluated_form=label_form_of(source))
-    compiled = _compile(subject, statics, source, transport, infeed, per_class=per_class, ranked=ranked)
-    notify(f"compiled the evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
-    started = time.perf_counter()
-    tally = _launch(compiled, subject, source, transport, infeed, board)
-    evaluate_s = time.perf_counter() - started
-    wait_s = math.fsum(infeed.take_wait_s(pull) for pull in range(source.num_batches))
-    return Counted(tally, statics, compiled, evaluate_s, wait_s)
-
-
-def predictions_of(tally: Tally) -> ImagePredictions | None:
-    """Return the decision on each image, without unused rows; None if the tally has none."""
-    if tally.predictions is None:
-        return None
-    return ImagePredictions(*(np.asarray(each)[: int(tally.num_images)] for each in tally.predictions))
-
-
 def _metric_values(statics: Statics, tally: Tally) -> dict[str, Any]:
     """Return the values of the metrics by name, as numbers and nested lists."""
     finish = jax.jit(statics.evaluated_objective.finish_metrics)
     return {name: np.asarray(value).tolist() for name, value in finish(tally.metrics).items()}
-
-
-def _compile(
-    subject: Subject,
-    statics: Statics,
-    source: EvaluationSource,
-    transport: Transport,
-    infeed: BatchInfeed,
-    *,
-    per_class: bool,
-    ranked: RankedClasses | None,
-) -> Compiled:
-    """Trace the program on the calling thread, whose jax settings apply, and compile it on a worker thread."""
-    model = CheckedModel(subject.model, subject.num_classes, source)
-
-    def program(weights: Weights, num_batches: jax.Array, scale: PixelScale) -> tuple[Tally, jax.Array]:
-        num_logits = _num_logits(model, weights, subject, source) if per_class or ranked else 0
-        rows = None if ranked is None else empty_predictions(ranked.num_images, min(ranked.num_classes, num_logits))
-        first_pull = jnp.zeros((), jnp.int32)
-        return evaluate_split(
-            model,
-            statics,
-            weights,
-            infeed,
-            first_pull,
-            num_batches,
-            scale,
-            start=empty_tally(num_logits if per_class else None, statics.evaluated_objective, rows),
-        )
-
-    with caching_compilations(subject.config.compilation_cache):
-        traced = trace_ahead(program, subject.weights, *_numbers(subject, source))
-        deterministic = subject.config.deterministic
-        return call_on_worker(partial(compile_traced, traced, deterministic=deterministic, keeps=transport))
-
-
-def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source: EvaluationSource) -> int:
-    """Trace the model to find the number of classes, K, because a user-defined model does not declare it."""
-    pixels = jax.ShapeDtypeStruct((source.batch, source.height, source.width), jnp.uint32)
-
-    def apply(weights: Weights, pixels: jax.Array, scale: PixelScale) -> jax.Array:
-        images = prepare_for_evaluation(pixels, subject.config.image_size, scale)
-        return logits_of(model.apply(weights.params, weights.batch_stats, images, train=False)[0])
-
-    logits = jax.eval_shape(apply, weights, pixels, _numbers(subject, source)[1])
-    return logits.shape[1]
-
-
-def _numbers(subject: Subject, source: EvaluationSource) -> tuple[jax.Array, PixelScale]:
-    """Return the run-time arguments other than the weights; changing them requires no recompilation."""
-    scale = PixelScale(mean=jnp.array(subject.mean, jnp.float32), std=jnp.array(subject.std, jnp.float32))
-    return jnp.int32(source.num_batches), scale
-
-
-def _launch(
-    compiled: Compiled,
-    subject: Subject,
-    source: EvaluationSource,
-    transport: Transport,
-    infeed: BatchInfeed,
-    board: ControlBoard,
-) -> Tally:
-    """Run the program to completion, and return the tally as NumPy arrays; if the host failed, raise its exception."""
-    arguments = subject.weights, *_numbers(subject, source)
-    with transport.running(), closing(infeed):
-        infeed.start()
-        try:
-            tally, _ = call_on_worker(lambda: jax.tree.map(np.asarray, compiled.call(*arguments)))
-        except BaseException:
-            # There is nothing to save: return at once. The program, on its own thread, ends at its next pull.
-            board.request_stop("the evaluation was abandoned")
-            raise
-    for end in (infeed, transport):
-        if end.failure is not None:
-            raise end.failure
-    if isinstance(source, CheckedSource):
-        source.check_unchanged()
-    return tally
 
 
 def _class_results(tally: Tally, data: EvaluationData) -> tuple[ClassResult, ...]:

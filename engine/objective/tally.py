@@ -1,6 +1,6 @@
 """Running counts that give the exact top-1 and top-5 accuracy and mean loss of an evaluation; each image counts once.
 
-Owns the counts and how a batch is added to them; the loop over batches is in `engine.program.loop`.
+Owns the counts and how a batch is added to them; the loop over batches is in `engine.program.evaluate_split`.
 """
 
 from typing import Any, NamedTuple

@@ -14,17 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from engine.control.word import ControlWord
-from engine.crossing.infeed import Batch, BatchInfeed, Pulled
+from engine.crossing.infeed import Batch, BatchInfeed
 from engine.crossing.outfeed import Outfeed
-from engine.images.augment import augment_images, prepare_for_evaluation
+from engine.images.augment import augment_images
 from engine.images.own_augment import apply_own_augmentation
 from engine.images.positions import image_keys, positions
-from engine.images.unpack import PixelScale
-from engine.objective.tally import Tally, empty_tally, merge_tallies, tally_outputs
+from engine.objective.tally import Tally, empty_tally
+from engine.program.evaluate_split import evaluate_split, pull_part
 from engine.program.model_key import model_keys
 from engine.program.statics import Statics
 from engine.program.train_state import RunValues, TrainModel, TrainState
-from engine.replicas import Replicas
 from engine.updates.selection import join_frozen, keep_frozen, split_frozen
 from engine.updates.skipping import choose
 from engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
@@ -257,87 +256,6 @@ def _next_boundary(step: jax.Array, values: RunValues) -> jax.Array:
         return jnp.where(multiple > step, jnp.minimum(multiple, values.stop_step), values.stop_step)
 
     return jnp.minimum(following(values.eval_every_steps), following(values.snapshot_every_steps))
-
-
-def pull_part(infeed: BatchInfeed, batch_index: jax.Array, num_batches: jax.Array, replicas: Replicas) -> Pulled:
-    """Pull this device's rows of several batches, with a control word that is the same on all devices.
-
-    A stop of any device stops all of them, after the batches that all of them have; requests are the first device's.
-    """
-    pulled = infeed.pull(batch_index, replicas.this_device(), num_batches)
-    if replicas.count == 1:
-        return pulled
-    control, is_first = pulled.control, replicas.this_device() == 0
-    # As the largest of integers, so that one small reduction carries all; the factor is positive, and so are its bits.
-    factor = lax.bitcast_convert_type(control.learning_rate_factor, jnp.int32)
-    own = (control.stop, is_first & control.snapshot, is_first & control.evaluate, jnp.where(is_first, factor, 0))
-    *flags, factor, fewest = replicas.largest(
-        jnp.stack([*(each.astype(jnp.int32) for each in own), -control.num_batches])
-    )
-    stop, snapshot, evaluate = (flag > 0 for flag in flags)
-    agreed = lax.bitcast_convert_type(factor, jnp.float32)
-    return pulled._replace(control=ControlWord(stop, snapshot, evaluate, agreed, -fewest))
-
-
-def evaluate_split(
-    model: TrainModel,
-    statics: Statics,
-    weights: Weights,
-    infeed: BatchInfeed,
-    first_pull: jax.Array,
-    num_batches: jax.Array,
-    scale: PixelScale,
-    *,
-    start: Tally | None = None,
-) -> tuple[Tally, jax.Array]:
-    """Evaluate a model on a whole split, using the running statistics in `weights`.
-
-    Args:
-        model: the model to evaluate.
-        statics: the static settings; those used are the image size and whether to evaluate mirror images too.
-        weights: the model's parameters and statistics.
-        infeed: infeed of the split's batches.
-        first_pull: int32 [], address of the first batch.
-        num_batches: int32 [], number of batches.
-        scale: mean and standard deviation of the pixels.
-        start: the tally before the first batch; None is an empty tally without classes.
-
-    Returns:
-        The tally, and whether it is incomplete because the host requested a stop (bool []).
-    """
-
-    def continues(carry: tuple[jax.Array, jax.Array, Tally]) -> jax.Array:
-        batch, stopped, _ = carry
-        return (batch < num_batches) & ~stopped
-
-    def one_pull(carry: tuple[jax.Array, jax.Array, Tally]) -> tuple[jax.Array, jax.Array, Tally]:
-        batch, _, tally = carry
-        num_wanted = jnp.minimum(num_batches - batch, infeed.chunk)
-        pulled = pull_part(infeed, first_pull + batch, num_wanted, statics.replicas)
-        tally, num_taken = infeed.for_each(pulled, count, tally)
-        return batch + num_taken, num_taken < num_wanted, tally
-
-    def count(tally: Tally, batch: Batch) -> Tally:
-        images = prepare_for_evaluation(batch.pixels, statics.augmentation.size, scale)
-        if statics.eval_mirror:
-            images = jnp.concatenate([images, images[:, :, ::-1]])
-        logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
-        if statics.eval_mirror:
-            logits = jax.tree.map(_mean_of_halves, logits)
-        return tally_outputs(statics.evaluated_objective, tally, logits, batch.labels)
-
-    before = (
-        jnp.zeros((), jnp.int32),
-        jnp.zeros((), jnp.bool),
-        start or empty_tally(objective=statics.evaluated_objective),
-    )
-    _, stopped, tally = lax.while_loop(continues, one_pull, before)
-    return statics.replicas.merge(partial(merge_tallies, statics.evaluated_objective), tally), stopped
-
-
-def _mean_of_halves(outputs: jax.Array) -> jax.Array:
-    """Return the mean of the outputs for images and for their mirror images, float32 [B, …], from [2 B, …]."""
-    return outputs.astype(jnp.float32).reshape(2, len(outputs) // 2, *outputs.shape[1:]).mean(0)
 
 
 def train_step(
