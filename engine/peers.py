@@ -188,7 +188,9 @@ class Peers:
             return
         if is_by_others:
             self._become(State.SEARCHING)
-            time.sleep(_HURRY_S + 4 * self._every_s)
+            time.sleep(_HURRY_S + 6 * self._every_s)
+            while self._state is State.ENDED:
+                time.sleep(_LOOK_EVERY_S)  # the watch has found it, and ends this process
         self._become(State.FAILED, next(iter(message.splitlines()), ""))
         self._let_read()
 

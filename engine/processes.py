@@ -60,7 +60,7 @@ def join_processes(
     """
     check_address(coordinator, num_processes, process_id)
     peers = Peers(peer_timeout_s, _end)
-    join_as(peers, coordinator, num_processes, process_id, 2 * peer_timeout_s, join_timeout_s)
+    join_as(peers, coordinator, num_processes, process_id, 4 * peer_timeout_s, join_timeout_s)
     atexit.register(peers.interpreter_ends)
 
 

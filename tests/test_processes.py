@@ -5,13 +5,9 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,113 +18,16 @@ from engine.commands.cli import main
 from engine.commands.supervisor import _PROGRAM, without_option
 from engine.feed.own_rows import rows_of
 from tests.device_runs import rows_alone
+from tests.process_runs import MODULE, ROOT, TOY, going, own_processes, records, resumed, run, words
 from tests.toy import toy_batch
 
-ROOT = Path(__file__).parents[1]
-PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
 VERIFY = "from engine.commands.verify_cli import main; main(prog_name='verify-run')"
-MODULE = "tests.device_runs"
-TOY = ["--model", "tests.toy:Linear", "--batches", f"{MODULE}:slow_batches", "--batch", "12", "--num-classes", "3"]
 EVERYTHING = [
     *("--model", f"{MODULE}:Showing", "--metrics", f"{MODULE}:METRICS", "--evaluation", f"{MODULE}:evaluation"),
     *("--batch", "12", "--num-classes", "3", "--steps", "8", "--eval-every", "4", "--learning-rate", "0.05"),
     *("--crop", "random", "--crop-padding", "1", "--flip", "0.5", "--erasing", "0.3", "--auto-augment", "randaugment"),
     *("--accumulate-steps", "2", "--ema-decay", "0.9", "--snapshot-every", "4"),
 ]
-
-
-def words(*options: str) -> list[str]:
-    return [sys.executable, "-c", PROGRAM, *options]
-
-
-def run(*options: str) -> str:
-    done = subprocess.run(words(*options), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def records(folder: Path, name: str = "loss.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-@contextmanager
-def going(folder: Path, *options: str, **environment: str):
-    """A run in two processes that has done a few steps, with its lines in a file."""
-    log = folder.with_suffix(".log")
-    arguments = [*TOY, "--steps", "500", "--snapshot-every", "2", "--spawn", "2", "--run-dir", str(folder), *options]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            words(*arguments), cwd=ROOT, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            deadline = time.monotonic() + 120
-            while not (folder / "loss.jsonl").exists() or len(records(folder)) < 8:
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.1)
-            yield process, log
-        finally:
-            for number in (0, 1):
-                for pid in own_processes(folder, number):
-                    os.kill(pid, signal.SIGKILL)
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def separately(folder: Path, *options: str, **environment: str):
-    """The same run as two commands, as on two machines; yields them, and what each of them printed."""
-    with socket.create_server(("localhost", 0)) as free:
-        address = f"localhost:{free.getsockname()[1]}"
-    arguments = [*TOY, "--steps", "500", "--snapshot-every", "2", "--run-dir", str(folder), *options]
-    logs = [folder.with_suffix(f".{number}.log") for number in (0, 1)]
-    commands: list[subprocess.Popen[bytes]] = []
-    try:
-        for number, log in enumerate(logs):
-            own = ["--coordinator", address, "--num-processes", "2", "--process-id", str(number)]
-            with log.open("w") as output:
-                commands.append(
-                    subprocess.Popen(
-                        words(*arguments, *own),
-                        cwd=ROOT,
-                        env=os.environ | environment,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        deadline = time.monotonic() + 120
-        while not (folder / "loss.jsonl").exists() or len(records(folder)) < 8:
-            assert all(command.poll() is None for command in commands), "".join(log.read_text() for log in logs)
-            assert time.monotonic() < deadline, "".join(log.read_text() for log in logs)
-            time.sleep(0.1)
-        yield commands, logs
-    finally:
-        for number in (0, 1):
-            for pid in own_processes(folder, number):
-                os.kill(pid, signal.SIGKILL)
-        for command in commands:
-            command.kill()
-            command.wait()
-
-
-def own_processes(folder: Path, number: int) -> list[int]:
-    """Return the processes of this number that train: not their supervisors."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().decode(errors="replace").split("\0")
-            is_child = b"FEEDLOOP_BEAT_FILE" in (path.parent / "environ").read_bytes()
-        except OSError:
-            continue
-        if is_child and str(folder) in line and line[line.index("--process-id") + 1] == str(number):
-            found.append(int(path.parent.name))
-    return found
-
-
-def resumed(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Continue a run in one process, and return its losses."""
-    run(*TOY[:4], "--run-dir", str(folder), "--resume", "--steps", str(steps))
-    return records(folder)
 
 
 @pytest.fixture(scope="module")
@@ -228,110 +127,6 @@ def test_a_stalled_source_of_one_process_ends_the_run(tmp_path):
     assert "process 1: run-train: the batch of step 11 did not arrive within 4 s" in log.read_text()
     assert "the newest snapshot is intact" in log.read_text()
     assert json.loads((tmp_path / "run/result.json").read_text())["steps_done"] == 10
-
-
-LOST = r"run-train: process {} on \S+ {} after step \d+, so the run ends: the newest snapshot is intact"
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    ("victim", "number", "its_own", "other"),
-    [
-        (1, signal.SIGKILL, "was killed by SIGKILL", "was lost"),
-        (1, signal.SIGSTOP, r"has not answered for \d+ s \(--peer-timeout\)", r"has not answered for \d+ s .*"),
-        (0, signal.SIGKILL, "was killed by SIGKILL", r"no longer accepts connections \(.*\)"),
-        (0, signal.SIGSTOP, r"has not answered for \d+ s \(--peer-timeout\)", r"has not answered for \d+ s .*"),
-    ],
-)
-def test_a_lost_process_is_named_by_all_supervisors(tmp_path, victim, number, its_own, other):
-    with separately(tmp_path / "run", "--peer-timeout", "5") as (commands, logs):
-        (child,) = own_processes(tmp_path / "run", victim)
-        os.kill(child, number)
-        started = time.monotonic()
-        codes = [command.wait(60) for command in commands]
-        assert time.monotonic() - started < 30
-        said = [log.read_text() for log in logs]
-        assert codes == [1, 1], said
-        for own, text in enumerate(said):
-            assert re.search(LOST.format(victim, its_own if own == victim else other), text), text
-            # One message, and nothing of the runtime.
-            assert len(re.findall(r"^run-train: ", text, re.MULTILINE)) == 1, text
-            assert not re.search(r"coordination|stack trace|Traceback", text), text
-    if (victim, number) == (1, signal.SIGKILL):
-        steps = len(records(tmp_path / "run")) + 3
-        assert [each["step"] for each in resumed(tmp_path / "run", steps)] == list(range(1, steps + 1))
-
-
-@pytest.mark.integration
-def test_a_process_that_fails_is_named_by_the_others_with_its_message(tmp_path):
-    # In a pod of Kubernetes, nothing is asked of its server if the address is given.
-    pod = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "9"}
-    with separately(tmp_path / "run", "--infeed-timeout", "4", STALLED_PROCESS="1", **pod) as (commands, logs):
-        assert [command.wait(60) for command in commands] == [1, 1], [log.read_text() for log in logs]
-    message = "the batch of step 11 did not arrive within 4 s"
-    assert f"run-train: {message}" in logs[1].read_text()
-    assert not any("ubernetes" in log.read_text() for log in logs)
-    assert re.search(rf"{LOST.format(1, 'failed')}.*\n  {message}", logs[0].read_text())
-    assert json.loads((tmp_path / "run/result.json").read_text())["snapshot_step"] == 10
-
-
-@pytest.mark.integration
-def test_a_scheduler_that_signals_every_process_of_one_of_two_commands_stops_both(tmp_path):
-    with separately(tmp_path / "run") as (commands, logs):
-        # The supervisor passes it on to its child, which so gets it twice.
-        for pid in (commands[1].pid, *own_processes(tmp_path / "run", 1)):
-            os.kill(pid, signal.SIGTERM)
-        assert [command.wait(60) for command in commands] == [130, 130], [log.read_text() for log in logs]
-    result = json.loads((tmp_path / "run/result.json").read_text())
-    assert result["stopped_by"] == "another process"
-    assert result["snapshot_step"] == result["steps_done"] == len(records(tmp_path / "run"))
-
-
-@pytest.mark.integration
-def test_a_process_whose_supervisor_is_killed_stops_all(tmp_path):
-    with separately(tmp_path / "run") as (commands, logs):
-        commands[1].kill()
-        assert commands[0].wait(60) == 130, [log.read_text() for log in logs]
-        deadline = time.monotonic() + 30
-        while own_processes(tmp_path / "run", 1):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    result = json.loads((tmp_path / "run/result.json").read_text())
-    assert result["snapshot_step"] == result["steps_done"] == len(records(tmp_path / "run"))
-
-
-PYTHON = """
-import sys
-from engine import join_processes, train
-from tests.device_runs import slow_batches
-from tests.toy import Linear, toy_config
-join_processes(sys.argv[1], 2, int(sys.argv[2]), peer_timeout_s=5)
-say = lambda record: print(record.step, flush=True)
-train(toy_config(batch=12, steps=300), model=Linear(), batches=slow_batches, sinks=[say])
-"""
-
-
-@pytest.mark.integration
-def test_python_programs_name_the_lost_process(tmp_path):
-    with socket.create_server(("localhost", 0)) as free:
-        address = f"localhost:{free.getsockname()[1]}"
-    log, programs = tmp_path / "log", []
-    try:
-        for own in ("0", "1"):
-            with log.with_suffix(f".{own}").open("w") as output:
-                words = [sys.executable, "-c", PYTHON, address, own]
-                programs.append(subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT))
-        deadline = time.monotonic() + 60
-        while log.with_suffix(".0").read_text().count("\n") < 8:
-            assert time.monotonic() < deadline, log.with_suffix(".0").read_text()
-            time.sleep(0.1)
-        programs[1].kill()
-        assert programs[0].wait(40) == 1
-    finally:
-        for program in programs:
-            program.kill()
-            program.wait()
-    assert f"feedloop: process 1 on {socket.gethostname()} was lost" in log.with_suffix(".0").read_text()
 
 
 @pytest.mark.integration

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/howto/slurm.md"
 PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
 TOY = "--model tests.toy:Linear --batches tests.device_runs:slow_batches --batch 12 --num-classes 3"
-STEPS = 60
+STEPS = 30
 
 
 def job_script(folder: Path, run_dir: Path) -> Path:
@@ -64,7 +64,7 @@ def test_the_job_script_of_the_page_is_requeued_and_completes_the_run_with_the_s
     with SlurmCluster(tmp_path / "slurm") as cluster:
         script = job_script(tmp_path / "bin", run_dir)
         job = cluster.submit(script, ROOT, "--nodes=1", "--ntasks-per-node=2", f"--output={log}")
-        wait_until(lambda: len(losses(run_dir)) >= 10, cluster, log)
+        wait_until(lambda: len(losses(run_dir)) >= 6, cluster, log)
         # As --signal does before the time limit: to the tasks, not to the script.
         cluster.call("scancel", "--signal=USR1", job)
         wait_until(lambda: "is back in the queue" in log.read_text(), cluster, log)
@@ -127,6 +127,28 @@ def test_a_job_is_put_back_only_if_slurm_stopped_its_run(scontrol, code, signals
     assert requeue_job(code, signals, process_id, job) == code
     asked = scontrol.read_text().splitlines() if scontrol.exists() else []
     assert [line for line in asked if line.startswith("requeue")] == [f"requeue {job['SLURM_JOB_ID']}"] * is_requeued
+
+
+@pytest.mark.integration
+def test_one_process_is_stopped_requeued_and_continued_by_the_same_command(scontrol, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    words = [*TOY.split(), "--run-dir", str(run_dir), "--steps", str(STEPS), "--requeue"]
+    job = os.environ | {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *words], cwd=ROOT, env=job, stdout=output, stderr=output
+        )
+    deadline = time.monotonic() + 60
+    while len(losses(run_dir)) < 4:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 130, log.read_text()
+    assert scontrol.read_text().splitlines()[-1] == "requeue 12"
+    assert 4 <= len(losses(run_dir)) < STEPS
+    subprocess.run([sys.executable, "-c", PROGRAM, *words], cwd=ROOT, env=job, timeout=120, check=True)
+    assert [step for step, _ in losses(run_dir)] == list(range(1, STEPS + 1))
+    assert scontrol.read_text().count("requeue 12") == 1
 
 
 def test_a_job_that_slurm_does_not_take_back_is_an_error(scontrol, capsys):

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -111,12 +112,19 @@ def _runtime_output(beat: Path) -> Path:
     return beat.with_suffix(".runtime")
 
 
-class _Child(NamedTuple):
-    """One process, the number by which its supervisor knows it, and the file of its beats."""
+@dataclass
+class _Child:
+    """One process, the number by which its supervisor knows it, and the file of its beats.
+
+    Attributes:
+        silent_s: the seconds since its last beat, 0 before the first.
+    """
 
     number: int
     process: "subprocess.Popen[str]"
     beat: Path
+    silent_s: float = 0.0
+    _came_ns: int | None = None
 
     def read(self) -> dict[str, Any]:
         """Return its last beat; empty before the first."""
@@ -124,11 +132,17 @@ class _Child(NamedTuple):
             return dict(json.loads(self.beat.read_text()))
         return {}
 
-    def silent_s(self) -> float:
-        """Return the seconds since its last beat, 0 before the first."""
+    def look(self, passed_s: float) -> None:
+        """Look whether a beat has come in the seconds since the last look.
+
+        These are not taken from a clock, because this process may have been suspended together with its children.
+        """
+        came_ns = None
         with suppress(FileNotFoundError):
-            return time.time() - self.beat.stat().st_mtime
-        return 0.0
+            came_ns = self.beat.stat().st_mtime_ns
+        is_silent = came_ns is not None and came_ns == self._came_ns
+        self.silent_s = self.silent_s + passed_s if is_silent else 0.0
+        self._came_ns = came_ns
 
     def describe(self, how: str) -> str:
         """Return the message that it ended the run."""
@@ -197,7 +211,11 @@ class _Fault(NamedTuple):
 
 def _wait(children: Sequence[_Child], peer_timeout_s: float, received: Set[int]) -> _Fault | None:
     """Wait for all processes; return None if all ended well, else why they are to be ended."""
+    last = time.monotonic()
     while True:
+        passed_s, last = min(time.monotonic() - last, 4 * _LOOK_EVERY_S), time.monotonic()
+        for child in children:
+            child.look(passed_s)
         is_running = any(child.process.poll() is None for child in children)
         if (fault := _first_fault(children, peer_timeout_s, received)) is not None:
             # The others fail a moment after the one whose fault it is.
@@ -216,8 +234,9 @@ def _first_fault(children: Sequence[_Child], peer_timeout_s: float, received: Se
     for child in children:
         code = child.process.poll()
         if code is None:
-            if (silent_s := child.silent_s()) > peer_timeout_s:
-                silent.append(_Fault(child.describe(f"has not answered for {silent_s:.0f} s (--peer-timeout)"), 1))
+            if child.silent_s > peer_timeout_s:
+                how = f"has not answered for {child.silent_s:.0f} s (--peer-timeout)"
+                silent.append(_Fault(child.describe(how), 1))
         elif code == -signal.SIGABRT:
             # The runtime aborts a process if it loses the first one.
             message = _lost_coordinator(child) if len(children) == 1 else None
