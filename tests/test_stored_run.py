@@ -183,14 +183,15 @@ def test_a_store_that_fails_stops_the_run_and_keeps_the_working_copy(tmp_path, u
     assert done > steps[-1]
     settings = {"eval_every_steps": 0, "keep_snapshots": 2, "snapshot_every_steps": 20, "steps": done + 10}
     run(tmp_path / "whole", **settings)
-    shutil.copytree(tmp_path / "bucket", tmp_path / "bucket-2")
+    for name in ("bucket-2", "bucket-3"):
+        shutil.copytree(tmp_path / "bucket", tmp_path / name)
 
     with pytest.raises(ShardError, match=r"must be new, but file://.*/run/ contains state.json of an earlier"):
         run(url)
     said: list[str] = []
     shutil.copytree(copy.folder, tmp_path / "left-behind")
     run(url, **settings, resume=True, notify=said.append)
-    assert f"continuing the working copy {copy.run}, whose last state is uploaded first" in said
+    assert f"continuing the working copy {copy.run}, whose last state is in the store now" in said
     assert f"resuming {url} from the snapshot of step {done}" in said
     # Elsewhere, from the store alone.
     other = url.replace("/bucket/", "/bucket-2/")
@@ -206,6 +207,15 @@ def test_a_store_that_fails_stops_the_run_and_keeps_the_working_copy(tmp_path, u
     shutil.copytree(tmp_path / "left-behind", copy.folder)
     run(url, **(settings | {"steps": done + 12}), resume=True, notify=said.append)
     assert f"resuming {url} from the snapshot of step {done + 10}" in said
+    # Nor is one from which somebody removed what the store has.
+    shutil.rmtree(tmp_path / "bucket")
+    shutil.copytree(tmp_path / "bucket-3", tmp_path / "bucket")
+    shutil.copytree(tmp_path / "left-behind", copy.folder)
+    shutil.rmtree(copy.run / "snapshots")
+    said.clear()
+    run(url, **(settings | {"steps": steps[-1] + 1}), resume=True, notify=said.append)
+    assert f"warning: {copy.run}/snapshots/{steps[-1]} was removed, so the working copy is replaced by" in said[0]
+    assert f"resuming {url} from the snapshot of step {steps[-1]}" in said
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.records.file_errors import LostFileError
 from engine.records.stored import mirror as module
 from engine.records.stored.capture import FolderCapture
 from engine.records.stored.following import followed_run
@@ -201,6 +203,7 @@ def test_a_changed_object_is_an_error(location, tmp_path):
 def test_a_log_is_stored_in_few_parts_that_join_to_it(tmp_path_factory, increments):
     run = tmp_path_factory.mktemp("run")
     (run / "pins").mkdir()
+    (run / "config.json").touch()
     contents: dict[str, bytes] = {}
 
     def put(content):
@@ -250,6 +253,53 @@ def test_what_is_read_later_contains_what_was_read_before(tmp_path):
     assert {name.split("/")[1] for name in files if name.startswith("snapshots/")} == {"4"}
     assert "result.json" not in files
     assert {"result.json", "model.safetensors", "snapshots/8/state/d/data"} <= capture.take(put).keys()
+
+
+@pytest.mark.parametrize("lost", ["config.json", "loss.jsonl", "snapshots"])
+def test_a_folder_that_is_emptied_does_not_replace_what_is_stored(location, tmp_path, lost):
+    run = write_run(tmp_path / "run", num_lines=30, snapshots={4: 50, 8: 50})
+    mirror = mirror_of(location, run, tmp_path)
+    mirror.upload_once()
+    mirror.begin()
+    mirror._upload()
+    before = location.read(MARKER)
+    path = run / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if lost != "snapshots":
+        write_run(run, num_lines=40, snapshots={12: 50})
+        path.unlink()
+    with pytest.raises(LostFileError, match=rf"was removed or replaced in the run folder .*{run.name}"):
+        mirror._upload()
+    if lost == "loss.jsonl":
+        path.write_text("{}\n")
+        with pytest.raises(LostFileError, match=r"loss.jsonl was removed or replaced"):
+            mirror._upload()
+    if lost != "loss.jsonl":  # a resume checks its logs itself
+        with pytest.raises(LostFileError):
+            mirror.upload_once()
+    assert location.read(MARKER) == before
+
+
+def test_files_that_the_run_does_not_write_are_stored_at_its_end(location, tmp_path):
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror = mirror_of(location, run, tmp_path)
+    mirror.begin()
+    for name in ("plots/deep/a.png", ".b.png.0123abcd", "notes.jsonl"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(b"other")
+    mirror._upload()
+    assert {"plots/deep/a.png", "notes.jsonl"}.isdisjoint(state_of(location).files)
+    mirror._upload(is_last=True)
+    copy = downloaded(location, tmp_path / "copy")
+    assert copy == {name: content for name, content in stored_files(run).items() if not name.startswith(".b")}
+    assert copy["plots/deep/a.png"] == copy["notes.jsonl"] == b"other"
+    # A resume keeps them before its own end too.
+    resumed = mirror_of(location, tmp_path / "copy", tmp_path)
+    (tmp_path / "copy/notes.jsonl").unlink()
+    resumed.begin()
+    resumed._upload()
+    assert "plots/deep/a.png" in state_of(location).files
+    assert "notes.jsonl" not in state_of(location).files
 
 
 def test_only_what_is_new_is_read(location, tmp_path):

@@ -9,10 +9,12 @@ appended to and so contain every line that a snapshot read before refers to.
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from engine.records.file_errors import LostFileError
 from engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS, WRITTEN_HERE
 from engine.records.snapshot import snapshot_steps
 from engine.records.stored.state import PART_BYTES, Part, StoredState
@@ -21,6 +23,8 @@ from preprocess.regular_file import open_regular
 LOGS = tuple(name for name in WRITTEN_HERE if name.endswith(".jsonl"))
 # A smaller object is replaced rather than followed by another.
 _LEAST_BYTES = 1 << 16
+# A snapshot is replaced by two renames.
+_REPLACED_S = 0.1
 
 type Put = Callable[[bytes], Part]
 
@@ -28,32 +32,56 @@ type Put = Callable[[bytes], Part]
 class FolderCapture:
     """Reads a run folder again and again, each time only what is new.
 
+    Once read, the settings, a log and the newest snapshot must not disappear or shrink: a folder that somebody empties
+    must not replace what is stored.
+
     Args:
         run: the run folder.
         pins: a folder on the same file system, in which snapshots are linked while they are read; it must be empty.
         known: the state that the folder continues, None for a new run.
+        least_step: the step that the newest snapshot must have reached.
         part_bytes: the largest part.
+
+    Attributes:
+        least_step: the step of the newest snapshot that was read, or that of the argument.
     """
 
-    def __init__(self, run: Path, pins: Path, known: StoredState | None, *, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self,
+        run: Path,
+        pins: Path,
+        known: StoredState | None,
+        *,
+        least_step: int = 0,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
         self._run, self._pins, self._part_bytes = run, pins, part_bytes
+        self.least_step = least_step
         files = {} if known is None else known.files
         self._logs = {name: _same_beginning(run / name, files.get(name, ())) for name in LOGS}
         self._whole: dict[str, tuple[object, tuple[Part, ...]]] = {}
         self._snapshots: dict[object, dict[str, tuple[Part, ...]]] = {}
+        self._others = {name: files[name] for name in files if _is_other(Path(name)) and (run / name).is_file()}
 
-    def take(self, put: Put) -> dict[str, tuple[Part, ...]]:
+    def take(self, put: Put, *, is_last: bool = False) -> dict[str, tuple[Part, ...]]:
         """Return the parts of every file; `put` is called with each content that was not read before.
 
+        Files that the run itself does not write, such as those of callbacks, are read only if `is_last`, because
+        nothing is known about how they change.
+
         Raises:
-            OSError: if a file cannot be read.
+            OSError: if a file cannot be read; LostFileError if one was removed or became shorter.
         """
         files = {RESULT: self._read_whole(RESULT, put), **self._read_snapshots(put)}
         files[WEIGHTS] = self._read_whole(WEIGHTS, put)
         for name in LOGS:
             files[name] = self._read_log(name, put)
+        if is_last:
+            self._others = self._read_others(put)
         files[CONFIG] = self._read_whole(CONFIG, put)
-        return {name: parts for name, parts in files.items() if parts is not None}
+        if files[CONFIG] is None:
+            raise LostFileError.of(self._run / CONFIG)
+        return self._others | {name: parts for name, parts in files.items() if parts is not None}
 
     def newest_step(self) -> int | None:
         """Return the step of the newest snapshot in the folder, None if there is none."""
@@ -78,12 +106,15 @@ class FolderCapture:
         try:
             file = os.fdopen(open_regular(self._run / name), "rb", buffering=0)
         except FileNotFoundError:
+            if self._logs[name]:
+                raise LostFileError.of(self._run / name) from None
             return None
         with file:
             parts = self._logs[name]
-            read = sum(part.size for part in parts)
-            size = _end_of_lines(file.fileno(), read, os.fstat(file.fileno()).st_size)
-            if size > read:
+            read, size = sum(part.size for part in parts), os.fstat(file.fileno()).st_size
+            if size < read:
+                raise LostFileError.of(self._run / name)
+            if (size := _end_of_lines(file.fileno(), read, size)) > read:
                 kept = _num_kept(parts, size - read, self._part_bytes)
                 start = sum(part.size for part in parts[:kept])
                 self._logs[name] = (*parts[:kept], *map(put, self._blocks(file.fileno(), start, size)))
@@ -92,14 +123,26 @@ class FolderCapture:
     def _read_snapshots(self, put: Put) -> dict[str, tuple[Part, ...]]:
         """Return the parts of the files of all snapshots in the folder, except those that the run removes meanwhile."""
         found: dict[object, dict[str, tuple[Part, ...]]] = {}
+        newest = 0
         # Newest first: it is what a resume needs.
-        for step in reversed(snapshot_steps(self._run / SNAPSHOTS)):
+        for step in reversed(self._steps()):
             with suppress(FileNotFoundError):  # the run keeps only the newest
                 status = (self._run / SNAPSHOTS / str(step)).stat()
                 identity = step, status.st_ino, status.st_mtime_ns
                 found[identity] = self._snapshots.get(identity) or self._read_snapshot(step, put)
-        self._snapshots = found
+                newest = max(newest, step)
+        if newest < self.least_step:
+            raise LostFileError.of(self._run / SNAPSHOTS / str(self.least_step))
+        self._snapshots, self.least_step = found, newest
         return {name: parts for files in found.values() for name, parts in files.items()}
+
+    def _steps(self) -> list[int]:
+        """Return the steps of the snapshots in the folder; look again if the newest is just being replaced."""
+        steps = snapshot_steps(self._run / SNAPSHOTS)
+        if max(steps, default=0) < self.least_step:
+            time.sleep(_REPLACED_S)
+            steps = snapshot_steps(self._run / SNAPSHOTS)
+        return steps
 
     def _read_snapshot(self, step: int, put: Put) -> dict[str, tuple[Part, ...]]:
         pinned = self._pins / str(step)
@@ -115,6 +158,12 @@ class FolderCapture:
         finally:
             shutil.rmtree(pinned, ignore_errors=True)
 
+    def _read_others(self, put: Put) -> dict[str, tuple[Part, ...]]:
+        """Return the parts of the files in the folder that the run itself does not write."""
+        names = [path.relative_to(self._run) for path in self._run.rglob("*") if path.is_file()]
+        parts = {name.as_posix(): self._read_whole(str(name), put) for name in sorted(names) if _is_other(name)}
+        return {name: each for name, each in parts.items() if each is not None}
+
     def _blocks(self, file: int, start: int, stop: int | None = None) -> Iterator[bytes]:
         """Yield the bytes of an open file from `start` to `stop`, or its end, in pieces of at most one part."""
         while stop is None or start < stop:
@@ -125,6 +174,11 @@ class FolderCapture:
             if len(block) < size:
                 return
             start += len(block)
+
+
+def _is_other(name: Path) -> bool:
+    """Return whether a file is neither one that a run writes nor a temporary one."""
+    return name.parts[0] not in WRITTEN_HERE and not any(part.startswith(".") for part in name.parts)
 
 
 def _link_tree(source: Path, target: Path) -> None:

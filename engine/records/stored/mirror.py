@@ -75,8 +75,14 @@ class Mirror:
         self._thread.start()
 
     def upload_once(self) -> None:
-        """Upload the folder as it is now, before `begin`; the error is raised here."""
-        self._upload_from(self._new_capture())
+        """Upload the folder as it is now, before `begin`; the error is raised here.
+
+        Raises:
+            ShardError: if the store cannot be written.
+            LostFileError: if the folder lacks the newest snapshot in the store.
+        """
+        steps = [] if self.stored is None else self.stored.snapshot_steps
+        self._upload_from(self._new_capture(max(steps, default=0)), is_last=True)
 
     def begin(self) -> None:
         """Upload the folder from now on, because it contains the run, and nothing in it is taken back any more."""
@@ -115,7 +121,7 @@ class Mirror:
             while self._wait():
                 self._persist(self._upload)
             if self._capture is not None and not self._is_abandoned:
-                self._persist(self._upload)
+                self._persist(lambda: self._upload(is_last=True))
                 self._persist(lambda: self._remove_unlisted(at_end=True))
         except Exception as error:  # noqa: BLE001 - kept for the run, which ends with it
             self._failure = error
@@ -138,13 +144,13 @@ class Mirror:
                     raise
                 if self._capture is not None:
                     # Contents that were handed over may not have arrived.
-                    self._capture = self._new_capture()
+                    self._capture = self._new_capture(self._capture.least_step)
             with self._changed:
                 if self._changed.wait_for(lambda: self._is_abandoned, _RETRY_EVERY_S):
                     return
 
-    def _new_capture(self) -> FolderCapture:
-        return FolderCapture(self._run, self._pins, self.stored, part_bytes=self._part_bytes)
+    def _new_capture(self, least_step: int = 0) -> FolderCapture:
+        return FolderCapture(self._run, self._pins, self.stored, least_step=least_step, part_bytes=self._part_bytes)
 
     def _wait(self) -> bool:
         """Wait until there is something to upload, or return False at the end; renew the lease meanwhile."""
@@ -165,15 +171,15 @@ class Mirror:
     def _stored_step(self) -> int | None:
         return None if self.stored is None else max(self.stored.snapshot_steps, default=None)
 
-    def _upload(self) -> None:
+    def _upload(self, *, is_last: bool = False) -> None:
         assert self._capture is not None
-        self._upload_from(self._capture)
+        self._upload_from(self._capture, is_last=is_last)
 
-    def _upload_from(self, capture: FolderCapture) -> None:
+    def _upload_from(self, capture: FolderCapture, *, is_last: bool) -> None:
         """Upload what is new, and then the marker."""
         with ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="stored-run") as pool:
             uploads = _Uploads(pool, self._location, self._objects, self._renew_if_due)
-            files = capture.take(uploads.put)
+            files = capture.take(uploads.put, is_last=is_last)
             uploads.finish()
         # Nobody else may have written since.
         self._renew()

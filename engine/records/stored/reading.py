@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engine.locations import is_url
+from engine.records.file_errors import name_file
 from engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS
 from engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, read_state
 from engine.records.stored.working_copy import WorkingCopy
@@ -193,10 +194,14 @@ class GoneError(Exception):
 
 
 def _download_file(location: Location, path: Path, parts: Sequence[Part]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        for content in read_parts(location, parts):
-            file.write(content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for content in read_parts(location, parts):
+                file.write(content)
+    except OSError as error:  # a full disk
+        name_file(error, path)
+        raise
 
 
 def _remove_file(folder: Path, name: str) -> None:

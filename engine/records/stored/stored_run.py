@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.records.file_errors import LostFileError
 from engine.records.run_folder import CONFIG
 from engine.records.stored.lease import Lease, StoredRunInUseError
 from engine.records.stored.mirror import UPLOAD_EVERY_S, Mirror
@@ -146,11 +147,8 @@ def _prepare(
         copy.remove()
         copy.prepare()
         copy.note_origin(marker)
-    elif copy.continues(marker):
-        notify(f"continuing the working copy {copy.run}, whose last state is uploaded first")
-        copy.prepare()
-        # Processes on other machines resume from the store.
-        mirror.upload_once()
+    elif copy.continues(marker) and _upload_kept(copy, mirror, notify):
+        pass
     elif marker is None:
         raise no_run(location)
     else:
@@ -162,6 +160,19 @@ def _prepare(
             copy.remove()
             raise
         copy.note_origin(marker)
+
+
+def _upload_kept(copy: WorkingCopy, mirror: Mirror, notify: Callable[[str], None]) -> bool:
+    """Upload what a kept working copy has and the store lacks; return False if the copy lacks what the store has."""
+    copy.prepare()
+    try:
+        # Processes on other machines resume from the store.
+        mirror.upload_once()
+    except LostFileError as error:
+        notify(f"warning: {error.filename} was removed, so the working copy is replaced by what is in the store")
+        return False
+    notify(f"continuing the working copy {copy.run}, whose last state is in the store now")
+    return True
 
 
 def check_url_is_free(url: str, storage_options: Mapping[str, str], *, overwrite: bool) -> None:
