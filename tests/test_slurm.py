@@ -140,7 +140,8 @@ def test_one_process_is_stopped_requeued_and_continued_by_the_same_command(scont
         )
     deadline = time.monotonic() + 60
     while len(losses(run_dir)) < 4:
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 130, log.read_text()

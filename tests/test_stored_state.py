@@ -154,6 +154,25 @@ def test_a_killed_upload_leaves_the_previous_state_or_the_next(tmp_path, takes_e
     assert set(seen) == {False, True}
 
 
+def test_nothing_but_objects_is_removed(location, tmp_path):
+    @dataclass(frozen=True)
+    class Listing(Location):
+        """A location that lists more than it is asked for, as some emulators do."""
+
+        def list_keys(self, prefix=""):
+            return super().list_keys()
+
+    for key in ("objects/notes.txt", "notes.txt", f"objects/{'0' * 64}"):
+        location.write(key, b"mine")
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror = mirror_of(location, run, tmp_path)
+    mirror._location = Listing(**{name: getattr(location, name) for name in ("spec", "display", "context")})
+    mirror.upload_once()
+    mirror._remove_unlisted(at_end=True)
+    kept = {"objects/notes.txt", "notes.txt", LEASE, MARKER}
+    assert set(location.list_keys()) == kept | state_of(location).keys
+
+
 def test_a_reader_in_the_middle_of_an_upload_gets_a_whole_state(location, tmp_path):
     run = write_run(tmp_path / "run", num_lines=30, snapshots={4: 3000})
     mirror = mirror_of(location, run, tmp_path)

@@ -78,8 +78,9 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
         if peers is not None:
             leave_processes(peers)
     except KeyboardInterrupt as interrupt:
-        _tell(peers, interrupt, "stopped at once")
-        say_to_stderr(f"run-train: stopped at once; no weights were written{notes_of(interrupt)}")
+        how = str(interrupt) or "stopped at once; no weights were written"
+        _tell(peers, interrupt, how)
+        say_to_stderr(f"run-train: {how}{notes_of(interrupt)}")
         code = _STOPPED
     except Exception as error:
         _tell(peers, error, message := describe_error(error, name_setting))

@@ -185,11 +185,17 @@ class Location:
     def read_stamped(self, key: str) -> tuple[bytes | None, bytes]:
         """Return the whole value at ``key``, None if it does not exist, and its generation for `write_if`.
 
+        The generation of a store that reports none is empty, and `write_if` then writes in any case.
+
         Raises:
             ShardError: as `read`.
         """
         found = self._conditionally()._wait(f"read {key}", lambda store: store.read(key))
-        return (bytes(found.value) if found.state == "value" else None), bytes(found.stamp.generation)
+        if found.state != "value":
+            return None, bytes(found.stamp.generation)
+        generation = bytes(found.stamp.generation)
+        # Some emulators of Google's servers report no generation, which TensorStore reads as zero.
+        return bytes(found.value), generation if any(generation) else b""
 
     def write_if(self, key: str, value: bytes, generation: bytes) -> bytes | None:
         """Write ``value`` at ``key`` if its generation is still this one, and return the new one, else None.
@@ -200,7 +206,7 @@ class Location:
             ShardError: as `write`.
         """
         written = self._conditionally()._wait(
-            f"write {key}", lambda store: store.write(key, value, if_equal=generation)
+            f"write {key}", lambda store: store.write(key, value, if_equal=generation or None)
         )
         return bytes(written.generation) or None
 

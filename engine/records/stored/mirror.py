@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.records.stored.capture import FolderCapture
 from engine.records.stored.lease import Lease
-from engine.records.stored.state import MARKER, OBJECTS, PART_BYTES, Part, StoredRunError, StoredState
+from engine.records.stored.state import MARKER, OBJECTS, PART_BYTES, Part, StoredRunError, StoredState, is_object
 from preprocess.shards.location import Location, ShardError
 
 UPLOAD_EVERY_S = 10.0
@@ -25,6 +25,7 @@ _PATIENCE_S, _RETRY_EVERY_S = 20.0, 2.0
 _DELETED_AT_ONCE = 1000
 # A thread that waits for a store that does not answer is abandoned at a forced end.
 _ABANDON_S = 2.0
+_MOMENT_S = 2.0
 
 
 class Mirror:
@@ -96,14 +97,21 @@ class Mirror:
         if self._failure is not None:
             raise self._failure
 
-    def finish(self) -> None:
+    def finish(self, on_wait: Callable[[], None] = lambda: None) -> None:
         """Upload the last state, and release the lease; raise the error if the uploads failed.
 
         Each request has a time limit, so that a store that does not answer ends the wait. Call this after `start`.
+
+        Args:
+            on_wait: called if this takes more than a moment.
         """
         with self._changed:
             self._is_finishing = True
             self._changed.notify_all()
+            has_ended = self._changed.wait_for(lambda: self._has_ended, _MOMENT_S)
+        if not has_ended:
+            on_wait()
+        with self._changed:
             self._changed.wait_for(lambda: self._has_ended)
         # After an error, only the release of the lease is left, for which a store that is gone is not waited for.
         self._thread.join(_ABANDON_S)
@@ -213,7 +221,8 @@ class Mirror:
         """
         assert self.stored is not None
         if self._unlisted is None:
-            self._objects |= set(self._location.list_keys(OBJECTS))
+            # Checked, because what is found is removed, and some servers list more than was asked for.
+            self._objects |= set(filter(is_object, self._location.list_keys(OBJECTS)))
             self._unlisted = set()
         unlisted = self._objects - self.stored.keys
         removable = sorted(unlisted if at_end else unlisted & self._unlisted)

@@ -7,7 +7,7 @@ store always holds one whole state of the run. Owns names and checks. Must not k
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -102,9 +102,9 @@ def read_state(location: Location) -> StoredState | None:
     return None if content is None else StoredState.from_bytes(content, location.display)
 
 
-def files_below(names: Iterable[str], folder: str) -> list[str]:
-    """Return the names that lie below a folder."""
-    return [name for name in names if name.startswith(f"{folder}/")]
+def is_object(key: str) -> bool:
+    """Return whether a key can be that of an object of a stored run."""
+    return key.startswith(OBJECTS) and _SHA256.fullmatch(key.removeprefix(OBJECTS)) is not None
 
 
 def _checked_name(name: str) -> str:

@@ -106,7 +106,7 @@ def stored_run(
         is_prepared = is_stored = True
         _report(copy, notify)
         yield run
-        mirror.finish()
+        _finish(mirror, url, notify)
     except BaseException as error:
         if is_prepared:
             rename_in_error(error, copy.run, url)
@@ -210,6 +210,16 @@ def _report(copy: WorkingCopy, notify: Callable[[str], None]) -> None:
             f"{count} {which} not uploaded completely: {num_bytes / 1e6:,.0f} MB in {working_copies()}; resume these "
             "runs, or remove the folders"
         )
+
+
+def _finish(mirror: Mirror, url: str, notify: Callable[[str], None]) -> None:
+    """Upload the last state of a run; raise its error, or KeyboardInterrupt if the user does not wait for it."""
+    try:
+        mirror.finish(
+            lambda: notify(f"uploading the last state to {url}; press Ctrl-C to keep it on this machine only")
+        )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("stopped before the last state of the run was uploaded") from None
 
 
 def _end_failed(mirror: Mirror, error: BaseException) -> bool:
