@@ -298,6 +298,9 @@ def test_the_windowed_order_reads_each_shard_once_into_the_cache(stored, tmp_pat
         how: dict[str, Any] = {"seed": 1, "window_gb": 1e-3, "first_batch": 0, "num_threads": 2, "timeout_s": 30}
         source = WindowedBatches(split, batch=4, rows=range(4), **how)
         assert source.order.block_images == SHARD_IMAGES
+        # Labels and checksums first, and then answers so late that the images would be asked for before.
+        split.load_numbers(timeout_s=30)
+        stored.delay_s = 0.05
         for batch_index in range(20):
             found = np.zeros((4, 4, 4), np.uint32), np.zeros(4, np.int32)
             source.fill(batch_index, *found, timeout_s=30)

@@ -112,6 +112,17 @@ def test_each_process_takes_its_rows_from_contiguous_parts_that_it_alone_reads(d
         np.testing.assert_array_equal(found[number], expected(source, first + number))
 
 
+@pytest.mark.parametrize("num_images", [1, 3])
+def test_windows_without_rows_of_a_process_are_skipped(num_images):
+    """A set smaller than a batch has windows of which a process takes nothing."""
+    for rows in (range(5), range(5, 10)):
+        source = batches(NumberedSplit(num_images), 10, window_images=3, rows=rows)
+        for batch_index in range(6):
+            found = filled(source, batch_index, rows)[0][:, 0, 0]
+            np.testing.assert_array_equal(found, expected(source, batch_index)[rows.start : rows.stop])
+        source.close()
+
+
 @pytest.mark.parametrize("codec", ["raw", "blosc"])
 def test_a_packed_split_is_read_in_the_windowed_order(tmp_path, codec):
     packed = fake_source(53)
