@@ -71,8 +71,8 @@ def open_cached_split(
             found=config.cache_gb,
         )
     num_shards, size = split.manifest.num_shards, _rounded_up(copies.num_bytes)
-    kept = "all" if copies.num_cached == num_shards else f"{copies.num_cached:,}"
-    notify(f"cache: {config.cache} has room for {kept} of the {quantity(num_shards, 'shard')} of {where} ({size:g} GB)")
+    kept = f"{copies.num_cached:,} of {quantity(num_shards, 'shard')}"
+    notify(f"cache: {config.cache} has room for {kept} of {where} ({size:g} GB)")
     return split
 
 
