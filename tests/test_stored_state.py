@@ -21,6 +21,7 @@ from engine.records.stored.lease import LEASE, Lease, StoredRunInUseError
 from engine.records.stored.mirror import Mirror
 from engine.records.stored.reading import download, local_copy, with_weights
 from engine.records.stored.state import MARKER, OBJECTS, Part, StoredRunError, StoredState, read_state
+from engine.records.stored.working_copy import WorkingCopy
 from preprocess.shards.location import Location, ShardError, open_location
 from tests.fake_source import files_of
 
@@ -62,6 +63,11 @@ def faulty(location, after, *, takes_effect=False):
 @pytest.fixture
 def location():
     return open_location("memory://run", context=ts.Context())
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def write_run(run: Path, *, num_lines: int, snapshots: dict[int, int], result: bool = False, salt: str = "") -> Path:
@@ -492,6 +498,82 @@ def test_a_store_that_refuses_for_a_moment_is_asked_again(location, tmp_path, mo
     write_run(run, num_lines=50, snapshots={8: 450})
     mirror.finish()
     assert downloaded(location, tmp_path / "copy") == stored_files(run)
+    assert {key for key in location.list_keys() if key.startswith(OBJECTS)} == state_of(location).keys
+
+
+def test_a_process_that_dies_after_failed_writes_of_the_marker_leaves_a_copy_that_continues(location, tmp_path, cache):
+    """Each attempt has another marker, and nobody knows which of them took effect."""
+    copy = WorkingCopy(location)
+    copy.prepare()
+    write_run(copy.run, num_lines=3, snapshots={})
+    copy.note_markers([None])
+    mirror = mirror_of(location, copy.run, tmp_path, on_marker=copy.note_markers)
+    mirror.upload_once()
+    markers = [location.read(MARKER)]
+
+    @dataclass(frozen=True)
+    class WithoutMarker(Location):
+        def write_if(self, key, value, generation):
+            if key == MARKER:
+                markers.append(value)
+                raise ShardError("too many requests")
+            return super().write_if(key, value, generation)
+
+    mirror._location = WithoutMarker(**{name: getattr(location, name) for name in ("spec", "display", "context")})
+    for num_lines in (4, 5, 6):
+        write_run(copy.run, num_lines=num_lines, snapshots={})
+        with pytest.raises(ShardError, match="too many requests"):
+            mirror.upload_once()
+    assert len({*markers}) == 4
+    assert [copy.continues(marker) for marker in markers] == [True] * 4
+    assert not copy.continues(None)
+    # One of the attempts took effect after all.
+    assert markers[2] is not None
+    location.write(MARKER, markers[2])
+    mirror._location = location
+    mirror.upload_once()
+    assert copy.continues(location.read(MARKER))
+    assert downloaded(location, tmp_path / "copy") == stored_files(copy.run)
+
+
+def test_an_object_that_may_be_gone_is_uploaded_again(location, tmp_path, monkeypatch):
+    """A removal that failed may have taken effect, and a list may show objects that were removed."""
+    monkeypatch.setattr(module, "_RETRY_EVERY_S", 0.0)
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror = mirror_of(location, run, tmp_path)
+    mirror.upload_once()
+    (part,) = state_of(location).files["loss.jsonl"]
+
+    @dataclass(frozen=True)
+    class Forgetful(Location):
+        """A location that removes objects but reports an error, and still lists them."""
+
+        failed: list[str] = field(default_factory=list)
+
+        def delete_keys(self, keys):
+            super().delete_keys(keys)
+            if not self.failed:
+                self.failed.extend(keys)
+                raise ShardError("too many requests")
+
+        def list_keys(self, prefix=""):
+            return sorted({*super().list_keys(prefix), *self.failed})
+
+    mirror._location = forgetful = Forgetful(
+        **{name: getattr(location, name) for name in ("spec", "display", "context")}
+    )
+    for salt in "12":  # an object that is in neither of two states is removed
+        write_run(run, num_lines=3, snapshots={}, salt=salt)
+        mirror._capture = mirror._new_capture()
+        mirror._persist(mirror._upload)
+    assert part.key in forgetful.failed
+    assert location.read(part.key) is None
+    for salt in ("", "3", "4", ""):
+        write_run(run, num_lines=3, snapshots={}, salt=salt)
+        mirror._capture = mirror._new_capture()
+        mirror._persist(mirror._upload)
+        assert downloaded(location, tmp_path / f"copy-{time.monotonic_ns()}") == stored_files(run)
+    mirror._remove_unlisted(at_end=True)
     assert {key for key in location.list_keys() if key.startswith(OBJECTS)} == state_of(location).keys
 
 

@@ -6,7 +6,7 @@ marker that lists them, then the removal of objects that no marker lists any mor
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -39,7 +39,8 @@ class Mirror:
         run: the run folder on this machine.
         pins: an empty folder on the same file system.
         marker: the content of the marker in the store, None if there is none.
-        on_marker: called with the content of a marker before it is written, with False, and after it, with True.
+        on_marker: called with the contents that the marker may have from now on, None if it may not exist: before each
+            write, and with the one content after it.
         part_bytes: the largest object.
 
     Attributes:
@@ -54,16 +55,19 @@ class Mirror:
         pins: Path,
         marker: bytes | None,
         *,
-        on_marker: Callable[[bytes, bool], None] = lambda *_: None,
+        on_marker: Callable[[Sequence[bytes | None]], None] = lambda _: None,
         part_bytes: int = PART_BYTES,
     ) -> None:
         self._location, self._lease, self._run, self._pins = location, lease, run, pins
         self._on_marker, self._part_bytes = on_marker, part_bytes
-        # An intended marker may have been written although the store reported an error.
-        self._marker = self._intended = marker
+        # Beside the last one, those whose write failed: it may have taken effect although the store reported an error.
+        self._possible_markers = [marker]
         self.stored = None if marker is None else StoredState.from_bytes(marker, location.display)
         self._objects = set() if self.stored is None else set(self.stored.keys)
-        self._unlisted: set[str] | None = None
+        # Other objects that were listed there, of earlier processes and of uploads and removals that failed. They are
+        # only removed, never relied on, because they may be gone.
+        self._remains: set[str] | None = None
+        self._unlisted: set[str] = set()
         self._capture: FolderCapture | None = None
         self._failure: Exception | None = None
         self._renewed_s, self._renewing = time.monotonic(), threading.Lock()
@@ -150,6 +154,7 @@ class Mirror:
             except ShardError:
                 if time.monotonic() + _RETRY_EVERY_S > stop_s:
                     raise
+                self._remains = None
                 if self._capture is not None:
                     # Contents that were handed over may not have arrived.
                     self._capture = self._new_capture(self._capture.least_step)
@@ -198,15 +203,16 @@ class Mirror:
     def _write_marker(self, state: StoredState) -> None:
         content = state.to_bytes()
         found, generation = self._location.read_stamped(MARKER)
-        if found not in (self._marker, self._intended):
+        if found not in self._possible_markers:
             raise self._replaced()
-        self._intended = content
-        self._on_marker(content, False)
+        self._possible_markers.append(content)
+        self._on_marker(self._possible_markers)
         # A condition also keeps a write that the network delayed from undoing this one.
         if self._location.write_if(MARKER, content, generation) is None and self._location.read(MARKER) != content:
             raise self._replaced()
-        self._on_marker(content, True)
-        self._marker, self.stored = content, state
+        self._possible_markers = [content]
+        self._on_marker(self._possible_markers)
+        self.stored = state
 
     def _replaced(self) -> StoredRunError:
         return StoredRunError(
@@ -217,19 +223,19 @@ class Mirror:
     def _remove_unlisted(self, *, at_end: bool = False) -> None:
         """Delete the objects that neither this marker nor the one before lists, of which a reader may be in the middle.
 
-        The first call looks for objects that an earlier process left behind.
+        The first call, and the first after a failure, looks for objects that nobody else removes.
         """
         assert self.stored is not None
-        if self._unlisted is None:
+        if self._remains is None:
             # Checked, because what is found is removed, and some servers list more than was asked for.
-            self._objects |= set(filter(is_object, self._location.list_keys(OBJECTS)))
-            self._unlisted = set()
-        unlisted = self._objects - self.stored.keys
+            self._remains = set(filter(is_object, self._location.list_keys(OBJECTS)))
+        unlisted = (self._objects | self._remains) - self.stored.keys
         removable = sorted(unlisted if at_end else unlisted & self._unlisted)
         for begin in range(0, len(removable), _DELETED_AT_ONCE):
             some = removable[begin : begin + _DELETED_AT_ONCE]
+            self._objects.difference_update(some)
             self._location.delete_keys(some)
-            self._objects -= set(some)
+            self._remains.difference_update(some)
             self._renew_if_due()
         self._unlisted = unlisted
 

@@ -94,7 +94,7 @@ def stored_run(
     copy = WorkingCopy(location)
     try:
         marker = location.read(MARKER)
-        mirror = Mirror(location, lease, copy.run, copy.pins, marker, on_marker=copy.note_marker)
+        mirror = Mirror(location, lease, copy.run, copy.pins, marker, on_marker=copy.note_markers)
         mirror.start()
     except BaseException:
         lease.release()
@@ -146,7 +146,7 @@ def _prepare(
             _check_is_free(location, copy, marker)
         copy.remove()
         copy.prepare()
-        copy.note_origin(marker)
+        copy.note_markers([marker])
     elif copy.continues(marker) and _upload_kept(copy, mirror, notify):
         pass
     elif marker is None:
@@ -159,7 +159,7 @@ def _prepare(
         except BaseException:
             copy.remove()
             raise
-        copy.note_origin(marker)
+        copy.note_markers([marker])
 
 
 def _upload_kept(copy: WorkingCopy, mirror: Mirror, notify: Callable[[str], None]) -> bool:

@@ -59,15 +59,14 @@ class WorkingCopy:
         shutil.rmtree(self.pins, ignore_errors=True)
         self.pins.mkdir()
 
-    def note_origin(self, marker: bytes | None) -> None:
-        """Note that the run folder continues the state in the store: it is new, or was downloaded completely."""
-        self._note([_digest(marker)])
+    def note_markers(self, contents: Sequence[bytes | None]) -> None:
+        """Note that the run folder continues the state in the store if its marker has one of these contents.
 
-    def note_marker(self, content: bytes, is_written: bool) -> None:
-        """Note that a marker with the state of this copy is about to be written, or is written."""
-        digest = _digest(content)
-        # If this process dies in between, nobody knows which of the two markers the store has.
-        self._note([digest] if is_written else [*self._markers()[-1:], digest])
+        Args:
+            contents: the contents of markers; None stands for a store without a marker.
+        """
+        note = {"place": self._place, "markers": [_digest(content) for content in contents]}
+        write_whole(self.folder / _NOTE, json.dumps(note, indent=2).encode() + b"\n")
 
     def remove(self) -> None:
         """Remove the working copy, whose run is in the store."""
@@ -83,10 +82,6 @@ class WorkingCopy:
             return [str(each) for each in note["markers"]] if note["place"] == self._place else []
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
-
-    def _note(self, markers: Sequence[str]) -> None:
-        note = {"place": self._place, "markers": list(markers)}
-        write_whole(self.folder / _NOTE, json.dumps(note, indent=2).encode() + b"\n")
 
 
 def working_copies() -> Path:
