@@ -175,6 +175,21 @@ def _finish_dying_at(operation, source, dest, monkeypatch, **values):
     return False
 
 
+@pytest.mark.parametrize("operation", [1, 4, 9])
+def test_a_part_that_is_started_again_finishes_for_one_that_was_killed(tmp_path, monkeypatch, operation):
+    source = source_with((1, 9))
+    again = tmp_path / "again"
+    with monkeypatch.context() as patch:
+        patch.setattr(parts_module, "finish_job", lambda *_: None)
+        for number in (1, 2):
+            pack_one(source, again, number, 2)
+    assert _finish_dying_at(operation, source, again, monkeypatch)
+    again_source = source.changed()
+    assert pack_one(again_source, again, 1, 2).finished is not None
+    assert again_source.reads == []
+    assert files_of(again) == expected_of(source, tmp_path)
+
+
 def test_a_missing_part_is_named(tmp_path):
     source = source_with((1,))
     pack_one(source, tmp_path, 2, 4)
@@ -323,8 +338,10 @@ def test_parts_stop_while_a_process_finishes_or_replaces_the_split(tmp_path):
     source, location = source_with(), split_at(tmp_path)
     pack_one(source, tmp_path, 1, 2)
     location.write(OWNER_KEY, b"another")
-    with pytest.raises(ShardError, match="is finishing or replacing this split; run this command again once it has"):
+    with pytest.raises(ShardError, match=r"is finishing or replacing this split; .* killed, run it with --finish"):
         pack_one(source, tmp_path, 2, 2)
+    # A part that is packed disturbs nobody.
+    assert pack_one(source, tmp_path, 1, 2).missing == (1, 3)
     location.delete(OWNER_KEY)
     assert pack_one(source, tmp_path, 2, 2).finished is not None
 

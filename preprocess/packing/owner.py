@@ -151,7 +151,7 @@ class PartOwner(Owner):
         if self._location.read(OWNER_KEY) is not None:
             raise BusyError(
                 f"{self._location.display}: another preprocess-imagenet process is finishing or replacing this split; "
-                "run this command again once it has ended"
+                "run this command again once it has ended; if it was killed, run it with --finish first"
             )
 
     def _delete_records(self) -> None:
