@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,18 @@ def test_the_memory_on_a_processor_is_that_of_its_program_and_what_is_beside_it(
     assert plan.memory.largest is None
     # Linear's weights and bias, their momentum, and its one statistic, beside the counters of the state.
     assert 8 * direct.facts.num_params < plan.disk.snapshot_bytes < 8 * direct.facts.num_params + 200
+
+
+def test_the_devices_of_a_processor_share_the_memory_of_the_host():
+    analysed = planning.Analysed(
+        {"arguments": 100, "results": 90, "reused": 80, "temporaries": 1000, "code": 7}, None, 50
+    )
+    facts: Any = SimpleNamespace(state_bytes=88)
+    here = Place("the processor", 4, 4, 1, 10_000, "", is_host_memory=True, is_here=True)
+    need = planning._need(here, facts, analysed, {"this process so far": 3})
+    assert need.total_bytes == 4 * (100 + 10 + 1000 + 7) + 88 + 50 + 3
+    cards = replace(here, is_host_memory=False)
+    assert planning._need(cards, facts, analysed, {}).total_bytes == 100 + 10 + 1000 + 7 + 88
 
 
 def test_a_run_that_does_not_fit_is_told_the_largest_batch_that_does(monkeypatch, tmp_path):
@@ -115,6 +128,32 @@ def test_reading_is_measured_in_bytes_of_the_shards(tmp_path, monkeypatch):
     # Each piece once, less those that were only looked at; then it ends, long before its limit.
     assert sum(read) == (50 - rates._PROBES) * 4 * 64 * 64
     assert found.bytes_per_s >= sum(read) / took_s
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="the system does not say what is in the page cache")
+@pytest.mark.parametrize(
+    ("answer", "is_cached"),
+    [(4096, True), (BlockingIOError(), False), (OSError("not supported"), None)],
+    ids=["cached", "not cached", "unknown"],
+)
+def test_whether_the_page_cache_was_measured_is_asked_after_its_pages_are_dropped(
+    tmp_path, monkeypatch, answer, is_cached
+):
+    asked = []
+
+    def look(_file, _buffers, start, flags):
+        asked.append(("look", start))
+        assert flags == os.RWF_NOWAIT
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    (tmp_path / "shard").write_bytes(bytes(16384))
+    monkeypatch.setattr(os, "preadv", look)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _file, start, size, _advice: asked.append(("drop", start)))
+    places = [(tmp_path / "shard", 8192), (tmp_path / "shard", 0)]
+    assert rates._is_cached(places, 8192) is is_cached
+    assert asked[:2] == [("drop", 8192), ("look", 8192)]
 
 
 def test_a_disk_that_does_not_answer_ends_a_measurement(monkeypatch):
@@ -247,6 +286,7 @@ SMALL = [
         ),
         (["--dry-run", "--target", "h1000"], "'h1000' is not one of"),
         (["--dry-run", "--rate", "0"], "0.0 is not in the range"),
+        (["--dry-run", "--rate", "nan"], "--rate must be a number of images per second, got nan"),
     ],
 )
 def test_options_that_do_not_belong_together_are_refused(options, message, monkeypatch):
@@ -254,6 +294,49 @@ def test_options_that_do_not_belong_together_are_refused(options, message, monke
     result = CliRunner().invoke(main, [*SMALL, *options])
     assert message in result.output
     assert "step 1/" not in result.output
+
+
+PAGE = (ROOT / "docs/howto/sizing.md").read_text(encoding="utf-8")
+COMMANDS = [line.split()[1:] for line in re.findall(r"^run-train .*$", PAGE, re.MULTILINE)]
+
+
+def run_command(arguments: list[str]) -> list[str]:
+    result = CliRunner().invoke(main, [*arguments, "--traceback"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    return lines[next(number for number, line in enumerate(lines) if line.startswith("plan for ")) :]
+
+
+def test_the_pages_command_for_this_machine_runs(tmp_path, monkeypatch):
+    analysed = planning.Analysed({"temporaries": 10**7}, None, 10**6)
+    monkeypatch.setattr(planning.Analysed, "of", lambda _: analysed)
+    pack(fake_source(12, size=16), tmp_path / "data/shards")
+    monkeypatch.chdir(tmp_path)
+    printed = run_command(COMMANDS[0])
+    assert "  80 images/s, bound by: the devices" in printed
+    assert "run: 9 steps, 1,152 images; no evaluation" in printed
+    files = sum(path.stat().st_size for path in (tmp_path / "data/shards/train").rglob("*") if path.is_file())
+    assert f"  {'shards of train':<36}{files / 1e6:>13,.1f} MB  12 images" in printed
+
+
+def test_the_page_shows_what_its_command_for_gpus_prints(monkeypatch):
+    """With the compiler's own numbers; what is measured differs from machine to machine."""
+    memory = {"arguments": 204_668_837, "results": 204_672_241, "reused": 204_668_761, "temporaries": 2_797_053_720}
+    asked = []
+
+    def compiled(request, _program):
+        asked.append((request.card, request.num_devices, request.devices_per_host, request.settings["batch"]))
+        return CardAnalysis(memory | {"code": 0}, None, 60.0)
+
+    monkeypatch.setattr(planning, "compile_for_cards", compiled)
+    printed = run_command(COMMANDS[1])
+    shown = PAGE.partition("--rate 3000\n")[2].partition("```")[0].splitlines()
+    measured = "  copy in memory "
+    assert [line for line in printed if not line.startswith(measured)] == [
+        line[4:] for line in shown if not line[4:].startswith(measured)
+    ]
+    assert asked == [("h100", 256, 8, 8192)]
+    assert len(COMMANDS) == 2
 
 
 def run_plan(*options: str) -> str:

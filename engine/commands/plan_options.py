@@ -1,5 +1,6 @@
 """The options of `run-train` that describe a plan, and how they are checked."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,8 @@ def check_plan_options(params: Mapping[str, Any]) -> None:
     for name, needed in (("target", "dry_run"), ("rate", "dry_run"), ("devices_per_host", "target")):
         if params[name] is not None and not params[needed]:
             raise ValueError(f"{_option(name)} describes a plan: give {_option(needed)} too, or leave it out")
+    if params["rate"] is not None and not math.isfinite(params["rate"]):
+        raise ValueError(f"--rate must be a number of images per second, got {params['rate']}: give the measured one")
     if params["target"] is not None:
         for name in ("spawn", "coordinator"):
             if params[name] is not None:

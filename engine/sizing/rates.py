@@ -22,7 +22,8 @@ from preprocess.shards.reader import ShardSplit
 
 # Below this, a measurement of the disk would be one of the system's calls.
 _LEAST_BYTES = 16 << 20
-_MOST_BATCH_BYTES = 64 << 20
+# What all threads decode together before they look at the clock: a second's work of a slow disk or network.
+_MOST_LOCAL_BYTES, _MOST_REMOTE_BYTES = 64 << 20, 8 << 20
 _COPIED_BYTES = 64 << 20
 _MOST_BATCHES = 4
 _MOST_PLACES = 1 << 16
@@ -78,7 +79,9 @@ def measure_decoding(source: ShardBatches, *, num_threads: int, timeout_s: float
 
     In an object store they are not: the rate is then that of the store too.
     """
-    count = max(1, min(source.batch, _MOST_BATCH_BYTES // (4 * source.height * source.row_words)))
+    is_local = source.split.location.local_path is not None
+    most_bytes = _MOST_LOCAL_BYTES if is_local else _MOST_REMOTE_BYTES
+    count = max(1, min(source.batch, most_bytes // (num_threads * 4 * source.height * source.row_words)))
     words, local = label_words(source), threading.local()
 
     def fill(batch_index: int) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from engine.sizing.plan import DECODE, DEVICES, READ, Disk, Flow, MemoryPlan, Place, Plan, Stage, Work
-from preprocess.quantities import quantity
+from preprocess.quantities import listed, quantity
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 
@@ -119,6 +119,8 @@ def _work_lines(plan: Plan) -> Iterator[str]:
         yield f"  takes at least {_duration(work, total)}; --rate, the images/s of one device, tells more"
         return
     yield f"  {total:,.0f} images/s, bound by: {name}"
+    if unmeasured := [stage.name for stage in flow.stages if stage.images_per_s is None]:
+        yield f"  not measured, and not counted: {listed(unmeasured)}"
     if name != DEVICES:
         yield f"  the devices would train on {flow.wanted * hosts:,.0f}: they wait {_waiting(flow):.0%} of the time"
     yield f"  takes {_duration(work, total)}"
