@@ -55,19 +55,20 @@ def _storage_stages(config: TrainConfig, source: BatchSource, volume: Volume, sp
     if not isinstance(source, ShardBatches):
         absent = "no shards are here"
         return [Stage(READ, volume.stored_bytes, None, absent), Stage(DECODE, volume.image_bytes, None, absent)]
-    threads = quantity(config.reader_threads, "thread")
-    is_remote = source.split.location.local_path is None
-    read = measure_reading(source.split, num_threads=config.reader_threads, limit_s=MEASURE_S)
-    decoded = measure_decoding(
-        source, num_threads=config.reader_threads, timeout_s=config.infeed_timeout_s, limit_s=MEASURE_S
-    )
-    if read is None:
-        how = "see below" if is_remote else "too small a pack"
-    else:
-        how = f"{threads}, {_CACHED[read.is_cached]}"
-    fits = not is_remote and spare_bytes is not None and volume.disk_bytes < spare_bytes
-    images_per_s = None if read is None else read.bytes_per_s / volume.stored_bytes
+    count, threads = config.reader_threads, quantity(config.reader_threads, "thread")
+    decoded = measure_decoding(source, num_threads=count, timeout_s=config.infeed_timeout_s, limit_s=MEASURE_S)
+    if source.split.location.local_path is None:
+        # A store delivers whole images only through the reader.
+        return [
+            Stage(READ, volume.stored_bytes, decoded, f"{threads}, with decoding"),
+            Stage(DECODE, volume.image_bytes, decoded, f"{threads}, with reading"),
+        ]
+    read = measure_reading(source.split, num_threads=count, limit_s=MEASURE_S)
+    images_per_s, how = None, "too small a pack"
+    if read is not None:
+        images_per_s, how = read.bytes_per_s / volume.stored_bytes, f"{threads}, {_CACHED[read.is_cached]}"
+    fits = spare_bytes is not None and volume.disk_bytes < spare_bytes
     return [
         Stage(READ, volume.stored_bytes, images_per_s, how, is_bounding=not fits),
-        Stage(DECODE, volume.image_bytes, decoded, f"{threads}{', from the store' * is_remote}"),
+        Stage(DECODE, volume.image_bytes, decoded, threads),
     ]

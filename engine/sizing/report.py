@@ -119,7 +119,7 @@ def _work_lines(plan: Plan) -> Iterator[str]:
         yield f"  takes at least {_duration(work, total)}; --rate, the images/s of one device, tells more"
         return
     yield f"  {total:,.0f} images/s, bound by: {name}"
-    if unmeasured := [stage.name for stage in flow.stages if stage.images_per_s is None]:
+    if unmeasured := [stage.name for stage in flow.stages if stage.is_bounding and stage.images_per_s is None]:
         yield f"  not measured, and not counted: {listed(unmeasured)}"
     if name != DEVICES:
         yield f"  the devices would train on {flow.wanted * hosts:,.0f}: they wait {_waiting(flow):.0%} of the time"
