@@ -120,6 +120,17 @@ def test_an_unreadable_lease_is_refused_with_its_name(location, content):
         lease_of(location).acquire(pytest.fail)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, "soon"])
+@pytest.mark.parametrize("name", ["renewed", "lasts_s"])
+def test_a_lease_with_an_impossible_time_is_refused_with_its_name(location, name, value):
+    lease = lease_of(location)
+    lease.acquire(pytest.fail)
+    location.write(LEASE, json.dumps(asdict(held(location)) | {name: value}).encode())
+    for attempt in (lease_of(location).check_free, lease.renew):
+        with pytest.raises(StoredRunInUseError, match=r"run/writer.json does not name this process .*: if no other"):
+            attempt()
+
+
 @dataclass(frozen=True)
 class Meeting(Location):
     """A location whose readers wait for each other, so that all of them find the lease free."""

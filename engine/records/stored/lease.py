@@ -6,6 +6,7 @@ what is stored.
 """
 
 import json
+import math
 import os
 import time
 import uuid
@@ -166,6 +167,8 @@ def _parse(content: bytes) -> Holder | None:
     """Return the holder that a lease names, None if it has another form."""
     try:
         values: dict[str, Any] = json.loads(content)
+        if not all(map(math.isfinite, (values["renewed"], values["lasts_s"]))):
+            return None
         return Holder(
             str(values["launch"]),
             str(values["host"]),
