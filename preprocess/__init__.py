@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from preprocess.pixels import pack_rgb, unpack_rgb
     from preprocess.shards.location import ShardError
     from preprocess.shards.reader import ChangedShardError, ShardSplit, open_split
+    from preprocess.shards.shard_cache import ShardCache
     from preprocess.shards.splits import list_splits
     from preprocess.shards.verify import Damage, verify_split
 
 _HOME = {
     "ChangedShardError": "preprocess.shards.reader",
     "Damage": "preprocess.shards.verify",
+    "ShardCache": "preprocess.shards.shard_cache",
     "ShardError": "preprocess.shards.location",
     "ShardSplit": "preprocess.shards.reader",
     "list_splits": "preprocess.shards.splits",
@@ -29,6 +31,7 @@ _HOME = {
 __all__ = [
     "ChangedShardError",
     "Damage",
+    "ShardCache",
     "ShardError",
     "ShardSplit",
     "list_splits",

@@ -72,6 +72,7 @@ PUBLIC = {
     "preprocess": [
         "ChangedShardError",
         "Damage",
+        "ShardCache",
         "ShardError",
         "ShardSplit",
         "list_splits",
@@ -160,6 +161,7 @@ USES = {
     "list_splits": "assert preprocess.list_splits('demo') == ('train', 'val')",
     "open_split": "split = preprocess.open_split('demo', 'val')",
     "ShardSplit": "assert isinstance(split, preprocess.ShardSplit)",
+    "ShardCache": "assert preprocess.ShardCache(pathlib.Path('copies'), 1000, print).grant(2000) == 1000",
     "pack_rgb": "words = preprocess.pack_rgb(numpy.zeros((split.height, split.width, 3), numpy.uint8))",
     "unpack_rgb": "assert not preprocess.unpack_rgb(words).any()",
     "verify_split": "assert preprocess.verify_split('demo', 'val') == ()",
@@ -179,7 +181,7 @@ def test_the_public_names_of_preprocess_load_no_jax_when_they_are_used(
     assert sorted(USES) == PUBLIC["preprocess"]
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    packages = packages_of(loaded_by("; ".join(["import numpy, preprocess", *USES.values(), READING])))
+    packages = packages_of(loaded_by("; ".join(["import pathlib, numpy, preprocess", *USES.values(), READING])))
     # Cython's own modules have the number of its release in their names.
     assert {name for name in packages if not name.startswith(("_cython", "cython"))} <= PREPROCESS_PACKAGES
     assert {"PIL", "numpy", "preprocess", "tensorstore"} <= packages
