@@ -251,3 +251,11 @@ def test_a_plan_is_printed_in_lines_of_80_columns():
         "dry run: nothing was trained",
     ]
     assert max(map(len, plan_lines(a_plan()))) <= 80
+
+
+def test_a_host_with_fewer_devices_counts_for_as_many():
+    place = Place("NVIDIA H100 80GB HBM3", 12, 8, 2, None, "", is_host_memory=False, is_here=False)
+    lines = plan_lines(a_plan(place=place, flow=Flow((), 8, 3000)))
+    assert "plan for 12 × NVIDIA H100 80GB HBM3, 2 hosts with up to 8 devices each" in lines
+    assert "  36,000 images/s, bound by: the devices" in lines
+    assert "  whether that fits is not known, because the size of the memory is not" in lines

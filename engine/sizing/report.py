@@ -33,7 +33,8 @@ def _describe_place(place: Place) -> str:
         return f"{count}the processor of this machine"
     devices = f"{place.num_devices:,} × {place.kind}" if place.num_devices > 1 else place.kind
     if place.num_hosts > 1:
-        devices += f", {place.num_hosts:,} hosts with {quantity(place.devices_per_host, 'device')} each"
+        most = "up to " if place.num_devices % place.devices_per_host else ""
+        devices += f", {place.num_hosts:,} hosts with {most}{quantity(place.devices_per_host, 'device')} each"
     return devices
 
 
@@ -100,7 +101,9 @@ def _measured(stage: Stage) -> str:
 
 
 def _work_lines(plan: Plan) -> Iterator[str]:
-    work, flow, hosts = plan.work, plan.flow, plan.place.num_hosts
+    work, flow = plan.work, plan.flow
+    # A host with fewer devices than the others waits for them at every step.
+    hosts = plan.place.num_devices / plan.place.devices_per_host
     evaluations = (
         f"; {quantity(work.num_evaluations, 'evaluation')} of {quantity(work.eval_images, 'image')}"
         if work.num_evaluations
