@@ -14,7 +14,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
 MODULE = "tests.device_runs"
-TOY = ["--model", "tests.toy:Linear", "--batches", f"{MODULE}:slow_batches", "--batch", "12", "--num-classes", "3"]
+OWN = ["--model", f"{MODULE}:Showing", "--batches", f"{MODULE}:slow_batches", "--metrics", f"{MODULE}:METRICS"]
+# The metrics show which images the model saw.
+TOY = [*OWN, "--batch", "12", "--num-classes", "3", "--flip", "0.5", "--erasing", "0.5"]
 
 
 def words(*options: str) -> list[str]:
@@ -107,5 +109,5 @@ def own_processes(folder: Path, number: int) -> list[int]:
 
 def resumed(folder: Path, steps: int) -> list[dict[str, Any]]:
     """Continue a run in one process, and return its losses."""
-    run(*TOY[:4], "--run-dir", str(folder), "--resume", "--steps", str(steps))
+    run(*OWN, "--run-dir", str(folder), "--resume", "--steps", str(steps))
     return records(folder)

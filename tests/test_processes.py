@@ -18,7 +18,7 @@ from engine.commands.cli import main
 from engine.commands.supervisor import _PROGRAM, without_option
 from engine.feed.own_rows import rows_of
 from tests.device_runs import rows_alone
-from tests.process_runs import MODULE, ROOT, TOY, going, own_processes, records, resumed, run, words
+from tests.process_runs import MODULE, OWN, ROOT, TOY, going, own_processes, records, resumed, run, words
 from tests.toy import toy_batch
 
 VERIFY = "from engine.commands.verify_cli import main; main(prog_name='verify-run')"
@@ -98,7 +98,7 @@ def test_sigterm_in_an_evaluation_stops_all_with_a_snapshot_and_a_resume_evaluat
     result = json.loads((folder / "result.json").read_text())
     assert (result["steps_done"], result["snapshot_step"], result["stopped_by"]) == (9, 9, "another process")
     assert not (folder / "eval.jsonl").exists()
-    run(*TOY[:4], *options[:2], "--run-dir", str(folder), "--resume", "--steps", "10")
+    run(*OWN, *options[:2], "--run-dir", str(folder), "--resume", "--steps", "10")
     assert [each["step"] for each in records(folder, "eval.jsonl")] == [9, 10]
 
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.process_runs import ROOT, own_processes, records, resumed, separately
+from tests.process_runs import ROOT, TOY, own_processes, records, resumed, run, separately
 
 LOST = r"run-train: process {} on \S+ {} after step \d+, so the run ends: the newest snapshot is intact"
 
@@ -42,7 +42,14 @@ def test_a_lost_process_is_named_by_all_supervisors(tmp_path, victim, number, it
             assert not re.search(r"coordination|stack trace|Traceback", text), text
     if (victim, number) == (1, signal.SIGKILL):
         steps = len(records(tmp_path / "run")) + 3
-        assert [each["step"] for each in resumed(tmp_path / "run", steps)] == list(range(1, steps + 1))
+        # The run that was interrupted saw the images of one that was not.
+        run(*TOY, "--steps", str(steps), "--run-dir", str(tmp_path / "alone"))
+        seen, alone = (
+            [[each["step"], each["metrics"]] for each in losses]
+            for losses in (resumed(tmp_path / "run", steps), records(tmp_path / "alone"))
+        )
+        assert seen == alone
+        assert len(seen) == steps
 
 
 @pytest.mark.integration
