@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from engine.crossing.devices import DeviceInfo, devices
     from engine.evaluation.predict import PredictionResult, predict
     from engine.evaluation.result import EvaluationResult, ImagePredictions
-    from engine.evaluation.run import evaluate, evaluate_weights, run_settings
+    from engine.evaluation.run import evaluate, evaluate_weights
+    from engine.evaluation.trained_run import run_settings
     from engine.feed.batches import BatchSource, EvaluationSource
     from engine.feed.feeder import FeederError
     from engine.objective.metrics import (
@@ -74,7 +75,7 @@ _HOME = {
     "read_weights": "engine.records.saved_weights",
     "recipe_names": "engine.recipes",
     "replay_run": "engine.replay.replay",
-    "run_settings": "engine.evaluation.run",
+    "run_settings": "engine.evaluation.trained_run",
     "this_process": "engine.processes",
     "top_k": "engine.objective.metrics",
     "train": "engine.run.train",

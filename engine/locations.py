@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import OFF, TrainConfig
-from preprocess.storage_options import as_text, parse_text, with_environment
+from preprocess.storage_options import as_text, is_url, parse_text, with_environment
 
 DATA_VARIABLE = "FEEDLOOP_DATA"
 
@@ -15,11 +15,6 @@ def user_cache_folder() -> Path:
     cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification ignores relative paths: they would point to a different folder in each working directory.
     return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "feedloop"
-
-
-def is_url(location: str) -> bool:
-    """Return whether a location is the URL of a store, not a path on this machine."""
-    return "://" in location
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:

@@ -299,6 +299,11 @@ def timeout_of(driver: str, options: Mapping[str, str]) -> float | None:
     return float(options.get("timeout", DEFAULT_TIMEOUT_S)) if driver in _DRIVERS else None
 
 
+def is_url(location: str) -> bool:
+    """Return whether a location is the URL of a store, not a path on this machine."""
+    return "://" in location
+
+
 def scheme_of(driver: str) -> str:
     """Return the URL scheme of a driver of TensorStore, "" if the store is not remote."""
     return _DRIVERS.get(driver, "")

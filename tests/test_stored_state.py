@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from engine.records.file_errors import LostFileError
 from engine.records.stored import mirror as module
 from engine.records.stored.capture import FolderCapture
-from engine.records.stored.following import followed_run
+from engine.records.stored.following import followed_copy
 from engine.records.stored.lease import LEASE, Lease, StoredRunInUseError
 from engine.records.stored.mirror import Mirror
 from engine.records.stored.reading import download, local_copy, with_weights
@@ -627,30 +627,28 @@ def test_a_followed_run_grows_as_the_run_does(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/store"
     location = open_location(url)
     run = tmp_path / "run"
-    with followed_run(url) as followed:
-        followed.refresh()
-        assert not followed.folder.exists()
+    with followed_copy(url) as (folder, refresh):
+        refresh()
+        assert not folder.exists()
         mirror = mirror_of(location, run, tmp_path)
         for num_lines in (2, 9, 60):
             write_run(run, num_lines=num_lines, snapshots={})
             mirror.upload_once()
-            inode = followed.folder.exists() and (followed.folder / "loss.jsonl").stat().st_ino
-            followed.refresh()
-            assert stored_files(followed.folder) == stored_files(run)
-            assert inode in (False, (followed.folder / "loss.jsonl").stat().st_ino)  # appended to, not replaced
+            inode = folder.exists() and (folder / "loss.jsonl").stat().st_ino
+            refresh()
+            assert stored_files(folder) == stored_files(run)
+            assert inode in (False, (folder / "loss.jsonl").stat().st_ino)  # appended to, not replaced
         write_run(run, num_lines=5, snapshots={}, salt="2", result=True)
         mirror.upload_once()
-        followed.refresh()
+        refresh()
         (run / "model.safetensors").unlink()
-        assert stored_files(followed.folder) == stored_files(run)
+        assert stored_files(folder) == stored_files(run)
         (run / "result.json").unlink()
         mirror.upload_once()
-        followed.refresh()
-        assert stored_files(followed.folder) == stored_files(run)
+        refresh()
+        assert stored_files(folder) == stored_files(run)
 
 
 def test_a_location_of_a_path_is_the_path(tmp_path):
-    with local_copy(tmp_path) as folder, followed_run(str(tmp_path)) as followed:
+    with local_copy(tmp_path) as folder:
         assert folder == tmp_path
-        assert followed.folder == tmp_path
-        followed.refresh()

@@ -16,12 +16,12 @@ import click
 
 from engine.commands.held_signals import signals_held
 from engine.control.request import ControlRequest, check_learning_rate_factor
-from engine.locations import is_url
 from engine.records.control_requests import CONTROL_FOLDER_NAME, send_request, withdraw
 from engine.records.folder_lock import is_locked
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.printable import printable_line
+from preprocess.storage_options import is_url
 from preprocess.system_errors import describe_system_error
 
 if TYPE_CHECKING:

@@ -213,7 +213,8 @@ def _evaluate_folder(
     options: dict[str, Any],
     notify: Callable[[str], None],
 ) -> "EvaluationResult":
-    from engine.evaluation.run import evaluate, run_settings
+    from engine.evaluation.run import evaluate
+    from engine.evaluation.trained_run import run_settings
     from engine.records.recorded_run import read_recorded
 
     recorded = run_settings(run)

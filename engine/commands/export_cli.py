@@ -8,16 +8,17 @@ from typing import Literal
 import click
 
 from engine.commands.command_end import describe_error, leave, say_to_stderr
-from engine.commands.setting_options import option_names, run_storage_option
+from engine.commands.setting_options import option_names
 from preprocess.commands.completion import complete_file, complete_folder, complete_word
 from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.commands.storage import storage_option
 from preprocess.printable import printable
-from preprocess.storage_options import parse_text
+from preprocess.storage_options import parse_pairs
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
     "Snapshot": ("snapshot", "metric"),
-    "Stored run": ("storage_options",),
+    "Stored run": ("storage_option",),
     "Output": ("overwrite", "traceback"),
 }
 _EPILOG = """\b
@@ -50,7 +51,7 @@ Examples:
     shell_complete=complete_word(lambda: ("top1", "top5", "loss")),
     help="What is best: top1, top5, loss, or a metric of your own as NAME:max or NAME:min.",
 )
-@run_storage_option
+@storage_option
 @click.option("--overwrite", is_flag=True, help="Replace the file OUT.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
@@ -59,7 +60,7 @@ def main(
     out: str,
     snapshot: str,
     metric: str | None,
-    storage_options: str | None,
+    storage_option: tuple[str, ...],
     overwrite: bool,
     traceback: bool,
 ) -> None:
@@ -84,7 +85,7 @@ def main(
             metric=metric,
             overwrite=overwrite,
             notify=say_to_stderr,
-            storage_options=parse_text(storage_options),
+            storage_options=parse_pairs(storage_option),
         )
         click.echo(f"{printable(done.path)}: the weights after {done.step:,} steps (sha256 {done.digest[:12]})")
         code = _DONE

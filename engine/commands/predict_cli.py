@@ -15,23 +15,19 @@ import click
 
 from engine.commands.command_end import describe_error, leave, say_to_stderr
 from engine.commands.own_parts import load_own_parts, take_part_names
-from engine.commands.setting_options import (
-    option_names,
-    overriding_option,
-    run_storage_option,
-    setting_option,
-)
+from engine.commands.setting_options import option_names, overriding_option, setting_option
 from engine.commands.weights_options import mean_option, model_option, std_option
 from engine.config import SETTINGS
 from engine.named_parts import compare_named
 from preprocess.commands.completion import complete_file
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.guarded_output import write_data
+from preprocess.commands.storage import storage_option
 from preprocess.commands.suggesting import SuggestingChoice
 from preprocess.decoding.default_resize import MAX_SIZE
 from preprocess.printable import printable
 from preprocess.quantities import quantity
-from preprocess.storage_options import parse_text
+from preprocess.storage_options import parse_pairs
 
 if TYPE_CHECKING:
     from engine.evaluation.predict import PredictionResult
@@ -44,13 +40,10 @@ _GROUPS = {
     "Evaluation": ("batch", "eval_mirror", "precision"),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
     "Compilation": ("compilation_cache",),
-    "Stored run": ("storage_options",),
+    "Stored run": ("storage_option",),
 }
 _SETTINGS = tuple(
-    name
-    for names in _GROUPS.values()
-    for name in names
-    if name in SETTINGS and name not in ("mean", "std", "storage_options")
+    name for names in _GROUPS.values() for name in names if name in SETTINGS and name not in ("mean", "std")
 )
 _RULE = ("size", "resize", "resample")
 _RESAMPLERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
@@ -122,7 +115,7 @@ _AS_RUN = "as in the run"
 @setting_option("transport")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @overriding_option("compilation_cache", default_text=_AS_RUN)
-@run_storage_option
+@storage_option
 @click.version_option(package_name="feedloop")
 def main(
     *, run: str, images: tuple[str, ...], top: int, as_json: bool, as_csv: bool, traceback: bool, **options: Any
@@ -161,7 +154,7 @@ def main(
 def _predict(run: str, images: tuple[str, ...], top: int, options: dict[str, Any]) -> "PredictionResult":
     from engine.records.stored.reading import local_copy, naming_in, with_weights
 
-    with local_copy(run, parse_text(options["storage_options"]), with_weights(None)) as place:
+    with local_copy(run, parse_pairs(options["storage_option"]), with_weights(None)) as place:
         return _predict_with(place, images, top, options, naming_in(say_to_stderr, place, run))
 
 

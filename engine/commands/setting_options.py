@@ -15,7 +15,6 @@ from engine.settings import Setting
 from models.names import MODEL_NAMES
 from preprocess.commands.completion import Complete, complete_file, complete_folder, complete_word
 from preprocess.commands.suggesting import SuggestingChoice
-from preprocess.storage_options import STORAGE_OPTIONS
 
 type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -112,11 +111,3 @@ def _metavar(setting: Setting) -> str | None:
         low, high = setting.between
         return f"{low:g}…{high:g}"
     return setting.unit
-
-
-run_storage_option = overriding_option(
-    "storage_options",
-    default_text="$AWS_ENDPOINT_URL, $AWS_REGION",
-    help_text=f"How to reach the object store of RUN, if it is a URL: {', '.join(STORAGE_OPTIONS)}.",
-)
-"""The decorator of the commands that only read the run of a URL."""

@@ -10,30 +10,37 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from engine.commands.held_signals import signals_held
-from engine.commands.setting_options import run_storage_option
 from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.guarded_output import GuardedCommand, terminal_of
+from preprocess.commands.storage import storage_option
 from preprocess.printable import printable_line
-from preprocess.storage_options import parse_text
+from preprocess.storage_options import is_url, parse_pairs
 from preprocess.system_errors import describe_system_error, is_out_of_room
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.records.loss_log import LossRows
-    from engine.records.stored.following import FollowedRun
     from engine.stream.sinks import EvaluationRecord
 
 _START_WAIT_S = 5.0  # run-train imports jax before it creates its folder
 _POLL_START_S = 0.1
+
+
+class _Source(NamedTuple):
+    """The folder to read a run from, its name for messages, and a function to call before each reading."""
+
+    folder: Path
+    name: str
+    refresh: Callable[[], None]
 
 
 class RunNotFoundError(ValueError):
@@ -91,7 +98,7 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
     "--timeout-s", type=_above(0), default=600.0, show_default=True, metavar="S", callback=_refuse_nan,
     help="Give up if the run writes nothing for S seconds; 'inf' waits forever.",
 )  # fmt: skip
-@run_storage_option
+@storage_option
 @click.version_option(package_name="feedloop")
 def main(
     run: str,
@@ -103,7 +110,7 @@ def main(
     width: int | None,
     height: int | None,
     timeout_s: float,
-    storage_options: str | None,
+    storage_option: tuple[str, ...],
 ) -> None:
     """Show the loss of the run in folder RUN as a live chart or, if stdout is not a terminal, one plain line per step.
 
@@ -119,9 +126,7 @@ def main(
     130 Ctrl-C.
     """
     try:
-        from engine.records.stored.following import followed_run
-
-        with followed_run(run, parse_text(storage_options)) as source:
+        with _open_source(run, storage_option) as source:
             _await_run(source, once, timeout_s)
             ticks = _ticks(source, once, interval, timeout_s)
             if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
@@ -169,7 +174,20 @@ def _drop_stdout() -> None:
         os.close(null)
 
 
-def _await_run(source: "FollowedRun", once: bool, timeout_s: float) -> None:
+@contextlib.contextmanager
+def _open_source(run: str, storage_option: tuple[str, ...]) -> Iterator[_Source]:
+    """Yield the folder of a run itself or, for a URL, that of a copy of its logs."""
+    if not is_url(run):
+        yield _Source(Path(run), run, lambda: None)
+        return
+    # TensorStore takes a moment to load.
+    from engine.records.stored.following import followed_copy
+
+    with followed_copy(run, parse_pairs(storage_option)) as (folder, refresh):
+        yield _Source(folder, run, refresh)
+
+
+def _await_run(source: _Source, once: bool, timeout_s: float) -> None:
     """Wait until RUN contains a loss log or, unless `once` is true, the recorded settings of a run.
 
     Raises:
@@ -227,7 +245,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(started)]
 
 
-def _ticks(source: "FollowedRun", once: bool, interval_s: float, timeout_s: float) -> "Iterator[Tick]":
+def _ticks(source: _Source, once: bool, interval_s: float, timeout_s: float) -> "Iterator[Tick]":
     """Read the run folder repeatedly and yield each result, until the run has ended and all its rows have been read."""
     from engine.records.evaluation_log import EvaluationLog
     from engine.records.folder_lock import was_killed

@@ -13,13 +13,14 @@ import click
 
 from engine.commands.command_end import describe_error, leave, say_on_terminal, say_to_stderr
 from engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
-from engine.commands.setting_options import option_names, overriding_option, run_storage_option
+from engine.commands.setting_options import option_names, overriding_option
 from engine.named_parts import OWN_PARTS, compare_named
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.guarded_output import terminal_of
+from preprocess.commands.storage import storage_option
 from preprocess.printable import printable_line
-from preprocess.storage_options import parse_text
+from preprocess.storage_options import parse_pairs
 
 if TYPE_CHECKING:
     from engine.stream.sinks import Sink
@@ -29,7 +30,7 @@ _GROUPS = {
     "Stretch": ("from_step", "to_step"),
     "Data": ("data",),
     OWN_GROUP: tuple(OWN_PARTS),
-    "Stored run": ("storage_options",),
+    "Stored run": ("storage_option",),
     "Output": ("traceback",),
 }
 # Click keeps the line breaks of a paragraph that begins with a backspace.
@@ -68,7 +69,7 @@ Examples:
     "data", default_text="as in the run", help_text="Current location of the packed data set (a folder or a URL)."
 )
 @own_part_options(OWN_PARTS)
-@run_storage_option
+@storage_option
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="feedloop")
 def main(
@@ -76,7 +77,7 @@ def main(
     from_step: int | None,
     to_step: int | None,
     data: str | None,
-    storage_options: str | None,
+    storage_option: tuple[str, ...],
     traceback: bool,
     **own: str | None,
 ) -> None:
@@ -92,7 +93,7 @@ def main(
     try:
         from engine.records.stored.reading import local_copy, naming_in
 
-        with local_copy(run, parse_text(storage_options)) as folder:
+        with local_copy(run, parse_pairs(storage_option)) as folder:
             display, say = _progress()
             say = naming_in(say, folder, run)
             code = _verify(folder, from_step, to_step, data, take_part_names(own, {}), display, say)

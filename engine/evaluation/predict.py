@@ -16,8 +16,14 @@ from engine.config import TrainConfig
 from engine.control.board import ControlBoard
 from engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
 from engine.evaluation.photographs import PhotographBatches, RgbBatches, list_photographs
-from engine.evaluation.run import describe_weights_of
-from engine.evaluation.subject import Channels, Subject, check_own_model, file_subject, run_subject
+from engine.evaluation.subject import (
+    Channels,
+    Subject,
+    check_own_model,
+    describe_weights_of,
+    file_subject,
+    run_subject,
+)
 from engine.evaluation.trained_run import TrainedRun, read_run
 from engine.program.statics import NO_OWN_FUNCTIONS
 from engine.program.train_state import TrainModel

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,29 +23,28 @@ from engine.evaluation.subject import (
     Subject,
     check_own_loss,
     check_own_model,
+    describe_weights_of,
     file_subject,
     registry_name_of,
     run_subject,
     with_recorded_loss,
 )
-from engine.evaluation.trained_run import TrainedRun, check_folder, describe_later_steps, read_run
+from engine.evaluation.trained_run import TrainedRun, read_run
 from engine.feed.batches import EvaluationArrays, EvaluationSource, label_form_of
-from engine.locations import is_url, storage_options_of
+from engine.locations import storage_options_of
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.objective.tally import Tally
 from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics
 from engine.program.train_state import TrainModel
 from engine.records.given_weights import read_given_weights, rename_head
-from engine.records.recorded_run import read_recorded
-from engine.records.stored.reading import local_copy, naming_in, settings_only, with_weights
+from engine.records.stored.reading import local_copy, naming_in, with_weights
 from engine.run.data import label_kind
 from engine.run.signals import StopSignals, ignore_message
 from engine.settings import SettingError
 from engine.stream.sinks import EvaluationRecord
 from models.registry import find_network
 from models.torchvision_names import num_classes_of
-from preprocess.quantities import quantity
 
 
 def evaluate(
@@ -179,35 +177,6 @@ def evaluate_weights(
         return _count(
             subject, data, board, NO_OWN_FUNCTIONS, per_class=per_class, predictions=predictions, notify=notify
         )
-
-
-def describe_weights_of(
-    recorded: TrainedRun, subject: Subject, notify: Callable[[str], None], *, is_chosen: bool
-) -> None:
-    """Say which weights of a run are used; `is_chosen` is whether the user chose a snapshot."""
-    what = f"weights: {recorded.path}, {subject.name} after {quantity(subject.step, 'step')}"
-    if recorded.snapshot_step is not None:
-        notify(f"{what} (a snapshot" + (")" if is_chosen else ", the newest: the run has written no weights yet)"))
-        return
-    notify(what + (" (no digest: unchecked)" if recorded.weights.digest is None else ""))
-    if (notice := describe_later_steps(recorded.path, subject.step)) is not None:
-        notify(notice)
-
-
-def run_settings(run: str | os.PathLike[str], *, storage_options: Mapping[str, str] | None = None) -> TrainConfig:
-    """Return the settings of a run, with `run_dir` set to its folder or URL.
-
-    Args:
-        run: the folder or URL of the run.
-        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`.
-
-    Raises:
-        ValueError: if the folder is not a run folder, or its `config.json` is unreadable or was changed since it was
-            written.
-    """
-    with local_copy(run, storage_options, settings_only) as folder:
-        check_folder(folder)
-        return replace(read_recorded(folder).config, run_dir=os.fspath(run if is_url(os.fspath(run)) else folder))
 
 
 def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[str]:

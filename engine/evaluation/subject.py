@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from engine.config import TrainConfig
-from engine.evaluation.trained_run import TrainedRun
+from engine.evaluation.trained_run import TrainedRun, describe_later_steps
 from engine.feed.batches import EvaluationSource
 from engine.named_parts import NAME_FORM
 from engine.objective.losses import LOSSES, Loss
@@ -26,6 +26,7 @@ from engine.updates.update import Weights
 from models.image_sizes import image_size_of
 from models.registry import UnknownModelError, build_model, find_network
 from models.torchvision_names import num_classes_of
+from preprocess.quantities import quantity
 
 type Channels = tuple[float, float, float]
 
@@ -159,6 +160,19 @@ def file_subject(
     weights = _place(stored, name, model, path)
     mean, std = _scale_of_file(stored, mean, std, notify)
     return Subject(model, weights, replace(config, image_size=size), mean, std, num_classes, _steps_done(stored), name)
+
+
+def describe_weights_of(
+    recorded: TrainedRun, subject: Subject, notify: Callable[[str], None], *, is_chosen: bool
+) -> None:
+    """Say which weights of a run are used; `is_chosen` is whether the user chose a snapshot."""
+    what = f"weights: {recorded.path}, {subject.name} after {quantity(subject.step, 'step')}"
+    if recorded.snapshot_step is not None:
+        notify(f"{what} (a snapshot" + (")" if is_chosen else ", the newest: the run has written no weights yet)"))
+        return
+    notify(what + (" (no digest: unchecked)" if recorded.weights.digest is None else ""))
+    if (notice := describe_later_steps(recorded.path, subject.step)) is not None:
+        notify(notice)
 
 
 def with_recorded_loss(config: TrainConfig, metadata: Mapping[str, str]) -> TrainConfig:

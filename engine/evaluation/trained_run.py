@@ -3,6 +3,7 @@
 Owns reading these so that the weights can be used. Must not know: data, programs, how the files are written.
 """
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,9 @@ from engine.records.recorded_end import RecordedEnd, read_result
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import CONFIG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
 from engine.records.snapshot import SnapshotError, read_folder_state, snapshot_steps
+from engine.records.stored.reading import local_copy, settings_only
 from engine.records.weights import StoredWeights, read_weights
+from preprocess.storage_options import is_url
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,22 @@ class TrainedRun:
     own_parts: Mapping[str, Any] = field(default_factory=dict)
     snapshot_step: int | None = None
     labels: Any = None
+
+
+def run_settings(run: str | os.PathLike[str], *, storage_options: Mapping[str, str] | None = None) -> TrainConfig:
+    """Return the settings of a run, with `run_dir` set to its folder or URL.
+
+    Args:
+        run: the folder or URL of the run.
+        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`.
+
+    Raises:
+        ValueError: if the folder is not a run folder, or its `config.json` is unreadable or was changed since it was
+            written.
+    """
+    with local_copy(run, storage_options, settings_only) as folder:
+        check_folder(folder)
+        return replace(read_recorded(folder).config, run_dir=os.fspath(run if is_url(os.fspath(run)) else folder))
 
 
 def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:

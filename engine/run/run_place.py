@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import TrainConfig
-from engine.locations import is_url, storage_options_of
+from engine.locations import storage_options_of
 from engine.processes import this_process, wait_for_processes
 from engine.records.stored.reading import local_copy, naming_in
 from engine.records.stored.stored_run import StoredRun, check_url_is_free, stored_run
+from preprocess.storage_options import is_url
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The option `--storage-option` of the commands that read or write a pack, and the opening of the given location."""
+"""The option `--storage-option` of commands that read or write a pack or a run, and the opening of a given pack."""
 
 from __future__ import annotations
 

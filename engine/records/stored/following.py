@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
-from engine.locations import is_url
 from engine.records.run_folder import RESULT, WEIGHTS
 from engine.records.stored.mirror import UPLOAD_EVERY_S
 from engine.records.stored.reading import GoneError, naming, read_parts, without_snapshots
@@ -21,29 +19,20 @@ _TRIES = 10
 _REFRESH_EVERY_S = UPLOAD_EVERY_S / 2
 
 
-class FollowedRun(NamedTuple):
-    """The folder to read a run from, its name for messages, and a function to call before each reading."""
-
-    folder: Path
-    name: str
-    refresh: Callable[[], None]
-
-
 @contextmanager
-def followed_run(run: str, storage_options: Mapping[str, str] | None = None) -> Iterator[FollowedRun]:
-    """Yield the folder of a run: the path itself or, for a URL, a temporary copy of its logs.
+def followed_copy(
+    url: str, storage_options: Mapping[str, str] | None = None
+) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """Yield the folder of a temporary copy of the logs of a stored run, and a function to call before each reading.
 
     Raises:
         ShardError: the store cannot be reached.
     """
-    if not is_url(run):
-        yield FollowedRun(Path(run), run, lambda: None)
-        return
-    location = open_location(run, storage_options=storage_options)
+    location = open_location(url, storage_options=storage_options)
     with tempfile.TemporaryDirectory(prefix="feedloop-") as temporary:
         copy = _LogCopy(location, Path(temporary) / "run")
-        with naming(copy.folder, run):
-            yield FollowedRun(copy.folder, run, copy.refresh)
+        with naming(copy.folder, url):
+            yield copy.folder, copy.refresh
 
 
 class _LogCopy:

@@ -155,9 +155,6 @@ class Mirror:
                 if time.monotonic() + _RETRY_EVERY_S > stop_s:
                     raise
                 self._remains = None
-                if self._capture is not None:
-                    # Contents that were handed over may not have arrived.
-                    self._capture = self._new_capture(self._capture.least_step)
             with self._changed:
                 if self._changed.wait_for(lambda: self._is_abandoned, _RETRY_EVERY_S):
                     return
@@ -186,7 +183,12 @@ class Mirror:
 
     def _upload(self, *, is_last: bool = False) -> None:
         assert self._capture is not None
-        self._upload_from(self._capture, is_last=is_last)
+        try:
+            self._upload_from(self._capture, is_last=is_last)
+        except ShardError:
+            # What was read may not have arrived: read it again.
+            self._capture = self._new_capture(self._capture.least_step)
+            raise
 
     def _upload_from(self, capture: FolderCapture, *, is_last: bool) -> None:
         """Upload what is new, and then the marker."""

@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engine.locations import is_url
 from engine.records.file_errors import name_file
 from engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS
 from engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, read_state
 from engine.records.stored.working_copy import WorkingCopy
 from preprocess.shards.location import Location, open_location
+from preprocess.storage_options import is_url
 
 _TRIES = 10
 _CONCURRENT = 8
