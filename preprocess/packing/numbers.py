@@ -26,7 +26,8 @@ from preprocess.shards.arrays import (
     words_digest,
     write_array,
 )
-from preprocess.shards.location import Location, ShardError, write_fault
+from preprocess.shards.location import Location, ShardError
+from preprocess.shards.store_errors import write_fault
 from preprocess.shards.targets import SplitTargets, Targets, count_classes, dtype_of, num_words
 
 

@@ -25,7 +25,8 @@ from preprocess.pixels import words_of_row
 from preprocess.printable import printable
 from preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_array
 from preprocess.shards.checksum import crc32c
-from preprocess.shards.location import Location, ShardError, open_location, write_fault
+from preprocess.shards.location import Location, ShardError, open_location
+from preprocess.shards.store_errors import write_fault
 
 SHARD_TIMEOUT_S = 1800.0
 """Time limit for writing one shard file to a mounted file system, in seconds."""

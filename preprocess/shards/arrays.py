@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from preprocess.pixels import UNUSED_BITS
 from preprocess.quantities import quantity
 from preprocess.shards.classes import MAX_CLASSES
-from preprocess.shards.location import Location, ShardError, reason
+from preprocess.shards.location import Location, ShardError
+from preprocess.shards.store_errors import reason
 
 Codec = Literal["raw", "blosc"]
 CODECS: tuple[Codec, ...] = ("raw", "blosc")

@@ -6,7 +6,6 @@ Owns the parsing of paths and URLs, and small whole-value reads and writes. Know
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Any
 
 import tensorstore as ts
 
-from preprocess.printable import printable, printable_text
+from preprocess.printable import printable
 from preprocess.regular_file import FileIdentity, check_regular, identity_of, read_regular
 from preprocess.shards.first_contact import connection_fault, contact_fault
+from preprocess.shards.store_errors import reason, remedy_for
 from preprocess.storage_options import (
     StorageOptionError,
     check_applicable,
@@ -27,7 +27,7 @@ from preprocess.storage_options import (
     timeout_of,
     with_environment,
 )
-from preprocess.system_errors import remedy_of, system_number, system_reason
+from preprocess.system_errors import system_reason
 
 STORE_TIMEOUT_S = 120.0
 """Time limit for one small read, write, listing or deletion on a mounted file system, in seconds."""
@@ -38,9 +38,6 @@ MAX_VALUE_BYTES = 1 << 30
 
 _ABSENT = b"\x02"
 """The generation of a key without a value, as TensorStore numbers generations."""
-
-# In some paths each "/" appears as "\\x00".
-_TRAILING_DETAILS = re.compile(r" \[[a-z_ -]+='")
 
 
 class ShardError(ValueError):
@@ -279,7 +276,7 @@ class Location:
             if (outage := self.outage(error)) is not None:
                 raise ShardError(f"{self.display}: can't {action}: {outage}") from error
             raise ShardError(
-                f"{self.display}: can't {action}: {system_reason(error) or reason(error)}; {_remedy(error)}"
+                f"{self.display}: can't {action}: {system_reason(error) or reason(error)}; {remedy_for(error)}"
             ) from error
 
 
@@ -399,32 +396,6 @@ def _with_resources(location: Location, options: Mapping[str, str], *, context: 
         timeout_s=timeout_of(driver, options) or STORE_TIMEOUT_S,
         is_conditional=driver == "s3" and options.get("conditional-writes", "true") == "true",
     )
-
-
-def reason(error: BaseException) -> str:
-    """Return the first line of a TensorStore error without the bracketed details that follow it (positions, spec…)."""
-    text = _TRAILING_DETAILS.split(str(error).replace("\\x00", "/"))[0]
-    # TensorStore quotes the contents of files, which may include control characters.
-    return printable_text(text.splitlines()[0]) if text else type(error).__name__
-
-
-def write_fault(error: BaseException) -> str:
-    """Return why a write failed, and what to do, such as "File too large; raise the limit …"."""
-    remedy = "check free space and permissions" if system_number(error) is None else remedy_of(error)
-    return f"{system_reason(error) or reason(error)}; {remedy}"
-
-
-def _remedy(error: BaseException) -> str:
-    if system_number(error) is not None:
-        return f"{remedy_of(error)}, and run the same command again"
-    if "credentials" in str(error).lower():
-        return (
-            "set $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, or give --storage-option profile=NAME or "
-            "credentials=anonymous"
-        )
-    if "PERMISSION_DENIED" in str(error):
-        return "check the address, the keys and their permissions"
-    return "check the address and its permissions"
 
 
 def _prefix_range(prefix: str) -> ts.KvStore.KeyRange:

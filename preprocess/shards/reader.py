@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import tensorstore as ts
@@ -22,15 +22,17 @@ from preprocess.shards.arrays import PIXELS, damage, describe_truncation, shard_
 from preprocess.shards.cached_images import CachedImages
 from preprocess.shards.decoded_checks import DecodedChecks
 from preprocess.shards.file_maps import WatchedFolder
-from preprocess.shards.location import STORE_TIMEOUT_S, Location, ShardError, open_location, reason
+from preprocess.shards.location import STORE_TIMEOUT_S, Location, ShardError, open_location
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.mapped_images import MappedImages
 from preprocess.shards.mapped_shards import ChangedFileError, MappedShard
+from preprocess.shards.read_arguments import check_buffer, check_indices
 from preprocess.shards.shard_cache import ShardCache
 from preprocess.shards.shard_copies import ShardCopies
 from preprocess.shards.split_arrays import open_checksums, open_pixels
 from preprocess.shards.split_labels import SplitLabels
 from preprocess.shards.splits import list_splits, read_manifest
+from preprocess.shards.store_errors import reason
 
 __all__ = [
     "ChangedShardError",
@@ -148,7 +150,7 @@ class ShardSplit:
                 or not read in time. The message names the split, the shard file and the remedy; the buffers then
                 contain no usable images.
         """
-        self._check_buffer("pixels", pixels, np.uint32, (len(indices), self.height, self.row_words))
+        check_buffer(self._name(), "pixels", pixels, np.uint32, (len(indices), self.height, self.row_words))
         indices = self._checked(indices, labels)
         if not len(indices):
             return
@@ -309,26 +311,12 @@ class ShardSplit:
     def _closed_message(self) -> str:
         return f"{self._name()}: the split is closed; open it again with open_split"
 
-    def _check_buffer(self, name: str, buffer: NDArray[Any], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
-        # An unaligned buffer would be copied, and the copy filled instead.
-        if buffer.shape != shape or buffer.dtype != dtype or not (buffer.flags.writeable and buffer.flags.aligned):
-            raise ShardError(
-                f"{self._name()}: {name} must be a writeable, aligned {np.dtype(dtype).name} {list(shape)}, "
-                f"got {_described(buffer)}; allocate it with the split's height and row_words"
-            )
-
     def _checked(self, indices: NDArray[np.int64], labels: NDArray[np.int32]) -> NDArray[np.int64]:
-        self._check_buffer("labels", labels, np.int32, (len(indices), *self._label_row()))
+        check_buffer(self._name(), "labels", labels, np.int32, (len(indices), *self._label_row()))
         return self._checked_indices(indices)
 
     def _checked_indices(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        if indices.ndim != 1 or indices.dtype != np.int64:
-            raise ShardError(f"{self._name()}: indices must be int64 [b], got {indices.dtype} {list(indices.shape)}")
-        if len(indices) and (indices.min() < 0 or indices.max() >= self.num_images):
-            bad = indices.min() if indices.min() < 0 else indices.max()
-            raise ShardError(
-                f"{self._name()}: image {bad} is outside 0..{self.num_images - 1}; give indices of images in this split"
-            )
+        check_indices(self._name(), indices, self.num_images)
         return indices
 
     def _blame(self, indices: NDArray[np.int64], error: BaseException) -> str:
@@ -377,11 +365,6 @@ class ShardSplit:
 
     def _remedy(self) -> str:
         return self.location.remedy
-
-
-def _described(buffer: NDArray[np.generic]) -> str:
-    lacks = [name for name in ("writeable", "aligned") if not getattr(buffer.flags, name)]
-    return f"{buffer.dtype} {list(buffer.shape)}" + "".join(f", not {name}" for name in lacks)
 
 
 def open_split(
