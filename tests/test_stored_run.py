@@ -8,6 +8,7 @@ import json
 import shutil
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -312,6 +313,21 @@ def test_an_error_of_the_run_is_raised_after_its_last_state_is_stored(tmp_path, 
     found = copied(url, tmp_path / "copy")
     assert "the camera went away" in (found / "result.json").read_text()
     run(url, resume=True)
+
+
+@pytest.mark.parametrize("values", [{}, {"image_size": 99}])
+def test_the_next_run_finds_no_working_copy_that_is_being_removed(url, monkeypatch, values):
+    release, kept = Lease.release, []
+
+    def observed(lease):
+        kept.append(working_copies().exists())
+        release(lease)
+
+    monkeypatch.setattr(Lease, "release", observed)
+    with pytest.raises(ValueError, match="image_size") if values else nullcontext():
+        run(url, steps=2, **values)
+    assert kept == [False]
+    assert open_location(url).read(LEASE) is None
 
 
 def test_a_run_that_is_refused_leaves_nothing(tmp_path, url):

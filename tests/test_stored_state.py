@@ -454,6 +454,7 @@ def test_the_thread_uploads_at_snapshots_and_at_the_end(location, tmp_path, monk
     mirror.finish()
     assert downloaded(location, tmp_path / "copy") == stored_files(run)
     assert {key for key in location.list_keys() if key.startswith(OBJECTS)} == state_of(location).keys
+    mirror.release()
     assert location.read(LEASE) is None
 
 

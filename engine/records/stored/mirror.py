@@ -102,7 +102,7 @@ class Mirror:
             raise self._failure
 
     def finish(self, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Upload the last state, and release the lease; raise the error if the uploads failed.
+        """Upload the last state; raise the error if the uploads failed.
 
         Each request has a time limit, so that a store that does not answer ends the wait. Call this after `start`.
 
@@ -117,16 +117,20 @@ class Mirror:
             on_wait()
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended)
-        # After an error, only the release of the lease is left, for which a store that is gone is not waited for.
-        self._thread.join(_ABANDON_S)
         self.check()
 
     def abandon(self) -> None:
-        """Upload nothing more, and release the lease if the store answers at once."""
+        """Upload nothing more; a thread that waits for the store is left behind."""
         with self._changed:
             self._is_abandoned = True
             self._changed.notify_all()
         self._thread.join(_ABANDON_S)
+
+    def release(self) -> None:
+        """Release the lease if the store answers at once, after `finish` or `abandon`."""
+        thread = threading.Thread(target=self._lease.release, name="stored-run-release", daemon=True)
+        thread.start()
+        thread.join(_ABANDON_S)
 
     def _work(self) -> None:
         try:
@@ -140,7 +144,6 @@ class Mirror:
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
-        self._lease.release()
 
     def _persist(self, action: Callable[[], None]) -> None:
         """Act, and act again for a while if the store refuses; raise its error then."""

@@ -118,8 +118,10 @@ def stored_run(
             _add_note(error, mirror.stored, copy, url)
         raise
     finally:
+        # First, because the next holder of the lease may use the same folder.
         if is_stored:
             copy.remove()
+        mirror.release()
 
 
 def _prepare(
