@@ -18,10 +18,14 @@ import tensorstore as ts
 from click.testing import CliRunner
 
 from engine.commands.cli import main
+from engine.commands.compile_for_cards import PROGRAM
+from engine.commands.plan_options import print_plan
 from engine.config import TrainConfig
 from engine.feed.shard_batches import ShardBatches
+from engine.peers import SEES_ALL
+from engine.processes import ThisProcess
 from engine.run.parts import OwnParts
-from engine.run.train import plan_run
+from engine.run.train import plan_run, train
 from engine.sizing import card_compiler, flow, planning, rates
 from engine.sizing.card_compiler import COMPILER_FOLDER, CardAnalysis, CardCompilerError, CardRequest, compile_for_cards
 from engine.sizing.cards import SHARE_VARIABLE
@@ -98,6 +102,50 @@ def test_a_batch_that_cannot_be_changed_is_not_searched(monkeypatch):
     plan = plan_here(toy_config(), OwnParts(model=Linear(), batches=toy_batch), ignore)
     assert plan.memory.largest is None
     assert plan.memory.untried_because == "the batch of this run cannot be changed"
+
+
+def test_the_smallest_batch_is_not_searched(monkeypatch, tmp_path):
+    pack(fake_source(12, size=4), tmp_path)
+    monkeypatch.setattr(planning, "host_memory_bytes", lambda: 1000)
+    config = TrainConfig(data=str(tmp_path), batch=1, steps=3, compilation_cache="off")
+    plan = plan_here(config, OwnParts(model=Linear()), ignore)
+    assert plan.memory.largest is None
+    because = plan.memory.untried_because
+    assert because == "it is already the smallest that can be divided among the devices"
+
+
+def test_processes_on_one_machine_share_its_memory_and_try_no_batches(monkeypatch, tmp_path):
+    pack(fake_source(12, size=4), tmp_path)
+    monkeypatch.setattr(planning, "process_memory_bytes", lambda: 5_000_000)
+    config, parts = TrainConfig(data=str(tmp_path), batch=8, steps=3, compilation_cache="off"), OwnParts(model=Linear())
+    alone = plan_here(config, parts, ignore).memory.need
+    assert alone is not None
+    monkeypatch.setattr(planning, "this_process", lambda: ThisProcess(0, 3))
+    monkeypatch.setenv(SEES_ALL, "1")
+    monkeypatch.setattr(planning, "host_memory_bytes", lambda: alone.total_bytes)
+    together = plan_here(config, parts, ignore).memory
+    assert together.need is not None
+    assert together.need.total_bytes == 3 * alone.total_bytes
+    # Each would compile others, and wait for the rest.
+    assert (together.largest, together.untried_because) == (None, "several processes make this plan")
+
+
+@pytest.mark.parametrize(("index", "printed"), [(0, "\nplan\n"), (1, "")])
+def test_only_the_first_of_several_processes_prints_the_plan(monkeypatch, capsys, index, printed):
+    monkeypatch.setattr("engine.processes.this_process", lambda: ThisProcess(index, 2))
+    monkeypatch.setattr(planning, "plan_here", lambda *_: None)
+    monkeypatch.setattr("engine.sizing.report.plan_lines", lambda _: ["plan"])
+    print_plan(TrainConfig(), OwnParts(), {}, {"target": None, "rate": None})
+    assert capsys.readouterr().out == printed
+
+
+def test_a_resumed_run_keeps_its_snapshots_beside_those_to_come(tmp_path):
+    config = toy_config(steps=5, snapshot_every_steps=1, keep_snapshots=3, run_dir=str(tmp_path / "run"))
+    parts = OwnParts(model=Linear(), batches=toy_batch)
+    train(config, model=Linear(), batches=toy_batch)
+    plan = plan_here(replace(config, resume=True, steps=6), parts, ignore)
+    assert plan.work.num_steps == 1
+    assert plan.disk.num_snapshots == 4
 
 
 def test_every_image_is_read_at_most_once_and_only_from_the_shards(tmp_path):
@@ -269,6 +317,37 @@ def test_the_compiler_gets_the_request_and_computes_on_the_cpu(monkeypatch, tmp_
     assert compile_for_cards(request, program) == CardAnalysis(**ANSWER)
 
 
+@pytest.mark.integration
+def test_the_compilers_process_does_not_take_packages_of_the_working_directory(monkeypatch, tmp_path):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine/__init__.py").write_text("raise SystemExit('the wrong package')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(card_compiler, "find_card_compiler", lambda: tmp_path)
+    request = CardRequest({"batch": 0}, {}, "h100", 1, 8)
+    with pytest.raises(ValueError, match="batch must lie in"):
+        compile_for_cards(request, PROGRAM)
+
+
+def test_only_the_program_that_was_asked_for_is_dumped(monkeypatch, tmp_path):
+    monkeypatch.setenv(SHARE_VARIABLE, "0.0001")
+    asked = []
+
+    def compiled(request, _program):
+        batch = request.settings["batch"]
+        asked.append((batch, request.settings["dump_hlo"]))
+        return CardAnalysis({"temporaries": 100_000 * batch}, None, 0.1)
+
+    monkeypatch.setattr(planning, "compile_for_cards", compiled)
+    config = TrainConfig(
+        synthetic=True, image_size=32, num_classes=10, model="resnet8", batch=256, steps=9, dump_hlo=str(tmp_path)
+    )
+    plan = plan_for_cards(config, OwnParts(), {}, Target("h100", 1, 8), ignore, program="")
+    assert plan.memory.largest is not None
+    assert asked[0] == (256, str(tmp_path))
+    assert {folder for _, folder in asked[1:]} == {None}
+
+
 def test_the_compiler_is_found_beside_or_among_the_packages(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "packages")])
@@ -304,6 +383,10 @@ SMALL = [
         (
             ["--dry-run", "--target", "h100", "--devices", "cpu:4"],
             "with --target, --devices must be a number, got cpu:4",
+        ),
+        (
+            ["--dry-run", "--target", "h100", "--devices", "12"],
+            "so --devices must be a multiple of --devices-per-host, 8, got 12: change one of them",
         ),
         (["--dry-run", "--target", "h1000"], "'h1000' is not one of"),
         (["--dry-run", "--rate", "0"], "0.0 is not in the range"),

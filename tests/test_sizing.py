@@ -149,11 +149,11 @@ def test_evaluations_are_counted_as_the_loop_makes_them(start, steps, every):
 
 
 def test_snapshots_are_counted_with_the_one_that_is_being_written():
-    assert count_snapshots(0, 100, every=10, keep=3, keeps_best=False) == 4
-    assert count_snapshots(0, 100, every=10, keep=3, keeps_best=True) == 5
-    assert count_snapshots(0, 100, every=0, keep=3, keeps_best=False) == 1
-    assert count_snapshots(0, 100, every=10, keep=0, keeps_best=False) == 10
-    assert count_snapshots(0, 0, every=10, keep=3, keeps_best=False) == 0
+    assert count_snapshots(100, every=10, keep=3, keeps_best=False) == 4
+    assert count_snapshots(100, every=10, keep=3, keeps_best=True) == 5
+    assert count_snapshots(100, every=0, keep=3, keeps_best=False) == 1
+    assert count_snapshots(100, every=10, keep=0, keeps_best=False) == 10
+    assert count_snapshots(0, every=10, keep=3, keeps_best=False) == 0
 
 
 def test_the_duration_counts_trained_and_evaluated_images():

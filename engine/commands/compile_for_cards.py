@@ -4,7 +4,11 @@ import json
 import sys
 from pathlib import Path
 
-PROGRAM = "import sys; from engine.commands.compile_for_cards import answer_request; answer_request(*sys.argv[1:])"
+PROGRAM = (
+    # Not the working directory, which may contain packages of these names.
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "from engine.commands.compile_for_cards import answer_request; answer_request(*sys.argv[1:])"
+)
 """The program of the process that compiles."""
 
 

@@ -67,6 +67,7 @@ def check_plan_options(params: Mapping[str, Any]) -> None:
 
 def print_plan(config: TrainConfig, parts: "OwnParts", names: Mapping[str, str], params: Mapping[str, Any]) -> None:
     """Make the plan of a run, and print it."""
+    from engine.processes import this_process
     from engine.sizing.planning import plan_for_cards, plan_here
     from engine.sizing.report import plan_lines
 
@@ -77,7 +78,9 @@ def print_plan(config: TrainConfig, parts: "OwnParts", names: Mapping[str, str],
 
         target = _target(config, params)
         plan = plan_for_cards(config, parts, names, target, click.echo, program=PROGRAM, device_rate=params["rate"])
-    click.echo("\n".join(["", *plan_lines(plan)]))
+    # Of several processes, all open the run, and the first alone prints.
+    if this_process().index == 0:
+        click.echo("\n".join(["", *plan_lines(plan)]))
 
 
 def _target(config: TrainConfig, params: Mapping[str, Any]) -> "Target":
@@ -86,7 +89,16 @@ def _target(config: TrainConfig, params: Mapping[str, Any]) -> "Target":
     platform, count = (None, 1) if config.devices is None else parse_devices(config.devices)
     if platform is not None:
         raise SettingError("devices", "with --target, {setting} must be a number, got {found}", found=config.devices)
-    return Target(params["target"], count, params["devices_per_host"] or _DEVICES_PER_HOST)
+    per_host = params["devices_per_host"] or _DEVICES_PER_HOST
+    if count > per_host and count % per_host:
+        raise SettingError(
+            "devices",
+            "every host has as many devices, so {setting} must be a multiple of --devices-per-host, {per_host}, got "
+            "{found}: change one of them",
+            per_host=per_host,
+            found=count,
+        )
+    return Target(params["target"], count, per_host)
 
 
 def _option(name: str) -> str:

@@ -29,6 +29,7 @@ class Place:
         limit_note: what the limit is, in words.
         is_host_memory: whether the devices compute in the host's memory.
         is_here: whether they are this machine's.
+        num_sharing: number of processes that share the memory of this machine, each with as many devices.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class Place:
     limit_note: str
     is_host_memory: bool
     is_here: bool
+    num_sharing: int = 1
 
 
 @dataclass(frozen=True)
@@ -172,9 +174,12 @@ class Disk:
         return self.snapshot_bytes * self.num_snapshots + self.weights_bytes + self.log_bytes
 
 
-def count_snapshots(start_step: int, steps: int, *, every: int, keep: int, keeps_best: bool) -> int:
-    """Return how many snapshots a run folder has at most: the newest `keep` (0: all), and the best one."""
-    taken = count_evaluations(start_step, steps, every) if steps else 0
+def count_snapshots(steps: int, *, every: int, keep: int, keeps_best: bool) -> int:
+    """Return how many snapshots a run folder has at most: the newest `keep` (0: all), and the best one.
+
+    A resumed run still has those of its earlier launches.
+    """
+    taken = count_evaluations(0, steps, every)
     # While a snapshot is written, the one that it replaces is still there.
     return taken if keep == 0 else min(taken, keep + keeps_best + 1)
 

@@ -3,6 +3,7 @@
 The program is compiled here for the devices of this machine, or by another process for GPUs that are not here.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ from engine.crossing.devices import devices
 from engine.feed.batches import EvaluationSource
 from engine.feed.shard_batches import SequentialBatches, ShardBatches
 from engine.feed.windowed_batches import WindowedBatches
+from engine.peers import SEES_ALL
 from engine.processes import this_process
 from engine.run.open_run import OpenRun, open_run
 from engine.run.parts import OwnParts
@@ -80,7 +82,8 @@ def plan_here(config: TrainConfig, parts: OwnParts, notify: Notify, device_rate:
     with open_run(config, parts, notify, is_dry=True) as run:
         first, place = Analysed.of(run), _place_here(run.facts)
         # What the host needs beside the program: Python, the compiler and its results.
-        beside = {"this process so far": process_memory_bytes() or 0} if place.is_host_memory else {}
+        name = "this process so far" if place.num_sharing == 1 else "each process so far"
+        beside = {name: process_memory_bytes() or 0} if place.is_host_memory else {}
         memory = _judge(place, run.facts, first, analyse, beside, has_own_batches=given.batches is not None)
         return _complete(run, place, memory, device_rate, None)
 
@@ -112,7 +115,8 @@ def plan_for_cards(
 
     def analyse(batch: int) -> Analysed:
         notify(f"compiling for --batch {batch} on {_count_of(place)}, in seconds to minutes")
-        found = compile_for_cards(_request(replace(config, batch=batch), part_names, target), program)
+        smaller = config if batch == config.batch else replace(config, batch=batch, dump_hlo=None)
+        found = compile_for_cards(_request(smaller, part_names, target), program)
         return Analysed(found.memory_bytes, found.step_flops, 0)
 
     with open_run(config, parts, notify, is_dry=True, placement=placement) as run:
@@ -132,17 +136,19 @@ def _request(config: TrainConfig, part_names: Mapping[str, str], target: Target)
 
 
 def _place_here(facts: RunFacts) -> Place:
-    found = devices()[0]
+    found, num_processes = devices()[0], this_process().count
     is_host_memory = found.platform == "cpu"
     return Place(
         kind="the processor" if is_host_memory else found.kind,
         num_devices=facts.num_devices,
         devices_per_host=facts.num_own_devices,
-        num_hosts=this_process().count,
+        num_hosts=num_processes,
         limit_bytes=host_memory_bytes() if is_host_memory else found.memory_bytes,
         limit_note="this machine has" if is_host_memory else "jax takes",
         is_host_memory=is_host_memory,
         is_here=True,
+        # Processes that were not started together are taken to be on different hosts.
+        num_sharing=num_processes if SEES_ALL in os.environ else 1,
     )
 
 
@@ -169,9 +175,10 @@ def _need(place: Place, facts: RunFacts, analysed: Analysed, beside: Mapping[str
     parts = program_parts(analysed.memory_bytes, facts.state_bytes, place.num_devices)
     if not place.is_host_memory:
         return MemoryNeed(parts)
-    # The copy of the starting state is only on the first device.
+    # The copy of the starting state is only on the first device of a process.
     whole = {name: size * (1 if name == START else place.devices_per_host) for name, size in parts.items()}
-    return MemoryNeed({**whole, "batches read ahead": analysed.ring_bytes, **beside})
+    whole |= {"batches read ahead": analysed.ring_bytes, **beside}
+    return MemoryNeed({name: size * place.num_sharing for name, size in whole.items()})
 
 
 def _judge(
@@ -192,6 +199,11 @@ def _judge(
     unit = batch_unit(facts.config, place.num_devices)
     if has_own_batches or unit is None:
         return plan(untried_because="the batch of this run cannot be changed")
+    if batch < 2 * unit:
+        return plan(untried_because="it is already the smallest that can be divided among the devices")
+    if this_process().count > 1:
+        # They would have to try the same ones.
+        return plan(untried_because="several processes make this plan")
     copies = place.devices_per_host if place.is_host_memory else 1
     try:
         largest = find_largest_batch(
@@ -214,7 +226,9 @@ def _complete(run: OpenRun, place: Place, memory: MemoryPlan, device_rate: float
     volumes = _volumes(facts)
     spare = None
     if place.is_here and (host_bytes := host_memory_bytes()) is not None:
-        used = memory.need.total_bytes if memory.need is not None and place.is_host_memory else facts.ring_bytes
+        used = facts.ring_bytes * place.num_sharing
+        if memory.need is not None and place.is_host_memory:
+            used = memory.need.total_bytes
         spare = host_bytes - used
     flow = measure_flow(
         config,
@@ -270,7 +284,6 @@ def _disk(facts: RunFacts, volumes: list[tuple[str, Volume]]) -> Disk:
         volumes,
         snapshot_bytes=facts.state_bytes,
         num_snapshots=count_snapshots(
-            facts.start_step,
             config.steps,
             every=config.snapshot_every_steps,
             keep=config.keep_snapshots,
