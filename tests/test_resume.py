@@ -24,7 +24,7 @@ from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps, write_snapshot
 from engine.records.snapshot_writer import SnapshotWriter
-from engine.records.topology import Topology
+from engine.records.topology import Topology, describe_promise
 from engine.run.changes import HOST_SETTINGS, RUNTIME_SETTINGS, check_settings, check_steps, note_changes
 from engine.run.nonfinite import NonFiniteError
 from engine.run.resume import StartingPoint, find_cuts
@@ -573,7 +573,27 @@ def test_other_devices_and_processes_are_noted():
     assert [run.topology_at(step) for step in (1, 6, 7)] == [before, before, HERE]
     # A replay has all devices in one process.
     assert [run.replayed_config(step).devices for step in (6, 7)] == ["cpu:4", None]
-    assert [each.devices for each in run.replayed_configs()] == ["cpu:4", None]
+    assert [each.devices for each in run.replayed_configs(0, None)] == ["cpu:4", None]
+    # Of other launches, nothing is needed.
+    assert [each.devices for each in run.replayed_configs(0, 6)] == ["cpu:4"]
+    assert [each.devices for each in run.replayed_configs(6, 9)] == [None]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "device", "num_parts", "promise"),
+    [
+        (Topology("cpu"), "cpu", 1, "recorded and replayed on one device (cpu): the same bits are expected"),
+        (Topology("cpu", 2, 2), "cpu", 2, "on as many in one process: the same bits are expected"),
+        (Topology("cpu", 3, 3), "cpu", 3, "sums over the devices may be added in another order"),
+        (Topology("cpu", 2), "cpu", 4, "with 4, more than cores, which divides the work of a device in another way"),
+        (Topology("cpu", 4), "cpu", 4, "the same bits are expected"),
+        (Topology("NVIDIA H100", 8), "cpu", 8, "another kind of device rounds differently"),
+        (Topology("NVIDIA H100", 2, 2), "NVIDIA H100", 0, "the same bits are expected"),
+    ],
+)
+def test_a_replay_promises_what_its_devices_allow(recorded, device, num_parts, promise, monkeypatch):
+    monkeypatch.setattr("engine.records.topology.num_cores", lambda: 2)
+    assert promise in describe_promise(recorded, device, num_parts)
 
 
 @pytest.mark.parametrize(

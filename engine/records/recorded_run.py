@@ -65,10 +65,10 @@ class RecordedRun:
         """Return the settings that repeat update `step`, counted from 1, in one process on as many devices."""
         return in_one_process(self.config_at(step), self.topology_at(step))
 
-    def replayed_configs(self) -> list[TrainConfig]:
-        """Return the settings that repeat each launch, oldest first."""
-        ends = [int(launch["until_step"]) for launch in self.earlier]
-        return [self.replayed_config(step) for step in (*ends, max(ends, default=0) + 1)]
+    def replayed_configs(self, from_step: int, to_step: int | None) -> list[TrainConfig]:
+        """Return the settings that repeat each launch of the updates `from_step` + 1 … `to_step`, oldest first."""
+        ends = [end for end in self.changes() if from_step < end and (to_step is None or end < to_step)]
+        return [self.replayed_config(step) for step in (from_step + 1, *(end + 1 for end in ends))]
 
     def changes(self) -> tuple[int, ...]:
         """Return the steps after which settings changed, in ascending order."""

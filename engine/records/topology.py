@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config import TrainConfig
+from preprocess.cores import num_cores
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ def in_one_process(config: TrainConfig, topology: Topology) -> TrainConfig:
     return replace(config, devices=f"cpu:{count}" if topology.device == "cpu" else str(count))
 
 
-def describe_promise(recorded: Topology, device: str) -> str:
+def describe_promise(recorded: Topology, device: str, num_parts: int = 0) -> str:
     """Return which agreement to expect of a replay in one process, on as many devices as the record.
 
     Args:
         recorded: where the record was made.
         device: the vendor's name of the devices of the replay.
+        num_parts: number of devices into which the processor of the replay is divided; 0 for other devices.
     """
     if recorded.device != device:
         return (
@@ -61,6 +63,12 @@ def describe_promise(recorded: Topology, device: str) -> str:
         return (
             f"recorded on {recorded}, replayed in one process: sums over the devices may be added in another order, so "
             "the losses may differ by rounding"
+        )
+    # XLA has a thread for each core, or for each device if these are more, and divides its work among the threads.
+    if num_parts > max(recorded.num_devices // recorded.num_processes, num_cores()):
+        return (
+            f"recorded on {recorded}, replayed in a process with {num_parts}, more than cores, which divides the work "
+            "of a device in another way: the losses may differ by rounding. Replay these steps alone (--from, --to)"
         )
     if recorded.num_processes > 1:
         return f"recorded on {recorded}, replayed on as many in one process: the same bits are expected"

@@ -25,8 +25,8 @@ from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.train_state import TrainModel, TrainState
 from engine.records.recorded_run import read_recorded
-from engine.records.run_folder import CONFIG
-from engine.records.snapshot import Snapshot
+from engine.records.run_folder import CONFIG, SNAPSHOTS
+from engine.records.snapshot import Snapshot, snapshot_steps
 from engine.records.stored.reading import local_copy, naming_in
 from engine.records.topology import describe_promise
 from engine.replay.checked_files import CheckedFiles, check_files, describe_check
@@ -146,7 +146,8 @@ def _check_topologies(stretch: RecordedStretch, notify: Callable[[str], None]) -
             )
         last = max(piece.stop_step for piece in pieces)
         is_all = (first, last) == (stretch.start.step + 1, stretch.to_step)
-        notify(("" if is_all else f"{_steps(first, last)}: ") + describe_promise(topology, here[0].kind))
+        promise = describe_promise(topology, here[0].kind, len(here) if here[0].platform == "cpu" else 0)
+        notify(("" if is_all else f"{_steps(first, last)}: ") + promise)
         first = last + 1
 
 
@@ -156,8 +157,9 @@ def _steps(first: int, last: int) -> str:
 
 def _read_stretch(run: Path, from_step: int | None, to_step: int | None) -> RecordedStretch:
     try:
-        # Snapshots are read with jax.
-        split_processor(read_recorded(run).replayed_configs())
+        # Snapshots are read with jax. The devices of other launches would change the work of these, see `Topology`.
+        begin = min(snapshot_steps(run / SNAPSHOTS), default=0) if from_step is None else from_step
+        split_processor(read_recorded(run).replayed_configs(begin, to_step))
         return read_stretch(run, from_step, to_step)
     except IrregularFileError as error:
         raise ValueError(
