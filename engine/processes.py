@@ -9,13 +9,16 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from engine.peers import Peers
 
 PEER_TIMEOUT_S = 60.0
 JOIN_TIMEOUT_S = 120.0
 _ASK_EVERY_S = 0.5
+_EXCHANGED = "feedloop/exchanged"
+# Opening large data on a slow storage takes minutes; a process that dies is noticed by the watch.
+_EXCHANGE_LIMIT_S = 600
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,36 @@ def wait_for_processes(place: str) -> None:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(place)
+
+
+def exchange(subject: str, text: str) -> list[str]:
+    """Return the texts that all processes give about a subject, in their order; only this one's without others.
+
+    All processes must call it equally often, and in the same order.
+
+    Raises:
+        RuntimeError: another process does not come here in time.
+    """
+    here = this_process()
+    if here.count == 1:
+        return [text]
+    from jax._src.distributed import global_state as joined
+
+    client: Any = joined.client
+    folder = f"{_EXCHANGED}/{subject}"
+    # A program can train more than once.
+    number = client.key_value_increment(f"{folder}/count/{here.index}", 1)
+    client.key_value_set(f"{folder}/{number}/{here.index}", text)
+    try:
+        return [
+            str(client.blocking_key_value_get(f"{folder}/{number}/{other}", _EXCHANGE_LIMIT_S * 1000))
+            for other in range(here.count)
+        ]
+    except Exception as error:
+        raise RuntimeError(
+            f"the {subject} of another process did not arrive within {_EXCHANGE_LIMIT_S} s ({error}): check the "
+            "messages of the other processes"
+        ) from error
 
 
 def leave_processes(peers: Peers) -> None:

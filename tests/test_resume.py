@@ -25,7 +25,14 @@ from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps, write_snapshot
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.records.topology import Topology, describe_promise
-from engine.run.changes import HOST_SETTINGS, RUNTIME_SETTINGS, check_settings, check_steps, note_changes
+from engine.run.changes import (
+    HOST_SETTINGS,
+    RUNTIME_SETTINGS,
+    check_same_everywhere,
+    check_settings,
+    check_steps,
+    note_changes,
+)
 from engine.run.nonfinite import NonFiniteError
 from engine.run.resume import StartingPoint, find_cuts
 from engine.run.train import plan_run
@@ -577,6 +584,29 @@ def test_other_devices_and_processes_are_noted():
     # Of other launches, nothing is needed.
     assert [each.devices for each in run.replayed_configs(0, 6)] == ["cpu:4"]
     assert [each.devices for each in run.replayed_configs(6, 9)] == [None]
+
+
+@pytest.mark.parametrize(
+    ("change", "digest", "message"),
+    [
+        ({"batch": 32}, "a" * 64, r"this one has batch 32, not 8, as the first process has: start them"),
+        ({"learning_rate": 0.3, "seed": 1}, "a" * 64, r"has seed 1, not 0 and learning_rate 0.3, not 0.1, as"),
+        ({}, "b" * 64, r"has data \(the digest of the manifest\) b+, not a+, as the first"),
+    ],
+)
+def test_a_process_with_other_settings_or_data_is_refused(change, digest, message, monkeypatch):
+    said = []
+
+    def exchange(subject, text):
+        said.append(text)
+        return [said[0], text]
+
+    monkeypatch.setattr("engine.run.changes.exchange", exchange)
+    config = toy_config()
+    check_same_everywhere(config, "a" * 64)
+    check_same_everywhere(replace(config, run_dir="/elsewhere", reader_threads=7), "a" * 64)
+    with pytest.raises(ConfigError, match=message):
+        check_same_everywhere(replace(config, **change), digest)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,17 @@
 Owns the rule on which settings a resume may change, and the entries `earlier` of `config.json`.
 """
 
+import json
 from typing import Any
 
 from engine.config import SETTINGS, TrainConfig, describe_value
 from engine.locations import with_absolute_paths
+from engine.processes import exchange
 from engine.records.recorded_run import RecordedRun
 from engine.records.run_folder import recorded_versions
 from engine.records.topology import Topology
 from engine.settings import OnResume, SettingError, Stage
+from preprocess.quantities import listed
 
 RUNTIME_SETTINGS = frozenset(
     name
@@ -55,6 +58,37 @@ def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
         # It is compiled into the program if it is set.
         return before is not None and now is not None
     return rule is not OnResume.KEPT
+
+
+def check_same_everywhere(config: TrainConfig, manifest_digest: str | None) -> None:
+    """Raise SettingError if this process has other settings, data or versions than the first one.
+
+    Settings of the host alone may differ, such as where its data are.
+    """
+    names = [name for name in SETTINGS if name not in HOST_SETTINGS and name != "init_from"]
+    own = {
+        "settings": {name: config.to_json()[name] for name in names},
+        "others": {"data (the digest of the manifest)": manifest_digest, **recorded_versions()},
+    }
+    first = json.loads(exchange("settings", json.dumps(own))[0])
+    own = json.loads(json.dumps(own))
+    changed = [name for name in names if first["settings"].get(name) != own["settings"][name]]
+    others = [
+        f"{name} {found}, not {first['others'].get(name)}"
+        for name, found in own["others"].items()
+        if first["others"].get(name) != found
+    ]
+    if not changed and not others:
+        return
+    differences = [f"{{{name}}} {{{name}_here}}, not {{{name}_first}}" for name in changed]
+    found = {f"{name}_here": describe_value(own["settings"][name]) for name in changed}
+    found |= {f"{name}_first": describe_value(first["settings"].get(name)) for name in changed}
+    raise SettingError(
+        changed[0] if changed else "data",
+        f"all processes of a run must have the same settings, data and versions, but this one has "
+        f"{listed([*differences, *others])}, as the first process has: start them with the same options",
+        **found,
+    )
 
 
 def check_steps(config: TrainConfig, recorded: TrainConfig, steps_done: int) -> None:

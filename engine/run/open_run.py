@@ -19,7 +19,14 @@ from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
 from engine.records.weights_metadata import WEIGHTS_METADATA
 from engine.run.callbacks import Callback, Callbacks, RunHandle
-from engine.run.changes import check_settings, check_steps, describe_changes, note_changes, versions_warning
+from engine.run.changes import (
+    check_same_everywhere,
+    check_settings,
+    check_steps,
+    describe_changes,
+    note_changes,
+    versions_warning,
+)
 from engine.run.compilation import Compiled, caching_compilations
 from engine.run.data import open_data
 from engine.run.epochs import settle_epochs
@@ -91,6 +98,7 @@ def open_run(
             # Before anything that is computed from the data, such as the steps of an epoch.
             check_manifest(data, recorded)
         config = settle_epochs(config, data.num_images, data.description, notify)
+        check_same_everywhere(config, data.manifest_digest)
         if recorded is None:
             warn_of_settings(config, data, notify)
         else:
