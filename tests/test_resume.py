@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from engine import TrainConfig, replay_run, run_settings, train
+from engine import ConfigError, TrainConfig, replay_run, run_settings, train
 from engine.control.event import ControlEvent
 from engine.control.request import ControlRequest
 from engine.records.control_log import read_events

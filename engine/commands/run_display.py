@@ -1,6 +1,7 @@
 """The terminal output of `run-train`: the losses of a run, and its summary."""
 
 import io
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import click
 
 from engine.commands.command_end import say_on_terminal
 from engine.config import TrainConfig
+from engine.peers import SEES_ALL
+from engine.processes import this_process
 from preprocess.commands.guarded_output import terminal_of
 from preprocess.quantities import quantity
 
@@ -54,6 +57,14 @@ def _terminal() -> "Console":
     return Console(file=terminal_of(sys.stdout))
 
 
+def _processes() -> str:
+    """Return the option with which a resume has as many processes, if they were started together."""
+    count = this_process().count
+    if count == 1:
+        return ""
+    return f" --spawn {count}" if SEES_ALL in os.environ else " (on each machine, with the same --coordinator options)"
+
+
 def summarise(result: "TrainResult") -> None:
     """Print how a run ended, its final loss, its folder, and how to resume it if it is incomplete."""
     steps = quantity(result.steps_done, "step")
@@ -73,7 +84,7 @@ def summarise(result: "TrainResult") -> None:
         lines.append(f"skipped: {quantity(result.num_skipped, 'update')} with NaN or infinite gradients")
     lines.append(f"run folder: {result.run_dir}")
     if not result.is_complete and result.snapshot_step is not None:
-        lines.append(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume")
+        lines.append(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume{_processes()}")
     with _naming_closed_output(" after the run had ended"):
         click.echo("\n".join(lines))
 

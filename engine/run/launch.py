@@ -129,6 +129,11 @@ class Launch:
         self._describe()
 
     @property
+    def norms_are_fixed(self) -> bool:
+        """Whether batch norms average over as many images whatever the number of devices."""
+        return self.config.batch_norm_sync or self.config.batch_norm_group is not None
+
+    @property
     def topology(self) -> Topology:
         """The devices and processes of this launch."""
         return Topology(self._device_kind, len(self._devices), this_process().count)

@@ -17,6 +17,7 @@ from engine.processes import this_process, wait_for_processes
 from engine.program.train_state import TrainState
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
+from engine.records.topology import Topology
 from engine.records.weights_metadata import WEIGHTS_METADATA
 from engine.run.callbacks import Callback, Callbacks, RunHandle
 from engine.run.changes import (
@@ -273,6 +274,9 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
     for message in (describe_changes(launch.config, recorded.config), describe_factor(launch.start)):
         if message is not None:
             notify(message)
+    if (before := Topology.from_json(recorded.resolved)) != launch.topology:
+        depends = "" if launch.norms_are_fixed else "; batch norms average over the images of each device"
+        notify(f"the run was on {before} and goes on with {launch.topology}: the same images, other rounding{depends}")
 
 
 def _find_start(
