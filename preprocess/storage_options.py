@@ -121,8 +121,8 @@ STORAGE_OPTIONS: Mapping[str, StorageOption] = {
     ),
     "requester-pays": StorageOption("Pay for requests to a bucket of someone else.", _S3, **_one_of("true", "false")),
     "conditional-writes": StorageOption(
-        "Whether packing uses conditional writes to exclude other packers. Default: true; packing warns of a store "
-        "that ignores them.",
+        "Whether packs and runs are protected from other writers by conditional writes. Default: true; a warning names "
+        "a store that ignores them.",
         _S3,
         **_one_of("true", "false"),
     ),
