@@ -16,7 +16,7 @@ from engine.records.control_log import read_events
 from engine.records.control_requests import send_request
 from engine.records.snapshot import read_snapshot, remove_snapshot, snapshot_steps, write_snapshot
 from engine.replay.checked_files import CheckedFiles
-from engine.replay.report import Difference
+from engine.replay.report import Difference, _Kind
 from tests.fake_source import fake_source, files_of, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
@@ -152,6 +152,25 @@ def test_one_changed_number_is_found_and_named(copied, name, number, values, kin
     assert found.largest == (pytest.approx(abs(old - new) / new) if is_told else None)
     recorded = "NaN or infinite" if new is None else str(new)
     assert found == Difference(kind, where, recorded, str(old), 1, total, found.largest)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "replayed", "largest"),
+    [
+        (2.0, 2.5, "by at most 2.5e-01 of their value"),
+        (float("nan"), 2.5, None),  # a metric that the record lacks
+        (None, 2.5, None),
+        (0.0, 2.5, None),
+        (2.0, None, None),
+    ],
+)
+def test_the_largest_difference_is_told_if_each_has_a_number(recorded, replayed, largest):
+    kind = _Kind("metric")
+    kind.compare("step 1", 1.0, 1.125)
+    kind.compare("step 2", recorded, replayed)
+    told = str(kind.difference())
+    assert "2 of 2 metrics differ" in told
+    assert (largest in told) if largest else ("by at most" not in told)
 
 
 def test_the_last_bit_of_a_loss_is_found(copied):

@@ -204,7 +204,7 @@ class _Kind:
             self.total += 1
             return
         self.note(where, _text(recorded), _text(replayed))
-        if recorded and isinstance(replayed, int | float):
+        if recorded and math.isfinite(recorded) and isinstance(replayed, int | float):
             self._relative.append(abs(replayed - recorded) / abs(recorded))
 
     def compare_array(self, where: str, recorded: NDArray[Any], replayed: NDArray[Any]) -> None:
