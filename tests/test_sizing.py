@@ -1,6 +1,7 @@
 """The arithmetic of a plan, by hand and against brute force, and the search for the largest batch that fits."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from engine.sizing.report import plan_lines
 from engine.sizing.volumes import imagenet_volume, split_volume
 from preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
+from tests.labelled_photographs import draw_photographs, pack_labelled, write_labels
 
 GB = 10**9
 
@@ -182,6 +184,19 @@ def test_the_size_of_a_pack_is_that_of_its_files_and_of_the_formula(tmp_path, co
             # Less the files of the split that do not grow with it; the index of a shard is that of a whole one.
             formula = imagenet_volume(64, 40).disk_bytes
             assert formula <= found.disk_bytes <= formula + 16 * split.manifest.shard_images + 100_000
+
+
+@pytest.mark.parametrize(("kind", "words"), [("classes", 1), ("numbers", 3)])
+def test_the_size_of_a_remote_pack_counts_the_targets_of_each_image(tmp_path, kind, words):
+    paths = draw_photographs(tmp_path / "photographs", 9)
+    labels = write_labels(tmp_path / "labels.csv", paths, kind=kind)
+    pack_labelled(tmp_path / "photographs", labels, tmp_path / "data")
+    with open_split(str(tmp_path / "data"), "train") as split:
+        assert split.target_words == words
+        # Only the manifest is known.
+        remote: Any = SimpleNamespace(manifest=split.manifest, location=SimpleNamespace(local_path=None))
+        found = split_volume(remote)
+    assert found.disk_bytes == round(9 * found.stored_bytes) + 9 * (26 + 4 * words)
 
 
 def test_synthetic_batches_stand_for_imagenet_in_a_plan():

@@ -9,6 +9,7 @@ from preprocess.shards.arrays import PIXELS
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.reader import ShardSplit
 from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY
+from preprocess.shards.targets import num_words
 
 # ILSVRC 2012: Russakovsky et al. (2015), arXiv:1409.0575, table 2.
 IMAGENET_TRAIN, IMAGENET_VAL = 1_281_167, 50_000
@@ -62,8 +63,14 @@ def split_volume(split: ShardSplit) -> Volume:
         )
     pixels = sum(_most_bytes(manifest, shard) for shard in range(manifest.num_shards))
     source = "the manifest" if manifest.codec == "raw" else "the manifest: at most, because the shards are compressed"
-    disk_bytes = pixels + manifest.num_images * _OTHER_BYTES
+    disk_bytes = pixels + manifest.num_images * (_OTHER_BYTES + _target_bytes(manifest))
     return Volume(manifest.num_images, manifest.image_bytes, pixels / manifest.num_images, disk_bytes, source)
+
+
+def _target_bytes(manifest: Manifest) -> int:
+    """Return the bytes of an image's targets, which several classes or numbers have instead of a label."""
+    targets = manifest.targets
+    return 0 if targets is None else 4 * num_words(targets.kind, manifest.num_classes)
 
 
 def _most_bytes(manifest: Manifest, shard: int) -> int:
