@@ -1,4 +1,7 @@
-"""Conversion to at least float32, for sums and statistics that a narrower dtype would round away."""
+"""Conversion to at least float32, for sums and statistics that a narrower dtype would round away.
+
+Where other docstrings name float32 as the dtype of a computation, float64 inputs are computed and returned in float64.
+"""
 
 import jax
 import jax.numpy as jnp
