@@ -22,7 +22,7 @@ def absent_cards(card: Card, num_devices: int, devices_per_host: int) -> list[ja
     Args:
         card: the kind of the GPUs.
         num_devices: their number.
-        devices_per_host: how many of them one host has; the last host may have fewer in the plan, but not here.
+        devices_per_host: how many of them each host has, if there are several hosts.
     """
     num_hosts = -(-num_devices // devices_per_host)
     per_host = min(num_devices, devices_per_host)
