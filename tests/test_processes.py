@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -127,6 +128,17 @@ def test_a_stalled_source_of_one_process_ends_the_run(tmp_path):
     assert "process 1: run-train: the batch of step 11 did not arrive within 4 s" in log.read_text()
     assert "the newest snapshot is intact" in log.read_text()
     assert json.loads((tmp_path / "run/result.json").read_text())["steps_done"] == 10
+
+
+@pytest.mark.integration
+def test_a_first_process_that_waits_for_the_others_in_vain_says_so(tmp_path):
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    own = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id", "0", "--join-timeout", "3"]
+    done = subprocess.run(words(*TOY, *own), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("run-train: not all processes have joined within --join-timeout: start all of them")
 
 
 @pytest.mark.integration

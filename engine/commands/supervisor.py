@@ -239,7 +239,7 @@ def _first_fault(children: Sequence[_Child], peer_timeout_s: float, received: Se
                 silent.append(_Fault(child.describe(how), 1))
         elif code == -signal.SIGABRT:
             # The runtime aborts a process if it loses the first one.
-            message = _lost_coordinator(child) if len(children) == 1 else None
+            message = _never_joined(child) or _lost_coordinator(child) if len(children) == 1 else None
             failed.append(_Fault(message or _describe_killed(child, code), 1))
         elif code < 0 and not (received and -code in (signal.SIGINT, signal.SIGTERM)):
             killed.append(_Fault(_describe_killed(child, code), 1))
@@ -253,6 +253,16 @@ def _describe_killed(child: _Child, code: int) -> str:
     is_asked = -code in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     said = "" if is_asked else child.runtime_lines()
     return child.describe(f"was killed by {signal.Signals(-code).name}") + said
+
+
+def _never_joined(child: _Child) -> str | None:
+    """Return the message that others are missing, or None if all have joined."""
+    if child.read().get("coordinator"):
+        return None
+    return (
+        "not all processes have joined within --join-timeout: start all of them, with the same --coordinator and "
+        "--num-processes"
+    )
 
 
 def _lost_coordinator(child: _Child) -> str | None:
