@@ -253,6 +253,8 @@ def test_a_plan_is_printed_in_lines_of_80_columns():
         "",
         "run: 14,076 steps, 115,310,592 images; 3 evaluations of 50,000 images",
         "  320,000 images/s, bound by: read from storage",
+        "  if each host reads, decodes and copies as fast as this machine",
+        "  not counted: averaging the gradients over the devices",
         "  the devices would train on 768,000: they wait 58% of the time",
         "  takes 6.0 min",
         "",

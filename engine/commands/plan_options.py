@@ -84,8 +84,14 @@ def print_plan(config: TrainConfig, parts: "OwnParts", names: Mapping[str, str],
 
 
 def _target(config: TrainConfig, params: Mapping[str, Any]) -> "Target":
+    from engine.run.dataset import choose_data
     from engine.sizing.planning import Target
 
+    if not config.synthetic and params["batches"] is None and choose_data(config.data).is_demo:
+        raise SettingError(
+            "data",
+            "a plan for other machines needs {setting}, got none: give it, or --synthetic, like ImageNet",
+        )
     platform, count = (None, 1) if config.devices is None else parse_devices(config.devices)
     if platform is not None:
         raise SettingError("devices", "with --target, {setting} must be a number, got {found}", found=config.devices)

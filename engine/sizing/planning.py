@@ -241,8 +241,9 @@ def _complete(run: OpenRun, place: Place, memory: MemoryPlan, device_rate: float
     )
     height, width = (config.image_size,) * 2 if config.image_size else (data.source.height, data.source.width)
     notes = ["synthetic batches stand for ImageNet-1k"] * config.synthetic
+    each = f" ({config.batch // place.num_devices:,} on each device)" if place.num_devices > 1 else ""
     subject = (
-        f"{facts.resolved.model_name}, {quantity(facts.num_params, 'parameter')}, batch {config.batch:,} of "
+        f"{facts.resolved.model_name}, {quantity(facts.num_params, 'parameter')}, batch {config.batch:,}{each} of "
         f"{height} × {width} px, {config.precision}"
     )
     return Plan(subject, place, memory, flow, _work(facts), _disk(facts, volumes), notes)

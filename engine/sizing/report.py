@@ -122,6 +122,10 @@ def _work_lines(plan: Plan) -> Iterator[str]:
         yield f"  takes at least {_duration(work, total)}; --rate, the images/s of one device, tells more"
         return
     yield f"  {total:,.0f} images/s, bound by: {name}"
+    if not plan.place.is_here and name != DEVICES:
+        yield "  if each host reads, decodes and copies as fast as this machine"
+    if plan.place.num_devices > 1:
+        yield "  not counted: averaging the gradients over the devices"
     if unmeasured := [stage.name for stage in flow.stages if stage.is_bounding and stage.images_per_s is None]:
         yield f"  not measured, and not counted: {listed(unmeasured)}"
     if name != DEVICES:
