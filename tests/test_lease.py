@@ -120,6 +120,18 @@ def test_an_unreadable_lease_is_refused_with_its_name(location, content):
         lease_of(location).acquire(pytest.fail)
 
 
+def test_a_bucket_that_does_not_exist_is_named(location, monkeypatch):
+    """TensorStore reads nothing there, and a conditional write fails as if another process had written."""
+
+    def fail(*_):
+        raise ValueError("NOT_FOUND: NoSuchBucket: The specified bucket does not exist")
+
+    monkeypatch.setattr(Location, "write_if", lambda *_: None)
+    monkeypatch.setattr(ts.KvStore, "list", fail)
+    with pytest.raises(ShardError, match=r"^memory://run/: can't list it: NOT_FOUND: NoSuchBucket: .* does not exist;"):
+        lease_of(location).acquire(pytest.fail)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, "soon"])
 @pytest.mark.parametrize("name", ["renewed", "lasts_s"])
 def test_a_lease_with_an_impossible_time_is_refused_with_its_name(location, name, value):

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.records.stored.lease import LEASE
+from engine.records.stored.lease import LEASE, Lease
 from engine.records.stored.reading import download
 from engine.records.stored.state import MARKER, OBJECTS, StoredState, read_state
 from preprocess.demo.drawing import draw_demo
-from preprocess.shards.location import open_location
+from preprocess.shards.location import ShardError, open_location
 from tests.object_servers import BUCKET, KEYS, MotoServer
 from tests.store_commands import command, losses, same_weights, start
 from tests.test_object_storage import TRAIN
@@ -114,6 +114,12 @@ def test_a_killed_run_is_resumed_from_the_store_alone_and_waits_for_a_paused_ser
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in json.dumps(list(recorded.values())).split('"')
     shown = command(place, server, "tail-run", url, "--once", "--storage-option", f"endpoint={server.endpoint}")
     assert shown.count("step ") == 60
+
+
+def test_a_bucket_that_does_not_exist_is_named(server):
+    lease = Lease(open_location("s3://no-such-bucket/runs/first"))
+    with pytest.raises(ShardError, match="NoSuchBucket"):
+        lease.acquire(pytest.fail)
 
 
 def test_a_server_that_is_gone_ends_the_run_and_two_processes_resume_it(place, server):

@@ -92,7 +92,11 @@ class Lease:
             if self._location.write_if(LEASE, self._content(), generation) is not None or self._is_ours():
                 break
         else:
-            raise self._taken(self._holder())
+            holder = self._holder()
+            if holder is None:
+                # TensorStore takes a bucket that does not exist for a condition that failed; a listing names the fault.
+                self._location.list_keys(LEASE)
+            raise self._taken(holder)
         # A store that ignores conditions replaces the lease by itself.
         if self._location.is_remote and not self._location.refuses_to_replace(LEASE, self._content()):
             notify(
