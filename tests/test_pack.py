@@ -255,7 +255,7 @@ def test_a_continued_pack_keeps_its_shard_size_by_default(tmp_path, source, is_c
             pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path, shard_images=3)
     result = pack(source, tmp_path, shard_images=None)
     assert (result.was_complete, result.manifest.shard_images) == (is_complete, 3)
-    with pytest.raises(ShardError, match="resize_rule was"):
+    with pytest.raises(ShardError, match="--size was"):
         pack(fake_source(14, size=5), tmp_path, shard_images=None)
     anew = pack(source, tmp_path, shard_images=None, overwrite=True)
     assert anew.manifest.shard_images == PackSettings(rule=ResizeRule(4, 4)).resolved_shard_images
@@ -271,10 +271,12 @@ def test_other_settings_are_not_mixed_into_a_pack(tmp_path, source, is_complete)
     before = files_of(tmp_path)
     with pytest.raises(
         ShardError,
-        match=r"different settings: codec was raw, is now blosc; shard_images was 4, is now 3\. .*",
+        match=r"different settings: --codec was raw, is now blosc; --shard-images was 4, is now 3\. .*",
     ):
         pack(source, tmp_path, codec="blosc", shard_images=3)
-    with pytest.raises(ShardError, match=r"was 14, is now 5; the source's images changed \(files were"):
+    with pytest.raises(
+        ShardError, match=r"the number of images was 14, is now 5; the source's images changed \(files were"
+    ):
         pack(fake_source(5), tmp_path)
     assert files_of(tmp_path) == before
 
@@ -381,7 +383,7 @@ def test_a_finished_pack_of_another_version_is_accepted(tmp_path, source, monkey
     with pytest.raises(KeyboardInterrupt):
         pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path / "again")
     monkeypatch.setattr(plan_module, "tool_versions", lambda: {"numpy": "10"})
-    with pytest.raises(ShardError, match="tool_versions was numpy 9, is now numpy 10"):
+    with pytest.raises(ShardError, match="the set of library versions was numpy 9, is now numpy 10"):
         pack(source, tmp_path / "again")
 
 

@@ -247,7 +247,7 @@ def test_a_finished_split_stays_as_it_is(tmp_path):
     [
         ({"codec": "blosc"}, "codec was raw, is now blosc"),
         ({"layout": "dense"}, "layout was .*, is now "),
-        ({"shard_images": 8}, "shard_images was 4, is now 8"),
+        ({"shard_images": 8}, "--shard-images was 4, is now 8"),
         ({"checksum": False}, "checksum was True, is now False"),
     ],
 )

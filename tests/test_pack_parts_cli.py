@@ -9,11 +9,12 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from preprocess.commands import pack_splits
+from preprocess.commands import inspect_cli, pack_splits
 from preprocess.commands.cli import main
 from preprocess.packing.owner import BusyError, PartOwner
 from preprocess.packing.part import Part
-from preprocess.shards.location import open_location
+from preprocess.shards.location import ShardError, open_location
+from preprocess.shards.splits import read_manifest
 from tests.fake_source import files_of
 from tests.labelled_photographs import draw_photographs, write_labels
 
@@ -112,6 +113,36 @@ def test_finish_names_what_is_missing_in_every_split_and_then_finishes(tmp_path,
     assert files_of(tmp_path / "again") == files_of(tmp_path / "expected")
 
 
+def test_other_options_than_those_of_the_parts_are_named_without_a_remedy_that_is_refused(tmp_path, folder):
+    other = (folder, tmp_path / "out", *SIZE, "--layout", "dense")
+    assert run(folder, tmp_path / "out", *SIZE, "--part", "1/2").exit_code == 0
+    for option in (("--part", "2/2"), ("--finish",)):
+        result = run(*other, "--limit", 5, *option)
+        assert result.exit_code == 2
+        assert "different settings: --layout was packed, is now dense; the number of images was 13" in result.stderr
+        assert "Use the same source and options as the process that began this pack, or another DEST\n" in result.stderr
+    assert run(folder, tmp_path / "out", *SIZE, "--part", "2/2").exit_code == 0
+    for option in (("--part", "2/2"), ("--overwrite",)):
+        result = run(*other, *option)
+        assert ("--overwrite" in result.stderr, result.exit_code) == (
+            (False, 2) if option[0] == "--part" else (False, 0)
+        )
+    assert "or --overwrite to pack it again" in run(folder, tmp_path / "out", *SIZE).stderr
+
+
+def test_an_unfinished_pack_in_parts_is_continued_part_by_part(tmp_path, folder):
+    data = tmp_path / "out"
+    run(folder, data, *SIZE, "--part", "1/3")
+    remedy = (
+        "it is being packed in 3 parts; to see which of them are missing, run the preprocess-imagenet command of any "
+        "part again with --finish instead of --part"
+    )
+    with pytest.raises(ShardError, match=rf"train/: the split is not complete and has no manifest.json; {remedy}$"):
+        read_manifest(open_location(str(data)), "train")
+    assert f"train: not finished; {remedy}\n" in CliRunner().invoke(inspect_cli.main, [str(data)]).stderr
+    assert "part 2/3 (shards 1, 4), part 3/3 (shards 2, 5)" in run(folder, data, *SIZE, "--finish").stderr
+
+
 def _without_finishing(source, location, settings, part, **values):
     from preprocess.packing import parts
 
@@ -132,6 +163,13 @@ def _without_finishing(source, location, settings, part, **values):
         (("--finish", "--executor", "dask"), "--finish cannot be used with --executor dask; remove one of them"),
         (("--part", "1/2", "--overwrite"), "--overwrite cannot be used with --part, because other machines may be"),
         (("--executor", "dask"), "--executor dask needs --scheduler, the address of the Dask scheduler"),
+        *(
+            (
+                ("--executor", "dask", "--scheduler", each),
+                f"--scheduler must have a port, such as tcp://node1:8786, got '{each}': add it",
+            )
+            for each in ("127.0.0.1", "tcp://node1", "tls://[::1]", "node1:")
+        ),
         (("--scheduler", "tcp://a:1"), "--scheduler tcp://a:1 has no effect without --executor dask; add that or remo"),
     ],
 )

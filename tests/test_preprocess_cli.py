@@ -224,7 +224,8 @@ def test_other_settings_require_overwrite(tmp_path, source):
     run(source, tmp_path / "shards", "--size", 32)
     result = run(source, tmp_path / "shards", "--size", 28)
     assert result.exit_code == 2
-    assert "packed from a different source or with different settings: resize_rule was size 32" in result.stderr
+    expected = "different source or with different settings: --size was 32, is now 28; --resize was 32, is now "
+    assert expected in result.stderr
     assert "--overwrite" in result.stderr
     assert len(result.stderr.splitlines()) <= 3
     assert run(source, tmp_path / "shards", "--size", 28, "--overwrite").exit_code == 0

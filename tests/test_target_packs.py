@@ -186,7 +186,7 @@ def test_a_finished_pack_is_kept_by_the_same_file_only(tmp_path, photographs, pa
 
 def test_packs_with_and_without_labels_do_not_continue_each_other(tmp_path, photographs, packed):
     source = fake_source(8)
-    with pytest.raises(ShardError, match=r"was packed with --labels\. Use the same options, another DEST"):
+    with pytest.raises(ShardError, match=r"was packed with --labels\. Use the same source and options, another DEST"):
         pack(source, packed)
     pack(source, tmp_path / "plain")
     root, _ = photographs

@@ -32,10 +32,11 @@ from engine.run.parts import OwnParts
 from engine.settings import SettingError
 from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
+from preprocess.shards.location import open_location
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.reader import ShardSplit
 from preprocess.shards.shard_cache import ShardCache
-from preprocess.shards.splits import SplitNames, find_splits
+from preprocess.shards.splits import SplitNames, find_splits, unfinished_remedy
 from preprocess.shards.targets import TargetKind
 
 _USUAL_EVAL_SPLITS = ("val", "test")
@@ -349,9 +350,10 @@ def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None
     """Raise ValueError if a split that takes precedence over the chosen split is only partly packed."""
     missing = {*takewhile(lambda name: name != chosen, (name for name in _USUAL_EVAL_SPLITS if name != config.split))}
     if found := missing.intersection(splits.unfinished):
+        split = open_location(data, storage_options=storage_options_of(config)).child(min(found))
         raise ValueError(
             f"the evaluation split must be complete, but {data.rstrip('/')}/{min(found)} is only partly packed: "
-            "run the same preprocess-imagenet command again, or choose another split with --eval-split (off for none)"
+            f"{unfinished_remedy(split)}, or choose another split with --eval-split (off for none)"
         )
 
 

@@ -179,7 +179,12 @@ class _Options:
     help="Pack only part I of N, e.g. 2/8. The parts may run at once, on machines that share SOURCE and DEST. The last "
     "one to end finishes the pack.",
 )
-@click.option("--finish", is_flag=True, help="Pack nothing, but finish a pack of which all parts are packed.")
+@click.option(
+    "--finish",
+    is_flag=True,
+    help="Pack nothing, but finish a pack of which all parts are packed, or name the missing ones. Give the same "
+    "options as for the parts, without --part.",
+)
 @click.option(
     "--executor",
     type=SuggestingChoice(["threads", "dask"]),

@@ -121,9 +121,10 @@ def _run(
 def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[str, ...]:
     """Return the names of the complete splits and print the unfinished ones; raise ShardError if none is complete."""
     from preprocess.shards.location import ShardError
+    from preprocess.shards.splits import unfinished_remedy
 
     for name in found.unfinished:
-        click.echo(f"{name}: not finished; run the same preprocess-imagenet command again to continue", err=True)
+        click.echo(f"{name}: not finished; {unfinished_remedy(location.child(name))}", err=True)
     if found.complete:
         return found.complete
     if found.unfinished or found.broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -48,6 +49,9 @@ def check_machines(
         raise click.UsageError("--executor dask needs --scheduler, the address of the Dask scheduler")
     if executor != "dask" and scheduler is not None:
         raise click.UsageError(f"--scheduler {scheduler} has no effect without --executor dask; add that or remove it")
+    if scheduler is not None and not _has_port(scheduler):
+        # Dask would report it only after it has looked for a scheduler in the background.
+        raise click.UsageError(f"--scheduler must have a port, such as tcp://node1:8786, got {scheduler!r}: add it")
     if chosen and overwrite:
         raise click.UsageError(
             f"--overwrite cannot be used with {chosen[0]}, because other machines may be writing to DEST; "
@@ -58,6 +62,11 @@ def check_machines(
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--part") from error
     return Machines(parsed, finish, scheduler, overwrite)
+
+
+def _has_port(address: str) -> bool:
+    protocol, _, place = address.rpartition("://")
+    return protocol not in ("", "tcp", "tls") or re.search(r":[0-9]{1,5}/?$", place) is not None
 
 
 def connect(machines: Machines) -> AbstractContextManager[DaskCluster | None]:

@@ -18,7 +18,7 @@ from preprocess.packing.owner import OWNER_KEY, BusyError, Owner, PartOwner
 from preprocess.packing.pack import PackProgress, PackResult
 from preprocess.packing.part import Part, block_range, describe_parts
 from preprocess.packing.pipeline import DecodeBudgets, decode_in_order
-from preprocess.packing.plan import PARTS, PackSettings, check_same_plan, describe_count, make_plan
+from preprocess.packing.plan import PackSettings, check_same_plan, describe_count, make_plan
 from preprocess.packing.recut import recut
 from preprocess.packing.shard_writer import ShardWriter
 from preprocess.packing.split_state import CLEARING, check_ours, find_complete, with_existing_shard_images
@@ -26,7 +26,7 @@ from preprocess.quantities import quantity
 from preprocess.shards.arrays import PIXELS, shard_key
 from preprocess.shards.location import Location, ShardError
 from preprocess.shards.manifest import Manifest
-from preprocess.shards.split_files import JOURNAL, LOCK_SUFFIX, delete_lock_files, delete_split_files
+from preprocess.shards.split_files import JOURNAL, LOCK_SUFFIX, PARTS, delete_lock_files, delete_split_files
 
 if TYPE_CHECKING:
     from preprocess.shards.targets import SplitTargets
@@ -86,7 +86,7 @@ class SplitJob:
 
     def manifest(self) -> Manifest | None:
         """Return the manifest if the split is complete; raise ShardError if it has another plan."""
-        return find_complete(self.location, self.plan)
+        return find_complete(self.location, self.plan, can_overwrite=False)
 
     def begin(self, num_parts: int) -> None:
         """Write the plan unless another part did; raise ShardError if the folder has another plan, or other files."""
@@ -98,7 +98,7 @@ class SplitJob:
                 f"{self.location.display}: the deletion of an old pack was interrupted; pack it with --overwrite, or "
                 "use another DEST"
             )
-        check_same_plan(found, plan, self.location.display)
+        check_same_plan(found, plan, self.location.display, can_overwrite=False)
 
 
 def open_job(
@@ -299,8 +299,8 @@ def _num_parts(job: SplitJob) -> int:
         )
     num_parts = found.get(PARTS)
     if not isinstance(num_parts, int):
-        check_same_plan(found, job.plan | {PARTS: 2}, job.location.display)
-    check_same_plan(found, job.plan | {PARTS: num_parts}, job.location.display)
+        check_same_plan(found, job.plan | {PARTS: 2}, job.location.display, can_overwrite=False)
+    check_same_plan(found, job.plan | {PARTS: num_parts}, job.location.display, can_overwrite=False)
     assert isinstance(num_parts, int)
     return num_parts
 

@@ -7,6 +7,7 @@ Reads no image.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +20,7 @@ from preprocess.shards.arrays import CODECS, Codec
 from preprocess.shards.classes import MAX_CLASSES
 from preprocess.shards.location import ShardError
 from preprocess.shards.manifest import FORMAT_VERSION, TARGETS_VERSION, Manifest
+from preprocess.shards.split_files import PARTS
 
 if TYPE_CHECKING:
     from preprocess.shards.targets import SplitTargets
@@ -28,14 +30,24 @@ OnError = Literal["skip", "fail"]
 
 # Only in the plan of a pack with targets.
 _TARGETS, _LABELS_FILE = "targets", "labels_file"
+_RESIZE_RULE = "resize_rule"
+# What a user calls the entries of a plan.
+_NAMES = {
+    "num_candidates": "the number of images",
+    "classes": "the list of classes",
+    "layout": "--layout",
+    "codec": "--codec",
+    "checksum": "--checksum",
+    "shard_images": "--shard-images",
+    "tool_versions": "the set of library versions",
+    "format_version": "the version of the format",
+}
 _DIFFERENCES = {
     "source_digest": (
         "the source's images changed (files were added, removed, renamed or resized, or --holdout or --limit changed)"
     ),
     _LABELS_FILE: "the file of labels changed (--labels)",
 }
-PARTS = "parts"
-"""Only in the plan of an unfinished pack in parts: their number, which does not change a byte."""
 
 _SHARD_BYTES = 64 << 20
 _MAX_SHARD_IMAGES = 1 << 14
@@ -125,7 +137,7 @@ def make_plan(source: SourceSplit, settings: PackSettings, targets: SplitTargets
         "codec": settings.codec,
         "checksum": settings.checksum,
         "shard_images": settings.resolved_shard_images,
-        "resize_rule": settings.rule.to_json(),
+        _RESIZE_RULE: settings.rule.to_json(),
         "source_digest": source.digest(),
         "tool_versions": tool_versions() | holdout_version(settings.holdout_rule),
     }
@@ -153,14 +165,20 @@ def plan_of(manifest: Manifest) -> dict[str, Any]:
         "codec": manifest.codec,
         "checksum": manifest.checksum,
         "shard_images": manifest.shard_images,
-        "resize_rule": dict(manifest.resize_rule),
+        _RESIZE_RULE: dict(manifest.resize_rule),
         "source_digest": manifest.source_digest,
         "tool_versions": dict(manifest.tool_versions),
     } | ({} if (targets := manifest.targets) is None else _target_plan(targets.kind, targets.labels_file))
 
 
-def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str, *, can_overwrite: bool = True) -> None:
     """Check that the pack at ``where``, which may be unfinished, was begun with the plan now requested.
+
+    Args:
+        found: the plan with which it was begun.
+        wanted: the plan now requested.
+        where: its location, for the message.
+        can_overwrite: whether the message suggests --overwrite, which one process of several must not use.
 
     Raises:
         ShardError: the plans differ; the message lists each setting that differs.
@@ -171,28 +189,41 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str) -
     if _LABELS_FILE in differing:
         # The classes follow from the file, and the digest of the source covers them.
         differing = [key for key in differing if key not in ("classes", "source_digest", _TARGETS)]
+    remedy = (
+        "Use the same source and options, another DEST, or --overwrite to pack it again"
+        if can_overwrite
+        else "Use the same source and options as the process that began this pack, or another DEST"
+    )
     if (found.keys() ^ wanted.keys()) & {_LABELS_FILE}:
         # Then the classes, the format and the order of the images differ too.
         was = "with" if _LABELS_FILE in found else "without"
-        raise ShardError(
-            f"{where} was packed {was} --labels. Use the same options, another DEST, or --overwrite to pack it again"
-        )
-    differences = [_difference(key, found, wanted) for key in differing]
+        raise ShardError(f"{where} was packed {was} --labels. {remedy}")
+    differences = _differences(differing, found, wanted)
     if differences:
         raise ShardError(
-            f"{where} was packed from a different source or with different settings: {'; '.join(differences)}. "
-            "Use the same source and settings, another DEST, or --overwrite to pack it again"
+            f"{where} was packed from a different source or with different settings: {'; '.join(differences)}. {remedy}"
         )
 
 
 def describe_differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Return a description of each entry of two plans that differs."""
     keys = sorted(found.keys() | wanted.keys())
-    return [_difference(key, found, wanted) for key in keys if found.get(key) != wanted.get(key)]
+    return _differences([key for key in keys if found.get(key) != wanted.get(key)], found, wanted)
 
 
-def _difference(key: str, found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    return _DIFFERENCES.get(key) or f"{key} was {_shown(found.get(key))}, is now {_shown(wanted.get(key))}"
+def _differences(keys: Iterable[str], found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    differences = []
+    for key in keys:
+        was, now = found.get(key), wanted.get(key)
+        if key == _RESIZE_RULE and isinstance(was, dict) and isinstance(now, dict):
+            # Its entries have the names of the options that set them.
+            differences += [
+                f"--{name} was {was.get(name)}, is now {now[name]}" for name in now if was.get(name) != now[name]
+            ]
+        else:
+            text = f"{_NAMES.get(key, key)} was {_shown(was)}, is now {_shown(now)}"
+            differences.append(_DIFFERENCES.get(key, text))
+    return differences
 
 
 def _other_parts(found: int | None, wanted: int | None) -> str:
@@ -228,4 +259,5 @@ def _shown(value: object) -> str:
         return ", ".join(f"{key} {each}" for key, each in value.items())
     if isinstance(value, list):
         return quantity(len(value), "class")
-    return str(value)
+    # A plan contains the description of a layout.
+    return next((name for name, text in LAYOUTS.items() if text == value), str(value))

@@ -36,8 +36,12 @@ def version_to_pack(location: Location) -> int:
     return 1 if found == 1 else FORMAT_VERSION
 
 
-def find_complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
-    """Return the manifest, or None if the split is incomplete; raise ShardError if the split has a different plan."""
+def find_complete(location: Location, plan: dict[str, Any], *, can_overwrite: bool = True) -> Manifest | None:
+    """Return the manifest, or None if the split is incomplete.
+
+    Raises:
+        ShardError: the split has a different plan; `can_overwrite` is that of `check_same_plan`.
+    """
     text = location.read(MANIFEST_KEY)
     if text is None or Journal(location).plan() == CLEARING:
         return None
@@ -46,7 +50,7 @@ def find_complete(location: Location, plan: dict[str, Any]) -> Manifest | None:
     manifest = Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}")
     # A complete pack remains valid whatever versions of the tools and of the format it was made with.
     unchecked = {"tool_versions": dict(manifest.tool_versions), "format_version": manifest.format_version}
-    check_same_plan(plan_of(manifest), plan | unchecked, location.display)
+    check_same_plan(plan_of(manifest), plan | unchecked, location.display, can_overwrite=can_overwrite)
     return manifest
 
 

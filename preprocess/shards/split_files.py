@@ -22,6 +22,8 @@ LOCK_SUFFIX = ".__lock"
 # Exists while a split is being packed.
 JOURNAL = "journal/"
 PLAN_KEY = f"{JOURNAL}plan.json"
+PARTS = "parts"
+"""Only in the plan of an unfinished pack in parts: their number, which does not change a byte."""
 
 
 def is_split_file(key: str) -> bool:

@@ -5,6 +5,7 @@ Knows nothing of the contents of the arrays.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from preprocess.regular_file import is_regular
 from preprocess.shards.arrays import CHECKSUMS, LABELS, METADATA_KEY, PIXELS, TARGETS
 from preprocess.shards.location import Location, ShardError, open_location
 from preprocess.shards.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
-from preprocess.shards.split_files import PLAN_KEY, is_split_file
+from preprocess.shards.split_files import PARTS, PLAN_KEY, is_split_file
 
 # Any one of these shows that a folder contains a split or its remains.
 _MARKS = (
@@ -34,8 +35,7 @@ def read_manifest(location: Location, split: str) -> Manifest:
         return Manifest.from_json(text, where=f"{folder.display}{MANIFEST_KEY}")
     if folder.read(PLAN_KEY) is not None:
         raise ShardError(
-            f"{folder.display}: the split is not complete and has no {MANIFEST_KEY}; "
-            "run the same preprocess-imagenet command again to continue"
+            f"{folder.display}: the split is not complete and has no {MANIFEST_KEY}; {unfinished_remedy(folder)}"
         )
     found = _find_splits(location)
     if split in found.broken:
@@ -97,6 +97,21 @@ def list_splits(
 def lost_manifest(split: Location) -> str:
     """Return the error message for a split folder whose manifest is missing."""
     return f"{split.display} contains files of a split, but its {MANIFEST_KEY} is missing; {NO_MANIFEST_REMEDY}"
+
+
+def unfinished_remedy(split: Location) -> str:
+    """Return what to do about a split folder whose packing was begun but is not finished."""
+    try:
+        num_parts = json.loads(split.read(PLAN_KEY) or b"")[PARTS]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        num_parts = 1
+    # A pack on a Dask cluster is recorded as one part.
+    if not isinstance(num_parts, int) or num_parts <= 1:
+        return "run the same preprocess-imagenet command again to continue"
+    return (
+        f"it is being packed in {num_parts} parts; to see which of them are missing, run the preprocess-imagenet "
+        "command of any part again with --finish instead of --part"
+    )
 
 
 def _find_splits(location: Location) -> SplitNames:
