@@ -537,5 +537,7 @@ def parse_devices(text: str) -> tuple[str | None, int]:
     """
     platform, _, count = text.rpartition(":")
     if platform not in ("", "cpu") or not re.fullmatch("[1-9][0-9]{0,4}", count):
-        raise SettingError("devices", "{setting} must be a number, or cpu:NUMBER, got {text!r}", text=text)
+        raise SettingError(
+            "devices", "{setting} must be NUMBER or cpu:NUMBER, with a NUMBER of at least 1, got {text!r}", text=text
+        )
     return platform or None, int(count)

@@ -75,11 +75,12 @@ def _end(message: str) -> NoReturn:
 
 def check_address(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
     """Raise ValueError if the address of the coordinator has another form or is given without the two numbers."""
-    given = (coordinator, num_processes, process_id)
-    if any(each is None for each in given) and any(each is not None for each in given):
+    given = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
+    missing = [option for option, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
         raise ValueError(
-            "the coordinator's address, the number of processes and the number of this process belong together, got "
-            f"{coordinator}, {num_processes} and {process_id}: give all three, or none of them"
+            "the coordinator's address, the number of processes and the number of this process belong together, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: give all three, or none of them"
         )
     if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
         raise ValueError(f"the coordinator must be HOST:PORT, got {coordinator!r}: give both")

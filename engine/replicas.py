@@ -176,13 +176,13 @@ def norm_groups(images: int | None, batch: int, count: int) -> NormGroups:
         return NormGroups(images)
     size = images // own
     if images % own or count % size:
+        several = [str(own * each) for each in range(2, count + 1) if count % each == 0]
         raise SettingError(
             "batch_norm_group",
-            "{setting} must divide the {own} images that each of {count} devices has, or be a multiple of them that "
-            "divides the batch of {whole}, got {images}: choose another, or another {batch}",
+            "{setting} must divide {own}, the images of each device{several}, got {images}: choose another, or another "
+            "{batch}",
             own=own,
-            count=count,
-            whole=batch,
+            several=f", or be {' or '.join(several)}, the images of several devices" if several else "",
             images=images,
         )
     groups = tuple(tuple(range(first, first + size)) for first in range(0, count, size))

@@ -120,9 +120,9 @@ def test_devices_are_listed_and_one_is_the_default():
     assert settle_devices(toy_config()) == toy_config()
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "cpu:", "gpu:2", "cpu:x", "two", "1.5"])
+@pytest.mark.parametrize("text", ["0", "-1", "cpu:", "cpu:0", "gpu:2", "cpu:x", "two", "1.5"])
 def test_another_form_of_the_setting_is_refused(text):
-    with pytest.raises(ConfigError, match=r"devices must be a number, or cpu:NUMBER, got"):
+    with pytest.raises(ConfigError, match=r"devices must be NUMBER or cpu:NUMBER, with a NUMBER of at least 1, got"):
         TrainConfig(devices=text)
 
 
@@ -156,7 +156,11 @@ def test_norm_groups_are_parts_of_a_device_or_whole_devices(images, count, group
 
 @pytest.mark.parametrize(("images", "count"), [(3, 4), (12, 4), (24, 4), (64, 4), (64, 1)])
 def test_other_norm_groups_are_refused(images, count):
-    with pytest.raises(ConfigError, match=r"batch_norm_group must divide the .* images that each of"):
+    several = {
+        4: "8, the images of each device, or be 16 or 32, the images of several devices",
+        1: "32, .* each device",
+    }
+    with pytest.raises(ConfigError, match=rf"batch_norm_group must divide {several[count]}, got {images}: choose an"):
         norm_groups(images, 32, count)
 
 

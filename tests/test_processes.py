@@ -160,7 +160,7 @@ def test_a_coordinator_that_cannot_be_reached_is_an_error(tmp_path):
     ("options", "message"),
     [
         (["--num-processes", "2"], "--num-processes needs --coordinator HOST:PORT"),
-        (["--coordinator", "here:1", "--num-processes", "2"], "belong together, got here:1, 2 and None"),
+        (["--coordinator", "here:1", "--num-processes", "2"], "belong together, but --process-id is missing: give"),
         (["--coordinator", "here", "--num-processes", "2", "--process-id", "0"], "must be HOST:PORT, got 'here'"),
         (["--coordinator", "here:1", "--num-processes", "2", "--process-id", "2"], "must lie in 0 … 1, got 2"),
         (["--spawn", "2", "--coordinator", "here:1"], "--spawn starts processes that --coordinator joins, got both"),

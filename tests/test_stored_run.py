@@ -246,7 +246,8 @@ def test_a_run_that_never_reached_its_store_is_resumed_from_the_working_copy(tmp
 
 def test_what_stands_at_a_url_is_refused_or_replaced(tmp_path, url):
     with pytest.raises(
-        ShardError, match=r"there is no run at file://.*/run/, which contains no state.json: give the URL"
+        ShardError,
+        match=r"there is no run at file://.*/run/, which contains no state.json: give the URL .* without --resume",
     ):
         run(url, resume=True)
     run(url)

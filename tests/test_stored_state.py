@@ -619,7 +619,8 @@ def test_messages_name_the_url(tmp_path):
         fail(folder)
     assert caught.value.__notes__ == [f"look at {url}"]
     assert not folder.exists()
-    with pytest.raises(StoredRunError, match=r"there is no run at file://.*/none/, which contains no state.json: give"):
+    expected = r"there is no run at file://.*/none/, which contains no state.json: give the URL of a run$"
+    with pytest.raises(StoredRunError, match=expected):
         local_copy(f"file://{tmp_path}/none").__enter__()
 
 

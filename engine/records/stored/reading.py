@@ -181,11 +181,12 @@ def read_stored_file(location: Location, name: str) -> bytes | None:
     raise StoredRunError(f"{location.display} lacks objects of {name} although its {MARKER} lists them: restore them")
 
 
-def no_run(location: Location) -> StoredRunError:
-    """Return the error for a URL at which there is no run."""
+def no_run(location: Location, *, is_resumed: bool = False) -> StoredRunError:
+    """Return the error for a URL at which there is no run, to read or to resume."""
+    remedy = "give the URL of a run (--run-dir), or start a run without --resume"
     return StoredRunError(
-        f"there is no run at {location.display}, which contains no {MARKER}: give the URL of a run (--run-dir), or "
-        "start a run without --resume"
+        f"there is no run at {location.display}, which contains no {MARKER}: "
+        f"{remedy if is_resumed else 'give the URL of a run'}"
     )
 
 

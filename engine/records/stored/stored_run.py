@@ -152,7 +152,7 @@ def _prepare(
     elif copy.continues(marker) and _upload_kept(copy, mirror, notify):
         pass
     elif marker is None:
-        raise no_run(location)
+        raise no_run(location, is_resumed=True)
     else:
         copy.remove()
         copy.prepare()
