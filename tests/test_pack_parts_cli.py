@@ -130,6 +130,21 @@ def test_other_options_than_those_of_the_parts_are_named_without_a_remedy_that_i
     assert "or --overwrite to pack it again" in run(folder, tmp_path / "out", *SIZE).stderr
 
 
+@pytest.mark.parametrize(
+    ("part", "shards"),
+    [
+        ((), ""),
+        (("--part", "2/3"), "  train: part 2/3 (shards 1, 4).\n"),
+        (("--part", "9/9"), "no shard for part 9/9.\n"),
+    ],
+)
+def test_a_dry_run_says_so_and_names_the_shards_of_its_part(tmp_path, folder, part, shards):
+    result = run(folder, tmp_path / "out", *SIZE, "--dry-run", *part)
+    assert result.exit_code == 0
+    assert result.stdout.endswith(f"{shards}This was a dry run: nothing was packed.\n")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_unfinished_pack_in_parts_is_continued_part_by_part(tmp_path, folder):
     data = tmp_path / "out"
     run(folder, data, *SIZE, "--part", "1/3")

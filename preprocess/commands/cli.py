@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.commands.pack_report import announce
+from preprocess.commands.pack_report import announce, announce_dry_run
 from preprocess.commands.storage import open_given, storage_option
 from preprocess.commands.suggesting import SuggestingChoice
 from preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE, default_resize
@@ -273,6 +273,7 @@ def _run(options: _Options) -> None:
             if options.overwrite:
                 _warn_about_other_splits(source, options.dest, stored)
             if options.dry_run:
+                announce_dry_run(source, settings, machines.part)
                 return
             settings = replace(settings, holdout_rule=rule if options.holdout else None)
             if cluster is not None:

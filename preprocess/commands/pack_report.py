@@ -67,6 +67,15 @@ def announce(source: Source, location: Location, settings: PackSettings) -> None
         click.echo(f"Packing into {location.display}.")
 
 
+def announce_dry_run(source: Source, settings: PackSettings, part: Part | None) -> None:
+    """Print which shards of each split a part would pack, and that nothing was packed."""
+    if part is not None:
+        for name, split in source.splits.items():
+            blocks = part.blocks(-(-len(split) // settings.resolved_shard_images))
+            click.echo(f"  {name}: {describe_parts(blocks, part.count) or f'no shard for part {part}'}.")
+    click.echo("This was a dry run: nothing was packed.")
+
+
 def summarise(name: str, result: PackResult, location: Location) -> None:
     """Print what was packed of the split `name`, and what was left out."""
     manifest = result.manifest
