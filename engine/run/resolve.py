@@ -327,6 +327,10 @@ def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str],
         notify(f"warning: there is no data to evaluate on; --eval-every {config.eval_every_steps} has no effect")
     if config.order == "windowed" and data.location is None:
         notify("warning: --order windowed applies to packed data sets; it has no effect on other batches")
+    if config.window_gb != TrainConfig.window_gb and config.order != "windowed":
+        notify(f"warning: --window-gb {config.window_gb:g} has no effect without --order windowed")
+    if config.cache_gb != TrainConfig.cache_gb and config.cache is None:
+        notify(f"warning: --cache-gb {config.cache_gb:g} has no effect without --cache")
     if 0 < config.steps <= config.warmup_steps:
         option = "--warmup-steps" if config.warmup_epochs is None else "--warmup-epochs"
         notify(
