@@ -130,8 +130,8 @@ def join_as(
         ) from error
     except ValueError as error:
         raise ValueError(
-            f"jax finds no cluster here ({error}): give the coordinator HOST:PORT, the number of processes and the "
-            "number of this one"
+            "jax finds no job of Slurm, Open MPI, Kubernetes or a TPU pod here: give the coordinator HOST:PORT, the "
+            "number of processes (--num-processes) and the number of this one (--process-id)"
         ) from error
 
     # The client is not public, but the only access to the store of keys and values; Orbax uses it in the same way.

@@ -137,8 +137,8 @@ def _checked_begin(run: Path, from_step: int | None, to_step: int, saved_steps: 
     if from_step and from_step not in saved_steps:
         found = ", ".join(map(str, saved_steps)) or "none"
         raise ValueError(
-            f"the step to start from (--from) must be 0 or have a snapshot, got {from_step}: choose a step of {run} "
-            f"that has a snapshot ({found})"
+            f"the step to start from (--from) must be 0 or have a snapshot, got {from_step}: choose 0, or a step of "
+            f"{run} that has a snapshot ({found})"
         )
     if not 0 <= from_step < to_step:
         raise ValueError(
