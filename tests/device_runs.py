@@ -62,6 +62,8 @@ def checksum(shift):
     )
 
 
+AGAIN = 4
+"""The number of devices whose run is repeated."""
 METRICS = {"low": checksum(0), "high": checksum(16)}
 
 
@@ -115,14 +117,7 @@ class MarkedEvaluation:
         pixels[...], labels[...] = toy_batch(100 + batch_index % self.num_batches, batch=12)
 
 
-def everything(spec):
-    result = train(
-        toy_config(steps=8, batch=16, eval_every_steps=4, devices=spec, **EVERYTHING),
-        model=Showing(),
-        batches=pairs,
-        evaluation=evaluation(),
-        metrics=METRICS,
-    )
+def everything(number):
     records = []
 
     class Sink:
@@ -135,17 +130,20 @@ def everything(spec):
 
         def close(self): ...
 
-    again = train(
-        toy_config(steps=8, batch=16, eval_every_steps=4, devices=spec, **EVERYTHING),
-        model=Showing(),
-        batches=pairs,
-        evaluation=evaluation(),
-        metrics=METRICS,
-        sinks=[Sink()],
-    )
+    def once(sinks=()):
+        return train(
+            toy_config(steps=8, batch=16, eval_every_steps=4, devices=f"cpu:{number}", **EVERYTHING),
+            model=Showing(),
+            batches=pairs,
+            evaluation=evaluation(),
+            metrics=METRICS,
+            sinks=sinks,
+        )
+
+    result = once([Sink()])
     return {
         "losses": result.losses.tolist(),
-        "again": again.losses.tolist(),
+        "again": once().losses.tolist() if number == AGAIN else None,
         "inputs": records,
         "evaluations": [[each.loss, each.top1, each.num_images, *each.metrics.values()] for each in result.evaluations],
         "weights": np.asarray(result.params["weights"]).ravel().tolist(),
@@ -183,7 +181,7 @@ def interrupted(spec, folder):
 
 def main(number, folder):
     spec = f"cpu:{number}"
-    found = {"everything": everything(spec), "networks": networks(spec), "interrupted": interrupted(spec, folder)}
+    found = {"everything": everything(number), "networks": networks(spec), "interrupted": interrupted(spec, folder)}
     found["devices"] = [each.platform for each in devices()]
     print(json.dumps(found))
 

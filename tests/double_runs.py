@@ -16,8 +16,9 @@ import numpy as np
 from engine import TrainConfig, train
 from tests.normed_network import SETTINGS, Normed
 
-NUMBERS = (1, 2, 4, 8)
 NORMS: dict[str, dict[str, Any]] = {"whole": {"batch_norm_sync": True}, "sixteen": {"batch_norm_group": 16}}
+# The whole batch is one group for any number of devices.
+RUNS = [("whole", 1), ("whole", 8), *(("sixteen", number) for number in (1, 2, 4, 8))]
 OPTIMISER: dict[str, Any] = {"optimizer": "nesterov", "learning_rate": 0.5, "clip_norm": 1.0, "ema_decay": 0.9}
 
 
@@ -32,13 +33,12 @@ def trained(norms, number):
 
 def main(folder):
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_num_cpu_devices", max(NUMBERS))
+    jax.config.update("jax_num_cpu_devices", max(number for _, number in RUNS))
     losses = {}
-    for norms in NORMS:
-        for number in NUMBERS:
-            found, weights = trained(norms, number)
-            np.save(Path(folder) / f"{norms}-{number}.npy", weights)
-            losses[f"{norms}-{number}"] = found.tolist()
+    for norms, number in RUNS:
+        found, weights = trained(norms, number)
+        np.save(Path(folder) / f"{norms}-{number}.npy", weights)
+        losses[f"{norms}-{number}"] = found.tolist()
     print(json.dumps(losses))
 
 

@@ -16,6 +16,8 @@ from engine.crossing.devices import choose_devices, settle_devices
 from engine.crossing.infeed import SharedWords
 from engine.replicas import ALONE, AXIS, norm_groups
 from models.layers.batch_norm import NormGroups, RunningStats, batch_norm, normalising_over
+from tests.device_runs import AGAIN
+from tests.double_runs import RUNS
 from tests.toy import toy_config
 
 ROOT = Path(__file__).parents[1]
@@ -55,9 +57,8 @@ def test_every_number_of_devices_trains_on_the_same_bits_to_the_same_losses(foun
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("number", NUMBERS)
-def test_the_same_devices_give_the_same_bits_again(found, number):
-    everything = found[0][number]["everything"]
+def test_the_same_devices_give_the_same_bits_again(found):
+    everything = found[0][AGAIN]["everything"]
     assert everything["again"] == everything["losses"]
 
 
@@ -73,13 +74,11 @@ def test_norms_over_a_stated_number_of_images_do_not_depend_on_the_devices(found
 @pytest.mark.integration
 def test_fifty_steps_in_float64_do_not_depend_on_the_devices(tmp_path):
     losses = json.loads(in_process("-m", "tests.double_runs", str(tmp_path)).splitlines()[-1])
-    for norms in ("whole", "sixteen"):
-        weights, *others = (np.load(tmp_path / f"{norms}-{number}.npy") for number in NUMBERS)
-        for other in others:
-            np.testing.assert_allclose(other, weights, rtol=1e-9, atol=1e-12)
+    for norms, number in RUNS:
+        weights, alone = (np.load(tmp_path / f"{norms}-{each}.npy") for each in (number, 1))
+        np.testing.assert_allclose(weights, alone, rtol=1e-9, atol=1e-12)
         # Losses leave the program as float32.
-        for number in NUMBERS[1:]:
-            np.testing.assert_allclose(losses[f"{norms}-{number}"], losses[f"{norms}-1"], rtol=2e-7)
+        np.testing.assert_allclose(losses[f"{norms}-{number}"], losses[f"{norms}-1"], rtol=2e-7)
     assert losses["whole-1"] != losses["sixteen-1"]
 
 
