@@ -376,9 +376,9 @@ SMALL = [
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--target", "h100"], "--target describes a plan: give --dry-run too, or leave it out"),
-        (["--rate", "100"], "--rate describes a plan: give --dry-run too, or leave it out"),
-        (["--dry-run", "--devices-per-host", "4"], "--devices-per-host describes a plan: give --target too"),
+        (["--target", "h100"], "--target is only for --dry-run: give that too, or leave it out"),
+        (["--rate", "100"], "--rate is only for --dry-run: give that too, or leave it out"),
+        (["--dry-run", "--devices-per-host", "4"], "--devices-per-host is only for --target: give that too"),
         (["--dry-run", "--target", "h100", "--spawn", "2"], "--target plans for other machines, but --spawn starts"),
         (
             ["--dry-run", "--target", "h100", "--devices", "cpu:4"],

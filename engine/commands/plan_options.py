@@ -53,7 +53,7 @@ def check_plan_options(params: Mapping[str, Any]) -> None:
     """Raise ValueError if an option of the plan lacks the option that it needs, or excludes another that is given."""
     for name, needed in (("target", "dry_run"), ("rate", "dry_run"), ("devices_per_host", "target")):
         if params[name] is not None and not params[needed]:
-            raise ValueError(f"{_option(name)} describes a plan: give {_option(needed)} too, or leave it out")
+            raise ValueError(f"{_option(name)} is only for {_option(needed)}: give that too, or leave it out")
     if params["rate"] is not None and not math.isfinite(params["rate"]):
         raise ValueError(f"--rate must be a number of images per second, got {params['rate']}: give the measured one")
     if params["target"] is not None:
