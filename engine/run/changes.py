@@ -66,27 +66,25 @@ def check_same_everywhere(config: TrainConfig, manifest_digest: str | None) -> N
     Settings of the host alone may differ, such as where its data are.
     """
     names = [name for name in SETTINGS if name not in HOST_SETTINGS and name != "init_from"]
-    own = {
-        "settings": {name: config.to_json()[name] for name in names},
-        "others": {"data (the digest of the manifest)": manifest_digest, **recorded_versions()},
-    }
-    first = json.loads(exchange("settings", json.dumps(own))[0])
-    own = json.loads(json.dumps(own))
+    values = config.to_json()
+    others = {"data (the digest of the manifest)": manifest_digest, **recorded_versions()}
+    text = json.dumps({"settings": {name: values[name] for name in names}, "others": others})
+    first, own = json.loads(exchange("settings", text)[0]), json.loads(text)
+    if first == own:
+        return
     changed = [name for name in names if first["settings"].get(name) != own["settings"][name]]
-    others = [
+    other_differences = [
         f"{name} {found}, not {first['others'].get(name)}"
         for name, found in own["others"].items()
         if first["others"].get(name) != found
     ]
-    if not changed and not others:
-        return
     differences = [f"{{{name}}} {{{name}_here}}, not {{{name}_first}}" for name in changed]
     found = {f"{name}_here": describe_value(own["settings"][name]) for name in changed}
     found |= {f"{name}_first": describe_value(first["settings"].get(name)) for name in changed}
     raise SettingError(
         changed[0] if changed else "data",
         f"all processes of a run must have the same settings, data and versions, but this one has "
-        f"{listed([*differences, *others])}, as the first process has: start them with the same options",
+        f"{listed([*differences, *other_differences])}, as the first process has: start them with the same options",
         **found,
     )
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, start_reading
+from preprocess.shards.arrays import PIXELS, shard_key, start_reading
 from preprocess.shards.decoded_checks import DecodedChecks
 from preprocess.shards.location import Location, ShardError, open_location
 from preprocess.shards.manifest import Manifest
@@ -23,6 +23,7 @@ from preprocess.shards.mapped_images import MappedImages
 from preprocess.shards.mapped_shards import ExpectedChecksums, MappedShard
 from preprocess.shards.shard_cache import ShardCache
 from preprocess.shards.shard_copies import ShardCopies
+from preprocess.shards.split_arrays import pixel_metadata
 
 _DISK_TIMEOUT_S = 60.0
 
@@ -159,19 +160,10 @@ class _DecodedImages:
 
     def _open(self) -> ts.TensorStore:
         if self._stored is None:
-            manifest = self._manifest
-            metadata = pixels_metadata(
-                manifest.num_images,
-                manifest.height,
-                manifest.row_words,
-                shard_images=manifest.shard_images,
-                codec=manifest.codec,
-                checksum=manifest.checksum,
-            )
             spec = {
                 "driver": "zarr3",
                 "kvstore": self._location.array_spec(PIXELS),
-                "metadata": metadata,
+                "metadata": pixel_metadata(self._manifest),
                 "fill_missing_data_reads": False,
                 "cache_pool": {"total_bytes_limit": 0},
             }

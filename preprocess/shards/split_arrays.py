@@ -24,7 +24,12 @@ from preprocess.shards.targets import dtype_of
 
 def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
     """Open the uint32 pixel array ``[N, H, row_words]`` of the split at ``location``; raise ShardError on failure."""
-    metadata = pixels_metadata(
+    return read_array(location, PIXELS, pixel_metadata(manifest))
+
+
+def pixel_metadata(manifest: Manifest) -> dict[str, Any]:
+    """Return the Zarr metadata of the array with the pixels."""
+    return pixels_metadata(
         manifest.num_images,
         manifest.height,
         manifest.row_words,
@@ -32,7 +37,6 @@ def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:
         codec=manifest.codec,
         checksum=manifest.checksum,
     )
-    return read_array(location, PIXELS, metadata)
 
 
 def label_metadata(manifest: Manifest) -> dict[str, Any]:
