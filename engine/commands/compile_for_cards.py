@@ -4,11 +4,9 @@ import json
 import sys
 from pathlib import Path
 
-PROGRAM = (
-    # Not the working directory, which may contain packages of these names.
-    "import sys; sys.path[:] = filter(None, sys.path); "
-    "from engine.commands.compile_for_cards import answer_request; answer_request(*sys.argv[1:])"
-)
+from engine.commands.child_program import child_program
+
+PROGRAM = child_program("engine.commands.compile_for_cards", "answer_request", "answer_request(*sys.argv[1:])")
 """The program of the process that compiles."""
 
 

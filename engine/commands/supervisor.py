@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from engine.commands.child_program import child_program
 from engine.commands.command_end import say_to_stderr
 from engine.peers import BEAT_FILE, SEES_ALL, describe_fault, is_supervised
 
@@ -29,11 +30,7 @@ _GRACE_S = 4.0
 _CONNECT_S = 3.0
 _MOST_RUNTIME_LINES = 20
 _WRONG_USAGE, _STOPPED = 2, 130
-# Without the working directory, whose modules could hide those of Python, as for the command itself.
-_PROGRAM = (
-    "import sys; sys.path[:] = filter(None, sys.path); "
-    "from engine.commands.cli import main; main(prog_name='run-train')"
-)
+_PROGRAM = child_program("engine.commands.cli", "main", "main(prog_name='run-train')")
 
 
 class Outcome(NamedTuple):
