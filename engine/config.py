@@ -43,6 +43,7 @@ ScheduleName = Literal[
 PrecisionName = Literal["float32", "bfloat16"]
 LossName = Literal["cross-entropy", "binary-cross-entropy", "mean-squared-error"]
 OrderName = Literal["random", "windowed"]
+ProfileFormat = Literal["plain", "markdown", "csv", "json"]
 
 NO_VALUE = "default"
 """The spelling of None in options and messages."""
@@ -60,7 +61,7 @@ _RATE_PER_IMAGE = 0.1 / 256
 
 # Headings of `--help` and of the reference.
 DATA, TRAINING, OPTIMISER, AUGMENTATION = "Data", "Training", "Optimiser", "Augmentation"
-INFEED, OUTPUT, COMPILATION = "Infeed", "Output", "Compilation"
+INFEED, OUTPUT, MONITORING, COMPILATION = "Infeed", "Output", "Monitoring", "Compilation"
 
 _PROGRAM, _RUNTIME, _HOST = Stage.PROGRAM, Stage.RUNTIME, Stage.HOST
 _KEPT, _CHANGES, _PER_LAUNCH = OnResume.KEPT, OnResume.CHANGES, OnResume.PER_LAUNCH
@@ -415,6 +416,52 @@ class TrainConfig:
         False, OUTPUT, _HOST, _PER_LAUNCH, "Replace the earlier run in {run_dir}.", option=("--overwrite",)
     )
 
+    profile: bool = setting(
+        False, MONITORING, _HOST, _PER_LAUNCH,
+        "Measure how long each phase of the run takes, print a table of it at the end, and write profile.csv.",
+        option=("--profile",),
+    )
+    profile_steps: str | None = setting(
+        None, MONITORING, _HOST, _PER_LAUNCH,
+        "Steps whose operations {profile} traces, from START up to but not including STOP, counted from 0.",
+        unit="START:STOP", default_text="30 steps after the first 10 of the launch",
+        details="The times of forward pass, backward pass and so on come from this window, all other times from the "
+        "whole launch. Tracing slows the steps of the window only.",
+    )
+    profile_format: ProfileFormat = setting(
+        "plain", MONITORING, _HOST, _PER_LAUNCH, "Format in which {profile} prints its table."
+    )
+    runtime_report: bool = setting(
+        False, MONITORING, _HOST, _PER_LAUNCH,
+        "Print what the runtime did at the end: compilations, batches, waits, snapshots, memory, and goodput.",
+        option=("--runtime-report",), details="The run folder has it in any case, as `runtime.json`.",
+    )
+    stall_warn_s: float = setting(
+        120.0, MONITORING, _HOST, _CHANGES,
+        "Warn if no step ends for so long, with what the run waits for; 0 disables the warning.", between=(0, 86_400),
+        unit="SECONDS", option=("--stall-warn",),
+        details="The stacks of all threads are written to the run folder.",
+    )
+    tensorboard: bool = setting(
+        False, MONITORING, _HOST, _CHANGES, "Write TensorBoard event files to the folder tensorboard in {run_dir}.",
+    )
+    wandb: str | None = setting(
+        None, MONITORING, _HOST, _CHANGES, "Log to this project of Weights & Biases.", unit="PROJECT",
+        default_text="off",
+    )
+    histogram_every_steps: int = setting(
+        0, MONITORING, _RUNTIME, _CHANGES,
+        "Steps between histograms of weights and gradients for {tensorboard} or {wandb}; 0 takes none.",
+        between=_COUNT, unit="STEPS", option=("--histogram-every",),
+        details="0 compiles a different program from all larger values.",
+    )
+    log_images_every_steps: int = setting(
+        0, MONITORING, _RUNTIME, _CHANGES,
+        "Steps between pictures of augmented training images for {tensorboard} or {wandb}; 0 takes none.",
+        between=_COUNT, unit="STEPS", option=("--log-images-every",),
+        details="0 compiles a different program from all larger values.",
+    )
+
     compilation_cache: str | None = setting(
         None, COMPILATION, _HOST, _CHANGES, "Folder of the compilation cache; off disables it.", unit="DIR|off",
         default_text="$JAX_COMPILATION_CACHE_DIR, else the user's cache folder", completion="folder",
@@ -467,6 +514,8 @@ class TrainConfig:
         parse_freeze(self.freeze), parse_groups(self.groups)
         if self.devices is not None:
             parse_devices(self.devices)
+        if self.profile_steps is not None:
+            parse_profile_steps(self.profile_steps)
         if not re.fullmatch(r"inf|\d+(\.\d+)?", self.clip_order) or not float(self.clip_order) >= 1:
             raise SettingError(
                 "clip_order", "{setting} must be a number of at least 1, or inf, got {value!r}", value=self.clip_order
@@ -541,3 +590,18 @@ def parse_devices(text: str) -> tuple[str | None, int]:
             "devices", "{setting} must be NUMBER or cpu:NUMBER, with a NUMBER of at least 1, got {text!r}", text=text
         )
     return platform or None, int(count)
+
+
+def parse_profile_steps(text: str) -> range:
+    """Return the steps that a value of the setting `profile_steps` names, counted from 0.
+
+    Raises:
+        SettingError: if the text has another form, or names no step.
+    """
+    found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text)
+    steps = range(int(found[1]), int(found[2])) if found else range(0)
+    if not steps:
+        raise SettingError(
+            "profile_steps", "{setting} must be START:STOP, two step numbers with START < STOP, got {text!r}", text=text
+        )
+    return steps

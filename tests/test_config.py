@@ -22,6 +22,7 @@ from engine.config import (
     COUNTED_IN_EPOCHS,
     DATA,
     INFEED,
+    MONITORING,
     OPTIMISER,
     OUTPUT,
     SETTINGS,
@@ -29,6 +30,7 @@ from engine.config import (
     ConfigError,
     SettingError,
     TrainConfig,
+    parse_profile_steps,
     settings_table,
 )
 from engine.settings import OnResume, Stage
@@ -109,6 +111,15 @@ VALID = {
     "keep_snapshots": st.integers(0, 2**31 - 2),
     "keep_best": st.none() | TEXT,
     "overwrite": st.booleans(),
+    "profile": st.booleans(),
+    "profile_steps": st.none() | st.sampled_from(["0:1", "10:40"]),
+    "profile_format": st.sampled_from(["plain", "markdown", "csv", "json"]),
+    "runtime_report": st.booleans(),
+    "stall_warn_s": st.floats(0, 86_400),
+    "tensorboard": st.booleans(),
+    "wandb": st.none() | TEXT,
+    "histogram_every_steps": st.integers(0, 2**31 - 2),
+    "log_images_every_steps": st.integers(0, 2**31 - 2),
     "compilation_cache": st.none() | TEXT,
     "dump_hlo": st.none() | TEXT,
     "storage_options": st.none() | st.sampled_from(["endpoint=http://127.0.0.1:9000,region=eu", "profile=mine"]),
@@ -121,12 +132,13 @@ INTEGERS = [
     *("steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"),
     *("warmup_steps", "accumulate_steps", "skip_nonfinite", "crop_padding", "snapshot_every_steps", "keep_snapshots"),
     *("chunk_batches", "batch_norm_group", "restart_cycles", "auto_augment_ops", "auto_augment_magnitude"),
+    *("histogram_every_steps", "log_images_every_steps"),
 ]
 REALS = [
     *("learning_rate", "momentum", "weight_decay", "infeed_timeout_s", "beta2", "clip_norm", "ema_decay"),
     *("label_smoothing", "crop_area", "flip", "brightness", "contrast", "saturation", "hue"),
     *("mixup", "cutmix", "erasing", "stop_at_top1", "epochs", "warmup_epochs"),
-    *("final_fraction", "schedule_power", "restart_growth", "clip_value", "window_gb", "cache_gb"),
+    *("final_fraction", "schedule_power", "restart_growth", "clip_value", "window_gb", "cache_gb", "stall_warn_s"),
 ]
 SWITCHES = [
     "synthetic",
@@ -138,13 +150,16 @@ SWITCHES = [
     "resume",
     "stop_on_nan",
     "deterministic",
+    *("profile", "runtime_report", "tensorboard"),
 ]
 CHANNELS = ["mean", "std"]
 CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss", "auto_augment", "order"]
+CHOICES += ["profile_format"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
 TEXTS += ["clip_order", "freeze", "groups", "keep_best", "devices", "storage_options", "cache"]
+TEXTS += ["profile_steps", "wandb"]
 OPTIONAL = [
-    *("keep_best", "devices", "batch_norm_group", "cache"),
+    *("keep_best", "devices", "batch_norm_group", "cache", "profile_steps", "wandb"),
     "data",
     "eval_split",
     "num_classes",
@@ -261,6 +276,15 @@ def test_golden_json():
         "keep_snapshots": 3,
         "keep_best": None,
         "overwrite": False,
+        "profile": False,
+        "profile_steps": None,
+        "profile_format": "plain",
+        "runtime_report": False,
+        "stall_warn_s": 120.0,
+        "tensorboard": False,
+        "wandb": None,
+        "histogram_every_steps": 0,
+        "log_images_every_steps": 0,
         "compilation_cache": None,
         "dump_hlo": None,
         "storage_options": None,
@@ -331,6 +355,16 @@ def test_a_value_of_the_wrong_type_is_refused(name, wrong):
         ValueError, match=rf"^{name} must be of type \w+( or None)?, got .* of type {type(wrong).__name__}$"
     ):
         configured(**{name: wrong})
+
+
+@pytest.mark.parametrize("text", ["10", "10:", ":10", "10:10", "20:10", "-1:5", "1:2:3", "a:b", "1.5:3"])
+def test_a_window_of_steps_has_a_start_before_its_stop(text):
+    with pytest.raises(ValueError, match=f"^profile_steps must be START:STOP, .* START < STOP, got '{text}'$"):
+        configured(profile_steps=text)
+
+
+def test_a_window_of_steps_is_half_open():
+    assert parse_profile_steps("10:40") == range(10, 40)
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -443,7 +477,7 @@ def test_every_setting_is_declared_whole(name):
     declared = SETTINGS[name]
     assert declared.help_text.endswith(".")
     assert declared.help_text[0].isupper()
-    assert declared.group in {DATA, TRAINING, OPTIMISER, AUGMENTATION, INFEED, OUTPUT, COMPILATION}
+    assert declared.group in {DATA, TRAINING, OPTIMISER, AUGMENTATION, INFEED, OUTPUT, MONITORING, COMPILATION}
     assert isinstance(declared.stage, Stage)
     assert isinstance(declared.on_resume, OnResume)
     assert declared.default == getattr(TrainConfig(), name)

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from engine.commands.cli import main as run_train
 from engine.commands.option_sources import OptionSource, command_line, merge_options
-from engine.config import OWN_BATCHES, ConfigError, TrainConfig
+from engine.config import OWN_BATCHES, SETTINGS, ConfigError, TrainConfig
 from engine.program.statics import statics_of, update_values
 from engine.recipes import RecipeError, load_recipe, recipe_names
 from engine.records.run_folder import RunFolder
@@ -23,6 +23,7 @@ from engine.run.data import open_data
 from engine.run.epochs import settle_epochs, steps_of_epochs
 from engine.run.parts import OwnParts
 from engine.run.resolve import resolve
+from engine.settings import OnResume
 from engine.updates.schedules import learning_rate_at
 from models.registry import build_model
 from preprocess.commands.cli import main as preprocess_imagenet
@@ -291,7 +292,7 @@ def test_the_record_of_a_run_is_a_recipe(tmp_path):
     path = record_run(tmp_path / "run", config)
     recipe = load_recipe(path)
     assert (recipe.name, recipe.source) == ("run", str(path))
-    per_run = {"run_dir", "resume", "overwrite", "dump_hlo"}
+    per_run = {name for name, each in SETTINGS.items() if each.on_resume is OnResume.PER_LAUNCH}
     assert recipe.settings == {name: value for name, value in config.to_json().items() if name not in per_run}
     # The steps were counted from the epochs, and so give way to them.
     merged = merge_options(OptionSource("recipe run", recipe.settings), OptionSource("command line", {"batch": 8}))
