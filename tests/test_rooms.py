@@ -45,6 +45,7 @@ FLOORS = (
     "engine.settings",
     "engine.patterns",
     "engine.replicas",
+    "engine.hlo",
     "engine.peers",
     "engine.processes",
     "engine.images",

@@ -1,0 +1,1 @@
+"""XLA's optimised programs, read from their text: computations, instructions, their scopes and their source lines."""

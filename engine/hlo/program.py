@@ -1,0 +1,298 @@
+"""An optimised XLA program: its computations, their instructions, and how they call each other.
+
+The vocabulary is that of XLA's HLO (https://openxla.org/xla/operation_semantics). Knows nothing of the engine.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple
+
+# The bits of dtypes whose names do not say them, as those of s32 and f8e4m3fn do.
+_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
+_TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
+# Instructions that regroup values of many scopes.
+_ENDS = frozenset({"parameter", "tuple", "while", "conditional"})
+
+
+class Array(NamedTuple):
+    """An array that an instruction computes.
+
+    Attributes:
+        dtype: its dtype as HLO calls it: "f32", "bf16", "s32", "pred", …
+        shape: its sizes.
+        layout: its axes, the one with the smallest stride in memory first; empty if the text does not say.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes without padding; 0 for a token."""
+        return -(-self.size * bits_of(self.dtype) // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+class Source(NamedTuple):
+    """A place in the source code: a file, the function, empty if unknown, and a line from 1."""
+
+    file: str
+    function: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """An instruction of a computation.
+
+    Attributes:
+        name: its name, unique in the program, without the leading "%".
+        opcode: its operation: "add", "dot", "fusion", "custom-call", "while", …
+        results: the arrays that it computes; those of a tuple, nested ones too, one after the other.
+        operands: the names of its operands, in order.
+        literal: what stands between the parentheses where that is not operands: the value of a constant, which XLA
+            leaves out if it is long, or the number of a parameter.
+        computation: the name of the computation to which it belongs.
+        is_root: whether its results are those of the computation.
+        calls: the names of the computations that it calls, by role: ("calls", of a fusion), ("body", …),
+            ("condition", …), ("to_apply", …), ("branch_computations", …).
+        op_name: the scopes and the primitive that it comes from, as jax named them; empty for what XLA added.
+        frame: the number of its call stack for `HloProgram.call_stack`, 0 if there is none.
+        attributes: the rest of its line, without its metadata.
+    """
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    operands: tuple[str, ...]
+    literal: str
+    computation: str
+    is_root: bool
+    calls: tuple[tuple[str, str], ...]
+    op_name: str
+    frame: int
+    attributes: str
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its results."""
+        return sum(each.num_bytes for each in self.results)
+
+    @property
+    def callees(self) -> tuple[str, ...]:
+        """The names of the computations that it calls."""
+        return tuple(name for _, name in self.calls)
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls; empty for other instructions."""
+        return self.attribute("custom_call_target").strip('"')
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often the body of a loop runs, None if XLA does not know or this is no loop."""
+        found = _TRIP_COUNT.search(self.attributes) if self.opcode == "while" else None
+        return None if found is None else int(found[1])
+
+    def attribute(self, name: str) -> str:
+        """Return the text of an attribute, such as "{0,1}" of "dimensions={0,1}"; empty if there is none."""
+        found = re.search(rf'(?:^|[\s,]){re.escape(name)}=("(?:[^"\\]|\\.)*"|\{{[^{{}}]*\}}|[^\s,]+)', self.attributes)
+        return "" if found is None else found[1]
+
+    def called_as(self, role: str) -> str | None:
+        """Return the name of the computation that it calls in a role, None if there is none."""
+        return next((name for each, name in self.calls if each == role), None)
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A computation: what XLA calls the body of a function, a loop or a fusion.
+
+    Attributes:
+        name: its name, without the leading "%".
+        instructions: its instructions, in the order of the text, which is that of execution in a scheduled program.
+        is_entry: whether it is the one that the program begins with.
+    """
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    is_entry: bool = False
+
+    @property
+    def root(self) -> Instruction | None:
+        """The instruction whose results are those of the computation."""
+        return next((each for each in self.instructions if each.is_root), None)
+
+    @cached_property
+    def parameters(self) -> Mapping[int, Instruction]:
+        """Its parameters by their numbers."""
+        found = (each for each in self.instructions if each.opcode == "parameter" and each.literal.isdigit())
+        return MappingProxyType({int(each.literal): each for each in found})
+
+
+@dataclass(frozen=True)
+class HloProgram:
+    """A program.
+
+    Attributes:
+        name: the name of its module, as in the events of a profile: "jit_train".
+        computations: its computations by name, in the order of the text.
+        frames: places in the source and the number of the frame that called each, by the number of the frame.
+        header: the line with the properties of the module.
+    """
+
+    name: str
+    computations: Mapping[str, Computation] = field(repr=False)
+    frames: Mapping[int, tuple[Source, int]] = field(repr=False)
+    header: str = field(default="", repr=False)
+
+    @cached_property
+    def instructions(self) -> Mapping[str, Instruction]:
+        """Every instruction of the program by its name."""
+        return MappingProxyType({each.name: each for part in self.computations.values() for each in part.instructions})
+
+    @property
+    def entry(self) -> Computation | None:
+        """The computation that the program begins with."""
+        return next((each for each in self.computations.values() if each.is_entry), None)
+
+    @cached_property
+    def caller_of(self) -> Mapping[str, str]:
+        """The name of an instruction that calls each computation; the entry has none."""
+        callers = {name: each.name for each in self.instructions.values() for name in each.callees}
+        return MappingProxyType(callers)
+
+    def operands_of(self, instruction: Instruction) -> list[Instruction]:
+        """Return the operands of an instruction that the program has."""
+        found = map(self.instructions.get, instruction.operands)
+        return [each for each in found if each is not None]
+
+    def call_stack(self, instruction: Instruction) -> list[Source]:
+        """Return the places in the source that an instruction comes from, the innermost first."""
+        places: list[Source] = []
+        number = instruction.frame
+        while number in self.frames and len(places) <= len(self.frames):
+            place, parent = self.frames[number]
+            places.append(place)
+            if parent == number:
+                break
+            number = parent
+        return places
+
+    def source_of(self, instruction: Instruction) -> Source | None:
+        """Return the line that an instruction comes from, None if XLA added the instruction."""
+        found = self.frames.get(instruction.frame)
+        return None if found is None else found[0]
+
+    def root_of(self, instruction: Instruction) -> Instruction:
+        """Return the root of a fusion's or a call's computation, of the innermost if nested; else the instruction."""
+        for _ in range(len(self.computations)):
+            called = instruction.called_as("calls" if instruction.opcode != "call" else "to_apply")
+            computation = None if called is None else self.computations.get(called)
+            if computation is None or computation.root is None:
+                break
+            instruction = computation.root
+        return instruction
+
+    def op_name_of(self, instruction: Instruction) -> str:
+        """Return the scopes and the primitive of an instruction: its own; of a fusion, else those of its root.
+
+        What XLA added has none. It gets those of the nearest instruction, inside its fusion, before it or after it, in
+        this order, that it computes from or for. Empty if there are none: parameters and the values of a carry.
+        """
+        if name := instruction.op_name or self._inside(instruction):
+            return name
+        return self._near(instruction, self.operands_of) or self._near(instruction, self.users_of)
+
+    def users_of(self, instruction: Instruction) -> list[Instruction]:
+        """Return the instructions that have an instruction as an operand."""
+        return [self.instructions[name] for name in self._user_names.get(instruction.name, ())]
+
+    @cached_property
+    def _user_names(self) -> Mapping[str, list[str]]:
+        users: dict[str, list[str]] = {}
+        for each in self.instructions.values():
+            for operand in dict.fromkeys(each.operands):
+                users.setdefault(operand, []).append(each.name)
+        return users
+
+    def _near(self, instruction: Instruction, neighbours: Callable[[Instruction], list[Instruction]]) -> str:
+        """Return the scopes of the nearest instruction in one direction that has any."""
+        seen = {instruction.name}
+        ahead = neighbours(instruction)
+        for each in ahead:
+            if each.name in seen or each.opcode in _ENDS:
+                continue
+            seen.add(each.name)
+            if name := each.op_name or self._inside(each):
+                return name
+            ahead += neighbours(each)
+        return ""
+
+    def _inside(self, instruction: Instruction) -> str:
+        """Return the scopes of a fusion's root, or of the instruction nearest to it that has any."""
+        root = self.root_of(instruction)
+        fused = self.computations[root.computation].instructions if root.name != instruction.name else ()
+        return root.op_name or next((each.op_name for each in reversed(fused) if "/" in each.op_name), "")
+
+    def within(self, computation: str, *, fused: bool = False) -> Iterator[Instruction]:
+        """Yield the instructions of a computation and of those that it calls: of loops, branches and calls.
+
+        Args:
+            computation: the name of the computation.
+            fused: whether to yield also those inside fusions, and the functions that reductions and sorts apply.
+        """
+        seen: set[str] = set()
+        ahead = [computation]
+        while ahead:
+            name = ahead.pop()
+            if name in seen or name not in self.computations:
+                continue
+            seen.add(name)
+            for each in self.computations[name].instructions:
+                yield each
+                ahead += each.callees if fused or each.opcode in _RUNS else ()
+
+    def loops(self) -> list[Instruction]:
+        """Return the loops of the program, in the order of the text."""
+        return [each for each in self.instructions.values() if each.opcode == "while"]
+
+    def depth_of(self, computation: str) -> int:
+        """Return how many loops stand around a computation."""
+        return len(self.loops_around(computation))
+
+    def loops_around(self, computation: str) -> list[Instruction]:
+        """Return the loops that stand around a computation, the innermost first."""
+        loops: list[Instruction] = []
+        for _ in range(len(self.computations)):
+            caller = self.instructions.get(self.caller_of.get(computation, ""))
+            if caller is None:
+                break
+            if caller.called_as("body") == computation:
+                loops.append(caller)
+            computation = caller.computation
+        return loops
+
+
+# Instructions whose computations run as such: the others apply theirs to elements, or are fused into one kernel.
+_RUNS = frozenset({"while", "conditional", "call", "async-start", "custom-call"})
+
+
+def bits_of(dtype: str) -> int:
+    """Return the number of bits of an element of a dtype in HLO's notation; an unknown one has 32."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    return 32 if found is None else int(found[1])
