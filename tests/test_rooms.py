@@ -42,6 +42,7 @@ FLOORS = (
     # engine: shards to weights
     "engine.adapters",
     "engine.keys",
+    "engine.scopes",
     "engine.settings",
     "engine.patterns",
     "engine.replicas",
@@ -79,6 +80,7 @@ PROGRAM_MAY_KNOW = {
     "engine.patterns",
     "engine.replicas",
     "engine.program",
+    "engine.scopes",
     "engine.settings",
     "engine.updates",
     "models.layers",

@@ -22,6 +22,7 @@ from engine.crossing.transport import Array, Transport
 from engine.feed.batches import Labels, Pixels
 from engine.feed.feeder import Feeder
 from engine.images.unpack import pack_dense
+from engine.scopes import UNPACK
 
 
 class Batch(NamedTuple):
@@ -223,6 +224,7 @@ class Infeed:
         carry, num_taken = lax.while_loop(condition, body, (carry, jnp.zeros((), jnp.int32)))
         return emit(carry), num_taken
 
+    @jax.named_scope(UNPACK)
     def _batch(self, batches: Batch, number: jax.Array) -> Batch:
         """Return batch `number` (int32 [], from 0) of a pull."""
         pixels, labels = (lax.dynamic_index_in_dim(each, number, keepdims=False) for each in batches)

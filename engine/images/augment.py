@@ -27,6 +27,7 @@ from engine.images.positions import Positions, Purpose, draw_words, image_keys, 
 from engine.images.resample import resize_boxes
 from engine.images.settings import Augmentation
 from engine.images.unpack import PixelScale, normalise_levels, unpack_pixels
+from engine.scopes import AUGMENT, UNPACK
 
 
 def augment_images(
@@ -52,22 +53,26 @@ def augment_images(
     """
     augmentation.check_batch(pixels.shape[0])
     height, width = augmentation.output_shape(*pixels.shape[1:])
-    keys = image_keys(seed_words, positions)
-    pixels = _crop(augmentation, pixels, keys)
-    if augmentation.horizontal_flip:
-        flips = to_choice(draw_words(keys, Purpose.FLIP)[:, 0, 0], augmentation.horizontal_flip)
-        pixels = flip_horizontally(pixels, flips)
-    if augmentation.auto_augment != "off":
-        pixels = auto_augment(augmentation, pixels, keys)
-    pixels = jitter_colours(augmentation, pixels, keys)
+    with jax.named_scope(AUGMENT):
+        keys = image_keys(seed_words, positions)
+        pixels = _crop(augmentation, pixels, keys)
+        if augmentation.horizontal_flip:
+            flips = to_choice(draw_words(keys, Purpose.FLIP)[:, 0, 0], augmentation.horizontal_flip)
+            pixels = flip_horizontally(pixels, flips)
+        if augmentation.auto_augment != "off":
+            pixels = auto_augment(augmentation, pixels, keys)
+        pixels = jitter_colours(augmentation, pixels, keys)
     own_share = None
     if augmentation.mixes:
-        images, own_share = _mix(augmentation, pixels, keys, scale)
+        with jax.named_scope(AUGMENT):
+            images, own_share = _mix(augmentation, pixels, keys, scale)
     else:
-        images = unpack_pixels(pixels, scale)
+        with jax.named_scope(UNPACK):
+            images = unpack_pixels(pixels, scale)
     if augmentation.erasing:
-        words = draw_words(keys, Purpose.ERASING, BLOCKS_OF_ERASING)
-        images = erase(images, draw_erased(words, height, width, augmentation.erasing))
+        with jax.named_scope(AUGMENT):
+            words = draw_words(keys, Purpose.ERASING, BLOCKS_OF_ERASING)
+            images = erase(images, draw_erased(words, height, width, augmentation.erasing))
     return images, own_share
 
 
@@ -81,6 +86,7 @@ def make_targets(labels: jax.Array, own_share: jax.Array | None, num_classes: in
     return targets if own_share is None else mix_targets(targets, own_share)
 
 
+@jax.named_scope(UNPACK)
 def prepare_for_evaluation(pixels: jax.Array, size: int | None, scale: PixelScale) -> jax.Array:
     """Centre-crop and normalise packed images, uint32 [b, H, W], for evaluation.
 

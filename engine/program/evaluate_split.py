@@ -14,9 +14,11 @@ from engine.objective.tally import Tally, empty_tally, merge_tallies, tally_outp
 from engine.program.statics import Statics
 from engine.program.train_state import TrainModel
 from engine.replicas import Replicas
+from engine.scopes import DRAW, LOSS, PREDICT, UNPACK
 from engine.updates.update import Weights
 
 
+@jax.named_scope(DRAW)
 def pull_part(infeed: BatchInfeed, batch_index: jax.Array, num_batches: jax.Array, replicas: Replicas) -> Pulled:
     """Pull this device's rows of several batches, with a control word that is the same on all devices.
 
@@ -78,11 +80,14 @@ def evaluate_split(
     def count(tally: Tally, batch: Batch) -> Tally:
         images = prepare_for_evaluation(batch.pixels, statics.augmentation.size, scale)
         if statics.eval_mirror:
-            images = jnp.concatenate([images, images[:, :, ::-1]])
-        logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
-        if statics.eval_mirror:
-            logits = jax.tree.map(_mean_of_halves, logits)
-        return tally_outputs(statics.evaluated_objective, tally, logits, batch.labels)
+            with jax.named_scope(UNPACK):
+                images = jnp.concatenate([images, images[:, :, ::-1]])
+        with jax.named_scope(PREDICT):
+            logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
+            if statics.eval_mirror:
+                logits = jax.tree.map(_mean_of_halves, logits)
+        with jax.named_scope(LOSS):
+            return tally_outputs(statics.evaluated_objective, tally, logits, batch.labels)
 
     before = (
         jnp.zeros((), jnp.int32),
@@ -90,7 +95,8 @@ def evaluate_split(
         start or empty_tally(objective=statics.evaluated_objective),
     )
     _, stopped, tally = lax.while_loop(continues, one_pull, before)
-    return statics.replicas.merge(partial(merge_tallies, statics.evaluated_objective), tally), stopped
+    with jax.named_scope(LOSS):
+        return statics.replicas.merge(partial(merge_tallies, statics.evaluated_objective), tally), stopped
 
 
 def _mean_of_halves(outputs: jax.Array) -> jax.Array:

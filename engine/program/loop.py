@@ -24,6 +24,7 @@ from engine.program.evaluate_split import evaluate_split, pull_part
 from engine.program.model_key import model_keys
 from engine.program.statics import Statics
 from engine.program.train_state import RunValues, TrainModel, TrainState
+from engine.scopes import AUGMENT, FORWARD, LOSS, OPT_STEP, PUSH, SNAPSHOT, TRAIN, VALID
 from engine.updates.selection import join_frozen, keep_frozen, split_frozen
 from engine.updates.skipping import choose
 from engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
@@ -132,6 +133,7 @@ class _Program:
         carry = lax.while_loop(continues, partial(self._one_pull, values, boundary), carry)
         return self._push_snapshot(values, self._evaluate(values, carry))
 
+    @jax.named_scope(TRAIN)
     def _one_pull(self, values: RunValues, boundary: jax.Array, carry: _Carry) -> _Carry:
         """Train on one pull's batches, up to update `boundary`, and emit the losses of the updates that were due."""
         requested = carry.state.owes_evaluation | carry.snapshot
@@ -158,15 +160,18 @@ class _Program:
         state, outcome, metrics = train_step(
             self.model, self.statics, chunk.state, batch, control.learning_rate_factor, values
         )
-        numbers = jnp.stack([outcome.loss, outcome.learning_rate, *metrics.values()]).astype(jnp.float32)
-        # If no update was due, the next one overwrites these numbers, or they are never emitted.
+        with jax.named_scope(PUSH):
+            numbers = jnp.stack([outcome.loss, outcome.learning_rate, *metrics.values()]).astype(jnp.float32)
+            # If no update was due, the next one overwrites these numbers, or they are never emitted.
+            numbers = lax.dynamic_update_index_in_dim(chunk.numbers, numbers, chunk.num_updates, axis=0)
         return _ChunkCarry(
             state=state,
             num_updates=chunk.num_updates + outcome.due.astype(jnp.int32),
-            numbers=lax.dynamic_update_index_in_dim(chunk.numbers, numbers, chunk.num_updates, axis=0),
+            numbers=numbers,
             gives_up=outcome.gives_up,
         )
 
+    @jax.named_scope(PUSH)
     def _push_losses(self, chunk: _ChunkCarry) -> _ChunkCarry:
         names = tuple(self.statics.objective.metrics)
         self.statics.replicas.on_first(
@@ -174,6 +179,7 @@ class _Program:
         )
         return chunk._replace(num_updates=jnp.zeros_like(chunk.num_updates))
 
+    @jax.named_scope(VALID)
     def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
         """Evaluate if an evaluation is due; an evaluation that a stop interrupts stays due."""
         infeed = self.evaluation_infeed
@@ -192,8 +198,10 @@ class _Program:
         none = empty_tally(objective=self.statics.evaluated_objective), jnp.zeros((), jnp.bool)
         tally, is_interrupted = lax.cond(due, evaluate, lambda _: none, state.evaluated)
         done = due & ~is_interrupted
-        metrics = self.statics.evaluated_objective.finish_metrics(tally.metrics)
-        self.statics.replicas.on_first(lambda: self.outfeed.push_evaluation(state.step, tally, metrics), done)
+        with jax.named_scope(LOSS):
+            metrics = self.statics.evaluated_objective.finish_metrics(tally.metrics)
+        with jax.named_scope(PUSH):
+            self.statics.replicas.on_first(lambda: self.outfeed.push_evaluation(state.step, tally, metrics), done)
         correct = jnp.zeros((), jnp.int32) if tally.top1 is None else tally.top1
         top1 = correct.astype(jnp.float32) / jnp.maximum(tally.num_images, 1).astype(jnp.float32)
         state = state._replace(
@@ -208,7 +216,8 @@ class _Program:
         state = carry.state
         wanted = carry.snapshot | _is_multiple(state.step, values.snapshot_every_steps)
         due = wanted & ~carry.stopped & ~_is_done(state, values)
-        self.statics.replicas.on_first(lambda: self.outfeed.push_snapshot(state.step, state.pulls, state), due)
+        with jax.named_scope(TRAIN), jax.named_scope(SNAPSHOT):
+            self.statics.replicas.on_first(lambda: self.outfeed.push_snapshot(state.step, state.pulls, state), due)
         return carry._replace(snapshot=jnp.zeros((), jnp.bool))
 
 
@@ -280,41 +289,47 @@ def train_step(
         The new state, the outcome of the batch, and the metrics over the batches of the update so far.
     """
     num_images, replicas = len(batch.labels), statics.replicas
-    at = positions(state.pulls, num_images * replicas.count, replicas.this_device() * num_images, num_images)
+    with jax.named_scope(AUGMENT):
+        at = positions(state.pulls, num_images * replicas.count, replicas.this_device() * num_images, num_images)
     images, own_share = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
     if statics.augment is not None:
-        images = apply_own_augmentation(statics.augment, images, image_keys(values.seed_words, at))
+        with jax.named_scope(AUGMENT):
+            images = apply_own_augmentation(statics.augment, images, image_keys(values.seed_words, at))
     keys = {"key": model_keys(values.seed_words, at)} if statics.takes_key else {}
 
     trained, frozen = split_frozen(state.params, statics.rule.frozen)
 
     def loss_of(trained: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
         params = join_frozen(trained, frozen)
-        with normalising_over(statics.norm_groups):
+        with jax.named_scope(FORWARD), normalising_over(statics.norm_groups):
             outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True, **keys)
-        loss, metrics = statics.objective.training_loss(outputs, batch.labels, own_share, values.smoothing)
+        with jax.named_scope(LOSS):
+            loss, metrics = statics.objective.training_loss(outputs, batch.labels, own_share, values.smoothing)
         return loss, (batch_stats, metrics)
 
     (loss, (batch_stats, metrics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)
     batch_stats = keep_frozen(batch_stats, state.batch_stats, statics.rule.frozen)
     hyperparams = values.update.hyperparams
     factor = hyperparams.learning_rate * learning_rate_factor
-    (params, batch_stats), update, outcome = update_weights(
-        statics.rule,
-        Weights(state.params, state.batch_stats),
-        state.update,
-        Pull(loss, gradients, batch_stats),
-        state.step,
-        values.update._replace(hyperparams=hyperparams._replace(learning_rate=factor)),
-        replicas,
-    )
+    with jax.named_scope(OPT_STEP):
+        (params, batch_stats), update, outcome = update_weights(
+            statics.rule,
+            Weights(state.params, state.batch_stats),
+            state.update,
+            Pull(loss, gradients, batch_stats),
+            state.step,
+            values.update._replace(hyperparams=hyperparams._replace(learning_rate=factor)),
+            replicas,
+        )
     step = state.step + outcome.due.astype(jnp.int32)
     gathered = state.metrics
-    if gathered is not None:
-        metrics = statics.objective.merge_metrics(gathered, metrics)
-        gathered = choose(outcome.due, statics.objective.init_metrics(), metrics)
-    metrics = replicas.merge_if(outcome.due, statics.objective.merge_metrics, metrics)
+    with jax.named_scope(LOSS):
+        if gathered is not None:
+            metrics = statics.objective.merge_metrics(gathered, metrics)
+            gathered = choose(outcome.due, statics.objective.init_metrics(), metrics)
+        metrics = replicas.merge_if(outcome.due, statics.objective.merge_metrics, metrics)
+        finished = statics.objective.finish_metrics(metrics)
     state = state._replace(
         pulls=state.pulls + 1, step=step, params=params, batch_stats=batch_stats, update=update, metrics=gathered
     )
-    return state, outcome, statics.objective.finish_metrics(metrics)
+    return state, outcome, finished

@@ -216,7 +216,8 @@ def update_weights(
     batch_stats = pull.batch_stats
     if replicas.count > 1:
         own = choose(all_finite(batch_stats), batch_stats, weights.batch_stats)
-        loss, gradients, batch_stats = replicas.mean_if(due, (loss, gradients, own))
+        with jax.named_scope("reduce"):
+            loss, gradients, batch_stats = replicas.mean_if(due, (loss, gradients, own))
     finite = has_finite_norm(gradients)
     made = due & finite
 

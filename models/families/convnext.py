@@ -104,8 +104,10 @@ def _apply_block(params: Params, x: jax.Array) -> jax.Array:
     """Apply one block to `x [B,H,W,C]`: a depthwise convolution, a norm and two dense layers, with a shortcut."""
     conv, mlp = params["conv_dw"], params["mlp"]
     padding = ((_MARGIN, _MARGIN),) * 2
-    y = convolution(x, conv["kernel"].astype(x.dtype), padding=padding, bias=conv["bias"], groups=x.shape[3])
-    y = linear(gelu(linear(layer_norm(y, **params["norm"]), **mlp["fc1"])), **mlp["fc2"])
+    with jax.named_scope("conv_dw"):
+        y = convolution(x, conv["kernel"].astype(x.dtype), padding=padding, bias=conv["bias"], groups=x.shape[3])
+    with jax.named_scope("mlp"):
+        y = linear(gelu(linear(layer_norm(y, **params["norm"]), **mlp["fc1"])), **mlp["fc2"])
     return (x + params["gamma"] * y).astype(x.dtype)
 
 
@@ -125,14 +127,19 @@ def apply(
             f"images must have at least {net.smallest_image} × {net.smallest_image} px to be divided by "
             f"{net.smallest_image}, got {images.shape[1]} × {images.shape[2]}: use larger images"
         )
-    x = patch_linear(images.astype(dtype), **params["stem"]["0"])
-    x = layer_norm(x, **params["stem"]["1"])
+    with jax.named_scope("stem"):
+        x = patch_linear(images.astype(dtype), **params["stem"]["0"])
+        x = layer_norm(x, **params["stem"]["1"])
     for index, depth in enumerate(net.depths):
         stage = params["stages"][str(index)]
-        if index:
-            before, halving = stage["downsample"]["0"], stage["downsample"]["1"]
-            x = patch_linear(layer_norm(x, **before), **halving)
-        for block in range(depth):
-            x = _apply_block(stage["blocks"][str(block)], x)
+        with jax.named_scope(f"stage{index}"):
+            if index:
+                before, halving = stage["downsample"]["0"], stage["downsample"]["1"]
+                with jax.named_scope("downsample"):
+                    x = patch_linear(layer_norm(x, **before), **halving)
+            for block in range(depth):
+                with jax.named_scope(str(block)):
+                    x = _apply_block(stage["blocks"][str(block)], x)
     head = params["head"]
-    return dense(layer_norm(global_average_pool(x), **head["norm"]), **head["fc"]), batch_stats
+    with jax.named_scope("head"):
+        return dense(layer_norm(global_average_pool(x), **head["norm"]), **head["fc"]), batch_stats

@@ -192,13 +192,17 @@ def _apply_layer(
 ) -> tuple[jax.Array, BatchStats]:
     """Apply one layer to `x`; return its output and its new batch statistics."""
     kernel = _get(params, (*layer.path, "conv", "kernel")) if layer.learns else jnp.asarray(cosine_kernel(layer.K))
-    x = convolution(x, kernel.astype(x.dtype), stride=1, padding=((layer.margin, layer.margin),) * 2)
+    with jax.named_scope("conv"):
+        x = convolution(x, kernel.astype(x.dtype), stride=1, padding=((layer.margin, layer.margin),) * 2)
     if layer.pool:
-        x = max_pool(x, window=2, stride=2, padding=0)
+        with jax.named_scope("pool"):
+            x = max_pool(x, window=2, stride=2, padding=0)
     running = RunningStats(**_get(batch_stats, (*layer.path, "norm")))
     bias = BIAS_GAIN * _get(params, (*layer.path, "norm", "bias"))
-    x, moved = batch_norm(x, jnp.ones_like(bias), bias, running, train=train)
-    return x * jax.nn.sigmoid(SILU_SLOPE * x), {"norm": moved._asdict()}
+    with jax.named_scope("norm"):
+        x, moved = batch_norm(x, jnp.ones_like(bias), bias, running, train=train)
+    with jax.named_scope("act"):
+        return x * jax.nn.sigmoid(SILU_SLOPE * x), {"norm": moved._asdict()}
 
 
 def apply(
@@ -219,8 +223,10 @@ def apply(
     new_stats: BatchStats = {}
     x = images.astype(dtype)
     for layer in layers(net):
-        x, stats = _apply_layer(layer, params, batch_stats, x, train)
+        with jax.named_scope("/".join(layer.path)):
+            x, stats = _apply_layer(layer, params, batch_stats, x, train)
         _set(new_stats, layer.path, stats)
     # In float32, because the derivative counts the positions that share a maximum: a bfloat16 sum saturates at 256.
-    features = widen(x).max(PLACES).astype(dtype)
-    return LOGIT_SCALE * dense(features, params["fc"]["kernel"], params["fc"]["bias"]), new_stats
+    with jax.named_scope("head"):
+        features = widen(x).max(PLACES).astype(dtype)
+        return LOGIT_SCALE * dense(features, params["fc"]["kernel"], params["fc"]["bias"]), new_stats

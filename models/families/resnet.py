@@ -268,17 +268,22 @@ def _apply_block(
     shortcut = x
     if projection is not None:
         conv_path, norm_path = _projection_paths(pool is not None)
-        shortcut = x if pool is None else average_pool(x, pool)
-        shortcut = _conv(shortcut, params["downsample"][conv_path], projection)
-        shortcut, norm_stats = _norm(shortcut, params["downsample"][norm_path], stats["downsample"][norm_path], train)
+        with jax.named_scope("downsample"):
+            shortcut = x if pool is None else average_pool(x, pool)
+            shortcut = _conv(shortcut, params["downsample"][conv_path], projection)
+            variables = params["downsample"][norm_path], stats["downsample"][norm_path]
+            shortcut, norm_stats = _norm(shortcut, *variables, train)
         new_stats["downsample"] = {norm_path: norm_stats}
     for place, conv in enumerate(convs, 1):
-        x = _conv(x, params[f"conv{place}"], conv)
+        with jax.named_scope(f"conv{place}"):
+            x = _conv(x, params[f"conv{place}"], conv)
         inner = place < len(convs)
-        x, new_stats[f"bn{place}"] = _norm(x, params[f"bn{place}"], stats[f"bn{place}"], train, relu=inner)
+        with jax.named_scope(f"bn{place}"):
+            x, new_stats[f"bn{place}"] = _norm(x, params[f"bn{place}"], stats[f"bn{place}"], train, relu=inner)
     return stored_relu(x + shortcut), new_stats
 
 
+@jax.named_scope("stem")
 def _apply_stem(
     net: ResNet, params: Params, batch_stats: BatchStats, x: jax.Array, train: bool
 ) -> tuple[jax.Array, BatchStats]:
@@ -307,6 +312,8 @@ def apply(
         stage, index = block.path.split(".")
         variables = params[stage][index], batch_stats[stage][index]
         pool = (block.pool,) if net.pooled_shortcut else ()
-        x, block_stats = _apply_block(block.convs, block.projection, *variables, x, train, *pool)
+        with jax.named_scope(stage), jax.named_scope(index):
+            x, block_stats = _apply_block(block.convs, block.projection, *variables, x, train, *pool)
         new_stats.setdefault(stage, {})[index] = block_stats
-    return dense(global_average_pool(x), params["fc"]["kernel"], params["fc"]["bias"]), new_stats
+    with jax.named_scope("head"):
+        return dense(global_average_pool(x), params["fc"]["kernel"], params["fc"]["bias"]), new_stats

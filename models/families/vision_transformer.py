@@ -132,12 +132,15 @@ def init(net: VisionTransformer, num_classes: int, key: jax.Array) -> tuple[Para
 def _apply_block(num_heads: int, params: Params, x: jax.Array) -> jax.Array:
     """Apply one block to tokens `[B,N,C]`: attention, then two dense layers, each after a norm and with a shortcut."""
     attention, mlp = params["attn"], params["mlp"]
-    x = x + linear(
-        self_attention(linear(layer_norm(x, **params["norm1"]), **attention["qkv"]), num_heads), **attention["proj"]
-    )
-    return x + linear(gelu(linear(layer_norm(x, **params["norm2"]), **mlp["fc1"])), **mlp["fc2"])
+    with jax.named_scope("attn"):
+        x = x + linear(
+            self_attention(linear(layer_norm(x, **params["norm1"]), **attention["qkv"]), num_heads), **attention["proj"]
+        )
+    with jax.named_scope("mlp"):
+        return x + linear(gelu(linear(layer_norm(x, **params["norm2"]), **mlp["fc1"])), **mlp["fc2"])
 
 
+@jax.named_scope("stem")
 def _embed(net: VisionTransformer, params: Params, images: jax.Array) -> jax.Array:
     """Return the class token and the patches of images as tokens `[B,N,C]`, with their position embeddings."""
     B, H, W, _ = images.shape
@@ -164,5 +167,7 @@ def apply(
     del train
     x = _embed(net, params, images.astype(dtype))
     for i in range(net.depth):
-        x = _apply_block(net.num_heads, params["blocks"][str(i)], x)
-    return dense(layer_norm(x[:, 0], **params["norm"]), **params["head"]), batch_stats
+        with jax.named_scope(f"block{i}"):
+            x = _apply_block(net.num_heads, params["blocks"][str(i)], x)
+    with jax.named_scope("head"):
+        return dense(layer_norm(x[:, 0], **params["norm"]), **params["head"]), batch_stats

@@ -23,6 +23,7 @@ from engine.crossing.cuda.transport import CudaTransport
 from engine.crossing.infeed import Batch, Pulled, WordsOf, make_batch
 from engine.crossing.transport import Array
 from engine.feed.feeder import Allocate, Feeder
+from engine.scopes import DRAW, UNPACK
 from engine.updates.skipping import choose
 
 # A shorter wait counts as none, because even without a wait two events on a stream are not simultaneous. Not yet
@@ -132,8 +133,10 @@ class StreamedInfeed:
     def _next_batch(self, control: ControlWord, num_taken: jax.Array) -> tuple[Batch, jax.Array]:
         """Return the next batch of the chunk, and whether it exists (bool [])."""
         # The operands determine the order of the call in the loop: after the pull, and after the previous batch.
-        pixels, labels, exists = self._transport.enqueue(self._give, self._results, control.num_batches, num_taken)
-        return make_batch(self._feeder, pixels, labels), exists != 0
+        with jax.named_scope(DRAW):
+            pixels, labels, exists = self._transport.enqueue(self._give, self._results, control.num_batches, num_taken)
+        with jax.named_scope(UNPACK):
+            return make_batch(self._feeder, pixels, labels), exists != 0
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
         """Answer a pull on the host."""
