@@ -1,0 +1,229 @@
+"""What the instructions of a program do: floating-point operations, and bytes that they read and write.
+
+Counted from shapes alone. XLA's own count (`cost_analysis`) is one number for the whole program, in which the body of a
+loop counts once, however often it runs.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.hlo.program import Array, Computation, HloProgram, Instruction
+
+_IDLE = (
+    "parameter constant tuple get-tuple-element bitcast after-all opt-barrier partition-id replica-id domain "
+    "add-dependency async-update async-done copy-done"
+)
+NO_KERNELS = frozenset(_IDLE.split())
+"""Instructions that compute nothing when the program runs."""
+CONTAINERS = frozenset({"while", "conditional", "call", "async-start"})
+"""Instructions whose work is that of the computations that they run."""
+_FLOAT_KINDS = ("f", "b", "c")
+_ARITHMETIC = (
+    "abs add atan2 cbrt ceil clamp cosine divide erf exponential exponential-minus-one floor log log-plus-one logistic "
+    "maximum minimum multiply negate power remainder round-nearest-afz round-nearest-even rsqrt sign sine sqrt "
+    "subtract tan tanh"
+)
+_PER_ELEMENT = frozenset(_ARITHMETIC.split())
+_SLICING = frozenset({"slice", "dynamic-slice", "gather"})
+_RENAMING = frozenset({"bitcast", "reshape"})
+_LIBRARY_CONVOLUTION = re.compile(r"__cudnn\$conv(\w*)")
+_LIBRARY_PRODUCT = re.compile(r"__cublas\$|__onednn\$matmul|__cublas\$lt\$matmul")
+
+
+class Kernel(NamedTuple):
+    """An instruction that runs as one kernel, and how often it runs each time that what stands around it runs."""
+
+    instruction: Instruction
+    times: int
+
+
+def kernels_of(program: HloProgram, computation: str) -> Iterator[Kernel]:
+    """Yield the kernels of a computation, of its loops, calls and branches.
+
+    The kernels of a loop run as often as XLA knows that the loop turns, or once if it does not know. Of the branches,
+    all are yielded.
+    """
+    ahead = [(computation, 1, 0)]
+    while ahead:
+        name, times, depth = ahead.pop()
+        if depth > len(program.computations):
+            return
+        for each in program.computations[name].instructions if name in program.computations else ():
+            if each.opcode in CONTAINERS:
+                turns = times * (each.trip_count or 1)
+                ahead += [(callee, turns, depth + 1) for role, callee in each.calls if role != "condition"]
+            elif each.opcode not in NO_KERNELS:
+                yield Kernel(each, times)
+
+
+def flops_of(program: HloProgram, instruction: Instruction) -> int:
+    """Return the floating-point operations of an instruction, those fused into it included.
+
+    A multiplication and an addition are two. Integer arithmetic and what only moves or compares values counts nothing.
+    """
+    return sum(own_flops(program, each) for each in fused_into(program, instruction))
+
+
+def fused_into(program: HloProgram, instruction: Instruction) -> Iterator[Instruction]:
+    """Yield the instructions that run in an instruction's kernel: those of a fusion, or the instruction itself."""
+    called = instruction.called_as("calls") if instruction.opcode == "fusion" else None
+    if called is None or called not in program.computations:
+        yield instruction
+        return
+    for each in program.computations[called].instructions:
+        yield from fused_into(program, each)
+
+
+def own_flops(program: HloProgram, instruction: Instruction) -> int:
+    """Return the floating-point operations of an instruction itself."""
+    if products := products_of(program, instruction):
+        return 2 * products
+    results = [each for each in instruction.results if each.dtype.startswith(_FLOAT_KINDS)]
+    if not results:
+        return 0
+    if instruction.opcode in _PER_ELEMENT:
+        return results[0].size
+    operands = program.operands_of(instruction)
+    if instruction.opcode == "reduce" and operands:
+        return len(results) * max(_size(operands[0]) - results[0].size, 0)
+    if instruction.opcode in ("reduce-window", "select-and-scatter"):
+        return results[0].size * max(math.prod(_window(instruction, "size")) - 1, 0)
+    return 0
+
+
+def products_of(program: HloProgram, instruction: Instruction) -> int:
+    """Return the multiply-accumulates of a matrix product or convolution, 0 for any other instruction.
+
+    In a convolution, those with padding and with the zeros of a dilation are left out, as XLA does. In a convolution of
+    cuDNN, which computes them, those with padding count.
+    """
+    operands = program.operands_of(instruction)
+    if len(operands) < 2 or not operands[0].results or not operands[1].results or not instruction.results:
+        return 0
+    left, right, result = operands[0].results[0], operands[1].results[0], instruction.results[0]
+    if instruction.opcode == "dot":
+        axes = _numbers(instruction.attribute("lhs_contracting_dims"))
+        return result.size * math.prod(left.shape[axis] for axis in axes if axis < len(left.shape))
+    if instruction.opcode == "convolution":
+        return _convolution_products(instruction, left, right, result)
+    target = instruction.target
+    if found := _LIBRARY_CONVOLUTION.match(target):
+        return _library_products(instruction, found[1], left, right, result)
+    if _LIBRARY_PRODUCT.match(target):
+        found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
+        axes = _numbers(found[1]) if found is not None else ()
+        return result.size * math.prod(left.shape[axis] for axis in axes if axis < len(left.shape))
+    return 0
+
+
+def bytes_of(program: HloProgram, instruction: Instruction) -> int:
+    """Return the bytes that a kernel reads and writes: its operands and results, of slices only the part.
+
+    What fits into a cache may be read from there, so that this is more than what reaches the memory.
+    """
+    operands = program.operands_of(instruction)
+    if instruction.opcode in _SLICING:
+        return 2 * instruction.num_bytes
+    if instruction.opcode == "dynamic-update-slice" and len(operands) > 1:
+        return 2 * operands[1].num_bytes
+    results = instruction.results
+    if instruction.target.startswith("__cu"):
+        # The last result is a workspace.
+        results = results[:1]
+    written = sum(each.num_bytes for each in results)
+    called = instruction.called_as("calls") if instruction.opcode == "fusion" else None
+    fused = None if called is None else program.computations.get(called)
+    if fused is None:
+        return written + sum(each.num_bytes for each in operands)
+    read = sum(_bytes_read(program, fused, number, each) for number, each in enumerate(operands))
+    return read + _bytes_written(program, fused, written)
+
+
+def _bytes_read(program: HloProgram, fused: Computation, number: int, operand: Instruction) -> int:
+    """Return the bytes that a fusion reads of an operand: of one that it only slices, the slices."""
+    parameter = fused.parameters.get(number)
+    if parameter is None:
+        return operand.num_bytes
+    read = 0
+    ahead = program.users_of(parameter)
+    aliases = {parameter.name}
+    for user in ahead:
+        if user.opcode in _RENAMING:
+            aliases.add(user.name)
+            ahead += program.users_of(user)
+        elif user.opcode in _SLICING and user.operands[0] in aliases:
+            read += user.num_bytes
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] not in aliases:
+            return operand.num_bytes
+    return min(read, operand.num_bytes)
+
+
+def _bytes_written(program: HloProgram, fused: Computation, whole: int) -> int:
+    """Return the bytes that a fusion writes: of one that updates an array in place, the part."""
+    root = fused.root
+    while root is not None and root.opcode in _RENAMING and program.operands_of(root):
+        root = program.operands_of(root)[0]
+    if root is None or root.opcode != "dynamic-update-slice":
+        return whole
+    operands = program.operands_of(root)
+    return operands[1].num_bytes if len(operands) > 1 else whole
+
+
+def _convolution_products(instruction: Instruction, left: Array, right: Array, result: Array) -> int:
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels"))
+    if labels is None:
+        return 0
+    of_left, of_right, of_result = labels.groups()
+    batch = left.shape[of_left.index("b")]
+    images_per_group = batch // int(instruction.attribute("batch_group_count") or 1)
+    products = images_per_group * right.shape[of_right.index("i")] * right.shape[of_right.index("o")]
+    num_axes = len(of_left) - 2
+    strides, dilated, spread = (_window(instruction, name) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    padding = re.search(r"pad=([\d_x\-]+)", instruction.attribute("window"))
+    low = [int(each.split("_")[0]) for each in padding[1].split("x")] if padding else [0] * num_axes
+    for axis in range(num_axes):
+        digit = str(axis)
+        products *= _meetings(
+            left.shape[of_left.index(digit)],
+            right.shape[of_right.index(digit)],
+            result.shape[of_result.index(digit)],
+            strides[axis] if strides else 1,
+            low[axis],
+            dilated[axis] if dilated else 1,
+            spread[axis] if spread else 1,
+        )
+    return products
+
+
+@lru_cache(maxsize=1024)
+def _meetings(size: int, window: int, num_results: int, stride: int, low: int, dilated: int, spread: int) -> int:
+    """Return how often an element of a window meets a number of the input, along one axis."""
+    last = (size - 1) * dilated
+    positions = (at * stride + tap * spread - low for at in range(num_results) for tap in range(window))
+    return sum(1 for position in positions if 0 <= position <= last and position % dilated == 0)
+
+
+def _library_products(instruction: Instruction, kind: str, left: Array, right: Array, result: Array) -> int:
+    """Return the products of a convolution of cuDNN, whose labels are those of the forward convolution."""
+    labels = re.match(r"\w+_\w+->(\w+)", instruction.attribute("dim_labels"))
+    if labels is None:
+        return 0
+    images, kernel = {"BackwardFilter": (right, result), "BackwardInput": (left, right)}.get(kind, (result, right))
+    features = images.shape[labels[1].index("f")]
+    return images.size * kernel.size // max(features, 1)
+
+
+def _window(instruction: Instruction, name: str) -> tuple[int, ...]:
+    found = re.search(rf"\b{name}=([\dx]+)", instruction.attribute("window"))
+    return () if found is None else tuple(map(int, found[1].split("x")))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in re.findall(r"\d+", text))
+
+
+def _size(instruction: Instruction) -> int:
+    return instruction.results[0].size if instruction.results else 0
