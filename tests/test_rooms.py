@@ -61,6 +61,7 @@ FLOORS = (
     "engine.program",
     "engine.stream",
     "engine.records",
+    "engine.runtime",
     "engine.recipes",
     "engine.run",
     "engine.sizing",

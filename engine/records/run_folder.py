@@ -1,8 +1,9 @@
 """The run folder, which contains the files that a run writes.
 
 `config.json` (settings, what they resolved to, versions, the data's manifest digest), `loss.jsonl`, `eval.jsonl`,
-`control.jsonl` (requests that took effect), `snapshots/`, `result.json` (how the run ended) and `model.safetensors`
-(the trained weights). Only one process at a time can use it.
+`control.jsonl` (requests that took effect), `snapshots/`, `result.json` (how the run ended), `model.safetensors` (the
+trained weights), `runtime.json` (what the runtime did) and `stalls.txt` (stacks of threads during stalls). Only one
+process at a time can use it.
 
 `config.json` and `result.json` contain digests of themselves, each snapshot and `result.json` also those of the other
 files at that time (`engine.records.folder_state`), and `model.safetensors` a digest of its tensors.
@@ -35,12 +36,16 @@ RESULT = "result.json"
 CONFIG = "config.json"
 SNAPSHOTS = "snapshots"
 WEIGHTS = "model.safetensors"
+RUNTIME = "runtime.json"
+STALLS = "stalls.txt"
 CONTINUED = "continues"
 """The key of `config.json` for the digests that the file had in earlier launches."""
 # In the order of removal: `result.json`, which marks a finished run, first; `config.json`, which marks any run, last.
 WRITTEN_HERE = (
     RESULT,
     WEIGHTS,
+    RUNTIME,
+    STALLS,
     EVALUATION_LOG,
     CONTROL_LOG_NAME,
     CONTROL_FOLDER_NAME,
@@ -115,7 +120,7 @@ class RunFolder:
 
     def _remove_unfinished(self) -> None:
         """Remove the temporary files left by a killed process, because an unfinished weights file can be large."""
-        for name in (CONFIG, RESULT, WEIGHTS):
+        for name in (CONFIG, RESULT, WEIGHTS, RUNTIME, STALLS):
             with suppress(OSError):  # a leftover must not stop the run
                 remove_unfinished(self.path / name)
 

@@ -1,0 +1,89 @@
+"""`runtime.json`: what is written is read back, and what is no such record is refused with its name."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from engine.records.run_folder import RUNTIME
+from engine.runtime.record import (
+    Goodput,
+    LaunchRuntime,
+    MemoryPeaks,
+    ProgramTimes,
+    Pulls,
+    Ring,
+    RingSample,
+    RunGoodput,
+    RuntimeReport,
+    SlowOperation,
+    Stall,
+    Times,
+    Verdict,
+)
+from engine.runtime.runtime_file import decode_runtime, encode_runtime, read_runtime
+
+LAUNCH = LaunchRuntime(
+    started=10.0,
+    ended=30.5,
+    start_step=0,
+    end_step=7,
+    state="done",
+    versions={"jax": "1"},
+    devices="cpu",
+    programs=(ProgramTimes("training", 0.5, 1.5, from_cache=True),),
+    pulls=Pulls(7, 700, Times(7, 1.0, 0.1, 0.2, 0.3, 0.5), 0.25, {"read": 1.0}),
+    ring=Ring(4, (RingSample(0.5, 3), RingSample(1.5, 0))),
+    stalls=(Stall(3, 0.5, "read", "pixels/c/0/0/0"), Stall(2, 0.25, "source", None)),
+    memory=MemoryPeaks(host=1 << 20),
+    slow_operations=(SlowOperation("product", "forward/dot", "s8[2,2]", "no kernel", 2),),
+    goodput=Goodput(steps=10, compilation=5.5, waiting=5),
+    verdict=Verdict("reading", "the loop waited", "--prefetch 8"),
+)
+REPORT = RuntimeReport((LAUNCH, LaunchRuntime(40, 41, 7, 7, "running", {}, "cpu")), RunGoodput(steps=10, gaps=9.5))
+
+
+def test_a_report_is_read_back_as_it_was_written(tmp_path):
+    assert read_runtime(tmp_path) is None
+    (tmp_path / RUNTIME).write_bytes(encode_runtime(REPORT))
+    assert read_runtime(tmp_path) == REPORT
+
+
+def test_unknown_keys_are_ignored_and_missing_ones_have_their_defaults():
+    values = json.loads(encode_runtime(REPORT))
+    values["later"] = values["launches"][0]["later"] = 1
+    del values["launches"][0]["memory"]
+    found = decode_runtime(json.dumps(values).encode()).launches[0]
+    assert found.memory == MemoryPeaks()
+    assert found.stalls == LAUNCH.stalls
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.update(format=2), "format must be 1, got 2"),
+        (lambda values: values.update(launches=[]), "must have a launch"),
+        (lambda values: values["launches"][0].update(end_step=1.5), "end_step has the value 1.5"),
+        (lambda values: values["launches"][0].update(state="odd"), "state has the value 'odd'"),
+        (lambda values: values["launches"][0].pop("started"), "started"),
+        (lambda values: values["launches"][0]["pulls"].update(waits=[]), "waits has the value"),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path, change, message):
+    values = json.loads(encode_runtime(REPORT))
+    change(values)
+    (tmp_path / RUNTIME).write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"runtime.json is not a record of launches.*{message}"):
+        read_runtime(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000, b"\xff"])
+def test_damaged_content_is_refused(tmp_path, content):
+    (tmp_path / RUNTIME).write_bytes(content)
+    with pytest.raises(ValueError, match=r"runtime\.json is not a record"):
+        read_runtime(tmp_path)
+
+
+def test_the_parts_of_goodput_add_up():
+    assert LAUNCH.goodput.total == LAUNCH.wall_s == 20.5
+    assert set(RunGoodput().seconds()) == {each.name for each in fields(RunGoodput)} - {"lost_steps", "gaps"}
