@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.commands import tail_cli
+from engine.commands import followed_run
 from engine.commands.tail_cli import _print_lines, main, plain_lines
 from engine.commands.tail_frame import Tick
 from engine.records.folder_lock import LOCK_NAME, FolderLock
@@ -298,7 +298,7 @@ def test_a_run_that_is_just_starting_is_waited_for(tmp_path, start):
 
 
 def test_a_run_that_compiles_is_waited_for_as_long_as_for_a_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(tail_cli, "_START_WAIT_S", 0.0)
+    monkeypatch.setattr(followed_run, "_START_WAIT_S", 0.0)
     run = tmp_path / "run"
     run.mkdir()
     lock = FolderLock(run)

@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Ink = Literal["axis", "raw", "smoothed", "broken"]
+Ink = Literal["axis", "raw", "smoothed", "broken", "run 1", "run 2", "run 3", "run 4", "run 5", "run 6"]
 Floats = npt.NDArray[np.float64]
 
 # Unicode 15, chapter "Braille Patterns": U+2800 plus one bit per dot, the fourth row added after the first three.
 _BRAILLE_BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
-_BRAILLE_BLANK = 0x2800
+BRAILLE_BLANK = 0x2800
 _MIN_PLOT_WIDTH = 8  # below this width, the loss axis is left out
 _MIN_AXIS_HEIGHT = 4  # below this height, the step axis is left out
 _ROWS_PER_TICK = 4
@@ -60,7 +60,7 @@ ASCII_GLYPHS = Glyphs("|", "+", "+", "-", "+", "x", braille=False)
 
 
 @dataclass(frozen=True)
-class _Scale:
+class Scale:
     """A linear or logarithmic scale that maps `low` to 0 (bottom) and `high` to 1 (top).
 
     `low` is less than `high`, and is positive if `log` is true.
@@ -107,32 +107,60 @@ def draw_chart(
     """
     if width < 1 or height < 1:
         raise ValueError(f"a chart needs at least 1 × 1 characters, got {width} × {height}; widen the terminal")
-    scale = _scale_of(curve, log_scale)
+    scale = scale_of(curve, log_scale)
     if scale is None:
-        return _blank(width, height, "no finite loss yet" if len(curve.step) else "no loss yet")
+        return blank_chart(width, height, "no finite loss yet" if len(curve.step) else "no loss yet")
+    plot = lay_out(scale, width, height)
+    raw, smoothed = _dots(curve, scale, plot.width, plot.height, glyphs)
+    return with_axes(_characters(raw, smoothed, glyphs), curve, scale, plot, height, glyphs)
+
+
+class Plot(NamedTuple):
+    """The size of the area between the axes, in characters, and the loss axis beside it.
+
+    Attributes:
+        width, height: of the area.
+        gutter: columns of the loss axis with its labels, 0 without one.
+        ticks: labels of the loss axis by line.
+    """
+
+    width: int
+    height: int
+    gutter: int
+    ticks: dict[int, str]
+
+
+def lay_out(scale: Scale, width: int, height: int) -> Plot:
+    """Divide `width` × `height` characters between the curves and the axes."""
     plot_height = height - 2 if height >= _MIN_AXIS_HEIGHT else height
     ticks = _loss_ticks(scale, plot_height)
     gutter = max((len(label) for label in ticks.values()), default=0) + 1
     if width - gutter < _MIN_PLOT_WIDTH:
         ticks, gutter = {}, 0
-    plot_width = width - gutter
-    raw, smoothed = _dots(curve, scale, plot_width, plot_height, glyphs)
+    return Plot(width - gutter, plot_height, gutter, ticks)
+
+
+def with_axes(
+    plot_lines: list[list[Span]], curve: LossCurve, scale: Scale, plot: Plot, height: int, glyphs: Glyphs
+) -> list[list[Span]]:
+    """Return the lines of the area between the axes together with the axes, `height` lines; `curve` has all steps."""
     lines = []
-    for row, plot_line in enumerate(_characters(raw, smoothed, glyphs)):
-        label = ticks.get(row, "")
-        edge = label.rjust(gutter - 1) + (glyphs.tick if label else glyphs.vertical) if gutter else ""
+    for row, plot_line in enumerate(plot_lines):
+        label = plot.ticks.get(row, "")
+        edge = label.rjust(plot.gutter - 1) + (glyphs.tick if label else glyphs.vertical) if plot.gutter else ""
         lines.append([Span(edge, "axis"), *plot_line])
-    if plot_height < height:
-        lines += _step_axis(curve, scale, plot_width, gutter, glyphs)
+    if plot.height < height:
+        lines += _step_axis(curve, scale, plot.width, plot.gutter, glyphs)
     return lines
 
 
-def _blank(width: int, height: int, message: str) -> list[list[Span]]:
+def blank_chart(width: int, height: int, message: str) -> list[list[Span]]:
+    """Return the lines of a chart that shows only a message."""
     middle = message[:width].center(width)
     return [[Span(middle if row == height // 2 else "", "axis")] for row in range(height)]
 
 
-def _scale_of(curve: LossCurve, log_scale: bool) -> _Scale | None:
+def scale_of(curve: LossCurve, log_scale: bool) -> Scale | None:
     """Return the scale that covers every drawable loss; None if no loss can be drawn."""
     values = np.concatenate((curve.low, curve.high, curve.smoothed))
     values = values[np.isfinite(values)]
@@ -147,10 +175,11 @@ def _scale_of(curve: LossCurve, log_scale: bool) -> _Scale | None:
         pad = abs(low) * 0.05 or 1.0
         low, high = low - pad, high + pad
     limit = float(np.finfo(np.float64).max)
-    return _Scale(max(low, -limit), min(high, limit), log_scale)
+    return Scale(max(low, -limit), min(high, limit), log_scale)
 
 
-def _columns_of(steps: Floats, curve: LossCurve, num_columns: int) -> npt.NDArray[np.int64]:
+def columns_of(steps: Floats, curve: LossCurve, num_columns: int) -> npt.NDArray[np.int64]:
+    """Return the column of each step [n], of columns that cover the steps of `curve`."""
     first, last = curve.step[0], curve.step[-1]
     columns = np.floor((steps - first + 0.5) * (num_columns / (last - first + 1)))
     return np.clip(columns, 0, num_columns - 1).astype(np.int64)
@@ -162,11 +191,11 @@ def _rows_of(unit: Floats, num_rows: int) -> npt.NDArray[np.int64]:
 
 
 def _dots(
-    curve: LossCurve, scale: _Scale, plot_width: int, plot_height: int, glyphs: Glyphs
+    curve: LossCurve, scale: Scale, plot_width: int, plot_height: int, glyphs: Glyphs
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Return two bool arrays [R, C]: the dots of the raw losses and the dots of the smoothed curve."""
     R, C = (plot_height * 4, plot_width * 2) if glyphs.braille else (plot_height, plot_width)
-    columns = _columns_of(curve.step, curve, C)
+    columns = columns_of(curve.step, curve, C)
     low = scale.unit(np.where(curve.low > 0, curve.low, scale.low) if scale.log else curve.low)
     high = scale.unit(curve.high)
     drawn = np.isfinite(low) & np.isfinite(high)
@@ -175,10 +204,10 @@ def _dots(
     np.maximum.at(bottoms, columns[drawn], _rows_of(low[drawn], R))
     rows = np.arange(R)[:, None]
     raw = (rows >= tops) & (rows <= bottoms)
-    return raw, _smoothed_dots(columns, scale.unit(curve.smoothed), R, C)
+    return raw, smoothed_dots(columns, scale.unit(curve.smoothed), R, C)
 
 
-def _smoothed_dots(columns: npt.NDArray[np.int64], unit: Floats, R: int, C: int) -> npt.NDArray[np.bool_]:
+def smoothed_dots(columns: npt.NDArray[np.int64], unit: Floats, R: int, C: int) -> npt.NDArray[np.bool_]:
     """Return the dots [R, C] of an unbroken line through the mean position in each column."""
     known = np.isfinite(unit)
     if not known.any():
@@ -201,33 +230,35 @@ def _smoothed_dots(columns: npt.NDArray[np.int64], unit: Floats, R: int, C: int)
 def _characters(raw: npt.NDArray[np.bool_], smoothed: npt.NDArray[np.bool_], glyphs: Glyphs) -> list[list[Span]]:
     """Convert dots to lines of spans; a character that contains part of the smoothed curve omits the raw losses."""
     if glyphs.braille:
-        curve_codes = _braille_cells(smoothed)
+        curve_codes = braille_cells(smoothed)
         bright = curve_codes > 0
-        codes = np.where(bright, curve_codes, _braille_cells(raw))
-        texts = [[chr(_BRAILLE_BLANK + code) if code else " " for code in line] for line in codes.tolist()]
+        codes = np.where(bright, curve_codes, braille_cells(raw))
+        texts = [[chr(BRAILLE_BLANK + code) if code else " " for code in line] for line in codes.tolist()]
     else:
         bright = smoothed
         texts = [[" .**"[code] for code in line] for line in (raw + 2 * smoothed).tolist()]
-    return [_spans(text, mask) for text, mask in zip(texts, bright.tolist(), strict=True)]
+    inks: list[list[Ink]] = [["smoothed" if each else "raw" for each in line] for line in bright.tolist()]
+    return [spans_of(text, line_inks) for text, line_inks in zip(texts, inks, strict=True)]
 
 
-def _braille_cells(dots: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+def braille_cells(dots: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Return the number of the braille character of each 4 × 2 dots [R, C], counted from `BRAILLE_BLANK`."""
     R, C = dots.shape
     return np.einsum("rich,ih->rc", dots.reshape(R // 4, 4, C // 2, 2).astype(np.int64), _BRAILLE_BITS)
 
 
-def _spans(characters: Sequence[str], bright: Sequence[bool]) -> list[Span]:
+def spans_of(characters: Sequence[str], inks: Sequence[Ink]) -> list[Span]:
     """Join adjacent characters of the same ink, so that the colour changes once per span, not per character."""
     spans: list[Span] = []
     start = 0
     for index in range(1, len(characters) + 1):
-        if index == len(characters) or bright[index] != bright[start]:
-            spans.append(Span("".join(characters[start:index]), "smoothed" if bright[start] else "raw"))
+        if index == len(characters) or inks[index] != inks[start]:
+            spans.append(Span("".join(characters[start:index]), inks[start]))
             start = index
     return spans
 
 
-def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, glyphs: Glyphs) -> list[list[Span]]:
+def _step_axis(curve: LossCurve, scale: Scale, plot_width: int, gutter: int, glyphs: Glyphs) -> list[list[Span]]:
     """Return two lines: the step axis, with ticks and with marks for losses that cannot be drawn, and its labels."""
     axis, labels = [glyphs.horizontal] * plot_width, [" "] * plot_width
     first, last = float(curve.step[0]), float(curve.step[-1])
@@ -236,7 +267,7 @@ def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, gl
         if step != int(step):
             continue
         label = f"{int(step)}"
-        column = int(_columns_of(np.array([step]), curve, plot_width)[0])
+        column = int(columns_of(np.array([step]), curve, plot_width)[0])
         start = min(max(0, column - len(label) // 2), plot_width - len(label))
         if start >= free:
             axis[column] = glyphs.step_tick
@@ -245,15 +276,14 @@ def _step_axis(curve: LossCurve, scale: _Scale, plot_width: int, gutter: int, gl
     broken = curve.num_broken > 0
     if scale.log:
         broken |= curve.low <= 0
-    marks = [False] * plot_width
-    for column in _columns_of(curve.step[broken], curve, plot_width).tolist():
-        axis[column], marks[column] = glyphs.broken, True
+    inks: list[Ink] = ["axis"] * plot_width
+    for column in columns_of(curve.step[broken], curve, plot_width).tolist():
+        axis[column], inks[column] = glyphs.broken, "broken"
     corner = glyphs.corner.rjust(gutter) if gutter else ""
-    spans = [Span(span.text, "broken" if span.ink == "smoothed" else "axis") for span in _spans(axis, marks)]
-    return [[Span(corner, "axis"), *spans], [Span(" " * gutter + "".join(labels).rstrip(), "axis")]]
+    return [[Span(corner, "axis"), *spans_of(axis, inks)], [Span(" " * gutter + "".join(labels).rstrip(), "axis")]]
 
 
-def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
+def _loss_ticks(scale: Scale, plot_height: int) -> dict[int, str]:
     """Return the tick labels of the loss axis, keyed by text row; row 0 is at the top."""
     wanted = max(2, plot_height // _ROWS_PER_TICK)
     values = _log_values(scale, wanted) if scale.log else []
@@ -268,7 +298,7 @@ def _loss_ticks(scale: _Scale, plot_height: int) -> dict[int, str]:
     return ticks
 
 
-def _log_values(scale: _Scale, wanted: int) -> list[float]:
+def _log_values(scale: Scale, wanted: int) -> list[float]:
     """Return the values to label on a logarithmic scale.
 
     These are about `wanted` powers of ten or, if there are too few, all values of the form 1, 2 or 5 · 10^k.

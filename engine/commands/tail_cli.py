@@ -10,49 +10,42 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
 
+from engine.commands.followed_run import (
+    FollowedRun,
+    RunKilledError,
+    RunNotFoundError,
+    RunSilentError,
+    RunSource,
+    await_run,
+    await_runs,
+    follow,
+    follow_together,
+    open_source,
+)
 from engine.commands.held_signals import signals_held
+from engine.commands.overlay_frame import Shown, distinct_names, overlay_text
 from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.guarded_output import GuardedCommand, terminal_of
 from preprocess.commands.storage import storage_option
 from preprocess.printable import printable_line
-from preprocess.storage_options import is_url, parse_pairs
 from preprocess.system_errors import describe_system_error, is_out_of_room
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
-    from engine.records.loss_log import LossRows
+    from engine.records.loss_log import LossRows, RunEnd
     from engine.stream.sinks import EvaluationRecord
 
-_START_WAIT_S = 5.0  # run-train imports jax before it creates its folder
-_POLL_START_S = 0.1
-
-
-class _Source(NamedTuple):
-    """The folder to read a run from, its name for messages, and a function to call before each reading."""
-
-    folder: Path
-    name: str
-    refresh: Callable[[], None]
-
-
-class RunNotFoundError(ValueError):
-    """RUN is not a run folder, or its run has not started to train yet."""
-
-
-class RunSilentError(ValueError):
-    """The run has written nothing for longer than the time limit."""
-
-
-class RunKilledError(ValueError):
-    """The process of the run died without writing a result."""
+_MOST_RUNS = 26  # one letter each
 
 
 class _WrongRunError(click.ClickException):
@@ -70,7 +63,7 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
 
 
 @click.command(cls=GuardedCommand, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("run", shell_complete=complete_folder)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_folder)
 @click.option("--once", is_flag=True, help="Show the current state and exit.")
 @click.option(
     "--interval", type=_above(0, 60), default=0.5, show_default=True, metavar="S", callback=_refuse_nan,
@@ -101,7 +94,7 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
 @storage_option
 @click.version_option(package_name="feedloop")
 def main(
-    run: str,
+    runs: tuple[str, ...],
     once: bool,
     interval: float,
     smoothing: float,
@@ -114,37 +107,32 @@ def main(
 ) -> None:
     """Show the loss of the run in folder RUN as a live chart or, if stdout is not a terminal, one plain line per step.
 
+    Several runs are drawn over the same axes, each marked with its letter, above a line for each run with its name,
+    step, smoothed loss and state; plain lines begin with the name of the run.
+
     --smoothing, --log-scale, --width and --height affect only the chart, which needs a terminal that is not dumb. The
     plain lines are those that run-train prints.
 
     RUN may be the URL of a run in an object store, to which new lines come every 10 seconds.
 
     Exits when the run ends. If RUN is just starting, waits up to 5 seconds for its folder, up to --timeout-s while it
-    compiles, and up to --timeout-s for its first step.
+    compiles, and up to --timeout-s for its first step. Of several runs, the first must start in this time; the others
+    may appear later, and are waited for up to --timeout-s.
 
     Exit codes: 0 the run ended (or --once), 1 the run was killed or silent for --timeout-s, 2 RUN is not a run folder,
     130 Ctrl-C.
     """
     try:
-        with _open_source(run, storage_option) as source:
-            _await_run(source, once, timeout_s)
-            ticks = _ticks(source, once, interval, timeout_s)
-            if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-                _print_lines(ticks, last, once)
-                return
-            from rich.console import Console
-
-            from engine.commands.binned_losses import BinnedLosses
-            from engine.records.loss_log import RunFacts
-
-            picture = Picture(Path(run), BinnedLosses(smoothing, last), RunFacts(), log_scale)
-            _draw_frames(
-                Console(file=terminal_of(sys.stdout), width=width, height=height, highlight=False),
-                ticks,
-                picture,
-                once,
-                interval,
-            )
+        with contextlib.ExitStack() as stack:
+            _check_runs(runs)
+            sources = [stack.enter_context(open_source(run, storage_option)) for run in runs]
+            is_drawn = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+            console = partial(_open_console, width, height) if is_drawn else None
+            show = partial(_new_picture, smoothing=smoothing, last=last, log_scale=log_scale)
+            if len(runs) == 1:
+                _show_one(sources[0], console, show, last, once, interval, timeout_s)
+            else:
+                _show_several(sources, console, show, last, once, interval, timeout_s)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
@@ -161,9 +149,87 @@ def main(
     except OSError as error:
         if is_out_of_room(error):  # the output, because nothing else is written
             raise click.ClickException(printable_line(describe_system_error(error, "<stdout>"))) from error
-        path = error.filename or run
+        path = error.filename or " ".join(runs)
         reason = f"RUN must be readable, but {path} is not: {error.strerror}; check the path and its permissions"
         raise _WrongRunError(printable_line(reason)) from error
+
+
+def _check_runs(runs: Sequence[str]) -> None:
+    """Raise RunNotFoundError if there are too many runs to tell apart, or one is given twice."""
+    if len(runs) > _MOST_RUNS:
+        raise RunNotFoundError(f"at most {_MOST_RUNS} runs can be shown together, got {len(runs)}: give fewer")
+    twice = [run for index, run in enumerate(runs) if os.path.normpath(run) in map(os.path.normpath, runs[:index])]
+    if twice:
+        raise RunNotFoundError(f"every RUN must be another one, but {twice[0]} is given twice: leave one out")
+
+
+def _open_console(width: int | None, height: int | None) -> "Console":
+    from rich.console import Console
+
+    return Console(file=terminal_of(sys.stdout), width=width, height=height, highlight=False)
+
+
+def _new_picture(run: str, *, smoothing: float, last: int | None, log_scale: bool) -> Picture:
+    from engine.commands.binned_losses import BinnedLosses
+    from engine.records.loss_log import RunFacts
+
+    return Picture(Path(run), BinnedLosses(smoothing, last), RunFacts(), log_scale)
+
+
+def _show_one(
+    source: RunSource,
+    open_console: "Callable[[], Console] | None",
+    new_picture: Callable[[str], Picture],
+    last: int | None,
+    once: bool,
+    interval_s: float,
+    timeout_s: float,
+) -> None:
+    await_run(source, once, timeout_s)
+    ticks = follow(source, once, interval_s, timeout_s)
+    if open_console is None:
+        _print_lines(ticks, last, once)
+        return
+    picture, console = new_picture(source.name), open_console()
+
+    def update(tick: Tick) -> bool:
+        picture.update(tick)
+        return tick.caught_up
+
+    _draw_frames(console, ticks, update, partial(frame_text, picture, console), once, interval_s)
+
+
+def _show_several(
+    sources: Sequence[RunSource],
+    open_console: "Callable[[], Console] | None",
+    new_picture: Callable[[str], Picture],
+    last: int | None,
+    once: bool,
+    interval_s: float,
+    timeout_s: float,
+) -> None:
+    await_runs(sources, once, timeout_s)
+    runs, names = [FollowedRun(source) for source in sources], distinct_names([source.name for source in sources])
+    ticks = follow_together(runs, once, interval_s, timeout_s)
+    if open_console is None:
+        printers = [LinePrinter(last, once, f"{name}: ") for name in names]
+        for number, tick in ticks:
+            printers[number].print(tick)
+    else:
+        console = open_console()
+        shown = [Shown(name, new_picture(source.name)) for name, source in zip(names, sources, strict=True)]
+
+        def update(news: tuple[int, Tick]) -> bool:
+            number, tick = news
+            one, run = shown[number], runs[number]
+            one.picture.update(tick)
+            one.exists, one.is_killed, one.is_silent = run.exists, run.is_killed, run.is_silent(timeout_s)
+            return tick.caught_up and number == len(runs) - 1
+
+        _draw_frames(console, ticks, update, partial(overlay_text, shown, console), once, interval_s)
+    errors = [run.error(timeout_s) for run in runs]
+    if found := [error for error in errors if error is not None]:
+        raise type(found[0])("; ".join(map(str, found)))
 
 
 def _drop_stdout() -> None:
@@ -174,150 +240,60 @@ def _drop_stdout() -> None:
         os.close(null)
 
 
-@contextlib.contextmanager
-def _open_source(run: str, storage_option: tuple[str, ...]) -> Iterator[_Source]:
-    """Yield the folder of a run itself or, for a URL, that of a copy of its logs."""
-    if not is_url(run):
-        yield _Source(Path(run), run, lambda: None)
-        return
-    # TensorStore takes a moment to load.
-    from engine.records.stored.following import followed_copy
-
-    with followed_copy(run, parse_pairs(storage_option)) as (folder, refresh):
-        yield _Source(folder, run, refresh)
-
-
-def _await_run(source: _Source, once: bool, timeout_s: float) -> None:
-    """Wait until RUN contains a loss log or, unless `once` is true, the recorded settings of a run.
-
-    Raises:
-        RunNotFoundError: if RUN is not a run folder, or the run does not start to train in time.
-    """
-    run, name = source.folder, source.name
-    if run.exists() and not run.is_dir():
-        raise RunNotFoundError(f"RUN must be a run folder, but {name} is a file; give the folder that contains it")
-    from engine.records.folder_lock import is_locked
-
-    wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
-    started_s = time.monotonic()
-    printed = ""
-    while True:
-        source.refresh()
-        if _has_started(run, once):
-            return
-        if below := _runs_in(run):
-            count = f"{len(below)} run folder{'s' * (len(below) > 1)}"
-            raise RunNotFoundError(
-                f"RUN must be a run folder, but {name} contains {count}; give one, such as the newest, {below[-1]}"
-            )
-        # A run locks its folder before it compiles, which may take minutes.
-        is_held = is_locked(run)
-        if time.monotonic() - started_s >= (timeout_s if is_held and not once else wait_s):
-            if is_held:
-                raise RunNotFoundError(
-                    f"RUN must have started to train, but {name} is still compiling; try again later"
-                )
-            found = "contains no loss.jsonl" if run.is_dir() else "does not exist"
-            raise RunNotFoundError(f"RUN must be a run folder, but {name} {found}; give the --run-dir of run-train")
-        message = (
-            f"{printable_line(name)} is starting or compiling; waiting up to {timeout_s:g} s"
-            if is_held
-            else f"waiting up to {wait_s:g} s for {printable_line(name)} to start"
-        )
-        if message != printed:
-            click.echo(message, err=True)
-            printed = message
-        time.sleep(_POLL_START_S)
-
-
-def _has_started(run: Path, has_log: bool = False) -> bool:
-    from engine.records.loss_log import CONFIG_NAME, LOSS_LOG_NAME
-
-    return (run / LOSS_LOG_NAME).exists() or (not has_log and (run / CONFIG_NAME).exists())
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    """Return the run folders directly below a folder, ordered by the time they started."""
-    from engine.records.loss_log import CONFIG_NAME
-
-    # A run writes its settings once, when it starts.
-    started = [(path.stat().st_mtime_ns, path.parent) for path in folder.glob(f"*/{CONFIG_NAME}")]
-    return [path for _, path in sorted(started)]
-
-
-def _ticks(source: _Source, once: bool, interval_s: float, timeout_s: float) -> "Iterator[Tick]":
-    """Read the run folder repeatedly and yield each result, until the run has ended and all its rows have been read."""
-    from engine.records.evaluation_log import EvaluationLog
-    from engine.records.folder_lock import was_killed
-    from engine.records.loss_log import EVALUATION_LOG_NAME, LOSS_LOG_NAME, LossLog, read_run_end, read_run_facts
-
-    run, name = source.folder, source.name
-    log, evaluation_log = LossLog(run / LOSS_LOG_NAME), EvaluationLog(run / EVALUATION_LOG_NAME)
-    heard, last_step, num_evaluations = time.monotonic(), -1, 0
-    while True:
-        # The end is read before the rows, so that all rows written before it are seen.
-        source.refresh()
-        is_killed = was_killed(run)
-        end, facts, more = read_run_end(run), read_run_facts(run), True
-        while more:
-            batch = log.read()
-            more = batch.more
-            # Read after the rows: an evaluation is written before the row of the next step, so it is never missed.
-            evaluations = evaluation_log.read()
-            if len(batch.rows) or batch.restarted or batch.num_unreadable or len(evaluations) != num_evaluations:
-                heard, num_evaluations = time.monotonic(), len(evaluations)
-            if len(batch.rows):
-                last_step = int(batch.rows.step[-1])
-            if more:
-                yield Tick(batch, facts, None, evaluations, caught_up=False)
-        if end is not None and end.steps_done is not None and last_step > end.steps_done:
-            end = None  # left over from before the run was resumed
-        yield Tick(batch, facts, end, evaluations, caught_up=True)
-        if end is not None or (once and not is_killed):
-            return
-        reached = f"after step {last_step}" if last_step >= 0 else "before its first step"
-        if is_killed:
-            raise RunKilledError(
-                f"the process of {name} died {reached} without a result: resume the run with run-train --resume"
-            )
-        if time.monotonic() - heard >= timeout_s:
-            raise RunSilentError(
-                f"{name} has written nothing for {timeout_s:g} s (--timeout-s) {reached}: "
-                "check whether it is still running, or raise --timeout-s"
-            )
-        time.sleep(interval_s)
-
-
 def _print_lines(ticks: "Iterator[Tick]", last: int | None, once: bool) -> None:
     """Print one line per step or evaluation to stdout, in order of step, and all other messages to stderr."""
-    held: LossRows | None = None  # with `last`, the newest rows during the first pass over the log
-    is_printing = last is None
-    waiting: deque[EvaluationRecord] = deque()  # read already, although the step that they follow is not
-    num_evaluations, newest = 0, -1
+    printer = LinePrinter(last, once)
     for tick in ticks:
+        printer.print(tick)
+
+
+class LinePrinter:
+    """Prints the lines of one run.
+
+    Args:
+        last: print only this many of the steps that there are at first; None prints all.
+        once: whether nothing is read after the first pass over the log.
+        prefix: what each line begins with.
+    """
+
+    def __init__(self, last: int | None, once: bool, prefix: str = "") -> None:
+        self._last, self._once, self._prefix = last, once, prefix
+        self._held: LossRows | None = None  # with `last`, the newest rows during the first pass over the log
+        self._is_printing = last is None
+        self._waiting: deque[EvaluationRecord] = deque()  # read already, although the step that they follow is not
+        self._num_evaluations, self._newest = 0, -1
+        self._end: RunEnd | None = None
+
+    def print(self, tick: Tick) -> None:
+        """Print what is new."""
         rows, batch = tick.batch.rows, tick.batch
         if batch.restarted:
-            click.echo("loss.jsonl was replaced; reading it from the start", err=True)
-        if batch.restarted or len(tick.evaluations) < num_evaluations:
-            waiting.clear()
-            num_evaluations = 0
-        waiting.extend(tick.evaluations[num_evaluations:])
-        num_evaluations = len(tick.evaluations)
+            self._tell("loss.jsonl was replaced; reading it from the start")
+        if batch.restarted or len(tick.evaluations) < self._num_evaluations:
+            self._waiting.clear()
+            self._num_evaluations = 0
+        self._waiting.extend(tick.evaluations[self._num_evaluations :])
+        self._num_evaluations = len(tick.evaluations)
         if batch.num_unreadable:
             where = f"loss.jsonl, the last of them line {batch.last_unreadable_line}"
-            click.echo(f"skipped {batch.num_unreadable} unreadable line(s) of {where}", err=True)
-        if not is_printing and last is not None:
-            held = rows = rows.tail(last) if held is None else held.followed_by(rows).tail(last)
-            is_printing = tick.caught_up
-            while is_printing and len(rows) and waiting and waiting[0].step < rows.step[0]:
-                waiting.popleft()
-        if is_printing:
-            newest = int(rows.step[-1]) if len(rows) else newest
-            is_last = tick.caught_up and (once or tick.end is not None)
-            lines = plain_lines(rows, tick.facts.steps, waiting, math.inf if is_last else newest)
-            click.echo("".join(f"{line}\n" for line in lines), nl=False)
-        if tick.end is not None:
-            click.echo(end_text(tick.end), err=True)
+            self._tell(f"skipped {batch.num_unreadable} unreadable line(s) of {where}")
+        if not self._is_printing and self._last is not None:
+            self._held = rows = (rows if self._held is None else self._held.followed_by(rows)).tail(self._last)
+            self._is_printing = tick.caught_up
+            while self._is_printing and len(rows) and self._waiting and self._waiting[0].step < rows.step[0]:
+                self._waiting.popleft()
+        if self._is_printing:
+            self._newest = int(rows.step[-1]) if len(rows) else self._newest
+            is_last = tick.caught_up and (self._once or tick.end is not None)
+            up_to_step = math.inf if is_last else self._newest
+            lines = plain_lines(rows, tick.facts.steps, self._waiting, up_to_step)
+            click.echo("".join(f"{self._prefix}{line}\n" for line in lines), nl=False)
+        if tick.end is not None and tick.end != self._end:
+            self._tell(end_text(tick.end))
+        self._end = tick.end
+
+    def _tell(self, message: str) -> None:
+        click.echo(f"{self._prefix}{message}", err=True)
 
 
 def plain_lines(
@@ -341,8 +317,24 @@ def plain_lines(
         yield evaluation_words(waiting.popleft())
 
 
-def _draw_frames(console: "Console", ticks: "Iterator[Tick]", picture: Picture, once: bool, interval_s: float) -> None:
-    """Redraw the chart on the alternate screen at each tick; at the end, print the last frame on the normal screen."""
+def _draw_frames[T](
+    console: "Console",
+    ticks: Iterable[T],
+    update: Callable[[T], bool],
+    frame: "Callable[[int], Text]",
+    once: bool,
+    interval_s: float,
+) -> None:
+    """Redraw the chart on the alternate screen at each tick; at the end, print the last frame on the normal screen.
+
+    Args:
+        console: where to draw.
+        ticks: what was read.
+        update: called with each tick; returns whether nothing is left to read.
+        frame: returns the frame for a number of lines.
+        once: whether only the last frame is shown.
+        interval_s: the longest time between frames while much is left to read.
+    """
     from rich.live import Live
 
     # `--once` prints its only frame below, without flashing the alternate screen.
@@ -353,10 +345,10 @@ def _draw_frames(console: "Console", ticks: "Iterator[Tick]", picture: Picture, 
         try:
             with screen as live:
                 for tick in signals.let_in(ticks):
-                    picture.update(tick)
-                    if live is not None and (tick.caught_up or time.monotonic() - drawn_s >= interval_s):
-                        live.update(frame_text(picture, console, console.height), refresh=True)
+                    caught_up = update(tick)
+                    if live is not None and (caught_up or time.monotonic() - drawn_s >= interval_s):
+                        live.update(frame(console.height), refresh=True)
                         drawn_s = time.monotonic()
         finally:
             # Leave one line for the shell's prompt.
-            console.print(frame_text(picture, console, max(1, console.height - 1)))
+            console.print(frame(max(1, console.height - 1)))

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 _SILENT_SHOWN_S = 5.0  # a pause is shown after this time, or after the time of this many steps
 _SILENT_SHOWN_STEPS = 5
 _STYLES = {"axis": "default", "raw": "dim", "smoothed": "bold cyan", "broken": "bold red"}
+_STYLES |= {
+    f"run {number}": f"bold {colour}"
+    for number, colour in enumerate(("cyan", "magenta", "yellow", "green", "blue", "red"), start=1)
+}
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def status_fields(picture: Picture, now_s: float) -> list[str]:
             result = f"top-1 {100 * evaluation.top1:.2f} %"
         fields.append("  ".join([f"{result} at step {evaluation.step}", *metric_fields(evaluation.metrics)]))
     if len(history.newest) and picture.end is None:
-        fields += _clock_fields(newest.step, facts.steps, history.seconds_per_step, now_s - newest.time)
+        fields += clock_fields(newest.step, facts.steps, history.seconds_per_step, now_s - newest.time)
     if picture.end is not None:
         fields.append(end_text(picture.end))
     if picture.num_unreadable:
@@ -125,7 +129,7 @@ def status_fields(picture: Picture, now_s: float) -> list[str]:
     return fields
 
 
-def _clock_fields(step: int, steps: int | None, seconds_per_step: float, silent_s: float) -> list[str]:
+def clock_fields(step: int, steps: int | None, seconds_per_step: float, silent_s: float) -> list[str]:
     """Return at most one field: the time since the last step if that is long, else the estimated time left, if any."""
     pace = 0.0 if math.isnan(seconds_per_step) else seconds_per_step
     if silent_s > max(_SILENT_SHOWN_S, _SILENT_SHOWN_STEPS * pace):
@@ -170,13 +174,21 @@ def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now
 
 def frame_text(picture: Picture, console: "Console", height: int) -> "Text":
     """Return a coloured frame of at most `height` lines, in characters that the console's encoding supports."""
-    from rich.text import Text
+    return text_of(frame_lines(picture, console.width, height, glyphs_for(console), time.time()), console)
 
+
+def glyphs_for(console: "Console") -> "Glyphs":
+    """Return the character set that the console's encoding supports."""
     from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
 
+    return UNICODE_GLYPHS if _encodes(console.encoding, "│┤└─┬×⣿") else ASCII_GLYPHS
+
+
+def text_of(lines: "list[list[Span]]", console: "Console") -> "Text":
+    """Return the lines of a frame in colours, without the characters that the console's encoding lacks."""
+    from rich.text import Text
+
     encoding = console.encoding
-    glyphs = UNICODE_GLYPHS if _encodes(encoding, "│┤└─┬×⣿") else ASCII_GLYPHS
-    lines = frame_lines(picture, console.width, height, glyphs, time.time())
     frame = Text("\n").join(
         Text.assemble(*((s.text.encode(encoding, "replace").decode(encoding), _STYLES[s.ink]) for s in line))
         for line in lines

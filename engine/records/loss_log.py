@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -227,6 +227,13 @@ class RunEnd:
     steps_done: int | None = None
     stopped_by: str | None = None
     error: str | None = None
+
+    @property
+    def outcome(self) -> Literal["done", "failed", "stopped"]:
+        """How the run ended, in a word."""
+        if self.error is not None or self.stopped_by == "error":
+            return "failed"
+        return "done" if self.stopped_by in ("steps", "top1") else "stopped"
 
 
 def last_logged_step(path: Path) -> int | None:

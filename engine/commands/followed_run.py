@@ -1,0 +1,272 @@
+"""A run folder that `tail-run` follows: waiting for its start, and reading it again and again.
+
+Must not know: terminals, drawing, jax. What loads numpy is imported where it is first needed, so that `--help` answers
+at once.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from engine.commands.tail_frame import Tick
+from preprocess.printable import printable_line
+from preprocess.storage_options import is_url, parse_pairs
+
+if TYPE_CHECKING:
+    from engine.records.loss_log import RunEnd
+
+_START_WAIT_S = 5.0  # run-train imports jax before it creates its folder
+_POLL_START_S = 0.1
+
+
+class RunSource(NamedTuple):
+    """The folder to read a run from, its name for messages, and a function to call before each reading."""
+
+    folder: Path
+    name: str
+    refresh: Callable[[], None]
+
+
+class RunNotFoundError(ValueError):
+    """RUN is not a run folder, or its run has not started to train yet."""
+
+
+class RunSilentError(ValueError):
+    """The run has written nothing for longer than the time limit."""
+
+
+class RunKilledError(ValueError):
+    """The process of the run died without writing a result."""
+
+
+@contextlib.contextmanager
+def open_source(run: str, storage_option: tuple[str, ...]) -> Iterator[RunSource]:
+    """Yield the folder of a run itself or, for a URL, that of a copy of its logs."""
+    if not is_url(run):
+        yield RunSource(Path(run), run, lambda: None)
+        return
+    # TensorStore takes a moment to load.
+    from engine.records.stored.following import followed_copy
+
+    with followed_copy(run, parse_pairs(storage_option)) as (folder, refresh):
+        yield RunSource(folder, run, refresh)
+
+
+def await_run(source: RunSource, once: bool, timeout_s: float) -> None:
+    """Wait until RUN contains a loss log or, unless `once` is true, the recorded settings of a run.
+
+    Raises:
+        RunNotFoundError: if RUN is not a run folder, or the run does not start to train in time.
+    """
+    run, name = source.folder, source.name
+    _refuse_file(source)
+    from engine.records.folder_lock import is_locked
+
+    wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
+    started_s = time.monotonic()
+    printed = ""
+    while True:
+        source.refresh()
+        if _has_started(run, once):
+            return
+        _refuse_folder_of_runs(source)
+        # A run locks its folder before it compiles, which may take minutes.
+        is_held = is_locked(run)
+        if time.monotonic() - started_s >= (timeout_s if is_held and not once else wait_s):
+            if is_held:
+                raise RunNotFoundError(
+                    f"RUN must have started to train, but {name} is still compiling; try again later"
+                )
+            found = "contains no loss.jsonl" if run.is_dir() else "does not exist"
+            raise RunNotFoundError(f"RUN must be a run folder, but {name} {found}; give the --run-dir of run-train")
+        message = (
+            f"{printable_line(name)} is starting or compiling; waiting up to {timeout_s:g} s"
+            if is_held
+            else f"waiting up to {wait_s:g} s for {printable_line(name)} to start"
+        )
+        if message != printed:
+            click.echo(message, err=True)
+            printed = message
+        time.sleep(_POLL_START_S)
+
+
+def await_runs(sources: Sequence[RunSource], once: bool, timeout_s: float) -> None:
+    """Wait until one of several runs has started; with `once`, check that all of them are runs.
+
+    Raises:
+        RunNotFoundError: if one of them exists but is not a run folder, or none starts in time.
+    """
+    wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
+    started_s, is_waiting = time.monotonic(), False
+    while True:
+        for source in sources:
+            _refuse_file(source)
+            source.refresh()
+        missing = [source for source in sources if not _is_run(source.folder)]
+        for source in missing:
+            _refuse_folder_of_runs(source)
+        wrong = [source for source in missing if once or source.folder.exists() or len(missing) == len(sources)]
+        if not wrong:
+            return
+        if time.monotonic() - started_s >= wait_s:
+            found = "contains no loss.jsonl" if wrong[0].folder.is_dir() else "does not exist"
+            raise RunNotFoundError(
+                f"RUN must be a run folder, but {wrong[0].name} {found}; give the --run-dir of run-train"
+            )
+        if not is_waiting:
+            click.echo(f"waiting up to {wait_s:g} s for {printable_line(wrong[0].name)} to start", err=True)
+            is_waiting = True
+        time.sleep(_POLL_START_S)
+
+
+def _is_run(folder: Path) -> bool:
+    from engine.records.folder_lock import is_locked
+
+    return _has_started(folder) or is_locked(folder)
+
+
+def _has_started(run: Path, has_log: bool = False) -> bool:
+    from engine.records.loss_log import CONFIG_NAME, LOSS_LOG_NAME
+
+    return (run / LOSS_LOG_NAME).exists() or (not has_log and (run / CONFIG_NAME).exists())
+
+
+def _refuse_file(source: RunSource) -> None:
+    if source.folder.exists() and not source.folder.is_dir():
+        raise RunNotFoundError(
+            f"RUN must be a run folder, but {source.name} is a file; give the folder that contains it"
+        )
+
+
+def _refuse_folder_of_runs(source: RunSource) -> None:
+    if below := _runs_in(source.folder):
+        count = f"{len(below)} run folder{'s' * (len(below) > 1)}"
+        raise RunNotFoundError(
+            f"RUN must be a run folder, but {source.name} contains {count}; give one, such as the newest, {below[-1]}"
+        )
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the run folders directly below a folder, ordered by the time they started."""
+    from engine.records.loss_log import CONFIG_NAME
+
+    # A run writes its settings once, when it starts.
+    started = [(path.stat().st_mtime_ns, path.parent) for path in folder.glob(f"*/{CONFIG_NAME}")]
+    return [path for _, path in sorted(started)]
+
+
+class FollowedRun:
+    """A run folder that is read again and again; it may not exist yet.
+
+    Attributes:
+        source: the folder.
+        exists: whether the folder existed at the last read.
+        end: how the run had ended at the last read; None if it had not.
+        is_killed: whether the process of the run had died without a result at the last read.
+        last_step: the newest step of the log, -1 if there is none.
+        heard_s: when the logs last grew, on the monotonic clock; at first, when this object was made.
+    """
+
+    def __init__(self, source: RunSource) -> None:
+        from engine.records.evaluation_log import EvaluationLog
+        from engine.records.loss_log import EVALUATION_LOG_NAME, LOSS_LOG_NAME, LossLog
+
+        self.source = source
+        self.exists, self.is_killed, self.last_step, self.heard_s = False, False, -1, time.monotonic()
+        self.end: RunEnd | None = None
+        self._log = LossLog(source.folder / LOSS_LOG_NAME)
+        self._evaluation_log, self._num_evaluations = EvaluationLog(source.folder / EVALUATION_LOG_NAME), 0
+
+    def read(self) -> Iterator[Tick]:
+        """Yield what is new in the folder, in several ticks if it is much; only the last is caught up."""
+        from engine.records.folder_lock import was_killed
+        from engine.records.loss_log import read_run_end, read_run_facts
+
+        run = self.source.folder
+        # The end is read before the rows, so that all rows written before it are seen.
+        self.source.refresh()
+        self.exists, self.is_killed = run.exists(), was_killed(run)
+        end, facts, more = read_run_end(run), read_run_facts(run), True
+        while more:
+            batch = self._log.read()
+            more = batch.more
+            # Read after the rows: an evaluation is written before the row of the next step, so it is never missed.
+            evaluations = self._evaluation_log.read()
+            if len(batch.rows) or batch.restarted or batch.num_unreadable or len(evaluations) != self._num_evaluations:
+                self.heard_s, self._num_evaluations = time.monotonic(), len(evaluations)
+            if batch.restarted:
+                self.last_step = -1
+            if len(batch.rows):
+                self.last_step = int(batch.rows.step[-1])
+            if more:
+                yield Tick(batch, facts, None, evaluations, caught_up=False)
+        if end is not None and end.steps_done is not None and self.last_step > end.steps_done:
+            end = None  # left over from before the run was resumed
+        self.end = end
+        yield Tick(batch, facts, end, evaluations, caught_up=True)
+
+    def is_silent(self, timeout_s: float) -> bool:
+        """Return whether the logs have not grown for `timeout_s` seconds."""
+        return time.monotonic() - self.heard_s >= timeout_s
+
+    def error(self, timeout_s: float) -> RunKilledError | RunSilentError | None:
+        """Return why nothing more is expected of a run that has not ended; None if it has, or may go on."""
+        if self.end is not None:
+            return None
+        if self.is_killed:
+            return self._killed_error()
+        return self._silent_error(timeout_s) if self.is_silent(timeout_s) else None
+
+    def _killed_error(self) -> RunKilledError:
+        """Return the error of a run whose process died."""
+        return RunKilledError(
+            f"the process of {self.source.name} died {self._reached} without a result: resume the run with run-train "
+            "--resume"
+        )
+
+    def _silent_error(self, timeout_s: float) -> RunSilentError:
+        """Return the error of a run that has written nothing for `timeout_s` seconds."""
+        return RunSilentError(
+            f"{self.source.name} has written nothing for {timeout_s:g} s (--timeout-s) {self._reached}: "
+            "check whether it is still running, or raise --timeout-s"
+        )
+
+    @property
+    def _reached(self) -> str:
+        return f"after step {self.last_step}" if self.last_step >= 0 else "before its first step"
+
+
+def follow(source: RunSource, once: bool, interval_s: float, timeout_s: float) -> Iterator[Tick]:
+    """Read the run folder repeatedly and yield each result, until the run has ended and all its rows have been read.
+
+    Raises:
+        RunKilledError, RunSilentError: the run was killed, or wrote nothing for `timeout_s` seconds.
+    """
+    run = FollowedRun(source)
+    while True:
+        yield from run.read()
+        if run.end is not None or (once and not run.is_killed):
+            return
+        if (error := run.error(timeout_s)) is not None:
+            raise error
+        time.sleep(interval_s)
+
+
+def follow_together(
+    runs: Sequence[FollowedRun], once: bool, interval_s: float, timeout_s: float
+) -> Iterator[tuple[int, Tick]]:
+    """Read several run folders in turns, and yield each result with the number of its run, until nothing more comes.
+
+    A run that ended or was killed is read on while another one trains, because it may be resumed.
+    """
+    while True:
+        for number, run in enumerate(runs):
+            for tick in run.read():
+                yield number, tick
+        if once or all(run.end is not None or run.error(timeout_s) is not None for run in runs):
+            return
+        time.sleep(interval_s)

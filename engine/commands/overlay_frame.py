@@ -1,0 +1,168 @@
+"""The frames of `tail-run` with several runs: their curves over the same axes, and a legend with a line for each run.
+
+Must not know: terminals, waiting, or how the runs are trained. numpy and rich are imported where they are first needed,
+so that `--help` answers at once.
+"""
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from engine.commands.tail_frame import Picture, clock_fields, glyphs_for, text_of
+from preprocess.printable import printable_line
+from preprocess.quantities import quantity
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from engine.commands.loss_chart import Glyphs, Span
+
+_LEAST_CHART_HEIGHT = 6
+_LEAST_NAME_WIDTH = 12
+_ELLIPSIS = "~"
+_ALIKE = 4  # names that share fewer characters do not begin alike
+
+
+@dataclass
+class Shown:
+    """One of the runs that are shown together.
+
+    Attributes:
+        name: its name in the legend.
+        picture: its losses and facts.
+        exists: whether its folder does.
+        is_killed: whether its process died without a result.
+        is_silent: whether it has written nothing for longer than the time limit.
+    """
+
+    name: str
+    picture: Picture
+    exists: bool = False
+    is_killed: bool = False
+    is_silent: bool = False
+
+    def state(self, now_s: float) -> str:
+        """Return what the run does, in a word, with a time if it trains."""
+        picture = self.picture
+        if picture.end is not None:
+            return picture.end.outcome
+        if self.is_killed:
+            return "killed"
+        if self.is_silent:
+            return "silent"
+        newest = picture.history.newest
+        if not len(newest):
+            return "starting" if self.exists else "not started"
+        pace_s = picture.history.seconds_per_step
+        clock = clock_fields(int(newest.step[-1]), picture.facts.steps, pace_s, now_s - float(newest.time_s[-1]))
+        return "  ".join(["running", *clock])
+
+
+def distinct_names(runs: Sequence[str]) -> list[str]:
+    """Return the shortest ends of the paths or URLs that differ from each other, such as their last parts."""
+    parts = [PurePath(os.path.normpath(run) if run.strip("./") else os.path.abspath(run)).parts for run in runs]  # noqa: PTH100
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return [printable_line(name) for name in names]
+
+
+def shorten_names(names: Sequence[str], width: int) -> list[str]:
+    """Shorten names to at most `width` characters: first what they begin with like another name, then their middles."""
+    if max(map(len, names)) <= width:
+        return list(names)
+    cut = [max((_num_shared(name, other) for other in names if other != name), default=0) for name in names]
+    # Of names that begin alike, the same is left out.
+    cut = [
+        min(count for count, other in zip(cut, names, strict=True) if name[:_ALIKE] == other[:_ALIKE]) for name in names
+    ]
+    shortened = [name if count < _ALIKE else _ELLIPSIS + name[count:] for name, count in zip(names, cut, strict=True)]
+    return [_without_middle(name, width) for name in shortened]
+
+
+def _num_shared(name: str, other: str) -> int:
+    """Return how many characters of `name` up to a whole word are those with which `other` begins."""
+    pairs = enumerate(zip(name, other, strict=False))
+    shared = next((index for index, (a, b) in pairs if a != b), min(len(name), len(other)))
+    while shared and (shared == len(name) or name[shared - 1].isalnum() or name[shared - 1] == "."):
+        shared -= 1
+    return shared
+
+
+def _without_middle(name: str, width: int) -> str:
+    if len(name) <= width:
+        return name
+    kept = max(0, width - 1)
+    tail = (kept + 1) // 2
+    return name[: kept - tail] + _ELLIPSIS + name[len(name) - tail :] if kept else name[:width]
+
+
+def legend_lines(runs: Sequence[Shown], width: int, now_s: float) -> list[str]:
+    """Return a line of text for each run: letter, name, step, loss, and its state; more if `width` allows it."""
+    from engine.commands.overlay_chart import LETTERS
+    from engine.stream.sinks import loss_number
+
+    steps, losses, accuracies, speeds = [], [], [], []
+    for run in runs:
+        history, total = run.picture.history, run.picture.facts.steps
+        last, evaluation = history.last_step, run.picture.evaluation
+        steps.append("-" if last is None else f"step {last}" + ("" if total is None else f"/{total}"))
+        losses.append("" if last is None else f"loss {loss_number(history.smoothed)}")
+        has_top1 = evaluation is not None and not math.isnan(evaluation.top1)
+        accuracies.append(f"top-1 {100 * evaluation.top1:.2f} %" if evaluation is not None and has_top1 else "")
+        speed = float(history.newest.images_per_s[0]) if len(history.newest) else math.nan
+        speeds.append("" if math.isnan(speed) else f"{speed:,.0f} images/s")
+    states = [run.state(now_s) for run in runs]
+    names = [run.name for run in runs]
+    columns = [steps, losses, accuracies, speeds, states]
+
+    def room(columns: list[list[str]]) -> int:
+        return width - 2 - sum(2 + max(map(len, column)) for column in columns if any(column))
+
+    longest = max(map(len, names))
+    for extra in (speeds, accuracies):
+        if room(columns) < min(longest, 2 * _LEAST_NAME_WIDTH):
+            columns.remove(extra)
+    if room(columns) < min(longest, 2 * _LEAST_NAME_WIDTH):
+        columns[-1] = [state.split("  ")[0] for state in states]
+    names = shorten_names(names, max(1, min(longest, max(room(columns), min(longest, _LEAST_NAME_WIDTH)))))
+    shown = [column for column in [names, *columns] if any(column)]
+    widths = [max(map(len, column)) for column in shown]
+    return [
+        "  ".join([LETTERS[index], *(text.ljust(size) for text, size in zip(row, widths, strict=True))])
+        .replace("  ", " ", 1)
+        .rstrip()[:width]
+        for index, row in enumerate(zip(*shown, strict=True))
+    ]
+
+
+def overlay_lines(runs: Sequence[Shown], width: int, height: int, glyphs: "Glyphs", now_s: float) -> "list[list[Span]]":
+    """Return a frame of title, chart and legend, at most `height` lines long and `width` characters wide."""
+    from engine.commands.loss_chart import Span
+    from engine.commands.overlay_chart import draw_overlay, ink_of
+
+    title = [Span(f"smoothed loss of {quantity(len(runs), 'run')}"[:width], "axis")]
+    legend = [[Span(line[:1], ink_of(index)), Span(line[1:], "axis")] for index, line in
+              enumerate(legend_lines(runs, width, now_s))]  # fmt: skip
+    # If there is not enough height, the chart goes first, then the last runs of the legend.
+    if len(legend) > height:
+        legend = [*legend[: height - 1], [Span(f"and {len(legend) - height + 1} more"[:width], "axis")]]
+    chart_height = height - len(legend)
+    if chart_height <= _LEAST_CHART_HEIGHT:
+        title = []
+    chart_height -= bool(title)
+    curves = [run.picture.history.curve() for run in runs]
+    log_scale = runs[0].picture.log_scale
+    chart = draw_overlay(curves, width, chart_height, log_scale=log_scale, glyphs=glyphs) if chart_height else []
+    return [*([title] if title else []), *chart, *legend]
+
+
+def overlay_text(runs: Sequence[Shown], console: "Console", height: int) -> "Text":
+    """Return a coloured frame of at most `height` lines, in characters that the console's encoding supports."""
+    return text_of(overlay_lines(runs, console.width, height, glyphs_for(console), time.time()), console)
