@@ -28,6 +28,11 @@ from models.registry import model_names
 from tests.fake_source import fake_source, pack
 
 TINY = ["--synthetic", "--model", "resnet8", "--image-size", "8", "--num-classes", "3", "--batch", "4"]
+# Compiles in a tenth of the time, for tests of what does not depend on the model.
+TOY_MODEL = ["--model", "tests.toy:Linear", "--batch", "4"]
+TOY = [*TOY_MODEL, "--synthetic", "--image-size", "4", "--num-classes", "3"]
+# One program for the tests of which settings a later command uses: the second of them loads it from the cache.
+CHANGED = [*TINY, "--seed", "3", "--flip", "0.5", "--ema-decay", "0.9"]
 
 RECIPE = """
 summary = "a summary"
@@ -44,6 +49,12 @@ decay_all = true
 """
 
 MAIN = "from engine.commands.cli import main; main()"
+
+
+@pytest.fixture(autouse=True)
+def _toy_on_the_path(monkeypatch):
+    """Let commands that run in other folders import the toy model."""
+    monkeypatch.setenv("PYTHONPATH", os.fspath(Path(__file__).parents[1]))
 
 
 def run_train(*arguments, cwd, timeout=120):
@@ -86,6 +97,23 @@ def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
     assert "loaded from the cache" in again.stdout
 
 
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """Return a function that runs a command in this process, asserts that it exits with 2, and returns its errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*arguments: str) -> list[str]:
+        codes: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "_exit", codes.append)
+            result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0
+        assert codes == [2]
+        return result.stderr.strip().splitlines()
+
+    return refused
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -111,17 +139,11 @@ def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
         (["--warmup-epochs", "1", "--synthetic"], "--warmup-epochs must not be given with synthetic batches"),
     ],
 )
-def test_wrong_usage_is_one_clear_error(arguments, message, tmp_path, monkeypatch, capfd):
+def test_wrong_usage_is_one_clear_error(arguments, message, tmp_path, refused):
     pack(fake_source(8, size=8), tmp_path / "packed")
     (tmp_path / "file").write_text("")
     (tmp_path / "mine.toml").write_text(RECIPE.replace("batch", "bach"))
-    monkeypatch.chdir(tmp_path)
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    result = CliRunner().invoke(main, [*arguments, "--steps", "1"])
-    assert result.exit_code == 0
-    assert codes == [2]
-    errors = result.stderr.strip().splitlines()
+    errors = refused(*arguments, "--steps", "1")
     assert message in " ".join(errors)
     assert len(errors) <= 2
     assert errors[0].startswith("run-train: ")
@@ -136,7 +158,7 @@ def test_an_unknown_option_is_wrong_usage(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_cleanly_at_the_next_step(number, tmp_path):
-    process = start_train(*TINY, "--steps", 10**7, "--run-dir", "run", cwd=tmp_path)
+    process = start_train(*TOY, "--steps", 10**7, "--run-dir", "run", cwd=tmp_path)
     wait_for_lines(tmp_path / "run/loss.jsonl", 5, process)
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
@@ -216,25 +238,24 @@ def test_a_second_signal_quits_at_once_even_in_a_long_step():
 
 
 def test_a_data_error_during_the_run_exits_with_2_and_names_the_shard(tmp_path):
-    pack(fake_source(20, size=8), tmp_path / "packed")
+    pack(fake_source(20, size=4), tmp_path / "packed")
     shards = sorted(path for path in (tmp_path / "packed/train/pixels").rglob("*") if path.is_file())
     shards = [path for path in shards if path.name != "zarr.json"]
     content = bytearray(shards[1].read_bytes())
     content[5] ^= 1
     shards[1].write_bytes(content)
-    done = run_train("--data", "packed", "--model", "resnet8", "--batch", 4, "--steps", 50, cwd=tmp_path)
+    options = ["--data", "packed", *TOY_MODEL, "--steps", 50]
+    done = run_train(*options, cwd=tmp_path)
     assert done.returncode == 2
     assert shards[1].relative_to(tmp_path / "packed/train").as_posix() in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2
-    shown = run_train(
-        "--data", "packed", "--model", "resnet8", "--batch", 4, "--steps", 50, "--traceback", cwd=tmp_path
-    )
+    shown = run_train(*options, "--traceback", cwd=tmp_path)
     assert "Traceback (most recent call last)" in shown.stderr
     assert "read_into" in shown.stderr
 
 
 def test_a_full_disk_under_the_terminal_exits_with_1(tmp_path):
-    command = [sys.executable, "-c", MAIN, *TINY, "--steps", "100000"]
+    command = [sys.executable, "-c", MAIN, *TOY, "--steps", "100000"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [*command, "--run-dir", "run"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
@@ -310,42 +331,39 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path):
 
 
 def test_steps_on_the_command_line_replace_the_epochs_of_a_recipe(tmp_path, monkeypatch):
-    pack(fake_source(10, size=8), tmp_path / "packed")
-    (tmp_path / "mine.toml").write_text(RECIPE)
+    pack(fake_source(10, size=4), tmp_path / "packed")
+    (tmp_path / "mine.toml").write_text(RECIPE.replace('model = "resnet8"\n', ""))
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, ["--steps", "1", "--recipe", "./mine.toml", "--data", "packed", "--dry-run"])
+    options = ["--steps", "1", "--recipe", "./mine.toml", "--data", "packed", "--model", TOY_MODEL[1]]
+    result = CliRunner().invoke(main, [*options, "--dry-run"])
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[0] == ("recipe mine: 12 % top-1; the command line overrides epochs 2 → steps 1")
     assert "epochs:" not in result.stdout
 
 
-def test_a_recipe_whose_image_size_does_not_fit_the_data_is_named(tmp_path):
+def test_a_recipe_whose_image_size_does_not_fit_the_data_is_named(tmp_path, refused):
     pack(fake_source(10, size=8), tmp_path / "packed")
     (tmp_path / "mine.toml").write_text(RECIPE + "image_size = 16\n")
-    # The command exits at once after an error, and so in another process.
-    of_recipe = run_train("--recipe", "./mine.toml", "--data", "packed", "--dry-run", cwd=tmp_path)
-    assert of_recipe.returncode == 2
+    options = ["--recipe", "./mine.toml", "--data", "packed", "--dry-run"]
     assert (
         "run-train: image_size in mine.toml (--image-size overrides it) must be at most the size of the images, "
         "8 × 8 px, got 16"
-    ) in of_recipe.stderr
-    options = ["--recipe", "./mine.toml", "--data", "packed", "--image-size", "12", "--dry-run"]
-    of_option = run_train(*options, cwd=tmp_path)
-    assert "run-train: --image-size must be at most the size of the images, 8 × 8 px, got 12" in of_option.stderr
+    ) in " ".join(refused(*options))
+    of_option = " ".join(refused(*options, "--image-size", "12"))
+    assert "run-train: --image-size must be at most the size of the images, 8 × 8 px, got 12" in of_option
 
 
-def test_a_built_in_recipe_whose_image_size_does_not_fit_the_data_is_named_with_an_option(tmp_path):
+def test_a_built_in_recipe_whose_image_size_does_not_fit_the_data_is_named_with_an_option(tmp_path, refused):
     pack(fake_source(10, size=8), tmp_path / "packed")
-    done = run_train("--recipe", "imagenet-16", "--data", "packed", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 2
+    errors = refused("--recipe", "imagenet-16", "--data", "packed", "--dry-run")
     assert (
         "run-train: image_size in the recipe imagenet-16 (--image-size default leaves it out) must be at most the size "
         "of the images, 8 × 8 px, got 224: leave it out"
-    ) in done.stderr
+    ) in " ".join(errors)
 
 
 def test_a_runs_record_is_a_recipe_for_another_run(tmp_path):
-    first = run_train(*TINY, "--steps", 2, "--run-dir", "first", "--seed", 3, "--flip", 0.5, cwd=tmp_path)
+    first = run_train(*CHANGED, "--steps", 2, "--run-dir", "first", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     second = run_train("--recipe", "first/config.json", "--run-dir", "second", "--steps", 3, cwd=tmp_path)
     assert second.returncode == 0, second.stderr
@@ -358,7 +376,7 @@ def test_a_runs_record_is_a_recipe_for_another_run(tmp_path):
 
 
 def test_a_dry_run_prints_a_plan_and_writes_nothing(tmp_path):
-    done = run_train(*TINY, "--dry-run", "--run-dir", "run", "--rate", "50", cwd=tmp_path)
+    done = run_train(*TOY, "--dry-run", "--run-dir", "run", "--rate", "50", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     memory = done.stdout.partition("memory of the host")[2].partition("fits: ")[0]
     found = re.findall(r"^  (\S.*?)  +([\d.]+) (MB|GB)$", memory, re.MULTILINE)
@@ -381,7 +399,7 @@ def test_a_dry_run_prints_a_plan_and_writes_nothing(tmp_path):
 
 
 def test_dump_hlo_writes_both_forms_of_the_program(tmp_path):
-    done = run_train(*TINY, "--steps", 0, "--run-dir", "run", "--dump-hlo", "hlo", cwd=tmp_path)
+    done = run_train(*TOY, "--steps", 0, "--run-dir", "run", "--dump-hlo", "hlo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     stablehlo = (tmp_path / "hlo/program.stablehlo.mlir").read_text()
     assert stablehlo.startswith("module @")
@@ -417,7 +435,7 @@ def test_help_does_not_load_jax(option, shown):
 
 
 def test_runs_that_start_in_the_same_second_get_separate_folders(tmp_path):
-    processes = [start_train(*TINY, "--steps", 1, cwd=tmp_path) for _ in range(3)]
+    processes = [start_train(*TOY, "--steps", 1, cwd=tmp_path) for _ in range(3)]
     for process in processes:
         process.communicate(timeout=120)
     assert [process.returncode for process in processes] == [0, 0, 0]
@@ -426,14 +444,14 @@ def test_runs_that_start_in_the_same_second_get_separate_folders(tmp_path):
 
 
 def test_a_closed_stdout_does_not_stop_a_run(tmp_path):
-    command = f"exec {sys.executable} -c '{MAIN}' {' '.join(TINY)} --steps 2 --run-dir run >&-"
+    command = f"exec {sys.executable} -c '{MAIN}' {' '.join(TOY)} --steps 2 --run-dir run >&-"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/result.json").read_text())["steps_done"] == 2
 
 
 def test_a_closed_pipe_ends_the_run_with_one_line(tmp_path):
-    command = f"{sys.executable} -c '{MAIN}' {' '.join(TINY)} --steps 1000000 --run-dir run"
+    command = f"{sys.executable} -c '{MAIN}' {' '.join(TOY)} --steps 1000000 --run-dir run"
     script = f"{command} | head -5; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "1"
@@ -463,9 +481,9 @@ CLOSED = "the reader of the output closed it (broken pipe)"
 
 
 def test_a_pipe_that_is_closed_before_the_steps_is_not_said_to_have_stopped_any(tmp_path, closed_pipe):
-    assert run_train(*TINY, "--steps", 2, "--run-dir", "run", cwd=tmp_path).returncode == 0
+    assert run_train(*TOY, "--steps", 2, "--run-dir", "run", cwd=tmp_path).returncode == 0
     before = (tmp_path / "run/result.json").read_bytes()
-    command = [sys.executable, "-c", MAIN, "--run-dir", "run", "--resume"]
+    command = [sys.executable, "-c", MAIN, *TOY_MODEL, "--run-dir", "run", "--resume"]
     for options, consequence in (([], ", so nothing was trained"), (["--dry-run"], "")):
         done = subprocess.run(
             [*command, *options], cwd=tmp_path, stdout=closed_pipe, stderr=subprocess.PIPE, text=True, timeout=120
@@ -496,7 +514,7 @@ def test_a_program_that_needs_too_much_memory_is_reported_before_the_launch(tmp_
 
 
 def test_a_run_is_resumed_with_its_own_settings_and_changes_are_reported(tmp_path):
-    first = run_train(*TINY, "--steps", 3, "--run-dir", "run", "--seed", 3, "--ema-decay", 0.9, cwd=tmp_path)
+    first = run_train(*CHANGED, "--steps", 3, "--run-dir", "run", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     second = run_train("--run-dir", "run", "--resume", "--steps", 5, "--learning-rate", 0.2, cwd=tmp_path)
     assert second.returncode == 0, second.stderr
@@ -509,15 +527,15 @@ def test_a_run_is_resumed_with_its_own_settings_and_changes_are_reported(tmp_pat
 
 
 def test_a_run_finds_its_data_from_another_working_directory(tmp_path):
-    pack(fake_source(10, size=8), tmp_path / "packed")
-    options = ("--data", "packed", "--model", "resnet8", "--batch", 4, "--steps", 2, "--run-dir", "run")
+    pack(fake_source(10, size=4), tmp_path / "packed")
+    options = ("--data", "packed", *TOY_MODEL, "--steps", 2, "--run-dir", "run")
     first = run_train(*options, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     recorded = json.loads((tmp_path / "run/config.json").read_text())
     assert recorded["config"]["data"] == str(tmp_path / "packed")
     assert recorded["resolved"]["learning_rate"] == TrainConfig(batch=4).peak_learning_rate
     (tmp_path / "elsewhere").mkdir()
-    second = run_train("--run-dir", "../run", "--resume", "--steps", 3, cwd=tmp_path / "elsewhere")
+    second = run_train(*TOY_MODEL, "--run-dir", "../run", "--resume", "--steps", 3, cwd=tmp_path / "elsewhere")
     assert second.returncode == 0, second.stderr
     assert (tmp_path / "run/loss.jsonl").read_text().count("\n") == 3
 
