@@ -15,6 +15,7 @@ from engine.feed.feeder import Feeder
 from engine.feed.own_rows import rows_of
 from engine.feed.windowed_batches import WindowedBatches
 from engine.settings import SettingError
+from preprocess.read_meter import ReadMeter
 from preprocess.shards.reader import ShardError, open_split
 from tests.fake_source import fake_source, pack, packed_words
 
@@ -31,6 +32,7 @@ class NumberedSplit:
         self.num_images, self.fails_at = num_images, fails_at
         self.manifest = SimpleNamespace(shard_images=shard_images, image_bytes=64)
         self.location = SimpleNamespace(local_path=None, display="numbers/")
+        self.meter, self.name_file = ReadMeter(), str
         self.reads: list[tuple[int, int]] = []
         self.gate = threading.Event()
         self.gate.set()

@@ -63,11 +63,13 @@ class BatchInfeed(Protocol):
         chunk: batches per pull, n.
         num_together: number of batches whose losses are emitted together.
         failure: the exception that ended the infeed, or None.
+        feeder: reads the batches.
     """
 
     chunk: int
     num_together: int
     failure: BaseException | None
+    feeder: Feeder
 
     def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
         """Pull one shard of each of several batches; called while tracing.
@@ -155,7 +157,7 @@ class Infeed:
         times_waits: whether `take_wait_s` is called for every batch; otherwise the recorded waits would accumulate.
 
     Attributes:
-        chunk, num_together, failure: see `BatchInfeed`.
+        chunk, num_together, failure, feeder: see `BatchInfeed`.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class Infeed:
         times_waits: bool = True,
     ) -> None:
         self._times_waits, self._first_shard = times_waits, first_shard
-        self._feeder, self._board, self._transport = feeder, board, transport
+        self.feeder, self._board, self._transport = feeder, board, transport
         self._words_of = words_of if num_shards == 1 else SharedWords(words_of, num_shards)
         self.chunk = self.num_together = chunk
         self._results = (
@@ -184,11 +186,11 @@ class Infeed:
 
     def start(self) -> None:
         """Start reading ahead; see `BatchInfeed.start`."""
-        self._feeder.start()
+        self.feeder.start()
 
     def close(self) -> None:
         """Stop reading ahead; see `BatchInfeed.close`."""
-        self._feeder.close()
+        self.feeder.close()
 
     def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
         """Pull one shard of each of several batches; see `BatchInfeed.pull`."""
@@ -228,11 +230,14 @@ class Infeed:
     def _batch(self, batches: Batch, number: jax.Array) -> Batch:
         """Return batch `number` (int32 [], from 0) of a pull."""
         pixels, labels = (lax.dynamic_index_in_dim(each, number, keepdims=False) for each in batches)
-        return make_batch(self._feeder, pixels, labels)
+        return make_batch(self.feeder, pixels, labels)
 
     def take_wait_s(self, batch_index: int) -> float:
         """Return how long a pull waited for this batch, in seconds; see `BatchInfeed.take_wait_s`."""
-        return self._wait_s.pop(batch_index, 0.0)
+        wait_s = self._wait_s.pop(batch_index, 0.0)
+        if wait_s:
+            self.feeder.meter.attribute(batch_index, wait_s)
+        return wait_s
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
         """Answer a pull on the host; runs on a thread of XLA's runtime."""
@@ -262,12 +267,14 @@ class Infeed:
 
     def _take(self, batch_index: int, shard: int, pixels: Pixels, labels: Labels) -> bool:
         """Take a batch from the feeder; return False, having taken nothing, if a stop is requested first."""
-        waited_s = self._feeder.take(batch_index, shard, pixels, labels, is_cancelled=self._board.is_stop_requested)
+        waited_s = self.feeder.take(batch_index, shard, pixels, labels, is_cancelled=self._board.is_stop_requested)
         if waited_s is None:
             return False
         if waited_s and self._times_waits:
             # Of several devices the longest wait counts: the others wait for that one.
             self._wait_s[batch_index] = max(waited_s, self._wait_s.get(batch_index, 0.0))
+        elif waited_s and shard == 0:
+            self.feeder.meter.attribute(batch_index, waited_s)
         return True
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.control.board import ControlBoard
+from engine.crossing.push_meter import PushMeter
 from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
 from engine.crossing.transport import Array, Transport
 from engine.keys import plain_keys
@@ -27,13 +28,22 @@ class Outfeed:
         receive: called with each record, in the program's order, on a thread of XLA's runtime or of the transport.
         board: asked to stop the run if `receive` raises.
         transport: calls the host.
+        meter: times the pushes; None makes a new one.
 
     Attributes:
         failure: the first exception that `receive` raised, or None.
+        meter: as given.
     """
 
-    def __init__(self, receive: Callable[[Pushed], None], board: ControlBoard, transport: Transport) -> None:
+    def __init__(
+        self,
+        receive: Callable[[Pushed], None],
+        board: ControlBoard,
+        transport: Transport,
+        meter: PushMeter | None = None,
+    ) -> None:
         self._receive, self._board, self._transport = receive, board, transport
+        self.meter = PushMeter() if meter is None else meter
         self.failure: BaseException | None = None
 
     def push_losses(
@@ -98,9 +108,13 @@ class Outfeed:
 
     def _accept(self, read: Callable[..., Pushed], operands: Sequence[Array]) -> None:
         """Pass an emitted record to the receiver; runs on a thread of XLA's runtime or of the transport."""
+        pushed, num_bytes = None, sum(each.nbytes for each in operands)
+        self.meter.begin()
         try:
-            self._receive(read(*operands))
+            pushed = read(*operands)
+            self._receive(pushed)
         except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, and raised by the host
             if self.failure is None:
                 self.failure = error
             self._board.request_stop("the loss stream failed")
+        self.meter.end(pushed, num_bytes)

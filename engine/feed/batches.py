@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preprocess.quantities import quantity
+from preprocess.read_meter import ReadMeter
 
 if TYPE_CHECKING:
     from engine.feed.label_form import LabelForm
@@ -74,6 +75,12 @@ def row_words(source: BatchSource) -> int:
 def held_bytes(source: BatchSource) -> int:
     """Return the bytes of host memory in which a source keeps images: its `held_bytes` if it has any, otherwise 0."""
     return int(getattr(source, "held_bytes", 0))
+
+
+def read_meter_of(source: BatchSource) -> ReadMeter:
+    """Return what meters the threads that read a source: its `read_meter` if it has one, otherwise a new one."""
+    found = getattr(source, "read_meter", None)
+    return found if isinstance(found, ReadMeter) else ReadMeter()
 
 
 class Lent(Protocol):

@@ -13,9 +13,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, label_words, row_words
+from engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, label_words, read_meter_of, row_words
+from engine.feed.feed_meter import FeedMeter
 from engine.feed.row_copies import RowCopies
 from engine.settings import SettingError
+from preprocess.read_meter import Profile
 
 # How often a wait checks whether the workers are alive and whether it was cancelled.
 _LOOK_EVERY_S = 0.25
@@ -64,6 +66,7 @@ class _Slot:
         self.batch_index = -1  # the batch in this slot; -1 while empty or being filled
         self.failure: BaseException | None = None
         self.shards_to_take = 0
+        self.profile: Profile | None = None  # of reading the batch
 
     def release_memory(self) -> None:
         """Release the memory and the batch in it."""
@@ -93,6 +96,8 @@ class Feeder:
         is_dense: whether the pixels are in the dense layout.
         depth: number of slots, at most the number of batches.
         most_borrowed: batches that may be between `borrow` and `give_back` while the next is filled.
+        batch_bytes: the size of a batch in host memory, in bytes.
+        meter: what the batches were waited for.
         start_index, stop_index, timeout_s: as given.
     """
 
@@ -131,6 +136,8 @@ class Feeder:
         self._least_free = max(1, min(self.depth // 2, self.depth - self._num_threads))
         self.most_borrowed = self.depth - self._least_free
         self._allocate = allocate
+        self.batch_bytes = batch_bytes(source)
+        self.meter = FeedMeter(read_meter_of(source), getattr(source, "name_file", None), start_index)
         self._copies = RowCopies(num_threads)
         self._slots: list[_Slot] = []
         self._threads: list[threading.Thread] = []
@@ -184,15 +191,19 @@ class Feeder:
                 return None
         waited_s = 0.0 if started is None else time.perf_counter() - started
         self._raise_failure(slot, batch_index)
+        if waited_s:
+            self.meter.waited(batch_index, slot.profile)
         lent = slot.lent
         images, classes = slot.pixels if lent is None else lent.images, slot.labels
         if self._num_shards > 1:
             rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
             images, classes = images[rows], classes[rows]
+        started = time.perf_counter()
         self._copies.copy(images, pixels)
         if lent is not None:
             lent.check()
         np.copyto(labels, classes)
+        self.meter.copy_s += time.perf_counter() - started
         self._release(slot)
         return waited_s
 
@@ -207,9 +218,12 @@ class Feeder:
             BaseException: whatever the source raised for this batch.
         """
         slot = self._slots[batch_index % self.depth]
+        is_late = slot.batch_index != batch_index
         if not self._wait(slot, batch_index, is_cancelled, math.inf):
             return None
         self._raise_failure(slot, batch_index)
+        if is_late:
+            self.meter.waited(batch_index, slot.profile)
         return slot.block
 
     def give_back(self, batch_index: int) -> None:
@@ -235,6 +249,21 @@ class Feeder:
             for slot in self._slots:
                 slot.release_memory()
 
+    @property
+    def num_taken(self) -> int:
+        """The number of batches that were taken completely."""
+        return self._next_release - self.start_index
+
+    @property
+    def num_ready(self) -> int:
+        """The number of batches in the ring that are ready or being taken; not exact while threads work."""
+        return sum(slot.batch_index >= 0 for slot in self._slots)
+
+    @property
+    def num_threads(self) -> int:
+        """The number of threads that fill slots."""
+        return self._num_threads
+
     def _release(self, slot: _Slot) -> None:
         with self._guard:
             slot.shards_to_take -= 1
@@ -257,6 +286,7 @@ class Feeder:
 
         with self._guard:
             self._num_waiting += 1
+            self.meter.begin_wait(batch_index)
             try:
                 while not self._filled.wait_for(ready, min(_LOOK_EVERY_S, max(0.0, deadline - time.perf_counter()))):
                     if is_cancelled():
@@ -264,6 +294,7 @@ class Feeder:
                     self._check_can_arrive(batch_index, deadline)
             finally:
                 self._num_waiting -= 1
+                self.meter.end_wait()
         return True
 
     def _raise_failure(self, slot: _Slot, batch_index: int) -> None:
@@ -291,8 +322,10 @@ class Feeder:
     def _work(self) -> None:
         """Claim batches and fill their slots until all are read or the ring closes; runs on each worker thread."""
         lender = self._source if self._allocate is None and isinstance(self._source, LendingSource) else None
+        reading = self.meter.readings.here()
         while (claimed := self._claim()) is not None:
             batch_index, slot = claimed
+            reading.begin(batch_index)
             try:
                 slot.lent = None if lender is None else lender.lend(batch_index, slot.labels, timeout_s=self.timeout_s)
                 if slot.lent is None:
@@ -300,6 +333,7 @@ class Feeder:
                 failure = None
             except BaseException as error:  # noqa: BLE001 - raised, with its traceback, when this batch is taken
                 failure = error
+            slot.profile = reading.end()
             with self._guard:
                 slot.failure, slot.shards_to_take, slot.batch_index = failure, self._num_shards, batch_index
                 if self._num_waiting:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from engine.feed.batches import Labels, Pixels
 from engine.feed.windowed_order import WindowedOrder
 from preprocess.quantities import quantity
+from preprocess.read_meter import AWAIT, COPY, NO_PROFILE, READ, WINDOW, Profile
 from preprocess.shards.reader import ShardError, ShardSplit
 
 # Parts of this size hide a latency of 100 ms if several are read at a time.
@@ -56,6 +57,8 @@ class _Window:
         num_left: number of positions that are still to be taken.
         num_takers: number of threads that copy images from it.
         failure: the error of a part.
+        seconds: the seconds that its stages of reading took so far, by number, summed over the threads.
+        slowest: the part that took longest.
     """
 
     number: int
@@ -67,6 +70,18 @@ class _Window:
     num_left: int
     num_takers: int = 0
     failure: BaseException | None = None
+    seconds: list[float] = field(default_factory=lambda: [0.0] * AWAIT)
+    slowest: Profile = NO_PROFILE
+
+    def add(self, profile: Profile) -> None:
+        """Add the times of a part that was read."""
+        self.seconds = [sum(pair) for pair in zip(self.seconds, profile.seconds, strict=True)]
+        self.slowest = max(self.slowest, profile, key=lambda each: sum(each.seconds))
+
+    @property
+    def profile(self) -> Profile:
+        """The times of its parts, and the file that took longest."""
+        return Profile(tuple(self.seconds), self.slowest.file)
 
 
 @dataclass(eq=False)
@@ -138,20 +153,26 @@ class WindowReader:
             ShardError: the window was not read in time, or the reader is closed.
             BaseException: whatever the split raised while it read the window.
         """
-        window = None
+        window, reading = None, self._split.meter.here()
         if start >= self._first_position:
+            before = reading.enter(AWAIT)
             window = self._await(self._order.window_at(start), time.monotonic() + timeout_s, timeout_s)
+            wait_s = reading.leave(before)
+            if window is not None:
+                reading.blame(window.profile, wait_s)
         if window is None:
             images = self._order.images_at(np.arange(start, stop, dtype=np.int64))
             self._split.read_into(images, pixels, labels, timeout_s=timeout_s)
             return
         memory = self._memory[window.memory]
         rows = window.rows[start - window.start : stop - window.start]
+        before = reading.enter(COPY)
         try:
             # With "clip", `take` writes into the buffers directly.
             np.take(memory.pixels, rows, axis=0, out=pixels, mode="clip")
             np.take(memory.labels, rows, axis=0, out=labels, mode="clip")
         finally:
+            reading.enter(before)
             self._return(window, stop - start)
 
     def close(self) -> None:
@@ -244,18 +265,23 @@ class WindowReader:
 
     def _work(self) -> None:
         """Read parts of windows until the reader is closed; runs on each thread."""
+        reading = self._split.meter.here()
         while (claimed := self._claim()) is not None:
             window, part = claimed
             memory = self._memory[window.memory]
             rows = slice(part.row, part.row + part.stop - part.start)
             failure: BaseException | None = None
+            reading.begin(WINDOW)
+            reading.visit((part.start // self._shard_images, 1))
             try:
                 self._await_copies(part)
                 images = np.arange(part.start, part.stop, dtype=np.int64)
                 self._split.read_into(images, memory.pixels[rows], memory.labels[rows], timeout_s=self._timeout_s)
             except BaseException as error:  # noqa: BLE001 - raised, with its traceback, to those who take images
                 failure = error
+            profile = reading.end()
             with self._changed:
+                window.add(profile)
                 window.num_unread -= 1
                 if failure is not None:
                     window.failure = window.failure or failure
@@ -265,8 +291,10 @@ class WindowReader:
 
     def _await_copies(self, part: _Part) -> None:
         if self._copies is not None:
+            before = (reading := self._split.meter.here()).enter(READ)
             for shard in self._shards_of([part]):
                 self._copies.wait(shard, timeout_s=self._timeout_s)
+            reading.enter(before)
 
     def _shards_of(self, parts: Iterable[_Part]) -> list[int]:
         """Return the numbers of the shards of parts, in the order of the parts."""

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from engine.durations import Durations
 from engine.records.folder_state import FolderState
 from engine.records.orbax_store import load_orbax
 from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
@@ -42,6 +45,11 @@ class SnapshotWriter:
         write: (folder, step, pulls, tree, state) → None, writes a snapshot whole or not at all.
         on_written: called on this object's thread with the step and the path of each snapshot on the disk.
 
+    Attributes:
+        writes: how long writing each snapshot on the disk took.
+        num_bytes: bytes of the arrays of these snapshots.
+        num_skipped: number of snapshots that were dropped because a newer one came before they were written.
+
     Raises:
         ValueError: if `keep` is negative.
     """
@@ -61,6 +69,7 @@ class SnapshotWriter:
         self._folder, self._keep, self._write = folder, keep, write
         self._say, self._on_written = say, on_written
         self._find_best = find_best
+        self.writes, self.num_bytes, self.num_skipped = Durations(), 0, 0
         self._changed = threading.Condition()
         self._waiting: _Submitted | None = None
         self._writing_step: int | None = None
@@ -106,6 +115,7 @@ class SnapshotWriter:
             self._is_last_written = False
             self._changed.notify_all()
         if dropped is not None:
+            self.num_skipped += 1
             self._say(f"snapshot of step {dropped.step} skipped: the disk is too slow for --snapshot-every")
 
     def close(self, timeout_s: float) -> bool:
@@ -169,11 +179,14 @@ class SnapshotWriter:
         return True
 
     def _write_one(self, submitted: "_Submitted") -> bool:
+        started = time.perf_counter()
         try:
             self._write(self._folder, submitted.step, submitted.pulls, submitted.tree, submitted.state)
         except Exception as error:  # noqa: BLE001 - a failed snapshot must not stop the run
             self._say(f"snapshot of step {submitted.step} not written: {_one_line(error)}; {self._describe_last()}")
             return False
+        self.writes.add(time.perf_counter() - started)
+        self.num_bytes += sum(int(getattr(leaf, "nbytes", 0)) for leaf in jax.tree.leaves(submitted.tree))
         return True
 
     def _remove_older(self, newest: int) -> None:

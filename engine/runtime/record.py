@@ -6,31 +6,12 @@ Times are in seconds. Needs neither jax nor files; `engine.runtime.runtime_file`
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from engine.durations import Times
+
 type LaunchState = Literal["running", "done", "stopped", "failed"]
 
 FORMAT = 1
 """The version of `runtime.json`. A reader refuses any other."""
-
-
-@dataclass(frozen=True)
-class Times:
-    """The durations of repeated events.
-
-    Percentiles come from a histogram whose buckets are 19 % wide; they are upper bounds of their bucket.
-
-    Attributes:
-        count: number of events.
-        total_s: sum of their durations.
-        p50_s, p90_s, p99_s: percentiles, 0 without events.
-        max_s: the longest duration.
-    """
-
-    count: int = 0
-    total_s: float = 0.0
-    p50_s: float = 0.0
-    p90_s: float = 0.0
-    p99_s: float = 0.0
-    max_s: float = 0.0
 
 
 @dataclass(frozen=True)

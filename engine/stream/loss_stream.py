@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from engine.control.board import ControlBoard
 from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
+from engine.durations import Durations
 from engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, ShowsProgress, Sink, TakesSnapshots
 from engine.stream.spooled_losses import SpooledLosses
 
@@ -55,7 +56,11 @@ class LossStream:
     Attributes:
         first_nonfinite_step: the first step (updates done, from 1) whose loss is NaN or infinite, or None.
         evaluations: every evaluation so far, in order.
+        num_evaluation_pulls: how often the program asked for batches of an evaluation.
         wait_s: seconds waited for batches so far.
+        waits: how long each step waited for its batches.
+        blocked_s: seconds that the program waited for each sink whose queue was full, by the name of the sink.
+        blocked_by: the name of the sink for which it waits now, None if for none.
         failure: the first exception of a sink, or None.
     """
 
@@ -71,6 +76,7 @@ class LossStream:
         self._lanes: list[_Lane] = []
         self._batch, self._wait_of, self._board = batch, wait_of, board
         self._last_step = step
+        self.num_evaluation_pulls = 0
         self._on_nonfinite = on_nonfinite
         self._is_closed = False
         self._last_time = time.time()
@@ -78,7 +84,9 @@ class LossStream:
         self._losses = SpooledLosses()
         self.first_nonfinite_step: int | None = None
         self.evaluations: list[EvaluationRecord] = []
-        self.wait_s = 0.0
+        self.wait_s, self.waits = 0.0, Durations()
+        self.blocked_s: dict[str, float] = {}
+        self.blocked_by: str | None = None
         self.failure: BaseException | None = None
 
     @property
@@ -133,10 +141,14 @@ class LossStream:
                 lane.records.put(record)
             for lane in lanes:
                 if lane.is_behind():
+                    started, self.blocked_by = time.perf_counter(), lane.name
                     self._wait_for_room(lane)
+                    waited_s, self.blocked_by = time.perf_counter() - started, None
+                    self.blocked_s[lane.name] = self.blocked_s.get(lane.name, 0.0) + waited_s
 
     def report_evaluation(self, batch: int, num_batches: int) -> None:
         """Send an evaluation's progress to the sinks that show it without lagging; `batch` is the next batch index."""
+        self.num_evaluation_pulls += 1
         for lane in self._lanes:
             if lane.shows_progress and not lane.is_left_out and lane.records.qsize() < _FEW_QUEUED:
                 lane.records.put(EvaluationProgress(self._last_step, batch, num_batches))
@@ -165,6 +177,10 @@ class LossStream:
                     "check the terminal or the disk that they write to"
                 )
             )
+
+    def unfinished(self) -> list[str]:
+        """Return the names of the sinks whose threads have not ended."""
+        return [lane.name for lane in self._lanes if lane.thread.is_alive()]
 
     def _wait_for_ends(self, deadline: float) -> "list[_Lane]":
         """Wait for the sinks' threads to end; return the lanes (one per sink) whose threads did not end in time."""
@@ -229,6 +245,7 @@ class LossStream:
             self._last_step = step
             wait_s = self._wait_of(step - 1)
             self.wait_s += wait_s
+            self.waits.add(wait_s)
             self._losses.append(loss)
             if self.first_nonfinite_step is None and not math.isfinite(loss):
                 self.first_nonfinite_step = step

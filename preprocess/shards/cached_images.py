@@ -15,6 +15,7 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
+from preprocess.read_meter import CHECK, READ, ReadMeter
 from preprocess.shards.arrays import PIXELS, shard_key, start_reading
 from preprocess.shards.decoded_checks import DecodedChecks
 from preprocess.shards.location import Location, ShardError, open_location
@@ -36,22 +37,28 @@ class CachedImages:
         split: the folder of the split, in a store.
         manifest: its manifest.
         expected: returns the checksums stored in the split's ``checksums/``; None if it has none.
+        meter: of the threads that read.
 
     Attributes:
         copies: the copies of the shard files.
     """
 
     def __init__(
-        self, cache: ShardCache, split: Location, manifest: Manifest, expected: ExpectedChecksums | None
+        self,
+        cache: ShardCache,
+        split: Location,
+        manifest: Manifest,
+        expected: ExpectedChecksums | None,
+        meter: ReadMeter,
     ) -> None:
         digest = hashlib.sha256(manifest.to_json().encode()).hexdigest()
         self.copies = ShardCopies(cache, split, manifest, digest)
         self._folder, self._manifest = cache.pack_folder(digest), manifest
         self._images: MappedImages | _DecodedImages
         if MappedImages.is_mappable(manifest):
-            self._images = MappedImages(self._folder, manifest, expected)
+            self._images = MappedImages(self._folder, manifest, expected, meter)
         else:
-            self._images = _DecodedImages(self._folder, manifest)
+            self._images = _DecodedImages(self._folder, manifest, meter)
 
     @property
     def lends(self) -> bool:
@@ -112,8 +119,8 @@ class _DecodedImages:
 
     lends = False
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._manifest = manifest
+    def __init__(self, folder: Path, manifest: Manifest, meter: ReadMeter) -> None:
+        self._manifest, self._meter = manifest, meter
         self._location = open_location(str(folder))
         self._checks = DecodedChecks(self._location, manifest)
         self._stored: ts.TensorStore | None = None
@@ -155,8 +162,16 @@ class _DecodedImages:
         before = self._checks.identify(np.unique(indices // self._manifest.shard_images))
         if None in before.values():
             return False
+        reading = self._meter.here()
+        reading.enter(READ)
+        reading.visit((int(indices[0]) // self._manifest.shard_images, 1))
         start_reading(self._open(), indices, pixels, rows).result(timeout=_DISK_TIMEOUT_S)
-        return expected is None or self._checks.find_mismatch(indices, pixels, rows, expected, before) is None
+        if expected is None:
+            return True
+        reading.enter(CHECK)
+        is_sound = self._checks.find_mismatch(indices, pixels, rows, expected, before) is None
+        reading.enter(READ)
+        return is_sound
 
     def _open(self) -> ts.TensorStore:
         if self._stored is None:

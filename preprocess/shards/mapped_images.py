@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preprocess.memory import host_memory_bytes
+from preprocess.read_meter import CHECK, READ, ReadMeter
 from preprocess.shards.arrays import PIXELS
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.mapped_shards import MOST_MAPPED, ExpectedChecksums, MappedShard, MappedShards, read_pages
@@ -38,9 +39,11 @@ class MappedImages:
         folder: the local folder of the split.
         manifest: the manifest of the split, for which `is_mappable` must be true.
         expected: returns the checksums stored in the split's ``checksums/``; None if it has none.
+        meter: of the threads that read.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, expected: ExpectedChecksums | None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, expected: ExpectedChecksums | None, meter: ReadMeter) -> None:
+        self._meter = meter
         self._image_bytes, self._shard_images = manifest.image_bytes, manifest.shard_images
         self._shards = MappedShards(
             folder / PIXELS,
@@ -52,6 +55,7 @@ class MappedImages:
             checksum=manifest.checksum,
             most_open=0 if self.lends else _most_open_files(),
             expected=expected,
+            meter=meter,
         )
         self._stays = manifest.num_images * self._image_bytes <= _STAYING_SHARE * (host_memory_bytes() or 0)
 
@@ -101,19 +105,24 @@ class MappedImages:
     def _copy_one_by_one(
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], expected: NDArray[np.uint32] | None
     ) -> NDArray[np.intp]:
-        left = []
+        left, reading = [], self._meter.here()
         own, is_one_piece = bytearray(CHECKSUM_BYTES), pixels.flags.c_contiguous
         checksums = repeat(None) if expected is None else expected.tolist()
         places = self._shards.places(indices)
         for row, (image, (shard, slot), checksum) in enumerate(zip(pixels, places, checksums, strict=False)):
             if shard is None:
-                is_sound = False
-            elif shard.file is not None and is_one_piece:
-                is_sound = shard.read(slot, image, own, checksum)
+                left.append(row)
+                continue
+            if shard.path is not reading.file:
+                reading.visit(shard.path)
+            if shard.file is not None and is_one_piece:
+                is_sound = shard.read(slot, image, own, checksum, reading)
             else:
                 # Copy first: copying releases the interpreter lock, which must not be held while a disk reads.
                 np.copyto(image, shard.chunks[slot])
+                reading.enter(CHECK)
                 is_sound = shard.check(slot, image, checksum)
+                reading.enter(READ)
             if not is_sound:
                 left.append(row)
         return np.array(left, np.intp)
@@ -121,19 +130,25 @@ class MappedImages:
     def _gather(
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], expected: NDArray[np.uint32] | None
     ) -> NDArray[np.intp]:
-        is_left = np.ones(len(indices), np.bool)
+        is_left, reading = np.ones(len(indices), np.bool), self._meter.here()
         for number, rows, slots in self._shards.by_shard(indices):
             shard = self._shards.find(number)
             if shard is None:
                 continue
+            reading.visit(shard.path)
             images = shard.chunks[slots]
             if shard.is_torn:
                 continue
             pixels[rows] = images
             is_left[rows] = False
-            for place in shard.checked.missing(slots).tolist():
+            missing = shard.checked.missing(slots).tolist()
+            if missing:
+                reading.enter(CHECK)
+            for place in missing:
                 checksum = None if expected is None else int(expected[rows[place]])
                 is_left[rows[place]] = not shard.check(int(slots[place]), images[place], checksum)
+            if missing:
+                reading.enter(READ)
         return np.flatnonzero(is_left)
 
     def lend(
@@ -150,15 +165,20 @@ class MappedImages:
         """
         if not self.lends:
             return None
-        images, shards = [], set()
+        images, shards, reading = [], set(), self._meter.here()
         checksums = repeat(None) if expected is None else expected.tolist()
         for (shard, slot), checksum in zip(self._shards.places(indices), checksums, strict=False):
             if shard is None:
                 return None
             image = shard.chunks[slot]
             if not (self._stays and slot in shard.checked):
+                if shard.path is not reading.file:
+                    reading.visit(shard.path)
                 read_pages(image)
-                if not shard.check(slot, image, checksum):
+                reading.enter(CHECK)
+                is_sound = shard.check(slot, image, checksum)
+                reading.enter(READ)
+                if not is_sound:
                     return None
             images.append(image)
             shards.add(shard)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.read_meter import CHECK, OPEN, Reading, ReadMeter
 from preprocess.regular_file import FileIdentity, identity_of, open_regular
 from preprocess.shards.arrays import shard_key
 from preprocess.shards.checksum import crc32c
@@ -86,7 +87,7 @@ class MappedShard:
         """Whether the file was truncated after it was mapped; if so, data copied from `chunks` may be zeros."""
         return self.map.is_torn
 
-    def read(self, slot: int, chunk: NDArray[Any], checksum: bytearray, expected: int | None) -> bool:
+    def read(self, slot: int, chunk: NDArray[Any], checksum: bytearray, expected: int | None, reading: Reading) -> bool:
         """Read a chunk and its checksum from `file` into contiguous memory; return whether the chunk is sound.
 
         Touching a page of the map for the first time takes 5 µs, which a read avoids.
@@ -101,7 +102,12 @@ class MappedShard:
             return False
         if expected is None:
             expected = int.from_bytes(checksum, "little")
-        return slot in self.checked or self._is_sound(slot, chunk, expected)
+        if slot in self.checked:
+            return True
+        before = reading.enter(CHECK)
+        is_sound = self._is_sound(slot, chunk, expected)
+        reading.enter(before)
+        return is_sound
 
     def check(self, slot: int, chunk: NDArray[Any], expected: int | None) -> bool:
         """Return whether data copied from ``chunks[slot]`` matches the checksum of that chunk.
@@ -145,6 +151,7 @@ class MappedShards:
         checksum: whether a CRC-32C follows each chunk.
         most_open: maximum number of mapped files that also stay open for reads; these are the first ones mapped.
         expected: returns checksums of chunks from a record other than the files; None uses those in the files.
+        meter: of the threads that read; None keeps its times apart.
     """
 
     def __init__(
@@ -159,8 +166,10 @@ class MappedShards:
         checksum: bool,
         most_open: int = 0,
         expected: ExpectedChecksums | None = None,
+        meter: ReadMeter | None = None,
     ) -> None:
         self._most_open, self._expected = most_open, expected
+        self._meter = ReadMeter() if meter is None else meter
         self._folder, self._rank = folder, rank
         self._num_chunks, self._shard_chunks = num_chunks, shard_chunks
         self._shape, self._dtype, self._checksum = chunk_shape, np.dtype(dtype), checksum
@@ -204,12 +213,17 @@ class MappedShards:
         shard = self._shards.get(number)
         if shard is not None and self._is_there(shard):
             return shard
+        reading = self._meter.here()
+        before = reading.enter(OPEN)
+        reading.visit(os.fspath(self._folder / shard_key(number, self._rank)))
         with self._lock:
             if self._shards.get(number) is shard and len(self._shards) - (shard is not None) < MOST_MAPPED:
                 self._shards.pop(number, None)
                 self._map_again(number, shard)
             self._check_unchanged()
-            return self._shards.get(number)
+            found = self._shards.get(number)
+        reading.enter(before)
+        return found
 
     def forget(self, number: int) -> None:
         """Map a file again at its next use."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from preprocess.printable import printable
 from preprocess.quantities import quantity
+from preprocess.read_meter import CHECK, READ, File, ReadMeter
 from preprocess.shards.arrays import PIXELS, damage, describe_truncation, shard_key, start_reading
 from preprocess.shards.cached_images import CachedImages
 from preprocess.shards.decoded_checks import DecodedChecks
@@ -88,6 +89,7 @@ class ShardSplit:
         row_words: number of words in a row, W in the packed layout.
         num_classes: K, the number of classes, or of an image's targets.
         target_words: number of 32-bit words of an image's targets; 0 if images have one class each.
+        meter: what the threads that read do, and how long it takes.
 
     Raises:
         ShardError: an array can't be opened.
@@ -96,6 +98,7 @@ class ShardSplit:
     def __init__(self, location: Location, manifest: Manifest, cache: ShardCache | None = None) -> None:
         self.manifest = manifest
         self.location = location
+        self.meter = ReadMeter()
         self.num_images = manifest.num_images
         self.height = manifest.height
         self.width = manifest.width
@@ -112,9 +115,9 @@ class ShardSplit:
         self._watch = None if folder is None else WatchedFolder(folder)
         expected = None if self._checksums is None else self._read_checksums
         if folder is not None and MappedImages.is_mappable(manifest):
-            self._mapped = MappedImages(folder, manifest, expected)
+            self._mapped = MappedImages(folder, manifest, expected, self.meter)
         elif folder is None and cache is not None:
-            self._mapped = CachedImages(cache, location, manifest, expected)
+            self._mapped = CachedImages(cache, location, manifest, expected, self.meter)
 
     def __enter__(self) -> Self:
         return self
@@ -155,7 +158,8 @@ class ShardSplit:
         if not len(indices):
             return
         deadline = time.monotonic() + timeout_s
-        stored = self._open_array()
+        stored, reading = self._open_array(), self.meter.here()
+        before = reading.enter(READ)
         self._take_labels(indices, labels, deadline)
         expected = self._expected(indices, deadline)
         rows = np.arange(len(indices))
@@ -165,6 +169,8 @@ class ShardSplit:
         if len(rows):
             left = None if expected is None else expected[rows]
             self._read_stored(stored, indices[rows], pixels, rows, left, deadline, timeout_s)
+        reading.num_bytes += pixels.nbytes
+        reading.enter(before)
 
     @property
     def lends(self) -> bool:
@@ -188,14 +194,16 @@ class ShardSplit:
         self._open_array()
         if self._mapped is None or not self._mapped.lends or not len(indices):
             return None
-        deadline = time.monotonic() + timeout_s
+        deadline, reading = time.monotonic() + timeout_s, self.meter.here()
+        before = reading.enter(READ)
         expected = self._expected(indices, deadline)
         with self._naming_changed_files():
             lent = self._mapped.lend(indices, expected)
-        if lent is None:
-            return None
-        self._take_labels(indices, labels, deadline)
-        return LentImages(*lent, self)
+        if lent is not None:
+            self._take_labels(indices, labels, deadline)
+            reading.num_bytes += len(indices) * self.manifest.image_bytes
+        reading.enter(before)
+        return None if lent is None else LentImages(*lent, self)
 
     @property
     def copies(self) -> ShardCopies | None:
@@ -238,6 +246,14 @@ class ShardSplit:
                 if files is not None:
                     files.check_files()
 
+    def name_file(self, file: File) -> str | None:
+        """Return the name of what a thread of `meter` reads, for messages."""
+        if file is None or isinstance(file, str):
+            return file
+        first, count = file
+        more = f" and {quantity(count - 1, 'other')}" if count > 1 else ""
+        return f"{self._name()}/{PIXELS}/{shard_key(first, 3)}{more}"
+
     def truncated_message(self, path: str) -> str:
         """Return the error message for a file that was truncated while it was being read."""
         return f"{printable(path)} was truncated or became unreadable while it was being read; {self._remedy()}"
@@ -274,7 +290,9 @@ class ShardSplit:
         timeout_s: float,
     ) -> None:
         """Read images ``indices`` into ``pixels[rows]`` with TensorStore and verify them against their checksums."""
-        before = self._decoded.identify(np.unique(indices // self.manifest.shard_images))
+        shards, reading = np.unique(indices // self.manifest.shard_images), self.meter.here()
+        reading.visit((int(shards[0]), len(shards)))
+        before = self._decoded.identify(shards)
         num_torn = 0 if self._watch is None else self._watch.num_torn
         try:
             start_reading(stored, indices, pixels, rows).result(timeout=max(0.0, deadline - time.monotonic()))
@@ -286,7 +304,9 @@ class ShardSplit:
             raise ShardError(self._blame(indices, OSError("a file was truncated while it was being read")))
         if expected is None:
             return
+        reading.enter(CHECK)
         index = self._decoded.find_mismatch(indices, pixels, rows, expected, before)
+        reading.enter(READ)
         if index is not None:
             raise ShardError(
                 f"{self._name()}: image {index} in {self._shard_file(index)} is not the one that was packed there; "

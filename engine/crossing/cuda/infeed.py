@@ -43,7 +43,7 @@ class StreamedInfeed:
         times_waits: whether `take_wait_s` is called for every batch.
 
     Attributes:
-        chunk, num_together, failure: see `BatchInfeed`.
+        chunk, num_together, failure, feeder: see `BatchInfeed`.
     """
 
     num_together = 1
@@ -58,7 +58,7 @@ class StreamedInfeed:
         chunk: int,
         times_waits: bool,
     ) -> None:
-        self._feeder = feeder = make_feeder(lambda num_bytes: transport.arena.pinned(num_bytes))
+        self.feeder = feeder = make_feeder(lambda num_bytes: transport.arena.pinned(num_bytes))
         self._board, self._transport, self._words_of = board, transport, words_of
         self.chunk = chunk
         self._results = (
@@ -81,13 +81,13 @@ class StreamedInfeed:
     def start(self) -> None:
         """Start reading ahead; see `BatchInfeed.start`."""
         with self._transport.driver.current():
-            self._feeder.start()
+            self.feeder.start()
             self._ring.start(self._transport.arena)
 
     def close(self) -> None:
         """Stop reading ahead; see `BatchInfeed.close`."""
         self._ring.close()
-        self._feeder.close()
+        self.feeder.close()
         self._read_stopwatches()
 
     def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
@@ -123,11 +123,12 @@ class StreamedInfeed:
         """Return how long the stream waited for a batch, by the device's clock; see `BatchInfeed.take_wait_s`."""
         with self._stopwatch_lock:
             stopwatch = self._running.pop(batch_index, None)
-            if stopwatch is None:
-                return self._wait_s.pop(batch_index, 0.0)
-            wait_s = self._read(stopwatch)
-        # The stopwatch has been read, so it can be reused for another batch.
-        self._stopped.append(stopwatch)
+            wait_s = self._wait_s.pop(batch_index, 0.0) if stopwatch is None else self._read(stopwatch)
+        if stopwatch is not None:
+            # The stopwatch has been read, so it can be reused for another batch.
+            self._stopped.append(stopwatch)
+        if wait_s:
+            self.feeder.meter.attribute(batch_index, wait_s)
         return wait_s
 
     def _next_batch(self, control: ControlWord, num_taken: jax.Array) -> tuple[Batch, jax.Array]:
@@ -136,7 +137,7 @@ class StreamedInfeed:
         with jax.named_scope(DRAW):
             pixels, labels, exists = self._transport.enqueue(self._give, self._results, control.num_batches, num_taken)
         with jax.named_scope(UNPACK):
-            return make_batch(self._feeder, pixels, labels), exists != 0
+            return make_batch(self.feeder, pixels, labels), exists != 0
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
         """Answer a pull on the host."""

@@ -1,0 +1,56 @@
+"""Meters the outfeed: how long pushes take on the host, and what the program did between them.
+
+A push ends what the program did since the push before: steps, an evaluation, or the copying of a snapshot.
+"""
+
+from time import perf_counter
+
+from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
+from engine.durations import Durations
+
+
+class PushMeter:
+    """The pushes of one launch; changed only by the thread that pushes.
+
+    Args:
+        step: number of updates before the launch.
+
+    Attributes:
+        times: how long each push took on the host.
+        num_bytes: bytes of what was pushed.
+        evaluation_s, snapshots_s: seconds since `start` that ended in the push of an evaluation or a snapshot,
+            including the push.
+        snapshot_push_s: seconds of the pushes of snapshots alone.
+        pushing_since: when the current push began, by `time.perf_counter`; None between pushes.
+        ended_at: when the last push ended, by the same clock.
+        step: number of updates whose losses were pushed.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        self.times, self.step, self.num_bytes = Durations(), step, 0
+        self.evaluation_s = self.snapshots_s = self.snapshot_push_s = 0.0
+        self.pushing_since: float | None = None
+        self.ended_at = perf_counter()
+
+    def start(self) -> None:
+        """Start the clock: the program is launched."""
+        self.ended_at = perf_counter()
+
+    def begin(self) -> None:
+        """Begin a push."""
+        self.pushing_since = perf_counter()
+
+    def end(self, pushed: Pushed | None, num_bytes: int) -> None:
+        """End a push; `pushed` is None if it failed."""
+        now, began, before = perf_counter(), self.pushing_since, self.ended_at
+        took = 0.0 if began is None else now - began
+        self.ended_at, self.pushing_since = now, None
+        self.times.add(took)
+        self.num_bytes += num_bytes
+        if isinstance(pushed, PushedLosses):
+            self.step = pushed.first_step + len(pushed.losses) - 1
+        elif isinstance(pushed, PushedEvaluation):
+            self.evaluation_s += now - before
+        elif isinstance(pushed, PushedSnapshot):
+            self.snapshots_s += now - before
+            self.snapshot_push_s += took

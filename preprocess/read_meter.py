@@ -1,0 +1,141 @@
+"""Meters what the threads that read a split do: how long each stage takes, and what each thread does now.
+
+A transition between stages costs about 0.1 µs. Knows nothing of what is read or of batches.
+"""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter
+from typing import NamedTuple
+
+STAGES = ("source", "open", "read", "check", "copy")
+"""The stages of reading, by number."""
+SOURCE, OPEN, READ, CHECK, COPY = range(len(STAGES))
+AWAIT, IDLE = len(STAGES), len(STAGES) + 1
+"""Two more: waiting for other reading threads, and for work."""
+WINDOW = -2
+"""Stands for the number of a batch where a window of many batches is read."""
+
+type File = str | tuple[int, int] | None
+"""A path; or, of files that are read together, the number of the first shard and how many there are; or none."""
+
+
+class Profile(NamedTuple):
+    """How long the stages of one piece of work took, in seconds by number, and which file took longest."""
+
+    seconds: tuple[float, ...]
+    file: File
+
+
+NO_PROFILE = Profile((0.0,) * AWAIT, None)
+"""The profile of no work."""
+
+
+class Reading:
+    """What one thread reads. Only that thread changes it; any thread may look at it.
+
+    Attributes:
+        thread: the name of the thread.
+        work: the number of the batch that it prepares; -1 if it is none, or `WINDOW`.
+        stage: the number of the stage.
+        since: when the stage began, by `time.perf_counter`.
+        file: what it reads.
+        totals: the seconds of all stages so far, by number, without those of the current work.
+        num_bytes: bytes of images read so far.
+    """
+
+    __slots__ = (
+        "_blamed",
+        "_seconds",
+        "_slowest",
+        "_slowest_s",
+        "_visited",
+        "file",
+        "num_bytes",
+        "since",
+        "stage",
+        "thread",
+        "totals",
+        "work",
+    )
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread().name
+        self.work, self.stage, self.since = -1, IDLE, perf_counter()
+        self.file: File = None
+        self.totals = [0.0] * (IDLE + 1)
+        self.num_bytes = 0
+        self._seconds, self._blamed = [0.0] * (IDLE + 1), [0.0] * len(STAGES)
+        self._slowest: File = None
+        self._slowest_s = self._visited = 0.0
+
+    def begin(self, work: int) -> None:
+        """Begin a piece of work, in the stage `SOURCE`."""
+        self.enter(SOURCE)
+        self.work, self.file, self._slowest, self._slowest_s = work, None, None, 0.0
+
+    def enter(self, stage: int) -> int:
+        """Enter a stage, and return the one before."""
+        now, before = perf_counter(), self.stage
+        self._seconds[before] += now - self.since
+        self.stage, self.since = stage, now
+        return before
+
+    def leave(self, stage: int) -> float:
+        """Return to a stage, and return the seconds since the current one began."""
+        now = perf_counter()
+        took = now - self.since
+        self._seconds[self.stage] += took
+        self.stage, self.since = stage, now
+        return took
+
+    def visit(self, file: File) -> None:
+        """Note that another file is read from now on."""
+        now = perf_counter()
+        if self.file is not None and now - self._visited > self._slowest_s:
+            self._slowest, self._slowest_s = self.file, now - self._visited
+        self.file, self._visited = file, now
+
+    def blame(self, profile: Profile, wait_s: float) -> None:
+        """Attribute a wait for other threads to the stages that these took."""
+        total = sum(profile.seconds)
+        for stage, seconds in enumerate(profile.seconds):
+            self._blamed[stage] += wait_s * (seconds / total if total else stage == READ)
+        if wait_s > self._slowest_s:
+            self._slowest, self._slowest_s = profile.file, wait_s
+
+    def end(self) -> Profile:
+        """End the piece of work, and return how long it took."""
+        self.enter(IDLE)
+        if self.file is not None:
+            self.visit(None)
+        seconds, self._seconds = self._seconds, [0.0] * (IDLE + 1)
+        totals = self.totals
+        for stage, each in enumerate(seconds):
+            if each:
+                totals[stage] += each
+        self.work = -1
+        if not seconds[AWAIT]:
+            return Profile(tuple(seconds[:AWAIT]), self._slowest)
+        blamed, self._blamed = self._blamed, [0.0] * len(STAGES)
+        return Profile(tuple(map(sum, zip(seconds[:AWAIT], blamed, strict=True))), self._slowest)
+
+
+class ReadMeter:
+    """The readings of all threads that read one source."""
+
+    def __init__(self) -> None:
+        self._readings: dict[int, Reading] = {}
+
+    def here(self) -> Reading:
+        """Return the reading of this thread."""
+        ident = threading.get_ident()
+        found = self._readings.get(ident)
+        if found is None:
+            found = self._readings[ident] = Reading()
+        return found
+
+    def all(self) -> list[Reading]:
+        """Return the readings of all threads that ever read."""
+        return list(self._readings.values())
