@@ -64,6 +64,23 @@ def test_the_second_compilation_comes_from_the_folder(tmp_path):
         assert not compile_traced(trace_ahead(make_function(), x)).from_cache
 
 
+def test_a_cached_program_can_be_required_to_have_the_same_scopes(tmp_path):
+    def compiled(name, *, by_metadata):
+        def function(x):
+            with jax.named_scope(name):
+                return jnp.cos(x) @ x
+
+        with caching_compilations(str(tmp_path), by_metadata=by_metadata):
+            found = compile_traced(trace_ahead(function, jnp.ones((5, 5))))
+        return found.from_cache, f"/{name}/" in (found.call.as_text() or "")
+
+    # In one line, because the lines of all callers are among the metadata.
+    calls = [("old", False), ("new", False), ("new", True), ("new", True)]
+    found = [compiled(name, by_metadata=by_metadata) for name, by_metadata in calls]
+    assert found[:2] == [(False, True), (True, False)]  # jax ignores scopes by default
+    assert found[2:] == [(False, True), (True, True)]
+
+
 def test_off_disables_the_cache_and_creates_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with caching_compilations("off"):

@@ -20,6 +20,7 @@ from engine.records.whole_file import make_folder, write_whole
 from engine.run.cache_faults import reporting_cache_faults
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+_METADATA_IN_KEY = "jax_compilation_cache_include_metadata_in_key"
 # jax's settings are global to the process, and so is their lock: two runs that compile at once take turns.
 _SETTINGS_GUARD = threading.RLock()
 
@@ -160,7 +161,9 @@ def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic
 
 
 @contextmanager
-def caching_compilations(folder: str | None, notify: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+def caching_compilations(
+    folder: str | None, notify: Callable[[str], None] = lambda _: None, *, by_metadata: bool = False
+) -> Iterator[None]:
     """Cache compiled programs on disk inside the block, and restore jax's settings afterwards.
 
     Use it only around compilations: whatever else the process compiles meanwhile is cached too.
@@ -170,6 +173,8 @@ def caching_compilations(folder: str | None, notify: Callable[[str], None] = lam
             user's cache folder; "off" caches nothing.
         notify: called with a warning if the folder cannot be written, in which case nothing is cached, or an entry
             cannot be written or read.
+        by_metadata: whether a program in the cache must also have the scopes and source lines of the one to compile.
+            By default jax takes any program with the same instructions, whose scopes may be those of older code.
     """
     with _SETTINGS_GUARD:
         if folder is None:
@@ -185,6 +190,7 @@ def caching_compilations(folder: str | None, notify: Callable[[str], None] = lam
             # By default jax does not cache programs that compile in under a second, which take most of the time
             # that a small model needs to start.
             "jax_persistent_cache_min_compile_time_secs": 0.0,
+            _METADATA_IN_KEY: by_metadata or getattr(jax.config, _METADATA_IN_KEY),
         }
         before = {name: getattr(jax.config, name) for name in settings}
         _configure(settings)

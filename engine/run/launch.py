@@ -33,7 +33,7 @@ from engine.program.train_state import RunValues, TrainModel, TrainState, init_s
 from engine.records.topology import Topology
 from engine.records.weights import check_names
 from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, shapes_on, take_copy
-from engine.run.compilation import Compiled, compile_traced, trace_ahead, without_collector
+from engine.run.compilation import Compiled, Traced, compile_traced, trace_ahead, without_collector
 from engine.run.host_side import HostSide
 from engine.run.infeeds import Infeeds
 from engine.run.initial_weights import InitialWeights, load_initial_weights
@@ -218,16 +218,12 @@ class Launch:
             raise
         return finish(), state
 
-    def compile(self) -> Compiled:
-        """Compile the program without creating its initial state."""
-        return self._start_compiling()()
+    def compile(self, traced: Traced | None = None) -> Compiled:
+        """Compile the program, traced already or not, without creating its initial state."""
+        return self._start_compiling(traced)()
 
-    def _start_compiling(self) -> Callable[[], Compiled]:
-        """Trace the program on this thread, whose jax settings then apply, and compile it on a worker thread.
-
-        Returns:
-            A function that waits for the compiled program.
-        """
+    def trace(self) -> Traced:
+        """Trace the program on this thread, whose jax settings then apply, and warn about its convolutions."""
         self._notify("compiling the training program, or loading it from the cache")
         model = CheckedModel(self.resolved.model, self._data.num_classes, self._data.source, self._notify)
         program = make_program(model, self._statics, self._infeeds.training, self._outfeed, self._infeeds.evaluation)
@@ -238,6 +234,15 @@ class Launch:
         traced = trace_ahead(program, *arguments, donate=(0,))
         if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
             self._notify(warning)
+        return traced
+
+    def _start_compiling(self, traced: Traced | None = None) -> Callable[[], Compiled]:
+        """Trace the program, unless it is traced already, and compile it on a worker thread.
+
+        Returns:
+            A function that waits for the compiled program.
+        """
+        traced = traced or self.trace()
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
         wait = start_on_worker(
             partial(

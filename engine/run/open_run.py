@@ -226,14 +226,19 @@ class OpenRun:
             start_step=launch.start.step,
         )
 
-    def plan(self) -> DryRun:
-        """Compile the program, and return it together with what the run needs beside it."""
+    def plan(self, *, by_metadata: bool = False) -> DryRun:
+        """Compile the program, and return it together with what the run needs beside it.
+
+        Args:
+            by_metadata: whether a program in the cache must have the same scopes and source lines.
+        """
         launch = self._launch
         if self._recorded is not None and self._place.path is not None:
             find_cuts(self._place.path, launch.start)
-        with caching_compilations(self.config.compilation_cache, self._notify):
-            compiled = launch.compile()
-        return DryRun(compiled, self.facts)
+        with caching_compilations(self.config.compilation_cache, self._notify, by_metadata=by_metadata):
+            traced = launch.trace()
+            compiled = launch.compile(traced)
+        return DryRun(compiled, self.facts, traced)
 
     def _train_unrecorded(self, sinks: Sequence[Sink]) -> TrainResult:
         """Run the program without writing to disk."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import TrainConfig
-from engine.run.compilation import Compiled
+from engine.run.compilation import Compiled, Traced
 from engine.run.resolve import Resolved
 from engine.stream.sinks import EvaluationRecord
 
@@ -86,7 +86,9 @@ class DryRun:
     Attributes:
         compiled: the program, with XLA's analysis of memory and work.
         facts: what the run needs beside it.
+        traced: the program before XLA optimised it.
     """
 
     compiled: Compiled
     facts: RunFacts
+    traced: Traced
