@@ -61,6 +61,7 @@ FLOORS = (
     "engine.updates",
     "engine.crossing",
     "engine.program",
+    "engine.profile",
     "engine.stream",
     "engine.records",
     "engine.runtime",

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from engine.control.board import ControlBoard
 from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
 from engine.durations import Durations
-from engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, ShowsProgress, Sink, TakesSnapshots
+from engine.profile.table import Profile
+from engine.stream.sinks import (
+    EvaluationProgress,
+    EvaluationRecord,
+    LossRecord,
+    ShowsProgress,
+    Sink,
+    TakesProfile,
+    TakesSnapshots,
+)
 from engine.stream.spooled_losses import SpooledLosses
 
 # A sink this far behind (a terminal paused by Ctrl-S, a dead network disk) first slows the run, then stops it.
@@ -35,7 +44,7 @@ _REST_S = 0.002
 _LOOK_EVERY_S = 0.05
 
 
-type _Record = LossRecord | EvaluationRecord | EvaluationProgress | PushedSnapshot
+type _Record = LossRecord | EvaluationRecord | EvaluationProgress | PushedSnapshot | Profile
 
 
 class LossStream:
@@ -152,6 +161,12 @@ class LossStream:
         for lane in self._lanes:
             if lane.shows_progress and not lane.is_left_out and lane.records.qsize() < _FEW_QUEUED:
                 lane.records.put(EvaluationProgress(self._last_step, batch, num_batches))
+
+    def report_profile(self, profile: Profile) -> None:
+        """Queue the profile of the launch for the sinks that take one; called after the loop, before `close`."""
+        for lane in self._lanes:
+            if not lane.is_left_out:
+                lane.records.put(profile)
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Pass the queued records to the sinks and close the sinks, within a time limit; may be called again.
@@ -325,6 +340,9 @@ class _Lane:
         elif isinstance(record, EvaluationProgress):
             if isinstance(self._sink, ShowsProgress):
                 self._sink.write_progress(record)
+        elif isinstance(record, Profile):
+            if isinstance(self._sink, TakesProfile):
+                self._sink.write_profile(record)
         elif isinstance(self._sink, TakesSnapshots):
             # Queued with the losses, after those that a run resumed from this snapshot needs.
             self._sink.write_snapshot(record)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 import numpy as np
 
 from engine.crossing.pushed import PushedSnapshot
+from engine.profile.table import Profile
 from preprocess.quantities import quantity
 
 
@@ -154,6 +155,15 @@ class TakesSnapshots(Protocol):
 
     def leave_out(self, snapshot: PushedSnapshot) -> None:
         """Handle a snapshot skipped because another is queued; called on the program's thread, so it must not block."""
+        ...
+
+
+@runtime_checkable
+class TakesProfile(Protocol):
+    """The optional interface of a sink that takes the profile of the launch."""
+
+    def write_profile(self, profile: Profile) -> None:
+        """Write the profile; called at most once, after the last record; an exception acts as in `write`."""
         ...
 
 
