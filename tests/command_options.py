@@ -4,6 +4,7 @@ from engine.commands.cli import main as run_train
 from engine.commands.control_cli import main as control_run
 from engine.commands.eval_cli import main as run_eval
 from engine.commands.export_cli import main as export_weights
+from engine.commands.list_cli import main as list_runs
 from engine.commands.predict_cli import main as predict_images
 from engine.commands.tail_cli import main as tail_run
 from engine.commands.verify_cli import main as verify_run
@@ -13,6 +14,7 @@ from preprocess.commands.inspect_cli import main as inspect_shards
 _COMMANDS = {
     "control-run": control_run,
     "inspect-shards": inspect_shards,
+    "list-runs": list_runs,
     "preprocess-imagenet": preprocess_imagenet,
     "run-eval": run_eval,
     "run-train": run_train,

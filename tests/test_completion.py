@@ -18,6 +18,7 @@ MODULES = {
     "predict-images": "engine.commands.predict_cli",
     "export-weights": "engine.commands.export_cli",
     "tail-run": "engine.commands.tail_cli",
+    "list-runs": "engine.commands.list_cli",
     "control-run": "engine.commands.control_cli",
     "inspect-shards": "preprocess.commands.inspect_cli",
     "preprocess-imagenet": "preprocess.commands.cli",

@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect-shards": "preprocess.commands.inspect_cli",
     "run-train": "engine.commands.cli",
     "tail-run": "engine.commands.tail_cli",
+    "list-runs": "engine.commands.list_cli",
     "run-eval": "engine.commands.eval_cli",
     "control-run": "engine.commands.control_cli",
     "verify-run": "engine.commands.verify_cli",
@@ -205,7 +206,7 @@ def test_only_terminal_drawing_and_csv_bypass_the_guard():
     }
     drawing = {name for name, function in around if function in ("terminal_of", "Console")}
     assert drawing == {"progress.py", "run_display.py", "verify_cli.py", "tail_cli.py", "guarded_output.py"}
-    assert {name for name, function in around if function == "write_data"} == {"predict_cli.py"}
+    assert {name for name, function in around if function == "write_data"} == {"predict_cli.py", "list_cli.py"}
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

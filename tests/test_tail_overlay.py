@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from engine.commands.binned_losses import BinnedLosses
 from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, LossCurve
 from engine.commands.overlay_chart import LETTERS, draw_overlay
-from engine.commands.overlay_frame import Shown, distinct_names, legend_lines, overlay_lines, shorten_names
+from engine.commands.overlay_frame import Shown, legend_lines, overlay_lines
+from engine.commands.run_names import distinct_names, shorten_names
 from engine.commands.tail_cli import main
 from engine.commands.tail_frame import Picture
 from engine.records.folder_lock import LOCK_NAME
@@ -85,6 +86,7 @@ def test_names_are_the_ends_that_tell_paths_apart():
 def test_long_names_keep_what_differs():
     names = [f"imagenet-resnet50-lr0.{n}-batch256-seed{n}" for n in (1, 2)] + ["later"]
     assert shorten_names(names, 25) == ["~lr0.1-batch256-seed1", "~lr0.2-batch256-seed2", "later"]
+    assert shorten_names(names, 32)[0] == "~resnet50-lr0.1-batch256-seed1"
     assert shorten_names(names, 9) == ["~lr0~eed1", "~lr0~eed2", "later"]
     assert shorten_names(["abc", "abd"], 3) == ["abc", "abd"]
 

@@ -5,15 +5,13 @@ so that `--help` answers at once.
 """
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from engine.commands.run_names import shorten_names
 from engine.commands.tail_frame import Picture, clock_fields, glyphs_for, text_of
-from preprocess.printable import printable_line
 from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
 _LEAST_CHART_HEIGHT = 6
 _LEAST_NAME_WIDTH = 12
-_ELLIPSIS = "~"
-_ALIKE = 4  # names that share fewer characters do not begin alike
 
 
 @dataclass
@@ -61,46 +57,6 @@ class Shown:
         pace_s = picture.history.seconds_per_step
         clock = clock_fields(int(newest.step[-1]), picture.facts.steps, pace_s, now_s - float(newest.time_s[-1]))
         return "  ".join(["running", *clock])
-
-
-def distinct_names(runs: Sequence[str]) -> list[str]:
-    """Return the shortest ends of the paths or URLs that differ from each other, such as their last parts."""
-    parts = [PurePath(os.path.normpath(run) if run.strip("./") else os.path.abspath(run)).parts for run in runs]  # noqa: PTH100
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-count:]) for each in parts]
-        if len(set(names)) == len(set(parts)):
-            break
-    return [printable_line(name) for name in names]
-
-
-def shorten_names(names: Sequence[str], width: int) -> list[str]:
-    """Shorten names to at most `width` characters: first what they begin with like another name, then their middles."""
-    if max(map(len, names)) <= width:
-        return list(names)
-    cut = [max((_num_shared(name, other) for other in names if other != name), default=0) for name in names]
-    # Of names that begin alike, the same is left out.
-    cut = [
-        min(count for count, other in zip(cut, names, strict=True) if name[:_ALIKE] == other[:_ALIKE]) for name in names
-    ]
-    shortened = [name if count < _ALIKE else _ELLIPSIS + name[count:] for name, count in zip(names, cut, strict=True)]
-    return [_without_middle(name, width) for name in shortened]
-
-
-def _num_shared(name: str, other: str) -> int:
-    """Return how many characters of `name` up to a whole word are those with which `other` begins."""
-    pairs = enumerate(zip(name, other, strict=False))
-    shared = next((index for index, (a, b) in pairs if a != b), min(len(name), len(other)))
-    while shared and (shared == len(name) or name[shared - 1].isalnum() or name[shared - 1] == "."):
-        shared -= 1
-    return shared
-
-
-def _without_middle(name: str, width: int) -> str:
-    if len(name) <= width:
-        return name
-    kept = max(0, width - 1)
-    tail = (kept + 1) // 2
-    return name[: kept - tail] + _ELLIPSIS + name[len(name) - tail :] if kept else name[:width]
 
 
 def legend_lines(runs: Sequence[Shown], width: int, now_s: float) -> list[str]:

@@ -30,7 +30,8 @@ from engine.commands.followed_run import (
     open_source,
 )
 from engine.commands.held_signals import signals_held
-from engine.commands.overlay_frame import Shown, distinct_names, overlay_text
+from engine.commands.overlay_frame import Shown, overlay_text
+from engine.commands.run_names import distinct_names
 from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.guarded_output import GuardedCommand, terminal_of

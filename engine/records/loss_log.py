@@ -236,8 +236,11 @@ class RunEnd:
         return "done" if self.stopped_by in ("steps", "top1") else "stopped"
 
 
-def last_logged_step(path: Path) -> int | None:
-    """Return the step of the last complete line of a loss log; None if there is no log or that line is not a row.
+def read_last_rows(path: Path, most_rows: int) -> LossRows | None:
+    """Return the rows of the last complete lines of a loss log, at most `most_rows` and those of its last megabyte.
+
+    Returns:
+        The rows, none if there is no log yet; None if the last line is not a row.
 
     Raises:
         OSError: if the log exists but cannot be read.
@@ -245,12 +248,23 @@ def last_logged_step(path: Path) -> int | None:
     try:
         file = os.fdopen(open_regular(path), "rb")
     except FileNotFoundError:
-        return None
+        return NO_ROWS
     with file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LONGEST_LINE_BYTES))
         lines = file.read(LONGEST_LINE_BYTES).split(b"\n")[:-1]
-    rows, _ = _parse(lines[-1:])
-    return int(rows.step[-1]) if len(rows) else None
+    rows, unreadable = _parse(lines[-most_rows:])
+    is_broken = len(lines[-most_rows:]) - 1 in unreadable
+    return None if is_broken else rows
+
+
+def last_logged_step(path: Path) -> int | None:
+    """Return the step of the last complete line of a loss log; None if there is no log or that line is not a row.
+
+    Raises:
+        OSError: if the log exists but cannot be read.
+    """
+    rows = read_last_rows(path, 1)
+    return int(rows.step[-1]) if rows is not None and len(rows) else None
 
 
 def read_run_facts(run: Path) -> RunFacts:

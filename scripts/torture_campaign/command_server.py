@@ -41,6 +41,7 @@ PRELOADED = {
         "engine.commands.eval_cli",
         "engine.commands.verify_cli",
         "engine.commands.tail_cli",
+        "engine.commands.list_cli",
         "engine.commands.control_cli",
         "engine.records.orbax_store",
         "engine.run.resume",
@@ -57,6 +58,7 @@ COMMANDS = {
     "predict-images": "engine.commands.predict_cli",
     "export-weights": "engine.commands.export_cli",
     "tail-run": "engine.commands.tail_cli",
+    "list-runs": "engine.commands.list_cli",
     "control-run": "engine.commands.control_cli",
 }
 DATA_LIMIT_BYTES = 3 << 30

@@ -1,0 +1,109 @@
+"""The `list-runs` command, which lists the runs in a folder or a store with what they do and how they differ.
+
+What loads numpy or the settings is imported where it is first needed, so that `--help` answers at once.
+"""
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from preprocess.commands.completion import complete_folder
+from preprocess.commands.guarded_output import GuardedCommand, write_data
+from preprocess.commands.storage import storage_option
+from preprocess.printable import printable_line
+from preprocess.storage_options import is_url, parse_pairs
+
+if TYPE_CHECKING:
+    from engine.records.run_summary import RunSummary
+
+
+class _WrongFolderError(click.ClickException):
+    exit_code = 2
+
+
+# Click keeps the line breaks of a paragraph that begins with a backspace.
+_EPILOG = """\b
+States:
+  starting   it compiles
+  running    it trains
+  done       all steps are done, or the accuracy to reach is reached
+  stopped    by a signal, control-run or a callback; it can be resumed
+  failed     it ended with an error
+  killed     its process died, or an unlocked run is silent for 10 minutes
+  damaged    files cannot be read
+  foreign    its config.json is not that of a run
+"""
+
+
+@click.command(cls=GuardedCommand, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("folder", metavar="[DIR]", default="runs", shell_complete=complete_folder)
+@click.option("--json", "as_json", is_flag=True, help="Print everything known of each run as one line of JSON.")
+@storage_option
+@click.version_option(package_name="feedloop")
+def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
+    """List the runs in the folder DIR ("runs" by default) and below, the one that changed last at the end.
+
+    Shows the state of each run, its step, last loss, best top-1 accuracy and speed, when it changed last, and the
+    settings in which the listed runs differ. On a terminal, columns that do not fit are left out.
+
+    DIR may be the URL of runs in an object store.
+
+    Exit codes: 0 listed, 1 the store failed, 2 DIR cannot be read.
+    """
+    now_s = time.time()
+    notes: list[str] = []
+    try:
+        if is_url(folder):
+            from engine.records.stored.summaries import summarise_stored_runs
+
+            runs = list(summarise_stored_runs(folder, now_s, parse_pairs(storage_option)))
+        else:
+            runs = _local_runs(Path(folder), now_s, notes)
+    except ValueError as error:  # the store
+        raise click.ClickException(printable_line(str(error))) from error
+    except OSError as error:
+        reason = f"DIR must be a folder that can be read, but {error.filename or folder} is not: {error.strerror}"
+        raise _WrongFolderError(printable_line(reason)) from error
+    for note in notes:
+        click.echo(printable_line(note), err=True)
+    runs.sort(key=lambda run: run.changed_s or 0.0)
+    if as_json:
+        write_data("".join(json.dumps(run.to_json(), allow_nan=False) + "\n" for run in runs))
+    elif runs:
+        _print_table(runs, folder, now_s)
+    if not runs:
+        click.echo(printable_line(f"there are no runs in {folder}"), err=True)
+
+
+def _local_runs(folder: Path, now_s: float, notes: list[str]) -> "list[RunSummary]":
+    from engine.records.run_search import find_runs
+    from engine.records.run_summary import summarise_run
+
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise _WrongFolderError(printable_line(f"DIR must be a folder that contains runs, but {folder} {found}"))
+    return [summarise_run(run, now_s) for run in find_runs(folder, notes.append)]
+
+
+def _print_table(runs: "list[RunSummary]", folder: str, now_s: float) -> None:
+    from engine.commands.run_table import table_lines
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    names = [_name_in(run.run, folder) for run in runs]
+    click.echo("\n".join(table_lines(runs, names, now_s, width)))
+    for run, name in zip(runs, names, strict=True):
+        if run.fault is not None:
+            click.echo(printable_line(f"{name}: {run.fault}"), err=True)
+
+
+def _name_in(run: str, folder: str) -> str:
+    """Return the path of a run relative to the folder, or its last part if it is the folder itself."""
+    start = folder.rstrip("/") + "/"
+    name = run.removeprefix(start) if run.startswith(start) else run.removeprefix(str(Path(folder)) + "/")
+    is_itself = name in (run, "")
+    return printable_line(run.rstrip("/").rpartition("/")[2] or run if is_itself and run != "." else name)

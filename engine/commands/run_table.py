@@ -1,0 +1,140 @@
+"""The table of `list-runs`: a line for each run, with the settings in which the runs differ.
+
+Must not know: files, terminals.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.commands.run_names import shorten_names, without_middle
+from engine.commands.tail_frame import duration_text
+from engine.config import SETTINGS
+from engine.records.run_summary import RunSummary
+from engine.settings import OnResume
+from preprocess.printable import printable_line
+
+_GAP = 2
+_LEAST_NAME_WIDTH = 16
+_LONGEST_SETTING = 24
+_NUM_IMPORTANT_SETTINGS = 2
+# Settings that often differ, and seldom tell why one run is better than another.
+_LESS_TELLING = ("seed", "data", "steps", "epochs", "num_classes")
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of the table; a lower rank is more important."""
+
+    title: str
+    cells: list[str]
+    rank: int
+    is_number: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(len(self.title), *map(len, self.cells))
+
+    def lines(self, width: int) -> list[str]:
+        texts = [self.title, *self.cells]
+        return [text.rjust(width) if self.is_number else text.ljust(width) for text in texts]
+
+
+def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
+    """Return the names of the settings in which the runs differ, in the order of their declaration.
+
+    Settings of one launch, such as the folder, are left out. A setting that an older run did not record has its
+    default.
+    """
+    recorded = [run.settings for run in runs if run.settings]
+    known = [name for name in SETTINGS if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH]
+    unknown = sorted({name for settings in recorded for name in settings} - SETTINGS.keys())
+    return [name for name in [*known, *unknown] if len({_comparable(setting_of(each, name)) for each in recorded}) > 1]
+
+
+def setting_of(settings: dict[str, Any], name: str) -> Any:
+    """Return the recorded value of a setting, or else its default; None if this version does not know it."""
+    return settings.get(name, SETTINGS[name].default if name in SETTINGS else None)
+
+
+def _comparable(value: Any) -> str:
+    # JSON makes lists of tuples, and may make integers of floats.
+    if type(value) in (int, float):
+        return f"{float(value)!r}"
+    return repr(list(value) if isinstance(value, tuple) else value)
+
+
+def table_lines(runs: Sequence[RunSummary], names: Sequence[str], now_s: float, width: int | None) -> list[str]:
+    """Return the lines of the table, a title line first, at most `width` characters wide; None for as wide as needed.
+
+    If not all columns fit, names are shortened and the least important columns are left out, which a last line names.
+    """
+    columns = _columns(runs, now_s)
+    longest = max(map(len, names))
+    left_out: list[_Column] = []
+    if width is not None:
+        least = min(longest, _LEAST_NAME_WIDTH)
+        while columns and least + sum(_GAP + column.width for column in columns) > width:
+            left_out.append(max(columns, key=lambda column: column.rank))
+            columns.remove(left_out[-1])
+        longest = min(longest, max(1, width - sum(_GAP + column.width for column in columns)))
+        names = shorten_names(names, longest)
+    name_column = _Column("run", list(names), 0)
+    cells = [column.lines(max(column.width, longest * (column is name_column))) for column in [name_column, *columns]]
+    lines = [(" " * _GAP).join(row).rstrip()[:width] for row in zip(*cells, strict=True)]
+    if left_out:
+        titles = ", ".join(column.title for column in sorted(left_out, key=lambda column: column.rank))
+        lines.append(f"no room for: {titles}"[:width])
+    return lines
+
+
+def _columns(runs: Sequence[RunSummary], now_s: float) -> list[_Column]:
+    """Return the columns beside the names, in the order in which they are shown."""
+
+    def column(title: str, rank: int, cell: Callable[[RunSummary], str], *, is_number: bool = True) -> _Column:
+        return _Column(title, [cell(run) for run in runs], rank, is_number)
+
+    differing = differing_settings(runs)
+    by_importance = sorted(differing, key=lambda name: name in _LESS_TELLING)
+    settings = []
+    for name in differing:
+        place = by_importance.index(name)
+        texts = [_setting_text(setting_of(run.settings, name)) if run.settings else "-" for run in runs]
+        settings.append(_Column(name, texts, rank=(5 if place < _NUM_IMPORTANT_SETTINGS else 20) + place))
+    found = [
+        column("state", 1, lambda run: run.state, is_number=False),
+        column("step", 2, _step_text),
+        column("loss", 3, lambda run: "-" if run.loss is None else f"{run.loss:.4f}"),
+        column("top-1", 4, lambda run: "-" if run.best_top1 is None else f"{100 * run.best_top1:.2f} %"),
+        column("images/s", 11, lambda run: "-" if run.images_per_s is None else f"{run.images_per_s:,.0f}"),
+        column("changed", 10, lambda run: _age_text(run.changed_s, now_s)),
+        *settings,
+    ]
+    # A column in which no run has anything says nothing.
+    return [each for each in found if set(each.cells) != {"-"}]
+
+
+def _step_text(run: RunSummary) -> str:
+    if run.step is None and run.steps is None:
+        return "-"
+    return f"{run.step or 0}" + ("" if run.steps is None else f"/{run.steps}")
+
+
+def _age_text(changed_s: float | None, now_s: float) -> str:
+    if changed_s is None or not math.isfinite(changed_s):
+        return "-"
+    words = duration_text(now_s - changed_s).split(" ")
+    return f"{words[0]} {words[1]} ago"  # one unit is enough
+
+
+def _setting_text(value: Any) -> str:
+    """Return a setting's value in a few characters."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ",".join(map(_setting_text, value))
+    text = f"{value:g}" if isinstance(value, float) else printable_line(str(value))
+    return without_middle(text, _LONGEST_SETTING)

@@ -1,0 +1,203 @@
+"""What is known of a run by its folder, also while it is written, and however damaged: for tables of runs.
+
+Reads little, whatever the length of the run. Must not know: terminals, tables, jax.
+"""
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.records.digests import SEAL, is_as_sealed
+from engine.records.evaluation_log import EvaluationLog
+from engine.records.folder_lock import is_locked, was_killed
+from engine.records.limits import MOST_JSON_BYTES
+from engine.records.loss_log import NO_ROWS, LossRows, read_last_rows, read_run_end
+from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT
+from engine.stream.sinks import EvaluationRecord
+from preprocess.regular_file import read_regular
+
+RunState = Literal["starting", "running", "done", "stopped", "failed", "killed", "damaged", "foreign"]
+
+RUNTIME = "runtime.json"
+SILENT_S = 600.0
+"""A run whose folder is not locked and that has written nothing for so long is taken for killed."""
+_SPEED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run folder says; a missing number is None.
+
+    Attributes:
+        run: the path or URL of the folder.
+        state: what the run does, or how it ended; "damaged" if its files cannot be read, "foreign" if `config.json` is
+            not one that a run writes.
+        fault: why it is damaged or foreign.
+        settings: as recorded in `config.json`.
+        resolved: what they resolved to, such as the model.
+        step, steps: updates done, and updates of the whole run.
+        loss: the last loss; None also if it is NaN or infinite.
+        images_per_s: the median of the newest steps.
+        best_top1: the best top-1 accuracy of all evaluations, a fraction.
+        best_step: the step of that evaluation.
+        evaluation: the newest evaluation.
+        changed_s: when a file of the run last changed, in seconds since the Unix epoch.
+        result: the content of `result.json`, empty while the run continues.
+        runtime: what `runtime.json` says of the whole run: the `goodput`, and the `verdict` of the newest launch.
+    """
+
+    run: str
+    state: RunState
+    fault: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    resolved: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    images_per_s: float | None = None
+    best_top1: float | None = None
+    best_step: int | None = None
+    evaluation: EvaluationRecord | None = None
+    changed_s: float | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    runtime: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        last = self.evaluation
+        return values | {"evaluation": None if last is None else json.loads(last.to_json())}
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder contains what a run writes, or is locked by a run that starts."""
+    return any((folder / name).exists() for name in (CONFIG, LOSS_LOG)) or _is_locked(folder)
+
+
+def summarise_run(folder: Path, now_s: float, name: str | None = None) -> RunSummary:
+    """Read a run folder; whatever is wrong with it is said in the result, and nothing is raised.
+
+    Args:
+        folder: the folder.
+        now_s: the current time, in seconds since the Unix epoch.
+        name: what to call it, by default its path.
+    """
+    name = str(folder) if name is None else name
+    changed_s = _changed_s(folder)
+    try:
+        return _summarise(folder, now_s, name, changed_s)
+    except (OSError, ValueError) as error:
+        fault = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return RunSummary(name, "damaged", fault=fault, changed_s=changed_s)
+
+
+def _summarise(folder: Path, now_s: float, name: str, changed_s: float | None) -> RunSummary:
+    end = read_run_end(folder)
+    # After the end: what a run writes before its end is then seen.
+    recorded, fault = _read_config(folder)
+    rows = read_last_rows(folder / LOSS_LOG, _SPEED_ROWS)
+    if rows is None:
+        fault, rows = fault or f"the last lines of {LOSS_LOG} are not those of a run", NO_ROWS
+    evaluations = EvaluationLog(folder / EVALUATION_LOG).read()
+    step = int(rows.step[-1]) if len(rows) else None
+    if end is not None and step is not None and end.steps_done is not None and step > end.steps_done:
+        end = None  # left over from before the run was resumed
+    state: RunState = end.outcome if end is not None else _state_without_end(folder, step, changed_s, now_s)
+    if fault is not None:
+        is_ours = (folder / LOSS_LOG).exists() or (folder / RESULT).exists() or recorded
+        state = "damaged" if is_ours else "foreign"
+    settings, resolved = (_object(recorded.get(key)) for key in ("config", "resolved"))
+    best = max((each for each in evaluations if not math.isnan(each.top1)), key=lambda each: each.top1, default=None)
+    steps = settings.get("steps")
+    return RunSummary(
+        run=name,
+        state=state,
+        fault=fault,
+        settings=settings,
+        resolved=resolved,
+        step=step if end is None or end.steps_done is None else end.steps_done,
+        steps=steps if type(steps) is int else None,
+        loss=_finite(float(rows.loss[-1])) if len(rows) else None,
+        images_per_s=_speed(rows),
+        best_top1=None if best is None else best.top1,
+        best_step=None if best is None else best.step,
+        evaluation=evaluations[-1] if evaluations else None,
+        changed_s=changed_s,
+        result={} if end is None else _read_object(folder / RESULT),
+        runtime=_read_runtime(folder),
+    )
+
+
+def _state_without_end(folder: Path, step: int | None, changed_s: float | None, now_s: float) -> RunState:
+    if was_killed(folder):
+        return "killed"
+    is_recent = changed_s is not None and now_s - changed_s < SILENT_S
+    if is_locked(folder) or is_recent:
+        return "starting" if step is None else "running"
+    return "killed"
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the content of `config.json`, as far as it is one of a run, and what is wrong with it."""
+    try:
+        recorded = json.loads(read_regular(folder / CONFIG, max_bytes=MOST_JSON_BYTES))
+    except FileNotFoundError:
+        # It is written when the program has been compiled.
+        return {}, f"{CONFIG} is missing" if (folder / LOSS_LOG).exists() else None
+    except (ValueError, RecursionError) as error:
+        return {}, f"{CONFIG} cannot be read: {error}"
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("config"), dict):
+        return {}, f"{CONFIG} is not that of a run"
+    if SEAL in recorded and not is_as_sealed(recorded):
+        return recorded, f"{CONFIG} has changed since the run wrote it"
+    return recorded, None
+
+
+def _read_runtime(folder: Path) -> dict[str, Any]:
+    recorded = _read_object(folder / RUNTIME)
+    launches = recorded.get("launches")
+    newest = _object(launches[-1]) if isinstance(launches, list) and launches else {}
+    return {"goodput": recorded.get("goodput"), "verdict": newest.get("verdict")} if recorded else {}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        return _object(json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES)))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _speed(rows: LossRows) -> float | None:
+    known = sorted(each for each in rows.images_per_s.tolist() if math.isfinite(each))
+    return known[len(known) // 2] if known else None
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _changed_s(folder: Path) -> float | None:
+    """Return when a file of the run last changed; when the folder did, if there is none yet."""
+    files = [folder / name for name in (CONFIG, LOSS_LOG, EVALUATION_LOG, RESULT)]
+    for paths in (files, [folder]):
+        times = []
+        for path in paths:
+            with suppress(OSError):
+                times.append(path.stat().st_mtime)
+        if times:
+            return max(times)
+    return None
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        return is_locked(folder)
+    except OSError:
+        return False

@@ -1,0 +1,302 @@
+"""`list-runs`: runs of every state, damaged and foreign folders, settings that differ, and the width of the table."""
+
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+import engine
+from engine.commands.list_cli import main
+from engine.commands.run_table import differing_settings, table_lines
+from engine.config import TrainConfig
+from engine.records import run_search
+from engine.records.digests import sealed
+from engine.records.folder_lock import LOCK_NAME, FolderLock
+from engine.records.run_search import find_runs
+from engine.records.run_summary import RunSummary, summarise_run
+from tests.toy import Linear, toy_batch, toy_config
+
+NOW = 1_700_000_000.0
+
+
+def listed(*arguments):
+    return CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
+
+
+def objects(*arguments):
+    return {Path(each["run"]).name: each for each in map(json.loads, listed(*arguments, "--json").stdout.splitlines())}
+
+
+def make_run(run: Path, num_rows=3, result=None, changed_s=NOW, **settings) -> Path:
+    """Write what a run writes, with its last change at `changed_s`."""
+    run.mkdir(parents=True)
+    config = TrainConfig(**({"steps": 9} | settings)).to_json()
+    (run / "config.json").write_text(json.dumps(sealed({"config": config, "resolved": {"model": "resnet8"}})))
+    with (run / "loss.jsonl").open("w") as log:
+        for step in range(1, num_rows + 1):
+            log.write(json.dumps({"step": step, "loss": 4 / step, "lr": 0.1, "images_per_s": 100.0 * step}) + "\n")
+    if result is not None:
+        (run / "result.json").write_text(json.dumps(sealed({"steps_done": num_rows} | result)))
+    for path in run.iterdir():
+        os.utime(path, (changed_s, changed_s))
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with the run of a toy model."""
+    root = tmp_path_factory.mktemp("runs")
+    config = toy_config(run_dir=str(root / "toy"), eval_every_steps=2, learning_rate=0.25)
+    result = engine.train(config, model=Linear(), batches=toy_batch, evaluation=toy_batch(99, batch=20))
+    return root, result
+
+
+def test_a_real_run_is_listed_with_what_it_returned(trained):
+    root, result = trained
+    (line,) = listed(root, "--json").stdout.splitlines()
+    found = json.loads(line)
+    best = max(result.evaluations, key=lambda each: each.top1)
+    logged = [json.loads(row) for row in (root / "toy/loss.jsonl").read_text().splitlines()]
+    assert found["state"] == "done"
+    assert (found["step"], found["steps"]) == (5, 5)
+    assert found["loss"] == logged[-1]["loss"]
+    assert found["best_top1"] == pytest.approx(best.top1)
+    assert found["settings"]["learning_rate"] == 0.25
+    assert found["result"]["stopped_by"] == "steps"
+    assert found["evaluation"]["step"] == 5
+    assert found["changed_s"] == pytest.approx(time.time(), abs=600)
+    # The run itself can be given, too.
+    assert listed(root / "toy").stdout.split("\n")[1].split()[:3] == ["toy", "done", "5/5"]
+
+
+def test_every_state(tmp_path):
+    now_s = time.time()
+    make_run(tmp_path / "done", result={"stopped_by": "steps"})
+    make_run(tmp_path / "accurate", result={"stopped_by": "top1"})
+    make_run(tmp_path / "failed", result={"stopped_by": "error", "error": "OSError: full"})
+    make_run(tmp_path / "stopped", result={"stopped_by": "SIGTERM"})
+    make_run(tmp_path / "abandoned")
+    make_run(tmp_path / "elsewhere", changed_s=now_s - 60)  # its lock is not seen here
+    (make_run(tmp_path / "killed", changed_s=now_s) / LOCK_NAME).write_text(
+        json.dumps({"pid": 1, "host": os.uname().nodename})
+    )
+    held = make_run(tmp_path / "held"), make_run(tmp_path / "resumed", result={"stopped_by": "SIGINT"})
+    (tmp_path / "new").mkdir()
+    with FolderLock(held[0]), FolderLock(held[1]), FolderLock(tmp_path / "new"):
+        found = {name: each["state"] for name, each in objects(tmp_path).items()}
+    assert found == {
+        "done": "done",
+        "accurate": "done",
+        "failed": "failed",
+        "stopped": "stopped",
+        "abandoned": "killed",
+        "elsewhere": "running",
+        "killed": "killed",
+        "held": "running",
+        "resumed": "running",
+        "new": "starting",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("config.json", b"{", "config.json cannot be read"),
+        ("config.json", b"\xff\x00", "config.json cannot be read"),
+        ("config.json", b"[" * 100_000, "config.json cannot be read"),
+        ("config.json", b'{"architectures": []}', "config.json is not that of a run"),
+        ("config.json", b'{"config": {"steps": 9}, "sha256": "0"}', "config.json has changed since"),
+        ("config.json", None, "config.json is missing"),
+        ("loss.jsonl", b"\0" * 4096 + b"\n", "the last lines of loss.jsonl are not those of a run"),
+        ("loss.jsonl", b'{"step": "one"}\n', "the last lines of loss.jsonl are not those of a run"),
+    ],
+)
+def test_a_damaged_run_is_listed_as_such_beside_the_others(tmp_path, name, content, fault):
+    make_run(tmp_path / "sound", result={"stopped_by": "steps"})
+    damaged = make_run(tmp_path / "hurt", result={"stopped_by": "steps"})
+    (damaged / name).unlink() if content is None else (damaged / name).write_bytes(content)
+    found = objects(tmp_path)
+    assert found["sound"]["state"] == "done"
+    assert found["hurt"]["state"] == "damaged"
+    assert fault in found["hurt"]["fault"]
+    result = listed(tmp_path)
+    assert result.exit_code == 0
+    assert f"hurt: {fault}" in result.stderr
+
+
+@given(content=st.binary(max_size=60), name=st.sampled_from(["config.json", "loss.jsonl", "eval.jsonl", "result.json"]))
+def test_no_content_of_a_file_stops_the_list(tmp_path_factory, content, name):
+    run = make_run(tmp_path_factory.mktemp("runs") / "run")
+    (run / name).write_bytes(content)
+    found = summarise_run(run, NOW)
+    json.dumps(found.to_json(), allow_nan=False)
+    assert table_lines([found], ["run"], NOW, 80)
+
+
+@pytest.mark.parametrize("name", ["config.json", "loss.jsonl", "eval.jsonl", "result.json"])
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_damage(tmp_path, name):
+    for make in (os.mkfifo, os.mkdir):
+        run = make_run(tmp_path / make.__name__)
+        (run / name).unlink(missing_ok=True)
+        make(run / name)
+    assert {each["state"] for each in objects(tmp_path).values()} == {"damaged"}
+
+
+def test_a_foreign_folder_is_called_foreign_and_others_are_not_listed(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "photos").mkdir()
+    assert {name: each["state"] for name, each in objects(tmp_path).items()} == {"model": "foreign"}
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "loss.jsonl").open("a") as log:
+        log.write('{"step": 4, "lo')
+    assert objects(tmp_path)["run"]["step"] == 3
+
+
+def test_losses_that_are_not_numbers_become_null(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "loss.jsonl").write_text('{"step": 1, "loss": null, "images_per_s": null}\n')
+    (run / "runtime.json").write_text(
+        '{"format": 1, "launches": [{"verdict": null}, {"verdict": {"bound_by": "device"}}], "goodput": {"steps": 1.5}}'
+    )
+    found = objects(tmp_path)["run"]
+    assert (found["loss"], found["images_per_s"]) == (None, None)
+    assert found["runtime"] == {"goodput": {"steps": 1.5}, "verdict": {"bound_by": "device"}}
+
+
+# --- the search
+
+
+def test_the_search_enters_folders_and_links_once_but_no_run_pack_or_hidden_folder(tmp_path):
+    for name in ("a/b/c", "d", "d/snapshots/inner", ".hidden/run", "pack/run"):
+        make_run(tmp_path / "runs" / name)
+    (tmp_path / "runs/pack/zarr.json").write_text("{}")
+    (tmp_path / "runs/loop").symlink_to(tmp_path / "runs")
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(tmp_path / "runs/a", tmp_path / "elsewhere/a")
+    (tmp_path / "runs/link").symlink_to(tmp_path / "elsewhere")
+    notes: list[str] = []
+    found = [str(path.relative_to(tmp_path / "runs")) for path in find_runs(tmp_path / "runs", notes.append)]
+    assert sorted(found) == ["d", "link/a/b/c"]
+    assert not notes
+
+
+def test_the_search_is_bounded_and_says_what_it_left_out(tmp_path, monkeypatch):
+    make_run(tmp_path / "/".join("abcdefghij"))
+    notes: list[str] = []
+    assert list(find_runs(tmp_path, notes.append)) == []
+    assert "folders more than 8 levels below" in notes[0]
+    for number in range(30):
+        make_run(tmp_path / f"many/{number:02}")
+    monkeypatch.setattr(run_search, "MOST_ENTRIES", 20)
+    notes.clear()
+    assert len(list(find_runs(tmp_path / "many", notes.append))) < 30
+    assert "the search stopped in" in notes[0]
+
+
+def test_what_cannot_be_listed(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name, found in [("file", "is a file"), ("nowhere", "does not exist")]:
+        result = listed(tmp_path / name)
+        assert result.exit_code == 2
+        assert f"DIR must be a folder that contains runs, but {tmp_path / name} {found}" in result.stderr
+    (tmp_path / "file").unlink()
+    empty = listed(tmp_path)
+    assert (empty.exit_code, empty.stdout, empty.stderr) == (0, "", f"there are no runs in {tmp_path}\n")
+
+
+def test_runs_in_a_store_are_listed(tmp_path):
+    config = toy_config(run_dir=f"file://{tmp_path}/bucket/runs/one", steps=3)
+    engine.train(config, model=Linear(), batches=toy_batch)
+    (tmp_path / "bucket/runs/two").mkdir()
+    (tmp_path / "bucket/runs/two/state.json").write_text("{}")
+    found = objects(f"file://{tmp_path}/bucket/runs")
+    assert (found["one"]["state"], found["one"]["step"], found["one"]["run"][:7]) == ("done", 3, "file://")
+    assert found["two"]["state"] == "damaged"
+    table = listed(f"file://{tmp_path}/bucket/runs").stdout.splitlines()
+    assert {line.split()[0] for line in table} == {"run", "one", "two"}
+
+
+# --- the table
+
+
+def test_only_the_settings_that_differ_are_shown(tmp_path):
+    make_run(tmp_path / "first", learning_rate=0.1, run_dir="a", seed=1, changed_s=NOW - 7200)
+    make_run(tmp_path / "second", learning_rate=0.2, run_dir="b", seed=1)
+    older = make_run(tmp_path / "third", learning_rate=0.2, seed=1, changed_s=NOW - 86400 * 3)
+    config = json.loads((older / "config.json").read_text())
+    del config["config"]["label_smoothing"]  # recorded before there was such a setting
+    (older / "config.json").write_text(json.dumps(sealed({key: config[key] for key in ("config", "resolved")})))
+    os.utime(older / "config.json", (NOW - 86400 * 3,) * 2)
+    runs = [summarise_run(tmp_path / name, NOW) for name in ("third", "first", "second")]
+    assert differing_settings(runs) == ["learning_rate"]
+    assert table_lines(runs, ["third", "first", "second"], NOW, None) == [
+        "run     state    step    loss  images/s  changed  learning_rate",
+        "third   killed    3/9  1.3333       200  3 d ago  0.2",
+        "first   killed    3/9  1.3333       200  2 h ago  0.1",
+        "second  running   3/9  1.3333       200  0 s ago  0.2",
+    ]
+    listing = listed(tmp_path).stdout.splitlines()
+    assert [line.split()[0] for line in listing] == ["run", "third", "first", "second"]
+
+
+def test_what_has_no_room_is_left_out_by_importance_and_named():
+    runs = [
+        RunSummary(
+            f"r{n}", "running", None, {"learning_rate": n / 10, "seed": n}, step=3, steps=9, loss=1.5, best_top1=0.5,
+            images_per_s=10.0, changed_s=NOW - 60,
+        )
+        for n in (1, 2)
+    ]  # fmt: skip
+    names = ["a-long-name-for-a-run-1", "a-long-name-for-a-run-2"]
+    wide = table_lines(runs, names, NOW, None)
+    assert all(title in wide[0] for title in ("learning_rate", "seed", "images/s", "changed"))
+    narrow = table_lines(runs, names, NOW, 70)
+    assert narrow[-1] == "no room for: changed, images/s"
+    assert "learning_rate" in narrow[0]
+    assert narrow[1].startswith("~name-for-a-run-1")
+    assert "learning_rate" in narrow[0]
+    assert max(map(len, narrow)) <= 70
+
+
+@given(
+    width=st.integers(1, 140),
+    numbers=st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.none(), min_size=1, max_size=4),
+    name=st.text(max_size=40),
+)
+def test_the_table_fits_any_width(width, numbers, name):
+    runs = [
+        RunSummary(
+            name, "done", None, {"learning_rate": each, "model": name * index}, step=1, loss=each, changed_s=each
+        )
+        for index, each in enumerate(numbers)
+    ]
+    lines = table_lines(runs, [f"run {index}" for index in range(len(runs))], NOW, width)
+    assert max(map(len, lines)) <= width
+    assert len(lines) in (len(runs) + 1, len(runs) + 2)
+
+
+def test_runs_are_listed_while_one_trains(tmp_path):
+    states = []
+
+    def batches(step):
+        if step == 3:
+            found = objects(tmp_path)["live"]
+            states.append((found["state"], found["steps"]))
+        return toy_batch(step)
+
+    engine.train(toy_config(run_dir=str(tmp_path / "live")), model=Linear(), batches=batches)
+    # The feeder may be ahead of the first loss.
+    assert states in ([("running", 5)], [("starting", 5)])
+    assert objects(tmp_path)["live"]["state"] == "done"
+    assert math.isfinite(objects(tmp_path)["live"]["loss"])
