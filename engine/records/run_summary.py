@@ -15,13 +15,12 @@ from engine.records.evaluation_log import EvaluationLog
 from engine.records.folder_lock import is_locked, was_killed
 from engine.records.limits import MOST_JSON_BYTES
 from engine.records.loss_log import NO_ROWS, LossRows, read_last_rows, read_run_end
-from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT
+from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, RUNTIME
 from engine.stream.sinks import EvaluationRecord
 from preprocess.regular_file import read_regular
 
 RunState = Literal["starting", "running", "done", "stopped", "failed", "killed", "damaged", "foreign"]
 
-RUNTIME = "runtime.json"
 SILENT_S = 600.0
 """A run whose folder is not locked and that has written nothing for so long is taken for killed."""
 _SPEED_ROWS = 64

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT
-from engine.records.run_summary import RUNTIME, RunSummary, summarise_run
+from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, RUNTIME
+from engine.records.run_summary import RunSummary, summarise_run
 from engine.records.stored.reading import GoneError, read_parts
 from engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, read_state
 from preprocess.shards.location import Location, open_location
