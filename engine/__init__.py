@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engine.records.saved_weights import read_weights
     from engine.replay.replay import replay_run
     from engine.replay.report import Difference, ReplayReport
+    from engine.report_page.report import report_run
     from engine.run.callbacks import Callback, RunHandle
     from engine.run.nonfinite import NonFiniteError
     from engine.run.result import TrainResult
@@ -75,6 +76,7 @@ _HOME = {
     "read_weights": "engine.records.saved_weights",
     "recipe_names": "engine.recipes",
     "replay_run": "engine.replay.replay",
+    "report_run": "engine.report_page.report",
     "run_settings": "engine.evaluation.trained_run",
     "this_process": "engine.processes",
     "top_k": "engine.objective.metrics",
@@ -119,6 +121,7 @@ __all__ = [
     "read_weights",
     "recipe_names",
     "replay_run",
+    "report_run",
     "run_settings",
     "this_process",
     "top_k",

@@ -6,6 +6,7 @@ from engine.commands.eval_cli import main as run_eval
 from engine.commands.export_cli import main as export_weights
 from engine.commands.list_cli import main as list_runs
 from engine.commands.predict_cli import main as predict_images
+from engine.commands.report_cli import main as report_run
 from engine.commands.tail_cli import main as tail_run
 from engine.commands.verify_cli import main as verify_run
 from preprocess.commands.cli import main as preprocess_imagenet
@@ -16,6 +17,7 @@ _COMMANDS = {
     "inspect-shards": inspect_shards,
     "list-runs": list_runs,
     "preprocess-imagenet": preprocess_imagenet,
+    "report-run": report_run,
     "run-eval": run_eval,
     "run-train": run_train,
     "tail-run": tail_run,

@@ -49,6 +49,7 @@ PUBLIC = {
         "read_weights",
         "recipe_names",
         "replay_run",
+        "report_run",
         "run_settings",
         "this_process",
         "top_k",

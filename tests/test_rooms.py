@@ -70,6 +70,7 @@ FLOORS = (
     "engine.sizing",
     "engine.evaluation",
     "engine.replay",
+    "engine.report_page",
     "engine.commands",
 )
 # What the program may know of: no sinks, no records, no files.

@@ -1,0 +1,107 @@
+"""The `report-run` command, which writes an HTML page about one or several runs.
+
+jax and numpy are imported where they are first needed, so that `--help` answers at once.
+"""
+
+from typing import Any
+
+import click
+
+from engine.commands.command_end import describe_error, leave, say_to_stderr
+from engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
+from engine.commands.setting_options import option_names, overriding_option
+from preprocess.commands.completion import complete_file, complete_folder
+from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.commands.storage import storage_option
+from preprocess.printable import printable
+from preprocess.storage_options import parse_pairs
+
+_DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
+_GROUPS = {
+    "Evaluation": ("evaluate", "data"),
+    OWN_GROUP: ("model", "loss", "metrics"),
+    "Stored runs": ("storage_option",),
+    "Output": ("out", "overwrite", "traceback"),
+}
+_EPILOG = """\b
+Examples:
+  report-run runs/photos
+  report-run runs/photos runs/photos-larger --out comparison.html
+  report-run runs/photos --no-evaluate
+  report-run runs/mine --model mine.model:build
+"""
+
+
+@click.command(
+    cls=GroupedCommand,
+    option_groups=_GROUPS,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
+@click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN…]", shell_complete=complete_folder)
+@click.option(
+    "--evaluate/--no-evaluate",
+    default=True,
+    help="Evaluate the weights, for the confusion matrix, the accuracy of each class, and mistakes.",
+)
+@overriding_option(
+    "data", default_text="as in each run", help_text="Current location of the packed data set (a folder or a URL)."
+)
+@own_part_options(_GROUPS[OWN_GROUP])
+@storage_option
+@click.option(
+    "--out",
+    metavar="FILE",
+    default="report.html",
+    shell_complete=complete_file,
+    help="The file to write.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file.")
+@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
+@click.version_option(package_name="feedloop")
+def main(
+    *,
+    runs: tuple[str, ...],
+    evaluate: bool,
+    data: str | None,
+    storage_option: tuple[str, ...],
+    out: str,
+    overwrite: bool,
+    traceback: bool,
+    **own: Any,
+) -> None:
+    """Write a self-contained HTML page about the runs in the folders RUN, side by side if there are several.
+
+    RUN is only read, may still be training, and may be the URL of a run in an object store. What a run lacks is left
+    out, with the reason. The page loads nothing from a network, so it can be sent as it is. Its name goes to stdout,
+    all other messages go to stderr.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage or no run folder, 130 stopped by SIGINT or SIGTERM.
+    """
+    try:
+        from engine.report_page.report import report_run
+
+        parts = load_own_parts(take_part_names(own, {}))
+        path = report_run(
+            runs,
+            out,
+            evaluate=evaluate,
+            data=data,
+            model=parts.model,
+            loss=parts.loss,
+            metrics=parts.metrics,
+            overwrite=overwrite,
+            notify=say_to_stderr,
+            storage_options=parse_pairs(storage_option),
+        )
+        click.echo(f"{printable(path)} ({path.stat().st_size / 1e6:.2f} MB)")
+        code = _DONE
+    except KeyboardInterrupt:
+        say_to_stderr("report-run: stopped; nothing was written")
+        code = _STOPPED
+    except Exception as error:
+        if traceback:
+            raise
+        say_to_stderr(f"report-run: {describe_error(error, option_names(click.get_current_context()))}")
+        code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
+    leave(code)

@@ -1,0 +1,1 @@
+"""A self-contained HTML page about one or several runs, made from their folders."""

@@ -1,0 +1,106 @@
+"""What the page says about the packed data of a run, from their manifests.
+
+Must not know: HTML, images.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config import OFF, OWN_BATCHES
+from engine.locations import storage_options_of
+from engine.records.recorded_run import RecordedRun
+from engine.report_page.absent import Absent
+from engine.run.data import choose_eval_split, manifest_digest_of
+from engine.run.dataset import choose_data
+from preprocess.printable import printable
+from preprocess.shards.location import Location, open_location
+from preprocess.shards.manifest import FAILURES_KEY, Manifest
+from preprocess.shards.reader import read_manifest
+
+_MOST_FAILURES = 5
+
+
+@dataclass(frozen=True)
+class SplitCard:
+    """A packed split.
+
+    Attributes:
+        name: its name.
+        role: what the run did with it, "training" or "evaluation".
+        manifest: what is in it.
+        is_same: whether it is what the run recorded; None if the run recorded no digest of it.
+        failures: path and reason of the first images that could not be packed.
+    """
+
+    name: str
+    role: str
+    manifest: Manifest
+    is_same: bool | None
+    failures: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class DataCard:
+    """The packed data set of a run: where it is, and its splits."""
+
+    location: str
+    splits: tuple[SplitCard, ...]
+
+
+def read_data_card(recorded: RecordedRun, data: str | None) -> DataCard | Absent:
+    """Read the manifests of the splits that a run trained and was evaluated on.
+
+    Args:
+        recorded: the record of the run.
+        data: where the data set is now; None is where the run found it.
+    """
+    if recorded.config.synthetic:
+        return Absent("the run trained on random batches, which have no data set")
+    if recorded.resolved.get("data") == OWN_BATCHES:
+        return Absent("the run trained on batches from a function of yours, which have no manifest")
+    try:
+        place = data_place(recorded, data)
+        location = open_location(place, storage_options=storage_options_of(recorded.config))
+        config = recorded.config
+        cards = [_card(location, config.split, "training", recorded.manifest_digest)]
+        name = evaluated_split(recorded, place)
+        if name is not None and name != config.split:
+            cards.append(_card(location, name, "evaluation", recorded.resolved.get("eval_manifest_sha256")))
+    except (ValueError, OSError) as error:
+        return Absent(f"the data set of the run cannot be read: {error}")
+    return DataCard(place, tuple(cards))
+
+
+def data_place(recorded: RecordedRun, data: str | None) -> str:
+    """Return the folder or URL of the packed data set of a run; `data` replaces the one that it recorded."""
+    given = data or recorded.resolved.get("data_location") or recorded.config.data
+    return choose_data(given if isinstance(given, str) else None).data
+
+
+def evaluated_split(recorded: RecordedRun, place: str) -> str | None:
+    """Return the split that the run was evaluated on or, if it never was, the one that an evaluation uses."""
+    config = recorded.config
+    if config.eval_split is not None and config.eval_split != OFF:
+        return config.eval_split
+    return choose_eval_split(replace(config, eval_split=None), place)
+
+
+def _card(location: Location, name: str, role: str, recorded_digest: Any) -> SplitCard:
+    manifest = read_manifest(location, name)
+    is_same = None if recorded_digest is None else manifest_digest_of(manifest) == recorded_digest
+    failures = _read_failures(location.child(name).read) if manifest.num_failures else ()
+    return SplitCard(name, role, manifest, is_same, failures)
+
+
+def _read_failures(read: Callable[[str], bytes | None]) -> tuple[tuple[str, str], ...]:
+    """Return path and reason of the first failures; lines of another form are left out."""
+    found = []
+    for line in (read(FAILURES_KEY) or b"").split(b"\n")[:_MOST_FAILURES]:
+        try:
+            value = json.loads(line)
+            found.append((printable(str(value["path"])), str(value["reason"])))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return tuple(found)

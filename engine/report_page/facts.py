@@ -1,0 +1,174 @@
+"""What the page shows of one run, read from its folder.
+
+Every file may be missing, damaged or of an older version: what is then missing becomes an `Absent` with the reason.
+Must not know: HTML, programs.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from engine.control.event import ControlEvent
+from engine.records.control_log import CONTROL_LOG_NAME, read_events
+from engine.records.evaluation_log import EvaluationLog
+from engine.records.folder_lock import is_locked
+from engine.records.limits import MOST_JSON_BYTES
+from engine.records.loss_log import RunFacts as RecordedFacts
+from engine.records.loss_log import read_run_facts
+from engine.records.recorded_run import RecordedRun, read_recorded
+from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT
+from engine.report_page.absent import Absent
+from engine.report_page.curves import Curves, read_curves
+from engine.report_page.profile import ProfileTable, read_profile
+from engine.report_page.spent import Spent, read_report, spent_time
+from engine.runtime.record import RuntimeReport
+from engine.stream.sinks import EvaluationRecord
+from preprocess.quantities import quantity
+from preprocess.regular_file import read_regular
+
+type StateName = Literal["running", "complete", "stopped", "failed", "killed"]
+
+
+class RunState(NamedTuple):
+    """Whether a run is in progress, and how it ended; `words` is a sentence about it without its full stop."""
+
+    name: StateName
+    words: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The content of a run folder, as far as it can be read.
+
+    Attributes:
+        path: the folder or URL that was given.
+        name: the last part of it.
+        state: whether the run is in progress, and how it ended.
+        known: steps, batch size and model, as far as known.
+        recorded: the settings and what they resolved to.
+        end: the content of `result.json`.
+        curves: the losses.
+        evaluations: the evaluations during the run, oldest first, one for each step.
+        events: the requests that took effect.
+        runtime: what the runtime did in each launch.
+        spent: what the wall time was spent on.
+        profile: the table of the profiler.
+    """
+
+    path: str
+    name: str
+    state: RunState
+    known: RecordedFacts
+    recorded: RecordedRun | Absent
+    end: Mapping[str, Any] | Absent
+    curves: Curves | Absent
+    evaluations: tuple[EvaluationRecord, ...] | Absent
+    events: tuple[ControlEvent, ...] | Absent
+    runtime: RuntimeReport | Absent
+    spent: Spent | Absent
+    profile: ProfileTable | Absent
+
+
+def read_facts(folder: Path, path: str, most_points: int) -> RunFacts:
+    """Read a run folder.
+
+    Args:
+        folder: the folder, or that of a copy of a stored run.
+        path: what was given for it.
+        most_points: the largest number of points of a curve.
+
+    Raises:
+        ValueError: if it is no run folder.
+    """
+    check_is_run(folder, path)
+    end = _read_end(folder)
+    known, runtime = read_run_facts(folder), read_report(folder)
+    return RunFacts(
+        path=path,
+        name=Path(path.rstrip("/")).name or path,
+        state=_state_of(folder, end, known),
+        known=known,
+        recorded=_or_absent(lambda: read_recorded(folder)),
+        end=end,
+        curves=read_curves(folder, most_points),
+        evaluations=_read_evaluations(folder),
+        events=_or_absent(lambda: read_events(folder / CONTROL_LOG_NAME)),
+        runtime=runtime,
+        spent=spent_time(runtime, end),
+        profile=read_profile(folder),
+    )
+
+
+def check_is_run(folder: Path, path: str) -> None:
+    """Raise ValueError if a folder contains neither the settings nor the losses of a run."""
+    if any((folder / name).is_file() for name in (CONFIG, LOSS_LOG)):
+        return
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+    else:
+        below = sorted(each.parent.name for each in folder.glob(f"*/{CONFIG}"))
+        found = f"has neither {CONFIG} nor {LOSS_LOG}"
+        if below:
+            found = f"contains {quantity(len(below), 'run folder')}, such as {folder / below[-1]}"
+    raise ValueError(f"RUN must be a run folder, but {path} {found}: give the --run-dir of run-train")
+
+
+def _or_absent[T](read: Callable[[], T]) -> T | Absent:
+    try:
+        return read()
+    except OSError as error:
+        return Absent(f"{error.filename} cannot be read ({error.strerror or error})")
+    except ValueError as error:
+        return Absent(str(error))
+
+
+def _read_end(folder: Path) -> Mapping[str, Any] | Absent:
+    """Return the content of `result.json`, unless the lock shows that it belongs to an earlier launch."""
+    try:
+        if is_locked(folder):
+            return Absent("the run is in progress")
+        values = json.loads(read_regular(folder / RESULT, max_bytes=MOST_JSON_BYTES))
+    except FileNotFoundError:
+        return Absent(f"the run has written no {RESULT}")
+    except (OSError, ValueError, RecursionError) as error:
+        return Absent(f"{RESULT} cannot be read ({error})")
+    return values if isinstance(values, dict) else Absent(f"{RESULT} is not a JSON object")
+
+
+def _state_of(folder: Path, end: Mapping[str, Any] | Absent, known: RecordedFacts) -> RunState:
+    try:
+        is_running = is_locked(folder)
+    except OSError:
+        is_running = False
+    if is_running:
+        return RunState("running", "the run is in progress")
+    if isinstance(end, Absent):
+        if (folder / RESULT).exists():
+            return RunState("stopped", end.reason)
+        return RunState(
+            "killed", "the run has written no end: it was killed, or its folder is a copy made while it ran"
+        )
+    done, stopped_by = end.get("steps_done"), end.get("stopped_by")
+    steps = quantity(done, "step") if isinstance(done, int) else "an unknown number of steps"
+    if end.get("error"):
+        return RunState("failed", f"the run failed after {steps}: {end['error']}")
+    if stopped_by == "steps":
+        return RunState("complete", f"the run is complete, with {steps}")
+    if stopped_by == "top1":
+        return RunState("complete", f"the run reached the accuracy that it was to stop at, after {steps}")
+    planned = "" if known.steps is None else f" of {known.steps:,}"
+    return RunState("stopped", f"the run was stopped by {stopped_by} after {steps}{planned}")
+
+
+def _read_evaluations(folder: Path) -> tuple[EvaluationRecord, ...] | Absent:
+    try:
+        found = EvaluationLog(folder / EVALUATION_LOG).read()
+    except OSError as error:
+        return Absent(f"{EVALUATION_LOG} cannot be read ({error.strerror or error})")
+    # A later line replaces an earlier one of the same step.
+    by_step = {each.step: each for each in found}
+    if not by_step:
+        return Absent("the run has not been evaluated yet, or had no images to be evaluated on")
+    return tuple(by_step[step] for step in sorted(by_step))

@@ -1,0 +1,58 @@
+"""Numbers as the page writes them."""
+
+import math
+import time
+
+_SUFFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Return a number with so many significant digits, a dash for NaN."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value == 0 or 1e-4 <= abs(value) < 1e6:
+        text = f"{value:,.{max(0, digits - 1 - _exponent(value))}f}"
+        return text.replace("-", "−")
+    return f"{value:.{digits - 1}e}".replace("-", "−")
+
+
+def _exponent(value: float) -> int:
+    return math.floor(math.log10(abs(value))) if value else 0
+
+
+def short(value: float) -> str:
+    """Return a round number as the label of an axis: 1500000 as 1.5M."""
+    for size, suffix in _SUFFIXES:
+        if abs(value) >= size:
+            return f"{value / size:.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+def percent(fraction: float) -> str:
+    """Return a fraction in percent with two decimals, a dash for NaN."""
+    return "–" if math.isnan(fraction) else f"{100 * fraction:.2f} %"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in at most two units, a dash for NaN."""
+    if math.isnan(seconds):
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, whole = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {whole} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def moment(seconds: float) -> str:
+    """Return a Unix time as date and time (UTC), a dash for NaN or a time out of range."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return "–"

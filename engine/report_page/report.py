@@ -1,0 +1,110 @@
+"""The steps of making the page: runs are read, their weights evaluated, and the file written whole."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from engine.objective.losses import Loss
+from engine.objective.metrics import Metric, PerExample
+from engine.program.train_state import TrainModel
+from engine.records.recorded_run import RecordedRun
+from engine.records.stored.reading import local_copy, naming_in, with_weights
+from engine.records.whole_file import write_whole
+from engine.report_page.absent import Absent
+from engine.report_page.data_card import DataCard, read_data_card
+from engine.report_page.evaluated import EvaluatedWeights, OwnParts, evaluate_weights_of
+from engine.report_page.facts import read_facts
+from engine.report_page.page import page
+from engine.report_page.subject import Subject
+
+MOST_RUNS = 26
+"""The largest number of runs on a page: each is called by a letter."""
+
+# For a page of a few MB at most, however many runs and steps.
+_MOST_POINTS, _POINTS_OF_ALL, _LEAST_POINTS = 1000, 8000, 300
+_MOST_PICTURES, _PICTURES_OF_ALL, _LEAST_PICTURES = 24, 96, 6
+
+
+def report_run(
+    runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    *,
+    evaluate: bool = True,
+    data: str | os.PathLike[str] | None = None,
+    model: TrainModel | None = None,
+    loss: Loss | None = None,
+    metrics: Mapping[str, Metric | PerExample] | None = None,
+    overwrite: bool = False,
+    notify: Callable[[str], None] = lambda _: None,
+    storage_options: Mapping[str, str] | None = None,
+) -> Path:
+    """Write a self-contained HTML page about one or several runs, and return its path.
+
+    Runs may still be in progress, have failed, or lack files: the page then says what is missing and why. The weights
+    of each run are evaluated if its data set is there.
+
+    Args:
+        runs: folders or URLs of runs, at most 26.
+        path: the file to write.
+        evaluate: whether to evaluate the weights, for confusions, the accuracy of each class and mistakes.
+        data: where the data set of the runs is now; None is where each run found it.
+        model, loss, metrics: your own, if the runs trained with them, as for `engine.evaluate`.
+        overwrite: whether to replace an existing file.
+        notify: called with one-line messages.
+        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`.
+
+    Raises:
+        ValueError: if a folder is not that of a run, or the file exists or cannot be there.
+        OSError: if the file cannot be written.
+        KeyboardInterrupt: on SIGINT or SIGTERM during an evaluation, if the caller is the main thread.
+    """
+    given = [os.fspath(each) for each in ([runs] if isinstance(runs, str | os.PathLike) else runs)]
+    if not 1 <= len(given) <= MOST_RUNS:
+        raise ValueError(f"runs must be 1 to {MOST_RUNS} run folders, got {len(given)}: make several pages")
+    out = Path(path)
+    check_out(out, overwrite=overwrite)
+    own, place = OwnParts(model, loss, metrics), None if data is None else os.fspath(data)
+    subjects = []
+    for index, run in enumerate(given):
+        with local_copy(run, storage_options, with_weights(None)) as folder:
+            say = naming_in(notify, folder, run)
+            subjects.append(_read(index, len(given), folder, run, place, own if evaluate else None, say))
+    write_whole(out, page(subjects).encode())
+    return out
+
+
+def check_out(out: Path, *, overwrite: bool) -> None:
+    """Raise ValueError if the page must not or cannot be written to a file."""
+    if not out.parent.is_dir():
+        raise ValueError(f"the page must be in an existing folder, but {out.parent} is none: create it")
+    if out.is_dir():
+        raise ValueError(f"the page must be a file, but {out} is a folder: choose another path (--out)")
+    if os.path.lexists(out) and not (overwrite and out.is_file()):
+        raise ValueError(
+            f"the page must be a new file, but {out} exists: choose another path (--out), or replace it (--overwrite)"
+        )
+
+
+def _read(
+    index: int,
+    num_runs: int,
+    folder: Path,
+    run: str,
+    data: str | None,
+    own: OwnParts | None,
+    notify: Callable[[str], None],
+) -> Subject:
+    """Read a run and, unless `own` is None, evaluate its weights."""
+    facts = read_facts(folder, run, max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // num_runs)))
+    recorded = facts.recorded
+    if isinstance(recorded, RecordedRun):
+        card: DataCard | Absent = read_data_card(recorded, data)
+        weights: EvaluatedWeights | Absent
+        if own is None:
+            weights = Absent("the weights were not evaluated, as was requested (--no-evaluate)")
+        else:
+            num_pictures = max(_LEAST_PICTURES, min(_MOST_PICTURES, _PICTURES_OF_ALL // num_runs))
+            weights = evaluate_weights_of(folder, recorded, data, own, num_pictures, notify)
+    else:
+        card = weights = Absent("the settings of the run, which name its data and its model, cannot be read")
+    return Subject(chr(ord("A") + index), index, facts, card, weights)
