@@ -130,24 +130,27 @@ def named(values):
 TOY = {"learning_rate": 0.05, "momentum": 0.875, "weight_decay": 0.01}
 
 
+@partial(jax.jit, static_argnames=("name", "masks"), donate_argnames="carry")
+def loop(carry, gradients, values, *, name, masks):
+    """Updates in a `while_loop`, compiled once for each optimiser, its masks, and the number of gradients."""
+
+    def one(carry):
+        number, params, opt_state = carry
+        optimizer = make_optimizer(name, values, **dict(masks))
+        gradient = jax.tree.map(lambda leaf: leaf[number], gradients)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return number + 1, optax.apply_updates(params, updates), opt_state
+
+    num_steps = len(jax.tree.leaves(gradients)[0])
+    return lax.while_loop(lambda carry: carry[0] < num_steps, one, carry)
+
+
 def run(name, params, gradients, values, **masks):
     """Updates in a compiled `while_loop` whose carry is donated, gradients by step."""
-
-    @partial(jax.jit, donate_argnums=0)
-    def loop(carry, gradients, values):
-        def one(carry):
-            number, params, opt_state = carry
-            optimizer = make_optimizer(name, values, **masks)
-            gradient = jax.tree.map(lambda leaf: leaf[number], gradients)
-            updates, opt_state = optimizer.update(gradient, opt_state, params)
-            return number + 1, optax.apply_updates(params, updates), opt_state
-
-        num_steps = len(jax.tree.leaves(gradients)[0])
-        return lax.while_loop(lambda carry: carry[0] < num_steps, one, carry)
-
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
     params = jax.tree.map(jnp.array, params)
-    return loop((jnp.int32(0), params, init_optimizer(name, params)), stacked, named(values))[1]
+    carry = (jnp.int32(0), params, init_optimizer(name, params))
+    return loop(carry, stacked, named(values), name=name, masks=tuple(masks.items()))[1]
 
 
 def optax_own(name, values, mask):
@@ -194,8 +197,10 @@ def test_equals_optax_of_python_floats_called_from_a_python_loop(name, values, t
     gradients = [drawn(1 + number) for number in range(20)]
     optimizer = optax_own(name, values, every_leaf if name == "lamb" else kernels_only)
     state = optimizer.init(params)
+    # Without jit, each call of Muon compiles the loop of its orthogonalisation again.
+    update = jax.jit(optimizer.update) if name == "muon" else optimizer.update
     for gradient in gradients:
-        updates, state = optimizer.update(gradient, state, expected)
+        updates, state = update(gradient, state, expected)
         expected = optax.apply_updates(expected, updates)
     found = run(name, params, gradients, values, **masks)
     if name == "muon":
