@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,7 +19,7 @@ from engine.crossing.cuda.ring import DeviceRing
 from engine.records.control_log import read_events
 from engine.records.snapshot import read_snapshot, snapshot_steps
 from engine.run.nonfinite import NonFiniteError
-from tests.toy import CountedBatches, Linear, toy_batch, toy_config
+from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
 
 EVALUATED = toy_batch(100, batch=16)
 SETTINGS: dict[str, Any] = {
@@ -307,9 +308,19 @@ def test_an_abandoned_update_ends_its_chunk(tmp_path):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
 
+class Means(Linear):
+    """A classifier of the colours' means, for images of any size."""
+
+    def init(self, key):
+        return {"weights": 0.1 * jax.random.normal(key, (3, CLASSES))}, {}
+
+    def apply(self, params, batch_stats, images, train):
+        return images.mean((1, 2)) @ params["weights"], {}
+
+
 def test_the_message_about_reading_ahead_names_the_chunk(transport):
     told: list[str] = []
-    train(toy_config(steps=0, synthetic=True, image_size=64, chunk_batches=32), model=None, notify=told.append)
+    train(toy_config(steps=0, synthetic=True, image_size=64, chunk_batches=32), model=Means(), notify=told.append)
     # On a card the batches of a chunk come one by one, so that no more of them need to be there.
     expected = {
         "inplace": "; 64 batches read ahead; inplace transport, 32 at once",
