@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 
+from engine.durations import Times
 from engine.records.run_folder import RUNTIME
 from engine.runtime.record import (
     Goodput,
@@ -18,7 +19,6 @@ from engine.runtime.record import (
     RuntimeReport,
     SlowOperation,
     Stall,
-    Times,
     Verdict,
 )
 from engine.runtime.runtime_file import decode_runtime, encode_runtime, read_runtime
