@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         top_k,
     )
     from engine.processes import ThisProcess, join_processes, this_process
+    from engine.profile.table import Profile
     from engine.program.train_state import TrainModel
     from engine.recipes import LoadedRecipe, load_recipe, recipe_names
     from engine.records.saved_weights import read_weights
@@ -54,6 +55,7 @@ _HOME = {
     "Metric": "engine.objective.metrics",
     "NonFiniteError": "engine.run.nonfinite",
     "PredictionResult": "engine.evaluation.predict",
+    "Profile": "engine.profile.table",
     "ReplayReport": "engine.replay.report",
     "RunHandle": "engine.run.callbacks",
     "SettingError": "engine.settings",
@@ -99,6 +101,7 @@ __all__ = [
     "Metric",
     "NonFiniteError",
     "PredictionResult",
+    "Profile",
     "ReplayReport",
     "RunHandle",
     "SettingError",

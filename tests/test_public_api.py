@@ -27,6 +27,7 @@ PUBLIC = {
         "Metric",
         "NonFiniteError",
         "PredictionResult",
+        "Profile",
         "ReplayReport",
         "RunHandle",
         "SettingError",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.commands.command_end import say_on_terminal
-from engine.config import TrainConfig
+from engine.config import ProfileFormat, TrainConfig
 from engine.peers import SEES_ALL
 from engine.processes import this_process
 from preprocess.commands.guarded_output import terminal_of
@@ -65,8 +65,8 @@ def _processes() -> str:
     return f" --spawn {count}" if SEES_ALL in os.environ else " (on each machine, with the same --coordinator options)"
 
 
-def summarise(result: "TrainResult") -> None:
-    """Print how a run ended, its final loss, its folder, and how to resume it if it is incomplete."""
+def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain") -> None:
+    """Print how a run ended, its final loss, its folder, how to resume it if it is incomplete, and its profile."""
     steps = quantity(result.steps_done, "step")
     if result.steps_done != len(result.losses):
         steps += f", {len(result.losses):,} of them"
@@ -85,6 +85,10 @@ def summarise(result: "TrainResult") -> None:
     lines.append(f"run folder: {result.run_dir}")
     if not result.is_complete and result.snapshot_step is not None:
         lines.append(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume{_processes()}")
+    if result.profile is not None:
+        from engine.profile.formats import format_profile
+
+        lines.append(format_profile(result.profile, profile_format).removesuffix("\n"))
     with _naming_closed_output(" after the run had ended"):
         click.echo("\n".join(lines))
 

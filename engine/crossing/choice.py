@@ -13,6 +13,7 @@ import jax
 from engine.config import TrainConfig, TransportName
 from engine.control.board import ControlBoard
 from engine.crossing.infeed import BatchInfeed, Infeed, WordsOf
+from engine.crossing.observer import PullObserver
 from engine.crossing.transport import CallbackTransport, InplaceTransport, Transport
 from engine.feed.feeder import Allocate, Feeder
 from preprocess.quantities import quantity
@@ -98,6 +99,7 @@ def make_infeed(
     num_shards: int = 1,
     first_shard: int = 0,
     times_waits: bool = True,
+    observer: PullObserver | None = None,
 ) -> BatchInfeed:
     """Create the infeed that suits a transport; see `engine.crossing.cuda.infeed.StreamedInfeed` for the arguments."""
     if not transport.runs_ahead:
@@ -110,12 +112,15 @@ def make_infeed(
             num_shards=num_shards,
             first_shard=first_shard,
             times_waits=times_waits,
+            observer=observer,
         )
     from engine.crossing.cuda.infeed import StreamedInfeed
     from engine.crossing.cuda.transport import CudaTransport
 
     assert isinstance(transport, CudaTransport)
-    return StreamedInfeed(make_feeder, board, transport, words_of=words_of, chunk=chunk, times_waits=times_waits)
+    return StreamedInfeed(
+        make_feeder, board, transport, words_of=words_of, chunk=chunk, times_waits=times_waits, observer=observer
+    )
 
 
 def choose_chunk(asked: int | None, transport: Transport) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from engine.control.board import ControlBoard
 from engine.control.word import CONTROL_WORDS, STOP, ControlWord, ControlWords, decode_control, stop_at_once
+from engine.crossing.observer import PullObserver
 from engine.crossing.transport import Array, Transport
 from engine.feed.batches import Labels, Pixels
 from engine.feed.feeder import Feeder
@@ -155,6 +156,7 @@ class Infeed:
             asks.
         first_shard: number of the first of these devices among those of all processes.
         times_waits: whether `take_wait_s` is called for every batch; otherwise the recorded waits would accumulate.
+        observer: observes the pulls of the first of these devices.
 
     Attributes:
         chunk, num_together, failure, feeder: see `BatchInfeed`.
@@ -171,8 +173,9 @@ class Infeed:
         num_shards: int = 1,
         first_shard: int = 0,
         times_waits: bool = True,
+        observer: PullObserver | None = None,
     ) -> None:
-        self._times_waits, self._first_shard = times_waits, first_shard
+        self._times_waits, self._first_shard, self._observer = times_waits, first_shard, observer
         self.feeder, self._board, self._transport = feeder, board, transport
         self._words_of = words_of if num_shards == 1 else SharedWords(words_of, num_shards)
         self.chunk = self.num_together = chunk
@@ -243,6 +246,9 @@ class Infeed:
         """Answer a pull on the host; runs on a thread of XLA's runtime."""
         batch_index, shard, num_wanted = operands[0].tolist()
         shard -= self._first_shard
+        observer = self._observer if shard == 0 else None
+        if observer is not None:
+            observer.pull_began(batch_index)
         pixels, labels, words = results
         num_taken = 0
         try:
@@ -264,6 +270,8 @@ class Infeed:
             # The traceback keeps the frames alive, which must not refer to the program's memory.
             traceback.clear_frames(self.failure.__traceback__)
             del operands, results, pixels, labels, words
+        if observer is not None:
+            observer.pull_ended(num_taken)
 
     def _take(self, batch_index: int, shard: int, pixels: Pixels, labels: Labels) -> bool:
         """Take a batch from the feeder; return False, having taken nothing, if a stop is requested first."""

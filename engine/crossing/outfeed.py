@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.control.board import ControlBoard
+from engine.crossing.observer import PushObserver
 from engine.crossing.push_meter import PushMeter
 from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
 from engine.crossing.transport import Array, Transport
@@ -29,6 +30,7 @@ class Outfeed:
         board: asked to stop the run if `receive` raises.
         transport: calls the host.
         meter: times the pushes; None makes a new one.
+        observer: observes the pushes.
 
     Attributes:
         failure: the first exception that `receive` raised, or None.
@@ -41,7 +43,9 @@ class Outfeed:
         board: ControlBoard,
         transport: Transport,
         meter: PushMeter | None = None,
+        observer: PushObserver | None = None,
     ) -> None:
+        self._observer = observer
         self._receive, self._board, self._transport = receive, board, transport
         self.meter = PushMeter() if meter is None else meter
         self.failure: BaseException | None = None
@@ -110,6 +114,8 @@ class Outfeed:
         """Pass an emitted record to the receiver; runs on a thread of XLA's runtime or of the transport."""
         pushed, num_bytes = None, sum(each.nbytes for each in operands)
         self.meter.begin()
+        if self._observer is not None:
+            self._observer.push_began()
         try:
             pushed = read(*operands)
             self._receive(pushed)
@@ -118,3 +124,5 @@ class Outfeed:
                 self.failure = error
             self._board.request_stop("the loss stream failed")
         self.meter.end(pushed, num_bytes)
+        if self._observer is not None:
+            self._observer.push_ended(pushed)

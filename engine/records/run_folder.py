@@ -36,6 +36,7 @@ RESULT = "result.json"
 CONFIG = "config.json"
 SNAPSHOTS = "snapshots"
 WEIGHTS = "model.safetensors"
+PROFILE = "profile.csv"
 RUNTIME = "runtime.json"
 STALLS = "stalls.txt"
 CONTINUED = "continues"
@@ -44,6 +45,7 @@ CONTINUED = "continues"
 WRITTEN_HERE = (
     RESULT,
     WEIGHTS,
+    PROFILE,
     RUNTIME,
     STALLS,
     EVALUATION_LOG,
@@ -120,7 +122,7 @@ class RunFolder:
 
     def _remove_unfinished(self) -> None:
         """Remove the temporary files left by a killed process, because an unfinished weights file can be large."""
-        for name in (CONFIG, RESULT, WEIGHTS, RUNTIME, STALLS):
+        for name in (CONFIG, RESULT, WEIGHTS, PROFILE, RUNTIME, STALLS):
             with suppress(OSError):  # a leftover must not stop the run
                 remove_unfinished(self.path / name)
 
@@ -222,6 +224,10 @@ class RunFolder:
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`, the record of how the run ended; once the file exists, the run writes nothing more."""
         self._write_json(RESULT, sealed(result))
+
+    def write_profile(self, table: str) -> None:
+        """Write `profile.csv`, the profile of this launch."""
+        self._write(PROFILE, table.encode())
 
     def write_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Path:
         """Write the weights to a safetensors file, with their digest in the metadata, and return the file's path.

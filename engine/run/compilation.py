@@ -98,6 +98,7 @@ def compile_traced(
     dump_folder: Path | None = None,
     keeps: object = None,
     backend: str | None = None,
+    is_profiled: bool = False,
 ) -> Compiled:
     """Compile a traced program, or load it from the cache on disk.
 
@@ -107,10 +108,15 @@ def compile_traced(
         dump_folder: where to write `program.stablehlo.mlir` and `program.optimised.hlo`; None writes neither.
         keeps: see `Compiled`.
         backend: the jax backend of the devices for which it was traced; None is the default one.
+        is_profiled: whether its operations will be traced while it runs.
     """
     started = time.perf_counter()
     with _counting_cache_hits() as hits:
-        options = compiler_options(traced.lowered, backend or jax.default_backend(), deterministic=deterministic)
+        backend = backend or jax.default_backend()
+        options = compiler_options(traced.lowered, backend, deterministic=deterministic)
+        if is_profiled and backend == "gpu":
+            # The operations that XLA launches together as one command buffer would have no names in a trace.
+            options |= {"xla_gpu_enable_command_buffer": ""}
         compiled = traced.lowered.compile(compiler_options=options)
     compile_s = time.perf_counter() - started
     if dump_folder is not None:

@@ -11,6 +11,7 @@ from engine.crossing.infeed import BatchInfeed, WordsOf
 from engine.feed.batches import BatchSource, held_bytes
 from engine.feed.feeder import Feeder, batch_bytes, ring_depth
 from engine.feed.own_rows import rows_of
+from engine.profile.profiler import Profiler
 from engine.run.data import RunData
 from engine.run.host_side import HostSide
 from engine.run.resume import StartingPoint
@@ -27,6 +28,7 @@ class Infeeds:
         host: the transport, the devices and the board of requests.
         start: where the launch begins.
         report_evaluation: called with the number of a batch and the number of batches at each pull of an evaluation.
+        profiler: observes the pulls.
 
     Attributes:
         training, evaluation: the infeeds; the second is None if nothing is evaluated.
@@ -39,9 +41,10 @@ class Infeeds:
         host: HostSide,
         start: StartingPoint,
         report_evaluation: Callable[[int, int], None],
+        profiler: Profiler | None = None,
     ) -> None:
         self._config, self._data, self._host = config, data, host
-        self._report_evaluation = report_evaluation
+        self._report_evaluation, self._profiler = report_evaluation, profiler
         self.training = self._make(
             data.source, host.board.words, start.pulls, config.steps * config.accumulate_steps, self._name_pull
         )
@@ -71,7 +74,10 @@ class Infeeds:
     def wait_of(self, step: int) -> float:
         """Return how many seconds the loop waited for the batches of one update; `step` counts from 0."""
         count = self._config.accumulate_steps
-        return math.fsum(self.training.take_wait_s(pull) for pull in range(step * count, (step + 1) * count))
+        waits_s = [self.training.take_wait_s(pull) for pull in range(step * count, (step + 1) * count)]
+        if self._profiler is not None:
+            self._profiler.waited(waits_s)
+        return math.fsum(waits_s)
 
     def _name_pull(self, pull: int) -> str:
         step, number = divmod(pull, self._config.accumulate_steps)
@@ -106,7 +112,7 @@ class Infeeds:
         *,
         times_waits: bool = True,
     ) -> BatchInfeed:
-        config, team = self._config, self._host.team
+        config, team, profiler = self._config, self._host.team, self._profiler
         rows = team.rows(source.batch)
         return make_infeed(
             self._host.transport,
@@ -127,6 +133,7 @@ class Infeeds:
             num_shards=len(team.own),
             first_shard=team.first,
             times_waits=times_waits,
+            observer=None if profiler is None else profiler.training if times_waits else profiler.evaluation,
         )
 
     def _chunk_of(self, source: BatchSource) -> int:

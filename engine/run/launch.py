@@ -39,6 +39,7 @@ from engine.run.infeeds import Infeeds
 from engine.run.initial_weights import InitialWeights, load_initial_weights
 from engine.run.nonfinite import nonfinite_error
 from engine.run.own_updates import check_own_rate, describe_selection
+from engine.run.profiling import Profiling
 from engine.run.resolve import Resolved
 from engine.run.resume import StartingPoint
 from engine.run.signals import call_on_worker, start_on_worker
@@ -75,6 +76,7 @@ class Launch:
         team: the devices that train together.
         num_params: number of learnable parameters.
         train_s: seconds from the launch to the end of the loop.
+        profiling: measures the profile, if one is wanted.
         has_changed_data: whether `failure` found that the data were modified during the run, so that steps may have
             been trained on other images.
 
@@ -98,8 +100,14 @@ class Launch:
         self._transport, self._chunk, self._devices = host.transport, host.chunk, host.team.devices
         self.team, self._is_elsewhere = host.team, host.is_elsewhere
         self._replicas = Replicas(len(self._devices))
+        self.profiling = Profiling(config, self._data, host, start)
         self._infeeds = Infeeds(
-            config, self._data, host, start, lambda batch, count: self.stream.report_evaluation(batch, count)
+            config,
+            self._data,
+            host,
+            start,
+            lambda batch, count: self.stream.report_evaluation(batch, count),
+            self.profiling.profiler,
         )
         self.stream = LossStream(
             batch=config.batch * config.accumulate_steps,
@@ -111,7 +119,7 @@ class Launch:
             ),
         )
         stack.callback(self.stream.release)
-        self._outfeed = Outfeed(self.stream.receive, self.board, self._transport)
+        self._outfeed = Outfeed(self.stream.receive, self.board, self._transport, observer=self.profiling.profiler)
         self._statics = resolved.statics(config)._replace(
             replicas=self._replicas,
             norm_groups=norm_groups(
@@ -252,6 +260,7 @@ class Launch:
                 dump_folder=dump_folder,
                 keeps=self._transport,
                 backend=_ABSENT_BACKEND if self._is_elsewhere else None,
+                is_profiled=self.config.profile,
             )
         )
 
@@ -332,6 +341,7 @@ class Launch:
             raise
         finally:
             self.train_s = time.perf_counter() - started
+            self.profiling.report(compiled, self.train_s, self.stream)
             self.stream.close(close_timeout_s)
         return state
 
@@ -341,7 +351,8 @@ class Launch:
             self._signals.launched()
             self.notices.start()
             placed = put_everywhere((state, values), self._devices)
-            state = call_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
+            with self.profiling.running():
+                state = call_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
             return take_copy(state, self._devices)
 
     def failure(self, state: TrainState) -> BaseException | None:

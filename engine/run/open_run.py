@@ -250,7 +250,9 @@ class OpenRun:
         return result_of(launch, compiled, state, None, None)
 
     def _compile(self) -> tuple[Compiled, TrainState]:
-        with caching_compilations(self.config.compilation_cache, self._notify):
+        # A profile needs the scopes of this program, not of an older one with the same instructions.
+        by_metadata = self.config.profile
+        with caching_compilations(self.config.compilation_cache, self._notify, by_metadata=by_metadata):
             compiled, state = self._launch.prepare()
         self._launch.warn_of_memory(compiled)
         return compiled, state

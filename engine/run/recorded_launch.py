@@ -19,6 +19,7 @@ from engine.crossing.pushed import PushedSnapshot
 from engine.keys import plain_keys
 from engine.named_parts import options_of
 from engine.processes import this_process
+from engine.profile.formats import to_csv
 from engine.program.train_state import TrainState
 from engine.records.best_snapshot import best_step, parse_metric
 from engine.records.control_log import ControlLog
@@ -73,6 +74,7 @@ def result_of(
         train_s=launch.train_s,
         wait_s=launch.stream.wait_s,
         run_dir=folder.path if folder else None,
+        profile=launch.profiling.profile,
     )
 
 
@@ -175,6 +177,7 @@ class RecordedLaunch:
             raise
         failure = launch.failure(state)
         result = result_of(launch, compiled, state, self._folder, failure)
+        self._write_profile(result)
         failure = self._keep_state(state, failure)
         result = replace(result, snapshot_step=self._snapshots.last_step)
         failure = self._write_end(result, failure)
@@ -182,6 +185,14 @@ class RecordedLaunch:
             self._add_resume_note(failure, result.snapshot_step)
             raise failure
         return result
+
+    def _write_profile(self, result: TrainResult) -> None:
+        if result.profile is None:
+            return
+        try:
+            self._folder.write_profile(to_csv(result.profile))
+        except OSError as error:
+            self._launch.notices.say(f"warning: the profile was not written ({error})")
 
     def _find_best_snapshot(self, steps: list[int]) -> int | None:
         """Return which of the snapshots was evaluated best, according to `eval.jsonl`; None without `keep_best`."""

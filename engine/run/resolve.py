@@ -331,6 +331,13 @@ def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str],
         notify(f"warning: --window-gb {config.window_gb:g} has no effect without --order windowed")
     if config.cache_gb != TrainConfig.cache_gb and config.cache is None:
         notify(f"warning: --cache-gb {config.cache_gb:g} has no effect without --cache")
+    if not config.profile:
+        for option, is_given in (
+            (f"--profile-steps {config.profile_steps}", config.profile_steps is not None),
+            (f"--profile-format {config.profile_format}", config.profile_format != TrainConfig.profile_format),
+        ):
+            if is_given:
+                notify(f"warning: {option} has no effect without --profile")
     if 0 < config.steps <= config.warmup_steps:
         option = "--warmup-steps" if config.warmup_epochs is None else "--warmup-epochs"
         notify(

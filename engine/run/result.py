@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import TrainConfig
+from engine.profile.table import Profile
 from engine.run.compilation import Compiled, Traced
 from engine.run.resolve import Resolved
 from engine.stream.sinks import EvaluationRecord
@@ -32,6 +33,7 @@ class TrainResult:
         wait_s: seconds of these that the loop waited for batches.
         run_dir: the run folder, None without one; its URL as text if it is in a store.
         snapshot_step: the step of the newest snapshot, None if there is none.
+        profile: how long each phase and action took, None without the setting `profile`.
     """
 
     params: Any
@@ -48,6 +50,7 @@ class TrainResult:
     wait_s: float
     run_dir: Path | str | None
     snapshot_step: int | None = None
+    profile: Profile | None = None
 
     @property
     def is_complete(self) -> bool:

@@ -21,6 +21,7 @@ from engine.crossing.cuda.packed_carry import PackedForm
 from engine.crossing.cuda.ring import DeviceRing, Places, Stopwatch
 from engine.crossing.cuda.transport import CudaTransport
 from engine.crossing.infeed import Batch, Pulled, WordsOf, make_batch
+from engine.crossing.observer import PullObserver
 from engine.crossing.transport import Array
 from engine.feed.feeder import Allocate, Feeder
 from engine.scopes import DRAW, UNPACK
@@ -41,6 +42,7 @@ class StreamedInfeed:
         words_of: returns the control words of a pull.
         chunk: batches per pull, n, which is also the number of iterations of the loop over them.
         times_waits: whether `take_wait_s` is called for every batch.
+        observer: observes the pulls.
 
     Attributes:
         chunk, num_together, failure, feeder: see `BatchInfeed`.
@@ -57,7 +59,9 @@ class StreamedInfeed:
         words_of: WordsOf,
         chunk: int,
         times_waits: bool,
+        observer: PullObserver | None = None,
     ) -> None:
+        self._observer = observer
         self.feeder = feeder = make_feeder(lambda num_bytes: transport.arena.pinned(num_bytes))
         self._board, self._transport, self._words_of = board, transport, words_of
         self.chunk = chunk
@@ -142,6 +146,8 @@ class StreamedInfeed:
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
         """Answer a pull on the host."""
         batch_index, _, num_wanted = operands[0].tolist()
+        if self._observer is not None:
+            self._observer.pull_began(batch_index)
         words = stop_at_once()
         try:
             if self.failure is None:
@@ -150,6 +156,8 @@ class StreamedInfeed:
             self._keep(error)
         self._next, self._stop = batch_index, batch_index + words[2]
         results[0][...] = words
+        if self._observer is not None:
+            self._observer.pull_ended(words[2])
 
     def _give(self, stream: int, _: Sequence[int], results: Sequence[int]) -> None:
         """Enqueue work that gives the program the iteration's batch, or zeros if there is none; runs on the host."""

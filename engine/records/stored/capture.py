@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.records.file_errors import LostFileError
-from engine.records.run_folder import CONFIG, RESULT, RUNTIME, SNAPSHOTS, STALLS, WEIGHTS, WRITTEN_HERE
+from engine.records.run_folder import CONFIG, PROFILE, RESULT, RUNTIME, SNAPSHOTS, STALLS, WEIGHTS, WRITTEN_HERE
 from engine.records.snapshot import snapshot_steps
 from engine.records.stored.state import PART_BYTES, Part, StoredState
 from preprocess.regular_file import open_regular
@@ -73,7 +73,7 @@ class FolderCapture:
             OSError: if a file cannot be read; LostFileError if one was removed or became shorter.
         """
         files = {RESULT: self._read_whole(RESULT, put), **self._read_snapshots(put)}
-        for name in (WEIGHTS, RUNTIME, STALLS):
+        for name in (WEIGHTS, RUNTIME, STALLS, PROFILE):
             files[name] = self._read_whole(name, put)
         for name in LOGS:
             files[name] = self._read_log(name, put)

@@ -1,0 +1,157 @@
+"""Attribution of the wall time of traced steps to the scopes of the operations that ran.
+
+Operations overlap, since XLA runs several at once, and calls and loops contain others. At each instant the time is
+shared evenly among the operations that are active and contain none that is, so that the parts of a step add up to its
+duration. Does not know how a trace is read.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from engine.hlo.program import HloProgram
+from engine.profile.trace import OpSpan
+from engine.scopes import AUGMENT, DRAW, NO_SCOPE, PUSH, TRAIN, UNPACK, VALID, Scope, parse_op_name
+
+_CALLS_HOST = "custom-call"
+_CONTAINERS = frozenset({"while", "conditional", "call", "async-start"})
+
+
+class Operation(NamedTuple):
+    """What is known of an operation of the program.
+
+    Attributes:
+        scope: where it belongs.
+        is_container: whether it calls other operations, so that its own time is what these leave.
+        calls_host: whether it is a call to the host.
+    """
+
+    scope: Scope
+    is_container: bool = False
+    calls_host: bool = False
+
+
+_UNKNOWN = Operation(NO_SCOPE)
+
+
+@dataclass(frozen=True)
+class TracedBatch:
+    """One batch of a trace, from its draw to the next one.
+
+    Attributes:
+        phase: "train" or "valid".
+        parts_ns: the time of each scope, in ns; NO_SCOPE is what belongs to none, idle time included.
+    """
+
+    phase: str
+    parts_ns: Mapping[Scope, float]
+
+    @property
+    def duration_ns(self) -> float:
+        """The duration of the batch, which its parts add up to."""
+        return sum(self.parts_ns.values())
+
+
+def operations_of(program: HloProgram) -> dict[str, Operation]:
+    """Return what is known of each operation of a program, by its name.
+
+    A fusion belongs to the scope of its root. What XLA added belongs to that of what it computes from or for.
+    """
+    return {
+        each.name: Operation(
+            parse_op_name(program.op_name_of(each)), each.opcode in _CONTAINERS, each.opcode == _CALLS_HOST
+        )
+        for each in program.instructions.values()
+    }
+
+
+def attribute(spans: Sequence[OpSpan], operations: Mapping[str, Operation]) -> list[TracedBatch]:
+    """Divide a trace into whole batches, and the duration of each among the scopes.
+
+    A batch lasts from its draw to the next draw, the last one to the end of its push, if there is one.
+
+    Args:
+        spans: the operations that ran on one device, by their start.
+        operations: what is known of them; an unknown one has no scope.
+    """
+    spans = [span for span in spans if span.end_ns > span.start_ns]
+    marks = _draws(spans, operations)
+    starts = [start for start, _ in marks]
+    if marks and (end := _last_push(spans, operations, *marks[-1])) is not None:
+        starts.append(end)
+    parts: list[dict[Scope, float]] = [defaultdict(float) for _ in starts[1:]]
+    for start, end, scopes in _instants(spans, operations, starts):
+        number = bisect_right(starts, start) - 1
+        if 0 <= number < len(parts):
+            for scope in scopes or (NO_SCOPE,):
+                parts[number][scope] += (end - start) / max(len(scopes), 1)
+    return [TracedBatch(phase, part) for (_, phase), part in zip(marks, parts, strict=False)]
+
+
+def _last_push(
+    spans: Iterable[OpSpan], operations: Mapping[str, Operation], start_ns: float, phase: str
+) -> float | None:
+    """Return the end of the last push of a batch that began at `start_ns`, None if it has none."""
+    ends = [
+        span.end_ns
+        for span in spans
+        if span.start_ns > start_ns
+        and (found := operations.get(span.name, _UNKNOWN)).calls_host
+        and (found.scope.phase, found.scope.action) == (phase, PUSH)
+    ]
+    return max(ends, default=None)
+
+
+def _draws(spans: Iterable[OpSpan], operations: Mapping[str, Operation]) -> list[tuple[float, str]]:
+    """Return start and phase of the operation that begins each batch, in order.
+
+    It is the call to the host that draws. On a device that does not record such calls, it is the operation of the
+    first action that has any, which runs once a batch as all do.
+    """
+    found: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    for span in spans:
+        scope, is_container, calls_host = operations.get(span.name, _UNKNOWN)
+        if scope.phase in (TRAIN, VALID) and scope.action in _FIRST_ACTIONS and not is_container:
+            rank = _FIRST_ACTIONS.index(scope.action) * 2 + (not calls_host)
+            found[scope.phase, rank, span.name].append(span.start_ns)
+    marks: list[tuple[float, str]] = []
+    for phase in (TRAIN, VALID):
+        ranks = [(rank, -len(starts), name) for (each, rank, name), starts in found.items() if each == phase]
+        if ranks:
+            rank, _, name = min(ranks)
+            marks += [(start, phase) for start in found[phase, rank, name]]
+    return sorted(marks)
+
+
+_FIRST_ACTIONS = (DRAW, UNPACK, AUGMENT)
+
+
+def _instants(
+    spans: Sequence[OpSpan], operations: Mapping[str, Operation], cuts: Iterable[float]
+) -> Iterator[tuple[float, float, list[Scope]]]:
+    """Yield (start, end, scopes) of the intervals in which the same operations are active, with the scopes of these.
+
+    Args:
+        spans, operations: as in `attribute`.
+        cuts: instants at which to end an interval in any case.
+    """
+    changes = [(span.start_ns, 1, number) for number, span in enumerate(spans)]
+    changes += [(span.end_ns, 0, number) for number, span in enumerate(spans)]
+    changes += [(cut, 2, -1) for cut in cuts]
+    changes.sort()
+    leaves: dict[int, Scope] = {}
+    containers: dict[int, Scope] = {}
+    for (at, kind, number), (following, _, _) in pairwise(changes):
+        if kind < 2:
+            scope, is_container, _ = operations.get(spans[number].name, _UNKNOWN)
+            active = containers if is_container else leaves
+            if kind:
+                active[number] = scope
+            else:
+                active.pop(number, None)
+        if following > at:
+            # Of containers alone the innermost counts, which began last.
+            yield at, following, list(leaves.values()) or list(containers.values())[-1:]

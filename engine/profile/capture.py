@@ -1,0 +1,178 @@
+"""Capture of traces with jax's profiler, on a thread of the host, while the program runs.
+
+Traces a window of the training batches, and the beginning of the first evaluation unless the window has one. Nothing
+here ever stops or changes a run: a trace that fails is reported and left out.
+"""
+
+import math
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.scopes import TRAIN, VALID
+
+# Longest sleep of the thread; it is woken when it has something to do.
+_LOOK_EVERY_S = 1.0
+# A window that the user did not choose ends after so long, because the trace of a step can have megabytes.
+_MOST_TRACED_S = 10.0
+_LEAST_BATCHES = 3
+# Longest wait for the trace to be collected at the end of the run.
+_CLOSE_TIMEOUT_S = 60.0
+
+
+class Window(NamedTuple):
+    """The batches of a phase to trace, counted from the first of the launch.
+
+    Attributes:
+        after: the number of training batches that begin before it.
+        num_batches: the number of batches to trace.
+        is_chosen: whether the user chose it; otherwise the trace may end earlier, if it has lasted long.
+    """
+
+    after: int
+    num_batches: int
+    is_chosen: bool = False
+
+
+class Trace(NamedTuple):
+    """A trace.
+
+    Attributes:
+        first: the number of its first batch of each phase, counted from the first of the launch.
+        data: a `jax.profiler.ProfileData`.
+    """
+
+    first: Mapping[str, int]
+    data: Any
+
+
+class Capture:
+    """A thread that traces a window of each phase, between `start` before the loop and `stop` after it.
+
+    Args:
+        windows: the window of each phase.
+        warn: called with a line of text if a trace fails.
+
+    Attributes:
+        traces: the traces, by the phase whose window it was; complete after `stop`.
+    """
+
+    def __init__(self, windows: Mapping[str, Window], warn: Callable[[str], None]) -> None:
+        self._windows, self._warn = dict(windows), warn
+        self.traces: dict[str, Trace] = {}
+        self._begun = {TRAIN: 0, VALID: 0}
+        # What the thread waits for.
+        self._is_awaited: Callable[[], bool] = self._is_due
+        self._changed = threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._work, name="profile-capture", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; called once."""
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """Ask the thread to end, without waiting for it."""
+        self._is_over = True
+        self._changed.set()
+
+    def stop(self) -> None:
+        """End a trace in progress and wait, for a limited time, until it is collected."""
+        self.abandon()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._warn("warning: the trace of the profile was not collected in time, so the profile has no operations")
+            self.traces = {}
+
+    def batches_drawn(self, phase: str, count: int) -> None:
+        """Note that so many more batches of a phase begin; called on the program's thread."""
+        self._begun[phase] += count
+        # Waking the thread for every batch would cost a fast program more than its step.
+        if self._is_awaited():
+            self._changed.set()
+
+    def _due(self) -> str | None:
+        """Return the phase whose window begins now, None if none does."""
+        begun = self._begun
+        return next(
+            (
+                phase
+                for phase, window in self._windows.items()
+                if begun[TRAIN] >= window.after or (phase == VALID and begun[VALID])
+            ),
+            None,
+        )
+
+    def _is_due(self) -> bool:
+        return self._due() is not None
+
+    def _work(self) -> None:
+        try:
+            while self._windows and self._wait_for(self._is_due):
+                phase = self._due()
+                assert phase is not None
+                self._trace(phase, self._windows.pop(phase))
+        except Exception as error:  # noqa: BLE001 - a profile never stops a run
+            self._warn(f"warning: the operations could not be traced ({type(error).__name__}: {error})")
+
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float = math.inf) -> bool:
+        """Wait until a condition holds; return False if the loop or the time is over first."""
+        self._is_awaited = condition
+        deadline = time.monotonic() + timeout_s
+        while not self._is_over and not condition():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._changed.wait(min(left_s, _LOOK_EVERY_S))
+            self._changed.clear()
+        return not self._is_over
+
+    def _trace(self, phase: str, window: Window) -> None:
+        begun = self._begun
+        with tempfile.TemporaryDirectory(prefix="feedloop-profile-") as folder:
+            stop = _start(folder)
+            first = dict(begun)
+
+            def is_done() -> bool:
+                # The batch after the last one is traced only if it has been drawn: wait until the next one begins.
+                is_resumed = phase == VALID and begun[VALID] > first[VALID] and begun[TRAIN] > first[TRAIN] + 1
+                return is_resumed or begun[phase] >= first[phase] + window.num_batches + 2
+
+            try:
+                if not self._wait_for(is_done, math.inf if window.is_chosen else _MOST_TRACED_S):
+                    least = first[phase] + (_LEAST_BATCHES + 2 if phase == TRAIN else 0)
+                    self._wait_for(lambda: begun[phase] >= least)
+            finally:
+                data = stop()
+        self.traces[phase] = Trace(first, data)
+        if begun[VALID] > first[VALID] + 1:
+            # The trace has an evaluation, whosever window it was.
+            self._windows.pop(VALID, None)
+
+
+def _start(folder: str) -> Callable[[], Any]:
+    """Begin to trace; return the function that ends it and returns the `jax.profiler.ProfileData`."""
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    # Python's own calls would slow the threads that read, and nothing here needs them.
+    options.python_tracer_level = 0
+    options.host_tracer_level = 1
+    options.enable_hlo_proto = False
+    if (session_type := getattr(jax.profiler, "ProfileSession", None)) is not None:
+        # Without a folder, it does not convert the trace for other viewers, which takes seconds.
+        session = session_type(profiler_options=options).start()
+        return session.stop
+    jax.profiler.start_trace(folder, profiler_options=options)
+
+    def stop() -> Any:
+        jax.profiler.stop_trace()
+        found = sorted(Path(folder).rglob("*.xplane.pb"))
+        if not found:
+            raise FileNotFoundError(f"jax's profiler wrote no trace to {folder}")
+        return jax.profiler.ProfileData.from_file(str(found[0]))
+
+    return stop

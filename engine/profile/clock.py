@@ -1,0 +1,185 @@
+"""The host's clock of a launch: how long the program took between its calls to the host, in every step.
+
+Divides the time of the loop into draws, batches and snapshots of training, draws and batches of evaluations, and the
+rest. Needs as much memory for a million steps as for one. Does not know what happens inside the program.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
+
+from engine.crossing.pushed import Pushed, PushedEvaluation, PushedSnapshot
+
+
+class Spread:
+    """Number, sum, mean and standard deviation of durations, updated one by one (Welford, 1962)."""
+
+    def __init__(self) -> None:
+        self.count, self.total_s, self._squares = 0, 0.0, 0.0
+        self.mean_s = 0.0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Add `count` equal durations that last so many seconds together."""
+        each_s = seconds / count
+        self.count += count
+        self.total_s += seconds
+        change_s = each_s - self.mean_s
+        self.mean_s += change_s * count / self.count
+        self._squares += change_s * (each_s - self.mean_s) * count
+
+    @property
+    def std_s(self) -> float:
+        """The standard deviation (of the population), 0 without durations."""
+        return math.sqrt(max(self._squares, 0.0) / self.count) if self.count else 0.0
+
+
+class _Doing(Enum):
+    """What the program does."""
+
+    OTHER = "other"
+    DRAW = "draw"
+    BATCH = "batch"
+
+
+class PhaseTimes:
+    """The durations of one phase.
+
+    Attributes:
+        draws, batches, steps: of each batch: its draw, what follows until the next draw, and both together.
+        stretches: of everything from a first draw until the next evaluation or stretch of training.
+    """
+
+    def __init__(self) -> None:
+        self.draws, self.batches, self.steps, self.stretches = Spread(), Spread(), Spread(), Spread()
+
+    @property
+    def batch_mean_s(self) -> float:
+        """The mean duration of a batch without its draw, also where only steps and draws were timed."""
+        return self.batches.mean_s if self.batches.count else max(self.steps.mean_s - self.draws.mean_s, 0.0)
+
+    @property
+    def batch_std_s(self) -> float:
+        """The standard deviation of the duration of a batch, of a step where only these were timed."""
+        return self.batches.std_s if self.batches.count else self.steps.std_s
+
+
+class _Open(NamedTuple):
+    """A step that has begun."""
+
+    phase: PhaseTimes
+    num_batches: int
+
+
+class HostClock:
+    """The clock; an observer of the outfeed, which makes those of the infeeds.
+
+    Args:
+        epoch_of: returns the epoch of a batch, None if there are no epochs.
+        draws_on_device: whether the host runs ahead of the device, so that the time of a pull on the host is not that
+            of the draw; the waits of `add_wait` are.
+        now: returns the time in seconds.
+
+    Attributes:
+        train, valid: the durations of the two phases.
+        snapshots, epochs: the durations of snapshots, and of epochs, those that are not complete included.
+    """
+
+    def __init__(
+        self,
+        epoch_of: Callable[[int], int | None] = lambda _: None,
+        *,
+        draws_on_device: bool = False,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._now, self._epoch_of, self._draws_on_device = now, epoch_of, draws_on_device
+        self.train, self.valid = PhaseTimes(), PhaseTimes()
+        self.snapshots, self.epochs = Spread(), Spread()
+        self._at = self._stretch_at = self._epoch_at = self._push_at = now()
+        self._epoch: int | None = None
+        self._doing = _Doing.OTHER
+        self._open: _Open | None = None
+        self._stretch: PhaseTimes | None = None
+        self._spent = dict.fromkeys(_Doing, 0.0)
+
+    def start(self) -> None:
+        """Start the clock: the loop is launched."""
+        self._at = self._now()
+
+    def pull_began(self, phase: PhaseTimes, batch_index: int) -> None:
+        """Note that the program asks for a batch of a phase."""
+        self._turn(_Doing.DRAW, self._now())
+        self._close_step()
+        if self._stretch is not phase:
+            self._close_stretch()
+            self._stretch, self._stretch_at = phase, self._at
+        if phase is self.train:
+            self._enter_epoch(self._epoch_of(batch_index))
+
+    def pull_ended(self, phase: PhaseTimes, num_batches: int) -> None:
+        """Note that so many batches of a phase are given; a step begins unless there are none."""
+        if num_batches == 0:
+            # The loop ends: this was no draw.
+            self._turn(_Doing.OTHER, self._now())
+            self._spent = dict.fromkeys(_Doing, 0.0)
+            return
+        self._turn(_Doing.BATCH, self._now())
+        self._open = _Open(phase, num_batches)
+
+    def push_began(self) -> None:
+        """Note that the program emits a record."""
+        self._push_at = self._now()
+
+    def push_ended(self, pushed: Pushed | None) -> None:
+        """Note that a record was received: a snapshot is no part of the step, and the evaluation is over."""
+        now = self._now()
+        if isinstance(pushed, PushedSnapshot):
+            self.snapshots.add(now - self._push_at)
+            self._turn(self._doing, self._push_at)
+            self._at = now
+        elif isinstance(pushed, PushedEvaluation):
+            self._turn(_Doing.OTHER, now)
+            self._close_step()
+            self._close_stretch()
+
+    def add_wait(self, seconds: float) -> None:
+        """Add the wait for one batch of training, as the device measured it."""
+        if self._draws_on_device:
+            self.train.draws.add(seconds)
+
+    def finish(self) -> None:
+        """Note that the loop has ended."""
+        self._turn(_Doing.OTHER, self._now())
+        self._close_step()
+        self._close_stretch()
+        self._enter_epoch(None)
+
+    def _turn(self, doing: _Doing, now: float) -> None:
+        """Note that the program does something else from now on."""
+        self._spent[self._doing] += now - self._at
+        self._at, self._doing = now, doing
+
+    def _close_step(self) -> None:
+        """Add the step that has begun, if one has; the time of the next one starts anew."""
+        spent, self._spent = self._spent, dict.fromkeys(_Doing, 0.0)
+        if self._open is None:
+            return
+        (phase, count), self._open = self._open, None
+        draw_s, batch_s = spent[_Doing.DRAW], spent[_Doing.BATCH]
+        phase.steps.add(draw_s + batch_s, count)
+        if not self._draws_on_device:
+            phase.draws.add(draw_s, count)
+            phase.batches.add(batch_s, count)
+
+    def _close_stretch(self) -> None:
+        if self._stretch is not None:
+            self._stretch.stretches.add(self._at - self._stretch_at)
+            self._stretch = None
+
+    def _enter_epoch(self, epoch: int | None) -> None:
+        if epoch == self._epoch:
+            return
+        if self._epoch is not None:
+            self.epochs.add(self._at - self._epoch_at)
+        self._epoch, self._epoch_at = epoch, self._at

@@ -1,0 +1,199 @@
+"""The profiler of a launch: the clock on the host, the traces of the program, and the profile they make together."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from engine.crossing.pushed import Pushed
+from engine.hlo.text import parse_hlo
+from engine.profile.attribution import TracedBatch, attribute, operations_of
+from engine.profile.capture import Capture, Window
+from engine.profile.clock import HostClock, PhaseTimes
+from engine.profile.formats import describe_seconds
+from engine.profile.rows import Measured, make_profile
+from engine.profile.table import Profile
+from engine.profile.trace import read_spans
+from engine.scopes import TRAIN, VALID
+from preprocess.quantities import quantity
+
+_SKIPPED_STEPS, _TRACED_STEPS = 10, 30
+_TRACED_EVALUATION_BATCHES = 10
+# A trace may slow the steps: above this ratio the notes say so.
+_MUCH_SLOWER = 1.1
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is known of a launch before it begins.
+
+    Attributes:
+        first_pull, stop_pull: numbers of the training batches of the launch, half-open.
+        pulls_per_step: training batches of one update.
+        batch: images of a training batch, over all devices.
+        epoch_images: images of an epoch, None if there are no epochs.
+        eval_every_steps: steps between evaluations, 0 for one at the end, None if nothing is evaluated.
+        eval_batches, eval_batch: batches of an evaluation, and images of each but the last.
+        num_devices: number of devices.
+        runs_ahead: whether the host runs ahead of the device.
+        steps: the steps to trace, counted from 0; None chooses them.
+    """
+
+    first_pull: int
+    stop_pull: int
+    pulls_per_step: int
+    batch: int
+    epoch_images: int | None = None
+    eval_every_steps: int | None = None
+    eval_batches: int = 0
+    eval_batch: int = 0
+    num_devices: int = 1
+    runs_ahead: bool = False
+    steps: range | None = None
+
+    def epoch_of(self, pull: int) -> int | None:
+        """Return the epoch of a training batch, that of its first image; None if there are no epochs."""
+        return None if self.epoch_images is None else pull * self.batch // self.epoch_images
+
+    def windows(self) -> dict[str, Window]:
+        """Return the batches to trace, by phase."""
+        num_pulls = max(self.stop_pull - self.first_pull, 0)
+        found: dict[str, Window] = {}
+        if self.steps is not None:
+            after, stop = (step * self.pulls_per_step - self.first_pull for step in (self.steps.start, self.steps.stop))
+            if stop > 0 and after < num_pulls:
+                found[TRAIN] = Window(max(after, 0), stop - max(after, 0), is_chosen=True)
+        elif num_pulls:
+            skipped = min(_SKIPPED_STEPS * self.pulls_per_step, num_pulls // 3)
+            found[TRAIN] = Window(skipped, _TRACED_STEPS * self.pulls_per_step)
+        if self.eval_every_steps is not None:
+            every = self.eval_every_steps * self.pulls_per_step
+            before = (self.first_pull // every + 1) * every - self.first_pull if every else num_pulls
+            found[VALID] = Window(min(before, num_pulls), _TRACED_EVALUATION_BATCHES)
+        return found
+
+
+class Profiler:
+    """The profiler of one launch; it observes the calls to the host, and never stops or changes the run.
+
+    Args:
+        course: the launch.
+        warn: called with a line of text if the operations cannot be traced.
+    """
+
+    def __init__(self, course: Course, warn: Callable[[str], None]) -> None:
+        self._course, self._warn = course, warn
+        self._clock = HostClock(course.epoch_of, draws_on_device=course.runs_ahead)
+        self._capture = Capture(course.windows(), warn)
+        self.training = _Pulls(self._clock, self._clock.train, partial(self._capture.batches_drawn, TRAIN))
+        self.evaluation = _Pulls(self._clock, self._clock.valid, partial(self._capture.batches_drawn, VALID))
+
+    def push_began(self) -> None:
+        """Note that the program emits a record; see `engine.crossing.observer`."""
+        self._clock.push_began()
+
+    def push_ended(self, pushed: Pushed | None) -> None:
+        """Note that a record was received; see `engine.crossing.observer`."""
+        self._clock.push_ended(pushed)
+
+    def waited(self, waits_s: Iterable[float]) -> None:
+        """Note how long the device waited for each batch of a step, in seconds."""
+        for wait_s in waits_s:
+            self._clock.add_wait(wait_s)
+
+    def start(self) -> None:
+        """Start the clock and the thread that traces; called once, before the loop."""
+        self._clock.start()
+        self._capture.start()
+
+    def loop_ended(self) -> None:
+        """Stop the clock: the loop has ended."""
+        self._clock.finish()
+
+    def abandon(self) -> None:
+        """Let the thread end by itself, because there will be no profile."""
+        self._capture.abandon()
+
+    def finish(self, hlo_text: str, fit_s: float, eval_images: int | None = None) -> Profile:
+        """End a trace in progress, which may last a few seconds, and return the profile; called once, after the loop.
+
+        Args:
+            hlo_text: the optimised program.
+            fit_s: seconds from the launch to the end of the loop.
+            eval_images: images of an evaluation, None if there was none.
+        """
+        self._capture.stop()
+        traced, first = self._read(hlo_text)
+        course = self._course
+        per_batch = eval_images / course.eval_batches if eval_images and course.eval_batches else course.eval_batch
+        samples = {TRAIN: float(course.batch), VALID: float(per_batch)}
+        profile = make_profile(Measured(self._clock, fit_s, traced, first, samples), _NOTES)
+        return Profile(profile.rows, profile.scopes, profile.traced, (*self._describe(profile), *profile.notes))
+
+    def _read(self, hlo_text: str) -> tuple[list[TracedBatch], dict[str, int]]:
+        """Return the traced batches of both phases, and the number of the first of each phase."""
+        batches: list[TracedBatch] = []
+        first: dict[str, int] = {}
+        course = self._course
+        if not self._capture.traces:
+            return batches, first
+        try:
+            program = parse_hlo(hlo_text)
+            operations = operations_of(program)
+            for window, trace in self._capture.traces.items():
+                found = attribute(read_spans(trace.data, program.name), operations)
+                for phase in (TRAIN, VALID):
+                    own = [batch for batch in found if batch.phase == phase]
+                    # An evaluation may be in the window of training; otherwise each phase has a trace of its own.
+                    if own and (phase == window or phase not in self._capture.traces):
+                        first[phase] = trace.first[phase]
+                        # A fast program does a few batches more before the trace ends.
+                        batches += own[: course.windows()[phase].num_batches]
+        except Exception as error:  # noqa: BLE001 - a profile never stops a run
+            self._warn(f"warning: the trace could not be read ({type(error).__name__}: {error})")
+            return [], {}
+        return batches, first
+
+    def _describe(self, profile: Profile) -> Iterator[str]:
+        """Yield what the rows of this profile were measured from."""
+        for traced in profile.traced:
+            row = profile.row(traced.phase, "step")
+            assert row is not None
+            first = traced.first + (self._course.first_pull if traced.phase == TRAIN else 0)
+            noun = "step" if traced.phase == VALID or self._course.pulls_per_step == 1 else "batch"
+            slower = traced.mean_s / row.mean_s if row.mean_s else 1.0
+            yield (
+                f"* {traced.phase}: divided as in the trace of {quantity(traced.count, noun)} from {first:,} on, "
+                f"{describe_seconds(traced.mean_s)} each; {100 * traced.attributed_s / traced.mean_s:.1f} % of it "
+                "belongs to an action"
+                + (f". Tracing slowed them by {100 * (slower - 1):.0f} %" if slower > _MUCH_SLOWER else "")
+                + "."
+            )
+        for phase in (TRAIN, VALID):
+            if profile.row(phase, "step") and not any(each.phase == phase for each in profile.traced):
+                yield f"No batch of the phase {phase} was traced, so what it consists of is unknown."
+        if self._course.num_devices > 1:
+            yield f"The operations are those of the first of {self._course.num_devices} devices."
+
+
+_NOTES = (
+    "Samples/Second of draw is what waiting for batches costs. zero_grad does not exist here: each step computes new "
+    "gradients, so none are set to zero.",
+)
+
+
+class _Pulls:
+    """The observer of the pulls of one phase."""
+
+    def __init__(self, clock: HostClock, phase: PhaseTimes, drawn: Callable[[int], None]) -> None:
+        self._clock, self._phase, self._drawn = clock, phase, drawn
+
+    def pull_began(self, batch_index: int) -> None:
+        """Note that the program asks for batches from this one on; see `engine.crossing.observer`."""
+        self._clock.pull_began(self._phase, batch_index)
+        self._drawn(1)
+
+    def pull_ended(self, num_batches: int) -> None:
+        """Note that so many batches are given; see `engine.crossing.observer`."""
+        self._clock.pull_ended(self._phase, num_batches)
+        if num_batches > 1:
+            self._drawn(num_batches - 1)

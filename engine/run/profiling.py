@@ -1,0 +1,86 @@
+"""The profile of a launch: the profiler that its settings ask for, if any, and when it measures."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine.config import TrainConfig, parse_profile_steps
+from engine.processes import this_process
+from engine.profile.profiler import Course, Profiler
+from engine.profile.table import Profile
+from engine.run.compilation import Compiled
+from engine.run.data import RunData
+from engine.run.host_side import HostSide
+from engine.run.resume import StartingPoint
+from engine.stream.loss_stream import LossStream
+
+
+class Profiling:
+    """Measures the profile of one launch, if the setting `profile` is on; of several processes, in the first alone.
+
+    Args:
+        config: the settings, with epochs converted to steps.
+        data: the sources of the batches.
+        host: the transport, the devices and the notices.
+        start: where the launch begins.
+
+    Attributes:
+        profiler: observes the calls to the host, None if nothing is measured.
+        profile: the profile, None without one or before the end.
+    """
+
+    def __init__(self, config: TrainConfig, data: RunData, host: HostSide, start: StartingPoint) -> None:
+        self.profile: Profile | None = None
+        self._warn = host.notices.say
+        is_on = config.profile and this_process().index == 0 and not host.is_elsewhere
+        self.profiler = Profiler(_course(config, data, host, start), self._warn) if is_on else None
+        self._has_ended = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure inside the block, in which the loop runs."""
+        if self.profiler is None:
+            yield
+            return
+        self.profiler.start()
+        try:
+            yield
+        except BaseException:
+            self.profiler.abandon()
+            raise
+        self.profiler.loop_ended()
+        self._has_ended = True
+
+    def report(self, compiled: Compiled, fit_s: float, stream: LossStream) -> None:
+        """Compute the profile and pass it to the sinks; do nothing if the loop failed.
+
+        Args:
+            compiled: the program.
+            fit_s: seconds from the launch to the end of the loop.
+            stream: the stream of the launch, not closed.
+        """
+        if self.profiler is None or not self._has_ended:
+            return
+        num_images = stream.evaluations[0].num_images if stream.evaluations else None
+        try:
+            self.profile = self.profiler.finish(compiled.call.as_text() or "", fit_s, num_images)
+        except Exception as error:  # noqa: BLE001 - a profile never stops a run
+            self._warn(f"warning: there is no profile, because computing it failed ({type(error).__name__}: {error})")
+            return
+        stream.report_profile(self.profile)
+
+
+def _course(config: TrainConfig, data: RunData, host: HostSide, start: StartingPoint) -> Course:
+    evaluated = data.evaluation
+    return Course(
+        first_pull=start.pulls,
+        stop_pull=config.steps * config.accumulate_steps,
+        pulls_per_step=config.accumulate_steps,
+        batch=config.batch,
+        epoch_images=data.num_images,
+        eval_every_steps=None if evaluated is None else config.eval_every_steps,
+        eval_batches=0 if evaluated is None else evaluated.num_batches,
+        eval_batch=0 if evaluated is None else evaluated.batch,
+        num_devices=len(host.team.devices),
+        runs_ahead=host.transport.runs_ahead,
+        steps=None if config.profile_steps is None else parse_profile_steps(config.profile_steps),
+    )
