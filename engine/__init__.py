@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from engine.run.nonfinite import NonFiniteError
     from engine.run.result import TrainResult
     from engine.run.train import train
+    from engine.runtime.record import RuntimeReport
+    from engine.runtime.report import describe_runtime
+    from engine.runtime.runtime_file import read_runtime
     from engine.settings import ConfigError, SettingError
     from engine.stream.sinks import EvaluationRecord, LossRecord, Sink
 
@@ -58,6 +61,7 @@ _HOME = {
     "Profile": "engine.profile.table",
     "ReplayReport": "engine.replay.report",
     "RunHandle": "engine.run.callbacks",
+    "RuntimeReport": "engine.runtime.record",
     "SettingError": "engine.settings",
     "Sink": "engine.stream.sinks",
     "ThisProcess": "engine.processes",
@@ -66,6 +70,7 @@ _HOME = {
     "TrainResult": "engine.run.result",
     "balanced_accuracy": "engine.objective.metrics",
     "confusion_matrix": "engine.objective.metrics",
+    "describe_runtime": "engine.runtime.report",
     "devices": "engine.crossing.devices",
     "evaluate": "engine.evaluation.run",
     "evaluate_weights": "engine.evaluation.run",
@@ -75,6 +80,7 @@ _HOME = {
     "mean_average_precision": "engine.objective.metrics",
     "mean_of": "engine.objective.metrics",
     "predict": "engine.evaluation.predict",
+    "read_runtime": "engine.runtime.runtime_file",
     "read_weights": "engine.records.saved_weights",
     "recipe_names": "engine.recipes",
     "replay_run": "engine.replay.replay",
@@ -104,6 +110,7 @@ __all__ = [
     "Profile",
     "ReplayReport",
     "RunHandle",
+    "RuntimeReport",
     "SettingError",
     "Sink",
     "ThisProcess",
@@ -112,6 +119,7 @@ __all__ = [
     "TrainResult",
     "balanced_accuracy",
     "confusion_matrix",
+    "describe_runtime",
     "devices",
     "evaluate",
     "evaluate_weights",
@@ -121,6 +129,7 @@ __all__ = [
     "mean_average_precision",
     "mean_of",
     "predict",
+    "read_runtime",
     "read_weights",
     "recipe_names",
     "replay_run",

@@ -6,8 +6,11 @@ A transition between stages costs about 0.1 µs. Knows nothing of what is read o
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
+
+from preprocess.quantities import quantity
 
 STAGES = ("source", "open", "read", "check", "copy")
 """The stages of reading, by number."""
@@ -123,9 +126,14 @@ class Reading:
 
 
 class ReadMeter:
-    """The readings of all threads that read one source."""
+    """The readings of all threads that read one source.
 
-    def __init__(self) -> None:
+    Args:
+        name_shard: returns the name of a shard's file by its number.
+    """
+
+    def __init__(self, name_shard: Callable[[int], str] = str) -> None:
+        self._name_shard = name_shard
         self._readings: dict[int, Reading] = {}
 
     def here(self) -> Reading:
@@ -135,6 +143,13 @@ class ReadMeter:
         if found is None:
             found = self._readings[ident] = Reading()
         return found
+
+    def name(self, file: File) -> str | None:
+        """Return the name of what is read, for messages; None if it is no file."""
+        if file is None or isinstance(file, str):
+            return file
+        first, count = file
+        return self._name_shard(first) + (f" and {quantity(count - 1, 'other')}" if count > 1 else "")
 
     def all(self) -> list[Reading]:
         """Return the readings of all threads that ever read."""

@@ -156,7 +156,7 @@ def test_steps_requested_in_any_order_by_many_threads_are_correct(monkeypatch):
 
     class Split:
         num_images, height, width, row_words, target_words, lends = 23, 2, 2, 2, 0, False
-        meter = name_file = None
+        meter = None
 
         def read_into(self, indices, pixels, labels, *, timeout_s):
             asked.append((int(pixels[0, 0, 0]), indices.tolist()))

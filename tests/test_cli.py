@@ -24,6 +24,7 @@ from engine.config import SETTINGS, TrainConfig
 from engine.recipes import load_recipe, recipe_names
 from engine.records.run_folder import RunFolder
 from engine.run.result import TrainResult
+from engine.runtime.record import LaunchRuntime, RunGoodput, RuntimeReport
 from models.registry import model_names
 from tests.fake_source import fake_source, pack
 
@@ -496,6 +497,7 @@ def test_a_pipe_that_is_closed_after_the_steps_is_not_said_to_have_stopped_any(m
     result = TrainResult(
         params=(), batch_stats=(), losses=np.ones(2, np.float32), evaluations=(), steps_done=2, stopped_by="steps",
         num_params=1, num_skipped=0, compile_s=1.0, from_cache=False, train_s=1.0, wait_s=0.0, run_dir=None,
+        runtime=RuntimeReport((LaunchRuntime(0, 1, 0, 2, "done", {}, "cpu"),), RunGoodput()),
     )  # fmt: skip
     monkeypatch.setattr(sys, "stdout", closed_pipe)
     with pytest.raises(BrokenPipeError) as caught:

@@ -32,7 +32,7 @@ class NumberedSplit:
         self.num_images, self.fails_at = num_images, fails_at
         self.manifest = SimpleNamespace(shard_images=shard_images, image_bytes=64)
         self.location = SimpleNamespace(local_path=None, display="numbers/")
-        self.meter, self.name_file = ReadMeter(), str
+        self.meter = ReadMeter()
         self.reads: list[tuple[int, int]] = []
         self.gate = threading.Event()
         self.gate.set()

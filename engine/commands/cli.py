@@ -243,5 +243,5 @@ def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str], peer
         if peers is not None:
             peers.follow(lambda: run.steps_begun)
         result = run.train([display.make_sink(run.config)], origins)
-    summarise(result, config.profile_format)
+    summarise(result, config.profile_format, runtime_report=config.runtime_report)
     return result

@@ -65,8 +65,14 @@ def _processes() -> str:
     return f" --spawn {count}" if SEES_ALL in os.environ else " (on each machine, with the same --coordinator options)"
 
 
-def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain") -> None:
-    """Print how a run ended, its final loss, its folder, how to resume it if it is incomplete, and its profile."""
+def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *, runtime_report: bool = False) -> None:
+    """Print how a run ended, its final loss, its folder, what bound it, and how to resume it if it is incomplete.
+
+    Args:
+        result: the result of the run; its profile is printed if it has one.
+        profile_format: the format of the profile.
+        runtime_report: whether to print what the runtime did, too.
+    """
     steps = quantity(result.steps_done, "step")
     if result.steps_done != len(result.losses):
         steps += f", {len(result.losses):,} of them"
@@ -83,8 +89,16 @@ def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain") ->
     if result.num_skipped:
         lines.append(f"skipped: {quantity(result.num_skipped, 'update')} with NaN or infinite gradients")
     lines.append(f"run folder: {result.run_dir}")
+    verdict = result.runtime.verdict
+    # Of a run of a few steps there is nothing to say.
+    if verdict is not None and verdict.bound_by != "unknown":
+        lines.append(f"verdict: {verdict.line}")
     if not result.is_complete and result.snapshot_step is not None:
         lines.append(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume{_processes()}")
+    if runtime_report:
+        from engine.runtime.report import describe_runtime
+
+        lines.append(describe_runtime(result.runtime))
     if result.profile is not None:
         from engine.profile.formats import format_profile
 

@@ -5,7 +5,6 @@ Costs nothing for a batch that is ready. Does not depend on jax, threads or step
 
 import heapq
 import threading
-from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
@@ -39,7 +38,6 @@ class FeedMeter:
 
     Args:
         readings: what the reading threads do.
-        name_file: names what they read; None if they read no files.
         first: index of the first batch.
 
     Attributes:
@@ -51,10 +49,8 @@ class FeedMeter:
         waiting: what is being waited for now.
     """
 
-    def __init__(
-        self, readings: ReadMeter, name_file: Callable[[File], str | None] | None = None, first: int = 0
-    ) -> None:
-        self.readings, self._name_file, self._first = readings, name_file, first
+    def __init__(self, readings: ReadMeter, first: int = 0) -> None:
+        self.readings, self._first = readings, first
         self.copy_s = self.wait_s = self.first_wait_s = 0.0
         self.wait_s_by_stage = [0.0] * len(STAGES)
         self.waiting: WaitNow | None = None
@@ -101,7 +97,3 @@ class FeedMeter:
         """Return the longest waits, longest first."""
         with self._guard:
             return sorted(self._stalls, key=lambda each: each.wait_s, reverse=True)
-
-    def name(self, file: File) -> str | None:
-        """Return the name of a file that is read, None if there is none."""
-        return None if self._name_file is None else self._name_file(file)

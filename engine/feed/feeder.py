@@ -137,7 +137,7 @@ class Feeder:
         self.most_borrowed = self.depth - self._least_free
         self._allocate = allocate
         self.batch_bytes = batch_bytes(source)
-        self.meter = FeedMeter(read_meter_of(source), getattr(source, "name_file", None), start_index)
+        self.meter = FeedMeter(read_meter_of(source), start_index)
         self._copies = RowCopies(num_threads)
         self._slots: list[_Slot] = []
         self._threads: list[threading.Thread] = []

@@ -40,7 +40,6 @@ class OwnRows:
 
     Attributes:
         batch, height, width, row_words, label_form, thread_safe, read_meter: as of any source.
-        name_file: names what `read_meter` says is read; None if the source reads no files.
     """
 
     def __init__(self, source: BatchSource, rows: range) -> None:
@@ -49,7 +48,6 @@ class OwnRows:
         self.row_words, self.label_form = row_words(source), label_form_of(source)
         self.thread_safe = source.thread_safe
         self.read_meter = read_meter_of(source)
-        self.name_file = getattr(source, "name_file", None)
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Read the rows of a batch."""

@@ -30,7 +30,7 @@ class ShardBatches:
         self._order = EpochOrder(split.num_images, seed)
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
-        self.read_meter, self.name_file = split.meter, split.name_file
+        self.read_meter = split.meter
         # The index of a batch, and the images of that batch and the following batches; always replaced together.
         self._ordered = 0, np.empty((0, batch), np.int64)
 
@@ -86,7 +86,7 @@ class SequentialBatches:
         self.split = split
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
-        self.read_meter, self.name_file = split.meter, split.name_file
+        self.read_meter = split.meter
         self.num_batches = -(-split.num_images // batch)
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:

@@ -54,7 +54,7 @@ class WindowedBatches:
         self.split, self._rows = split, rows
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
-        self.read_meter, self.name_file = split.meter, split.name_file
+        self.read_meter = split.meter
         window_images = _window_images(split, batch, window_gb)
         block_images = max(1, min(split.manifest.shard_images, window_images // _LEAST_BLOCKS))
         self.order = WindowedOrder(split.num_images, seed, batch, block_images, window_images)

@@ -225,9 +225,14 @@ class RunFolder:
         """Write `result.json`, the record of how the run ended; once the file exists, the run writes nothing more."""
         self._write_json(RESULT, sealed(result))
 
-    def write_profile(self, table: str) -> None:
-        """Write `profile.csv`, the profile of this launch."""
-        self._write(PROFILE, table.encode())
+    def write_monitoring(self, name: str, content: bytes) -> None:
+        """Write a file that serves monitoring alone.
+
+        Raises:
+            OSError: if it cannot be written; LostFileError if the folder was emptied or locked by another run.
+        """
+        self.check_kept()
+        self._write(name, content)
 
     def write_weights(self, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Path:
         """Write the weights to a safetensors file, with their digest in the metadata, and return the file's path.

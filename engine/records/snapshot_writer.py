@@ -118,6 +118,11 @@ class SnapshotWriter:
             self.num_skipped += 1
             self._say(f"snapshot of step {dropped.step} skipped: the disk is too slow for --snapshot-every")
 
+    def count_skipped(self) -> None:
+        """Count a snapshot that was dropped before it was submitted."""
+        with self._changed:
+            self.num_skipped += 1
+
     def close(self, timeout_s: float) -> bool:
         """Accept no more snapshots, and wait at most `timeout_s` for pending ones to be written; can be called again.
 

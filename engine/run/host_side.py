@@ -10,6 +10,8 @@ from engine.crossing.choice import choose_chunk, choose_transport, this_platform
 from engine.crossing.devices import Team, choose_team
 from engine.crossing.transport import Transport
 from engine.run.signals import StopSignals
+from engine.runtime.clock import LaunchClock
+from engine.runtime.compilations import CompilationCounter
 from engine.settings import SettingError
 from engine.stream.notices import Notices
 
@@ -45,6 +47,8 @@ class HostSide:
         chunk: batches per pull.
         is_elsewhere: whether the devices are not here.
         signals: the handler of the signals that stop the launch.
+        clock: times the phases of the launch, which begins here.
+        compilations: counts what is compiled inside the context.
 
     Raises:
         ValueError: the requested transport is not available on this machine.
@@ -57,6 +61,7 @@ class HostSide:
         board: ControlBoard | None = None,
         placement: Placement | None = None,
     ) -> None:
+        self.clock, self.compilations = LaunchClock(), CompilationCounter()
         self.board, self.notices = board or ControlBoard(), Notices(notify)
         self.is_elsewhere = placement is not None
         if placement is not None:
@@ -78,6 +83,7 @@ class HostSide:
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self.signals)
+        self._stack.enter_context(self.compilations)
         self._stack.callback(self.notices.close)
         return self
 

@@ -19,6 +19,7 @@ import numpy as np
 from engine.config import TrainConfig
 from engine.crossing.choice import this_platform, wasted_steps_warning
 from engine.crossing.outfeed import Outfeed
+from engine.crossing.push_meter import PushMeter
 from engine.feed.batches import CheckedSource
 from engine.images.unpack import LEAST_STD, PixelScale
 from engine.keys import plain_keys
@@ -43,6 +44,7 @@ from engine.run.profiling import Profiling
 from engine.run.resolve import Resolved
 from engine.run.resume import StartingPoint
 from engine.run.signals import call_on_worker, start_on_worker
+from engine.runtime.record import ProgramTimes
 from engine.stream.loss_stream import LossStream
 from engine.stream.sinks import Sink
 from engine.updates.update import UpdateRule, Weights, init_update
@@ -77,6 +79,8 @@ class Launch:
         num_params: number of learnable parameters.
         train_s: seconds from the launch to the end of the loop.
         profiling: measures the profile, if one is wanted.
+        infeeds, transport, push_meter, clock, compilations: what the launch consists of, and what meters it.
+        programs: the programs that were compiled.
         has_changed_data: whether `failure` found that the data were modified during the run, so that steps may have
             been trained on other images.
 
@@ -97,11 +101,13 @@ class Launch:
         self._data = resolved.data
         self.train_s, self.has_changed_data = 0.0, False
         self.board, self.notices, self._signals = host.board, host.notices, host.signals
-        self._transport, self._chunk, self._devices = host.transport, host.chunk, host.team.devices
+        self.transport, self._chunk, self._devices = host.transport, host.chunk, host.team.devices
         self.team, self._is_elsewhere = host.team, host.is_elsewhere
+        self.clock, self.compilations, self.push_meter = host.clock, host.compilations, PushMeter(start.step)
+        self.programs: list[ProgramTimes] = []
         self._replicas = Replicas(len(self._devices))
         self.profiling = Profiling(config, self._data, host, start)
-        self._infeeds = Infeeds(
+        self.infeeds = Infeeds(
             config,
             self._data,
             host,
@@ -112,14 +118,16 @@ class Launch:
         self.stream = LossStream(
             batch=config.batch * config.accumulate_steps,
             step=start.step,
-            wait_of=self._infeeds.wait_of,
+            wait_of=self.infeeds.wait_of,
             board=self.board,
             on_nonfinite=lambda step: self.notices.say(
                 f"warning: the loss became NaN or infinite at step {step}; a lower learning rate may help"
             ),
         )
         stack.callback(self.stream.release)
-        self._outfeed = Outfeed(self.stream.receive, self.board, self._transport, observer=self.profiling.profiler)
+        self._outfeed = Outfeed(
+            self.stream.receive, self.board, self.transport, self.push_meter, self.profiling.profiler
+        )
         self._statics = resolved.statics(config)._replace(
             replicas=self._replicas,
             norm_groups=norm_groups(
@@ -151,9 +159,9 @@ class Launch:
         """The topology, the transport, and the batches per chunk and read ahead, as in `config.json`."""
         return {
             **self.topology.to_json(),
-            "transport": self._transport.name,
+            "transport": self.transport.name,
             "chunk_batches": self._chunk,
-            "prefetch": self._infeeds.depth,
+            "prefetch": self.infeeds.depth,
         }
 
     @property
@@ -200,19 +208,20 @@ class Launch:
             self._notify(self._selected)
         if self._is_elsewhere:
             return
-        depth, chunk = self._infeeds.depth, self._chunk
+        depth, chunk = self.infeeds.depth, self._chunk
         self._notify(
             f"infeed: batches of {source.batch} image{'s' * (source.batch > 1)} of {source.height} × {source.width} px "
-            f"from {data.description}; {depth} batch{'es' * (depth > 1)} read ahead; {self._transport.name} transport"
+            f"from {data.description}; {depth} batch{'es' * (depth > 1)} read ahead; {self.transport.name} transport"
             + self._describe_devices()
-            + (f", {chunk} {'steps enqueued ' * self._transport.runs_ahead}at once" if chunk > 1 else "")
+            + (f", {chunk} {'steps enqueued ' * self.transport.runs_ahead}at once" if chunk > 1 else "")
         )
-        if self._transport.runs_ahead and (warning := wasted_steps_warning(self.config, chunk)):
+        if self.transport.runs_ahead and (warning := wasted_steps_warning(self.config, chunk)):
             self._notify(warning)
 
     def prepare(self) -> tuple[Compiled, TrainState]:
         """Compile the program and create its initial state at the same time, and return both."""
         finish: Callable[[], Compiled] | None = None
+        started = time.perf_counter()
         try:
             # The collector would also delay the worker, which needs the interpreter lock before XLA has its program.
             with without_collector():
@@ -224,7 +233,9 @@ class Launch:
                 if finish is not None:
                     finish()
             raise
-        return finish(), state
+        compiled = finish()
+        self.clock.compile_s = time.perf_counter() - started
+        return compiled, state
 
     def compile(self, traced: Traced | None = None) -> Compiled:
         """Compile the program, traced already or not, without creating its initial state."""
@@ -234,7 +245,7 @@ class Launch:
         """Trace the program on this thread, whose jax settings then apply, and warn about its convolutions."""
         self._notify("compiling the training program, or loading it from the cache")
         model = CheckedModel(self.resolved.model, self._data.num_classes, self._data.source, self._notify)
-        program = make_program(model, self._statics, self._infeeds.training, self._outfeed, self._infeeds.evaluation)
+        program = make_program(model, self._statics, self.infeeds.training, self._outfeed, self.infeeds.evaluation)
         program = replicate(program, self._devices)
         arguments: Any = (self._state_shape, self._values())
         if self._is_elsewhere:
@@ -258,7 +269,7 @@ class Launch:
                 traced,
                 deterministic=self.config.deterministic,
                 dump_folder=dump_folder,
-                keeps=self._transport,
+                keeps=self.transport,
                 backend=_ABSENT_BACKEND if self._is_elsewhere else None,
                 is_profiled=self.config.profile,
             )
@@ -266,6 +277,7 @@ class Launch:
 
         def finish() -> Compiled:
             compiled = wait()
+            self._note_program("training", compiled)
             origin = "loaded from the cache, " if compiled.from_cache else ""
             self._notify(
                 f"compiled training program in {compiled.compile_s:.1f} s ({origin}traced in {compiled.trace_s:.1f} s)"
@@ -280,7 +292,7 @@ class Launch:
             from engine.records.snapshot import match_state
 
             saved = match_state(self.start.snapshot.leaves, self._state_shape)
-            if self._infeeds.evaluation is None:
+            if self.infeeds.evaluation is None:
                 # Without an infeed, the loop would wait for ever for the evaluation that is due.
                 saved = saved._replace(owes_evaluation=np.zeros((), np.bool))
             # Release the host's copy of the arrays, which needs as much memory again.
@@ -288,7 +300,11 @@ class Launch:
             return call_on_worker(lambda: jax.block_until_ready(jax.tree.map(partial(jnp.array, copy=True), saved)))
         words = seed_words(self.config.seed)
         draw = compile_traced(trace_ahead(self._draw, words))
+        self._note_program("initial state", draw)
         return call_on_worker(lambda: jax.block_until_ready(self._with_given_weights(draw.call(words))))
+
+    def _note_program(self, name: str, compiled: Compiled) -> None:
+        self.programs.append(ProgramTimes(name, compiled.trace_s, compiled.compile_s, compiled.from_cache))
 
     def _with_given_weights(self, drawn: TrainState) -> TrainState:
         if self._given is None:
@@ -313,7 +329,7 @@ class Launch:
     @property
     def ring_bytes(self) -> int:
         """The number of bytes of host memory that the batches read ahead occupy."""
-        return self._infeeds.num_bytes
+        return self.infeeds.num_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -341,15 +357,18 @@ class Launch:
             raise
         finally:
             self.train_s = time.perf_counter() - started
+            self.clock.end_loop()
             self.profiling.report(compiled, self.train_s, self.stream)
             self.stream.close(close_timeout_s)
         return state
 
     def _run_loop(self, compiled: Compiled, state: TrainState, values: RunValues) -> TrainState:
-        with self._transport.running(), ExitStack() as infeeds:
-            self._infeeds.start(infeeds)
+        with self.transport.running(), ExitStack() as infeeds:
+            self.infeeds.start(infeeds)
             self._signals.launched()
             self.notices.start()
+            self.clock.begin_loop()
+            self.push_meter.start()
             placed = put_everywhere((state, values), self._devices)
             with self.profiling.running():
                 state = call_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
@@ -357,8 +376,8 @@ class Launch:
 
     def failure(self, state: TrainState) -> BaseException | None:
         """Return the run's error, if any. Errors on the host take precedence over others, and causes over effects."""
-        infeeds = [each.failure for each in self._infeeds.all()]
-        others = [self._outfeed.failure, self.stream.failure, self._transport.failure]
+        infeeds = [each.failure for each in self.infeeds.all()]
+        others = [self._outfeed.failure, self.stream.failure, self.transport.failure]
         failures = [failure for failure in (*infeeds, *others) if failure is not None]
         if failures:
             self.has_changed_data |= isinstance(failures[0], ChangedShardError)

@@ -33,6 +33,7 @@ from engine.run.data import open_data
 from engine.run.epochs import settle_epochs
 from engine.run.host_side import HostSide, Placement
 from engine.run.launch import Launch
+from engine.run.launch_monitor import read_rollback, start_monitor
 from engine.run.parts import OwnParts
 from engine.run.recorded_launch import RecordedLaunch, recorded_metadata, result_of
 from engine.run.resolve import check_arguments, check_best_metric, resolve, warn_of_settings
@@ -52,6 +53,7 @@ from engine.run.resume import (
     unchecked_notice,
 )
 from engine.run.run_place import RunPlace, open_place
+from engine.runtime.record import LaunchState
 from engine.settings import SettingError
 from engine.stream.sinks import Sink
 from preprocess.quantities import quantity
@@ -184,6 +186,7 @@ class OpenRun:
             if cuts is None:
                 folder.clear()
             else:
+                recording.rollback = read_rollback(folder.path, launch.start.step, cuts, self._notify)
                 rewind_run(folder, launch.start, cuts)
             resolved = {
                 **launch.resolved.to_json(),
@@ -244,10 +247,19 @@ class OpenRun:
         """Run the program without writing to disk."""
         launch = self._launch
         compiled, state = self._compile()
-        state = launch.run(compiled, state, sinks)
-        if (failure := launch.failure(state)) is not None:
+        monitor = start_monitor(launch, compiled)
+        try:
+            state = launch.run(compiled, state, sinks)
+        except BaseException:
+            monitor.finish("failed")
+            raise
+        failure = launch.failure(state)
+        result = result_of(launch, compiled, state, None, failure, monitor.so_far())
+        end: LaunchState = "failed" if failure is not None else "done" if result.is_complete else "stopped"
+        result = replace(result, runtime=monitor.finish(end))
+        if failure is not None:
             raise failure
-        return result_of(launch, compiled, state, None, None)
+        return result
 
     def _compile(self) -> tuple[Compiled, TrainState]:
         # A profile needs the scopes of this program, not of an older one with the same instructions.

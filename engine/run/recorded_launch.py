@@ -4,6 +4,7 @@ Owns what a run writes, however it ends; `engine.run.open_run` owns the steps be
 """
 
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,27 +30,38 @@ from engine.records.evaluation_log import EvaluationLog
 from engine.records.file_errors import LostFileError
 from engine.records.folder_state import FolderState
 from engine.records.recorded_end import FILES, WEIGHTS_DIGEST
-from engine.records.run_folder import RunFolder
+from engine.records.run_folder import PROFILE, RunFolder
 from engine.records.run_folder_sink import RunFolderSink
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.records.weights import name_tensors
 from engine.records.weights_metadata import STEPS_DONE, describe_weights, without_classes
 from engine.run.compilation import Compiled
 from engine.run.launch import Launch
+from engine.run.launch_monitor import start_monitor
 from engine.run.nonfinite import NonFiniteError
 from engine.run.resolve import recorded_own_parts
 from engine.run.result import TrainResult
+from engine.runtime.goodput import Rollback
+from engine.runtime.monitor import RuntimeMonitor
+from engine.runtime.record import LaunchState, RuntimeReport
 from engine.stream.sinks import Sink
 from preprocess.quantities import listed, quantity
 
 # Longest wait for the last snapshot at the end of a run.
 _SNAPSHOT_TIMEOUT_S = 600.0
+# Longest waits for the last `runtime.json`, at the end of a run and after it was interrupted.
+_RUNTIME_TIMEOUT_S, _QUIT_TIMEOUT_S = 10.0, 1.0
 # The names of 20,000 classes take about 1 MB.
 _MOST_METADATA_CHARACTERS = 1 << 22
 
 
 def result_of(
-    launch: Launch, compiled: Compiled, state: TrainState, folder: RunFolder | None, failure: BaseException | None
+    launch: Launch,
+    compiled: Compiled,
+    state: TrainState,
+    folder: RunFolder | None,
+    failure: BaseException | None,
+    runtime: RuntimeReport,
 ) -> TrainResult:
     """Return the result of a launch; `folder` is its run folder and `failure` its error, and either may be None."""
     config, steps_done, top1 = launch.config, int(state.step), float(state.top1)
@@ -74,6 +86,7 @@ def result_of(
         train_s=launch.train_s,
         wait_s=launch.stream.wait_s,
         run_dir=folder.path if folder else None,
+        runtime=runtime,
         profile=launch.profiling.profile,
     )
 
@@ -119,6 +132,9 @@ class RecordedLaunch:
             config, launch, folder: of the launch.
             begun: the digest of each log so far, None for a new run.
             on_snapshot: called from another thread with the step and the path of each snapshot on the disk.
+
+        Attributes:
+            rollback: the earlier launches of the run, and what this one takes back.
         """
         self._config, self._launch, self._folder = config, launch, folder
         say = launch.notices.say
@@ -127,15 +143,18 @@ class RecordedLaunch:
             keep=config.keep_snapshots,
             say=say,
             find_best=self._find_best_snapshot,
-            on_written=on_snapshot,
+            on_written=self._note_snapshot,
         )
+        self._on_snapshot = on_snapshot
+        self._monitor: RuntimeMonitor | None = None
+        self.rollback = Rollback()
         if begun is None:
             begun = {path: RunningDigest() for path in (folder.loss_log, folder.evaluation_log, folder.control_log)}
         self._sink = RunFolderSink(
             folder.loss_log,
             folder.evaluation_log,
             self._take_snapshot,
-            lambda step: say(f"snapshot of step {step} skipped: the disk is too slow for the logs of the run"),
+            self._leave_out,
             begun,
         )
         self._control_log = ControlLog(folder.control_log, begun[folder.control_log])
@@ -149,8 +168,10 @@ class RecordedLaunch:
     def __exit__(self, *_: object) -> None:
         self._mailbox.close()
         self._control_log.close()
-        # After a normal end, it is already closed; otherwise do not wait.
+        # After a normal end, these are already closed; otherwise do not wait.
         self._snapshots.close(0)
+        if self._monitor is not None:
+            self._finish_monitor(self._monitor, "failed", 0)
 
     def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainResult:
         """Run the program and write the run's files; if the run failed, raise its error."""
@@ -163,9 +184,14 @@ class RecordedLaunch:
         )
         self._folder.launched()
         self._snapshots.start()
+        self._monitor = monitor = start_monitor(
+            launch, compiled, snapshots=self._snapshots, folder=self._folder, rollback=self.rollback
+        )
         try:
             state = launch.run(compiled, state, [self._sink, *sinks])
         except BaseException as error:
+            if not isinstance(error, Exception):
+                self._finish_monitor(monitor, "stopped", _QUIT_TIMEOUT_S)
             self._record_end(error)
             if not isinstance(error, Exception):
                 # The program and its sinks may still be working: no other run may enter the folder.
@@ -173,13 +199,16 @@ class RecordedLaunch:
                 self._add_resume_note(error, self._snapshots.last_step)
                 raise
             self._await_snapshot(error)
+            self._finish_monitor(monitor, "failed")
             self._record_end(error)
             raise
         failure = launch.failure(state)
-        result = result_of(launch, compiled, state, self._folder, failure)
+        result = result_of(launch, compiled, state, self._folder, failure, monitor.so_far())
         self._write_profile(result)
         failure = self._keep_state(state, failure)
-        result = replace(result, snapshot_step=self._snapshots.last_step)
+        end: LaunchState = "failed" if failure is not None else "done" if result.is_complete else "stopped"
+        runtime = self._finish_monitor(monitor, end)
+        result = replace(result, snapshot_step=self._snapshots.last_step, runtime=runtime)
         failure = self._write_end(result, failure)
         if failure is not None:
             self._add_resume_note(failure, result.snapshot_step)
@@ -190,9 +219,24 @@ class RecordedLaunch:
         if result.profile is None:
             return
         try:
-            self._folder.write_profile(to_csv(result.profile))
+            self._folder.write_monitoring(PROFILE, to_csv(result.profile).encode())
         except OSError as error:
             self._launch.notices.say(f"warning: the profile was not written ({error})")
+
+    def _finish_monitor(
+        self, monitor: RuntimeMonitor, state: LaunchState, timeout_s: float = _RUNTIME_TIMEOUT_S
+    ) -> RuntimeReport:
+        self._monitor = None
+        return monitor.finish(state, timeout_s)
+
+    def _note_snapshot(self, step: int, path: Path) -> None:
+        self._on_snapshot(step, path)
+        if (monitor := self._monitor) is not None:
+            monitor.write_soon()
+
+    def _leave_out(self, step: int) -> None:
+        self._snapshots.count_skipped()
+        self._launch.notices.say(f"snapshot of step {step} skipped: the disk is too slow for the logs of the run")
 
     def _find_best_snapshot(self, steps: list[int]) -> int | None:
         """Return which of the snapshots was evaluated best, according to `eval.jsonl`; None without `keep_best`."""
@@ -243,8 +287,14 @@ class RecordedLaunch:
         if folder_state is not None and is_whole and is_worth_it:
             tree = jax.tree.map(np.asarray, plain_keys(state))
             self._snapshots.submit(int(state.step), int(state.pulls), tree, folder_state)
-        self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
+        self._await_disk()
         return failure
+
+    def _await_disk(self) -> None:
+        """Wait until the submitted snapshots are on the disk."""
+        started = time.perf_counter()
+        self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
+        self._launch.clock.end_wait_s += time.perf_counter() - started
 
     def _await_snapshot(self, failure: Exception) -> None:
         """Wait for the snapshot that is being written, because after a failure it may be the only result.
@@ -255,7 +305,7 @@ class RecordedLaunch:
         if step is not None:
             self._launch.notices.say(f"{name}: waiting for the snapshot of step {step}; press Ctrl-C to abandon it")
         try:
-            self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
+            self._await_disk()
         except KeyboardInterrupt:
             self._folder.keep_locked()
         self._add_resume_note(failure, self._snapshots.last_step)

@@ -11,6 +11,7 @@ from engine.config import TrainConfig
 from engine.profile.table import Profile
 from engine.run.compilation import Compiled, Traced
 from engine.run.resolve import Resolved
+from engine.runtime.record import RuntimeReport
 from engine.stream.sinks import EvaluationRecord
 
 
@@ -33,6 +34,7 @@ class TrainResult:
         wait_s: seconds of these that the loop waited for batches.
         run_dir: the run folder, None without one; its URL as text if it is in a store.
         snapshot_step: the step of the newest snapshot, None if there is none.
+        runtime: what the runtime did in all launches of the run.
         profile: how long each phase and action took, None without the setting `profile`.
     """
 
@@ -49,6 +51,7 @@ class TrainResult:
     train_s: float
     wait_s: float
     run_dir: Path | str | None
+    runtime: RuntimeReport
     snapshot_step: int | None = None
     profile: Profile | None = None
 

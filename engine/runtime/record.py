@@ -32,6 +32,24 @@ class ProgramTimes:
 
 
 @dataclass(frozen=True)
+class Compilations:
+    """Everything that jax traced and compiled in this process during a launch, small functions included.
+
+    Attributes:
+        num_traces, trace_s: functions that were traced, and the seconds that took.
+        num_programs, compile_s: programs that were compiled or loaded from the cache, and the seconds that took.
+        cache_hits, cache_misses: programs that were found in the cache on disk, or looked for in vain.
+    """
+
+    num_traces: int = 0
+    trace_s: float = 0.0
+    num_programs: int = 0
+    compile_s: float = 0.0
+    cache_hits: int = 0
+    cache_misses: int = 0
+
+
+@dataclass(frozen=True)
 class Pulls:
     """The batches that the loop pulled.
 
@@ -44,6 +62,7 @@ class Pulls:
             "copy").
         evaluation_count: number of evaluation batches.
         evaluation_wait_s: seconds that the loop waited for them.
+        first_wait_s: seconds of these and of `waits` that the first batch took, when nothing is read ahead yet.
     """
 
     count: int = 0
@@ -53,6 +72,7 @@ class Pulls:
     wait_s_by_stage: dict[str, float] = field(default_factory=dict)
     evaluation_count: int = 0
     evaluation_wait_s: float = 0.0
+    first_wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +81,7 @@ class Pushes:
 
     Attributes:
         count: number of pushes.
-        bytes: bytes of the snapshots' arrays.
+        bytes: bytes of what was pushed.
         times: how long each push took on the host, during which the loop waited.
         blocked_s: seconds of these that the loop waited for a sink whose queue was full.
         blocked_by: the name of the sink for which it waited longest, None if it waited for none.
@@ -260,8 +280,9 @@ class Verdict:
     """What bound a run.
 
     Attributes:
-        bound_by: "device", "reading", "checking", "opening", "copying", "source", "snapshots", "terminal",
-            "compilation" or "evaluation"; "nothing" if nothing dominates, "unknown" if the run was too short.
+        bound_by: "device", "reading", "checking", "opening", "copying", "source" (user-defined or synthetic batches),
+            "snapshots", "terminal", "sink" (any other) or "evaluation"; "nothing" if nothing dominates,
+            "unknown" if the run was too short.
         evidence: the figures that show it.
         advice: what to change, empty if there is nothing.
     """
@@ -273,7 +294,14 @@ class Verdict:
     @property
     def line(self) -> str:
         """The verdict as one line of text."""
-        return self.evidence + (f"; {self.advice}" if self.advice else "")
+        named = "" if self.bound_by in ("nothing", "unknown") else f"the run was bound by {_bound(self.bound_by)}: "
+        return named + self.evidence + (f"; {self.advice}" if self.advice else "")
+
+
+def _bound(by: str) -> str:
+    if by == "source":
+        return "the source of its batches"
+    return f"the {by}" if by in ("device", "terminal") else "a sink" if by == "sink" else by
 
 
 @dataclass(frozen=True)
@@ -287,8 +315,9 @@ class LaunchRuntime:
         versions: of Python and the packages, by name.
         devices: the vendor's name for the devices, and how many there are, such as "2 × cpu".
         lost_steps, lost_s: steps of earlier launches that this launch makes again, and the seconds that they took.
-        programs, pulls, pushes, ring, stalls, reader, snapshots, memory, slow_operations, goodput: see their types.
-            `stalls` are the longest, at most 20, longest first.
+        programs, compilations, pulls, pushes, ring, reader, snapshots, memory, slow_operations, goodput: see their
+            types.
+        stalls: the longest waits, at most 20, longest first.
         verdict: what bound the launch, None while it runs.
     """
 
@@ -302,6 +331,7 @@ class LaunchRuntime:
     lost_steps: int = 0
     lost_s: float = 0.0
     programs: tuple[ProgramTimes, ...] = ()
+    compilations: Compilations = field(default_factory=Compilations)
     pulls: Pulls = field(default_factory=Pulls)
     pushes: Pushes = field(default_factory=Pushes)
     ring: Ring = field(default_factory=Ring)

@@ -37,6 +37,8 @@ _PUSH_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
 # After a stop request, the longest wait for sinks that accept nothing at all.
 _STOP_PATIENCE_S = 3.0
+# A shorter wait for the sinks at the end counts as none.
+_LEAST_END_S = 0.1
 # How long a sink's thread sleeps when it has caught up. Waking up for every record would cost a fast program more than
 # its step, because the threads contend for the GIL.
 _REST_S = 0.002
@@ -70,6 +72,7 @@ class LossStream:
         waits: how long each step waited for its batches.
         blocked_s: seconds that the program waited for each sink whose queue was full, by the name of the sink.
         blocked_by: the name of the sink for which it waits now, None if for none.
+        close_blocked_s: seconds of `blocked_s` that `close` waited.
         failure: the first exception of a sink, or None.
     """
 
@@ -96,6 +99,7 @@ class LossStream:
         self.wait_s, self.waits = 0.0, Durations()
         self.blocked_s: dict[str, float] = {}
         self.blocked_by: str | None = None
+        self.close_blocked_s = 0.0
         self.failure: BaseException | None = None
 
     @property
@@ -183,6 +187,7 @@ class LossStream:
             lane.records.put(None)
         started = time.monotonic()
         hung = self._wait_for_ends(started + timeout_s)
+        self._count_end(time.monotonic() - started)
         if hung:
             names = " and ".join(lane.name for lane in hung)
             waited_s = time.monotonic() - started
@@ -193,6 +198,18 @@ class LossStream:
                 )
             )
 
+    @property
+    def num_taken(self) -> int:
+        """The number of records that the sinks have accepted, summed over the sinks."""
+        return sum(lane.num_taken for lane in self._lanes)
+
+    def _count_end(self, waited_s: float) -> None:
+        """Count the wait of `close` for the sink that took longest, unless it is what closing always takes."""
+        name, self.blocked_by = self.blocked_by, None
+        if name is not None and waited_s >= _LEAST_END_S:
+            self.blocked_s[name] = self.blocked_s.get(name, 0.0) + waited_s
+            self.close_blocked_s += waited_s
+
     def unfinished(self) -> list[str]:
         """Return the names of the sinks whose threads have not ended."""
         return [lane.name for lane in self._lanes if lane.thread.is_alive()]
@@ -202,6 +219,7 @@ class LossStream:
         taken, patient_until = -1, math.inf
         while working := [lane for lane in self._lanes if lane.thread.is_alive() and not lane.is_given_up]:
             now = time.monotonic()
+            self.blocked_by = working[-1].name
             taken_before, taken = taken, sum(lane.num_taken for lane in working)
             if taken != taken_before or not self._board.is_stop_requested():
                 patient_until = now + _STOP_PATIENCE_S

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from preprocess.printable import printable
 from preprocess.quantities import quantity
-from preprocess.read_meter import CHECK, READ, File, ReadMeter
+from preprocess.read_meter import CHECK, READ, ReadMeter
 from preprocess.shards.arrays import PIXELS, damage, describe_truncation, shard_key, start_reading
 from preprocess.shards.cached_images import CachedImages
 from preprocess.shards.decoded_checks import DecodedChecks
@@ -98,7 +98,7 @@ class ShardSplit:
     def __init__(self, location: Location, manifest: Manifest, cache: ShardCache | None = None) -> None:
         self.manifest = manifest
         self.location = location
-        self.meter = ReadMeter()
+        self.meter = ReadMeter(lambda shard: f"{self._name()}/{PIXELS}/{shard_key(shard, 3)}")
         self.num_images = manifest.num_images
         self.height = manifest.height
         self.width = manifest.width
@@ -245,14 +245,6 @@ class ShardSplit:
             for files in (self._mapped, self._labels, self._checksums):
                 if files is not None:
                     files.check_files()
-
-    def name_file(self, file: File) -> str | None:
-        """Return the name of what a thread of `meter` reads, for messages."""
-        if file is None or isinstance(file, str):
-            return file
-        first, count = file
-        more = f" and {quantity(count - 1, 'other')}" if count > 1 else ""
-        return f"{self._name()}/{PIXELS}/{shard_key(first, 3)}{more}"
 
     def truncated_message(self, path: str) -> str:
         """Return the error message for a file that was truncated while it was being read."""

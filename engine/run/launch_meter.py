@@ -1,0 +1,279 @@
+"""Gathers what the parts of a launch have metered into its record, and says who waits for whom.
+
+Only reads the parts, from any thread, while they work: a number may be a step older than another.
+"""
+
+import resource
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from time import perf_counter, time
+
+import jax
+
+from engine.config import OFF
+from engine.crossing.push_meter import PushMeter
+from engine.feed.feed_meter import WaitNow
+from engine.feed.feeder import Feeder
+from engine.processes import this_process
+from engine.records.run_folder import recorded_versions
+from engine.records.snapshot_writer import SnapshotWriter
+from engine.run.compilation import Compiled
+from engine.run.launch import Launch
+from engine.runtime.goodput import Rollback, add_up, parts_of, without_details
+from engine.runtime.record import (
+    Goodput,
+    LaunchRuntime,
+    LaunchState,
+    MemoryPeaks,
+    Pulls,
+    Pushes,
+    ReaderTimes,
+    RuntimeReport,
+    SnapshotTimes,
+    Stall,
+)
+from engine.runtime.verdict import Circumstances, judge
+from preprocess.read_meter import AWAIT, CHECK, COPY, IDLE, OPEN, READ, SOURCE, STAGES, WINDOW, Reading
+from preprocess.storage_options import is_url
+
+
+class LaunchMeter:
+    """What one launch does.
+
+    Args:
+        launch: the launch.
+        compiled: its program.
+        snapshots: writes its snapshots; None if it takes none.
+        rollback: the earlier launches of the run, and what this one takes back.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        compiled: Compiled,
+        snapshots: SnapshotWriter | None = None,
+        rollback: Rollback | None = None,
+    ) -> None:
+        self._launch, self._compiled, self._snapshots = launch, compiled, snapshots
+        self._rollback = rollback or Rollback()
+        self._versions, self._slow = recorded_versions(), ()
+        infeeds = launch.infeeds
+        self._training: Feeder = infeeds.training.feeder
+        self._evaluation = None if infeeds.evaluation is None else infeeds.evaluation.feeder
+
+    @property
+    def depth(self) -> int:
+        """The number of training batches that the ring holds."""
+        return self._training.depth
+
+    def num_ready(self) -> int:
+        """Return how many training batches are ready."""
+        return self._training.num_ready
+
+    def report(self, newest: LaunchRuntime) -> RuntimeReport:
+        """Return the report of the run, of which `newest` is the last launch."""
+        launches = without_details((*self._rollback.launches, newest))
+        return RuntimeReport(launches, add_up(launches))
+
+    def gather(self, state: LaunchState) -> LaunchRuntime:
+        """Return what the launch did so far."""
+        launch, clock, push = self._launch, self._launch.clock, self._launch.push_meter
+        devices = launch.topology
+        if state != "running":
+            self._find_slow_operations()
+        found = LaunchRuntime(
+            started=clock.started,
+            ended=time(),
+            start_step=launch.start.step,
+            end_step=launch.start.step + launch.stream.num_losses,
+            state=state,
+            versions=self._versions,
+            devices=f"{devices.num_devices} × {devices.device}" if devices.num_devices > 1 else devices.device,
+            lost_steps=self._rollback.num_steps,
+            lost_s=self._rollback.seconds,
+            programs=tuple(launch.programs),
+            compilations=launch.compilations.counts(),
+            pulls=self._pulls(),
+            pushes=self._pushes(push),
+            stalls=self._stalls(),
+            reader=self._reader(),
+            snapshots=self._snapshot_times(push),
+            memory=self._memory(),
+            slow_operations=self._slow,
+            goodput=self._goodput(push),
+        )
+        return found if state == "running" else replace(found, verdict=judge(found, self._circumstances()))
+
+    def progress(self) -> object:
+        """Return a value that changes with every push, evaluation batch and snapshot on the disk."""
+        stream, snapshots = self._launch.stream, self._snapshots
+        num_written = 0 if snapshots is None else snapshots.writes.count
+        # After the loop, the sinks take what is queued.
+        num_taken = stream.num_taken if self._launch.clock.is_ending else 0
+        return self._launch.push_meter.times.count, stream.num_evaluation_pulls, num_written, num_taken
+
+    def describe(self) -> str:
+        """Return who waits for whom."""
+        push, stream = self._launch.push_meter, self._launch.stream
+        if self._launch.clock.is_ending:
+            return self._describe_end()
+        if push.pushing_since is not None:
+            if stream.blocked_by is not None:
+                return f"the loop waits until the sink {stream.blocked_by} accepts losses"
+            return f"the outfeed has been receiving for {perf_counter() - push.pushing_since:,.0f} s"
+        for feeder, what in ((self._training, "step"), (self._evaluation, "evaluation")):
+            if feeder is not None and (waiting := feeder.meter.waiting) is not None:
+                return self._describe_wait(feeder, waiting, what)
+        others = ", or waits for another process" if this_process().count > 1 else ""
+        return f"the device has been computing step {push.step + 1} for {perf_counter() - push.ended_at:,.0f} s{others}"
+
+    def _describe_end(self) -> str:
+        if unfinished := self._launch.stream.unfinished():
+            return f"the steps are done, and the run waits until the sink {unfinished[0]} has accepted all losses"
+        step = None if self._snapshots is None else self._snapshots.unwritten_step
+        if step is not None:
+            return f"the steps are done, and the run waits until the snapshot of step {step} is on the disk"
+        return "the steps are done, and the run is ending"
+
+    def _describe_wait(self, feeder: Feeder, waiting: WaitNow, what: str) -> str:
+        number = f"step {self._step_of(waiting.batch_index)}" if what == "step" else "an evaluation"
+        waits = f"the loop waits for the batch of {number}"
+        readings = feeder.meter.readings.all()
+        busy = [each for each in readings if each.work == waiting.batch_index and each.stage not in (AWAIT, IDLE)]
+        busy = busy or [each for each in readings if each.work == WINDOW]
+        if not busy:
+            return f"{waits}, which no thread is reading"
+        return f"{waits}: {_describe_reading(feeder, min(busy, key=lambda each: each.since))}"
+
+    def _step_of(self, batch_index: int) -> int:
+        return batch_index // self._launch.config.accumulate_steps + 1
+
+    def _pulls(self) -> Pulls:
+        feeder, meter = self._training, self._training.meter
+        evaluation = self._evaluation
+        return Pulls(
+            count=feeder.num_taken,
+            bytes=feeder.num_taken * feeder.batch_bytes,
+            waits=self._launch.stream.waits.summary(),
+            copy_s=meter.copy_s,
+            wait_s_by_stage={
+                stage: seconds for stage, seconds in zip(STAGES, meter.wait_s_by_stage, strict=True) if seconds
+            },
+            evaluation_count=0 if evaluation is None else evaluation.num_taken,
+            evaluation_wait_s=0.0 if evaluation is None else evaluation.meter.wait_s,
+            first_wait_s=meter.first_wait_s + (0.0 if evaluation is None else evaluation.meter.first_wait_s),
+        )
+
+    def _pushes(self, push: PushMeter) -> Pushes:
+        blocked = dict(self._launch.stream.blocked_s)
+        return Pushes(
+            count=push.times.count,
+            bytes=push.num_bytes,
+            times=push.times.summary(),
+            blocked_s=sum(blocked.values()),
+            blocked_by=max(blocked, key=blocked.__getitem__) if blocked else None,
+        )
+
+    def _stalls(self) -> tuple[Stall, ...]:
+        meter = self._training.meter
+        return tuple(
+            Stall(self._step_of(each.batch_index), each.wait_s, each.stage, meter.readings.name(each.file))
+            for each in meter.stalls()
+        )
+
+    def _reader(self) -> ReaderTimes:
+        feeders = [self._training] + ([] if self._evaluation is None else [self._evaluation])
+        # Two feeders may read the same split.
+        meters = {id(each.meter.readings): each.meter.readings for each in feeders}
+        readings = [each for meter in meters.values() for each in meter.all()]
+        totals = [sum(each.totals[stage] for each in readings) for stage in range(AWAIT)]
+        return ReaderTimes(
+            source_s=totals[SOURCE],
+            open_s=totals[OPEN],
+            read_s=totals[READ],
+            check_s=totals[CHECK],
+            copy_s=totals[COPY],
+            # A user's source does not say what it reads.
+            bytes=sum(each.num_bytes for each in readings)
+            or sum(each.num_taken * each.batch_bytes for each in feeders),
+            num_threads=self._training.num_threads,
+        )
+
+    def _snapshot_times(self, push: PushMeter) -> SnapshotTimes:
+        snapshots, clock = self._snapshots, self._launch.clock
+        if snapshots is None:
+            return SnapshotTimes()
+        return SnapshotTimes(
+            count=snapshots.writes.count,
+            num_skipped=snapshots.num_skipped,
+            bytes=snapshots.num_bytes,
+            push_s=push.snapshot_push_s,
+            writes=snapshots.writes.summary(),
+            end_wait_s=clock.end_wait_s,
+        )
+
+    def _memory(self) -> MemoryPeaks:
+        # In KiB on Linux, in bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
+        device = None
+        with suppress(Exception):  # what a backend raises that does not count
+            device = (self._launch.team.own[0].memory_stats() or {}).get("peak_bytes_in_use")
+        return MemoryPeaks(
+            host=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+            device=device,
+            program=self._compiled.peak_bytes or None,
+        )
+
+    def _goodput(self, push: PushMeter) -> Goodput:
+        launch, clock = self._launch, self._launch.clock
+        feeders = (self._training, self._evaluation)
+        # On a GPU, a reading thread waits for a batch, not the loop.
+        waits = () if launch.transport.runs_ahead else tuple(each.meter.waiting for each in feeders if each is not None)
+        now = perf_counter()
+        current_s = max((now - wait.since for wait in waits if wait is not None), default=0.0)
+        evaluation_wait_s = 0.0 if self._evaluation is None else self._evaluation.meter.wait_s
+        evaluation_s = max(0.0, push.evaluation_s - evaluation_wait_s)
+        in_loop_s = sum(dict(launch.stream.blocked_s).values()) - launch.stream.close_blocked_s
+        waiting_s = launch.stream.wait_s + current_s + evaluation_wait_s + in_loop_s
+        return parts_of(
+            total=clock.total_s,
+            steps=max(0.0, clock.loop_s - evaluation_s - push.snapshots_s - waiting_s),
+            evaluation=evaluation_s,
+            snapshots=push.snapshots_s + clock.end_wait_s,
+            compilation=clock.compile_s,
+            waiting=waiting_s + launch.stream.close_blocked_s,
+        )
+
+    def _circumstances(self) -> Circumstances:
+        launch, config = self._launch, self._launch.config
+        data = launch.resolved.data
+        return Circumstances(
+            description=data.description,
+            is_packed=data.location is not None,
+            is_synthetic=config.synthetic,
+            is_stored=data.location is not None and is_url(data.location),
+            is_cached=config.cache is not None and config.cache != OFF,
+            is_windowed=config.order == "windowed",
+            reader_threads=config.reader_threads,
+            prefetch=self._training.depth,
+            snapshot_every_steps=config.snapshot_every_steps,
+            precision=config.precision,
+            is_cpu=jax.default_backend() == "cpu",
+        )
+
+    def _find_slow_operations(self) -> None:
+        """Find the operations without a fast kernel, which takes a second for a large program, if that is worth it."""
+
+
+def _describe_reading(feeder: Feeder, reading: Reading) -> str:
+    since_s, stage = perf_counter() - reading.since, reading.stage
+    file = feeder.meter.readings.name(reading.file)
+    what = {
+        SOURCE: "the source of the batches" if file is None else "the preparation of a read",
+        OPEN: f"opening {file}",
+        READ: f"reading {file or 'the labels'}",
+        CHECK: f"checking images of {file}",
+        COPY: "copying images",
+    }[stage]
+    return f"{what} has taken {since_s:,.0f} s so far (thread {reading.thread})"

@@ -1,0 +1,86 @@
+"""Connects the monitoring of a launch: its meter, the watchdog, and the files of the run folder."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from engine.records.digests import RunningDigest
+from engine.records.run_folder import LOSS_LOG, STALLS, RunFolder
+from engine.records.snapshot_writer import SnapshotWriter
+from engine.run.compilation import Compiled
+from engine.run.launch import Launch
+from engine.run.launch_meter import LaunchMeter
+from engine.runtime.goodput import Rollback, find_rollback
+from engine.runtime.monitor import RuntimeMonitor
+from engine.runtime.runtime_file import read_runtime
+from engine.runtime.watchdog import Watchdog
+from preprocess.regular_file import read_regular
+
+_MOST_STALLS_BYTES = 1 << 21
+
+
+def start_monitor(
+    launch: Launch,
+    compiled: Compiled,
+    *,
+    snapshots: SnapshotWriter | None = None,
+    folder: RunFolder | None = None,
+    rollback: Rollback | None = None,
+) -> RuntimeMonitor:
+    """Start to monitor a launch, whose program is about to run.
+
+    Args:
+        launch: the launch.
+        compiled: its program.
+        snapshots: writes its snapshots.
+        folder: the run folder in which it is recorded; None records nothing.
+        rollback: the earlier launches of the run.
+    """
+    meter = LaunchMeter(launch, compiled, snapshots, rollback)
+    stalls = ""
+    if folder is not None:
+        with suppress(OSError):  # there usually is none
+            stalls = read_regular(folder.path / STALLS, max_bytes=_MOST_STALLS_BYTES).decode(errors="replace")
+    monitor = RuntimeMonitor(
+        meter.gather,
+        meter.report,
+        num_ready=meter.num_ready,
+        depth=meter.depth,
+        write=None if folder is None else folder.write_monitoring,
+        stalls=stalls,
+        say=launch.notices.say,
+    )
+    if launch.config.stall_warn_s:
+        monitor.set_watchdog(
+            Watchdog(
+                launch.config.stall_warn_s,
+                progress=meter.progress,
+                describe=meter.describe,
+                say=launch.notices.say,
+                keep=monitor.keep_stall,
+            )
+        )
+    monitor.start()
+    return monitor
+
+
+def read_rollback(
+    run: Path, start_step: int, cuts: Mapping[Path, RunningDigest], notify: Callable[[str], None]
+) -> Rollback:
+    """Return the earlier launches of a run that is about to be resumed, and what the resume takes back.
+
+    Args:
+        run: the run folder, not rewound yet.
+        start_step: the step from which it is resumed.
+        cuts: the digest of each log up to that step, by path.
+        notify: called with a warning if the record cannot be read; the run is then resumed without it.
+    """
+    try:
+        report = read_runtime(run)
+        if report is None:
+            return Rollback()
+        log = run / LOSS_LOG
+        return find_rollback(report.launches, log, start_step, cuts[log].num_bytes)
+    except (ValueError, OSError) as error:
+        notify(f"warning: {error}; what it says of earlier launches is dropped")
+        return Rollback()

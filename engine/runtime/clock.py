@@ -1,0 +1,44 @@
+"""The clock of one launch: when its phases began and ended."""
+
+import time
+
+
+class LaunchClock:
+    """Times the phases of a launch; made when the launch begins.
+
+    Attributes:
+        started: Unix time of the beginning, in seconds.
+        compile_s: seconds of tracing, compiling and initialising.
+        end_wait_s: seconds that the run waited for the disk after its last step.
+    """
+
+    def __init__(self) -> None:
+        self.started, self._began = time.time(), time.perf_counter()
+        self.compile_s = self.end_wait_s = 0.0
+        self._loop_began: float | None = None
+        self._loop_ended: float | None = None
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the beginning."""
+        return time.perf_counter() - self._began
+
+    @property
+    def loop_s(self) -> float:
+        """Seconds that the loop has run so far."""
+        if self._loop_began is None:
+            return 0.0
+        return (self._loop_ended or time.perf_counter()) - self._loop_began
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the loop has ended."""
+        return self._loop_ended is not None
+
+    def begin_loop(self) -> None:
+        """Note that the loop begins."""
+        self._loop_began = time.perf_counter()
+
+    def end_loop(self) -> None:
+        """Note that the loop has ended."""
+        self._loop_ended = time.perf_counter()

@@ -1,0 +1,110 @@
+"""Goodput: what the wall time of all launches of a run was spent on, and what a rollback lost.
+
+The name is that of "ML productivity goodput" (Google Cloud, 2024): steps that are made again were no progress.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from engine.records.limits import LONGEST_LINE_BYTES
+from engine.runtime.record import Goodput, LaunchRuntime, RunGoodput
+from preprocess.regular_file import open_regular
+
+_OF_THE_LOOP = ("steps", "evaluation", "snapshots", "waiting")
+_PARTS = (*_OF_THE_LOOP, "compilation", "other")
+# Launches whose details are kept.
+_NUM_DETAILED = 10
+
+
+def add_up(launches: Sequence[LaunchRuntime]) -> RunGoodput:
+    """Return the goodput over launches, oldest first: what was lost is taken from the parts of the loop alike."""
+    sums = {name: sum(getattr(each.goodput, name) for each in launches) for name in _PARTS}
+    in_loop = sum(sums[name] for name in _OF_THE_LOOP)
+    lost = min(in_loop, sum(each.lost_s for each in launches))
+    kept = {name: sums[name] * (1 - lost / in_loop) if in_loop else 0.0 for name in _OF_THE_LOOP}
+    return RunGoodput(
+        **(sums | kept),
+        lost=lost,
+        lost_steps=sum(each.lost_steps for each in launches),
+        gaps=sum(max(0.0, after.started - before.ended) for before, after in pairwise(launches)),
+    )
+
+
+def without_details(launches: Sequence[LaunchRuntime]) -> tuple[LaunchRuntime, ...]:
+    """Return launches, of which only the newest keep their longest lists: a run may have thousands of launches."""
+    blank = LaunchRuntime(0, 0, 0, 0, "done", {}, "")
+    slim = [replace(each, ring=blank.ring, stalls=(), slow_operations=()) for each in launches[:-_NUM_DETAILED]]
+    return (*slim, *launches[-_NUM_DETAILED:])
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """What a resume takes back.
+
+    Attributes:
+        launches: the earlier launches, with a killed one ending at its last line.
+        num_steps: steps that are made again.
+        seconds: the time that they took.
+    """
+
+    launches: tuple[LaunchRuntime, ...] = ()
+    num_steps: int = 0
+    seconds: float = 0.0
+
+
+def find_rollback(launches: Sequence[LaunchRuntime], loss_log: Path, start_step: int, start_bytes: int) -> Rollback:
+    """Return what a resume takes back, according to the lines of the loss log that it will cut off.
+
+    Args:
+        launches: the earlier launches, at least one.
+        loss_log: the log, not cut yet.
+        start_step: the step from which the run is resumed.
+        start_bytes: the size of the log up to that step.
+
+    Raises:
+        OSError: the log cannot be read.
+    """
+    end = _last_line(loss_log, None)
+    if end is None:
+        return Rollback(tuple(launches))
+    end_step, ended = end
+    *earlier, last = launches
+    if last.state == "running" and ended > last.ended:
+        # It was killed after its last update.
+        extra = ended - last.ended
+        goodput = replace(last.goodput, steps=last.goodput.steps + extra)
+        last = replace(last, ended=ended, end_step=max(end_step, last.end_step), goodput=goodput)
+    known = (*earlier, last)
+    if end_step <= start_step:
+        return Rollback(known)
+    begin = _last_line(loss_log, start_bytes)
+    since = known[0].started if begin is None else begin[1]
+    return Rollback(known, end_step - start_step, sum(_loop_seconds(each, since, ended) for each in known))
+
+
+def _loop_seconds(launch: LaunchRuntime, since: float, until: float) -> float:
+    """Return how many seconds of a launch's loop lie between two times."""
+    of_loop = launch.ended - sum(getattr(launch.goodput, name) for name in _OF_THE_LOOP)
+    return max(0.0, min(until, launch.ended) - max(since, of_loop))
+
+
+def _last_line(log: Path, size: int | None) -> tuple[int, float] | None:
+    """Return step and time of the last whole line in the first `size` bytes of a log, or in all; None without one."""
+    with suppress(FileNotFoundError), os.fdopen(open_regular(log), "rb", buffering=0) as file:
+        stop = os.fstat(file.fileno()).st_size if size is None else size
+        begin = max(0, stop - LONGEST_LINE_BYTES)
+        lines = os.pread(file.fileno(), stop - begin, begin).rpartition(b"\n")[0].split(b"\n")
+        with suppress(ValueError, KeyError, TypeError):
+            values = json.loads(lines[-1])
+            return int(values["step"]), float(values["time"])
+    return None
+
+
+def parts_of(*, total: float, **parts: float) -> Goodput:
+    """Return the goodput of a launch, whose remaining time is "other"."""
+    return Goodput(**parts, other=max(0.0, total - sum(parts.values())))

@@ -1,0 +1,170 @@
+"""The threads that watch a launch: one samples the ring and runs the watchdog, one writes the files.
+
+A disk that hangs thus stops neither the run nor the watchdog. Errors of monitoring are reported once.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from engine.records.file_errors import LostFileError
+from engine.records.run_folder import RUNTIME, STALLS
+from engine.runtime.record import LaunchRuntime, LaunchState, Ring, RingSample, RuntimeReport
+from engine.runtime.runtime_file import encode_runtime
+from engine.runtime.watchdog import Watchdog
+
+_LOOK_EVERY_S = 0.1
+_WRITE_EVERY_S = 30.0
+# How long the end of a run waits for the last write: a disk that hangs must not keep the process.
+_LAST_WRITE_S = 10.0
+_MOST_SAMPLES = 240
+_MOST_STALLS_BYTES = 1 << 20
+_SEPARATOR = "=" * 80 + "\n"
+
+type Write = Callable[[str, bytes], None]
+"""(name of a file of the run folder, its content) → None; whole or not at all, raises OSError."""
+
+
+class RingSamples:
+    """Evenly spaced samples of a number, of which there are never more than 240: then every other is dropped."""
+
+    def __init__(self, every_s: float = _LOOK_EVERY_S) -> None:
+        self._every_s, self._next_s = every_s, 0.0
+        self._samples: list[RingSample] = []
+
+    def offer(self, time_s: float, number: int) -> None:
+        """Keep a sample if it is time for one."""
+        if time_s < self._next_s:
+            return
+        self._samples = [*self._samples, RingSample(time_s, number)]
+        self._next_s = time_s + self._every_s
+        if len(self._samples) >= _MOST_SAMPLES:
+            self._samples = self._samples[::2]
+            self._every_s *= 2
+
+    def all(self) -> tuple[RingSample, ...]:
+        """Return the samples; safe from any thread."""
+        return tuple(self._samples)
+
+
+class RuntimeMonitor:
+    """Watches one launch from `start` to `finish`.
+
+    Args:
+        gather: returns what the launch did so far; called on any thread.
+        report: returns the report of the run, of which this launch is the last.
+        num_ready: returns how many batches are ready.
+        depth: number of batches in the ring.
+        watchdog: looks for stalls; None if there is none.
+        write: writes a file of the run folder; None if there is no folder.
+        stalls: the content of `stalls.txt` so far.
+        say: called with one line; must not block.
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[LaunchState], LaunchRuntime],
+        report: Callable[[LaunchRuntime], RuntimeReport],
+        *,
+        num_ready: Callable[[], int],
+        depth: int,
+        watchdog: Watchdog | None = None,
+        write: Write | None = None,
+        stalls: str = "",
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._gather, self._report, self._num_ready, self._depth = gather, report, num_ready, depth
+        self._watchdog, self._write, self._say = watchdog, write, say
+        self._samples, self._began = RingSamples(), time.perf_counter()
+        self._stalls, self._has_stalls = stalls, False
+        self._ended = threading.Event()
+        self._changed = threading.Condition()
+        self._is_due, self._last, self._has_warned = True, b"", False
+        self._threads = [threading.Thread(target=self._watch, name="runtime-watch", daemon=True)]
+        if write is not None:
+            self._threads.append(threading.Thread(target=self._record, name="runtime-record", daemon=True))
+
+    def start(self) -> None:
+        """Start the threads, the first write included."""
+        for thread in self._threads:
+            thread.start()
+
+    def set_watchdog(self, watchdog: Watchdog) -> None:
+        """Let a watchdog look from now on; called before `start`."""
+        self._watchdog = watchdog
+
+    def write_soon(self) -> None:
+        """Write the file now instead of within 30 seconds; safe from any thread."""
+        with self._changed:
+            self._is_due = True
+            self._changed.notify_all()
+
+    def keep_stall(self, text: str) -> None:
+        """Append a report to `stalls.txt`; safe from any thread."""
+        with self._changed:
+            reports = (self._stalls + _SEPARATOR + text + "\n")[-_MOST_STALLS_BYTES:]
+            # The oldest report may have lost its beginning.
+            self._stalls = reports[reports.index(_SEPARATOR) :] if _SEPARATOR in reports else reports
+            self._has_stalls = self._is_due = True
+            self._changed.notify_all()
+
+    def so_far(self, state: LaunchState = "running") -> RuntimeReport:
+        """Return the report as of now."""
+        launch = self._gather(state)
+        return self._report(replace(launch, ring=Ring(self._depth, self._samples.all())))
+
+    def finish(self, state: LaunchState, timeout_s: float = _LAST_WRITE_S) -> RuntimeReport:
+        """Stop watching, write the files a last time, and return the final report.
+
+        Args:
+            state: how the launch ended.
+            timeout_s: longest wait for the disk.
+        """
+        report = self.so_far(state)
+        with self._changed:
+            self._last = encode_runtime(report)
+            self._ended.set()
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if self._threads[-1].is_alive():
+            self._warn(f"{RUNTIME} was not written within {timeout_s:g} s: check the disk of the run folder")
+        return report
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_EVERY_S):
+            self._samples.offer(time.perf_counter() - self._began, self._num_ready())
+            if self._watchdog is not None:
+                # What it looks at is changed by other threads.
+                with suppress(Exception):
+                    self._watchdog.look()
+
+    def _record(self) -> None:
+        is_last = False
+        while not is_last:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_due or self._ended.is_set(), _WRITE_EVERY_S)
+                is_last, content, self._is_due = self._ended.is_set(), self._last, False
+                stalls = self._stalls.encode(errors="replace") if self._has_stalls else b""
+                self._has_stalls = False
+            self._write_files(content, stalls)
+
+    def _write_files(self, content: bytes, stalls: bytes) -> None:
+        assert self._write is not None
+        try:
+            if stalls:
+                self._write(STALLS, stalls)
+            self._write(RUNTIME, content or encode_runtime(self.so_far()))
+        except LostFileError:
+            pass  # the run itself reports it
+        except Exception as error:  # noqa: BLE001 - a monitor never stops a run
+            self._warn(f"{RUNTIME} could not be written ({error}); the run continues without it")
+
+    def _warn(self, warning: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._say(f"warning: {warning}")

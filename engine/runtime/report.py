@@ -1,0 +1,161 @@
+"""The report of what the runtime did, as plain text of at most 80 columns; after PyTorch/XLA's `met.metrics_report`."""
+
+import statistics
+import textwrap
+from collections.abc import Iterator
+
+from engine.durations import Times
+from engine.runtime.record import LaunchRuntime, RuntimeReport
+from preprocess.quantities import quantity
+
+_WIDTH = 80
+_MOST_STALLS = 4
+_MOST_SLOW = 4
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def describe_runtime(report: RuntimeReport) -> str:
+    """Return the newest launch of a run, and the goodput over all launches, as text of at most 80 columns."""
+    launch, count = report.last, len(report.launches)
+    steps = quantity(launch.end_step - launch.start_step, "step")
+    lines = [
+        f"runtime report: launch {count} of {count}, {steps} after step {launch.start_step}, {launch.state}, "
+        f"{launch.wall_s:,.1f} s on {launch.devices}"
+    ]
+    for part in (
+        _goodput(report),
+        _programs(launch),
+        _times(launch),
+        _reading(launch),
+        _stalls(launch),
+        _memory(launch),
+        _slow_operations(launch),
+    ):
+        lines.extend(part)
+    if launch.verdict is not None:
+        lines.append(f"verdict: {launch.verdict.line}")
+    return "\n".join(wrapped for line in lines for wrapped in _wrap(line))
+
+
+def _wrap(line: str) -> list[str]:
+    return textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]
+
+
+def _goodput(report: RuntimeReport) -> Iterator[str]:
+    goodput, count = report.goodput, len(report.launches)
+    total = goodput.total or 1.0
+    gaps = f", and {goodput.gaps:,.1f} s between them" if goodput.gaps else ""
+    yield f"goodput over {quantity(count, 'launch')}: {goodput.total:,.1f} s{gaps}"
+    parts = [
+        f"{name} {seconds:,.2f} s ({100 * seconds / total:.1f} %)"
+        for name, seconds in goodput.seconds().items()
+        if seconds
+    ]
+    yield "  " + ", ".join(parts)
+    if goodput.lost_steps:
+        yield f"  {quantity(goodput.lost_steps, 'step')} were made again after a resume from an earlier step"
+
+
+def _programs(launch: LaunchRuntime) -> Iterator[str]:
+    yield "programs            traced in    compiled in"
+    for program in launch.programs:
+        origin = "  from the cache" if program.from_cache else ""
+        yield f"  {program.name:<16}{program.trace_s:>9.2f} s{program.compile_s:>13.2f} s{origin}"
+    every = launch.compilations
+    yield (
+        f"  in all: {quantity(every.num_traces, 'trace')}, {quantity(every.num_programs, 'program')}, "
+        f"{quantity(every.cache_hits, 'cache hit')}, {every.cache_misses} missed"
+    )
+
+
+def _times(launch: LaunchRuntime) -> Iterator[str]:
+    yield f"{'':<18}{'count':>9}{'total':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}"
+    for name, times in (
+        ("step's wait", launch.pulls.waits),
+        ("push", launch.pushes.times),
+        ("snapshot write", launch.snapshots.writes),
+    ):
+        if times.count:
+            yield _row(name, times)
+    pulls, pushes = launch.pulls, launch.pushes
+    evaluated = f", {pulls.evaluation_count:,} for evaluations" if pulls.evaluation_count else ""
+    yield (
+        f"pulled: {pulls.count:,} batches, {_size(pulls.bytes)}, copied in {_seconds(pulls.copy_s)}{evaluated}; "
+        f"pushed: {_size(pushes.bytes)}"
+    )
+    if pushes.blocked_s:
+        yield f"  blocked for {_seconds(pushes.blocked_s)}, longest by {pushes.blocked_by}"
+    snapshots = launch.snapshots
+    if snapshots.count or snapshots.num_skipped:
+        yield (
+            f"snapshots: {snapshots.count} of {_size(snapshots.bytes)} in all, {snapshots.num_skipped} skipped; the "
+            f"loop waited {_seconds(snapshots.push_s)}, the end of the run {_seconds(snapshots.end_wait_s)}"
+        )
+
+
+def _row(name: str, times: Times) -> str:
+    cells = (times.total_s, times.p50_s, times.p90_s, times.p99_s, times.max_s)
+    return f"  {name:<16}{times.count:>9,}" + "".join(f"{_seconds(each):>10}" for each in cells)
+
+
+def _reading(launch: LaunchRuntime) -> Iterator[str]:
+    reader = launch.reader
+    stages = {
+        "source": reader.source_s,
+        "open": reader.open_s,
+        "read": reader.read_s,
+        "check": reader.check_s,
+        "copy": reader.copy_s,
+    }
+    done = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in stages.items() if seconds)
+    yield f"reading, {quantity(reader.num_threads, 'thread')}: {done or 'nothing'}; {_size(reader.bytes)}"
+    if by_stage := launch.pulls.wait_s_by_stage:
+        waits = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in by_stage.items())
+        yield f"  waited for: {waits}"
+    if samples := [each.num_ready for each in launch.ring.samples]:
+        empty = sum(each == 0 for each in samples) / len(samples)
+        yield (
+            f"ring of {quantity(launch.ring.depth, 'batch')}: {statistics.median(samples):g} ready (median), empty "
+            f"{100 * empty:.0f} % of the time"
+        )
+
+
+def _stalls(launch: LaunchRuntime) -> Iterator[str]:
+    if launch.stalls:
+        yield "longest waits:"
+    for stall in launch.stalls[:_MOST_STALLS]:
+        where = "" if stall.shard is None else f" of {_shorten(stall.shard)}"
+        yield f"  step {stall.step:,}: {_seconds(stall.wait_s)}, {stall.stage}{where}"
+
+
+def _memory(launch: LaunchRuntime) -> Iterator[str]:
+    memory = launch.memory
+    parts = {"host": memory.host, "device": memory.device, "program (estimated)": memory.program}
+    yield "memory at most: " + ", ".join(f"{name} {_size(each)}" for name, each in parts.items() if each is not None)
+
+
+def _slow_operations(launch: LaunchRuntime) -> Iterator[str]:
+    for slow in launch.slow_operations[:_MOST_SLOW]:
+        times = f"{slow.count} × " if slow.count > 1 else ""
+        yield f"slow: {times}{slow.kind} {slow.shape} in {slow.name}: {slow.why}"
+    if len(launch.slow_operations) > _MOST_SLOW:
+        yield f"slow: {len(launch.slow_operations) - _MOST_SLOW} other kinds of operations (runtime.json)"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds == 0:
+        return "0"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in _UNITS:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.1f} {name}"
+    return f"{num_bytes} B"
+
+
+def _shorten(path: str) -> str:
+    return path if len(path) <= 50 else f"…{path[-49:]}"

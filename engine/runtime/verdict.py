@@ -1,0 +1,192 @@
+"""The verdict on a launch: what bound it, by which figures, and what to change."""
+
+from dataclasses import dataclass
+
+from engine.runtime.record import LaunchRuntime, Verdict
+from preprocess.quantities import quantity
+
+_LEAST_STEPS, _LEAST_S = 10, 0.5
+# The share of the time from which a part binds a run. Reading takes place beside the steps, so whenever the loop waits
+# for it regularly, it is what the run's speed depends on; the others only add to the steps.
+_BINDS = {"reading": 0.1, "sinks": 0.1, "snapshots": 0.2, "copying": 0.3, "evaluation": 0.5}
+_DEVICE_BINDS = 0.7
+# The share of the waiting that one file must have had to be named.
+_LEAST_OF_FILE = 0.5
+_NOUNS = {"source": "source", "open": "opening", "read": "reading", "check": "checking", "copy": "copying"}
+# The sinks that write to the terminal.
+_TERMINALS = ("PlainSink", "ProgressSink")
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What a verdict's advice depends on.
+
+    Attributes:
+        description: the data set in words.
+        is_packed: whether the batches come from a packed data set.
+        is_synthetic: whether they are synthetic.
+        is_stored: whether the data set is in a store.
+        is_cached, is_windowed: the settings `cache` and `order`.
+        reader_threads, prefetch: how many threads read, and how many batches are read ahead.
+        snapshot_every_steps: the setting.
+        precision: the setting.
+        is_cpu: whether the devices are of the processor.
+    """
+
+    description: str
+    is_packed: bool
+    is_synthetic: bool
+    is_stored: bool
+    is_cached: bool
+    is_windowed: bool
+    reader_threads: int
+    prefetch: int
+    snapshot_every_steps: int
+    precision: str
+    is_cpu: bool
+
+
+def judge(launch: LaunchRuntime, about: Circumstances) -> Verdict:
+    """Return what bound a launch that has ended; what the first batch was waited for does not count."""
+    goodput, pulls = launch.goodput, launch.pulls
+    num_steps = launch.end_step - launch.start_step
+    running_s = goodput.steps + goodput.evaluation + goodput.snapshots + goodput.waiting - pulls.first_wait_s
+    if num_steps < _LEAST_STEPS or running_s < _LEAST_S:
+        short = f"{quantity(num_steps, 'step')} in {max(0.0, running_s):.1f} s"
+        return Verdict("unknown", f"the run was too short to say what bound it: {short}", "")
+    waited_s = pulls.waits.total_s + pulls.evaluation_wait_s - pulls.first_wait_s
+    seconds = {
+        "reading": max(0.0, waited_s),
+        "sinks": launch.pushes.blocked_s,
+        "snapshots": goodput.snapshots,
+        "copying": min(pulls.copy_s, goodput.steps),
+        "evaluation": goodput.evaluation,
+    }
+    shares = {name: each / running_s for name, each in seconds.items()}
+    shares["device"] = max(0.0, 1 - sum(shares.values()))
+    binding = [name for name, least in _BINDS.items() if shares[name] >= least]
+    if binding:
+        by = max(binding, key=lambda name: shares[name])
+        return _JUDGES[by](launch, about, shares[by])
+    if shares["device"] >= _DEVICE_BINDS:
+        return _of_device(launch, about, shares["device"])
+    parts = ", ".join(f"{name} {_percent(each)}" for name, each in sorted(shares.items(), key=lambda pair: -pair[1]))
+    return Verdict("nothing", f"nothing dominated the run: {parts}", "")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _of_reading(launch: LaunchRuntime, about: Circumstances, share: float) -> Verdict:
+    by_stage = launch.pulls.wait_s_by_stage
+    stages = sorted(((seconds, stage) for stage, seconds in by_stage.items() if seconds), reverse=True)
+    main = stages[0][1] if stages else "read"
+    # The stages include what the first batch was waited for.
+    total = sum(by_stage.values()) or 1.0
+    parts = [f"{stage} {_percent(share * each / total)}" for each, stage in stages if share * each / total >= 0.005]
+    where = _file_at_fault(launch) or about.description
+    if main == "source" and not about.is_packed:
+        num = max(1, launch.pulls.count + launch.pulls.evaluation_count)
+        each_ms = 1e3 * launch.reader.source_s / num
+        what = "synthetic batches" if about.is_synthetic else "your own batches"
+        evidence = f"the loop waited {_percent(share)} of the time for {what}, which take {each_ms:,.1f} ms each"
+        return Verdict("source", evidence, _advice_on_source(about))
+    detail = f" ({', '.join(parts)})" if parts else ""
+    evidence = f"the loop waited {_percent(share)} of the time for {where}{detail}"
+    return Verdict(_NOUNS[main], evidence, _advice_on_reading(launch, about, main))
+
+
+def _file_at_fault(launch: LaunchRuntime) -> str | None:
+    """Return the file that most of the waiting was for, None if there is no single one."""
+    seconds: dict[str, float] = {}
+    for stall in launch.stalls:
+        if stall.shard is not None:
+            seconds[stall.shard] = seconds.get(stall.shard, 0.0) + stall.wait_s
+    if not seconds:
+        return None
+    file = max(seconds, key=seconds.__getitem__)
+    return file if seconds[file] >= _LEAST_OF_FILE * launch.pulls.waits.total_s else None
+
+
+def _advice_on_source(about: Circumstances) -> str:
+    if about.is_synthetic:
+        return f"raise --reader-threads, now {about.reader_threads}"
+    return (
+        "make the function faster, give a BatchSource with thread_safe = True, which several threads call, or pack the "
+        "images (preprocess-imagenet)"
+    )
+
+
+def _advice_on_reading(launch: LaunchRuntime, about: Circumstances, stage: str) -> str:
+    waits = launch.pulls.waits
+    if stage == "copy":
+        return "images are copied from memory; a smaller image size or more cores (--reader-threads) help"
+    if stage == "check":
+        return (
+            f"an image is checked when it is first read in a launch; raise --reader-threads, now {about.reader_threads}"
+        )
+    if about.is_stored and not (about.is_cached and about.is_windowed):
+        hints = ["read large parts (--order windowed)"] * (not about.is_windowed)
+        hints += ["keep shards on this machine (--cache)"] * (not about.is_cached)
+        return " and ".join(hints)
+    if waits.count and waits.p50_s < 0.1 * waits.total_s / waits.count:
+        return f"the waits come in bursts, which a larger --prefetch bridges, now {about.prefetch}"
+    return f"raise --reader-threads, now {about.reader_threads}, or put the data on a faster disk"
+
+
+def _of_sinks(launch: LaunchRuntime, _: Circumstances, share: float) -> Verdict:
+    name = launch.pushes.blocked_by or "a sink"
+    evidence = f"the loop waited {_percent(share)} of the time until {name} accepted losses"
+    if name in _TERMINALS:
+        return Verdict("terminal", evidence, "unblock the terminal (Ctrl-Q), or write the output to a file")
+    return Verdict("sink", evidence, "make its write method return sooner")
+
+
+def _of_snapshots(launch: LaunchRuntime, about: Circumstances, share: float) -> Verdict:
+    snapshots = launch.snapshots
+    evidence = (
+        f"copying snapshots and waiting for the disk took {_percent(share)} of the time: "
+        f"{quantity(snapshots.count, 'snapshot')} on the disk, {snapshots.writes.p50_s:,.2f} s each"
+    )
+    if snapshots.num_skipped:
+        evidence += f", and {snapshots.num_skipped} skipped"
+    every = about.snapshot_every_steps
+    advice = "put the run folder on a faster disk"
+    return Verdict("snapshots", evidence, advice + (f", or raise --snapshot-every, now {every}" if every else ""))
+
+
+def _of_copying(launch: LaunchRuntime, about: Circumstances, share: float) -> Verdict:
+    rate = launch.pulls.bytes / launch.pulls.copy_s / 1e9 if launch.pulls.copy_s else 0.0
+    evidence = f"copying batches to the program took {_percent(share)} of the time, at {rate:,.1f} GB/s"
+    return Verdict("copying", evidence, f"raise --reader-threads, now {about.reader_threads}, which also copy")
+
+
+def _of_evaluation(_: LaunchRuntime, __: Circumstances, share: float) -> Verdict:
+    return Verdict("evaluation", f"evaluations took {_percent(share)} of the time", "raise --eval-every")
+
+
+_JUDGES = {
+    "reading": _of_reading,
+    "sinks": _of_sinks,
+    "snapshots": _of_snapshots,
+    "copying": _of_copying,
+    "evaluation": _of_evaluation,
+}
+
+
+def _of_device(launch: LaunchRuntime, about: Circumstances, share: float) -> Verdict:
+    waited = launch.pulls.waits.total_s + launch.pulls.evaluation_wait_s - launch.pulls.first_wait_s
+    running_s = launch.goodput.total - launch.goodput.compilation - launch.goodput.other
+    evidence = (
+        f"it computed for {_percent(share)} of the time, and the loop waited {_percent(max(0.0, waited) / running_s)} "
+        "of it for batches"
+    )
+    if launch.slow_operations:
+        count = sum(each.count for each in launch.slow_operations)
+        kinds = " and ".join(dict.fromkeys(f"{each.kind}s" for each in launch.slow_operations))
+        return Verdict("device", evidence, f"{quantity(count, 'operation')} ({kinds}) have no fast kernel")
+    if about.is_cpu:
+        return Verdict("device", evidence, "use a GPU, or a smaller model or image size")
+    half = "--precision bfloat16, or " if about.precision == "float32" else ""
+    return Verdict("device", evidence, f"{half}more devices")

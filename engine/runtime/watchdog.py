@@ -1,0 +1,59 @@
+"""The watchdog of a run: says who waits for whom if no step ends for long, with the stacks of all threads."""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+
+class Watchdog:
+    """Looks whether the run makes progress; `look` is called several times a second, on one thread.
+
+    Args:
+        warn_s: seconds without progress after which it warns, again after twice as long, and so on.
+        progress: returns a value that changes with every step, evaluation batch and other progress.
+        describe: returns who waits for whom.
+        say: called with one line; must not block.
+        keep: called with a report with the stacks of all threads; must not block.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        warn_s: float,
+        *,
+        progress: Callable[[], object],
+        describe: Callable[[], str],
+        say: Callable[[str], None],
+        keep: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._warn_s, self._progress, self._describe = warn_s, progress, describe
+        self._say, self._keep, self._clock = say, keep, clock
+        self._seen, self._since = progress(), clock()
+        self._next_s = warn_s
+
+    def look(self) -> None:
+        """Warn if there was no progress for so long, or say that the run continues."""
+        now, seen = self._clock(), self._progress()
+        stalled_s = now - self._since
+        if seen != self._seen:
+            if self._next_s > self._warn_s:
+                self._say(f"the run continues after {stalled_s:,.0f} s without a step")
+            self._seen, self._since, self._next_s = seen, now, self._warn_s
+        elif stalled_s >= self._next_s:
+            self._next_s *= 2
+            what = f"no step for {stalled_s:,.0f} s: {self._describe()}"
+            self._say(f"warning: {what}")
+            self._keep(f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}: {what}\n\n{describe_threads()}")
+
+
+def describe_threads() -> str:
+    """Return the stack of every thread of this process, with the names of the threads."""
+    names = {each.ident: each.name for each in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, "not started by Python")
+        parts.append(f"Thread {name} ({ident}):\n" + "".join(traceback.format_stack(frame)))
+    return "\n".join(parts)
