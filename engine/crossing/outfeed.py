@@ -1,4 +1,4 @@
-"""The outfeed, through which the program sends losses, evaluation counts and snapshots of its state to the host.
+"""The outfeed, through which the program sends losses, evaluation counts, snapshots and more of itself to the host.
 
 Does not depend on terminals or files: it passes each record to a receiver, which must not block for long. If the
 receiver fails, the outfeed keeps the exception and asks the control board to stop the run.
@@ -16,8 +16,17 @@ import numpy as np
 from engine.control.board import ControlBoard
 from engine.crossing.observer import PushObserver
 from engine.crossing.push_meter import PushMeter
-from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
+from engine.crossing.pushed import (
+    Histogram,
+    Pushed,
+    PushedEvaluation,
+    PushedHistograms,
+    PushedImages,
+    PushedLosses,
+    PushedSnapshot,
+)
 from engine.crossing.transport import Array, Transport
+from engine.images.mixing import WHOLE
 from engine.keys import plain_keys
 from engine.objective.tally import Tally
 
@@ -106,6 +115,45 @@ class Outfeed:
             return PushedSnapshot(int(step), int(pulls), jax.tree.unflatten(structure, copies))
 
         self._push(read, step, pulls, *leaves)
+
+    def push_histograms(self, step: jax.Array, names: Sequence[str], histograms: tuple[jax.Array, ...]) -> None:
+        """Emit the histograms of several arrays; called while tracing.
+
+        Args:
+            step: int32 [], updates done.
+            names: the name of each array, n of them.
+            histograms: float32 [n, 65] edges, int32 [n, 64] counts, float32 [n] means and standard deviations, and
+                int32 [n] numbers of elements that are NaN or infinite.
+        """
+
+        def read(step: Array, *parts: Array) -> PushedHistograms:
+            edges, counts, means, stds, num_nonfinite = (np.array(part) for part in parts)
+            numbers = means.tolist(), stds.tolist(), num_nonfinite.tolist()
+            found = [Histogram(*each) for each in zip(edges, counts, *numbers, strict=True)]
+            return PushedHistograms(int(step), time.time(), dict(zip(names, found, strict=True)))
+
+        self._push(read, step, *histograms)
+
+    def push_images(
+        self, step: jax.Array, images: jax.Array, labels: jax.Array | None, own_shares: jax.Array | None
+    ) -> None:
+        """Emit some images of a batch; called while tracing.
+
+        Args:
+            step: int32 [], updates done.
+            images: uint8 [k, h, w, 3].
+            labels: int32 [k], or None if they are not class numbers.
+            own_shares: int32 [k], the share of each image's own label in units of 2**-16; None if nothing is mixed.
+        """
+        has_labels = labels is not None
+
+        def read(step: Array, images: Array, *rest: Array) -> PushedImages:
+            found = [np.array(each) for each in rest]
+            labels = found.pop(0) if has_labels else None
+            shares = found[0].astype(np.float64) / WHOLE if found else None
+            return PushedImages(int(step), time.time(), np.array(images), labels, shares)
+
+        self._push(read, step, images, *(each for each in (labels, own_shares) if each is not None))
 
     def _push(self, read: Callable[..., Pushed], *operands: jax.Array) -> None:
         self._transport.emit(partial(self._accept, read), *operands)

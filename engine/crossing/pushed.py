@@ -1,6 +1,9 @@
-"""Records that the program emits: losses, evaluation counts, and snapshots of its state."""
+"""Records that the program emits: losses, evaluation counts, snapshots of its state, histograms and images."""
 
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class PushedLosses(NamedTuple):
@@ -56,4 +59,56 @@ class PushedSnapshot(NamedTuple):
     state: Any
 
 
-type Pushed = PushedLosses | PushedEvaluation | PushedSnapshot
+class Histogram(NamedTuple):
+    """The distribution of the finite elements of one array.
+
+    Attributes:
+        edges: float32 [65], the limits of 64 buckets of equal width, from the smallest to the largest element.
+        counts: int32 [64], elements of each bucket: from its left edge up to its right edge, which counts only in the
+            last one.
+        mean, std: mean and standard deviation, computed in float32.
+        num_nonfinite: number of other elements, which are NaN or infinite.
+    """
+
+    edges: NDArray[np.float32]
+    counts: NDArray[np.int32]
+    mean: float
+    std: float
+    num_nonfinite: int
+
+
+class PushedHistograms(NamedTuple):
+    """The distributions of weights and gradients.
+
+    Attributes:
+        step: updates done, including the one with these gradients.
+        time: arrival at the host, in seconds since the Unix epoch.
+        histograms: by name, such as "weights/conv1.kernel" and "gradients/conv1.kernel". Weights are those after the
+            update. Gradients are averaged over the whole update, before they are clipped; frozen parameters have none.
+    """
+
+    step: int
+    time: float
+    histograms: dict[str, Histogram]
+
+
+class PushedImages(NamedTuple):
+    """The first images of a batch, as the network saw them, after augmentation and mixing.
+
+    Attributes:
+        step: updates done, including the one with this batch, which is the last of the update.
+        time: arrival at the host, in seconds since the Unix epoch.
+        images: uint8 [k, h, w, 3], RGB.
+        labels: int32 [k], class numbers, or None if labels have another form.
+        own_shares: float64 [k], the share of each image's own label if images were mixed in pairs (0 and 1, 2 and 3,
+            …), else None.
+    """
+
+    step: int
+    time: float
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int32] | None
+    own_shares: NDArray[np.float64] | None
+
+
+type Pushed = PushedLosses | PushedEvaluation | PushedSnapshot | PushedHistograms | PushedImages

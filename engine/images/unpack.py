@@ -41,6 +41,12 @@ def unpack_pixels(pixels: jax.Array, scale: PixelScale) -> jax.Array:
     return normalise_levels(levels.astype(jnp.float32), scale)
 
 
+def to_levels(images: jax.Array, scale: PixelScale) -> jax.Array:
+    """Undo the normalisation of images, float32 [B, H, W, 3]: return the nearest levels, uint8, within 0 … 255."""
+    levels = jnp.round((images.astype(jnp.float32) * scale.std + scale.mean) * 255)
+    return jnp.clip(jnp.nan_to_num(levels), 0, 255).astype(jnp.uint8)
+
+
 def normalise_levels(levels: jax.Array, scale: PixelScale) -> jax.Array:
     """Normalise float32 [B, H, W, 3] levels in 0 … 255, integers or not, to (level / 255 - mean) / std."""
     return (levels / 255 - scale.mean) / scale.std

@@ -6,7 +6,7 @@ does not depend on files, threads or terminals.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,9 @@ from engine.images.own_augment import apply_own_augmentation
 from engine.images.positions import image_keys, positions
 from engine.objective.tally import Tally, empty_tally
 from engine.program.evaluate_split import evaluate_split, pull_part
+from engine.program.histograms import compute_histograms
 from engine.program.model_key import model_keys
+from engine.program.observed import Observed, SeenImages, init_observed, named_leaves, observe_images
 from engine.program.statics import Statics
 from engine.program.train_state import RunValues, TrainModel, TrainState
 from engine.scopes import AUGMENT, FORWARD, LOSS, OPT_STEP, PUSH, SNAPSHOT, TRAIN, VALID
@@ -29,6 +31,7 @@ from engine.updates.selection import join_frozen, keep_frozen, split_frozen
 from engine.updates.skipping import choose
 from engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
 from models.layers.batch_norm import normalising_over
+from models.layers.widening import widen
 
 
 class _Carry(NamedTuple):
@@ -38,11 +41,13 @@ class _Carry(NamedTuple):
         state: the training state.
         stopped: bool [], whether to leave the loops.
         snapshot: bool [], whether the host requested a snapshot after the current update.
+        observed: what the last update showed.
     """
 
     state: TrainState
     stopped: jax.Array
     snapshot: jax.Array
+    observed: Observed
 
 
 class _ChunkCarry(NamedTuple):
@@ -53,12 +58,14 @@ class _ChunkCarry(NamedTuple):
         num_updates: int32 [], updates that were due but whose losses are not emitted yet.
         numbers: float32 [n, 2], losses and learning rates of these updates.
         gives_up: bool [], whether to leave the loops, because too many updates in a row were skipped.
+        observed: what the last update showed.
     """
 
     state: TrainState
     num_updates: jax.Array
     numbers: jax.Array
     gives_up: jax.Array
+    observed: Observed
 
 
 def make_program(
@@ -95,8 +102,18 @@ class _Program:
             return ~carry.stopped & ~_is_done(carry.state, values)
 
         no = jnp.zeros((), jnp.bool)
-        start = _Carry(self._split_gathered(state), no, no)
+        start = _Carry(self._split_gathered(state), no, no, self._init_observed(state))
         return self._join_gathered(lax.while_loop(continues, partial(self._segment, values), start).state)
+
+    def _init_observed(self, state: TrainState) -> Observed:
+        statics = self.statics
+        return init_observed(
+            statics.observation,
+            state.params,
+            statics.rule.frozen,
+            has_labels=statics.objective.has_classes,
+            mixes=statics.augmentation.mixes,
+        )
 
     def _split_gathered(self, state: TrainState) -> TrainState:
         """Give each device its part of what was gathered for the next update before this launch.
@@ -123,7 +140,8 @@ class _Program:
         return state._replace(update=update, batch_stats=batch_stats, metrics=metrics)
 
     def _segment(self, values: RunValues, carry: _Carry) -> _Carry:
-        """Train up to the next evaluation or snapshot, then do whichever of these is due, or both."""
+        """Train up to the next step at which something is pushed or evaluated, then do whatever is due."""
+        step_before = carry.state.step
         boundary = _next_boundary(carry.state.step, values)
 
         def continues(carry: _Carry) -> jax.Array:
@@ -131,6 +149,7 @@ class _Program:
             return (carry.state.step < boundary) & ~carry.stopped & ~requested
 
         carry = lax.while_loop(continues, partial(self._one_pull, values, boundary), carry)
+        self._push_observed(values, step_before, carry)
         return self._push_snapshot(values, self._evaluate(values, carry))
 
     @jax.named_scope(TRAIN)
@@ -143,7 +162,7 @@ class _Program:
         chunk, num_taken = self.infeed.for_each(
             pulled,
             partial(self._train_on_batch, values, control),
-            _empty_chunk(carry.state, self.infeed.num_together, len(self.statics.objective.metrics)),
+            _empty_chunk(carry, self.infeed.num_together, len(self.statics.objective.metrics)),
             is_over=lambda chunk: chunk.gives_up,
             emit=self._push_losses,
         )
@@ -153,11 +172,11 @@ class _Program:
         if self.evaluation_infeed is not None:
             state = state._replace(owes_evaluation=state.owes_evaluation | (control.evaluate & is_heeded))
         stopped = control.stop | chunk.gives_up | (num_taken < control.num_batches)
-        return _Carry(state, stopped, carry.snapshot | (control.snapshot & is_heeded))
+        return _Carry(state, stopped, carry.snapshot | (control.snapshot & is_heeded), chunk.observed)
 
     def _train_on_batch(self, values: RunValues, control: ControlWord, chunk: _ChunkCarry, batch: Batch) -> _ChunkCarry:
         """Train on the next batch of a pull."""
-        state, outcome, metrics = train_step(
+        state, outcome, metrics, images = train_step(
             self.model, self.statics, chunk.state, batch, control.learning_rate_factor, values
         )
         with jax.named_scope(PUSH):
@@ -169,6 +188,9 @@ class _Program:
             num_updates=chunk.num_updates + outcome.due.astype(jnp.int32),
             numbers=numbers,
             gives_up=outcome.gives_up,
+            observed=Observed(
+                jax.tree.map(widen, outcome.gradients) if self.statics.observation.histograms else None, images
+            ),
         )
 
     @jax.named_scope(PUSH)
@@ -178,6 +200,28 @@ class _Program:
             lambda: self.outfeed.push_losses(chunk.state.step, chunk.num_updates, chunk.numbers, names)
         )
         return chunk._replace(num_updates=jnp.zeros_like(chunk.num_updates))
+
+    @jax.named_scope(TRAIN)
+    @jax.named_scope(PUSH)
+    def _push_observed(self, values: RunValues, step_before: jax.Array, carry: _Carry) -> None:
+        """Emit histograms and images if they are due after the last update since `step_before`."""
+        state, (gradients, images) = carry.state, carry.observed
+
+        def is_due(every: jax.Array) -> jax.Array:
+            return (state.step > step_before) & _is_multiple(state.step, every)
+
+        if gradients is not None and values.histogram_every_steps is not None:
+            leaves = named_leaves("weights", state.params) | named_leaves("gradients", gradients)
+            self.statics.replicas.on_first(
+                lambda: self.outfeed.push_histograms(
+                    state.step, list(leaves), compute_histograms(list(leaves.values()))
+                ),
+                is_due(values.histogram_every_steps),
+            )
+        if images is not None and values.log_images_every_steps is not None:
+            self.statics.replicas.on_first(
+                lambda: self.outfeed.push_images(state.step, *images), is_due(values.log_images_every_steps)
+            )
 
     @jax.named_scope(VALID)
     def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
@@ -221,10 +265,10 @@ class _Program:
         return carry._replace(snapshot=jnp.zeros((), jnp.bool))
 
 
-def _empty_chunk(state: TrainState, num_together: int, num_metrics: int) -> _ChunkCarry:
+def _empty_chunk(carry: _Carry, num_together: int, num_metrics: int) -> _ChunkCarry:
     none = jnp.zeros((), jnp.int32)
     numbers = jnp.zeros((num_together, 2 + num_metrics), jnp.float32)
-    return _ChunkCarry(state, none, numbers, jnp.zeros((), jnp.bool))
+    return _ChunkCarry(carry.state, none, numbers, jnp.zeros((), jnp.bool), carry.observed)
 
 
 def _num_to_pull(boundary: jax.Array, state: TrainState, values: UpdateValues, chunk: int) -> jax.Array:
@@ -257,14 +301,16 @@ def _is_multiple(step: jax.Array, every: jax.Array) -> jax.Array:
 
 
 def _next_boundary(step: jax.Array, values: RunValues) -> jax.Array:
-    """Return the number of the update after which the next evaluation or snapshot is due, int32 []."""
+    """Return the number of the update after which something is evaluated or pushed next, int32 []."""
 
     def following(every: jax.Array) -> jax.Array:
         multiple = (step // jnp.maximum(every, 1) + 1) * every
         # A product that overflows int32 is negative.
         return jnp.where(multiple > step, jnp.minimum(multiple, values.stop_step), values.stop_step)
 
-    return jnp.minimum(following(values.eval_every_steps), following(values.snapshot_every_steps))
+    observed = (values.histogram_every_steps, values.log_images_every_steps)
+    cadences = (values.eval_every_steps, values.snapshot_every_steps, *(each for each in observed if each is not None))
+    return reduce(jnp.minimum, map(following, cadences))
 
 
 def train_step(
@@ -274,7 +320,7 @@ def train_step(
     batch: Batch,
     learning_rate_factor: jax.Array,
     values: RunValues,
-) -> tuple[TrainState, Outcome, dict[str, jax.Array]]:
+) -> tuple[TrainState, Outcome, dict[str, jax.Array], SeenImages | None]:
     """Train on one batch: augment it, run the forward and backward passes, and make an update if one is due.
 
     Args:
@@ -286,7 +332,8 @@ def train_step(
         values: the runtime settings.
 
     Returns:
-        The new state, the outcome of the batch, and the metrics over the batches of the update so far.
+        The new state, the outcome of the batch, the metrics over the batches of the update so far, and the images that
+        are observed.
     """
     num_images, replicas = len(batch.labels), statics.replicas
     with jax.named_scope(AUGMENT):
@@ -332,4 +379,6 @@ def train_step(
     state = state._replace(
         pulls=state.pulls + 1, step=step, params=params, batch_stats=batch_stats, update=update, metrics=gathered
     )
-    return state, outcome, finished
+    labels = batch.labels if statics.objective.has_classes else None
+    seen = observe_images(statics.observation, images, labels, own_share, values.scale)
+    return state, outcome, finished, seen

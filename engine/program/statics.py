@@ -17,6 +17,7 @@ from engine.objective.losses import LOSSES, Loss
 from engine.objective.metrics import Metric, PerExample, as_metrics
 from engine.objective.objective import CROSS_ENTROPY, Objective
 from engine.patterns import parse_freeze, parse_groups
+from engine.program.observed import NOTHING, Observation
 from engine.program.train_state import RunValues
 from engine.replicas import ALONE, Replicas
 from engine.updates.optim import Hyperparams
@@ -44,6 +45,7 @@ class Statics(NamedTuple):
         takes_key: whether the model's `apply` takes PRNG keys.
         replicas: the devices that train together.
         norm_groups: the images over which norms average in training.
+        observation: what is pushed of the weights, gradients and images.
     """
 
     rule: UpdateRule
@@ -55,6 +57,7 @@ class Statics(NamedTuple):
     takes_key: bool = False
     replicas: Replicas = ALONE
     norm_groups: NormGroups = NormGroups()
+    observation: Observation = NOTHING
 
 
 class OwnFunctions(NamedTuple):
@@ -190,7 +193,13 @@ def run_values(config: TrainConfig, num_eval_batches: int, scale: PixelScale) ->
         smoothing=jnp.float32(config.label_smoothing),
         seed_words=jnp.asarray(seed_words(config.seed)),
         scale=scale,
+        histogram_every_steps=_cadence(config.histogram_every_steps),
+        log_images_every_steps=_cadence(config.log_images_every_steps),
     )
+
+
+def _cadence(every_steps: int) -> jax.Array | None:
+    return jnp.int32(every_steps) if every_steps else None
 
 
 def seed_words(seed: int) -> NDArray[np.uint32]:

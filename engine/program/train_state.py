@@ -77,6 +77,8 @@ class RunValues(NamedTuple):
         smoothing: float32 [], label smoothing, see `engine.objective.targets`.
         seed_words: uint32 [2], the seed's high and low half, which key the augmentation.
         scale: mean and standard deviation of the pixels.
+        histogram_every_steps, log_images_every_steps: int32 [], push histograms, or images, when the updates done are a
+            multiple of it; None if that is not compiled into the program.
     """
 
     stop_step: jax.Array
@@ -88,6 +90,8 @@ class RunValues(NamedTuple):
     smoothing: jax.Array
     seed_words: jax.Array
     scale: PixelScale
+    histogram_every_steps: jax.Array | None = None
+    log_images_every_steps: jax.Array | None = None
 
 
 def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array, objective: Objective = CROSS_ENTROPY) -> TrainState:

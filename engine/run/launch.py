@@ -28,6 +28,7 @@ from engine.objective.objective import Objective
 from engine.processes import this_process
 from engine.program.checked_model import CheckedModel
 from engine.program.loop import make_program
+from engine.program.observed import observation_of
 from engine.program.slow_convolutions import slow_convolutions_warning
 from engine.program.statics import run_values, seed_words
 from engine.program.train_state import RunValues, TrainModel, TrainState, init_state
@@ -128,10 +129,19 @@ class Launch:
         self._outfeed = Outfeed(
             self.stream.receive, self.board, self.transport, self.push_meter, self.profiling.profiler
         )
-        self._statics = resolved.statics(config)._replace(
+        statics = resolved.statics(config)
+        self._statics = statics._replace(
             replicas=self._replicas,
             norm_groups=norm_groups(
                 config.batch if config.batch_norm_sync else config.batch_norm_group, config.batch, self._replicas.count
+            ),
+            observation=observation_of(
+                histogram_every_steps=config.histogram_every_steps,
+                log_images_every_steps=config.log_images_every_steps,
+                augmentation=statics.augmentation,
+                batch=config.batch // self._replicas.count,
+                height=self._data.source.height,
+                width=self._data.source.width,
             ),
         )
         self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule, self._statics.objective)

@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.control.board import ControlBoard
-from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
+from engine.crossing.pushed import (
+    Pushed,
+    PushedEvaluation,
+    PushedHistograms,
+    PushedImages,
+    PushedLosses,
+    PushedSnapshot,
+)
 from engine.durations import Durations
 from engine.profile.table import Profile
 from engine.stream.sinks import (
@@ -24,6 +31,8 @@ from engine.stream.sinks import (
     LossRecord,
     ShowsProgress,
     Sink,
+    TakesHistograms,
+    TakesImages,
     TakesProfile,
     TakesSnapshots,
 )
@@ -33,6 +42,8 @@ from engine.stream.spooled_losses import SpooledLosses
 _MOST_QUEUED = 65_536
 # Progress of an evaluation is sent only to a sink that is at most this far behind.
 _FEW_QUEUED = 16
+# Histograms and images are sent only to a sink that is at most this far behind, so that they never fill the memory.
+_MOST_BEFORE_LARGE = 64
 _PUSH_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
 # After a stop request, the longest wait for sinks that accept nothing at all.
@@ -46,7 +57,9 @@ _REST_S = 0.002
 _LOOK_EVERY_S = 0.05
 
 
-type _Record = LossRecord | EvaluationRecord | EvaluationProgress | PushedSnapshot | Profile
+type _Record = (
+    LossRecord | EvaluationRecord | EvaluationProgress | PushedSnapshot | PushedHistograms | PushedImages | Profile
+)
 
 
 class LossStream:
@@ -244,7 +257,7 @@ class LossStream:
             time.sleep(_LOOK_EVERY_S)
 
     def _records(self, pushed: Pushed) -> Sequence[_Record]:
-        if isinstance(pushed, PushedSnapshot):
+        if isinstance(pushed, PushedSnapshot | PushedHistograms | PushedImages):
             return [pushed]
         if isinstance(pushed, PushedEvaluation):
             count = max(pushed.num_images, 1)
@@ -330,7 +343,13 @@ class _Lane:
         self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
 
     def accepts(self, record: _Record) -> bool:
-        """Return whether to queue a record; snapshots are queued one at a time, and only for sinks that take them."""
+        """Return whether to queue a record; snapshots are queued one at a time, and only for sinks that take them.
+
+        A sink that lags behind misses histograms and images, which are large.
+        """
+        if isinstance(record, PushedHistograms | PushedImages):
+            wanted = TakesHistograms if isinstance(record, PushedHistograms) else TakesImages
+            return isinstance(self._sink, wanted) and self.records.qsize() <= _MOST_BEFORE_LARGE
         if not isinstance(record, PushedSnapshot):
             return True
         if not isinstance(self._sink, TakesSnapshots):
@@ -355,16 +374,26 @@ class _Lane:
             self._sink.write_evaluation(record)
         elif isinstance(record, LossRecord):
             self._sink.write(record)
-        elif isinstance(record, EvaluationProgress):
-            if isinstance(self._sink, ShowsProgress):
-                self._sink.write_progress(record)
-        elif isinstance(record, Profile):
-            if isinstance(self._sink, TakesProfile):
-                self._sink.write_profile(record)
+        elif not isinstance(record, PushedSnapshot):
+            self._write_optional(record)
         elif isinstance(self._sink, TakesSnapshots):
             # Queued with the losses, after those that a run resumed from this snapshot needs.
             self._sink.write_snapshot(record)
             self._has_snapshot.clear()
+
+    def _write_optional(self, record: EvaluationProgress | PushedHistograms | PushedImages | Profile) -> None:
+        sink = self._sink
+        if isinstance(record, EvaluationProgress):
+            if isinstance(sink, ShowsProgress):
+                sink.write_progress(record)
+        elif isinstance(record, PushedHistograms):
+            if isinstance(sink, TakesHistograms):
+                sink.write_histograms(record)
+        elif isinstance(record, PushedImages):
+            if isinstance(sink, TakesImages):
+                sink.write_images(record)
+        elif isinstance(sink, TakesProfile):
+            sink.write_profile(record)
 
     def _work(self) -> None:
         try:

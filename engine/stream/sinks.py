@@ -5,13 +5,14 @@ A sink gets each record once, in order, on one thread. Does not depend on queues
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 import numpy as np
 
-from engine.crossing.pushed import PushedSnapshot
+from engine.crossing.pushed import PushedHistograms, PushedImages, PushedSnapshot
 from engine.profile.table import Profile
 from preprocess.quantities import quantity
 
@@ -164,6 +165,63 @@ class TakesProfile(Protocol):
 
     def write_profile(self, profile: Profile) -> None:
         """Write the profile; called at most once, after the last record; an exception acts as in `write`."""
+        ...
+
+
+@runtime_checkable
+class TakesHistograms(Protocol):
+    """The optional interface of a sink that takes histograms of weights and gradients."""
+
+    def write_histograms(self, histograms: PushedHistograms) -> None:
+        """Write histograms, keeping their order relative to the losses; an exception acts as in `write`."""
+        ...
+
+
+@runtime_checkable
+class TakesImages(Protocol):
+    """The optional interface of a sink that takes training images as the network saw them."""
+
+    def write_images(self, images: PushedImages) -> None:
+        """Write images, keeping their order relative to the losses; an exception acts as in `write`."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """What is known of a run before its first step.
+
+    Attributes:
+        settings: the settings by name, as JSON values.
+        facts: what they resolved to, such as the name of the model, as JSON values.
+        run_dir: the run folder, None without one.
+        step: updates done before this launch; what an earlier launch logged of later steps is void.
+        classes: readable names of the classes, None if there are none.
+        notify: called with a line of text, such as a warning.
+    """
+
+    settings: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    run_dir: Path | None
+    step: int
+    classes: tuple[str, ...] | None
+    notify: Callable[[str], None]
+
+
+@runtime_checkable
+class TakesDescription(Protocol):
+    """The optional interface of a sink that uses what is known of the run."""
+
+    def describe_run(self, run: RunDescription) -> None:
+        """Take the description of the run; called once, before `open`."""
+        ...
+
+
+@runtime_checkable
+class Finishes(Protocol):
+    """The optional interface of a sink that may still be at work after `close`."""
+
+    def finish(self) -> None:
+        """Wait, for a limited time, until everything is written; called once, after the run has ended or failed."""
         ...
 
 

@@ -141,12 +141,15 @@ class Outcome(NamedTuple):
         gives_up: bool [], whether to leave the loop, because too many updates in a row were skipped.
         loss: float32 [], mean over the update's pulls so far.
         learning_rate: float32 [], learning rate of the update.
+        gradients: mean gradient over the update's pulls so far and, if an update was due, over all devices, before it
+            is clipped.
     """
 
     due: jax.Array
     gives_up: jax.Array
     loss: jax.Array
     learning_rate: jax.Array
+    gradients: Any
 
 
 def init_update(rule: UpdateRule, weights: Weights) -> UpdateState:
@@ -241,7 +244,7 @@ def update_weights(
     if average is not None:
         moved = update_average(average, updated, values.average_decay, step, ramp=rule.average_ramp)
         average = choose(made, moved, average)
-    outcome = Outcome(due, gives_up(skips, values.most_skips), loss, hyperparams.learning_rate)
+    outcome = Outcome(due, gives_up(skips, values.most_skips), loss, hyperparams.learning_rate, gradients)
     return updated, UpdateState(opt_state, skips, gathered, average), outcome
 
 

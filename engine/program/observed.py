@@ -1,0 +1,136 @@
+"""What the program shows of its inside on request: the gradient of an update, and the images of a batch.
+
+Both are in the carry of the loop over the updates, so that this loop has no branch for the steps at which they are
+pushed: on a GPU the host would have to wait for its condition at every step.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from engine.images.settings import Augmentation
+from engine.images.unpack import PixelScale, to_levels
+from engine.updates.selection import dotted_path, split_frozen
+from models.layers.widening import widen
+
+MOST_IMAGES = 16
+"""The largest number of images that are pushed."""
+
+
+class Observation(NamedTuple):
+    """What is observed, compiled into the program.
+
+    Attributes:
+        histograms: whether histograms of the weights and gradients are pushed.
+        images: the shape (k, h, w, 3) of the images that are pushed, None for none.
+    """
+
+    histograms: bool = False
+    images: tuple[int, int, int, int] | None = None
+
+
+NOTHING = Observation()
+
+
+class SeenImages(NamedTuple):
+    """Some images of a batch as the network saw them.
+
+    Attributes:
+        levels: uint8 [k, h, w, 3], RGB.
+        labels: int32 [k], or None if they are not class numbers.
+        own_shares: int32 [k], as `engine.images.mixing.Mixture.own_target`; None if nothing is mixed.
+    """
+
+    levels: jax.Array
+    labels: jax.Array | None
+    own_shares: jax.Array | None
+
+
+class Observed(NamedTuple):
+    """What the last update showed.
+
+    Attributes:
+        gradients: the gradient of the trained parameters, averaged over the batches of the update and over the devices,
+            before clipping; at least float32. None if it is not observed.
+        images: images of the last batch, None if they are not observed.
+    """
+
+    gradients: Any
+    images: SeenImages | None
+
+
+def observation_of(
+    *,
+    histogram_every_steps: int,
+    log_images_every_steps: int,
+    augmentation: Augmentation,
+    batch: int,
+    height: int,
+    width: int,
+) -> Observation:
+    """Return what a run observes.
+
+    Args:
+        histogram_every_steps, log_images_every_steps: the settings.
+        augmentation: the augmentation.
+        batch: images per device.
+        height, width: size of the images before the augmentation.
+    """
+    shape = (min(batch, MOST_IMAGES), *augmentation.output_shape(height, width), 3) if log_images_every_steps else None
+    return Observation(histogram_every_steps > 0, shape)
+
+
+def init_observed(
+    observation: Observation, params: Any, frozen: tuple[str, ...], *, has_labels: bool, mixes: bool
+) -> Observed:
+    """Return the values before the first update: zeros.
+
+    Args:
+        observation: what is observed.
+        params: the parameters.
+        frozen: patterns of those that are not trained.
+        has_labels: whether labels are class numbers.
+        mixes: whether images are mixed.
+    """
+    gradients = images = None
+    if observation.histograms:
+        trained, _ = split_frozen(params, frozen)
+        gradients = jax.tree.map(lambda leaf: jnp.zeros_like(widen(leaf)), trained)
+    if observation.images is not None:
+        none = jnp.zeros(observation.images[:1], jnp.int32)
+        levels = jnp.zeros(observation.images, jnp.uint8)
+        images = SeenImages(levels, none if has_labels else None, none if mixes else None)
+    return Observed(gradients, images)
+
+
+def observe_images(
+    observation: Observation,
+    images: jax.Array,
+    labels: jax.Array | None,
+    own_shares: jax.Array | None,
+    scale: PixelScale,
+) -> SeenImages | None:
+    """Return the first images of a batch, as observed.
+
+    Args:
+        observation: what is observed.
+        images: float32 [b, h, w, 3], normalised.
+        labels: int32 [b], or None.
+        own_shares: as `engine.images.augment.augment_images` returns them.
+        scale: mean and standard deviation of the pixels.
+    """
+    if observation.images is None:
+        return None
+    count = observation.images[0]
+    levels = to_levels(images[:count], scale)
+    return SeenImages(levels, *(None if each is None else each[:count] for each in (labels, own_shares)))
+
+
+def named_leaves(kind: str, tree: Any) -> dict[str, jax.Array]:
+    """Return the floating-point leaves of a pytree by name, such as "weights/conv1.kernel" for the kind "weights"."""
+    return {
+        f"{kind}/{dotted_path(path)}": leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
