@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.records.loss_log import Floats
 
+_LEAST_PART = 1e-9
 _CUT_FACTOR, _CUT_PERCENTILE = 3.0, 98.0
 
 
@@ -54,7 +55,7 @@ def value_axis(values: Sequence[Floats], *, from_zero: bool, most: float | None 
         high = low + 1.5 * (usual - low)
     if from_zero and low >= 0:
         low = 0.0
-    if high <= low:
+    if _are_same(low, high):
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if high else (0.0, 1.0)
     ticks = round_numbers(low, high, 5)
     if len(ticks) > 1:
@@ -68,10 +69,15 @@ def value_axis(values: Sequence[Floats], *, from_zero: bool, most: float | None 
 
 def round_numbers(low: float, high: float, most: int) -> tuple[float, ...]:
     """Return at most about `most` + 1 multiples of 1, 2 or 5 times a power of ten, between `low` and `high`."""
-    if not high > low:
+    if _are_same(low, high):
         return (low,)
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     between = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     first, last = math.ceil(low / between - 1e-9), math.floor(high / between + 1e-9)
     return tuple(float(f"{index * between:.12g}") for index in range(first, last + 1))
+
+
+def _are_same(low: float, high: float) -> bool:
+    """Return whether two numbers are too close for round numbers between them, or in the wrong order."""
+    return not high - low > _LEAST_PART * max(abs(low), abs(high))

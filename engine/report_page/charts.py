@@ -154,8 +154,9 @@ def _plain(value: float) -> str:
 
 def _y_labels(axis: Axis) -> Html:
     places = axis.place(np.array(axis.ticks))
+    between = axis.ticks[1] - axis.ticks[0] if len(axis.ticks) > 1 else 0.0
     labels = (
-        tag("text", short(tick), x="100%", y=f"{100 * (1 - place):.2f}%", dy="0.32em", text_anchor="end")
+        tag("text", short(tick, between), x="100%", y=f"{100 * (1 - place):.2f}%", dy="0.32em", text_anchor="end")
         for tick, place in zip(axis.ticks, places, strict=True)
     )
     return tag("svg", *labels, class_="yaxis", aria_hidden="true")

@@ -22,12 +22,18 @@ def _exponent(value: float) -> int:
     return math.floor(math.log10(abs(value))) if value else 0
 
 
-def short(value: float) -> str:
-    """Return a round number as the label of an axis: 1500000 as 1.5M."""
+def short(value: float, between: float = 0.0) -> str:
+    """Return a round number as the label of an axis: 1500000 as 1.5M.
+
+    Args:
+        value: the number.
+        between: the distance to the next label, from which this one must differ; 0 for four digits.
+    """
+    digits = 4 if not between or not value else max(4, _exponent(value) - _exponent(between) + 2)
     for size, suffix in _SUFFIXES:
         if abs(value) >= size:
-            return f"{value / size:.4g}{suffix}"
-    return f"{value:.4g}"
+            return f"{value / size:.{digits}g}{suffix}".replace("-", "−")
+    return f"{value:.{digits}g}".replace("-", "−")
 
 
 def percent(fraction: float) -> str:

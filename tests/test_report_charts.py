@@ -1,0 +1,121 @@
+"""Charts of the report page: round axes, lines with gaps, labels that do not overlap."""
+
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.report_page.axes import round_numbers, steps_axis, value_axis
+from engine.report_page.charts import Chart, Line, draw, rounded, spread
+from tests.report_pages import parse, points
+
+STEPS = np.arange(1.0, 6.0)
+
+
+def line(*y, x=STEPS, name="value", label="", **values):
+    return Line(name, label, x, np.array(y, np.float64), values.pop("style", 0), **values)
+
+
+@given(low=st.floats(-1e4, 1e4), length=st.floats(1e-3, 1e9), most=st.integers(2, 8))
+def test_ticks_are_few_round_numbers_within_the_axis(low, length, most):
+    high = low + length
+    ticks = round_numbers(low, high, most)
+    assert len(ticks) <= most + 1
+    room = 1e-6 * length
+    assert all(low - room <= tick <= high + room for tick in ticks)
+    gaps = np.diff(ticks)
+    assert np.all(gaps > 0)
+    if len(gaps):
+        lead = gaps[0] / 10 ** math.floor(math.log10(gaps[0]) + 1e-9)
+        assert min(abs(lead - each) for each in (1, 2, 5, 10)) < 1e-3
+
+
+def test_labels_of_an_axis_differ_however_close_they_are():
+    page = parse(draw(Chart("Loss", [line(100.001, 100.002, 100.003, 100.0015, 100.0025)], from_zero=False)))
+    labels = [each.text for each in page.one("svg", class_="yaxis").all("text")]
+    assert len(labels) > 2
+    assert len(set(labels)) == len(labels)
+
+
+@pytest.mark.parametrize("value", [0.0, 2.5, -3.0, 1e5])
+def test_equal_values_get_an_axis_around_them(value):
+    axis = value_axis([np.full(5, value)], from_zero=False)
+    assert axis.low <= value < axis.high
+
+
+@given(st.lists(st.floats(-1e9, 1e9) | st.just(math.nan), min_size=1, max_size=40), st.booleans())
+def test_all_values_are_on_an_axis_of_few_values(values, from_zero):
+    axis = value_axis([np.array(values)], from_zero=from_zero)
+    finite = [value for value in values if math.isfinite(value)]
+    assert axis.low < axis.high
+    assert all(axis.low <= value <= axis.high for value in finite)
+    places = axis.place(np.array(finite))
+    assert np.all((places >= 0) & (places <= 1))
+    assert axis.num_cut == 0
+
+
+def test_a_few_high_values_are_cut_and_counted():
+    values = np.append(np.linspace(1, 2, 400), [500.0, 600.0])
+    axis = value_axis([values], from_zero=False)
+    assert axis.high < 5
+    assert axis.num_cut == 2
+    text = draw(Chart("Loss", [line(*values, x=np.arange(402.0))], from_zero=False))
+    assert "2 values above 2.5 are drawn at the upper edge." in text
+
+
+def test_an_axis_of_accuracies_ends_at_a_hundred():
+    assert value_axis([np.array([60.0, 99.9])], from_zero=False, most=100.0).high == 100.0
+
+
+def test_steps_have_only_whole_ticks():
+    assert steps_axis(1).ticks == (0, 1)
+    assert steps_axis(400).ticks == (0, 100, 200, 300, 400)
+
+
+def test_gaps_interrupt_a_line_and_a_lone_point_is_drawn():
+    page = parse(draw(Chart("Loss", [line(1, 2, math.nan, 3, math.nan)], from_zero=False)))
+    (path,) = [str(each.attributes["d"]) for each in page.all("path", class_="l l0")]
+    assert re.sub(r"-?\d+ -?\d+", "P", path) == "MPLPMPh1"
+
+
+def test_the_script_gets_every_point_and_the_page_shows_the_last():
+    page = parse(draw(Chart("Loss", [line(1, 2, 3.14159265, 4, math.nan, name="a"), line(5, 6, 7, 8, 9, name="b")])))
+    data = points(page, "Loss")
+    assert data["lines"][0] == {"x": [1, 2, 3, 4, 5], "y": [1, 2, 3.1416, 4, None]}
+    assert [each.text for each in page.all("output")] == ["5", "4", "9"]
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [(123456.0, 123460), (0.1 + 0.2, 0.3), (math.nan, None), (math.inf, None)]
+)
+def test_values_have_five_digits(value, wanted):
+    assert rounded(value) == wanted
+
+
+@given(st.lists(st.floats(0, 1), max_size=13))
+def test_labels_stay_in_order_apart_and_on_the_chart(places):
+    places = sorted(places)
+    moved = spread(places)
+    between = min(0.075, 1 / max(len(places), 1))
+    assert all(after - before > between - 1e-9 for before, after in itertools.pairwise(moved))
+    assert all(-1e-9 <= place <= 1 for place in moved)
+
+
+def test_lines_differ_without_colour():
+    lines = [
+        line(1, 2, 3, 4, index, name=name, label=name, style=index, is_marked=True) for index, name in enumerate("ABC")
+    ]
+    page = parse(draw(Chart("Top-1", lines)))
+    labels = [each.text for each in page.all("text") if (each.attributes.get("class") or "").startswith("label")]
+    assert sorted(labels) == ["A", "B", "C"]
+    markers = {
+        each.attributes["d"] for each in page.all("path") if (each.attributes.get("class") or "").startswith("m ")
+    }
+    assert len(markers) == 3
+    plot = page.one("svg", class_="plot")
+    assert plot.attributes["role"] == "img"
+    assert "A: 0, B: 1, C: 2" in str(plot.attributes["aria-label"])

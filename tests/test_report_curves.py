@@ -1,0 +1,109 @@
+"""Curves of the report page: binned as a plain loop bins, of a bounded size, and smoothed by the formula."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from engine.report_page.absent import Absent
+from engine.report_page.curves import Curves, read_curves, smooth
+
+
+def write_log(run, losses, *, first=1, **columns):
+    run.mkdir(exist_ok=True)
+    lines = [
+        {"step": first + index, "loss": loss, "lr": 0.1, "images_per_s": 10.0 * (first + index), "wait_ms": 1.0,
+         "time": 1000.0 + first + index} | {name: values[index] for name, values in columns.items()}
+        for index, loss in enumerate(losses)
+    ]  # fmt: skip
+    with (run / "loss.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def curves_of(run, most_points=1000) -> Curves:
+    found = read_curves(run, most_points)
+    assert isinstance(found, Curves)
+    return found
+
+
+def test_every_step_is_a_point_if_there_is_room(tmp_path):
+    losses = [3.0, 2.5, None, 2.0]
+    write_log(tmp_path, losses, metrics=[{"error": 0.5}, {"error": 0.25}, {}, {"error": None}])
+    curves = curves_of(tmp_path)
+    assert curves.bin_steps == 1
+    assert curves.step.tolist() == [1, 2, 3, 4]
+    np.testing.assert_equal(curves.loss, [3.0, 2.5, np.nan, 2.0])
+    np.testing.assert_equal(curves.metrics["error"], [0.5, 0.25, np.nan, np.nan])
+    np.testing.assert_allclose(curves.images_per_s, [10, 20, 30, 40], rtol=1e-12)  # through seconds per image
+    assert (curves.num_lines, curves.num_nonfinite, curves.first_nonfinite) == (4, 1, 3)
+    assert (curves.started, curves.ended, curves.last_loss) == (1001.0, 1004.0, 2.0)
+
+
+@pytest.mark.parametrize("most_points", [2, 7, 100])
+def test_bins_are_those_of_a_plain_loop(tmp_path, most_points):
+    random = np.random.default_rng(0)
+    losses = [None if random.random() < 0.1 else float(random.random()) for _ in range(500)]
+    write_log(tmp_path, losses)
+    curves = curves_of(tmp_path, most_points)
+    assert len(curves.step) <= most_points
+    by_bin: dict[int, list[tuple[int, float]]] = {}
+    for step, loss in enumerate(losses, 1):
+        by_bin.setdefault(step // curves.bin_steps, []).append((step, math.nan if loss is None else loss))
+    assert len(curves.step) == len(by_bin)
+    for index, members in enumerate(by_bin.values()):
+        finite = [loss for _, loss in members if math.isfinite(loss)]
+        assert curves.step[index] == members[-1][0]
+        assert curves.lowest[index] == min(finite)
+        assert curves.highest[index] == max(finite)
+        assert curves.loss[index] == pytest.approx(sum(finite) / len(finite), rel=1e-12)
+        # Images in a bin, divided by its seconds: steps of equal batches.
+        seconds = sum(1 / (10.0 * step) for step, _ in members)
+        assert curves.images_per_s[index] == pytest.approx(len(members) / seconds, rel=1e-12)
+    assert curves.num_nonfinite == losses.count(None)
+    assert curves.first_nonfinite == losses.index(None) + 1
+
+
+@pytest.mark.parametrize("chunk_bytes", [200, 1 << 22])
+def test_lines_after_a_resume_replace_those_before(tmp_path, chunk_bytes, monkeypatch):
+    monkeypatch.setattr("engine.report_page.curves._CHUNK_BYTES", chunk_bytes)
+    write_log(tmp_path, [9.0, 9.0, None, 9.0, 9.0, 9.0])
+    write_log(tmp_path, [1.0, 2.0, 3.0, 4.0], first=3)
+    curves = curves_of(tmp_path)
+    assert curves.loss.tolist() == [9.0, 9.0, 1.0, 2.0, 3.0, 4.0]
+    assert (curves.num_lines, curves.num_nonfinite, curves.first_nonfinite) == (6, 0, None)
+
+
+def test_unreadable_lines_are_skipped_and_counted_also_the_last(tmp_path):
+    write_log(tmp_path, [1.0, 2.0])
+    with (tmp_path / "loss.jsonl").open("a") as file:
+        file.write("{broken}\n[]\n")
+    curves = curves_of(tmp_path)
+    assert curves.loss.tolist() == [1.0, 2.0]
+    assert curves.num_unreadable == 2
+
+
+def test_a_log_without_losses_or_that_is_a_folder_says_why(tmp_path):
+    missing = read_curves(tmp_path, 100)
+    (tmp_path / "loss.jsonl").mkdir()
+    folder = read_curves(tmp_path, 100)
+    assert missing == Absent("loss.jsonl has no losses yet")
+    assert isinstance(folder, Absent)
+    assert "loss.jsonl cannot be read" in folder.reason
+
+
+def test_smoothing_is_the_weighted_mean_of_what_came_before():
+    steps, values = np.array([1.0, 2, 5, 6, 9]), np.array([4.0, 2, np.nan, 3, 7])
+    found = smooth(steps, values, 3.0)
+    for index, (step, value) in enumerate(zip(steps, values, strict=True)):
+        if math.isnan(value):
+            assert math.isnan(found[index])
+            continue
+        # Each value holds from the value before up to its own step.
+        total = weight = 0.0
+        before = 0.0
+        for at, each in zip(steps[: index + 1], values[: index + 1], strict=True):
+            if not math.isnan(each):
+                share = math.exp(-(step - at) / 3) - math.exp(-(step - before) / 3)
+                total, weight, before = total + share * each, weight + share, at
+        assert found[index] == pytest.approx(total / weight, rel=1e-12)

@@ -1,0 +1,448 @@
+"""The report page by content: what it says of a run, that all of it is text, and why something is absent."""
+
+import base64
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from engine import TrainConfig, evaluate, report_run, train
+from engine.commands.report_cli import main
+from engine.evaluation.result import ImagePredictions
+from engine.records.folder_lock import FolderLock
+from engine.report_page.evaluated import confident_mistakes, count_matrix, most_confused
+from engine.runtime.record import Goodput, LaunchRuntime, RunGoodput, RuntimeReport, Verdict
+from engine.runtime.runtime_file import encode_runtime
+from preprocess.shards.classes import ImageClass
+from tests.fake_source import fake_source, pack
+from tests.report_pages import parse, points, rows_of, section, table
+from tests.test_report_markup import HOSTILE
+from tests.toy import Linear
+
+CLASSES = (ImageClass("n1", HOSTILE), ImageClass("n2", "goldfish"), ImageClass("n3", "great white shark"))
+NUM_EVALUATED = 11
+SECTIONS = [
+    "results", "loss", "evaluations", "rate", "speed", "goodput", "profile", "weights", "confusion", "classes",
+    "mistakes", "settings", "data", "environment",
+]  # fmt: skip
+PROFILE = "Phase,Action,Mean Duration,Percent of Total\nfit,epoch,1.5,100\ntrain,<b>draw</b>,0.25,12.5%\n"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Return a folder with data whose class has a hostile name, a run on it, and one with other settings."""
+    folder = tmp_path_factory.mktemp("place")
+    pack(fake_source(20, classes=CLASSES, broken=frozenset({4})), folder / "data")
+    pack(fake_source(NUM_EVALUATED, seed=1, name="val", classes=CLASSES), folder / "data")
+    several: dict[str, dict[str, Any]] = {"<b>run": {}, "other": {"learning_rate": 0.5, "seed": 3}}
+    for name, values in several.items():
+        config = TrainConfig(
+            steps=12, batch=4, data=os.fspath(folder / "data"), eval_every_steps=4, run_dir=folder / name, **values
+        )
+        train(config, model=Linear())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(place):
+    return place / "<b>run"
+
+
+@pytest.fixture(scope="module")
+def page(place, run):
+    return parse(report_run(run, place / "one.html", model=Linear()).read_text())
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "copy")
+
+
+def report_of(run, tmp_path, **values):
+    """Return the page about a run whose weights are not evaluated."""
+    return parse(
+        report_run(run, tmp_path / "report.html", overwrite=True, **({"evaluate": False} | values)).read_text()
+    )
+
+
+def absent_in(page, name):
+    return " ".join(each.text for each in section(page, name).all("p", class_="absent"))
+
+
+def test_all_sections_are_there_and_linked(page):
+    assert [each.attributes["id"] for each in page.all("section")] == SECTIONS
+    assert [each.attributes["href"] for each in page.one("nav").all("a")] == [f"#{name}" for name in SECTIONS]
+
+
+def test_only_the_scripts_of_the_page_are_scripts_and_nothing_loads_from_elsewhere(page):
+    scripts = [each for each in page.all("script") if each.attributes != {"type": "application/json"}]
+    styles = page.all("style")
+    assert (len(scripts), len(styles)) == (1, 1)
+    (policy,) = [each for each in page.all("meta") if each.attributes.get("http-equiv") == "Content-Security-Policy"]
+    digests = [base64.b64encode(hashlib.sha256(each.text.encode()).digest()).decode() for each in (*styles, *scripts)]
+    assert str(policy.attributes["content"]).startswith(
+        f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'; img-src data:; "
+    )
+    assert not page.all("link")
+    assert not page.all("iframe")
+    assert {str(each.attributes["src"]).partition(",")[0] for each in page.all("img")} == {"data:image/png;base64"}
+    used = [name for each in page.all("section") for element in each.all("svg") for name in element.attributes]
+    assert not any(name.startswith("on") or name == "style" for name in used)
+    assert "url(" not in styles[0].text
+    assert "http" not in styles[0].text + scripts[0].text
+
+
+def test_hostile_names_are_texts(page):
+    assert page.one("title").text == "Report of <b>run"
+    assert HOSTILE in [row[0] for row in table(section(page, "classes"), "Top-1 accuracy of each class, lowest first")]
+    assert page.one("h1").all("b") == []
+
+
+def test_losses_are_those_of_the_log(page, run):
+    log = [json.loads(line) for line in (run / "loss.jsonl").read_text().splitlines()]
+    smoothed, raw = points(section(page, "loss"), "Loss of the training")["lines"]
+    assert raw["x"] == [line["step"] for line in log]
+    assert raw["y"] == pytest.approx([line["loss"] for line in log], rel=1e-4)  # five digits
+    assert smoothed["y"][0] == raw["y"][0]
+    (rate,) = points(section(page, "rate"), "Learning rate")["lines"]
+    assert rate["y"] == pytest.approx([line["lr"] for line in log], rel=1e-4)
+    (wait,) = points(section(page, "speed"), "Wait for the batch")["lines"]
+    assert wait["y"] == pytest.approx([line["wait_ms"] for line in log], rel=1e-4, abs=1e-9)
+
+
+def test_evaluations_are_those_of_the_log(page, run):
+    log = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    top1, top5 = points(section(page, "evaluations"), "Accuracy")["lines"]
+    assert top1 == {"x": [4, 8, 12], "y": pytest.approx([100 * line["top1"] for line in log], rel=1e-4)}
+    assert top5["y"] == [100, 100, 100]
+    (loss,) = points(section(page, "evaluations"), "Loss of the evaluations")["lines"]
+    assert loss["y"] == pytest.approx([line["loss"] for line in log], rel=1e-4)
+    assert [row[0] for row in table(section(page, "evaluations"), "Evaluations")] == ["step", "4", "8", "12"]
+    best = max(log, key=lambda line: line["top1"])
+    tiles = {each.one("dt").text: each.one("dd").text for each in section(page, "results").one("dl").all("div")}
+    assert tiles["best top-1"] == f"{100 * best['top1']:.2f} % (step {best['step']})"
+    assert tiles["step"] == "12 / 12"
+    assert "The run is complete, with 12 steps." in section(page, "results").text
+
+
+def test_confusions_classes_and_mistakes_are_those_of_an_evaluation(page, run):
+    result = evaluate(run, model=Linear(), per_class=True, predictions=True)
+    found = result.predictions
+    assert found is not None
+    names = [each.name for each in CLASSES]
+    rows = table(
+        section(page, "confusion"),
+        "Number of images: a row for each class, a column for what its images were taken for",
+    )
+    counts = [
+        [
+            sum(found.labels[index] == label and found.classes[index, 0] == taken for index in range(NUM_EVALUATED))
+            for taken in range(3)
+        ]
+        for label in range(3)
+    ]
+    assert rows == [["", *names], *([name, *map(str, row)] for name, row in zip(names, counts, strict=True))]
+    accuracies = {
+        row[0]: row[2] for row in table(section(page, "classes"), "Top-1 accuracy of each class, lowest first")[1:]
+    }
+    assert accuracies == {each.name: f"{100 * each.top1:.2f} %" for each in result.classes}
+    wrong = [index for index in range(NUM_EVALUATED) if found.classes[index, 0] != found.labels[index]]
+    wrong.sort(key=lambda index: -found.probabilities[index, 0])
+    items = section(page, "mistakes").all("li")
+    assert [each.all("span")[2].text for each in items] == [f"image {index}" for index in wrong]
+    source = fake_source(NUM_EVALUATED, seed=1)
+    for index, item in zip(wrong, items, strict=True):
+        label, taken = names[found.labels[index]], names[found.classes[index, 0]]
+        assert item.all("span")[0].text == f"{label} taken for {taken}"
+        assert item.all("span")[1].text == f"probability {100 * found.probabilities[index, 0]:.2f} %"
+        image = item.one("img")
+        assert image.attributes["alt"] == f"Image {index}: {label}, taken for {taken}"
+        content = base64.b64decode(str(image.attributes["src"]).partition(",")[2])
+        np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(content))), source.images[index])
+
+
+def test_what_was_evaluated_is_said(page, place):
+    rows = rows_of(section(page, "weights"), "Evaluated for this page")
+    assert rows["step of the weights"] == "12"
+    assert rows["images"] == f"{place / 'data'}/val, 11 images"
+
+
+def test_settings_have_their_origin_and_what_they_resolved_to(page):
+    chosen = table(section(page, "settings"), "Settings that are not left at their defaults")
+    assert ["steps", "12", "caller"] in chosen
+    assert not [row for row in chosen if row[0] == "momentum"]
+    every = {row[0]: row[1:] for row in table(section(page, "settings"), "All settings")}
+    assert every["momentum"] == ["0.9", "default"]
+    assert every["model"] == ["auto → linear", "default"]
+    assert every["num_classes"] == ["default → 3", "default"]
+
+
+def test_the_card_of_the_data_set(page):
+    train_card = rows_of(section(page, "data"), "train, for training")
+    assert train_card["images"] == "19"
+    assert train_card["could not be packed"] == "1"
+    assert train_card["content"] == "what the run recorded"
+    assert train_card["size"].startswith("4 × 4 px, made by ")
+    ((path, reason),) = table(section(page, "data"), "Images of train that could not be packed")[1:]
+    assert path == "n2/4.png"
+    assert reason
+    assert rows_of(section(page, "data"), "val, for evaluation")["images"] == "11"
+
+
+def test_the_environment(page, run):
+    rows = rows_of(section(page, "environment"), "Software and devices")
+    recorded = json.loads((run / "config.json").read_text())
+    assert {name: rows[name] for name in recorded["versions"]} == recorded["versions"]
+    assert rows["devices"] == "one device (cpu)"
+
+
+def test_several_runs_are_side_by_side(place, run, tmp_path):
+    page = parse(report_run([run, place / "other"], tmp_path / "two.html", model=Linear()).read_text())
+    rows = table(section(page, "results"), "The runs")
+    assert [row[0] for row in rows] == ["run", "A · <b>run", "B · other"]
+    assert table(section(page, "settings"), "Settings that differ")[1:] == [
+        ["seed", "0", "3"],
+        ["learning_rate", "default", "0.5"],
+    ]
+    lines = points(section(page, "loss"), "Loss of the training")["lines"]
+    assert len(lines) == 4
+    assert len(points(section(page, "evaluations"), "Top-1 accuracy")["lines"]) == 2
+    assert [each.text for each in section(page, "confusion").all("h3")] == ["A · <b>run", "B · other"]
+    assert "The same data set as A." in section(page, "data").text
+
+
+def test_the_runtime_gives_goodput_verdict_and_launches(copy, tmp_path):
+    verdict = Verdict("reading", "the loop waited 60 % of the time", "read with more threads")
+    launch = LaunchRuntime(
+        started=1_800_000_000.0, ended=1_800_000_090.0, start_step=0, end_step=12, state="done", versions={},
+        devices="1 × <cpu>", goodput=Goodput(steps=60.0, waiting=30.0), verdict=verdict,
+    )  # fmt: skip
+    goodput = RunGoodput(steps=60.0, waiting=30.0, lost=10.0, lost_steps=3, gaps=7.0)
+    (copy / "runtime.json").write_bytes(encode_runtime(RuntimeReport((launch,), goodput)))
+    page = report_of(copy, tmp_path)
+    rows = {row[0]: row[2:] for row in table(section(page, "goodput"), "1 min 40 s of 1 launch")}
+    assert rows["steps"] == ["60.0 %", "1 min 0 s"]
+    assert rows["lost"] == ["10.0 %", "10 s"]
+    assert "3 steps were made again after a resume. Between the launches, 7 s passed" in section(page, "goodput").text
+    assert "Verdict: the loop waited 60 % of the time; read with more threads" in section(page, "results").text
+    (row,) = table(section(page, "environment"), "Launches")[1:]
+    assert row == ["1", "2027-01-15 08:00:00 UTC", "1 min 30 s", "0 → 12", "done", "1 × <cpu>"]
+
+
+def test_a_run_without_runtime_shows_what_its_end_says(copy, tmp_path):
+    (copy / "runtime.json").unlink(missing_ok=True)
+    page = report_of(copy, tmp_path)
+    assert [row.children[0].text for row in section(page, "goodput").one("tbody").all("tr")] == [
+        "compilation", "waiting", "all else",
+    ]  # fmt: skip
+    assert "at times that are not known" in absent_in(page, "environment")
+
+
+def test_the_profile_has_its_rows_and_bars(copy, tmp_path):
+    (copy / "profile.csv").write_text(PROFILE)
+    found = section(report_of(copy, tmp_path), "profile")
+    assert table(found, "Profile of copy")[1:] == [
+        ["fit", "epoch", "1.5", "100", ""],
+        ["train", "<b>draw</b>", "0.25", "12.5%", ""],
+    ]
+    assert [each.attributes["width"] for each in found.all("rect", class_="fill")] == ["100.00%", "12.50%"]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("Phase,Action\n", "has no rows"), ("a,b\n1\n", "another length"), ("\0\xff", "has no rows")],
+)
+def test_a_damaged_profile_says_so(copy, tmp_path, content, why):
+    (copy / "profile.csv").write_text(content)
+    assert why in absent_in(report_of(copy, tmp_path), "profile")
+
+
+def test_events_are_listed(chained_run, tmp_path):
+    found = section(report_of(chained_run, tmp_path), "environment")
+    ((step, request, _),) = table(found, "Requests that took effect")[1:]
+    assert int(step) > 1
+    assert request == "learning-rate factor 0.5"
+
+
+def test_earlier_launches_say_what_differed(chained_run, tmp_path):
+    page = report_of(chained_run, tmp_path)
+    ((until, what),) = table(section(page, "settings"), "Earlier launches of A")[1:]
+    assert until == "up to step 4"
+    assert "steps 4" in what
+    assert "learning_rate 0.1" in what
+
+
+MISSING = {
+    "config.json": {"settings": "must contain config.json", "weights": "cannot be read", "data": "cannot be read"},
+    "loss.jsonl": {"loss": "has no losses yet", "rate": "has no losses yet", "speed": "has no losses yet"},
+    "eval.jsonl": {"evaluations": "the run has not been evaluated yet"},
+    "result.json": {"profile": "was not profiled"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_each_section_says_why_it_is_absent(copy, tmp_path, name):
+    (copy / name).unlink()
+    page = report_of(copy, tmp_path)
+    for place, why in MISSING[name].items():
+        assert why in absent_in(page, place), place
+    assert [each.attributes["id"] for each in page.all("section")] == SECTIONS
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "loss.jsonl", "eval.jsonl", "result.json", "control.jsonl", "runtime.json"]
+)
+@pytest.mark.parametrize("content", [b"\xff\0{", b"[1, 2]", b'{"step": 1e999, "launches": {}}\n', b"[" * 100_000])
+def test_damaged_files_never_break_the_page(copy, tmp_path, name, content):
+    (copy / name).write_bytes(content)
+    report_of(copy, tmp_path)
+
+
+def test_the_state_of_a_run_is_said(copy, tmp_path):
+    end = json.loads((copy / "result.json").read_text())
+
+    def state(**values):
+        (copy / "result.json").write_text(json.dumps(end | values))
+        return section(report_of(copy, tmp_path), "results").all("p")[0].text
+
+    assert state(error=f"ValueError: {HOSTILE}") == f"The run failed after 12 steps: ValueError: {HOSTILE}."
+    assert state(stopped_by="SIGINT", steps_done=7) == "The run was stopped by SIGINT after 7 steps of 12."
+    assert state(stopped_by="top1") == "The run reached the accuracy that it was to stop at, after 12 steps."
+    lock = FolderLock(copy)
+    lock.acquire()
+    assert state() == "The run is in progress."
+    lock.release()
+    (copy / "result.json").unlink()
+    assert "it was killed" in section(report_of(copy, tmp_path), "results").text
+
+
+def test_nonfinite_losses_are_counted(copy, tmp_path):
+    with (copy / "loss.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": null, "lr": 0.1}\n')
+    assert "1 loss of copy is NaN or infinite, first at step 13." in section(report_of(copy, tmp_path), "loss").text
+
+
+def test_a_long_run_is_divided_into_bins_and_the_page_stays_small(copy, tmp_path):
+    lines = [json.dumps({"step": step, "loss": 1 + 1 / step, "lr": 0.1}) for step in range(1, 20_001)]
+    (copy / "loss.jsonl").write_text("\n".join(lines) + "\n")
+    out = report_run(copy, tmp_path / "report.html", evaluate=False)
+    found = section(parse(out.read_text()), "loss")
+    assert "The steps are divided into bins, of up to 21 steps" in found.text
+    smoothed, raw = points(found, "Loss of the training")["lines"]
+    assert len(raw["x"]) == len(smoothed["x"]) <= 1000
+    assert out.stat().st_size < 400_000
+
+
+def test_many_classes_have_the_most_confused_pairs_instead_of_a_matrix():
+    random = np.random.default_rng(0)
+    labels, predicted = random.integers(0, 1000, (2, 5000))
+    predicted[:40] = -1
+    labels[40:60], predicted[40:60] = 7, 9
+    first, *others = most_confused(labels, predicted, 30)
+    assert (first.label, first.predicted, first.count) == (7, 9, 20)
+    counts: dict[tuple[int, int], int] = {}
+    for pair in zip(labels.tolist(), predicted.tolist(), strict=True):
+        if pair[1] >= 0 and pair[0] != pair[1]:
+            counts[pair] = counts.get(pair, 0) + 1
+    assert [each.count for each in (first, *others)] == sorted(counts.values(), reverse=True)[:30]
+    assert all(counts[each.label, each.predicted] == each.count for each in others)
+    matrix = count_matrix(labels, predicted, 1000)
+    assert matrix.sum() == 4960
+    assert matrix[7, 9] == 20
+
+
+def test_confident_mistakes_leave_out_what_is_right_or_undecided():
+    found = ImagePredictions(
+        labels=np.array([0, 1, 2, 0, 1], np.int32),
+        classes=np.array([[0], [0], [-1], [1], [2]], np.int32),
+        probabilities=np.array([[0.9], [0.5], [np.nan], [0.8], [0.8]], np.float32),
+        losses=np.zeros(5, np.float32),
+    )
+    assert confident_mistakes(found, 10) == [3, 4, 1]
+    assert confident_mistakes(found, 1) == [3]
+
+
+def test_weights_that_cannot_be_evaluated_say_why(place, run, copy, tmp_path):
+    assert "was trained with a model of your own" in absent_in(report_of(run, tmp_path, evaluate=True), "weights")
+    assert "as was requested (--no-evaluate)" in absent_in(report_of(run, tmp_path), "confusion")
+    gone = report_of(run, tmp_path, evaluate=True, model=Linear(), data=place / "nowhere")
+    for name in ("weights", "confusion", "classes", "mistakes", "data"):
+        assert f"{place / 'nowhere'} does not exist" in absent_in(gone, name), name
+
+    class Exploding(Linear):
+        def apply(self, params, batch_stats, images, train):
+            raise ZeroDivisionError("division by zero")
+
+    exploded = report_of(run, tmp_path, evaluate=True, model=Exploding())
+    assert "the weights were not evaluated: division by zero" in absent_in(exploded, "weights")
+
+
+def test_a_run_on_batches_of_its_own_says_what_it_lacks(chained_run, tmp_path):
+    page = report_of(chained_run, tmp_path, evaluate=True, model=Linear())
+    assert "the images to evaluate on must be given with --data" in absent_in(page, "weights")
+    assert "batches from a function of yours" in absent_in(page, "data")
+
+
+def test_a_run_folder_of_an_old_release_has_a_page(tmp_path):
+    with zipfile.ZipFile(Path(__file__).parent / "recorded/run_3218942.zip") as recorded:
+        recorded.extractall(tmp_path)
+    page = report_of(tmp_path / "run", tmp_path)
+    assert points(section(page, "loss"), "Loss of the training")["lines"]
+
+
+def test_a_changed_data_set_is_said(place, run, tmp_path):
+    pack(fake_source(20, classes=CLASSES, seed=5), tmp_path / "data")
+    pack(fake_source(5, seed=1, name="val", classes=CLASSES), tmp_path / "data")
+    page = report_of(run, tmp_path, evaluate=True, model=Linear(), data=tmp_path / "data")
+    assert rows_of(section(page, "data"), "train, for training")["content"].startswith("not what the run recorded")
+    assert "warning: " in section(page, "weights").text
+
+
+def test_a_file_is_not_replaced_unless_asked(run, tmp_path):
+    out = tmp_path / "report.html"
+    out.write_text("mine")
+    with pytest.raises(ValueError, match=r"must be a new file, but .*report\.html exists: choose another path"):
+        report_run(run, out, evaluate=False)
+    assert out.read_text() == "mine"
+    report_run(run, out, evaluate=False, overwrite=True)
+    assert out.read_text().startswith("<!DOCTYPE html>")
+    with pytest.raises(ValueError, match="must be in an existing folder"):
+        report_run(run, tmp_path / "none/report.html")
+    with pytest.raises(ValueError, match="is a folder: choose another path"):
+        report_run(run, tmp_path, overwrite=True)
+
+
+@pytest.mark.parametrize(("runs", "message"), [([], "1 to 26 run folders, got 0"), (["x"] * 27, "got 27")])
+def test_the_number_of_runs_has_a_limit(runs, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        report_run(runs, tmp_path / "report.html")
+
+
+def test_a_folder_that_is_no_run_is_refused(place, tmp_path):
+    for wrong, why in ((place, r"contains 2 run folders, such as .*other"), (tmp_path / "no", "does not exist")):
+        with pytest.raises(ValueError, match=f"RUN must be a run folder, but .* {why}"):
+            report_run(wrong, tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_names_the_file_and_refuses_in_one_line(run, tmp_path, monkeypatch):
+    codes: list[int] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    done = CliRunner().invoke(main, [str(run), "--model", "tests.toy:Linear"])
+    assert (done.exit_code, codes) == (0, [])
+    assert re.fullmatch(r"report\.html \(0\.\d\d MB\)\n", done.stdout)
+    assert done.stderr.startswith("weights: ")
+    refused = CliRunner().invoke(main, [str(run), "--no-evaluate"])
+    assert codes == [2]
+    assert refused.stderr.startswith("report-run: the page must be a new file, but report.html exists")
