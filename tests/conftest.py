@@ -83,6 +83,15 @@ def untraced_blocks():
     resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
 
 
+@pytest.fixture(scope="module", name="small_resnets")
+def _small_resnets():
+    """Replace the ResNets for small images in all tests of a module, each of which must use this."""
+    from tests.small_resnets import small_resnets
+
+    with small_resnets():
+        yield
+
+
 @pytest.fixture
 def cards(monkeypatch):
     """Make the transport "cuda" use a new fake card for each launch; check the cards after the test."""

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,11 +16,19 @@ from engine.stream.sinks import evaluation_words
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
-COMMAND = [sys.executable, "-c", "from engine.commands.eval_cli import main; main()"]
+pytestmark = pytest.mark.usefixtures("small_resnets")
+
+SMALL = f"""
+import sys
+sys.path.insert(0, {os.fspath(Path(__file__).parents[1])!r})
+from engine.commands.eval_cli import main
+from tests.small_resnets import small_resnets
+with small_resnets(): main()
+"""
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(small_resnets, tmp_path_factory):
     """Return a folder with a data set, a run on it and a run with a model of the user."""
     folder = tmp_path_factory.mktemp("place")
     pack(fake_source(20, size=8), folder / "data")
@@ -34,7 +43,12 @@ def place(tmp_path_factory):
 
 def run_eval(*arguments, cwd):
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", SMALL, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -138,16 +152,17 @@ def test_wrong_usage_is_one_clear_error(place, monkeypatch, arguments, message):
     assert message in errors[0]
 
 
-STUCK = """
+STUCK = (
+    """
 import os, time
 from preprocess.shards.reader import ShardSplit
 def wait(*_, **__):
     os.write(1, b"stuck\\n")  # whole, as several threads may be stuck
     time.sleep(600)
 ShardSplit.read_into = wait
-from engine.commands.eval_cli import main
-main()
 """
+    + SMALL
+)
 
 
 @pytest.mark.timeout(120)

@@ -22,6 +22,8 @@ from tests.fake_source import fake_source, pack
 from tests.test_tally import evaluation_set
 from tests.toy import BATCH, Linear, toy_batch, toy_config
 
+pytestmark = pytest.mark.usefixtures("small_resnets")
+
 NUM_IMAGES = 2 * BATCH + 3
 NUM_EVALUATED = 11
 
@@ -37,7 +39,7 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(data, tmp_path_factory):
+def trained(data, small_resnets, tmp_path_factory):
     """Return the folder and the last evaluation of a run with crops and averaged weights."""
     run = tmp_path_factory.mktemp("runs") / "run"
     config = TrainConfig(

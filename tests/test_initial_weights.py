@@ -20,6 +20,7 @@ from engine.records.weights import name_tensors
 from engine.run.initial_weights import load_initial_weights
 from engine.updates.update import Weights
 from models.registry import build_model
+from tests.small_resnets import small_resnets
 from tests.toy import Linear, toy_batch, toy_config
 
 HERE = Path(__file__).parent
@@ -200,8 +201,9 @@ def test_the_weights_of_a_run_are_loaded_bit_for_bit(tmp_path):
     config = toy_config(
         steps=2, synthetic=True, model="resnet8", image_size=8, ema_decay=0.9, run_dir=os.fspath(tmp_path / "run")
     )
-    result = train(config)
-    loaded = load_initial_weights(tmp_path / "run/model.safetensors", "resnet8", *shapes_of("resnet8", 3))
+    with small_resnets():
+        result = train(config)
+        loaded = load_initial_weights(tmp_path / "run/model.safetensors", "resnet8", *shapes_of("resnet8", 3))
     assert_same((loaded.params, loaded.batch_stats), (result.params, result.batch_stats))
 
 

@@ -20,6 +20,7 @@ from engine.commands.verify_cli import main as verify_run
 from engine.named_parts import OWN_PARTS, NamedPart, compare_named
 from engine.records.digests import SEAL, sealed
 from engine.run.parts import OwnParts
+from tests.small_resnets import small_resnets
 
 ROOT = Path(__file__).parents[1]
 MINE = """
@@ -281,7 +282,8 @@ def forge(run, **changes):
 
 
 def test_no_file_of_a_run_names_code_that_is_loaded(place):
-    code, output = call(run_train, *SETTINGS, "--synthetic", "--image-size", "8", "--model", "resnet8")
+    with small_resnets():
+        code, output = call(run_train, *SETTINGS, "--synthetic", "--image-size", "8", "--model", "resnet8")
     assert code == 0, output
     (place / "run/result.json").unlink()
     for snapshot in (place / "run/snapshots").iterdir():

@@ -27,8 +27,11 @@ RULE = ResizeRule(size=10, resize=12)
 NUM_VAL = 11
 
 
+pytestmark = pytest.mark.usefixtures("small_resnets")
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(small_resnets, tmp_path_factory):
     """Return a folder with photographs of odd sizes, their pack and a run on it, and the names of the packed images."""
     folder = tmp_path_factory.mktemp("predict")
     random = np.random.default_rng(0)

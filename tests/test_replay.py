@@ -18,6 +18,7 @@ from engine.records.snapshot import read_snapshot, remove_snapshot, snapshot_ste
 from engine.replay.checked_files import CheckedFiles
 from engine.replay.report import Difference, _Kind
 from tests.fake_source import fake_source, files_of, pack
+from tests.small_resnets import small_resnets
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
 STEPS, PULLS = 9, 2
@@ -373,14 +374,16 @@ def packed(tmp_path_factory):
         **{name: SETTINGS[name] for name in ("optimizer", "ema_decay", "crop", "flip", "mixup", "eval_every_steps")},
         snapshot_every_steps=4,
     )  # fmt: skip
-    train(config)
+    with small_resnets():
+        train(config)
     return folder
 
 
 def test_packed_data_may_have_moved_and_must_be_the_same(packed, tmp_path):
     shutil.copytree(packed / "run", tmp_path / "run")
     shutil.copytree(packed / "data", tmp_path / "moved")
-    report = replay_run(tmp_path / "run", from_step=0, data=str(tmp_path / "moved"))
+    with small_resnets():
+        report = replay_run(tmp_path / "run", from_step=0, data=str(tmp_path / "moved"))
     assert report.is_same, report
     assert (report.num_losses, report.num_evaluations) == (9, 3)
     pack(fake_source(22, size=8, seed=5), tmp_path / "other")

@@ -21,6 +21,7 @@ from engine.run.launch import Launch
 from engine.run.train import plan_run
 from preprocess.shards.reader import ShardError, ShardSplit
 from tests.fake_source import fake_source, pack
+from tests.small_resnets import small_resnets
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
 
 
@@ -160,7 +161,8 @@ def test_training_reads_every_image_of_a_packed_split_once_an_epoch(packed, tmp_
 
     monkeypatch.setattr(ShardSplit, "read_into", spy)
     config = TrainConfig(steps=5, batch=8, data=data, model="resnet8", run_dir=tmp_path / "run", reader_threads=1)
-    assert train(config).steps_done == 5  # 40 positions: two epochs of 20, neither a multiple of 8
+    with small_resnets():
+        assert train(config).steps_done == 5  # 40 positions: two epochs of 20, neither a multiple of 8
     images = [image for batch in read.values() for image in batch]
     assert sorted(images[:20]) == sorted(images[20:]) == list(range(20))
     assert images[:20] != images[20:]
@@ -171,7 +173,8 @@ def test_training_reads_every_image_of_a_packed_split_once_an_epoch(packed, tmp_
 
 def test_a_data_set_smaller_than_a_batch_trains(packed):
     _, data = packed
-    assert train(TrainConfig(steps=2, batch=64, data=data, model="resnet8")).steps_done == 2
+    with small_resnets():
+        assert train(TrainConfig(steps=2, batch=64, data=data, model="resnet8")).steps_done == 2
 
 
 def damage(shard, how):
@@ -193,7 +196,7 @@ def test_a_damaged_shard_ends_the_run_naming_the_file(packed, how, tmp_path):
     ]
     damage(shard, how)
     name = shard.relative_to(data / "train").as_posix()
-    with pytest.raises(ShardError, match=name):
+    with small_resnets(), pytest.raises(ShardError, match=name):
         train(TrainConfig(steps=9, batch=4, data=data, model="resnet8", run_dir=tmp_path / "run"))
     done = json.loads((tmp_path / "run/result.json").read_text())["steps_done"]
     assert done < 5  # an epoch is five steps

@@ -18,6 +18,7 @@ from engine.program.statics import statics_of
 from engine.run.nonfinite import NonFiniteError
 from engine.updates.schedules import learning_rate_at, schedule_values
 from tests.fake_source import fake_source, pack
+from tests.small_resnets import small_resnets
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
 
 
@@ -167,7 +168,8 @@ def test_a_smaller_image_size_crops_and_evaluates_the_centre(tmp_path):
     pack(fake_source(24, size=12), tmp_path)
     pack(fake_source(8, size=12, seed=1, name="val"), tmp_path)
     config = TrainConfig(steps=2, batch=8, data=tmp_path, model="resnet8", image_size=8, crop="random", flip=0.5)
-    result = train(replace(config, run_dir=tmp_path / "run"))
+    with small_resnets():
+        result = train(replace(config, run_dir=tmp_path / "run"))
     with safe_open(tmp_path / "run/model.safetensors", "np") as file:
         assert file.metadata()["image_size"] == "8x8"
     assert np.isfinite(result.losses).all()

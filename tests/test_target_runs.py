@@ -29,6 +29,7 @@ from preprocess.shards.reader import open_split
 from preprocess.shards.targets import pack_bits
 from tests.fake_source import fake_source, pack
 from tests.labelled_photographs import draw_photographs, pack_labelled, read_independently, write_labels
+from tests.small_resnets import small_resnets
 from tests.toy import BATCH, Linear
 
 LOSSES = {"classes": "binary-cross-entropy", "numbers": "mean-squared-error"}
@@ -255,6 +256,7 @@ def test_a_model_with_too_few_logits_is_refused():
         binary_cross_entropy_loss(jnp.zeros((4, 1)), jnp.zeros((4, 3)), jnp.ones(4))
 
 
+@small_resnets()
 def test_the_commands_evaluate_a_run_and_its_weights_and_refuse_what_has_no_meaning(packs, tmp_path, monkeypatch):
     train(config_of(packs, "classes", steps=2, run_dir=str(tmp_path / "run"), model="resnet8", eval_split="off"))
     file = tmp_path / "run/model.safetensors"

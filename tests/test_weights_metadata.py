@@ -13,11 +13,13 @@ from engine.records.weights_metadata import classes_of, describe_weights, resize
 from preprocess.shards.classes import ImageClass
 from tests.fake_source import CLASSES, fake_source, pack
 
+pytestmark = pytest.mark.usefixtures("small_resnets")
+
 WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(small_resnets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("metadata")
     odd = (ImageClass("n0", "caf\u00e9 \x1b[2J"), *CLASSES[1:])
     for name, count in (("train", 12), ("val", 5)):
