@@ -27,6 +27,7 @@ from engine.run.result import TrainResult
 from engine.runtime.record import LaunchRuntime, RunGoodput, RuntimeReport
 from models.registry import model_names
 from tests.fake_source import fake_source, pack
+from tests.small_resnets import small_resnets
 
 TINY = ["--synthetic", "--model", "resnet8", "--image-size", "8", "--num-classes", "3", "--batch", "4"]
 # Compiles in a tenth of the time, for tests of what does not depend on the model.
@@ -64,6 +65,23 @@ def run_train(*arguments, cwd, timeout=120):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    """Return a function that runs the command in this process, in a folder of its own, with small networks."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments) -> tuple[int, str, str]:
+        codes: list[int] = []
+        with monkeypatch.context() as patch, small_resnets():
+            # The command exits at once after an error.
+            patch.setattr(os, "_exit", codes.append)
+            result = CliRunner().invoke(main, list(map(str, arguments)))
+        assert result.exception is None, result.output
+        return (codes or [0])[0], result.stdout, result.stderr
+
+    return call
+
+
 def start_train(*arguments, cwd):
     command = [sys.executable, "-c", MAIN, *map(str, arguments)]
     return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -98,23 +116,6 @@ def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
     assert "loaded from the cache" in again.stdout
 
 
-@pytest.fixture
-def refused(tmp_path, monkeypatch):
-    """Return a function that runs a command in this process, asserts that it exits with 2, and returns its errors."""
-    monkeypatch.chdir(tmp_path)
-
-    def refused(*arguments: str) -> list[str]:
-        codes: list[int] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "_exit", codes.append)
-            result = CliRunner().invoke(main, arguments)
-        assert result.exit_code == 0
-        assert codes == [2]
-        return result.stderr.strip().splitlines()
-
-    return refused
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -140,11 +141,13 @@ def refused(tmp_path, monkeypatch):
         (["--warmup-epochs", "1", "--synthetic"], "--warmup-epochs must not be given with synthetic batches"),
     ],
 )
-def test_wrong_usage_is_one_clear_error(arguments, message, tmp_path, refused):
+def test_wrong_usage_is_one_clear_error(arguments, message, tmp_path, call):
     pack(fake_source(8, size=8), tmp_path / "packed")
     (tmp_path / "file").write_text("")
     (tmp_path / "mine.toml").write_text(RECIPE.replace("batch", "bach"))
-    errors = refused(*arguments, "--steps", "1")
+    code, _, stderr = call(*arguments, "--steps", "1")
+    assert code == 2
+    errors = stderr.strip().splitlines()
     assert message in " ".join(errors)
     assert len(errors) <= 2
     assert errors[0].startswith("run-train: ")
@@ -303,13 +306,13 @@ def test_the_help_of_an_option_is_that_of_its_setting(name):
     assert not re.search(r"\b[a-z]+_[a-z_]+\b", words), "a setting named as in Python"
 
 
-def test_a_recipe_sets_what_the_command_line_does_not(tmp_path):
+def test_a_recipe_sets_what_the_command_line_does_not(tmp_path, call):
     pack(fake_source(10, size=8), tmp_path / "packed")
     (tmp_path / "mine.toml").write_text(RECIPE)
     options = ["--run-dir", "run", "--lr", "default", "--batch", 5, "--recipe", "mine.toml", "--no-decay-all"]
-    done = run_train(*options, "--data", "packed", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    code, stdout, stderr = call(*options, "--data", "packed")
+    assert code == 0, stderr
+    lines = stdout.splitlines()
     assert lines[:4] == [
         "recipe mine: 12 % top-1; the command line overrides learning_rate 0.01 → default, batch 4 → 5, "
         "decay_all True → False",
@@ -331,44 +334,46 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path):
     }
 
 
-def test_steps_on_the_command_line_replace_the_epochs_of_a_recipe(tmp_path, monkeypatch):
-    pack(fake_source(10, size=4), tmp_path / "packed")
-    (tmp_path / "mine.toml").write_text(RECIPE.replace('model = "resnet8"\n', ""))
-    monkeypatch.chdir(tmp_path)
-    options = ["--steps", "1", "--recipe", "./mine.toml", "--data", "packed", "--model", TOY_MODEL[1]]
-    result = CliRunner().invoke(main, [*options, "--dry-run"])
-    assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[0] == ("recipe mine: 12 % top-1; the command line overrides epochs 2 → steps 1")
-    assert "epochs:" not in result.stdout
+def test_steps_on_the_command_line_replace_the_epochs_of_a_recipe(tmp_path, call):
+    pack(fake_source(10, size=8), tmp_path / "packed")
+    (tmp_path / "mine.toml").write_text(RECIPE)
+    code, stdout, stderr = call("--steps", "1", "--recipe", "./mine.toml", "--data", "packed", "--dry-run")
+    assert code == 0, stderr
+    assert stdout.splitlines()[0] == ("recipe mine: 12 % top-1; the command line overrides epochs 2 → steps 1")
+    assert "epochs:" not in stdout
 
 
-def test_a_recipe_whose_image_size_does_not_fit_the_data_is_named(tmp_path, refused):
+def test_a_recipe_whose_image_size_does_not_fit_the_data_is_named(tmp_path, call):
     pack(fake_source(10, size=8), tmp_path / "packed")
     (tmp_path / "mine.toml").write_text(RECIPE + "image_size = 16\n")
     options = ["--recipe", "./mine.toml", "--data", "packed", "--dry-run"]
+    code, _, of_recipe = call(*options)
+    assert code == 2
     assert (
         "run-train: image_size in mine.toml (--image-size overrides it) must be at most the size of the images, "
         "8 × 8 px, got 16"
-    ) in " ".join(refused(*options))
-    of_option = " ".join(refused(*options, "--image-size", "12"))
+    ) in of_recipe
+    code, _, of_option = call(*options, "--image-size", "12")
+    assert code == 2
     assert "run-train: --image-size must be at most the size of the images, 8 × 8 px, got 12" in of_option
 
 
-def test_a_built_in_recipe_whose_image_size_does_not_fit_the_data_is_named_with_an_option(tmp_path, refused):
+def test_a_built_in_recipe_whose_image_size_does_not_fit_the_data_is_named_with_an_option(tmp_path, call):
     pack(fake_source(10, size=8), tmp_path / "packed")
-    errors = refused("--recipe", "imagenet-16", "--data", "packed", "--dry-run")
+    code, _, errors = call("--recipe", "imagenet-16", "--data", "packed", "--dry-run")
+    assert code == 2
     assert (
         "run-train: image_size in the recipe imagenet-16 (--image-size default leaves it out) must be at most the size "
         "of the images, 8 × 8 px, got 224: leave it out"
-    ) in " ".join(errors)
+    ) in errors
 
 
-def test_a_runs_record_is_a_recipe_for_another_run(tmp_path):
-    first = run_train(*CHANGED, "--steps", 2, "--run-dir", "first", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    second = run_train("--recipe", "first/config.json", "--run-dir", "second", "--steps", 3, cwd=tmp_path)
-    assert second.returncode == 0, second.stderr
-    assert second.stdout.splitlines()[0] == "recipe first: the command line overrides steps 2 → 3"
+def test_a_runs_record_is_a_recipe_for_another_run(tmp_path, call):
+    code, _, stderr = call(*CHANGED, "--steps", 2, "--run-dir", "first")
+    assert code == 0, stderr
+    code, stdout, stderr = call("--recipe", "first/config.json", "--run-dir", "second", "--steps", 3)
+    assert code == 0, stderr
+    assert stdout.splitlines()[0] == "recipe first: the command line overrides steps 2 → 3"
     before, now = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "second"))
     assert now["config"] == before["config"] | {"steps": 3, "run_dir": "second"}
     assert (now["origins"]["seed"], now["origins"]["steps"]) == ("recipe first", "command line")
@@ -376,10 +381,10 @@ def test_a_runs_record_is_a_recipe_for_another_run(tmp_path):
     assert [json.loads(line)["loss"] for line in losses[0]] == [json.loads(line)["loss"] for line in losses[1][:2]]
 
 
-def test_a_dry_run_prints_a_plan_and_writes_nothing(tmp_path):
-    done = run_train(*TOY, "--dry-run", "--run-dir", "run", "--rate", "50", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    memory = done.stdout.partition("memory of the host")[2].partition("fits: ")[0]
+def test_a_dry_run_prints_a_plan_and_writes_nothing(tmp_path, call):
+    code, stdout, stderr = call(*TOY, "--dry-run", "--run-dir", "run", "--rate", "50")
+    assert code == 0, stderr
+    memory = stdout.partition("memory of the host")[2].partition("fits: ")[0]
     found = re.findall(r"^  (\S.*?)  +([\d.]+) (MB|GB)$", memory, re.MULTILINE)
     sizes = {name: float(size) * {"MB": 1, "GB": 1000}[unit] for name, size, unit in found}
     total = sizes.pop("total")
@@ -392,16 +397,16 @@ def test_a_dry_run_prints_a_plan_and_writes_nothing(tmp_path):
         "this process so far",
     }
     assert total == pytest.approx(sum(sizes.values()), abs=0.05 * 6 if "GB" not in memory else 10)
-    assert "GFLOP" in done.stdout
-    assert "  50 images/s, bound by: the devices\n" in done.stdout
-    assert done.stdout.endswith("\ndry run: nothing was trained\n")
-    assert "step 1/" not in done.stdout
+    assert "GFLOP" in stdout
+    assert "  50 images/s, bound by: the devices\n" in stdout
+    assert stdout.endswith("\ndry run: nothing was trained\n")
+    assert "step 1/" not in stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dump_hlo_writes_both_forms_of_the_program(tmp_path):
-    done = run_train(*TOY, "--steps", 0, "--run-dir", "run", "--dump-hlo", "hlo", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_dump_hlo_writes_both_forms_of_the_program(tmp_path, call):
+    code, _, stderr = call(*TOY, "--steps", 0, "--run-dir", "run", "--dump-hlo", "hlo")
+    assert code == 0, stderr
     stablehlo = (tmp_path / "hlo/program.stablehlo.mlir").read_text()
     assert stablehlo.startswith("module @")
     assert "stablehlo.while" in stablehlo
@@ -515,30 +520,31 @@ def test_a_program_that_needs_too_much_memory_is_reported_before_the_launch(tmp_
     assert "this machine has 0.0 GB: use a smaller --batch" in result.stdout
 
 
-def test_a_run_is_resumed_with_its_own_settings_and_changes_are_reported(tmp_path):
-    first = run_train(*CHANGED, "--steps", 3, "--run-dir", "run", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    second = run_train("--run-dir", "run", "--resume", "--steps", 5, "--learning-rate", 0.2, cwd=tmp_path)
-    assert second.returncode == 0, second.stderr
-    assert "resumed with steps 3 → 5, learning_rate default → 0.2" in second.stdout.splitlines()
-    assert "resuming run from the snapshot of step 3" in second.stdout
+def test_a_run_is_resumed_with_its_own_settings_and_changes_are_reported(tmp_path, call):
+    code, _, stderr = call(*CHANGED, "--steps", 3, "--run-dir", "run")
+    assert code == 0, stderr
+    code, stdout, stderr = call("--run-dir", "run", "--resume", "--steps", 5, "--learning-rate", 0.2)
+    assert code == 0, stderr
+    assert "resumed with steps 3 → 5, learning_rate default → 0.2" in stdout.splitlines()
+    assert "resuming run from the snapshot of step 3" in stdout
     assert (tmp_path / "run/loss.jsonl").read_text().count("\n") == 5
     recorded = json.loads((tmp_path / "run/config.json").read_text())
     assert (recorded["config"]["seed"], recorded["config"]["steps"], recorded["config"]["batch"]) == (3, 5, 4)
     assert (recorded["origins"]["seed"], recorded["origins"]["split"]) == ("command line", "default")
 
 
-def test_a_run_finds_its_data_from_another_working_directory(tmp_path):
-    pack(fake_source(10, size=4), tmp_path / "packed")
-    options = ("--data", "packed", *TOY_MODEL, "--steps", 2, "--run-dir", "run")
-    first = run_train(*options, cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
+def test_a_run_finds_its_data_from_another_working_directory(tmp_path, call, monkeypatch):
+    pack(fake_source(10, size=8), tmp_path / "packed")
+    options = ("--data", "packed", "--model", "resnet8", "--batch", 4, "--steps", 2, "--run-dir", "run")
+    code, _, stderr = call(*options)
+    assert code == 0, stderr
     recorded = json.loads((tmp_path / "run/config.json").read_text())
     assert recorded["config"]["data"] == str(tmp_path / "packed")
     assert recorded["resolved"]["learning_rate"] == TrainConfig(batch=4).peak_learning_rate
     (tmp_path / "elsewhere").mkdir()
-    second = run_train(*TOY_MODEL, "--run-dir", "../run", "--resume", "--steps", 3, cwd=tmp_path / "elsewhere")
-    assert second.returncode == 0, second.stderr
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, _, stderr = call("--run-dir", "../run", "--resume", "--steps", 3)
+    assert code == 0, stderr
     assert (tmp_path / "run/loss.jsonl").read_text().count("\n") == 3
 
 
@@ -554,8 +560,8 @@ def test_a_run_finds_its_data_from_another_working_directory(tmp_path):
         (["--snapshot-every", "-1"], "--snapshot-every must lie in 0 …"),
     ],
 )
-def test_an_impossible_resume_is_refused_in_one_line(tmp_path, options, message):
-    done = run_train(*options, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_an_impossible_resume_is_refused_in_one_line(tmp_path, options, message, call):
+    code, _, stderr = call(*options)
+    assert code == 2
+    assert message in stderr
     assert list(tmp_path.iterdir()) == []
