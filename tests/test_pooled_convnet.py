@@ -131,9 +131,13 @@ def test_bfloat16_stays_near_float32():
     images, wanted = normal(2, (16, 16, 16, 3)), normal(3, (16, 5))
 
     def at(dtype):
-        forward = partial(pooled_convnet.apply, NET, train=True, dtype=jnp.dtype(dtype))
-        both = jax.jit(lambda params: loss_and_gradients(lambda params: forward(params, stats, images), params, wanted))
-        logits, new, gradients = both(params)
+        # As arguments: XLA would compute with constants while it compiles.
+        @jax.jit
+        def both(params, stats, images, wanted):
+            forward = partial(pooled_convnet.apply, NET, train=True, dtype=jnp.dtype(dtype))
+            return loss_and_gradients(lambda params: forward(params, stats, images), params, wanted)
+
+        logits, new, gradients = both(params, stats, images, wanted)
         assert {leaf.dtype for leaf in jax.tree.leaves((logits, new, gradients))} == {jnp.dtype(jnp.float32)}
         return logits, np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(gradients)])
 
