@@ -116,14 +116,19 @@ class _Phase:
             yield _row(TRAIN, SNAPSHOT, self._measured.clock.snapshots, fit_s, None)
 
     def scope_rows(self) -> Iterator[ScopeRow]:
-        """Yield the rows of the scopes inside the actions that have any, in the program's order."""
+        """Yield the rows of the scopes inside the actions that have any.
+
+        They come in the order of the program, those of the backward pass in that of the forward pass.
+        """
         seen = dict.fromkeys(scope for part in self._parts for scope in part)
-        depth = _depth(scope.path for scope in seen if scope.action in _OF_MODEL)
+        of_model = [scope.path for scope in seen if scope.action in _OF_MODEL]
+        depth = _depth(of_model)
+        order = dict.fromkeys(_shortened(path, depth) for path in of_model)
         for action in ACTIONS[self._name]:
-            names = dict.fromkeys(_shortened(scope.path, depth) for scope in seen if scope.action == action)
-            if set(names) <= {_NO_NAME}:
+            found = dict.fromkeys(_shortened(scope.path, depth) for scope in seen if scope.action == action)
+            if set(found) <= {_NO_NAME}:
                 continue
-            for name in names:
+            for name in [*(each for each in order if each in found), *(each for each in found if each not in order)]:
                 seconds = [
                     math.fsum(
                         second

@@ -5,6 +5,7 @@ asynchronous, that event ends when the work is enqueued, and another event, "end
 a GPU, it is one or more events of the device's streams. Does not depend on what the operations mean.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,11 +34,14 @@ def read_spans(profile: Any, module: str) -> list[OpSpan]:
         profile: a `jax.profiler.ProfileData`.
         module: name of the program's HLO module, such as "jit_train".
     """
-    planes = {plane.name: plane for plane in profile.planes}
-    devices = sorted(name for name in planes if name.startswith(_DEVICE_PLANE))
-    spans = [span for name in devices[:1] for span in _device_spans(planes[name], module)]
-    if not spans and _HOST_PLANE in planes:
-        spans = _host_spans(planes[_HOST_PLANE], module)
+    with warnings.catch_warnings():
+        # Of jaxlib's own types, when the first of them is used.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        planes = {plane.name: plane for plane in profile.planes}
+        devices = sorted(name for name in planes if name.startswith(_DEVICE_PLANE))
+        spans = [span for name in devices[:1] for span in _device_spans(planes[name], module)]
+        if not spans and _HOST_PLANE in planes:
+            spans = _host_spans(planes[_HOST_PLANE], module)
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
 
 
