@@ -1,0 +1,229 @@
+"""Profiles of real runs: where waiting appears, which steps are traced, and what is written."""
+
+import csv
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine.config import TrainConfig
+from engine.profile.formats import to_csv
+from engine.run.data import RunData
+from engine.run.resolve import warn_of_settings
+from engine.run.train import train
+from engine.scopes import ACTIONS
+from tests.toy import Linear, toy_batch, toy_config
+
+STEPS, SLEEP_S, EVERY = 18, 0.05, 9
+
+
+def slow_batch(step):
+    time.sleep(SLEEP_S)
+    return toy_batch(step)
+
+
+class ProfileSink:
+    """A sink that keeps the profile, and how many records came before it."""
+
+    def __init__(self, *, is_broken=False):
+        self.num_losses, self.found, self._is_broken = 0, [], is_broken
+
+    def open(self):
+        pass
+
+    def write(self, record):
+        self.num_losses += 1
+
+    def write_evaluation(self, record):
+        pass
+
+    def write_profile(self, profile):
+        if self._is_broken:
+            raise OSError("the profile's disk is full")
+        self.found.append((self.num_losses, profile))
+
+    def close(self):
+        pass
+
+
+def profiled(tmp_path=None, *, batches=toy_batch, evaluation=None, sinks=(), notify=lambda _: None, **values):
+    run_dir = None if tmp_path is None else str(tmp_path)
+    config = toy_config(**({"steps": STEPS, "profile": True, "run_dir": run_dir} | values))
+    return train(config, model=Linear(), batches=batches, evaluation=evaluation, sinks=list(sinks), notify=notify)
+
+
+@pytest.fixture(scope="module")
+def slow_run(tmp_path_factory):
+    """Return a run of a source that sleeps before each batch, its folder and a sink of its profile."""
+    folder, sink = tmp_path_factory.mktemp("profiled") / "run", ProfileSink()
+    result = profiled(
+        folder,
+        batches=slow_batch,
+        evaluation=tuple(np.concatenate([each] * 3) for each in toy_batch(0)),
+        sinks=[sink],
+        eval_every_steps=EVERY,
+        snapshot_every_steps=EVERY,
+        flip=0.5,
+    )
+    return result, folder, sink
+
+
+def test_every_phase_and_action_has_a_row_with_its_calls(slow_run):
+    profile = slow_run[0].profile
+    calls = {(row.phase, row.action): row.calls for row in profile.rows}
+    assert calls["train", "step"] == calls["train", "draw"] == calls["train", "forward"] == STEPS
+    assert calls["valid", "step"] == calls["valid", "predict"] == 3 * 2
+    assert calls["fit", "train"] == calls["fit", "valid"] == 2
+    # The last state is not pushed by the program.
+    assert calls["train", "snapshot"] == 1
+    for phase, actions in ACTIONS.items():
+        assert {action for each, action in calls if each == phase} >= set(actions)
+        assert (phase, "unattributed") in calls
+
+
+def test_a_sleep_in_the_source_appears_under_draw_step_for_step(slow_run):
+    result = slow_run[0]
+    step, draw, batch = (result.profile.row("train", action) for action in ("step", "draw", "batch"))
+    # The source sleeps before each batch, one after the other: the loop can save no more than it computes meanwhile.
+    slept_s = STEPS * SLEEP_S
+    assert draw.total_s >= slept_s - result.profile.row("valid", "step").total_s - batch.total_s - 0.1
+    assert draw.total_s == pytest.approx(result.wait_s, abs=0.1 * slept_s)
+    # Its share is that of the throttle.
+    assert step.total_s == pytest.approx(draw.total_s + batch.total_s)
+    assert draw.total_s / step.total_s == pytest.approx(1 - batch.mean_s / max(SLEEP_S, step.mean_s), abs=0.1)
+
+
+def test_the_rows_add_up_to_the_time_of_the_run(slow_run):
+    result = slow_run[0]
+    rows = {(row.phase, row.action): row for row in result.profile.rows}
+    assert rows["fit", "fit"].total_s == result.train_s
+    for phase in ("train", "valid"):
+        parts = sum(row.total_s for row in rows.values() if row.phase == phase and row.is_estimated)
+        assert parts == pytest.approx(rows[phase, "batch"].total_s)
+    inside = ("draw", "batch", "snapshot")
+    named = sum(rows[key].total_s for key in rows if key[0] in ACTIONS and key[1] in inside)
+    # The rest is the start and the end of the loop, and what follows an evaluation.
+    assert named + rows["fit", "unattributed"].total_s == pytest.approx(result.train_s, rel=0.02)
+
+
+def test_the_traced_steps_are_whole_batches_after_the_first(slow_run):
+    traced = {each.phase: each for each in slow_run[0].profile.traced}
+    # A third of the steps is skipped; the evaluation is in the window.
+    assert traced["train"].first == STEPS // 3
+    assert traced["train"].count == STEPS - STEPS // 3
+    assert traced["valid"].count >= 3
+    # The trace has a clock of its own.
+    assert traced["train"].mean_s >= 0.9 * SLEEP_S - slow_run[0].profile.row("train", "batch").mean_s
+
+
+def test_the_profile_goes_to_the_run_folder_and_to_the_sinks_that_take_it(slow_run):
+    result, folder, sink = slow_run
+    assert (folder / "profile.csv").read_text() == to_csv(result.profile)
+    assert sink.found == [(STEPS, result.profile)]
+    with (folder / "profile.csv").open() as file:
+        phases = {row["Phase"] for row in csv.DictReader(file)}
+    assert phases == {"fit", "train", "valid"}
+
+
+def test_a_profile_changes_no_bit_and_without_it_there_is_none(slow_run, tmp_path):
+    result = profiled(tmp_path / "run", profile=False, flip=0.5)
+    assert result.profile is None
+    assert not (tmp_path / "run/profile.csv").exists()
+    assert np.array_equal(result.losses, slow_run[0].losses)
+
+
+def test_a_resumed_run_is_profiled_from_where_it_resumes(slow_run, tmp_path):
+    folder = tmp_path / "run"
+    profiled(folder, profile=False, steps=4)
+    result = train(
+        toy_config(steps=10, profile=True, profile_steps="5:7", run_dir=str(folder), resume=True),
+        model=Linear(), batches=toy_batch,
+    )  # fmt: skip
+    assert result.profile.row("train", "step").calls == 6
+    (traced,) = result.profile.traced
+    assert (traced.first, traced.count) == (1, 2)
+    assert any("2 steps from 5 on" in note for note in result.profile.notes)
+
+
+def test_a_sink_that_cannot_take_the_profile_fails_as_with_a_record():
+    with pytest.raises(OSError, match="the profile's disk is full"):
+        profiled(steps=3, sinks=[ProfileSink(is_broken=True)])
+
+
+def test_a_trace_that_cannot_be_made_is_reported_and_the_run_goes_on(monkeypatch):
+    def refuse(folder):
+        raise RuntimeError("another profile is in progress")
+
+    monkeypatch.setattr("engine.profile.capture._start", refuse)
+    said = []
+    result = profiled(steps=4, notify=said.append)
+    assert result.steps_done == 4
+    assert result.profile.row("train", "step").calls == 4
+    assert result.profile.traced == ()
+    assert any("could not be traced (RuntimeError: another profile is in progress)" in line for line in said)
+    assert any("No batch of the phase train was traced" in note for note in result.profile.notes)
+
+
+def test_a_trace_that_cannot_be_read_is_reported(monkeypatch):
+    def fail(*_):
+        raise KeyError("no such plane")
+
+    monkeypatch.setattr("engine.profile.profiler.read_spans", fail)
+    said = []
+    assert profiled(steps=4, notify=said.append).profile.traced == ()
+    assert any("the trace could not be read (KeyError" in line for line in said)
+
+
+def test_a_failed_loop_has_no_profile_and_raises_its_error():
+    def failing_batch(step):
+        if step == 2:
+            raise ConnectionResetError("the camera went away")
+        return toy_batch(step)
+
+    with pytest.raises(ConnectionResetError, match="camera"):
+        profiled(steps=6, batches=failing_batch)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("profile_steps", "1:3"), ("profile_format", "json")])
+def test_a_setting_without_effect_is_reported(setting, value):
+    said = []
+    data = RunData(source=None, description="", num_classes=3)
+    for config in (toy_config(**{setting: value}), toy_config(profile=True, **{setting: value})):
+        warn_of_settings(config, data, said.append)
+    assert said == [f"warning: --{setting.replace('_', '-')} {value} has no effect without --profile"]
+
+
+class TwoStages:
+    """A model of two stages of dense layers, with so many layers each."""
+
+    def __init__(self, first, second):
+        self._depths = {"one": first, "two": second}
+
+    def init(self, key):
+        width = 256
+        names = [f"{stage}{number}" for stage, depth in self._depths.items() for number in range(depth)]
+        keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+        return {name: jax.random.normal(key, (width, width)) / 16 for name, key in keys.items()}, {}
+
+    def apply(self, params, batch_stats, images, train):
+        x = jnp.tile(images.reshape(len(images), -1), (1, 6))[:, :256]
+        for stage, depth in self._depths.items():
+            with jax.named_scope(stage):
+                for number in range(depth):
+                    x = jnp.tanh(x @ params[f"{stage}{number}"])
+        return x[:, :3], batch_stats
+
+
+@pytest.mark.integration
+def test_doubling_a_stage_of_a_model_doubles_its_rows_and_no_others():
+    config = TrainConfig(steps=130, batch=512, num_classes=3, learning_rate=1e-3, profile=True, profile_steps="10:129")
+    ratio = {}
+    for depth in (4, 8):
+        result = train(config, model=TwoStages(depth, 4), batches=lambda step: toy_batch(step, batch=512))
+        found = {(row.action, row.scope): row.mean_s for row in result.profile.scopes}
+        ratio[depth] = {action: found[action, "one"] / found[action, "two"] for action in ("forward", "backward")}
+    for action in ("forward", "backward"):
+        # Both stages are measured in the same steps, so that other work on the machine slows both of them.
+        assert ratio[8][action] / ratio[4][action] == pytest.approx(2, rel=0.3)
