@@ -415,7 +415,7 @@ def test_the_benchmarks_are_listed():
     assert done.exit_code == 0
     listed = [line.split()[0] for line in done.output.splitlines()]
     reading = ["step", "loop", "infeed", "stream", "reader", "latency"]
-    assert listed == [*reading, "pack", "startup", "scaling", "devices", "card"]
+    assert listed == [*reading, "pack", "startup", "scaling", "devices", "profile", "card"]
 
 
 @pytest.mark.parametrize(

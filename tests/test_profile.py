@@ -2,6 +2,7 @@
 
 import csv
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.config import TrainConfig
+from engine.feed.batches import SyntheticBatches
 from engine.profile.formats import to_csv
 from engine.run.data import RunData
 from engine.run.resolve import warn_of_settings
@@ -139,12 +141,14 @@ def test_a_resumed_run_is_profiled_from_where_it_resumes(slow_run, tmp_path):
     profiled(folder, profile=False, steps=4)
     result = train(
         toy_config(steps=10, profile=True, profile_steps="5:7", run_dir=str(folder), resume=True),
-        model=Linear(), batches=toy_batch,
-    )  # fmt: skip
-    assert result.profile.row("train", "step").calls == 6
-    (traced,) = result.profile.traced
+        model=Linear(),
+        batches=toy_batch,
+    )
+    profile: Any = result.profile
+    assert profile.row("train", "step").calls == 6
+    (traced,) = profile.traced
     assert (traced.first, traced.count) == (1, 2)
-    assert any("2 steps from 5 on" in note for note in result.profile.notes)
+    assert any("2 steps from 5 on" in note for note in profile.notes)
 
 
 def test_a_sink_that_cannot_take_the_profile_fails_as_with_a_record():
@@ -157,7 +161,7 @@ def test_a_trace_that_cannot_be_made_is_reported_and_the_run_goes_on(monkeypatch
         raise RuntimeError("another profile is in progress")
 
     monkeypatch.setattr("engine.profile.capture._start", refuse)
-    said = []
+    said: list[str] = []
     result = profiled(steps=4, notify=said.append)
     assert result.steps_done == 4
     assert result.profile.row("train", "step").calls == 4
@@ -171,7 +175,7 @@ def test_a_trace_that_cannot_be_read_is_reported(monkeypatch):
         raise KeyError("no such plane")
 
     monkeypatch.setattr("engine.profile.profiler.read_spans", fail)
-    said = []
+    said: list[str] = []
     assert profiled(steps=4, notify=said.append).profile.traced == ()
     assert any("the trace could not be read (KeyError" in line for line in said)
 
@@ -188,8 +192,10 @@ def test_a_failed_loop_has_no_profile_and_raises_its_error():
 
 @pytest.mark.parametrize(("setting", "value"), [("profile_steps", "1:3"), ("profile_format", "json")])
 def test_a_setting_without_effect_is_reported(setting, value):
-    said = []
-    data = RunData(source=None, description="", num_classes=3)
+    said: list[str] = []
+    data = RunData(
+        source=SyntheticBatches(batch=8, height=4, width=4, num_classes=3, seed=0), description="", num_classes=3
+    )
     for config in (toy_config(**{setting: value}), toy_config(profile=True, **{setting: value})):
         warn_of_settings(config, data, said.append)
     assert said == [f"warning: --{setting.replace('_', '-')} {value} has no effect without --profile"]
@@ -222,7 +228,8 @@ def test_doubling_a_stage_of_a_model_doubles_its_rows_and_no_others():
     ratio = {}
     for depth in (4, 8):
         result = train(config, model=TwoStages(depth, 4), batches=lambda step: toy_batch(step, batch=512))
-        found = {(row.action, row.scope): row.mean_s for row in result.profile.scopes}
+        profile: Any = result.profile
+        found = {(row.action, row.scope): row.mean_s for row in profile.scopes}
         ratio[depth] = {action: found[action, "one"] / found[action, "two"] for action in ("forward", "backward")}
     for action in ("forward", "backward"):
         # Both stages are measured in the same steps, so that other work on the machine slows both of them.

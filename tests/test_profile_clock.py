@@ -112,7 +112,8 @@ def test_where_the_device_waits_by_itself_its_waits_are_the_draws():
     hands.clock.finish()
     times = hands.clock.train
     assert times.steps.mean_s == pytest.approx(6)
-    assert (times.draws.count, times.draws.mean_s, times.batch_mean_s) == (3, 2.0, pytest.approx(4))
+    assert (times.draws.count, times.draws.mean_s) == (3, 2.0)
+    assert times.batch_mean_s == pytest.approx(4)
 
 
 def test_mean_and_deviation_are_those_of_all_durations():

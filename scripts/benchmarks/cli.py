@@ -8,13 +8,27 @@ from typing import Any
 import click
 from rich.console import Console
 
-from scripts.benchmarks import card, devices, infeed, latency, loop, pack, reader, scaling, startup, step, stream
+from scripts.benchmarks import (
+    card,
+    devices,
+    infeed,
+    latency,
+    loop,
+    pack,
+    profile,
+    reader,
+    scaling,
+    startup,
+    step,
+    stream,
+)
 from scripts.benchmarks.bench import Bench, Settings
 from scripts.benchmarks.report import describe_run, print_about, print_case, write_json
 from scripts.benchmarks.session import ROOT, CaseResult, run_case
 
 BENCHES: tuple[Bench, ...] = tuple(
-    module.BENCH for module in (step, loop, infeed, stream, reader, latency, pack, startup, scaling, devices, card)
+    module.BENCH
+    for module in (step, loop, infeed, stream, reader, latency, pack, startup, scaling, devices, profile, card)
 )
 FOLDER = ROOT / ".bench"
 _PIPED_WIDTH = 160
