@@ -61,7 +61,9 @@ class Durations:
         for number, count in enumerate(list(self._buckets)):
             seen += count
             if seen >= rank and count:
-                return 0.0 if number == 0 else min(self.max_s, _LEAST_S * 2 ** (number / _PER_OCTAVE))
+                if number in (0, len(self._buckets) - 1):
+                    return self.max_s if number else 0.0
+                return min(self.max_s, _LEAST_S * 2 ** (number / _PER_OCTAVE))
         return 0.0
 
     def summary(self) -> Times:

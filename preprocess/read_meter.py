@@ -135,6 +135,15 @@ class ReadMeter:
     def __init__(self, name_shard: Callable[[int], str] = str) -> None:
         self._name_shard = name_shard
         self._readings: dict[int, Reading] = {}
+        self._past: list[Reading] = []
+
+    def join(self) -> Reading:
+        """Return a new reading of this thread; called when it begins, as the system gives numbers of threads again."""
+        ident = threading.get_ident()
+        before, self._readings[ident] = self._readings.get(ident), Reading()
+        if before is not None:
+            self._past.append(before)
+        return self._readings[ident]
 
     def here(self) -> Reading:
         """Return the reading of this thread."""
@@ -153,4 +162,4 @@ class ReadMeter:
 
     def all(self) -> list[Reading]:
         """Return the readings of all threads that ever read."""
-        return list(self._readings.values())
+        return [*self._past, *self._readings.values()]

@@ -322,7 +322,7 @@ class Feeder:
     def _work(self) -> None:
         """Claim batches and fill their slots until all are read or the ring closes; runs on each worker thread."""
         lender = self._source if self._allocate is None and isinstance(self._source, LendingSource) else None
-        reading = self.meter.readings.here()
+        reading = self.meter.readings.join()
         while (claimed := self._claim()) is not None:
             batch_index, slot = claimed
             reading.begin(batch_index)

@@ -265,7 +265,7 @@ class WindowReader:
 
     def _work(self) -> None:
         """Read parts of windows until the reader is closed; runs on each thread."""
-        reading = self._split.meter.here()
+        reading = self._split.meter.join()
         while (claimed := self._claim()) is not None:
             window, part = claimed
             memory = self._memory[window.memory]

@@ -104,9 +104,12 @@ class RuntimeMonitor:
     def keep_stall(self, text: str) -> None:
         """Append a report to `stalls.txt`; safe from any thread."""
         with self._changed:
-            reports = (self._stalls + _SEPARATOR + text + "\n")[-_MOST_STALLS_BYTES:]
-            # The oldest report may have lost its beginning.
-            self._stalls = reports[reports.index(_SEPARATOR) :] if _SEPARATOR in reports else reports
+            reports = self._stalls + _SEPARATOR + text + "\n"
+            if len(reports) > _MOST_STALLS_BYTES:
+                # Without the rest of a report that has lost its beginning.
+                begin = reports.find(_SEPARATOR, len(reports) - _MOST_STALLS_BYTES)
+                reports = reports[max(begin, len(reports) - _MOST_STALLS_BYTES) :]
+            self._stalls = reports
             self._has_stalls = self._is_due = True
             self._changed.notify_all()
 

@@ -9,8 +9,8 @@ from engine.runtime.record import LaunchRuntime, RuntimeReport
 from preprocess.quantities import quantity
 
 _WIDTH = 80
-_MOST_STALLS = 4
-_MOST_SLOW = 4
+_MOST_STALLS = _MOST_SLOW = 3
+_MOST_PATH = 42
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -45,9 +45,10 @@ def _goodput(report: RuntimeReport) -> Iterator[str]:
     goodput, count = report.goodput, len(report.launches)
     total = goodput.total or 1.0
     gaps = f", and {goodput.gaps:,.1f} s between them" if goodput.gaps else ""
-    yield f"goodput over {quantity(count, 'launch')}: {goodput.total:,.1f} s{gaps}"
+    launches = "1 launch" if count == 1 else f"{count:,} launches"
+    yield f"goodput over {launches}: {goodput.total:,.1f} s{gaps}"
     parts = [
-        f"{name} {seconds:,.2f} s ({100 * seconds / total:.1f} %)"
+        f"{name} {_seconds(seconds)} ({100 * seconds / total:.1f}%)"
         for name, seconds in goodput.seconds().items()
         if seconds
     ]
@@ -147,7 +148,9 @@ def _seconds(seconds: float) -> str:
         return "0"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def _size(num_bytes: int) -> str:
@@ -158,4 +161,4 @@ def _size(num_bytes: int) -> str:
 
 
 def _shorten(path: str) -> str:
-    return path if len(path) <= 50 else f"…{path[-49:]}"
+    return path if len(path) <= _MOST_PATH else f"…{path[1 - _MOST_PATH :]}"

@@ -1,0 +1,152 @@
+"""What reading threads do is attributed to the stage and the file at fault."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from engine.feed.feed_meter import FeedMeter
+from preprocess import read_meter
+from preprocess.read_meter import AWAIT, CHECK, COPY, IDLE, OPEN, READ, SOURCE, Profile, ReadMeter
+from preprocess.shards import mapped_images, mapped_shards, reader
+from preprocess.shards.decoded_checks import DecodedChecks
+from preprocess.shards.reader import open_split
+from tests.fake_source import fake_source, pack
+
+SLOW_S = 0.05
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets: seconds since the start."""
+
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr(read_meter, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def test_every_second_belongs_to_one_stage(clock):
+    reading = ReadMeter().here()
+    clock.now = 5.0
+    reading.begin(7)
+    for stage, file, until in ((OPEN, "a", 6), (READ, "a", 9), (CHECK, "b", 10), (READ, "c", 14), (SOURCE, "c", 15)):
+        assert reading.work == 7
+        reading.enter(stage)
+        reading.visit(file)
+        clock.now = until
+    found = reading.end()
+    assert found == Profile((1.0, 1.0, 7.0, 1.0, 0.0), "c")
+    assert (reading.work, reading.stage, reading.totals[IDLE], sum(reading.totals)) == (-1, IDLE, 5.0, 15.0)
+    reading.begin(8)
+    assert reading.end() == Profile((0.0,) * AWAIT, None)
+
+
+def test_a_wait_for_other_threads_is_theirs(clock):
+    reading = ReadMeter().here()
+    reading.begin(0)
+    before = reading.enter(AWAIT)
+    clock.now = 8.0
+    wait_s = reading.leave(before)
+    reading.blame(Profile((0, 0, 3.0, 1.0, 0), "w"), wait_s)
+    reading.enter(COPY)
+    clock.now = 9.0
+    assert reading.end() == Profile((0.0, 0.0, 6.0, 2.0, 1.0), "w")
+    # What another thread reads is in its own totals.
+    assert sum(reading.totals[:AWAIT]) == 1.0
+
+
+def test_each_thread_has_its_reading():
+    meter, found = ReadMeter(), []
+    threads = [threading.Thread(target=lambda: found.append(meter.join()), name=f"r{n}") for n in range(3)]
+    for thread in threads:
+        thread.start()
+        thread.join(10)
+    assert meter.here() is meter.here()
+    assert {each.thread for each in found} == {"r0", "r1", "r2"}
+    assert len(meter.all()) == 4
+
+
+def test_files_have_names():
+    meter = ReadMeter(lambda shard: f"c/{shard}")
+    assert [meter.name(file) for file in (None, "path", (3, 1), (3, 4))] == [
+        None, "path", "c/3", "c/3 and 3 others",
+    ]  # fmt: skip
+
+
+def test_waits_are_attributed_to_the_stages_of_their_batches():
+    meter = FeedMeter(ReadMeter(), first=10)
+    meter.waited(10, Profile((4.0, 0, 0, 0, 0), None))
+    meter.attribute(10, 4.0)
+    meter.waited(11, Profile((0, 0, 3.0, 1.0, 0), "slow"))
+    meter.attribute(11, 2.0)
+    meter.attribute(12, 0.5)  # it was ready, but on its way to the device
+    assert meter.wait_s_by_stage == [4.0, 0.0, 1.5, 0.5, 0.5]
+    assert (meter.wait_s, meter.first_wait_s) == (6.5, 4.0)
+    assert [tuple(stall) for stall in meter.stalls()] == [
+        (4.0, 10, "source", None), (2.0, 11, "read", "slow"), (0.5, 12, "copy", None),
+    ]  # fmt: skip
+
+
+def test_only_the_longest_waits_are_kept():
+    meter = FeedMeter(ReadMeter())
+    waits = np.random.default_rng(0).permutation(100)
+    for batch, wait in enumerate(waits.tolist()):
+        meter.attribute(batch, float(wait))
+    assert [stall.wait_s for stall in meter.stalls()] == [float(wait) for wait in range(99, 79, -1)]
+
+
+def slowly(function):
+    """Return a function that takes longer."""
+
+    def slow(*arguments, **values):
+        time.sleep(SLOW_S)
+        return function(*arguments, **values)
+
+    return slow
+
+
+def of_mapped_images(stage):
+    return {
+        OPEN: (mapped_shards, "map_file"),
+        READ: (mapped_shards.os, "preadv"),
+        CHECK: (mapped_shards, "crc32c"),
+    }[stage]
+
+
+def of_stored_images(stage):
+    return {READ: (reader, "start_reading"), CHECK: (DecodedChecks, "find_mismatch")}[stage]
+
+
+@pytest.mark.parametrize(
+    ("codec", "size", "stage", "patched"),
+    [
+        ("raw", 4, READ, of_mapped_images(READ)),
+        ("raw", 4, OPEN, of_mapped_images(OPEN)),
+        ("raw", 4, CHECK, of_mapped_images(CHECK)),
+        ("raw", 64, READ, (mapped_images, "read_pages")),
+        ("raw", 64, CHECK, of_mapped_images(CHECK)),
+        ("blosc", 4, READ, of_stored_images(READ)),
+        ("blosc", 4, CHECK, of_stored_images(CHECK)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int | str) else "",
+)
+def test_the_slow_stage_of_a_read_is_named(tmp_path, monkeypatch, codec, size, stage, patched):
+    """One stage of one read is slowed down; images of 64 px are lent, those of 4 px copied."""
+    pack(fake_source(8, size=size), tmp_path, codec=codec)
+    with open_split(str(tmp_path), "train") as split:
+        monkeypatch.setattr(*patched, slowly(getattr(*patched)))
+        reading = split.meter.here()
+        reading.begin(0)
+        indices, labels = np.array([5, 6]), np.zeros(2, np.int32)
+        if not (split.lends and split.lend(indices, labels, timeout_s=30) is not None):
+            split.read_into(indices, np.zeros((2, size, split.row_words), np.uint32), labels, timeout_s=30)
+        seconds, file = reading.end()
+        assert max(range(AWAIT), key=seconds.__getitem__) == stage
+        assert seconds[stage] >= SLOW_S
+        name = split.meter.name(file)
+        assert name is not None
+        assert name.endswith("train/pixels/c/1/0/0")
+        assert reading.num_bytes == 2 * split.manifest.image_bytes

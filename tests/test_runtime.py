@@ -1,0 +1,369 @@
+"""Goodput, verdict, report, watchdog and monitor, without a run."""
+
+import json
+import threading
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from engine.durations import Times
+from engine.records.file_errors import LostFileError
+from engine.runtime.goodput import add_up, find_rollback, without_details
+from engine.runtime.monitor import RingSamples, RuntimeMonitor
+from engine.runtime.record import (
+    Goodput,
+    LaunchRuntime,
+    MemoryPeaks,
+    ProgramTimes,
+    Pulls,
+    Pushes,
+    ReaderTimes,
+    Ring,
+    RingSample,
+    RunGoodput,
+    RuntimeReport,
+    SlowOperation,
+    SnapshotTimes,
+    Stall,
+    Verdict,
+)
+from engine.runtime.report import describe_runtime
+from engine.runtime.runtime_file import decode_runtime
+from engine.runtime.verdict import Circumstances, judge
+from engine.runtime.watchdog import Watchdog, describe_threads
+
+LAUNCH = LaunchRuntime(
+    started=100.0, ended=200.0, start_step=0, end_step=500, state="done", versions={}, devices="cpu",
+    goodput=Goodput(steps=80, compilation=15, other=5), pulls=Pulls(count=500, bytes=10**9, waits=Times(500)),
+)  # fmt: skip
+LOCAL = Circumstances(
+    description="data/shards", is_packed=True, is_synthetic=False, is_stored=False, is_cached=False, is_windowed=False,
+    reader_threads=4, prefetch=8, snapshot_every_steps=50, precision="float32", is_cpu=True,
+)  # fmt: skip
+STORED = replace(LOCAL, description="s3://bucket/shards", is_stored=True)
+OWN = replace(LOCAL, description="batches of your own", is_packed=False)
+
+
+def waiting(seconds_by_stage, *, stalls=(), first_s=0.0, p50_s=0.02):
+    """Return a launch of 80 s in the loop that waited."""
+    waited = sum(seconds_by_stage.values())
+    return replace(
+        LAUNCH,
+        goodput=Goodput(steps=80 - waited, waiting=waited, compilation=15, other=5),
+        pulls=Pulls(500, 10**9, Times(500, waited, p50_s), wait_s_by_stage=seconds_by_stage, first_wait_s=first_s),
+        stalls=stalls,
+        reader=ReaderTimes(source_s=30.0),
+    )
+
+
+READING = waiting({"read": 38.4, "check": 7.2})
+SNAPSHOTS = replace(
+    LAUNCH,
+    goodput=Goodput(steps=50, snapshots=30, compilation=15, other=5),
+    snapshots=SnapshotTimes(count=7, num_skipped=3, writes=Times(7, 70, 10, 10, 10, 10)),
+)
+EVALUATING = replace(LAUNCH, goodput=Goodput(steps=30, evaluation=50))
+SLOW = (SlowOperation("convolution", "conv1", "f32[8]", "its kernel is turned", 3),)
+
+
+@pytest.mark.parametrize(
+    ("launch", "about", "by", "parts"),
+    [
+        (READING, LOCAL, "reading", ["57 % of the time for data/shards (read 48 %, check 9 %)", "--reader-threads"]),
+        (READING, STORED, "reading", ["--order windowed) and keep shards on this machine (--cache)"]),
+        (READING, replace(STORED, is_cached=True, is_windowed=True), "reading", ["--reader-threads"]),
+        (waiting({"read": 20.0}, p50_s=0.0), LOCAL, "reading", ["in bursts, which a larger --prefetch bridges, now 8"]),
+        (
+            waiting({"read": 20.0}, stalls=(Stall(3, 15.0, "read", "c/7"), Stall(9, 1.0, "read", "c/8"))),
+            LOCAL, "reading", ["25 % of the time for c/7 (read 25 %)"],
+        ),
+        (waiting({"check": 20.0}), LOCAL, "checking", ["(check 25 %)", "is checked when it is first read"]),
+        (waiting({"open": 20.0}), LOCAL, "opening", ["(open 25 %)"]),
+        (waiting({"copy": 20.0}), LOCAL, "copying", ["(copy 25 %)"]),
+        (waiting({"source": 40.0}), OWN, "source", ["50 % of the time for your own batches, which take 60.0 ms"]),
+        (waiting({"source": 40.0}), replace(OWN, is_synthetic=True), "source", ["synthetic batches"]),
+        (waiting({"read": 30.0}, first_s=30.0), LOCAL, "device", ["100 % of the time"]),
+        (
+            replace(LAUNCH, goodput=Goodput(steps=40, waiting=40), pushes=Pushes(blocked_s=40, blocked_by="PlainSink")),
+            LOCAL, "terminal", ["50 % of the time until PlainSink accepted losses", "Ctrl-Q"],
+        ),
+        (
+            replace(LAUNCH, goodput=Goodput(steps=40, waiting=40), pushes=Pushes(blocked_s=40, blocked_by="Mine")),
+            LOCAL, "sink", ["bound by a sink", "until Mine accepted"],
+        ),
+        (SNAPSHOTS, LOCAL, "snapshots", ["38 % of the time", "10.00 s each, and 3 skipped", "--snapshot-every"]),
+        (EVALUATING, LOCAL, "evaluation", ["62 %", "--eval-every"]),
+        (replace(LAUNCH, pulls=replace(LAUNCH.pulls, copy_s=40)), LOCAL, "copying", ["50 % of the time, at 0.0 GB/s"]),
+        (LAUNCH, LOCAL, "device", ["bound by the device: it computed for 100 %", "waited 0 % of it", "use a GPU"]),
+        (LAUNCH, replace(LOCAL, is_cpu=False), "device", ["--precision bfloat16"]),
+        (replace(LAUNCH, slow_operations=SLOW), LOCAL, "device", ["3 operations (convolutions) have no fast kernel"]),
+        (replace(LAUNCH, goodput=Goodput(steps=48, evaluation=24, snapshots=8)), LOCAL, "nothing", [
+            "nothing dominated the run: device 60 %, evaluation 30 %, snapshots 10 %"]),
+        (replace(LAUNCH, end_step=9), LOCAL, "unknown", ["too short to say what bound it: 9 steps in 80.0 s"]),
+        (replace(LAUNCH, goodput=Goodput(steps=0.3, compilation=50)), LOCAL, "unknown", ["500 steps in 0.3 s"]),
+    ],
+)  # fmt: skip
+def test_the_verdict_names_what_bound_the_run(launch, about, by, parts):
+    verdict = judge(launch, about)
+    assert verdict.bound_by == by
+    for part in parts:
+        assert part in verdict.line
+    assert "\n" not in verdict.line
+
+
+def test_every_option_that_a_verdict_names_exists():
+    from engine.commands.cli import main
+
+    options = {name for each in main.params for name in (*each.opts, *each.secondary_opts)}
+    advice = " ".join(
+        judge(launch, about).advice
+        for launch in (
+            READING,
+            SNAPSHOTS,
+            LAUNCH,
+            waiting({"copy": 20.0}),
+            waiting({"source": 20.0}),
+            waiting({"read": 20.0}, p50_s=0.0),
+            EVALUATING,
+        )
+        for about in (LOCAL, STORED, OWN, replace(OWN, is_synthetic=True, is_cpu=False))
+    )
+    named = {word.strip("(),;") for word in advice.split() if word.strip("(),;").startswith("--")}
+    assert len(named) >= 7
+    assert named <= options
+
+
+def test_goodput_adds_up_over_launches_and_counts_what_was_lost_once():
+    first = replace(LAUNCH, goodput=Goodput(steps=60, evaluation=20, compilation=15, other=5))
+    second = replace(first, started=250.0, ended=350.0, lost_s=40.0, lost_steps=90)
+    found = add_up([first, second])
+    # A quarter of the 160 s in the two loops.
+    assert found == RunGoodput(
+        steps=90, evaluation=30, compilation=30, other=10, lost=40, lost_steps=90, gaps=50
+    )  # fmt: skip
+    assert found.total == first.wall_s + second.wall_s
+    assert add_up([LAUNCH]).lost == 0
+
+
+def write_losses(path, times):
+    path.write_text("".join(json.dumps({"step": step, "time": at}) + "\n" for step, at in enumerate(times, 1)))
+    return [len("".join(json.dumps({"step": step, "time": at}) + "\n" for step, at in enumerate(times[:n], 1)))
+            for n in range(len(times) + 1)]  # fmt: skip
+
+
+def test_a_kill_costs_the_steps_after_the_snapshot(tmp_path):
+    """The last update of the record was at step 5; the log goes to step 8, of which 3 are kept."""
+    log = tmp_path / "loss.jsonl"
+    sizes = write_losses(log, [111.0 + second for second in range(8)])
+    log.write_bytes(log.read_bytes() + b'{"step": 9, "ti')
+    killed = replace(LAUNCH, ended=115.0, end_step=5, state="running", goodput=Goodput(steps=5, compilation=10))
+    found = find_rollback([killed], log, 3, sizes[3])
+    assert (found.num_steps, found.seconds) == (5, 5.0)
+    (last,) = found.launches
+    assert (last.ended, last.end_step, last.goodput) == (118.0, 8, Goodput(steps=8, compilation=10))
+
+
+def test_a_rollback_over_several_launches_does_not_count_the_time_between_them(tmp_path):
+    log = tmp_path / "loss.jsonl"
+    sizes = write_losses(log, [111.0, 112.0, 113.0, 511.0, 512.0])
+    first = replace(LAUNCH, ended=113.0, end_step=3, goodput=Goodput(steps=3, compilation=10))
+    second = replace(first, started=500.0, ended=512.0, start_step=3, end_step=5, goodput=Goodput(steps=2, other=10))
+    assert find_rollback([first, second], log, 1, sizes[1]).seconds == 2.0 + 2.0
+    whole = find_rollback([first, second], log, 0, 0)
+    assert (whole.num_steps, whole.seconds) == (5, 5.0)
+    nothing = find_rollback([first, second], log, 5, sizes[5])
+    assert (nothing.launches, nothing.num_steps, nothing.seconds) == ((first, second), 0, 0.0)
+
+
+def test_a_run_without_a_log_loses_nothing(tmp_path):
+    assert find_rollback([LAUNCH], tmp_path / "loss.jsonl", 0, 0).launches == (LAUNCH,)
+
+
+def test_only_the_newest_launches_keep_their_lists():
+    launches = without_details([replace(LAUNCH, stalls=(Stall(1, 1.0, "read", None),))] * 13)
+    assert [len(each.stalls) for each in launches] == [0] * 3 + [1] * 10
+
+
+def test_samples_of_the_ring_are_bounded_and_evenly_spaced():
+    samples = RingSamples(every_s=1.0)
+    for second in range(10_000):
+        samples.offer(float(second), second)
+    times = [each.time_s for each in samples.all()]
+    assert 100 <= len(times) <= 240
+    assert {after - before for before, after in pairwise(times)} == {64.0}
+
+
+FULL = replace(
+    LAUNCH,
+    devices="8 × NVIDIA H200 with a long name",
+    programs=(ProgramTimes("initial state", 1.0, 2.0, from_cache=True), ProgramTimes("training", 100.0, 20.0, False)),
+    pulls=Pulls(10**7, 10**15, Times(10**7, 1e5, 1.0, 10.0, 100.0, 1e4), 1e5, dict.fromkeys(("read", "check"), 1e5), 9),
+    pushes=Pushes(10**6, 10**12, Times(10**6, 1e5, 1.0, 1.0, 1.0, 1.0), 1e4, "ProgressSink"),
+    ring=Ring(64, (RingSample(0.0, 0), RingSample(1.0, 64))),
+    stalls=tuple(Stall(10**6 + n, 1e3, "read", "s3://bucket/" + "long/" * 30 + str(n)) for n in range(20)),
+    reader=ReaderTimes(1e5, 1e5, 1e5, 1e5, 1e5, 10**15, 64),
+    snapshots=SnapshotTimes(100, 10, 10**13, 1e3, Times(100, 1e4, 1.0, 1.0, 1.0, 1.0), 1e3),
+    memory=MemoryPeaks(10**11, 10**11, 10**11),
+    slow_operations=SLOW * 9,
+    goodput=Goodput(1e5, 1e5, 1e5, 1e5, 1e5, 1e5),
+    verdict=Verdict("device", "it computed " * 12, "advice " * 12),
+)
+
+
+@pytest.mark.parametrize("launch", [FULL, LAUNCH], ids=["full", "empty"])
+def test_the_report_fits_a_terminal(launch):
+    launches = (launch,) * 12
+    goodput = replace(add_up(launches), lost=1e5, lost_steps=10**6, gaps=1e6)
+    lines = describe_runtime(RuntimeReport(launches, goodput)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 40
+    assert lines[0].startswith("runtime report: launch 12 of 12, 500 steps after step 0, done")
+
+
+def test_the_report_says_what_the_record_says():
+    text = " ".join(describe_runtime(RuntimeReport((FULL,), add_up([FULL]))).split())
+    for part in ("training 100.00 s 20.00 s", "2.00 s from the cache", "3 × convolution f32[8] in conv1",
+                 "6 other kinds of operations", "step 1,000,000: 1,000 s, read of …", "host 100.0 GB", "32 ready",
+                 "push 1,000,000 100,000 s 1.00 s", "verdict: the run was bound by the device"):  # fmt: skip
+        assert part in text
+
+
+class Watched:
+    """A watchdog whose clock and progress a test sets."""
+
+    def __init__(self, warn_s=10.0):
+        self.now, self.steps = 0.0, 0
+        self.said: list[str] = []
+        self.kept: list[str] = []
+        self.dog = Watchdog(
+            warn_s,
+            progress=lambda: self.steps,
+            describe=lambda: "the loop waits for nobody",
+            say=self.said.append,
+            keep=self.kept.append,
+            clock=lambda: self.now,
+        )
+
+    def look(self, now, steps=0):
+        self.now, self.steps = now, steps
+        self.dog.look()
+
+
+def test_the_watchdog_warns_at_doubling_distances_and_says_when_the_run_continues():
+    watched = Watched()
+    for second in range(100):
+        watched.look(float(second))
+    waits = [10, 20, 40, 80]
+    assert watched.said == [f"warning: no step for {wait} s: the loop waits for nobody" for wait in waits]
+    assert len(watched.kept) == 4
+    watched.look(100.0, steps=1)
+    assert watched.said[4:] == ["the run continues after 100 s without a step"]
+    watched.look(105.0, steps=2)
+    watched.look(114.0, steps=2)
+    assert len(watched.said) == 5
+    watched.look(115.0, steps=2)
+    assert watched.said[5] == "warning: no step for 10 s: the loop waits for nobody"
+
+
+def test_the_stacks_of_all_threads_are_named():
+    reached, ended = threading.Event(), threading.Event()
+
+    def wait_in_a_function_of_this_name():
+        reached.set()
+        ended.wait(30)
+
+    thread = threading.Thread(target=wait_in_a_function_of_this_name, name="the-one-that-waits")
+    thread.start()
+    assert reached.wait(10)
+    text = describe_threads()
+    ended.set()
+    thread.join(10)
+    assert "Thread the-one-that-waits (" in text
+    assert "wait_in_a_function_of_this_name" in text
+    assert "Thread MainThread (" in text
+
+
+def monitor(write, *, said, stalls="", watchdog=None):
+    gather = lambda state: replace(LAUNCH, state=state)  # noqa: E731
+    return RuntimeMonitor(
+        gather, lambda launch: RuntimeReport((launch,), add_up([launch])), num_ready=lambda: 3, depth=4, write=write,
+        stalls=stalls, watchdog=watchdog, say=said.append,
+    )  # fmt: skip
+
+
+def test_the_record_is_written_at_once_and_whole_at_the_end():
+    written: list[tuple[str, bytes]] = []
+    first = threading.Event()
+
+    def write(name, content):
+        written.append((name, content))
+        first.set()
+
+    watching = monitor(write, said=[], stalls="before\n")
+    watching.start()
+    assert first.wait(10)
+    assert decode_runtime(written[0][1]).last.state == "running"
+    watching.keep_stall("who waits")
+    report = watching.finish("done")
+    assert decode_runtime(written[-1][1]) == report
+    assert report.last.state == "done"
+    stalls = [content.decode() for name, content in written if name == "stalls.txt"]
+    assert stalls[-1].startswith("before\n=====")
+    assert stalls[-1].endswith("who waits\n")
+
+
+def test_a_disk_that_fails_is_reported_once_and_stops_nothing():
+    said: list[str] = []
+
+    def write(name, content):
+        raise OSError(28, "No space left on device")
+
+    watching = monitor(write, said=said)
+    watching.start()
+    watching.write_soon()
+    report = watching.finish("done")
+    assert report.last.state == "done"
+    assert said == [
+        "warning: runtime.json could not be written ([Errno 28] No space left on device); the run continues without it"
+    ]
+
+
+def test_a_folder_that_is_lost_is_left_to_the_run_to_report(tmp_path):
+    said: list[str] = []
+
+    def write(name, content):
+        raise LostFileError.of(tmp_path)
+
+    watching = monitor(write, said=said)
+    watching.start()
+    watching.finish("failed")
+    assert said == []
+
+
+@pytest.mark.timeout(30)
+def test_a_disk_that_hangs_delays_the_end_by_a_limited_time():
+    said: list[str] = []
+    hangs = threading.Event()
+    watching = monitor(lambda name, content: hangs.wait(60), said=said)
+    watching.start()
+    started = time.monotonic()
+    watching.finish("done", 0.2)
+    assert time.monotonic() - started < 10
+    hangs.set()
+    assert said == ["warning: runtime.json was not written within 0.2 s: check the disk of the run folder"]
+
+
+def test_old_reports_of_stalls_are_dropped_whole(monkeypatch):
+    monkeypatch.setattr("engine.runtime.monitor._MOST_STALLS_BYTES", 400)
+    written: list[bytes] = []
+    watching = monitor(lambda name, content: written.append(content) if name == "stalls.txt" else None, said=[])
+    for number in range(9):
+        watching.keep_stall(f"report {number} " + "x" * 50)
+    watching.start()
+    watching.finish("done")
+    text = written[-1].decode()
+    assert text.startswith("=" * 80 + "\nreport ")
+    assert text.endswith("report 8 " + "x" * 50 + "\n")
+    assert len(text) <= 400
