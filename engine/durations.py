@@ -2,16 +2,19 @@
 
 import math
 from dataclasses import dataclass
+from math import frexp
 
-# Four buckets per factor of two, so that each is 19 % wide, from a microsecond to 2**30 of them (18 minutes).
-_PER_OCTAVE, _OCTAVES, _LEAST_S = 4, 30, 1e-6
+# Four buckets per factor of two, from 2**-20 s (a microsecond) to 2**12 s (an hour). The mantissa of a number says the
+# bucket, at half the price of a logarithm.
+_PER_OCTAVE, _LEAST_EXPONENT, _MOST_EXPONENT = 4, -19, 12
+_LEAST_S = 2.0 ** (_LEAST_EXPONENT - 1)
 
 
 @dataclass(frozen=True)
 class Times:
     """The durations of repeated events.
 
-    Percentiles come from a histogram whose buckets are 19 % wide; they are upper bounds of their bucket.
+    Percentiles are the upper bounds of the buckets of a histogram, which are at most 25 % wide.
 
     Attributes:
         count: number of events.
@@ -39,8 +42,8 @@ class Durations:
     __slots__ = ("_buckets", "count", "max_s", "total_s")
 
     def __init__(self) -> None:
-        # The first bucket is for less than a microsecond, the last one for all that is longer than the others.
-        self._buckets = [0] * (_PER_OCTAVE * _OCTAVES + 2)
+        # The first bucket is for less than the least, the last one for all that is longer than the others.
+        self._buckets = [0] * (_PER_OCTAVE * (_MOST_EXPONENT - _LEAST_EXPONENT + 1) + 2)
         self.count, self.total_s, self.max_s = 0, 0.0, 0.0
 
     def add(self, seconds: float) -> None:
@@ -53,17 +56,23 @@ class Durations:
         self.total_s += seconds
         if seconds > self.max_s:
             self.max_s = seconds
-        self._buckets[min(1 + int(_PER_OCTAVE * math.log2(seconds / _LEAST_S)), len(self._buckets) - 1)] += 1
+        mantissa, exponent = frexp(seconds)
+        if exponent > _MOST_EXPONENT:
+            self._buckets[-1] += 1
+        else:
+            # 8 · mantissa is from 4 up to 8.
+            self._buckets[_PER_OCTAVE * (exponent - _LEAST_EXPONENT) + int(8 * mantissa) - 3] += 1
 
     def percentile_s(self, percent: float) -> float:
-        """Return an upper bound of a percentile that is at most 19 % too large, 0 without durations."""
+        """Return an upper bound of a percentile that is at most 25 % too large, 0 without durations."""
         rank, seen = math.ceil(self.count * percent / 100), 0
         for number, count in enumerate(list(self._buckets)):
             seen += count
             if seen >= rank and count:
                 if number in (0, len(self._buckets) - 1):
                     return self.max_s if number else 0.0
-                return min(self.max_s, _LEAST_S * 2 ** (number / _PER_OCTAVE))
+                octave, part = divmod(number - 1, _PER_OCTAVE)
+                return min(self.max_s, _LEAST_S * 2**octave * (5 + part) / 4)
         return 0.0
 
     def summary(self) -> Times:

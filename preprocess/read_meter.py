@@ -44,12 +44,13 @@ class Reading:
         stage: the number of the stage.
         since: when the stage began, by `time.perf_counter`.
         file: what it reads.
-        totals: the seconds of all stages so far, by number, without those of the current work.
+        totals: the seconds of all stages but `IDLE` so far, by number, without those of the current work.
         num_bytes: bytes of images read so far.
     """
 
     __slots__ = (
         "_blamed",
+        "_has_stages",
         "_seconds",
         "_slowest",
         "_slowest_s",
@@ -67,20 +68,23 @@ class Reading:
         self.thread = threading.current_thread().name
         self.work, self.stage, self.since = -1, IDLE, perf_counter()
         self.file: File = None
-        self.totals = [0.0] * (IDLE + 1)
+        self.totals = [0.0] * IDLE
         self.num_bytes = 0
         self._seconds, self._blamed = [0.0] * (IDLE + 1), [0.0] * len(STAGES)
+        self._has_stages = False
         self._slowest: File = None
         self._slowest_s = self._visited = 0.0
 
     def begin(self, work: int) -> None:
         """Begin a piece of work, in the stage `SOURCE`."""
-        self.enter(SOURCE)
         self.work, self.file, self._slowest, self._slowest_s = work, None, None, 0.0
+        self._has_stages, self._seconds = False, [0.0] * (IDLE + 1)
+        self.stage, self.since = SOURCE, perf_counter()
 
     def enter(self, stage: int) -> int:
         """Enter a stage, and return the one before."""
         now, before = perf_counter(), self.stage
+        self._has_stages = True
         self._seconds[before] += now - self.since
         self.stage, self.since = stage, now
         return before
@@ -110,15 +114,18 @@ class Reading:
 
     def end(self) -> Profile:
         """End the piece of work, and return how long it took."""
+        if not self._has_stages:
+            # A function for batches: this costs a third.
+            took = perf_counter() - self.since
+            self.work, self.stage = -1, IDLE
+            self.totals[SOURCE] += took
+            return Profile((took, 0.0, 0.0, 0.0, 0.0), None)
         self.enter(IDLE)
         if self.file is not None:
             self.visit(None)
-        seconds, self._seconds = self._seconds, [0.0] * (IDLE + 1)
-        totals = self.totals
-        for stage, each in enumerate(seconds):
-            if each:
-                totals[stage] += each
-        self.work = -1
+        self.work, seconds, totals = -1, self._seconds, self.totals
+        for stage in range(IDLE):
+            totals[stage] += seconds[stage]
         if not seconds[AWAIT]:
             return Profile(tuple(seconds[:AWAIT]), self._slowest)
         blamed, self._blamed = self._blamed, [0.0] * len(STAGES)

@@ -17,8 +17,7 @@ def test_percentiles_are_upper_bounds_of_their_bucket(values):
     assert np.isclose(found.total_s, sum(values))
     for percent, bound in ((50, found.p50_s), (90, found.p90_s), (99, found.p99_s)):
         exact = np.percentile(values, percent, method="inverted_cdf")
-        # Rounding may put a value at the edge of a bucket into the one before.
-        assert exact * (1 - 1e-9) <= bound <= exact * 2**0.25 * (1 + 1e-9)
+        assert exact <= bound <= exact * 1.25
 
 
 def test_no_durations_and_waits_of_nothing():

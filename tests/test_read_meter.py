@@ -1,5 +1,6 @@
 """What reading threads do is attributed to the stage and the file at fault."""
 
+import os
 import threading
 import time
 
@@ -39,9 +40,11 @@ def test_every_second_belongs_to_one_stage(clock):
         clock.now = until
     found = reading.end()
     assert found == Profile((1.0, 1.0, 7.0, 1.0, 0.0), "c")
-    assert (reading.work, reading.stage, reading.totals[IDLE], sum(reading.totals)) == (-1, IDLE, 5.0, 15.0)
+    assert (reading.work, reading.stage, sum(reading.totals)) == (-1, IDLE, 10.0)
     reading.begin(8)
-    assert reading.end() == Profile((0.0,) * AWAIT, None)
+    clock.now = 17.0
+    assert reading.end() == Profile((2.0, 0.0, 0.0, 0.0, 0.0), None)
+    assert sum(reading.totals) == 12.0
 
 
 def test_a_wait_for_other_threads_is_theirs(clock):
@@ -111,7 +114,7 @@ def slowly(function):
 def of_mapped_images(stage):
     return {
         OPEN: (mapped_shards, "map_file"),
-        READ: (mapped_shards.os, "preadv"),
+        READ: (os, "preadv"),
         CHECK: (mapped_shards, "crc32c"),
     }[stage]
 

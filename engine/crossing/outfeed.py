@@ -160,7 +160,7 @@ class Outfeed:
 
     def _accept(self, read: Callable[..., Pushed], operands: Sequence[Array]) -> None:
         """Pass an emitted record to the receiver; runs on a thread of XLA's runtime or of the transport."""
-        pushed, num_bytes = None, sum(each.nbytes for each in operands)
+        pushed = None
         self.meter.begin()
         if self._observer is not None:
             self._observer.push_began()
@@ -171,6 +171,6 @@ class Outfeed:
             if self.failure is None:
                 self.failure = error
             self._board.request_stop("the loss stream failed")
-        self.meter.end(pushed, num_bytes)
+        self.meter.end(pushed, operands)
         if self._observer is not None:
             self._observer.push_ended(pushed)

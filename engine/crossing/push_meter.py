@@ -3,9 +3,11 @@
 A push ends what the program did since the push before: steps, an evaluation, or the copying of a snapshot.
 """
 
+from collections.abc import Sequence
 from time import perf_counter
 
 from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
+from engine.crossing.transport import Array
 from engine.durations import Durations
 
 
@@ -40,16 +42,19 @@ class PushMeter:
         """Begin a push."""
         self.pushing_since = perf_counter()
 
-    def end(self, pushed: Pushed | None, num_bytes: int) -> None:
-        """End a push; `pushed` is None if it failed."""
+    def end(self, pushed: Pushed | None, operands: Sequence[Array]) -> None:
+        """End a push of the values of `operands`; `pushed` is None if it failed."""
         now, began, before = perf_counter(), self.pushing_since, self.ended_at
         took = 0.0 if began is None else now - began
         self.ended_at, self.pushing_since = now, None
         self.times.add(took)
-        self.num_bytes += num_bytes
         if isinstance(pushed, PushedLosses):
             self.step = pushed.first_step + len(pushed.losses) - 1
-        elif isinstance(pushed, PushedEvaluation):
+            # A loss and a learning rate; counting the operands would double the price of a push.
+            self.num_bytes += 8 * len(pushed.losses)
+            return
+        self.num_bytes += sum(each.nbytes for each in operands)
+        if isinstance(pushed, PushedEvaluation):
             self.evaluation_s += now - before
         elif isinstance(pushed, PushedSnapshot):
             self.snapshots_s += now - before

@@ -1,0 +1,286 @@
+"""What runs record of their runtime: a slow part of each kind is named, and launches add up."""
+
+import io
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from engine import train
+from engine.records.run_folder import RUNTIME, STALLS, WRITTEN_HERE
+from engine.records.stored.capture import FolderCapture
+from engine.records.stored.state import Part
+from engine.runtime.record import Goodput
+from engine.runtime.runtime_file import encode_runtime, read_runtime
+from engine.stream import loss_stream as loss_stream_module
+from engine.stream.sinks import PlainSink
+from preprocess.shards import mapped_shards
+from preprocess.shards.mapped_images import MappedImages
+from tests.fake_source import fake_source, pack
+from tests.toy import Linear, toy_batch, toy_config
+
+pytestmark = pytest.mark.timeout(120)
+STEPS, SLOW_S = 60, 0.02
+
+
+def run(**values):
+    parts: dict[str, Any] = {"model": Linear(), "batches": toy_batch}
+    parts |= {name: values.pop(name) for name in ("model", "batches", "sinks", "notify") if name in values}
+    return train(toy_config(**({"steps": STEPS, "chunk_batches": 1} | values)), **parts)
+
+
+def slow_batch(step):
+    time.sleep(SLOW_S)
+    return toy_batch(step)
+
+
+def recorded(folder):
+    report = read_runtime(folder)
+    assert report is not None
+    return report
+
+
+def check_adds_up(runtime):
+    for launch in runtime.launches:
+        assert np.isclose(launch.goodput.total, launch.wall_s, atol=0.2)
+        assert all(seconds >= 0 for seconds in vars(launch.goodput).values())
+
+
+@pytest.fixture(scope="module")
+def slept(tmp_path_factory):
+    """A run whose source sleeps at every step, with its folder."""
+    folder = tmp_path_factory.mktemp("runs") / "slept"
+    result = run(batches=slow_batch, run_dir=str(folder), snapshot_every_steps=20, keep_snapshots=0)
+    return SimpleNamespace(result=result, folder=folder, launch=result.runtime.last)
+
+
+def test_a_sleep_in_the_source_appears_step_for_step(slept):
+    launch = slept.launch
+    assert launch.verdict.bound_by == "source"
+    line = r"the run was bound by the source of its batches: the loop waited \d\d % .* your own batches.*"
+    assert re.fullmatch(line, launch.verdict.line)
+    assert launch.pulls.count == launch.pulls.waits.count == STEPS
+    # A step takes well under the sleep, so nearly every step waits for most of it.
+    assert 0.5 * STEPS * SLOW_S < launch.pulls.waits.total_s < launch.wall_s
+    assert np.isclose(launch.pulls.wait_s_by_stage["source"], launch.pulls.waits.total_s)
+    assert launch.reader.source_s > (STEPS - 1) * SLOW_S
+    assert launch.reader.bytes == launch.pulls.bytes == STEPS * 8 * (4 * 4 + 1) * 4
+    assert len(launch.stalls) == 20
+    assert {(stall.stage, stall.shard) for stall in launch.stalls} == {("source", None)}
+    assert all(1 <= stall.step <= STEPS for stall in launch.stalls)
+
+
+def test_the_file_is_the_result(slept):
+    assert (slept.folder / RUNTIME).read_bytes() == encode_runtime(slept.result.runtime)
+    check_adds_up(slept.result.runtime)
+    launch = slept.launch
+    assert (launch.start_step, launch.end_step, launch.state, launch.devices) == (0, STEPS, "done", "cpu")
+    assert {each.name for each in launch.programs} == {"training", "initial state"}
+    assert launch.snapshots.count == launch.snapshots.writes.count >= 3
+    # The losses of each step, and the snapshots of steps 20 and 40; the last one is taken after the loop.
+    assert launch.pushes.count == STEPS + 2
+    assert launch.memory.host > 1 << 26
+    assert launch.ring.samples
+    assert not (slept.folder / STALLS).exists()
+
+
+def test_a_resumed_run_adds_a_launch_and_counts_what_it_makes_again(slept, tmp_path):
+    """The folder is as after a kill between steps 40 and 60."""
+    folder = tmp_path / "killed"
+    shutil.copytree(slept.folder, folder)
+    for name in ("result.json", "model.safetensors"):
+        (folder / name).unlink()
+    shutil.rmtree(folder / "snapshots/60")
+    before = recorded(folder)
+    killed = replace(before.last, state="running", verdict=None, ended=before.last.ended - 0.1)
+    (folder / RUNTIME).write_bytes(encode_runtime(replace(before, launches=(killed,))))
+    lines = [json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()]
+    runtime = run(batches=toy_batch, run_dir=str(folder), resume=True).runtime
+    first, second = runtime.launches
+    assert (first.state, second.state, second.start_step, second.end_step) == ("running", "done", 40, 60)
+    assert second.lost_steps == runtime.goodput.lost_steps == 20
+    assert np.isclose(second.lost_s, lines[59]["time"] - lines[39]["time"], atol=0.01)
+    assert runtime.goodput.gaps > 0
+    assert np.isclose(runtime.goodput.total, first.wall_s + second.wall_s, atol=0.3)
+    assert (folder / RUNTIME).read_bytes() == encode_runtime(runtime)
+
+
+@pytest.mark.parametrize("content", [None, b"{}"], ids=["without", "damaged"])
+def test_a_run_of_an_earlier_release_resumes(slept, tmp_path, content):
+    folder = tmp_path / "run"
+    said: list[str] = []
+    shutil.copytree(slept.folder, folder)
+    (folder / RUNTIME).unlink()
+    if content is not None:
+        (folder / RUNTIME).write_bytes(content)
+    runtime = run(run_dir=str(folder), resume=True, steps=STEPS + 2, notify=said.append).runtime
+    assert [(each.start_step, each.end_step) for each in runtime.launches] == [(STEPS, STEPS + 2)]
+    assert any("is not a record of launches" in line for line in said) == (content is not None)
+    assert runtime.last.verdict.bound_by == "unknown"
+
+
+def test_a_stored_run_has_the_files(slept, tmp_path):
+    (tmp_path / "pins").mkdir()
+    contents: dict[Part, bytes] = {}
+
+    def put(content):
+        contents[Part.of(content)] = content
+        return Part.of(content)
+
+    files = FolderCapture(slept.folder, tmp_path / "pins", None).take(put)
+    assert b"".join(contents[part] for part in files[RUNTIME]) == (slept.folder / RUNTIME).read_bytes()
+    assert {RUNTIME, STALLS} <= set(WRITTEN_HERE)
+
+
+class SlowModel(Linear):
+    """A linear model after which the device computes for long."""
+
+    def apply(self, params, batch_stats, images, train):
+        logits, stats = super().apply(params, batch_stats, images, train)
+        waste = lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ x / 200), jnp.full((200, 200), logits[0, 0]))
+        return logits + 1e-30 * waste[0, 0], stats
+
+
+@pytest.mark.integration  # compiling it takes seconds
+def test_a_slow_model_names_the_device():
+    launch = run(model=SlowModel(), steps=40).runtime.last
+    assert launch.verdict.bound_by == "device", launch.verdict.line
+    check_adds_up(SimpleNamespace(launches=[launch]))
+
+
+def test_slow_snapshots_name_the_disk(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def slow_sync(handle):
+        time.sleep(0.02)
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    launch = run(run_dir=str(tmp_path / "run"), snapshot_every_steps=5).runtime.last
+    assert launch.verdict.bound_by == "snapshots", launch.verdict.line
+    assert "disk" in launch.verdict.advice
+    assert launch.snapshots.num_skipped > 0
+    assert launch.snapshots.end_wait_s > 0.2 * launch.goodput.snapshots
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    data = tmp_path_factory.mktemp("packed")
+    pack(fake_source(200), data, shard_images=100)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "noun", "stage"),
+    [(MappedImages, "copy", "reading", "read"), (mapped_shards, "crc32c", "checking", "check")],
+)
+def test_a_throttled_reader_is_named(packed, monkeypatch, owner, name, noun, stage):
+    fast = getattr(owner, name)
+    delay_s = SLOW_S if name == "copy" else SLOW_S / 8
+
+    def slow(*arguments):
+        time.sleep(delay_s)
+        return fast(*arguments)
+
+    monkeypatch.setattr(owner, name, slow)
+    # Three epochs would check no image twice.
+    launch = run(batches=None, data=str(packed), reader_threads=1, steps=25, loss="cross-entropy").runtime.last
+    assert launch.verdict.bound_by == noun, launch.verdict.line
+    assert f"({stage} " in launch.verdict.evidence
+    assert max(launch.pulls.wait_s_by_stage, key=launch.pulls.wait_s_by_stage.__getitem__) == stage
+    shards = {stall.shard for stall in launch.stalls if stall.shard is not None}
+    assert shards <= {f"{packed}/train/pixels/c/{shard}/0/0" for shard in (0, 1)}
+    assert shards
+
+
+def test_a_blocked_terminal_is_named(monkeypatch):
+    monkeypatch.setattr(loss_stream_module, "_MOST_QUEUED", 1)
+
+    class SlowTerminal(io.StringIO):
+        def write(self, text):
+            time.sleep(SLOW_S)
+            return super().write(text)
+
+    launch = run(sinks=[PlainSink(SlowTerminal(), steps=STEPS)], steps=40).runtime.last
+    assert launch.verdict.bound_by == "terminal", launch.verdict.line
+    assert launch.pushes.blocked_by == "PlainSink"
+    assert launch.goodput.waiting >= launch.pushes.blocked_s > 0.3
+
+
+def test_a_source_that_blocks_is_named_with_the_stacks_of_all_threads(tmp_path):
+    released = threading.Event()
+    said: list[str] = []
+
+    def say(line):
+        said.append(line)
+        # The second warning comes after twice the time.
+        if sum("no step for" in each for each in said) == 2:
+            released.set()
+
+    def source_that_blocks(step):
+        if step == 8:
+            assert released.wait(60)
+        return toy_batch(step)
+
+    result = run(batches=source_that_blocks, steps=20, stall_warn_s=0.2, run_dir=str(tmp_path / "run"), notify=say)
+    assert result.steps_done == 20
+    warnings = [line for line in said if "no step for" in line]
+    assert all(
+        re.fullmatch(
+            r"warning: no step for \d+ s: the loop waits for the batch of step 9: the source of the batches has taken "
+            r"\d+ s so far \(thread feeder-0\)",
+            line,
+        )
+        for line in warnings
+    )
+    assert any(re.fullmatch(r"the run continues after \d+ s without a step", line) for line in said)
+    text = (tmp_path / "run" / STALLS).read_text()
+    assert text.count("=" * 80) == len(warnings) >= 2
+    for part in ("Thread feeder-0 (", "source_that_blocks", "Thread MainThread (", "the batch of step 9"):
+        assert part in text
+    stall = result.runtime.last.stalls[0]
+    assert (stall.step, stall.stage) == (9, "source")
+    assert stall.wait_s > 0.3
+
+
+def test_a_watchdog_that_is_off_says_nothing():
+    said: list[str] = []
+    run(steps=3, stall_warn_s=0, notify=said.append)
+    assert not any("no step" in line for line in said)
+
+
+def test_a_failed_run_is_recorded_as_failed(tmp_path):
+    def source_that_fails(step):
+        if step == 12:
+            raise ConnectionResetError("the camera went away")
+        return slow_batch(step)
+
+    with pytest.raises(ConnectionResetError):
+        run(batches=source_that_fails, run_dir=str(tmp_path / "run"))
+    launch = recorded(tmp_path / "run").last
+    assert (launch.state, launch.end_step) == ("failed", 12)
+    assert launch.verdict is not None
+
+
+def test_a_run_folder_that_refuses_the_record_warns_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "engine.records.run_folder.RunFolder.write_monitoring",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+    )
+    said: list[str] = []
+    result = run(steps=5, run_dir=str(tmp_path / "run"), notify=said.append)
+    assert result.stopped_by == "steps"
+    assert [line for line in said if RUNTIME in line] == [
+        "warning: runtime.json could not be written ([Errno 28] No space left on device); the run continues without it"
+    ]
+    assert isinstance(result.runtime.last.goodput, Goodput)
