@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine.run.callbacks import Callback, RunHandle
     from engine.run.nonfinite import NonFiniteError
     from engine.run.result import TrainResult
+    from engine.run.show_batch import ShownBatch, show_batch
     from engine.run.train import train
     from engine.runtime.record import RuntimeReport
     from engine.runtime.report import describe_runtime
@@ -63,6 +64,7 @@ _HOME = {
     "RunHandle": "engine.run.callbacks",
     "RuntimeReport": "engine.runtime.record",
     "SettingError": "engine.settings",
+    "ShownBatch": "engine.run.show_batch",
     "Sink": "engine.stream.sinks",
     "ThisProcess": "engine.processes",
     "TrainConfig": "engine.config",
@@ -86,6 +88,7 @@ _HOME = {
     "replay_run": "engine.replay.replay",
     "report_run": "engine.report_page.report",
     "run_settings": "engine.evaluation.trained_run",
+    "show_batch": "engine.run.show_batch",
     "this_process": "engine.processes",
     "top_k": "engine.objective.metrics",
     "train": "engine.run.train",
@@ -112,6 +115,7 @@ __all__ = [
     "RunHandle",
     "RuntimeReport",
     "SettingError",
+    "ShownBatch",
     "Sink",
     "ThisProcess",
     "TrainConfig",
@@ -135,6 +139,7 @@ __all__ = [
     "replay_run",
     "report_run",
     "run_settings",
+    "show_batch",
     "this_process",
     "top_k",
     "train",

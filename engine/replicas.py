@@ -77,6 +77,13 @@ class Replicas:
         merged: T = lax.cond(due, partial(self.merge, merge), lambda own: own, tree)
         return merged
 
+    def join_rows[T](self, tree: T) -> T:
+        """Return each leaf [b, …] joined over the devices to [n · b, …], in the order of the devices."""
+        if self.count == 1:
+            return tree
+        joined: T = lax.all_gather(tree, AXIS, tiled=True)
+        return joined
+
     def on_first(self, action: Callable[[], None], when: jax.Array | None = None) -> None:
         """Perform an action, such as a call to the host, on the first device alone, and only if `when` (bool []) holds.
 

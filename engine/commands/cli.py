@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from engine.commands.command_end import describe_error, leave, notes_of, say_to_stderr
+from engine.commands.look_options import check_look_options, is_look, look
 from engine.commands.new_run_dir import run_dir_of
 from engine.commands.option_sources import (
     MergedOptions,
@@ -58,6 +59,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     peers: Peers | None = None
     try:
         check_plan_options(context.params)
+        check_look_options(context.params)
         if (code := _supervise(context)) is not None:
             leave(code)
             return
@@ -71,6 +73,9 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
         parts = load_own_parts(names)
         if dry_run:
             print_plan(config, parts, names, context.params)
+            code = _DONE
+        elif is_look(context.params):
+            look(config, parts, context.params)
             code = _DONE
         else:
             result = _train(config, parts, merged.origins, peers)

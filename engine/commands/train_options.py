@@ -5,17 +5,28 @@ from typing import Any
 
 import click
 
+from engine.commands.look_options import LOOK_OPTIONS
+from engine.commands.look_options import OPTIONS as OPTIONS_TO_LOOK
 from engine.commands.own_parts import OWN_GROUP, own_part_options
 from engine.commands.plan_options import OPTIONS, PLAN_OPTIONS
 from engine.commands.setting_options import setting_option
-from engine.config import COMPILATION, DATA, OUTPUT, SETTINGS
+from engine.config import COMPILATION, DATA, MONITORING, OUTPUT, SETTINGS
 from engine.named_parts import OWN_PARTS
 from engine.recipes import load_recipe, recipe_names
 from preprocess.commands.completion import complete_word
 
 _PROCESSES = ("spawn", "coordinator", "num_processes", "process_id", "peer_timeout", "join_timeout", "requeue")
 _ONLY_OWN = tuple(name for name in OWN_PARTS if name not in SETTINGS)
-COMMAND_OPTIONS = ("recipe", "list_recipes", *_ONLY_OWN, *_PROCESSES, *PLAN_OPTIONS, "traceback", "list_models")
+COMMAND_OPTIONS = (
+    "recipe",
+    "list_recipes",
+    *_ONLY_OWN,
+    *_PROCESSES,
+    *PLAN_OPTIONS,
+    *LOOK_OPTIONS,
+    "traceback",
+    "list_models",
+)
 """The parameter names of the options that are not settings."""
 
 # Click keeps the line breaks of a paragraph that begins with a backspace.
@@ -45,6 +56,7 @@ def option_groups() -> dict[str, tuple[str, ...]]:
     groups["Several processes"] = list(_PROCESSES)
     groups[OUTPUT].append("traceback")
     groups[COMPILATION] += PLAN_OPTIONS
+    groups[MONITORING] += LOOK_OPTIONS
     return {title: tuple(names) for title, names in groups.items()}
 
 
@@ -136,6 +148,7 @@ _OF_THE_COMMAND = (
         "put the job back into the queue.",
     ),
     *OPTIONS,
+    *OPTIONS_TO_LOOK,
     click.option("--traceback", is_flag=True, help="Show the full traceback of an error."),
 )
 

@@ -16,17 +16,15 @@ from jax import lax
 from engine.control.word import ControlWord
 from engine.crossing.infeed import Batch, BatchInfeed
 from engine.crossing.outfeed import Outfeed
-from engine.images.augment import augment_images
-from engine.images.own_augment import apply_own_augmentation
-from engine.images.positions import image_keys, positions
 from engine.objective.tally import Tally, empty_tally
+from engine.program.augmented_batch import augment_batch
 from engine.program.evaluate_split import evaluate_split, pull_part
 from engine.program.histograms import compute_histograms
 from engine.program.model_key import model_keys
 from engine.program.observed import Observed, SeenImages, init_observed, named_leaves, observe_images
 from engine.program.statics import Statics
 from engine.program.train_state import RunValues, TrainModel, TrainState
-from engine.scopes import AUGMENT, FORWARD, LOSS, OPT_STEP, PUSH, SNAPSHOT, TRAIN, VALID
+from engine.scopes import FORWARD, LOSS, OPT_STEP, PUSH, SNAPSHOT, TRAIN, VALID
 from engine.updates.selection import join_frozen, keep_frozen, split_frozen
 from engine.updates.skipping import choose
 from engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
@@ -335,13 +333,8 @@ def train_step(
         The new state, the outcome of the batch, the metrics over the batches of the update so far, and the images that
         are observed.
     """
-    num_images, replicas = len(batch.labels), statics.replicas
-    with jax.named_scope(AUGMENT):
-        at = positions(state.pulls, num_images * replicas.count, replicas.this_device() * num_images, num_images)
-    images, own_share = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
-    if statics.augment is not None:
-        with jax.named_scope(AUGMENT):
-            images = apply_own_augmentation(statics.augment, images, image_keys(values.seed_words, at))
+    replicas = statics.replicas
+    images, own_share, at = augment_batch(statics, batch, state.pulls, values)
     keys = {"key": model_keys(values.seed_words, at)} if statics.takes_key else {}
 
     trained, frozen = split_frozen(state.params, statics.rule.frozen)

@@ -39,6 +39,7 @@ from engine.run.compilation import Compiled, Traced, compile_traced, trace_ahead
 from engine.run.host_side import HostSide
 from engine.run.infeeds import Infeeds
 from engine.run.initial_weights import InitialWeights, load_initial_weights
+from engine.run.launch_parts import LaunchParts
 from engine.run.nonfinite import nonfinite_error
 from engine.run.own_updates import check_own_rate, describe_selection
 from engine.run.profiling import Profiling
@@ -227,6 +228,13 @@ class Launch:
         )
         if self.transport.runs_ahead and (warning := wasted_steps_warning(self.config, chunk)):
             self._notify(warning)
+
+    @property
+    def inside(self) -> LaunchParts:
+        """The parts from which the program is made, for looks at a batch or a step outside of it."""
+        return LaunchParts(
+            self.resolved.model, self._statics, self._infeeds.training, self._transport, self._devices, self._values()
+        )
 
     def prepare(self) -> tuple[Compiled, TrainState]:
         """Compile the program and create its initial state at the same time, and return both."""

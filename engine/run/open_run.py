@@ -210,6 +210,11 @@ class OpenRun:
             return replace(result, run_dir=self._place.url)
 
     @property
+    def launch(self) -> Launch:
+        """The launch of the run."""
+        return self._launch
+
+    @property
     def steps_begun(self) -> int:
         """The number of updates whose batches the program has asked for, also while it runs."""
         return (self._launch.board.last_pull + 1) // self.config.accumulate_steps

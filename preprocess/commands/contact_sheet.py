@@ -5,6 +5,7 @@ Owns the choice of images and the layout. The choice depends only on the split.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,7 @@ class Geometry:
     header: int = 60
     title_size: int = 18
     caption_size: int = 12
+    line: int = 14  # between two lines of a caption
 
 
 def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
@@ -65,24 +67,52 @@ def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
     captions = _captions(split, indices, labels)
     # Without one class per image, the sheet is filled row by row.
     cells = _place(labels, split.num_classes) if labels.ndim == 1 else _place(np.zeros(len(indices), np.int32), 1)
+    thumbnails = [to_rgb(words, split.manifest.pixel_layout) for words in pixels]
+    return draw_sheet(
+        thumbnails, captions, cells, title=title, facts=_facts(split), num_columns=_COLUMNS, geometry=geometry
+    )
+
+
+def draw_sheet(
+    images: Sequence[NDArray[np.uint8]],
+    captions: Sequence[str],
+    cells: Sequence[tuple[int, int]],
+    *,
+    title: str,
+    facts: str,
+    num_columns: int,
+    geometry: Geometry,
+) -> Image.Image:
+    """Return an RGB sheet of pictures with captions below them.
+
+    Args:
+        images: uint8 ``[H, W, 3]`` each.
+        captions: a text for each image, of as many lines as the geometry has room for.
+        cells: the row and the column of each image.
+        title, facts: two lines at the top.
+        num_columns: how many columns of pictures there is room for.
+        geometry: the dimensions.
+    """
     num_rows = 1 + max(row for row, _ in cells)
     pitch = geometry.thumbnail + geometry.gap
     size = (
-        _COLUMNS * pitch + geometry.gap,
+        num_columns * pitch + geometry.gap,
         geometry.header + num_rows * (pitch + geometry.caption) + geometry.gap,
     )
     sheet = Image.new("RGB", size, _BACKGROUND)
     draw = ImageDraw.Draw(sheet)
-    _write_header(draw, split, title, geometry)
+    _write_header(draw, title, facts, size[0] - 2 * geometry.gap, geometry)
     caption_font = ImageFont.load_default(size=geometry.caption_size)
-    for words, caption, (row, column) in zip(pixels, captions, cells, strict=True):
+    for rgb, caption, (row, column) in zip(images, captions, cells, strict=True):
         left = geometry.gap + column * pitch
         top = geometry.header + row * (pitch + geometry.caption)
-        thumbnail = _thumbnail(to_rgb(words, split.manifest.pixel_layout), geometry.thumbnail)
+        thumbnail = _thumbnail(rgb, geometry.thumbnail)
         sheet.paste(thumbnail, (left + (geometry.thumbnail - thumbnail.width) // 2, top))
-        name = _fitted(draw, caption, caption_font, geometry.thumbnail)
         middle = left + geometry.thumbnail // 2
-        draw.text((middle, top + geometry.thumbnail + 4), name, fill=_INK, font=caption_font, anchor="ma")
+        for number, line in enumerate(caption.split("\n")):
+            name = _fitted(draw, line, caption_font, geometry.thumbnail)
+            y = top + geometry.thumbnail + 4 + number * geometry.line
+            draw.text((middle, y), name, fill=_INK, font=caption_font, anchor="ma")
     return sheet
 
 
@@ -148,18 +178,21 @@ def _place(labels: NDArray[np.int32], num_classes: int) -> list[tuple[int, int]]
     return cells
 
 
-def _write_header(draw: ImageDraw.ImageDraw, split: ShardSplit, title: str, geometry: Geometry) -> None:
+def _facts(split: ShardSplit) -> str:
     manifest = split.manifest
     noun = "class" if manifest.targets is None or manifest.targets.kind == "classes" else "number"
-    facts = (
+    return (
         f"{quantity(manifest.num_images, 'image')}, {quantity(manifest.num_classes, noun)}, "
         f"{manifest.width} x {manifest.height} pixels"
     )
+
+
+def _write_header(draw: ImageDraw.ImageDraw, title: str, facts: str, width: int, geometry: Geometry) -> None:
     title_font = ImageFont.load_default(size=geometry.title_size)
     facts_font = ImageFont.load_default(size=geometry.caption_size)
-    width = _COLUMNS * (geometry.thumbnail + geometry.gap) - geometry.gap
     name = _fitted(draw, title, title_font, width)
     draw.text((geometry.gap, geometry.gap - 2), name, fill=_INK, font=title_font)
+    facts = _fitted(draw, facts, facts_font, width)
     draw.text((geometry.gap, geometry.gap + geometry.title_size + 6), facts, fill=_FAINT, font=facts_font)
 
 

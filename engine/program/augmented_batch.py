@@ -1,0 +1,36 @@
+"""The images of a training batch as the model receives them; traced into the training step, or alone to show them."""
+
+import jax
+
+from engine.crossing.infeed import Batch
+from engine.images.augment import augment_images
+from engine.images.own_augment import apply_own_augmentation
+from engine.images.positions import Positions, image_keys, positions
+from engine.program.statics import Statics
+from engine.program.train_state import RunValues
+from engine.scopes import AUGMENT
+
+
+def augment_batch(
+    statics: Statics, batch: Batch, pulls: jax.Array, values: RunValues
+) -> tuple[jax.Array, jax.Array | None, Positions]:
+    """Augment this device's part of a batch, and normalise it.
+
+    Args:
+        statics: the static settings.
+        batch: the images as pulled, and their labels.
+        pulls: int32 [], number of batches before this one.
+        values: the runtime settings.
+
+    Returns:
+        images float32 [b, h, w, 3]; the share of each image's own label as `augment_images` returns it; and the
+        positions of the images.
+    """
+    num_images, replicas = len(batch.labels), statics.replicas
+    with jax.named_scope(AUGMENT):
+        at = positions(pulls, num_images * replicas.count, replicas.this_device() * num_images, num_images)
+    images, own_share = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
+    if statics.augment is not None:
+        with jax.named_scope(AUGMENT):
+            images = apply_own_augmentation(statics.augment, images, image_keys(values.seed_words, at))
+    return images, own_share, at

@@ -1,0 +1,42 @@
+"""The pull of a single batch outside the training loop, through the run's own infeed; called while tracing."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from engine.crossing.infeed import Batch, BatchInfeed
+from engine.program.evaluate_split import pull_part
+from engine.replicas import Replicas
+
+
+class OneBatch(NamedTuple):
+    """This device's part of one batch.
+
+    Attributes:
+        batch: the images and their labels.
+        learning_rate_factor: float32 [], the host's factor for this batch.
+        is_there: bool [], whether there is a batch; otherwise its values are undefined.
+    """
+
+    batch: Batch
+    learning_rate_factor: jax.Array
+    is_there: jax.Array
+
+
+def pull_one_batch(infeed: BatchInfeed, replicas: Replicas, shapes: Batch, pulls: jax.Array) -> OneBatch:
+    """Pull the batch with number `pulls` (int32 []) as the training loop does.
+
+    Args:
+        infeed: the training infeed, from which nothing has been pulled.
+        replicas: the devices.
+        shapes: the shapes and dtypes of this device's part.
+        pulls: the number of the batch, from 0.
+    """
+    pulled = pull_part(infeed, pulls, jnp.ones((), jnp.int32), replicas)
+    empty: Batch = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    none = jnp.zeros((), jnp.bool)
+    (batch, is_there), _ = infeed.for_each(
+        pulled, lambda _, batch: (batch, jnp.ones((), jnp.bool)), (empty, none), is_over=lambda carry: carry[1]
+    )
+    return OneBatch(batch, pulled.control.learning_rate_factor, is_there)

@@ -1,0 +1,74 @@
+"""The batch that a launch would train on first: pulled through its own infeed, by a program of its own.
+
+Trains nothing and writes nothing. A launch that was used for this cannot train any more.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from engine.crossing.infeed import Batch
+from engine.program.one_batch import OneBatch, pull_one_batch
+from engine.program.train_state import RunValues
+from engine.replicas import put_everywhere, replicate, take_copy
+from engine.run.compilation import compile_traced, trace_ahead
+from engine.run.launch import Launch
+from engine.run.signals import call_on_worker
+
+type LookAt = Callable[[OneBatch, jax.Array, RunValues], Any]
+"""(a device's part of a batch, its number int32 [], runtime settings) → what to return; called while tracing."""
+
+
+def look_at_first_batch(launch: Launch, look: LookAt) -> Any:
+    """Pull the batch that comes next, call `look` with it inside a program on the devices, and return its result.
+
+    Args:
+        launch: a launch that is open and has not run.
+        look: returns arrays that are equal on all devices.
+
+    Raises:
+        BaseException: the error of the batch source.
+        KeyboardInterrupt: a signal came first.
+    """
+    parts, config = launch.inside, launch.config
+    replicas = parts.statics.replicas
+    source, form = launch.resolved.data.source, parts.statics.objective.label_form
+    rows = config.batch // replicas.count
+    label_shape = (rows,) if form is None else (rows, form.num_words)
+    shapes = jax.eval_shape(
+        lambda: Batch(jnp.zeros((rows, source.height, source.width), jnp.uint32), jnp.zeros(label_shape, jnp.int32))
+    )
+
+    def program(pulls: jax.Array, values: RunValues) -> tuple[Any, jax.Array]:
+        one = pull_one_batch(parts.infeed, replicas, shapes, pulls)
+        return look(one, pulls, values), one.is_there
+
+    launch.board.prepare(
+        first_pull=launch.start.pulls,
+        pulls_per_step=config.accumulate_steps,
+        replayed=launch.start.events,
+        record=lambda _: None,
+    )
+    arguments = jnp.int32(launch.start.pulls), parts.values
+    traced = trace_ahead(replicate(program, parts.devices), *arguments)
+    compiled = compile_traced(traced, deterministic=config.deterministic, keeps=parts.transport)
+    with parts.transport.running(), ExitStack() as stack:
+        stack.callback(parts.infeed.close)
+        parts.infeed.start()
+        placed = put_everywhere(arguments, parts.devices)
+        result = call_on_worker(partial(_call, compiled.call, placed))
+        found, is_there = take_copy(result, parts.devices)
+    failure = parts.infeed.failure or parts.transport.failure
+    if failure is not None:
+        raise failure
+    if not is_there:
+        raise KeyboardInterrupt(f"stopped by {launch.board.stop_reason}; nothing was written")
+    return found
+
+
+def _call(compiled: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return jax.block_until_ready(compiled(*arguments))

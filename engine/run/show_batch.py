@@ -1,0 +1,168 @@
+"""The first batch of a run as the model receives it: as arrays, and as a sheet of pictures."""
+
+import io
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import TrainConfig
+from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from engine.images.mixing import WHOLE
+from engine.images.own_augment import OwnAugmentation
+from engine.objective.losses import Loss
+from engine.objective.metrics import Metric, PerExample
+from engine.processes import this_process
+from engine.program.augmented_batch import augment_batch
+from engine.program.one_batch import OneBatch
+from engine.program.train_state import RunValues, TrainModel
+from engine.records.whole_file import write_whole
+from engine.run.captions import captions_of
+from engine.run.first_batch import look_at_first_batch
+from engine.run.launch import Launch
+from engine.run.open_run import open_run
+from engine.run.parts import OwnParts
+from engine.updates.own_optimizer import OwnOptimizer
+from engine.updates.update import Schedule
+from preprocess.commands.sheet_path import check_sheet_path
+from preprocess.printable import printable_line
+from preprocess.quantities import quantity
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_LARGEST_THUMBNAIL = 224
+_MOST_LARGE_PICTURES = 64  # more are shown smaller
+_FEWEST_COLUMNS = 8
+_LINE_HEIGHT = 14
+
+
+@dataclass(frozen=True, eq=False)
+class ShownBatch:
+    """A training batch as the model receives it.
+
+    Attributes:
+        images: float32 [B, h, w, 3], the model's input: augmented and normalised.
+        pictures: uint8 [B, h, w, 3], the same without the normalisation, clipped to 0 … 255.
+        labels: int32 [B] class numbers, or the pytree of arrays [B, …] that the loss takes.
+        own_share: float64 [B], the share of each image's own label in its target; the rest is that of its partner,
+            image 2k + 1 of 2k and the reverse. None if nothing is mixed.
+        captions: what the label of each image says.
+        step: the update to which the batch belongs, from 1.
+        title: what the sheet says at its top.
+    """
+
+    images: NDArray[np.float32]
+    pictures: NDArray[np.uint8]
+    labels: Any
+    own_share: NDArray[np.float64] | None
+    captions: tuple[str, ...]
+    step: int
+    title: str
+
+    @property
+    def facts(self) -> str:
+        """The number of pictures and their size, in words."""
+        height, width = self.pictures.shape[1:3]
+        return f"{quantity(len(self.pictures), 'image')} of {width} x {height} pixels"
+
+    def draw(self) -> "Image":
+        """Return a sheet of all pictures with their captions."""
+        from preprocess.commands.contact_sheet import Geometry, draw_sheet, geometry_for
+
+        count, side = len(self.pictures), max(self.pictures.shape[1:3])
+        geometry = geometry_for(side)
+        if count <= _MOST_LARGE_PICTURES and side > geometry.thumbnail:
+            geometry = Geometry(thumbnail=min(side, _LARGEST_THUMBNAIL))
+        num_lines = max(caption.count("\n") for caption in self.captions)
+        geometry = replace(geometry, caption=geometry.caption + num_lines * _LINE_HEIGHT, line=_LINE_HEIGHT)
+        columns = max(_FEWEST_COLUMNS, int(np.ceil(np.sqrt(count))))
+        return draw_sheet(
+            list(self.pictures),
+            self.captions,
+            [divmod(index, columns) for index in range(count)],
+            title=self.title,
+            facts=f"{self.facts}, as the model receives them",
+            num_columns=columns,
+            geometry=geometry,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sheet to a PNG file, whole or not at all; raise ValueError as `check_sheet_path`, or OSError."""
+        check_sheet_path(path)
+        write_whole(Path(path), self._repr_png_())
+
+    def _repr_png_(self) -> bytes:
+        """Return the sheet as a PNG file, which is what a notebook shows."""
+        content = io.BytesIO()
+        self.draw().save(content, "PNG")
+        return content.getvalue()
+
+
+def show_batch(
+    config: TrainConfig,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    model: TrainModel | None = None,
+    batches: BatchFunction | BatchSource | None = None,
+    evaluation: EvaluationSource | EvaluationArrays | None = None,
+    loss: Loss | None = None,
+    metrics: Mapping[str, Metric | PerExample] | None = None,
+    optimizer: OwnOptimizer | None = None,
+    schedule: Schedule | None = None,
+    augment: OwnAugmentation | None = None,
+    notify: Callable[[str], None] = lambda _: None,
+) -> ShownBatch:
+    """Return the first batch that `train` would train on, after augmentation, without training; a notebook shows it.
+
+    The batch is pulled and augmented on the devices by the code of the training step. With `resume`, it is the batch
+    that the run would take next. A batch source is asked for further batches, which the run reads ahead.
+
+    Args:
+        config: the settings.
+        path: a PNG file to write the pictures to; None writes none.
+        model, batches, evaluation, loss, metrics, optimizer, schedule, augment, notify: as `train` takes them.
+
+    Raises:
+        ValueError: as `train`; or `path` is not a PNG file in a folder that exists.
+        BaseException: the error of the batch source.
+    """
+    if path is not None:
+        check_sheet_path(path)
+    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
+    with open_run(config, parts, notify, is_dry=True) as run:
+        shown = first_batch_of(run.launch)
+    if path is not None and this_process().index == 0:
+        shown.save(path)
+    return shown
+
+
+def first_batch_of(launch: Launch) -> ShownBatch:
+    """Return the batch that an open launch would train on next; see `show_batch`."""
+    parts = launch.inside
+    statics, data = parts.statics, launch.resolved.data
+
+    def look(one: OneBatch, pulls: jax.Array, values: RunValues) -> Any:
+        images, own_share, _ = augment_batch(statics, one.batch, pulls, values)
+        return statics.replicas.join_rows((images, one.batch.labels, own_share))
+
+    images, words, own_share = look_at_first_batch(launch, look)
+    labels, _ = statics.objective.read_labels(jnp.asarray(words))
+    labels, images, own_share = jax.tree.map(np.asarray, (labels, images, own_share))
+    levels = (images * np.asarray(launch.std, np.float32) + np.asarray(data.mean, np.float32)) * 255
+    step = launch.start.step + 1
+    return ShownBatch(
+        images=images,
+        pictures=np.clip(np.rint(np.nan_to_num(levels)), 0, 255).astype(np.uint8),
+        labels=labels,
+        own_share=None if own_share is None else own_share / WHOLE,
+        captions=tuple(captions_of(labels, own_share, data.classes, data.targets)),
+        step=step,
+        title=printable_line(f"step {step:,}: {data.description.partition(';')[0]}"),
+    )
