@@ -233,7 +233,7 @@ class Launch:
     def inside(self) -> LaunchParts:
         """The parts from which the program is made, for looks at a batch or a step outside of it."""
         return LaunchParts(
-            self.resolved.model, self._statics, self._infeeds.training, self._transport, self._devices, self._values()
+            self.resolved.model, self._statics, self.infeeds.training, self.transport, self._devices, self._values()
         )
 
     def prepare(self) -> tuple[Compiled, TrainState]:
