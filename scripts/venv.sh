@@ -174,3 +174,33 @@ ensure_slurm() { # VENV
     rm -rf "$folder"
   fi
 }
+
+# Unpacks Debian's Chromium and those of its libraries that this machine lacks, which needs no rights, for the tests that
+# open pages in a browser; without it those tests are skipped.
+ensure_chromium() { # VENV
+  local folder=$1/chromium log=$1/chromium.log name packages package
+  if [ -e "$folder/.unpacked" ]; then return 0; fi
+  for name in chromium chromium-browser google-chrome-stable google-chrome; do
+    if command -v "$name" >/dev/null 2>&1; then return 0; fi
+  done
+  if ! command -v apt-get >/dev/null 2>&1 || ! command -v dpkg >/dev/null 2>&1; then return 0; fi
+  say "downloading Chromium, up to 210 MB"
+  rm -rf "$folder"
+  mkdir -p "$folder/packages"
+  if (
+    cd "$folder/packages"
+    packages=$(apt-get --simulate --no-install-recommends install chromium | sed -n 's/^Inst \([^ ]*\) .*/\1/p')
+    [ -n "$packages" ] || exit 1
+    # shellcheck disable=SC2086 # packages are words
+    timeout 600 apt-get download $packages || exit 1
+    for package in *.deb; do dpkg -x "$package" "$folder" || exit 1; done
+    rm -- *.deb
+    printf '<?xml version="1.0"?>\n<fontconfig><dir>/usr/share/fonts</dir><dir>%s/usr/share/fonts</dir></fontconfig>\n' \
+      "$folder" >"$folder/fonts.conf"
+  ) >"$log" 2>&1 </dev/null; then
+    : >"$folder/.unpacked"
+  else
+    say "apt-get could not download it, so the tests in a browser are skipped; see $log"
+    rm -rf "$folder"
+  fi
+}

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from engine.report_page.markup import Html, data_block, join, table, tag
 from tests.report_pages import parse
-
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=\"alert('1')\">&amp;"
+from tests.report_runs import HOSTILE
 
 
 @pytest.mark.parametrize("text", [HOSTILE, "a & b < c", "'\"", ""])

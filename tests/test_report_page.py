@@ -9,28 +9,24 @@ import re
 import shutil
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from engine import TrainConfig, evaluate, report_run, train
+from engine import evaluate, report_run
 from engine.commands.report_cli import main
 from engine.evaluation.result import ImagePredictions
 from engine.records.folder_lock import FolderLock
 from engine.report_page.evaluated import confident_mistakes, count_matrix, most_confused
 from engine.runtime.record import Goodput, LaunchRuntime, RunGoodput, RuntimeReport, Verdict
 from engine.runtime.runtime_file import encode_runtime
-from preprocess.shards.classes import ImageClass
 from tests.fake_source import fake_source, pack
 from tests.report_pages import parse, points, rows_of, section, table
-from tests.test_report_markup import HOSTILE
+from tests.report_runs import CLASSES, HOSTILE, NUM_EVALUATED, make_runs
 from tests.toy import Linear
 
-CLASSES = (ImageClass("n1", HOSTILE), ImageClass("n2", "goldfish"), ImageClass("n3", "great white shark"))
-NUM_EVALUATED = 11
 SECTIONS = [
     "results", "loss", "evaluations", "rate", "speed", "goodput", "profile", "weights", "confusion", "classes",
     "mistakes", "settings", "data", "environment",
@@ -42,14 +38,7 @@ PROFILE = "Phase,Action,Mean Duration,Percent of Total\nfit,epoch,1.5,100\ntrain
 def place(tmp_path_factory):
     """Return a folder with data whose class has a hostile name, a run on it, and one with other settings."""
     folder = tmp_path_factory.mktemp("place")
-    pack(fake_source(20, classes=CLASSES, broken=frozenset({4})), folder / "data")
-    pack(fake_source(NUM_EVALUATED, seed=1, name="val", classes=CLASSES), folder / "data")
-    several: dict[str, dict[str, Any]] = {"<b>run": {}, "other": {"learning_rate": 0.5, "seed": 3}}
-    for name, values in several.items():
-        config = TrainConfig(
-            steps=12, batch=4, data=os.fspath(folder / "data"), eval_every_steps=4, run_dir=folder / name, **values
-        )
-        train(config, model=Linear())
+    make_runs(folder)
     return folder
 
 
