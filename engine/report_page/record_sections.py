@@ -64,7 +64,7 @@ def _settings(recorded: Sequence[tuple[Subject, RecordedRun]], names: Sequence[s
     for name in names:
         cells: list[Node] = [name]
         for _, run in recorded:
-            cells += [_value(run, name), run.origins.get(name, "unknown")]
+            cells += [_value(run, name), str(run.origins.get(name, "unknown"))]
         rows.append(cells)
     return table(columns, rows, caption=caption)
 
