@@ -20,7 +20,16 @@ from engine.commands.report_cli import main
 from engine.evaluation.result import ImagePredictions
 from engine.records.folder_lock import FolderLock
 from engine.report_page.evaluated import confident_mistakes, count_matrix, most_confused
-from engine.runtime.record import Goodput, LaunchRuntime, RunGoodput, RuntimeReport, Verdict
+from engine.runtime.record import (
+    Goodput,
+    LaunchRuntime,
+    MemoryPeaks,
+    RunGoodput,
+    RuntimeReport,
+    SlowOperation,
+    Stall,
+    Verdict,
+)
 from engine.runtime.runtime_file import encode_runtime
 from tests.fake_source import fake_source, pack
 from tests.report_pages import parse, points, rows_of, section, table
@@ -31,7 +40,12 @@ SECTIONS = [
     "results", "loss", "evaluations", "rate", "speed", "goodput", "profile", "weights", "confusion", "classes",
     "mistakes", "settings", "data", "environment",
 ]  # fmt: skip
-PROFILE = "Phase,Action,Mean Duration,Percent of Total\nfit,epoch,1.5,100\ntrain,<b>draw</b>,0.25,12.5%\n"
+PROFILE = """\
+Phase,Action,Mean Duration,Duration Std Dev,Number of Calls,Samples/Second,Total Time,Percent of Total,Scope,Estimated
+fit,epoch,1.5,0,1,,1.5,100.0,,0
+train,<b>draw</b>,0.00025,0.0001,12,-40.5,0.003,12.5,,1
+train,forward,0.0125,,12,320,0.15,10,<i>layer1</i>,0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +229,8 @@ def test_the_runtime_gives_goodput_verdict_and_launches(copy, tmp_path):
     launch = LaunchRuntime(
         started=1_800_000_000.0, ended=1_800_000_090.0, start_step=0, end_step=12, state="done", versions={},
         devices="1 × <cpu>", goodput=Goodput(steps=60.0, waiting=30.0), verdict=verdict,
+        stalls=(Stall(7, 1.25, "read", "<b>c/0"),), memory=MemoryPeaks(host=123_400_000),
+        slow_operations=(SlowOperation("convolution", "forward/<i>", "f32[8,10]", "it is naive", 3),),
     )  # fmt: skip
     goodput = RunGoodput(steps=60.0, waiting=30.0, lost=10.0, lost_steps=3, gaps=7.0)
     (copy / "runtime.json").write_bytes(encode_runtime(RuntimeReport((launch,), goodput)))
@@ -223,7 +239,11 @@ def test_the_runtime_gives_goodput_verdict_and_launches(copy, tmp_path):
     assert rows["steps"] == ["60.0 %", "1 min 0 s"]
     assert rows["lost"] == ["10.0 %", "10 s"]
     assert "3 steps were made again after a resume. Between the launches, 7 s passed" in section(page, "goodput").text
-    assert "Verdict: the loop waited 60 % of the time; read with more threads" in section(page, "results").text
+    assert f"Verdict: {verdict.line}" in section(page, "results").text
+    assert table(section(page, "goodput"), "The longest waits for batches")[1:] == [["7", "1.25 s", "read", "<b>c/0"]]
+    slow = table(section(page, "goodput"), "Operations without a fast kernel")[1:]
+    assert slow == [["forward/<i>", "convolution", "f32[8,10]", "3", "it is naive"]]
+    assert rows_of(section(page, "goodput"), "Memory") == {"process": "123 MB"}
     (row,) = table(section(page, "environment"), "Launches")[1:]
     assert row == ["1", "2027-01-15 08:00:00 UTC", "1 min 30 s", "0 → 12", "done", "1 × <cpu>"]
 
@@ -240,16 +260,25 @@ def test_a_run_without_runtime_shows_what_its_end_says(copy, tmp_path):
 def test_the_profile_has_its_rows_and_bars(copy, tmp_path):
     (copy / "profile.csv").write_text(PROFILE)
     found = section(report_of(copy, tmp_path), "profile")
-    assert table(found, "Profile of copy")[1:] == [
-        ["fit", "epoch", "1.5", "100", ""],
-        ["train", "<b>draw</b>", "0.25", "12.5%", ""],
+    assert table(found, "Phases and actions")[1:] == [
+        ["fit", "epoch", "1.50 s", "0 s", "1", "–", "1.50 s", "100 %", ""],
+        ["train", "<b>draw</b>*", "250 µs", "100 µs", "12", "−40.50", "3.00 ms", "12.5 %", ""],
     ]
-    assert [each.attributes["width"] for each in found.all("rect", class_="fill")] == ["100.00%", "12.50%"]
+    assert table(found, "Parts of the model inside the actions")[1:] == [
+        ["train", "forward", "<i>layer1</i>", "12.5 ms", "–", "12", "320.0", "150 ms", "10.0 %", ""]
+    ]
+    assert [each.attributes["width"] for each in found.all("rect", class_="fill")] == ["100.00%", "12.50%", "10.00%"]
+    assert "measured in the traced steps only" in found.text
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("Phase,Action\n", "has no rows"), ("a,b\n1\n", "another length"), ("\0\xff", "has no rows")],
+    [
+        ("Phase,Action\n", "has no rows"),
+        ("Phase,Action\nfit,epoch\n", "a row has no Mean Duration"),
+        (PROFILE + "train\n", "a row has no Action"),
+        ("\0\xff", "has no rows"),
+    ],
 )
 def test_a_damaged_profile_says_so(copy, tmp_path, content, why):
     (copy / "profile.csv").write_text(content)

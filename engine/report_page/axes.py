@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.records.loss_log import Floats
+from engine.settings import LARGEST_FLOAT32
 
 _LEAST_PART = 1e-9
 _CUT_FACTOR, _CUT_PERCENTILE = 3.0, 98.0
@@ -29,7 +30,8 @@ class Axis:
 
     def place(self, values: Floats) -> Floats:
         """Return values as fractions of the axis, 0 … 1; values outside are moved to its ends."""
-        return np.clip((values - self.low) / (self.high - self.low), 0, 1)
+        with np.errstate(over="ignore"):  # a value that no float32 has, on a narrow axis
+            return np.clip((values - self.low) / (self.high - self.low), 0, 1)
 
 
 def steps_axis(last: float) -> Axis:
@@ -46,7 +48,7 @@ def value_axis(values: Sequence[Floats], *, from_zero: bool, most: float | None 
         most: the largest value that is possible.
     """
     found = np.concatenate([*values, np.zeros(0)])
-    found = found[np.isfinite(found)]
+    found = found[np.abs(found) <= LARGEST_FLOAT32]
     if not len(found):
         return Axis(0.0, 1.0, (0.0, 1.0))
     low, high = float(found.min()), float(found.max())

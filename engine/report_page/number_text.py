@@ -56,6 +56,14 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
+def brief(seconds: float) -> str:
+    """Return a duration with three digits in s, ms or µs, a dash for NaN."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= size:
+            return f"{number(seconds / size, 3)} {unit}"
+    return "–" if math.isnan(seconds) else "0 s" if not seconds else f"{seconds * 1e6:.2g} µs"
+
+
 def moment(seconds: float) -> str:
     """Return a Unix time as date and time (UTC), a dash for NaN or a time out of range."""
     try:

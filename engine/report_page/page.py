@@ -12,14 +12,8 @@ from engine.report_page.number_text import moment
 from engine.report_page.overview_section import overview_section
 from engine.report_page.record_sections import data_section, environment_section, settings_section
 from engine.report_page.subject import Subject
-from engine.report_page.training_sections import (
-    evaluation_section,
-    goodput_section,
-    loss_section,
-    profile_section,
-    rate_section,
-    speed_section,
-)
+from engine.report_page.time_sections import goodput_section, profile_section
+from engine.report_page.training_sections import evaluation_section, loss_section, rate_section, speed_section
 from engine.report_page.weights_sections import (
     classes_section,
     confusion_section,

@@ -1,60 +1,90 @@
-"""The table of the profiler, as `profile.csv` has it.
+"""The tables of the profiler, as `profile.csv` has them.
 
-Takes the columns as they are, except the two that the bars need. Must not know: HTML, how it was measured.
+Must not know: HTML, how they were measured.
 """
 
 import csv
 import io
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.profile.formats import COLUMNS
+from engine.records.run_folder import PROFILE
 from engine.report_page.absent import Absent
 from preprocess.regular_file import read_regular
 
-PROFILE = "profile.csv"
-PERCENT_COLUMN = "Percent of Total"
 _MOST_BYTES = 1 << 20
-_MOST_ROWS = 200
+_MOST_ROWS = 500
+_SCOPE, _ESTIMATED = "Scope", "Estimated"
+
+
+@dataclass(frozen=True)
+class ProfileEntry:
+    """A row of the profile; numbers are NaN where the file has none.
+
+    Attributes:
+        phase, action: what took the time.
+        scope: the part of the model, "" in the table of actions.
+        mean_s, std_s: mean and standard deviation of the duration, in seconds.
+        calls: number of times.
+        samples_per_s: images per second.
+        total_s: total duration, in seconds.
+        percent: its share in the total, 0 … 100.
+        is_estimated: whether it was measured in the traced steps only.
+    """
+
+    phase: str
+    action: str
+    scope: str
+    mean_s: float
+    std_s: float
+    calls: float
+    samples_per_s: float
+    total_s: float
+    percent: float
+    is_estimated: bool
 
 
 @dataclass(frozen=True)
 class ProfileTable:
-    """The cells of `profile.csv`.
+    """The rows of `profile.csv`: the table of actions, and that of the scopes inside them."""
 
-    Attributes:
-        columns: the names of the columns.
-        rows: the cells of each row, as many as there are columns.
-        percents: the share of each row in the total, 0 … 100, NaN if the file has none.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    percents: tuple[float, ...]
+    actions: tuple[ProfileEntry, ...]
+    scopes: tuple[ProfileEntry, ...]
 
 
 def read_profile(run: Path) -> ProfileTable | Absent:
     """Read `profile.csv` of a run folder."""
     try:
         text = read_regular(run / PROFILE, max_bytes=_MOST_BYTES).decode()
-        lines = [line for line in csv.reader(io.StringIO(text)) if line]
+        lines = list(csv.DictReader(io.StringIO(text)))
     except FileNotFoundError:
         return Absent("the run was not profiled (run-train --profile)")
     except (OSError, ValueError, csv.Error) as error:
         return Absent(f"{PROFILE} cannot be read ({error})")
-    if len(lines) < 2:
+    if not lines:
         return Absent(f"{PROFILE} has no rows")
-    columns, rows = lines[0], lines[1 : _MOST_ROWS + 1]
-    if any(len(row) != len(columns) for row in rows):
-        return Absent(f"{PROFILE} has rows of another length than its heading")
-    place = columns.index(PERCENT_COLUMN) if PERCENT_COLUMN in columns else None
-    percents = tuple(math.nan if place is None else _percent(row[place]) for row in rows)
-    return ProfileTable(tuple(columns), tuple(map(tuple, rows)), percents)
+    missing = [name for name in COLUMNS if any(line.get(name) is None for line in lines)]
+    if missing:
+        return Absent(f"{PROFILE} is not a profile: a row has no {missing[0]}")
+    entries = [_entry(line) for line in lines[:_MOST_ROWS]]
+    return ProfileTable(
+        tuple(each for each in entries if not each.scope), tuple(each for each in entries if each.scope)
+    )
 
 
-def _percent(cell: str) -> float:
+def _entry(line: Mapping[str, str]) -> ProfileEntry:
+    phase, action, *numbers = (line[name] for name in COLUMNS)
+    mean_s, std_s, calls, samples_per_s, total_s, percent = map(_number, numbers)
+    scope, is_estimated = line.get(_SCOPE) or "", line.get(_ESTIMATED) == "1"
+    return ProfileEntry(phase, action, scope, mean_s, std_s, calls, samples_per_s, total_s, percent, is_estimated)
+
+
+def _number(cell: str) -> float:
     try:
-        value = float(cell.strip().removesuffix("%"))
+        value = float(cell)
     except ValueError:
         return math.nan
-    return value if 0 <= value <= 100 else math.nan
+    return value if abs(value) < 1e15 else math.nan

@@ -1,4 +1,4 @@
-"""The sections about the course of the training: losses, evaluations, rate, speed, time and profile."""
+"""The sections about the course of the training: losses, evaluations, learning rate and speed."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,10 +8,9 @@ from engine.records.loss_log import Floats
 from engine.report_page.absent import Absent
 from engine.report_page.charts import Chart, Line, draw
 from engine.report_page.curves import Curves, smooth
-from engine.report_page.layout import absences, bar, each_run, section
-from engine.report_page.markup import Html, join, paragraph, table, tag
-from engine.report_page.number_text import duration, number
-from engine.report_page.profile import ProfileTable
+from engine.report_page.layout import absences, section
+from engine.report_page.markup import Html, paragraph, table, tag
+from engine.report_page.number_text import number
 from engine.report_page.subject import Subject
 from engine.stream.sinks import EvaluationRecord
 from preprocess.quantities import quantity
@@ -188,41 +187,3 @@ def _column_chart(
         if np.isfinite(column(curves)).any()
     ]
     return draw(Chart(title, lines, unit)) if lines else None
-
-
-def goodput_section(subjects: Sequence[Subject]) -> Html:
-    """Return how much of the wall time was spent on what."""
-
-    def of_run(subject: Subject) -> Html:
-        spent = subject.facts.spent
-        assert not isinstance(spent, Absent)
-        total = sum(spent.seconds.values())
-        rows = [
-            (name, bar(100 * seconds / total), f"{100 * seconds / total:.1f} %", duration(seconds))
-            for name, seconds in spent.seconds.items()
-        ]
-        columns = ("spent on", "share", "%", "time")
-        return join(
-            table(columns, rows, caption=f"{duration(total)} of {spent.of_what}", numbers=(2, 3), class_="bars"),
-            paragraph(spent.note, class_="note") if spent.note else None,
-        )
-
-    return section("goodput", "Goodput", each_run(subjects, lambda each: each.facts.spent, of_run))
-
-
-def profile_section(subjects: Sequence[Subject]) -> Html:
-    """Return the table of the profiler, with a bar for the share of each row."""
-
-    def of_run(subject: Subject) -> Html:
-        profile = subject.facts.profile
-        assert isinstance(profile, ProfileTable)
-        has_shares = bool(np.isfinite(profile.percents).any())
-        columns = (*profile.columns, *(("share",) if has_shares else ()))
-        rows = [
-            (*row, *((bar(share),) if has_shares else ()))
-            for row, share in zip(profile.rows, profile.percents, strict=True)
-        ]
-        numbers = range(2, len(profile.columns))
-        return table(columns, rows, caption=f"Profile of {subject.facts.name}", numbers=numbers, class_="bars")
-
-    return section("profile", "Profile", each_run(subjects, lambda each: each.facts.profile, of_run))
