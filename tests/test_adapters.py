@@ -18,7 +18,8 @@ from tests.toy import CLASSES, SIZE, toy_batch, toy_config
 eqx: Any = pytest.importorskip("equinox")
 nn: Any = pytest.importorskip("flax.linen")
 nnx: Any = pytest.importorskip("flax.nnx")
-IMAGES = jax.random.normal(jax.random.key(5), (6, SIZE, SIZE, 3))
+# jax's own would be compiled by every process that collects the tests.
+IMAGES = jnp.asarray(np.random.default_rng(5).standard_normal((6, SIZE, SIZE, 3)), jnp.float32)
 KEY = jax.random.key(7)
 
 
