@@ -1,6 +1,7 @@
 """Profiles of real runs: where waiting appears, which steps are traced, and what is written."""
 
 import csv
+import json
 import time
 from typing import Any
 
@@ -151,6 +152,11 @@ def test_a_resumed_run_is_profiled_from_where_it_resumes(slow_run, tmp_path):
     assert traced.first >= 2
     assert 1 <= traced.count <= 6
     assert any(f"{traced.count} steps from {traced.first + 4} on" in note for note in profile.notes)
+    # By the clock of the trace they took as long as by that of the host, whose times have milliseconds.
+    times = {line["step"]: line["time"] for line in map(json.loads, (folder / "loss.jsonl").read_text().splitlines())}
+    before = traced.first + 4
+    on_host_s = times[before + traced.count] - times[before]
+    assert traced.mean_s * traced.count == pytest.approx(on_host_s, rel=0.05, abs=0.01)
 
 
 def test_a_sink_that_cannot_take_the_profile_fails_as_with_a_record():
@@ -159,7 +165,7 @@ def test_a_sink_that_cannot_take_the_profile_fails_as_with_a_record():
 
 
 def test_a_trace_that_cannot_be_made_is_reported_and_the_run_goes_on(monkeypatch):
-    def refuse(folder):
+    def refuse():
         raise RuntimeError("another profile is in progress")
 
     monkeypatch.setattr("engine.profile.capture._start", refuse)
@@ -236,3 +242,17 @@ def test_doubling_a_stage_of_a_model_doubles_its_rows_and_no_others():
     for action in ("forward", "backward"):
         # Both stages are measured in the same steps, so that other work on the machine slows both of them.
         assert ratio[8][action] / ratio[4][action] == pytest.approx(2, rel=0.3)
+
+
+def test_on_a_card_steps_are_timed_by_chunks_and_draws_are_the_waits_of_the_device(cards, tmp_path):
+    evaluation = tuple(np.concatenate([each] * 3) for each in toy_batch(0))
+    result = profiled(
+        tmp_path / "run", steps=20, transport="cuda", evaluation=evaluation, eval_every_steps=10, snapshot_every_steps=5
+    )
+    profile: Any = result.profile
+    rows = {(row.phase, row.action): row for row in profile.rows}
+    assert rows["train", "step"].calls == rows["train", "draw"].calls == rows["train", "forward"].calls == 20
+    assert rows["train", "draw"].total_s == pytest.approx(result.wait_s)
+    assert rows["fit", "train"].calls == rows["fit", "valid"].calls == 2
+    assert rows["train", "snapshot"].calls == 3
+    assert ("valid", "draw") not in rows

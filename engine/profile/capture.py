@@ -97,14 +97,10 @@ class Capture:
     def _due(self) -> str | None:
         """Return the phase whose window begins now, None if none does."""
         begun = self._begun
-        return next(
-            (
-                phase
-                for phase, window in self._windows.items()
-                if begun[TRAIN] >= window.after or (phase == VALID and begun[VALID])
-            ),
-            None,
-        )
+        for phase, window in tuple(self._windows.items()):
+            if begun[TRAIN] >= window.after or (phase == VALID and begun[VALID]):
+                return phase
+        return None
 
     def _is_due(self) -> bool:
         return self._due() is not None
@@ -132,28 +128,27 @@ class Capture:
 
     def _trace(self, phase: str, window: Window) -> None:
         begun = self._begun
-        with tempfile.TemporaryDirectory(prefix="feedloop-profile-") as folder:
-            stop = _start(folder)
-            first = dict(begun)
+        stop = _start()
+        first = dict(begun)
 
-            def is_done() -> bool:
-                # The batch after the last one is traced only if it has been drawn: wait until the next one begins.
-                is_resumed = phase == VALID and begun[VALID] > first[VALID] and begun[TRAIN] > first[TRAIN] + 1
-                return is_resumed or begun[phase] >= first[phase] + window.num_batches + 2
+        def is_done() -> bool:
+            # The batch after the last one is traced only if it has been drawn: wait until the next one begins.
+            is_resumed = phase == VALID and begun[VALID] > first[VALID] and begun[TRAIN] > first[TRAIN] + 1
+            return is_resumed or begun[phase] >= first[phase] + window.num_batches + 2
 
-            try:
-                if not self._wait_for(is_done, math.inf if window.is_chosen else _MOST_TRACED_S):
-                    least = first[phase] + (_LEAST_BATCHES + 2 if phase == TRAIN else 0)
-                    self._wait_for(lambda: begun[phase] >= least)
-            finally:
-                data = stop()
+        try:
+            if not self._wait_for(is_done, math.inf if window.is_chosen else _MOST_TRACED_S):
+                least = first[phase] + (_LEAST_BATCHES + 2 if phase == TRAIN else 0)
+                self._wait_for(lambda: begun[phase] >= least)
+        finally:
+            data = stop()
         self.traces[phase] = Trace(first, data)
         if begun[VALID] > first[VALID] + 1:
             # The trace has an evaluation, whosever window it was.
             self._windows.pop(VALID, None)
 
 
-def _start(folder: str) -> Callable[[], Any]:
+def _start() -> Callable[[], Any]:
     """Begin to trace; return the function that ends it and returns the `jax.profiler.ProfileData`."""
     import jax
 
@@ -164,15 +159,18 @@ def _start(folder: str) -> Callable[[], Any]:
     options.enable_hlo_proto = False
     if (session_type := getattr(jax.profiler, "ProfileSession", None)) is not None:
         # Without a folder, it does not convert the trace for other viewers, which takes seconds.
-        session = session_type(profiler_options=options).start()
+        session = session_type(profiler_options=options)
+        session.start()
         return session.stop
-    jax.profiler.start_trace(folder, profiler_options=options)
+    folder = tempfile.TemporaryDirectory(prefix="feedloop-profile-")
+    jax.profiler.start_trace(folder.name, profiler_options=options)
 
     def stop() -> Any:
-        jax.profiler.stop_trace()
-        found = sorted(Path(folder).rglob("*.xplane.pb"))
-        if not found:
-            raise FileNotFoundError(f"jax's profiler wrote no trace to {folder}")
-        return jax.profiler.ProfileData.from_file(str(found[0]))
+        with folder:
+            jax.profiler.stop_trace()
+            found = sorted(Path(folder.name).rglob("*.xplane.pb"))
+            if not found:
+                raise FileNotFoundError("jax's profiler wrote no trace")
+            return jax.profiler.ProfileData.from_file(str(found[0]))
 
     return stop

@@ -34,6 +34,7 @@ _NARROW = {
     "Total Time": ("Total", "Time"),
     "Percent of Total": ("Percent", "of Total"),
 }
+_MILLION = 1_000_000
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 type _Row = ProfileRow | ScopeRow
@@ -107,7 +108,7 @@ def _cells(rows: Sequence[_Row]) -> list[list[str]]:
                 describe_seconds(row.mean_s),
                 describe_seconds(row.std_s) if row.calls > 1 else "-",
                 f"{row.calls:,}",
-                "-" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}",
+                "-" if row.samples_per_s is None else _describe_rate(row.samples_per_s),
                 describe_seconds(row.total_s),
                 f"{row.percent:.1f} %",
             ]
@@ -122,6 +123,12 @@ def describe_seconds(seconds: float) -> str:
     unit_s, name = next((unit for unit in _UNITS if seconds >= unit[0]), _UNITS[-1])
     number = seconds / unit_s
     return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {name}"
+
+
+def _describe_rate(rate: float) -> str:
+    if abs(rate) < 0.5 * _MILLION:
+        return f"{rate:z,.0f}"
+    return f"{rate / _MILLION:,.{1 if abs(rate) < 100 * _MILLION else 0}f} M"
 
 
 def _table(headings: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], num_names: int) -> list[str]:

@@ -18,8 +18,8 @@ from preprocess.quantities import quantity
 
 _SKIPPED_STEPS, _TRACED_STEPS = 10, 30
 _TRACED_EVALUATION_BATCHES = 10
-# A trace may slow the steps: above this ratio the notes say so.
-_MUCH_SLOWER = 1.1
+# The notes say so if the traced steps were so much slower or faster than the mean of all.
+_UNEQUAL = 0.1
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,12 @@ class Profiler:
             assert row is not None
             first = traced.first + (self._course.first_pull if traced.phase == TRAIN else 0)
             noun = "step" if traced.phase == VALID or self._course.pulls_per_step == 1 else "batch"
-            slower = traced.mean_s / row.mean_s if row.mean_s else 1.0
+            ratio = traced.mean_s / row.mean_s if row.mean_s else 1.0
             yield (
                 f"* {traced.phase}: divided as in the trace of {quantity(traced.count, noun)} from {first:,} on, "
                 f"{describe_seconds(traced.mean_s)} each; {100 * traced.attributed_s / traced.mean_s:.1f} % of it "
                 "belongs to an action"
-                + (f". Tracing slowed them by {100 * (slower - 1):.0f} %" if slower > _MUCH_SLOWER else "")
+                + (f", and they took {ratio:.2f} times as long as the mean of all" if abs(ratio - 1) > _UNEQUAL else "")
                 + "."
             )
         for phase in (TRAIN, VALID):

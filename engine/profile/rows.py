@@ -95,7 +95,8 @@ class _Phase:
         """Yield the rows of the phase: the clock's, between them those of the traced actions, which add up to batch."""
         times, fit_s, samples = self.times, self._measured.fit_s, self._samples
         yield _row(self._name, STEP, times.steps, fit_s, samples)
-        yield self._draw_row()
+        if times.draws.count:
+            yield self._draw_row()
         batch_s, count = times.batch_mean_s, times.steps.count
         yield ProfileRow(
             self._name,
