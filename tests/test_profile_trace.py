@@ -73,6 +73,14 @@ def test_a_container_has_the_time_that_the_operations_inside_leave_and_of_two_th
     assert found == [("train", {DRAW: 1, Scope("train"): 3, STAGE: 4, FORWARD: 2})]
 
 
+def test_the_scopes_come_in_the_order_in_which_they_are_mostly_active():
+    (batch,) = attribute(
+        [span("pull", 0, 1), span("stage", 1, 2), span("forward", 2, 5), span("stage", 6, 9), span("pull", 10, 11)],
+        OPERATIONS,
+    )
+    assert [scope for scope in batch.parts_ns if scope != NO_SCOPE] == [DRAW, FORWARD, STAGE]
+
+
 def test_an_operation_across_a_draw_belongs_to_both_batches():
     found = parts(span("pull", 0, 1), span("update", 1, 6), span("pull", 4, 5), span("pull", 8, 9))
     assert found == [("train", {DRAW: 1, OPT_STEP: 3}), ("train", {DRAW: 0.5, OPT_STEP: 1.5, NO_SCOPE: 2})]

@@ -43,7 +43,8 @@ class TracedBatch:
 
     Attributes:
         phase: "train" or "valid".
-        parts_ns: the time of each scope, in ns; NO_SCOPE is what belongs to none, idle time included.
+        parts_ns: the time of each scope, in ns, in the order in which they were mostly active; NO_SCOPE is what belongs
+            to none, idle time included.
     """
 
     phase: str
@@ -83,11 +84,18 @@ def attribute(spans: Sequence[OpSpan], operations: Mapping[str, Operation]) -> l
     if marks and (end := _last_push(spans, operations, *marks[-1])) is not None:
         starts.append(end)
     parts: list[dict[Scope, float]] = [defaultdict(float) for _ in starts[1:]]
+    moments: list[dict[Scope, float]] = [defaultdict(float) for _ in starts[1:]]
     for start, end, scopes in _instants(spans, operations, starts):
         number = bisect_right(starts, start) - 1
         if 0 <= number < len(parts):
             for scope in scopes or (NO_SCOPE,):
-                parts[number][scope] += (end - start) / max(len(scopes), 1)
+                share = (end - start) / max(len(scopes), 1)
+                parts[number][scope] += share
+                moments[number][scope] += share * (start + end) / 2
+    for part, moment in zip(parts, moments, strict=True):
+        # By the mean time of activity: a constant of the last layer may be computed first.
+        ordered = sorted(part, key=lambda scope: moment[scope] / part[scope])
+        part |= {scope: part.pop(scope) for scope in ordered}
     return [TracedBatch(phase, part) for (_, phase), part in zip(marks, parts, strict=False)]
 
 
