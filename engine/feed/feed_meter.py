@@ -4,7 +4,6 @@ Costs nothing for a batch that is ready. Does not depend on jax, threads or step
 """
 
 import heapq
-import threading
 from time import perf_counter
 from typing import NamedTuple
 
@@ -15,6 +14,8 @@ _MOST_STALLS = 20
 _LEAST_STALL_S = 1e-3
 # More batches than are ever between a pull and its loss.
 _MOST_CAUSES = 4096
+# A batch that was ready, but not yet on the device.
+_ON_ITS_WAY = Profile(tuple(float(stage == COPY) for stage in range(AWAIT)), None)
 
 
 class BatchStall(NamedTuple):
@@ -34,7 +35,7 @@ class WaitNow(NamedTuple):
 
 
 class FeedMeter:
-    """What the program's pulls waited for.
+    """What the program's pulls waited for; `attribute` is called on one thread, all else on any.
 
     Args:
         readings: what the reading threads do.
@@ -46,27 +47,31 @@ class FeedMeter:
         wait_s: seconds that were waited for batches.
         wait_s_by_stage: these seconds by the number of the stage of reading.
         first_wait_s: seconds waited for the first batch, when nothing can be ready.
-        waiting: what is being waited for now.
     """
 
     def __init__(self, readings: ReadMeter, first: int = 0) -> None:
         self.readings, self._first = readings, first
         self.copy_s = self.wait_s = self.first_wait_s = 0.0
         self.wait_s_by_stage = [0.0] * len(STAGES)
-        self.waiting: WaitNow | None = None
-        self._causes: dict[int, Profile | None] = {}
+        self._waiting_for, self._waiting_since = -1, 0.0
+        self._causes: dict[int, Profile] = {}
         self._stalls: list[BatchStall] = []
-        self._guard = threading.Lock()
+
+    @property
+    def waiting(self) -> WaitNow | None:
+        """What is being waited for now, None if nothing is."""
+        batch_index = self._waiting_for
+        return None if batch_index < 0 else WaitNow(batch_index, self._waiting_since)
 
     def begin_wait(self, batch_index: int) -> None:
         """Note that a batch is waited for from now on."""
-        self.waiting = WaitNow(batch_index, perf_counter())
+        self._waiting_since, self._waiting_for = perf_counter(), batch_index
 
     def end_wait(self) -> None:
         """Note that the wait is over."""
-        self.waiting = None
+        self._waiting_for = -1
 
-    def waited(self, batch_index: int, profile: Profile | None) -> None:
+    def waited(self, batch_index: int, profile: Profile) -> None:
         """Keep how a batch that was waited for was read, until `attribute` is called for it."""
         causes = self._causes
         causes[batch_index] = profile
@@ -75,25 +80,21 @@ class FeedMeter:
 
     def attribute(self, batch_index: int, wait_s: float) -> None:
         """Attribute a wait of the program for a batch to the stages in which that batch was read."""
-        # A batch that was ready, but on its way to the device, was copied.
-        profile = self._causes.pop(batch_index, None)
-        seconds = profile.seconds if profile is not None else tuple(float(stage == COPY) for stage in range(AWAIT))
-        file = None if profile is None else profile.file
-        total = sum(seconds)
-        stage = max(range(AWAIT), key=seconds.__getitem__) if total else SOURCE
-        with self._guard:
-            self.wait_s += wait_s
-            if batch_index == self._first:
-                self.first_wait_s = wait_s
-            for each, took in enumerate(seconds):
-                if took:
-                    self.wait_s_by_stage[each] += wait_s * took / total
-            if wait_s >= _LEAST_STALL_S:
-                stall = BatchStall(wait_s, batch_index, STAGES[stage], file)
-                keep = heapq.heappush if len(self._stalls) < _MOST_STALLS else heapq.heappushpop
-                keep(self._stalls, stall)
+        profile = self._causes.pop(batch_index, _ON_ITS_WAY)
+        seconds, total = profile.seconds, sum(profile.seconds)
+        self.wait_s += wait_s
+        if batch_index == self._first:
+            self.first_wait_s = wait_s
+        if seconds[SOURCE] == total:
+            self.wait_s_by_stage[SOURCE] += wait_s
+        else:
+            for stage, took in enumerate(seconds):
+                self.wait_s_by_stage[stage] += wait_s * took / total
+        if wait_s >= _LEAST_STALL_S:
+            slowest = max(range(AWAIT), key=seconds.__getitem__)
+            keep = heapq.heappush if len(self._stalls) < _MOST_STALLS else heapq.heappushpop
+            keep(self._stalls, BatchStall(wait_s, batch_index, STAGES[slowest], profile.file))
 
     def stalls(self) -> list[BatchStall]:
         """Return the longest waits, longest first."""
-        with self._guard:
-            return sorted(self._stalls, key=lambda each: each.wait_s, reverse=True)
+        return sorted(self._stalls.copy(), key=lambda each: each.wait_s, reverse=True)

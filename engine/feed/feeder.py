@@ -17,7 +17,7 @@ from engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels
 from engine.feed.feed_meter import FeedMeter
 from engine.feed.row_copies import RowCopies
 from engine.settings import SettingError
-from preprocess.read_meter import Profile
+from preprocess.read_meter import NO_PROFILE
 
 # How often a wait checks whether the workers are alive and whether it was cancelled.
 _LOOK_EVERY_S = 0.25
@@ -66,7 +66,7 @@ class _Slot:
         self.batch_index = -1  # the batch in this slot; -1 while empty or being filled
         self.failure: BaseException | None = None
         self.shards_to_take = 0
-        self.profile: Profile | None = None  # of reading the batch
+        self.profile = NO_PROFILE  # of reading the batch
 
     def release_memory(self) -> None:
         """Release the memory and the batch in it."""
