@@ -224,7 +224,7 @@ def test_a_source_that_blocks_is_named_with_the_stacks_of_all_threads(tmp_path):
     def say(line):
         said.append(line)
         # The second warning comes after twice the time.
-        if sum("no step for" in each for each in said) == 2:
+        if sum("the batch of step 9" in each for each in said) == 2:
             released.set()
 
     def source_that_blocks(step):
@@ -234,7 +234,9 @@ def test_a_source_that_blocks_is_named_with_the_stacks_of_all_threads(tmp_path):
 
     result = run(batches=source_that_blocks, steps=20, stall_warn_s=0.2, run_dir=str(tmp_path / "run"), notify=say)
     assert result.steps_done == 20
-    warnings = [line for line in said if "no step for" in line]
+    # On a busy machine other steps may take as long.
+    warnings = [line for line in said if "the batch of step 9" in line]
+    assert len(warnings) >= 2
     assert all(
         re.fullmatch(
             r"warning: no step for \d+ s: the loop waits for the batch of step 9: the source of the batches has taken "
@@ -245,7 +247,7 @@ def test_a_source_that_blocks_is_named_with_the_stacks_of_all_threads(tmp_path):
     )
     assert any(re.fullmatch(r"the run continues after \d+ s without a step", line) for line in said)
     text = (tmp_path / "run" / STALLS).read_text()
-    assert text.count("=" * 80) == len(warnings) >= 2
+    assert text.count("=" * 80) == sum("no step for" in line for line in said)
     for part in ("Thread feeder-0 (", "source_that_blocks", "Thread MainThread (", "the batch of step 9"):
         assert part in text
     stall = result.runtime.last.stalls[0]
