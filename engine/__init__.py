@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from engine.evaluation.trained_run import run_settings
     from engine.feed.batches import BatchSource, EvaluationSource
     from engine.feed.feeder import FeederError
+    from engine.inspection.explain import explain_program
+    from engine.inspection.report import ProgramReport
     from engine.objective.metrics import (
         Metric,
         balanced_accuracy,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from engine.runtime.report import describe_runtime
     from engine.runtime.runtime_file import read_runtime
     from engine.settings import ConfigError, SettingError
+    from engine.sizing.device_rates import DeviceRates
     from engine.stream.sinks import EvaluationRecord, LossRecord, Sink
 
 _HOME = {
@@ -48,6 +51,7 @@ _HOME = {
     "Callback": "engine.run.callbacks",
     "ConfigError": "engine.settings",
     "DeviceInfo": "engine.crossing.devices",
+    "DeviceRates": "engine.sizing.device_rates",
     "Difference": "engine.replay.report",
     "EvaluationRecord": "engine.stream.sinks",
     "EvaluationResult": "engine.evaluation.result",
@@ -60,6 +64,7 @@ _HOME = {
     "NonFiniteError": "engine.run.nonfinite",
     "PredictionResult": "engine.evaluation.predict",
     "Profile": "engine.profile.table",
+    "ProgramReport": "engine.inspection.report",
     "ReplayReport": "engine.replay.report",
     "RunHandle": "engine.run.callbacks",
     "RuntimeReport": "engine.runtime.record",
@@ -77,6 +82,7 @@ _HOME = {
     "evaluate": "engine.evaluation.run",
     "evaluate_weights": "engine.evaluation.run",
     "expected_calibration_error": "engine.objective.metrics",
+    "explain_program": "engine.inspection.explain",
     "join_processes": "engine.processes",
     "load_recipe": "engine.recipes",
     "mean_average_precision": "engine.objective.metrics",
@@ -99,6 +105,7 @@ __all__ = [
     "Callback",
     "ConfigError",
     "DeviceInfo",
+    "DeviceRates",
     "Difference",
     "EvaluationRecord",
     "EvaluationResult",
@@ -111,6 +118,7 @@ __all__ = [
     "NonFiniteError",
     "PredictionResult",
     "Profile",
+    "ProgramReport",
     "ReplayReport",
     "RunHandle",
     "RuntimeReport",
@@ -128,6 +136,7 @@ __all__ = [
     "evaluate",
     "evaluate_weights",
     "expected_calibration_error",
+    "explain_program",
     "join_processes",
     "load_recipe",
     "mean_average_precision",

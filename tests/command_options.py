@@ -3,6 +3,7 @@
 from engine.commands.cli import main as run_train
 from engine.commands.control_cli import main as control_run
 from engine.commands.eval_cli import main as run_eval
+from engine.commands.explain_cli import main as explain_program
 from engine.commands.export_cli import main as export_weights
 from engine.commands.list_cli import main as list_runs
 from engine.commands.predict_cli import main as predict_images
@@ -24,6 +25,7 @@ _COMMANDS = {
     "verify-run": verify_run,
     "predict-images": predict_images,
     "export-weights": export_weights,
+    "explain-program": explain_program,
 }
 
 COMMAND_OPTIONS: dict[str, set[str]] = {

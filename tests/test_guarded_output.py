@@ -34,6 +34,7 @@ COMMANDS = {
     "verify-run": "engine.commands.verify_cli",
     "predict-images": "engine.commands.predict_cli",
     "export-weights": "engine.commands.export_cli",
+    "explain-program": "engine.commands.explain_cli",
 }
 
 

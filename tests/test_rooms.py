@@ -68,6 +68,7 @@ FLOORS = (
     "engine.recipes",
     "engine.run",
     "engine.sizing",
+    "engine.inspection",
     "engine.evaluation",
     "engine.replay",
     "engine.report_page",

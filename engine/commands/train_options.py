@@ -1,6 +1,6 @@
 """The options of `run-train`: one for each setting of a run, and some others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -9,7 +9,7 @@ from engine.commands.look_options import LOOK_OPTIONS
 from engine.commands.look_options import OPTIONS as OPTIONS_TO_LOOK
 from engine.commands.own_parts import OWN_GROUP, own_part_options
 from engine.commands.plan_options import OPTIONS, PLAN_OPTIONS
-from engine.commands.setting_options import setting_option
+from engine.commands.setting_options import Decorator, setting_option
 from engine.config import COMPILATION, DATA, MONITORING, OUTPUT, SETTINGS
 from engine.named_parts import OWN_PARTS
 from engine.recipes import load_recipe, recipe_names
@@ -84,14 +84,14 @@ def _list_models(context: click.Context, _parameter: click.Parameter, is_wanted:
     context.exit()
 
 
+_RECIPE = click.option(
+    "--recipe",
+    metavar="NAME|FILE",
+    show_default="none",
+    shell_complete=complete_word(recipe_names, or_file=True),
+    help=f"Recipe to start from: {', '.join(recipe_names())}; your own TOML file; or the config.json of a run.",
+)
 _OF_THE_COMMAND = (
-    click.option(
-        "--recipe",
-        metavar="NAME|FILE",
-        show_default="none",
-        shell_complete=complete_word(recipe_names, or_file=True),
-        help=f"Recipe to start from: {', '.join(recipe_names())}; your own TOML file; or the config.json of a run.",
-    ),
     click.option(
         "--list-recipes",
         is_flag=True,
@@ -155,7 +155,19 @@ _OF_THE_COMMAND = (
 
 def train_options[F: Callable[..., Any]](function: F) -> F:
     """Decorate a command with all options of `run-train`."""
-    for option in (*(setting_option(name) for name in SETTINGS), *_OF_THE_COMMAND):
+    for option in _OF_THE_COMMAND:
         function = option(function)
-    own_part_options(_ONLY_OWN)(function)
+    describing_options(SETTINGS)(function)
     return function
+
+
+def describing_options(names: Iterable[str]) -> Decorator:
+    """Return a decorator that adds the options that describe a run: these settings, the recipe, and own parts."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            function = setting_option(name)(function)
+        function = _RECIPE(function)
+        return own_part_options(_ONLY_OWN)(function)
+
+    return decorate

@@ -129,17 +129,18 @@ def bytes_of(program: HloProgram, instruction: Instruction) -> int:
         return 2 * instruction.num_bytes
     if instruction.opcode == "dynamic-update-slice" and len(operands) > 1:
         return 2 * operands[1].num_bytes
-    results = instruction.results
-    if instruction.target.startswith("__cu"):
-        # The last result is a workspace.
-        results = results[:1]
-    written = sum(each.num_bytes for each in results)
+    written = sum(each.num_bytes for each in kept_results(instruction))
     called = instruction.called_as("calls") if instruction.opcode == "fusion" else None
     fused = None if called is None else program.computations.get(called)
     if fused is None:
         return written + sum(each.num_bytes for each in operands)
     read = sum(_bytes_read(program, fused, number, each) for number, each in enumerate(operands))
     return read + _bytes_written(program, fused, written)
+
+
+def kept_results(instruction: Instruction) -> tuple[Array, ...]:
+    """Return the results of an instruction, without the workspace of a library."""
+    return instruction.results[:1] if instruction.target.startswith("__cu") else instruction.results
 
 
 def _bytes_read(program: HloProgram, fused: Computation, number: int, operand: Instruction) -> int:

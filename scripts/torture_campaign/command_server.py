@@ -57,6 +57,7 @@ COMMANDS = {
     "verify-run": "engine.commands.verify_cli",
     "predict-images": "engine.commands.predict_cli",
     "export-weights": "engine.commands.export_cli",
+    "explain-program": "engine.commands.explain_cli",
     "tail-run": "engine.commands.tail_cli",
     "list-runs": "engine.commands.list_cli",
     "control-run": "engine.commands.control_cli",

@@ -1,0 +1,274 @@
+"""The `explain-program` command, which shows what is inside the compiled program of a run, and runs nothing.
+
+jax and numpy are imported where they are first needed, so that `--help` answers at once.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from engine.commands.command_end import describe_error, leave, say_to_stderr
+from engine.commands.option_sources import OptionSource, command_line, merge_options
+from engine.commands.own_parts import load_own_parts, take_part_names
+from engine.commands.setting_options import option_names, option_spelling
+from engine.commands.train_options import describing_options, option_groups
+from engine.config import SETTINGS, TrainConfig
+from engine.named_parts import (
+    NAME_FORM,
+    OWN_PARTS,
+    compare_named,
+    options_of,
+    recorded_named_parts,
+)
+from engine.recipes import load_recipe
+from engine.settings import OnResume
+from preprocess.commands.completion import complete_folder
+from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.printable import printable_line
+from preprocess.quantities import listed
+from preprocess.storage_options import parse_text
+
+if TYPE_CHECKING:
+    from engine.inspection.report import ProgramReport
+    from engine.run.parts import OwnParts
+    from engine.sizing.device_rates import DeviceRates
+
+_DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
+_RECORDED = "the recorded run"
+_REPORT = ("compare", "ir", "report_format", "depth", "top", "traceback")
+# Where a run goes does not change its program.
+_SETTINGS = tuple(
+    name for name, each in SETTINGS.items() if each.on_resume is not OnResume.PER_LAUNCH or name == "dump_hlo"
+)
+# Click keeps the line breaks of a paragraph that begins with a backspace.
+_EPILOG = """\b
+Examples:
+  explain-program --model resnet50 --batch 8 --synthetic
+  explain-program runs/first
+  explain-program --synthetic --compare "--model resnet18" "--model resnet50"
+  explain-program --compare runs/first "runs/first --precision bfloat16"
+  explain-program runs/first --ir hlo
+"""
+
+
+def _groups() -> dict[str, tuple[str, ...]]:
+    """Return the headings of `--help`: those of `run-train` without what only a run needs."""
+    known = {*_SETTINGS, *OWN_PARTS, "recipe"}
+    found = {title: tuple(name for name in names if name in known) for title, names in option_groups().items()}
+    return {"Report": _REPORT, **{title: names for title, names in found.items() if names}}
+
+
+@click.command(
+    cls=GroupedCommand,
+    option_groups=_groups(),
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
+@click.argument("run", required=False, shell_complete=complete_folder)
+@click.option(
+    "--compare",
+    nargs=2,
+    metavar="A B",
+    default=None,
+    show_default="off",
+    help="Print only what differs between two programs, each a quoted RUN, options, or both.",
+)
+@click.option(
+    "--ir",
+    type=click.Choice(["stablehlo", "hlo"]),
+    metavar="stablehlo|hlo",
+    default=None,
+    show_default="off",
+    help="Print the body of the loop over batches with source lines: before or after XLA's optimisation.",
+)
+@click.option(
+    "--format",
+    "report_format",
+    type=click.Choice(["plain", "json"]),
+    default="plain",
+    metavar="plain|json",
+    help="Format of the report.",
+)
+@click.option(
+    "--depth", type=click.IntRange(1, 9), default=1, metavar="N", help="Levels of the model's layers in a row's name."
+)
+@click.option("--top", type=click.IntRange(min=1), default=10, metavar="N", help="Rows of a list, the largest first.")
+@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
+@describing_options(_SETTINGS)
+@click.version_option(package_name="feedloop")
+@click.pass_context
+def main(
+    context: click.Context,
+    /,
+    *,
+    compare: tuple[str, str] | None,
+    ir: str | None,
+    report_format: str,
+    depth: int,
+    top: int,
+    traceback: bool,
+    **_options: Any,
+) -> None:
+    """Show what is inside the compiled program of the run in folder RUN, or of a run with these options.
+
+    The program is compiled, or loaded from the cache, but not run, and no run folder is written. Shown are the
+    work by phase, action and layer, the convolutions and their forms, memory, the carry of the loop, calls of the host,
+    fusions, and what is slower than it has to be. RUN may be the URL of a run in an object store; options override
+    its settings. The report goes to stdout, all other messages go to stderr.
+
+    Exit codes: 0 done, 1 the program could not be compiled, 2 wrong usage or data, 130 stopped by SIGINT or SIGTERM.
+    """
+    code = _DONE
+    try:
+        _check_options(compare, ir, report_format, context.params["run"])
+        if compare is not None:
+            text = _comparison(context, compare, report_format, depth)
+        else:
+            text = _explanation(_described(context, _take_part_names(context)), ir, report_format, depth, top)
+        click.echo(text)
+    except KeyboardInterrupt:
+        say_to_stderr("explain-program: stopped")
+        code = _STOPPED
+    except Exception as error:
+        if traceback:
+            raise
+        say_to_stderr(f"explain-program: {describe_error(error, option_names(context))}")
+        code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
+    leave(code)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A run to explain: what it is called, its settings and its parts."""
+
+    name: str
+    config: TrainConfig
+    parts: "OwnParts"
+
+
+def _check_options(compare: tuple[str, str] | None, ir: str | None, report_format: str, run: str | None) -> None:
+    if compare is not None and run is not None:
+        raise ValueError(f"--compare names both programs, got RUN {run} as well: leave it out, or put it into quotes")
+    if ir is not None and compare is not None:
+        raise ValueError("--ir prints one program and --compare compares two, got both: leave one out")
+    if ir is not None and report_format == "json":
+        raise ValueError("--ir prints text, got --format json as well: leave one out")
+
+
+def _explanation(described: _Described, ir: str | None, report_format: str, depth: int, top: int) -> str:
+    from engine.inspection.ir import hlo_lines, stablehlo_lines
+    from engine.inspection.plain import report_lines
+    from engine.inspection.steps import Steps
+
+    report = _explain(described, depth, None)
+    if ir == "hlo":
+        lines = hlo_lines(Steps(report.program))
+    elif ir == "stablehlo":
+        lines = stablehlo_lines(report.lowered.as_text(debug_info=True))
+    elif report_format == "json":
+        return json.dumps(report.to_json(), indent=2, allow_nan=False)
+    else:
+        lines = report_lines(report, most=top)
+    return "\n".join(map(printable_line, lines))
+
+
+def _comparison(context: click.Context, texts: tuple[str, str], report_format: str, depth: int) -> str:
+    from engine.crossing.devices import split_processor
+    from engine.inspection.comparison import compare_reports, comparison_json, comparison_lines
+
+    names, outer = _take_part_names(context), command_line(context)
+    found = []
+    for inner in [_parsed(context, text) for text in texts]:
+        own = _take_part_names(inner)
+        replaced = {*own, *command_line(inner).settings}
+        inner.params["recipe"] = inner.params["recipe"] or context.params["recipe"]
+        both = OptionSource(outer.name, {name: value for name, value in outer.settings.items() if name not in own})
+        kept = {name: each for name, each in names.items() if name not in replaced}
+        found.append(_described(inner, kept | own, both))
+    one, other = found
+    split_processor([one.config, other.config])
+    first = _explain(one, depth, None)
+    rows = compare_reports(first, _explain(other, depth, first.rates))
+    if report_format == "json":
+        return json.dumps(comparison_json(rows), indent=2, allow_nan=False)
+    return "\n".join(map(printable_line, comparison_lines(rows, (one.name, other.name))))
+
+
+def _parsed(context: click.Context, text: str) -> click.Context:
+    """Parse what stands in quotes behind --compare as the command's own arguments."""
+    try:
+        arguments = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"--compare {text!r} cannot be split into arguments ({error}): check its quotes") from None
+    try:
+        inner = main.make_context(context.info_name, arguments)
+    except click.UsageError as error:
+        raise ValueError(f"--compare {text!r}: {error.format_message()}") from None
+    if given := [name for name in ("compare", "ir") if inner.params[name] is not None]:
+        raise ValueError(f"--compare {text!r} must describe one program, got --{given[0]} in it: leave that out")
+    return inner
+
+
+def _described(context: click.Context, part_names: Mapping[str, str], outer: OptionSource | None = None) -> _Described:
+    """Return the run that a command line describes.
+
+    Args:
+        context: the parsed command line.
+        part_names: the names of the user's own parts.
+        outer: the settings that are given for both of two programs, below those of the command line.
+    """
+    parts = load_own_parts(part_names)
+    own = command_line(context)
+    sources = [own] if outer is None else [outer, own]
+    run, recipe = context.params["run"], context.params["recipe"]
+    if run is not None and recipe is not None:
+        raise ValueError(f"RUN has its own settings, got --recipe {recipe} as well: leave one out")
+    if run is not None:
+        sources.insert(0, OptionSource(_RECORDED, _recorded(run, context, parts)))
+    elif recipe is not None:
+        loaded = load_recipe(recipe)
+        sources.insert(0, OptionSource(f"recipe {loaded.name}", loaded.settings))
+    config = TrainConfig(**merge_options(*sources).settings)
+    given = [f"{option_spelling(name)} {value}" for name, value in own.settings.items()]
+    return _Described(" ".join(filter(None, (run, recipe, *given))) or "the default settings", config, parts)
+
+
+def _take_part_names(context: click.Context) -> dict[str, str]:
+    return take_part_names(context.params, {name: each.default for name, each in SETTINGS.items()})
+
+
+def _recorded(run: str, context: click.Context, parts: "OwnParts") -> Mapping[str, Any]:
+    """Return the settings of a run; raise ValueError if it needs a part of the user's own that is not given."""
+    from engine.evaluation.trained_run import check_folder
+    from engine.records.recorded_run import read_recorded
+    from engine.records.stored.reading import local_copy, settings_only
+    from engine.run.resolve import recorded_own_parts
+
+    with local_copy(run, parse_text(context.params["storage_options"]), settings_only) as folder:
+        check_folder(folder)
+        recorded = read_recorded(folder)
+    missing = [name for name in recorded_own_parts(recorded.resolved) if getattr(parts, name, None) is None]
+    if missing:
+        options = options_of(recorded_named_parts(recorded.resolved), missing)
+        raise ValueError(
+            f"{run} was trained with {listed([OWN_PARTS[name].label for name in missing])} of your own, which must be "
+            f"given again: {options or ' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
+        )
+    for warning in compare_named(recorded.resolved, parts.named):
+        say_to_stderr(warning)
+    return {
+        name: value
+        for name, value in recorded.config.to_json().items()
+        if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH
+    }
+
+
+def _explain(described: _Described, depth: int, rates: "DeviceRates | None") -> "ProgramReport":
+    from engine.inspection.explain import explain_parts
+
+    return explain_parts(described.config, described.parts, partial(say_to_stderr), rates=rates, depth=depth)

@@ -1,0 +1,211 @@
+"""The convolutions of a traced program: their shapes, their products, and the form that each takes on the platform.
+
+Read from the jaxpr, so nothing has to be compiled. A convolution of `models.layers` is a choice between platforms, in
+which one branch is `lax`'s own convolution: that one says what is computed, and the platform's branch how.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import jax
+
+import models.layers
+from engine.hlo.program import Source
+from engine.scopes import FORWARD, TRAIN, Scope, parse_op_name
+from models.layers.chosen_forms import ChosenForm, chosen_forms
+from models.layers.convolution_forms import Geometry
+
+_OURS = PurePath(str(models.layers.__file__)).parent
+_JAX = PurePath(jax.__file__).parent
+_CONVOLUTION = _OURS / "convolution.py"
+_PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p)
+# What `jax.lax.conv_general_dilated` is when it is called outside of models.layers.
+LAX_FORM = "XLA's own (lax)"
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution of the forward pass.
+
+    Attributes:
+        scope: where it stands in the model, such as "layer1/0/conv1".
+        source: the line that calls it, None if unknown.
+        x_shape, kernel_shape, y_shape: the shapes of input, kernel and output.
+        dtype: the dtype of its operands.
+        strides: the steps of the window.
+        padding: zeros before and after, by axis.
+        groups: groups of channels.
+        products: multiply-accumulates for the whole batch, those with padding included, as papers count them.
+        forms: the form of each part on the platform, and why; empty for `lax`'s own.
+        num_products: products and convolutions of which the platform's form of the forward pass consists.
+    """
+
+    scope: str
+    source: Source | None
+    x_shape: tuple[int, ...]
+    kernel_shape: tuple[int, ...]
+    y_shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    groups: int
+    products: int
+    forms: tuple[ChosenForm, ...]
+    num_products: int
+
+    @property
+    def is_lax(self) -> bool:
+        """Whether it is `jax.lax.conv_general_dilated`, called by the model itself."""
+        return not self.forms
+
+    @property
+    def form(self) -> str:
+        """The form of its forward pass."""
+        return self.forms[0].form if self.forms else LAX_FORM
+
+
+@dataclass(frozen=True)
+class TracedWork:
+    """The products of a traced program.
+
+    Attributes:
+        convolutions: the convolutions of the forward pass of training, in order.
+        forward_products: multiply-accumulates of all products of the forward pass of a training batch on one device,
+            convolutions included.
+    """
+
+    convolutions: tuple[Convolution, ...]
+    forward_products: int
+
+    @property
+    def convolution_products(self) -> int:
+        """The multiply-accumulates of the convolutions among them."""
+        return sum(each.products for each in self.convolutions)
+
+
+def trace_work(jaxpr: Any, platform: str) -> TracedWork:
+    """Return the products of a traced training program.
+
+    Args:
+        jaxpr: the program.
+        platform: the platform for which it is compiled: "cpu", "cuda", …
+    """
+    found: list[Convolution] = []
+    products = 0
+    for equation, scope, times in _forward_products(jaxpr, "", 1):
+        if equation.primitive.name == "cond":
+            found.append(_own_convolution(equation, scope, platform))
+            products += times * found[-1].products
+        elif equation.primitive is jax.lax.conv_general_dilated_p:
+            found.append(_lax_convolution(equation, scope))
+            products += times * found[-1].products
+        else:
+            products += times * _dot_products(equation)
+    return TracedWork(tuple(found), products)
+
+
+def _forward_products(jaxpr: Any, outer: str, times: int) -> Iterator[tuple[Any, Scope, int]]:
+    """Yield the products of the forward pass of training: convolutions of models.layers, `lax`'s, and `dot_general`."""
+    for equation in jaxpr.eqns:
+        names = f"{outer}/{equation.source_info.name_stack}"
+        primitive = equation.primitive
+        if primitive in _PRODUCTS or _is_own_convolution(equation):
+            # The primitive that ends an operation's name is not among the scopes.
+            scope = parse_op_name(f"{names}/{primitive.name}")
+            if (scope.phase, scope.action) == (TRAIN, FORWARD):
+                yield equation, scope, times
+            continue
+        turns = times * equation.params.get("length", 1) if primitive.name == "scan" else times
+        for inner in _inner_jaxprs(equation):
+            yield from _forward_products(inner, names, turns)
+
+
+def _inner_jaxprs(equation: Any) -> Iterator[Any]:
+    if "branches_platforms" in equation.params:
+        # Each branch computes the same: the last one is that of the platforms without a form of their own.
+        yield equation.params["branches"][-1]
+        return
+    for each in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+        if _is_jaxpr(each):
+            yield each
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns")
+
+
+def _is_own_convolution(equation: Any) -> bool:
+    """Return whether an equation is the choice between platforms that `models.layers.convolution` makes."""
+    if "branches_platforms" not in equation.params:
+        return False
+    return any(PurePath(frame.file_name) == _CONVOLUTION for frame in _frames(equation))
+
+
+def _own_convolution(equation: Any, scope: Scope, platform: str) -> Convolution:
+    branches, platforms = equation.params["branches"], equation.params["branches_platforms"]
+    (conv,) = (each for each in _equations(branches[-1]) if each.primitive is jax.lax.conv_general_dilated_p)
+    chosen = next(
+        (branch for branch, names in zip(branches, platforms, strict=True) if names and platform in names), branches[-1]
+    )
+    what = _lax_convolution(conv, scope)
+    (top, bottom), (left, right) = what.padding
+    geometry = Geometry((what.strides[0], what.strides[1]), ((top, bottom), (left, right)))
+    return Convolution(
+        **{
+            **vars(what),
+            "source": _source_of(equation),
+            "forms": chosen_forms(what.x_shape, what.kernel_shape, geometry, what.dtype, platform),
+            "num_products": sum(1 for each in _equations(chosen) if each.primitive in _PRODUCTS),
+        }
+    )
+
+
+def _lax_convolution(equation: Any, scope: Scope) -> Convolution:
+    params = equation.params
+    x, kernel = (each.aval for each in equation.invars)
+    (y,) = (each.aval for each in equation.outvars)
+    of_kernel = params["dimension_numbers"].rhs_spec
+    return Convolution(
+        scope=scope.path,
+        source=_source_of(equation),
+        x_shape=x.shape,
+        kernel_shape=kernel.shape,
+        y_shape=y.shape,
+        dtype=str(x.dtype),
+        strides=tuple(params["window_strides"]),
+        padding=tuple(params["padding"]),
+        groups=params["feature_group_count"],
+        products=math.prod(y.shape) * (math.prod(kernel.shape) // max(kernel.shape[of_kernel[0]], 1)),
+        forms=(),
+        num_products=1,
+    )
+
+
+def _dot_products(equation: Any) -> int:
+    ((left_axes, _), _) = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    return math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in left_axes)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in _inner_jaxprs(equation):
+            yield from _equations(inner)
+
+
+def _source_of(equation: Any) -> Source | None:
+    """Return the line, outside of jax and of models.layers, that an equation comes from."""
+    for frame in _frames(equation):
+        path = PurePath(frame.file_name)
+        if path.parent != _OURS and not path.is_relative_to(_JAX):
+            return Source(frame.file_name, frame.function_name, frame.line_num)
+    return None
+
+
+def _frames(equation: Any) -> list[Any]:
+    traceback = equation.source_info.traceback
+    return [] if traceback is None else list(traceback.frames)

@@ -1,0 +1,151 @@
+"""Explains the program of a run: opens the run as for a plan, compiles its program, and reads it. Runs nothing.
+
+Scopes and source lines come from XLA's metadata, so a program from the cache must have been compiled from this very
+code; the first report therefore compiles again what `train` has compiled.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from engine.config import TrainConfig
+from engine.crossing.choice import this_device, this_platform
+from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from engine.hlo.text import parse_hlo
+from engine.images.own_augment import OwnAugmentation
+from engine.inspection.buffers import find_peak
+from engine.inspection.carry import read_carry
+from engine.inspection.convolutions import trace_work
+from engine.inspection.crossings import find_fusions, find_host_calls, find_moves
+from engine.inspection.findings import find_faults
+from engine.inspection.report import ProgramReport
+from engine.inspection.steps import Steps
+from engine.inspection.work_by_scope import product_flops, work_by_scope
+from engine.objective.losses import Loss
+from engine.objective.metrics import Metric, PerExample
+from engine.program.train_state import TrainModel
+from engine.run.open_run import open_run
+from engine.run.parts import OwnParts
+from engine.run.result import DryRun, RunFacts
+from engine.scopes import TRAIN
+from engine.sizing.device_rates import DeviceRates, measure_device
+from engine.updates.own_optimizer import OwnOptimizer
+from engine.updates.update import Schedule
+from models.registry import at_image_size, family_of, find_network
+
+_LEAST_MOVED = 1 << 16
+
+
+def explain_program(
+    config: TrainConfig,
+    *,
+    model: TrainModel | None = None,
+    batches: BatchFunction | BatchSource | None = None,
+    evaluation: EvaluationSource | EvaluationArrays | None = None,
+    loss: Loss | None = None,
+    metrics: Mapping[str, Metric | PerExample] | None = None,
+    optimizer: OwnOptimizer | None = None,
+    schedule: Schedule | None = None,
+    augment: OwnAugmentation | None = None,
+    rates: DeviceRates | None = None,
+    depth: int = 1,
+    notify: Callable[[str], None] = lambda _: None,
+) -> ProgramReport:
+    """Compile the program that `train` would run with these arguments, and report what is inside it.
+
+    Nothing is run or written, except into the compilation cache.
+
+    Args:
+        config: the settings; `run_dir`, `resume` and `init_from` are ignored. For those of a run, see `run_settings`.
+        model, batches, evaluation, loss, metrics, optimizer, schedule, augment: as for `train`.
+        rates: the device's rates for the least times; None measures the device for about a second.
+        depth: how many levels of the model's layers to distinguish.
+        notify: called with a line of text about what is done.
+
+    Raises:
+        ValueError: as `train` before its first step; or `depth` is below 1.
+    """
+    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
+    return explain_parts(config, parts, notify, rates=rates, depth=depth)
+
+
+def explain_parts(
+    config: TrainConfig,
+    parts: OwnParts,
+    notify: Callable[[str], None],
+    *,
+    rates: DeviceRates | None = None,
+    depth: int = 1,
+) -> ProgramReport:
+    """Return the report on a run with the user's own parts; see `explain_program`."""
+    if depth < 1:
+        raise ValueError(f"depth must be at least 1, got {depth}")
+    with open_run(_as_new(config), parts, notify, is_dry=True) as run:
+        planned = run.plan(by_metadata=True)
+    if rates is None:
+        notify("measuring the device for a second")
+        rates = measure_this_device(config)
+    return _report(planned, rates, depth)
+
+
+def measure_this_device(config: TrainConfig) -> DeviceRates:
+    """Return the rates of the device that a run with these settings would train on."""
+    # On a CPU, the products of bfloat16 operands are float32.
+    return measure_device(this_device(), "float32" if this_platform() == "cpu" else config.precision)
+
+
+def _as_new(config: TrainConfig) -> TrainConfig:
+    """Return the settings of a new run without a folder, whose program is that of the run."""
+    return replace(config, run_dir=None, resume=False, overwrite=False, init_from=None)
+
+
+def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
+    compiled, facts, platform = planned.compiled, planned.facts, this_platform()
+    program = parse_hlo(compiled.call.as_text() or "")
+    steps = Steps(program)
+    traced = trace_work(planned.traced.jaxpr, platform)
+    carry, moves = read_carry(steps), find_moves(steps, least_bytes=_LEAST_MOVED)
+    in_products, in_convolutions = product_flops(steps, TRAIN)
+    return ProgramReport(
+        model=facts.resolved.model_name,
+        device=str(this_device().device_kind),
+        platform=platform,
+        num_devices=facts.num_devices,
+        batch=facts.config.batch // facts.num_devices,
+        image_size=_image_size(facts),
+        num_params=facts.num_params,
+        settings=facts.config.to_json(),
+        rates=rates,
+        scopes=work_by_scope(steps, rates, depth=depth),
+        traced=traced,
+        known_products=_known_products(facts),
+        product_flops=in_products,
+        convolution_flops=in_convolutions,
+        memory_bytes=compiled.memory_bytes,
+        peak=find_peak(steps, TRAIN),
+        carry=carry,
+        fusions=find_fusions(steps),
+        host_calls=find_host_calls(steps),
+        moves=moves,
+        findings=find_faults(steps, traced.convolutions, carry, moves, is_cpu=platform == "cpu"),
+        num_instructions=len(program.instructions),
+        trace_s=compiled.trace_s,
+        compile_s=compiled.compile_s,
+        from_cache=compiled.from_cache,
+        program=program,
+        lowered=planned.traced.lowered,
+    )
+
+
+def _image_size(facts: RunFacts) -> tuple[int, int]:
+    config, source = facts.config, facts.resolved.data.source
+    return (config.image_size,) * 2 if config.image_size else (source.height, source.width)
+
+
+def _known_products(facts: RunFacts) -> int | None:
+    """Return the multiply-accumulates of one image that the description of a model of the registry has."""
+    name, num_classes = facts.resolved.registry_name, facts.resolved.data.num_classes
+    height, width = _image_size(facts)
+    if name is None or num_classes is None or height != width:
+        return None
+    net = at_image_size(find_network(name), height)
+    return int(family_of(net).count_products(net, height, num_classes))

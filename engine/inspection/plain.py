@@ -1,0 +1,212 @@
+"""The report on a compiled program as lines of text, at most 80 characters wide except for names."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from engine.inspection.carry import CarryLeaf
+from engine.inspection.convolutions import Convolution
+from engine.inspection.findings import Finding
+from engine.inspection.report import ProgramReport
+from engine.inspection.steps import short_source
+from engine.inspection.work_by_scope import LOOPS, ONCE, ScopeWork
+from preprocess.quantities import quantity
+
+_WIDTH = 80
+_OUTSIDE = {LOOPS: "in the loops, of no scope", ONCE: "once, outside of the loops"}
+
+
+def report_lines(report: ProgramReport, *, most: int = 10) -> list[str]:
+    """Return the lines of a report.
+
+    Args:
+        report: the report.
+        most: how many convolutions, arrays, leaves, copies and places of a finding to list.
+    """
+    parts = (
+        _head_lines(report),
+        _work_lines(report),
+        _convolution_lines(report, most),
+        _memory_lines(report, most),
+        _carry_lines(report, most),
+        _call_lines(report),
+        _fusion_lines(report, most),
+        _finding_lines(report.findings, most),
+    )
+    return [line for part in parts for line in (*part, "")][:-1]
+
+
+def _head_lines(report: ProgramReport) -> Iterator[str]:
+    height, width = report.image_size
+    each = f" on each of {report.num_devices} devices" if report.num_devices > 1 else ""
+    yield f"{report.model}, {quantity(report.num_params, 'parameter')}, on {report.device}"
+    yield f"  batch {report.batch:,}{each}, {height} × {width} px, {report.settings['precision']}"
+    origin = "loaded from the cache" if report.from_cache else f"compiled in {report.compile_s:.1f} s"
+    yield f"  program of {quantity(report.num_instructions, 'instruction')}, {origin}"
+    if report.rates is not None:
+        rates = report.rates
+        yield (
+            f"  measured: {rates.flops_per_s / 1e9:,.0f} GFLOP/s ({rates.dtype}), {rates.bytes_per_s / 1e9:,.1f} GB/s; "
+            f"equal at {rates.ridge:,.0f} FLOP/B"
+        )
+
+
+def _work_lines(report: ProgramReport) -> Iterator[str]:
+    yield f"{'work of a batch':<30}{'kernels':>8}{'GFLOP':>9}{'MB':>9}{'FLOP/B':>7}{'ms ≥':>8} bound by"
+    for phase, rows in groupby(report.scopes, key=lambda row: row.phase):
+        if phase in _OUTSIDE:
+            for row in rows:
+                yield _work_line(_OUTSIDE[phase], row)
+            continue
+        yield phase
+        for row in rows:
+            yield _work_line(f"  {row.action or 'no action'} {row.stage}", row)
+        yield _work_line("  all, without snapshots" if phase == "train" else "  all", report.total(phase))
+
+
+def _work_line(name: str, row: ScopeWork) -> str:
+    least = "-" if row.seconds is None else f"{1e3 * row.seconds:,.2f}"
+    return (
+        f"{_shortened(name, 30):<30}{row.num_kernels:>8,}{row.flops / 1e9:>9,.3f}{row.num_bytes / 1e6:>9,.2f}"
+        f"{row.intensity:>7,.1f}{least:>8} {row.bound}"
+    ).rstrip()
+
+
+def _convolution_lines(report: ProgramReport, most: int) -> Iterator[str]:
+    convolutions, products = report.traced.convolutions, report.forward_products
+    of_convolutions = report.traced.convolution_products / report.batch
+    share = of_convolutions / products if products else 0.0
+    yield (
+        f"{quantity(len(convolutions), 'convolution')}: {of_convolutions / 1e6:,.1f} of {products / 1e6:,.1f} million "
+        f"multiply-accumulates of an image ({share:.1%})"
+    )
+    if report.known_products is not None:
+        agrees = "as" if report.known_products == round(products) else f"but {report.known_products / 1e6:,.1f} million"
+        yield f"  {agrees} the model's description has"
+    if not convolutions:
+        return
+    yield f"  {report.convolution_share:.1%} of the operations of a training batch, forward and backward"
+    yield f"  {'convolution':<24}{'kernel':>7}{'channels':>12}{'px':>8}{'million':>8}  forward"
+    largest = sorted(convolutions, key=lambda each: -each.products)[:most]
+    for each in largest:
+        yield _convolution_line(each, report.batch)
+    if len(convolutions) > most:
+        yield f"  … {len(convolutions) - most} more"
+    yield from _form_lines(convolutions)
+
+
+def _convolution_line(each: Convolution, batch: int) -> str:
+    size = "×".join(map(str, each.kernel_shape[:-2]))
+    stride = "" if set(each.strides) == {1} else f"/{each.strides[0]}"
+    channels = f"{each.x_shape[-1]}→{each.y_shape[-1]}" + (f" ÷{each.groups}" if each.groups > 1 else "")
+    name = each.scope or short_source(each.source)
+    return (
+        f"  {_shortened(name, 23):<24}{size + stride:>7}{channels:>12}{'×'.join(map(str, each.x_shape[1:-1])):>8}"
+        f"{each.products / batch / 1e6:>8,.1f}  {each.form.partition(',')[0]}"
+    )
+
+
+def _form_lines(convolutions: Sequence[Convolution]) -> Iterator[str]:
+    """Yield how many convolutions take each form, part by part, and why."""
+    for number, part in enumerate(("forward", "input gradient", "filter gradient")):
+        counts: dict[tuple[str, str], int] = {}
+        for each in convolutions:
+            if each.forms:
+                key = each.forms[number].form, each.forms[number].reason
+                counts[key] = counts.get(key, 0) + 1
+        for (form, reason), count in sorted(counts.items(), key=lambda item: -item[1]):
+            yield from _wrapped(f"  {part}: {count} × {form}: {reason}", "    ")
+    if count := sum(1 for each in convolutions if each.is_lax):
+        yield f"  {count} × jax.lax.conv_general_dilated, called by the model itself"
+
+
+def _memory_lines(report: ProgramReport, most: int) -> Iterator[str]:
+    memory, peak = report.memory_bytes, report.peak
+    yield "memory of the program by XLA, MB"
+    named = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in memory.items())
+    yield f"  {named or 'not known'}"
+    if not peak.buffers:
+        return
+    yield from _wrapped(
+        f"a batch needs most at {peak.at}: {peak.num_bytes / 1e6:,.1f} MB of arrays, by the order of the schedule", "  "
+    )
+    yield f"  {'MB':>8}  {'array':<22}{'made by':<24}held for"
+    for each in peak.buffers[:most]:
+        made_by = _shortened(each.made_by.removeprefix("train/"), 22)
+        held_for = _shortened(each.held_for.removeprefix("train/"), 22)
+        yield f"  {each.num_bytes / 1e6:>8,.2f}  {_shortened(str(each.array), 21):<22}{made_by:<24}{held_for}"
+    if len(peak.buffers) > most:
+        rest = sum(each.num_bytes for each in peak.buffers[most:])
+        yield f"  {rest / 1e6:>8,.2f}  in {len(peak.buffers) - most} more"
+    if peak.inner_bytes:
+        yield f"  {peak.inner_bytes / 1e6:>8,.2f}  inside a loop that runs then"
+
+
+def _carry_lines(report: ProgramReport, most: int) -> Iterator[str]:
+    carry = report.carry
+    yield f"carry of the loop: a state of {len(carry.leaves):,} leaves, {carry.num_bytes / 1e6:,.1f} MB"
+    kept = sum(1 for leaf in carry.leaves if leaf.is_donated)
+    copied = sum(leaf.copied_bytes for leaf in carry.leaves)
+    yield f"  {kept} donated; copied for each batch: {copied / 1e6:,.2f} MB"
+    yield f"  {carry.num_others} other values, handed through, {carry.other_bytes / 1e6:,.1f} MB"
+    for leaf in sorted(carry.leaves, key=lambda leaf: -leaf.num_bytes)[:most]:
+        yield _leaf_line(leaf)
+    if len(carry.leaves) > most:
+        yield f"  … {len(carry.leaves) - most} more"
+
+
+def _leaf_line(leaf: CarryLeaf) -> str:
+    shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    notes = ["donated" if leaf.is_donated else "not donated"]
+    if leaf.copied_bytes:
+        notes.append(f"copies {leaf.copied_bytes / 1e6:,.2f} MB")
+    return f"  {leaf.num_bytes / 1e6:>8,.2f}  {shape:<22}{_shortened(leaf.name, 36):<37}{', '.join(notes)}"
+
+
+def _call_lines(report: ProgramReport) -> Iterator[str]:
+    yield f"{quantity(len(report.host_calls), 'call')} of the host"
+    for each in report.host_calls:
+        passed = f"{each.bytes_to_host / 1e6:,.3f} MB there, {each.bytes_from_host / 1e6:,.3f} MB back"
+        yield f"  {each.scope:<16}{each.when:<22}{passed}"
+
+
+def _fusion_lines(report: ProgramReport, most: int) -> Iterator[str]:
+    fusions = report.fusions
+    kinds = ", ".join(f"{kind} {count}" for kind, count in fusions.by_kind.items())
+    yield f"{quantity(fusions.count, 'fusion')} of {quantity(fusions.num_fused, 'instruction')} in the loops ({kinds})"
+    for name, scope, count in fusions.largest:
+        yield f"  {count:>8}  {_shortened(name, 38):<39}{scope}"
+    total = report.total("train").num_bytes
+    moved = sum(each.num_bytes for each in report.moves)
+    share = f" ({moved / total:.1%} of a batch's bytes)" if total else ""
+    yield f"{len(report.moves)} copies and transposes of 64 KiB or more, {moved / 1e6:,.1f} MB{share}"
+    for each in report.moves[:most]:
+        where = f"{each.scope} {short_source(each.source)}" if each.source else each.scope
+        yield f"  {each.num_bytes / 1e6:>8,.2f}  {each.kind:<10}{_shortened(each.shapes, 24):<25}{where}"
+
+
+def _finding_lines(findings: Sequence[Finding], most: int) -> Iterator[str]:
+    if not findings:
+        yield "nothing suboptimal was found"
+        return
+    yield f"{quantity(len(findings), 'finding')}"
+    kinds = list(dict.fromkeys((each.kind, each.message) for each in findings))
+    for kind, message in kinds:
+        own = [each for each in findings if (each.kind, each.message) == (kind, message)]
+        yield from _wrapped(f"  {kind}: {message}", "    ")
+        for each in own[:most]:
+            size = f", {each.num_bytes / 1e6:,.1f} MB" if each.num_bytes else ""
+            yield f"    {each.scope} ({short_source(each.source)}{size})"
+        if len(own) > most:
+            yield f"    … {len(own) - most} more"
+
+
+def _shortened(text: str, width: int) -> str:
+    """Return a text of at most `width` characters, of a longer one the end."""
+    return text if len(text) <= width else f"…{text[1 - width :]}"
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """Return a text as lines of at most the width; those after the first begin with `indent`."""
+    start = text[: len(text) - len(text.lstrip())]
+    return textwrap.wrap(text.strip(), _WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False)

@@ -1,0 +1,76 @@
+"""Measured rates of a device: how fast it multiplies matrices, and how fast it reads and writes its memory."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+# Long enough for every core, and small enough for a second: 2·n³ operations, and bytes beyond any cache.
+_PRODUCT_SIZE = {"cpu": 1024}
+_LARGE_PRODUCT = 8192
+_MOVED_BYTES = {"cpu": 256 << 20}
+_MANY_BYTES = 1 << 30
+_TURNS = 8
+_MEASURE_S = 0.3
+
+
+class DeviceRates(NamedTuple):
+    """What a device reaches at best.
+
+    Attributes:
+        flops_per_s: floating-point operations per second in a product of large matrices.
+        bytes_per_s: bytes per second read and written by an elementwise operation on arrays beyond its caches.
+        dtype: the dtype of the matrices.
+        device: the vendor's name for the device.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    dtype: str
+    device: str
+
+    @property
+    def ridge(self) -> float:
+        """The operations per byte above which arithmetic bounds a kernel, and below which memory does."""
+        return self.flops_per_s / self.bytes_per_s
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        """Return the least time for so many operations and bytes (Williams et al., 2009, "Roofline")."""
+        return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
+
+
+def measure_device(device: jax.Device, dtype: DTypeLike = jnp.float32, *, limit_s: float = _MEASURE_S) -> DeviceRates:
+    """Measure a device for about twice `limit_s` seconds, and return the fastest that it was.
+
+    Args:
+        device: a device of this process.
+        dtype: dtype of the matrices; sums are float32.
+        limit_s: seconds for each of the two measurements, beside compiling.
+    """
+    platform = device.platform
+    n = _PRODUCT_SIZE.get(platform, _LARGE_PRODUCT)
+    matrix = jax.device_put(jnp.ones((n, n), dtype), device)
+    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    count = _MOVED_BYTES.get(platform, _MANY_BYTES) // 8
+    numbers = jax.device_put(jnp.ones((count,), jnp.float32), device)
+    # In a loop, because the memory of a new result costs more on a CPU than writing to it.
+    move = jax.jit(lambda x, turns: lax.fori_loop(0, turns, lambda _, x: 2 * x + 1, x))
+    return DeviceRates(
+        flops_per_s=2 * n**3 / _shortest_s(lambda: product(matrix), limit_s),
+        bytes_per_s=8 * count * _TURNS / _shortest_s(lambda: move(numbers, _TURNS), limit_s),
+        dtype=str(jnp.dtype(dtype)),
+        device=str(device.device_kind),
+    )
+
+
+def _shortest_s(work: Callable[[], jax.Array], limit_s: float) -> float:
+    work().block_until_ready()
+    started, shortest = time.perf_counter(), float("inf")
+    while (begin := time.perf_counter()) < started + limit_s or shortest == float("inf"):
+        work().block_until_ready()
+        shortest = min(shortest, time.perf_counter() - begin)
+    return shortest

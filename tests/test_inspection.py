@@ -1,0 +1,355 @@
+"""The report on a compiled program: a small network whose work is counted by hand, and written programs with faults."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from engine import DeviceRates, explain_program
+from engine.hlo.text import parse_hlo
+from engine.inspection.buffers import find_peak
+from engine.inspection.carry import read_carry
+from engine.inspection.comparison import compare_reports, comparison_json, comparison_lines
+from engine.inspection.convolutions import trace_work
+from engine.inspection.findings import find_faults
+from engine.inspection.ir import hlo_lines, stablehlo_lines
+from engine.inspection.plain import report_lines
+from engine.inspection.steps import Steps
+from engine.inspection.work_by_scope import total_of, work_by_scope
+from engine.program.statics import seed_words
+from engine.program.train_state import init_state
+from engine.scopes import ACTIONS
+from engine.updates.update import UpdateRule
+from models import convolution
+from models.registry import build_model, family_of, find_network
+from tests.toy import toy_config
+
+BATCH, SIZE, CLASSES = 8, 8, 3
+RATES = DeviceRates(flops_per_s=1e11, bytes_per_s=1e10, dtype="float32", device="a device")
+
+
+@dataclass
+class Network:
+    """A convolution of this project, one of `lax`, a grouped one, and a dense layer."""
+
+    name: str = "mixed"
+    width: int = 6
+
+    def init(self, key):
+        shapes = {"own": (3, 3, 3, 4), "grouped": (3, 3, 2, self.width), "lax": (1, 1, self.width, 5), "dense": (5, 3)}
+        return {name: 0.1 * jax.random.normal(key, shape) for name, shape in shapes.items()}, {}
+
+    def apply(self, params, batch_stats, images, train):
+        with jax.named_scope("trunk"):
+            x = convolution(images, params["own"], padding="VALID")
+            x = jnp.maximum(convolution(x, params["grouped"], stride=2, groups=2), 0)
+        with jax.named_scope("side"):
+            x = lax.conv_general_dilated(x, params["lax"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        with jax.named_scope("head"):
+            return x.mean((1, 2)) @ params["dense"], batch_stats
+
+
+def batch_of(count):
+    return np.zeros((count, SIZE, SIZE), np.uint32), np.arange(count, dtype=np.int32) % CLASSES
+
+
+def explained(config, network):
+    return explain_program(
+        config, model=network, batches=lambda _: batch_of(BATCH), evaluation=batch_of(BATCH + 3), rates=RATES
+    )
+
+
+CONFIG = toy_config(snapshot_every_steps=2, eval_every_steps=2, image_size=SIZE)
+
+
+@pytest.fixture(scope="module")
+def report():
+    return explained(CONFIG, Network())
+
+
+def test_the_forward_pass_is_counted_by_hand(report):
+    own = 6 * 6 * 4 * 9 * 3
+    grouped = 3 * 3 * 6 * 9 * 2
+    by_lax = 3 * 3 * 5 * 6
+    assert [each.products for each in report.traced.convolutions] == [BATCH * each for each in (own, grouped, by_lax)]
+    assert report.forward_products == own + grouped + by_lax + 5 * 3
+    assert report.known_products is None
+
+
+def test_every_action_has_a_row_and_the_rows_add_up(report):
+    found = {(row.phase, row.action) for row in report.scopes}
+    expected = {("train", action) for action in ACTIONS["train"] if action != "augment"}
+    assert expected <= found
+    assert {("valid", action) for action in ("draw", "predict", "loss", "push")} <= found
+    stages = {row.stage for row in report.scopes if (row.phase, row.action) == ("train", "forward")}
+    assert {"trunk", "side", "head"} <= stages
+    rows = [row for row in report.scopes if row.phase == "train" and row.action != "snapshot"]
+    total = report.total("train")
+    assert total == total_of(report.scopes, "train")
+    assert total.flops == sum(row.flops for row in rows)
+    assert total.seconds == pytest.approx(sum(row.seconds for row in rows))
+
+
+def test_the_operations_of_products_are_those_of_the_trace(report):
+    """A product has two gradients of its size; XLA leaves out the one for the images, and products with padding."""
+    own, grouped, by_lax = (2 * each.products for each in report.traced.convolutions)
+    dense = 2 * BATCH * 5 * 3
+    # The groups are joined in one block, whose products are twice as many.
+    assert 2 * own + 3 * grouped * 0.6 + 3 * by_lax + 3 * dense <= report.product_flops
+    assert report.product_flops <= 3 * own + 3 * 2 * grouped + 3 * by_lax + 3 * dense
+    assert report.product_flops - report.convolution_flops == 3 * dense
+    assert 0.5 < report.convolution_share < 1
+
+
+def test_the_roofline_is_the_longer_of_two_times(report):
+    for row in report.scopes:
+        least = max(row.flops / RATES.flops_per_s, row.num_bytes / RATES.bytes_per_s)
+        assert least - 1e-15 <= row.seconds <= row.flops / RATES.flops_per_s + row.num_bytes / RATES.bytes_per_s + 1e-15
+        assert row.bound in (("arithmetic", "memory") if row.seconds else ("",))
+    assert RATES.ridge == 10
+    assert RATES.seconds(1e11, 1e9) == 1
+
+
+def test_convolutions_name_their_form_their_line_and_why(report):
+    own, grouped, by_lax = report.traced.convolutions
+    assert [each.scope for each in report.traced.convolutions] == ["trunk", "trunk", "side"]
+    assert [form.part for form in own.forms] == ["forward", "input gradient", "filter gradient"]
+    assert own.forms[2] == ("filter gradient", "input rows", "at most 4 input channels")
+    assert grouped.groups == 2
+    assert "1 block of 2 groups" in grouped.form
+    assert by_lax.is_lax
+    line = Path(__file__).read_text(encoding="utf-8").splitlines()[by_lax.source.line - 1]
+    assert "lax.conv_general_dilated" in line
+    (finding,) = [each for each in report.findings if each.kind == "lax-convolution"]
+    assert (finding.scope, finding.source) == ("side", by_lax.source)
+    assert "use models.convolution" in finding.message
+
+
+def test_the_carry_is_the_training_state_leaf_by_leaf(report):
+    rule = UpdateRule(optimizer="sgd")
+    state = jax.eval_shape(lambda words: init_state(Network(), rule, jax.random.wrap_key_data(words)), seed_words(0))
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    expected = {
+        jax.tree_util.keystr(path, simple=True, separator="."): (leaf.shape, leaf.size * leaf.dtype.itemsize)
+        for path, leaf in leaves
+    }
+    assert {leaf.name: (leaf.shape, leaf.num_bytes) for leaf in report.carry.leaves} == expected
+    assert all(leaf.is_donated for leaf in report.carry.leaves)
+    assert report.carry.num_bytes == sum(size for _, size in expected.values())
+
+
+def test_the_calls_of_the_host_are_named_with_their_bytes(report):
+    calls = {each.scope: each for each in report.host_calls}
+    assert set(calls) == {"train/draw", "train/push", "train/snapshot", "valid/draw", "valid/push"}
+    draw = calls["train/draw"]
+    assert draw.when == "each pull"
+    # Pixels, labels and three words; the address of the pull.
+    assert (draw.bytes_from_host, draw.bytes_to_host) == (BATCH * (SIZE * SIZE + 1) * 4 + 12, 12)
+    assert calls["train/snapshot"].when == "at boundaries, if due"
+    assert calls["train/snapshot"].bytes_to_host >= report.carry.num_bytes
+
+
+def test_the_peak_is_near_what_xla_reserves(report):
+    """XLA adds the carry's copies and alignment, and lets some results replace operands."""
+    temporaries = report.memory_bytes["temporaries"]
+    assert 0.3 * temporaries < report.peak.num_bytes < 1.5 * temporaries
+    assert sum(each.num_bytes for each in report.peak.buffers) + report.peak.inner_bytes == report.peak.num_bytes
+    sizes = [each.num_bytes for each in report.peak.buffers]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_text_is_80_wide_and_the_json_complete(report):
+    lines = report_lines(report)
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "3 convolutions" in text
+    assert "1 × jax.lax.conv_general_dilated" in text
+    assert "lax-convolution: " in text
+    assert f"side (test_inspection.py:{report.traced.convolutions[2].source.line})" in text
+    read = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert read["totals"]["train"]["flops"] == report.total("train").flops
+    assert read["findings"][0]["source"].startswith(__file__)
+    assert read["settings"]["batch"] == BATCH
+    assert "program" not in read
+
+
+def test_the_body_of_the_loop_is_printed_with_source_lines(report):
+    place = f"test_inspection.py:{report.traced.convolutions[2].source.line}"
+    optimised = hlo_lines(Steps(report.program))
+    assert any(place in line and "// train/forward/side" in line for line in optimised)
+    assert any(line.startswith("  ") for line in optimised)
+    lowered = stablehlo_lines(report.lowered.as_text(debug_info=True))
+    assert lowered[0].lstrip().startswith("%")
+    assert " = stablehlo.while(" in lowered[0]
+    assert any("stablehlo.convolution" in line and line.endswith(f"// {place}") for line in lowered)
+    assert not any("loc(" in line for line in lowered)
+
+
+def test_a_report_equals_itself_and_another_network_differs_by_rows(report):
+    assert compare_reports(report, report) == ()
+    assert comparison_lines((), ("a", "b")) == ["the two programs do not differ in anything that is counted"]
+    other = replace(
+        report,
+        num_params=99,
+        settings=dict(report.settings) | {"batch": 16},
+        traced=replace(report.traced, convolutions=report.traced.convolutions[:2]),
+        findings=(),
+    )
+    rows = {(row.group, row.name): (row.one, row.other) for row in compare_reports(report, other)}
+    assert rows["settings", "batch"] == (8, 16)
+    assert rows["settings", "parameters"] == (report.num_params, 99)
+    assert rows["convolutions", "number"] == (3, 2)
+    assert rows["findings", "lax-convolution"] == (1, None)
+    assert not any(group in ("work", "carry", "calls", "memory") for group, _ in rows)
+    lines = comparison_lines(compare_reports(report, other), ("one", "two"))
+    assert lines[0] == "A  one"
+    assert max(map(len, lines)) <= 80
+    assert comparison_json(compare_reports(report, other))[0] == {
+        "group": "settings", "name": "batch", "one": 8, "other": 16,
+    }  # fmt: skip
+
+
+def test_nothing_is_run_or_written(tmp_path):
+    def batches(_):
+        pytest.fail("a batch was asked for")
+
+    config = replace(CONFIG, run_dir=str(tmp_path / "run"), snapshot_every_steps=0)
+    with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
+        explain_program(config, model=Network(), batches=batches, depth=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "number"), [("resnet8", 9), ("resnet50", 53), ("convnext-tiny", 18), ("vit-s16", 0)])
+def test_convolutions_and_products_of_known_networks(name, number):
+    """The products are those of the networks' descriptions, which torchvision and timm count too."""
+    size, num_classes = (32, 10) if name == "resnet8" else (224, 1000)
+    net = find_network(name)
+    known = family_of(net).count_products(net, size, num_classes)
+    model = build_model(name, num_classes=num_classes, image_size=size)
+    params, batch_stats = jax.eval_shape(model.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((2, size, size, 3), jnp.float32)
+
+    def forward(params, batch_stats, images):
+        with jax.named_scope("train"), jax.named_scope("forward"):
+            return model.apply(params, batch_stats, images, train=True)
+
+    jaxpr = jax.make_jaxpr(forward)(params, batch_stats, images)
+    for platform in ("cpu", "cuda"):
+        work = trace_work(jaxpr, platform)
+        assert len(work.convolutions) == number
+        assert work.forward_products == 2 * known
+        assert not any(each.is_lax for each in work.convolutions)
+
+
+LOOP = """HloModule jit_train, input_output_alias={{ {{0}}: (0, {{}}, may-alias) }}
+
+%naive (a: s8[8,8], b: s8[8,8]) -> s8[8,8] {{
+  %a = s8[8,8]{{1,0}} parameter(0)
+  %b = s8[8,8]{{1,0}} parameter(1)
+  ROOT %product = s8[8,8]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, metadata={{op_name="jit(train)/while/body/train/while/body/jvp(forward)/head/dot_general"}}
+}}
+
+%body (carry: (f32[512,1024], f32[512,1024], s8[8,8])) -> (f32[512,1024], f32[512,1024], s8[8,8]) {{
+  %carry = (f32[512,1024]{{1,0}}, f32[512,1024]{{1,0}}, s8[8,8]{{1,0}}) parameter(0)
+  %w = f32[512,1024]{{1,0}} get-tuple-element(%carry), index=0
+  %v = f32[512,1024]{{1,0}} get-tuple-element(%carry), index=1
+  %k = s8[8,8]{{1,0}} get-tuple-element(%carry), index=2
+  %small = s8[8,8]{{1,0}} fusion(%k, %k), kind=kLoop, calls=%naive
+  %copied = f32[512,1024]{{1,0}} copy(%v)
+  %act = f32[512,1024]{{1,0}} negate(%w), metadata={{op_name="jit(train)/while/body/train/while/body/jvp(forward)/trunk/neg"}}
+  %turned = f32[1024,512]{{1,0}} transpose(%act), dimensions={{1,0}}, metadata={{op_name="jit(train)/while/body/train/while/body/jvp(forward)/trunk/transpose"}}
+  %constant = f32[512,1024]{{1,0}} constant({{...}})
+  %sum = f32[512,1024]{{1,0}} add(%copied, %constant), metadata={{op_name="jit(train)/while/body/train/while/body/jvp(forward)/table/add"}}
+  %wide = f64[16]{{0}} convert(%turned), metadata={{op_name="jit(train)/while/body/train/while/body/opt_step/convert"}}
+  %back = f32[512,1024]{{1,0}} subtract(%sum, %act), metadata={{op_name="jit(train)/while/body/train/while/body/transpose(jvp(forward))/trunk/sub"}}
+  ROOT %next = (f32[512,1024]{{1,0}}, f32[512,1024]{{1,0}}, s8[8,8]{{1,0}}) tuple(%back, %sum, %small)
+}}
+
+%condition (carry.1: (f32[512,1024], f32[512,1024], s8[8,8])) -> pred[] {{
+  %carry.1 = (f32[512,1024]{{1,0}}, f32[512,1024]{{1,0}}, s8[8,8]{{1,0}}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}}
+
+ENTRY %main (w.0: f32[512,1024], v.0: f32[512,1024], k.0: s8[8,8]) -> f32[512,1024] {{
+  %w.0 = f32[512,1024]{{1,0}} parameter(0), metadata={{op_name="state.params[\\'w\\']"}}
+  %v.0 = f32[512,1024]{{1,0}} parameter(1), metadata={{op_name="state.update.opt_state[2].v"}}
+  %k.0 = s8[8,8]{{1,0}} parameter(2), metadata={{op_name="values.k"}}
+  %start.w = f32[512,1024]{{1,0}} copy(%w.0)
+  %start = (f32[512,1024]{{1,0}}, f32[512,1024]{{1,0}}, s8[8,8]{{1,0}}) tuple(%start.w, %v.0, %k.0)
+  %loop = (f32[512,1024]{{1,0}}, f32[512,1024]{{1,0}}, s8[8,8]{{1,0}}) while(%start), condition=%condition, body=%body
+  ROOT %result = f32[512,1024]{{1,0}} get-tuple-element(%loop), index=0
+}}
+""".replace("{{", "{").replace("}}", "}")  # noqa: E501
+MB = 512 * 1024 * 4
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    return Steps(parse_hlo(LOOP))
+
+
+def test_faults_are_found_by_name(faulty):
+    from engine.inspection.crossings import find_moves
+
+    carry, moves = read_carry(faulty), find_moves(faulty)
+    found = {(each.kind, each.scope, each.num_bytes) for each in find_faults(faulty, (), carry, moves, is_cpu=True)}
+    assert found == {
+        ("naive-product", "train/forward/head", 0),
+        ("float64", "train/opt_step", 0),
+        ("not-donated", "update.opt_state.2.v", MB),
+        ("copied-carry", "update.opt_state.2.v", MB),
+        ("large-move", "train/forward/table", 2 * MB),
+        ("large-move", "train/forward/trunk", 2 * MB),
+        ("large-constant", "train/forward/table", MB),
+    }
+    on_a_card = find_faults(faulty, (), carry, moves, is_cpu=False)
+    assert "naive-product" not in {each.kind for each in on_a_card}
+
+
+def test_the_carry_of_a_written_loop(faulty):
+    carry = read_carry(faulty)
+    first, second = carry.leaves
+    assert (first.name, first.is_donated, first.copied_bytes) == ("params.w", True, 0)
+    assert (second.name, second.is_donated, second.copied_bytes) == ("update.opt_state.2.v", False, MB)
+    assert (carry.num_others, carry.other_bytes) == (1, 64)
+
+
+def test_the_peak_of_a_written_loop(faulty):
+    """At the sum: its operand and result, the activation and its transpose; the small product lives to the end."""
+    peak = find_peak(faulty, "train")
+    assert {each.name: each.held_for for each in peak.buffers} == {
+        "copied": "train/forward/table",
+        "sum": "the next turn",
+        "act": "train/backward/trunk",
+        "turned": "train/opt_step",
+        "small": "the next turn",
+    }
+    assert peak.num_bytes == 4 * MB + 64
+    assert peak.at == "train/forward/table"
+
+
+def test_the_work_of_a_written_loop(faulty):
+    rows = {row.name: row for row in work_by_scope(faulty, RATES)}
+    assert rows["train/forward/head"].flops == 2 * 8 * 8 * 8
+    assert rows["train/forward/trunk"].flops == 512 * 1024
+    assert rows["train/forward/trunk"].num_bytes == 4 * MB
+    assert rows["train/forward/trunk"].bound == "memory"
+    assert rows["train/backward/trunk"].num_bytes == 3 * MB
+    assert rows["once"].num_bytes == 2 * MB
+    assert work_by_scope(faulty, None)[0].seconds is None
+
+
+def test_a_program_without_a_loop_has_an_empty_report():
+    steps = Steps(
+        parse_hlo("HloModule x\n\nENTRY %main (a: f32[2]) -> f32[2] {\n  ROOT %a = f32[2]{0} parameter(0)\n}\n")
+    )
+    assert read_carry(steps).leaves == ()
+    assert find_peak(steps, "train").buffers == ()
+    assert work_by_scope(steps, RATES) == ()
+    assert hlo_lines(steps) == []
+    assert stablehlo_lines("module {}") == []
