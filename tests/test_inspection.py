@@ -88,6 +88,11 @@ def test_every_action_has_a_row_and_the_rows_add_up(report):
     assert {("valid", action) for action in ("draw", "predict", "loss", "push")} <= found
     stages = {row.stage for row in report.scopes if (row.phase, row.action) == ("train", "forward")}
     assert {"trunk", "side", "head"} <= stages
+    order = {
+        action: [row.stage for row in report.scopes if (row.phase, row.action) == ("train", action)]
+        for action in ("forward", "backward")
+    }
+    assert order == {"forward": ["trunk", "side", "head"], "backward": ["loss", "head", "side", "trunk"]}
     rows = [row for row in report.scopes if row.phase == "train" and row.action != "snapshot"]
     total = report.total("train")
     assert total == total_of(report.scopes, "train")

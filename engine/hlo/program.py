@@ -248,22 +248,27 @@ class HloProgram:
         return root.op_name or next((each.op_name for each in reversed(fused) if "/" in each.op_name), "")
 
     def within(self, computation: str, *, fused: bool = False) -> Iterator[Instruction]:
-        """Yield the instructions of a computation and of those that it calls: of loops, branches and calls.
+        """Yield the instructions of a computation and, after each call, loop or branch, of what it calls.
 
         Args:
             computation: the name of the computation.
             fused: whether to yield also those inside fusions, and the functions that reductions and sorts apply.
         """
-        seen: set[str] = set()
-        ahead = [computation]
+        seen = {computation}
+        ahead = [iter(self._instructions_of(computation))]
         while ahead:
-            name = ahead.pop()
-            if name in seen or name not in self.computations:
+            each = next(ahead[-1], None)
+            if each is None:
+                ahead.pop()
                 continue
-            seen.add(name)
-            for each in self.computations[name].instructions:
-                yield each
-                ahead += each.callees if fused or each.opcode in _RUNS else ()
+            yield each
+            callees = [name for name in each.callees if name not in seen] if fused or each.opcode in _RUNS else []
+            seen.update(callees)
+            ahead += [iter(self._instructions_of(name)) for name in reversed(callees)]
+
+    def _instructions_of(self, computation: str) -> tuple[Instruction, ...]:
+        found = self.computations.get(computation)
+        return () if found is None else found.instructions
 
     def loops(self) -> list[Instruction]:
         """Return the loops of the program, in the order of the text."""

@@ -107,6 +107,23 @@ def trace_work(jaxpr: Any, platform: str) -> TracedWork:
     return TracedWork(tuple(found), products)
 
 
+def trace_order(jaxpr: Any) -> tuple[Scope, ...]:
+    """Return the scopes of a traced program in the order in which they first occur, outer ones too."""
+    found: dict[str, Scope] = {}
+    for name in _names_of(jaxpr, ""):
+        if name not in found:
+            found[name] = parse_op_name(f"{name}/x")
+    return tuple(dict.fromkeys(found.values()))
+
+
+def _names_of(jaxpr: Any, outer: str) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        names = f"{outer}/{equation.source_info.name_stack}"
+        yield names
+        for inner in _inner_jaxprs(equation):
+            yield from _names_of(inner, names)
+
+
 def _forward_products(jaxpr: Any, outer: str, times: int) -> Iterator[tuple[Any, Scope, int]]:
     """Yield the products of the forward pass of training: convolutions of models.layers, `lax`'s, and `dot_general`."""
     for equation in jaxpr.eqns:

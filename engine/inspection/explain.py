@@ -14,7 +14,7 @@ from engine.hlo.text import parse_hlo
 from engine.images.own_augment import OwnAugmentation
 from engine.inspection.buffers import find_peak
 from engine.inspection.carry import read_carry
-from engine.inspection.convolutions import trace_work
+from engine.inspection.convolutions import trace_order, trace_work
 from engine.inspection.crossings import find_fusions, find_host_calls, find_moves
 from engine.inspection.findings import find_faults
 from engine.inspection.report import ProgramReport
@@ -115,7 +115,7 @@ def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
         num_params=facts.num_params,
         settings=facts.config.to_json(),
         rates=rates,
-        scopes=work_by_scope(steps, rates, depth=depth),
+        scopes=work_by_scope(steps, rates, depth=depth, order=trace_order(planned.traced.jaxpr)),
         traced=traced,
         known_products=_known_products(facts),
         product_flops=in_products,

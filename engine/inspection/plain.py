@@ -52,7 +52,7 @@ def _head_lines(report: ProgramReport) -> Iterator[str]:
 
 
 def _work_lines(report: ProgramReport) -> Iterator[str]:
-    yield f"{'work of a batch':<30}{'kernels':>8}{'GFLOP':>9}{'MB':>9}{'FLOP/B':>7}{'ms ≥':>8} bound by"
+    yield f"{'work of a batch':<28}{'kernels':>7}{'GFLOP':>9}{'MB':>10}{'FLOP/B':>7}{'ms ≥':>8} bound by"
     for phase, rows in groupby(report.scopes, key=lambda row: row.phase):
         if phase in _OUTSIDE:
             for row in rows:
@@ -65,9 +65,10 @@ def _work_lines(report: ProgramReport) -> Iterator[str]:
 
 
 def _work_line(name: str, row: ScopeWork) -> str:
-    least = "-" if row.seconds is None else f"{1e3 * row.seconds:,.2f}"
+    milliseconds = 1e3 * (row.seconds or 0.0)
+    least = "-" if row.seconds is None else f"{milliseconds:,.{2 if milliseconds < 1000 else 1}f}"
     return (
-        f"{_shortened(name, 30):<30}{row.num_kernels:>8,}{row.flops / 1e9:>9,.3f}{row.num_bytes / 1e6:>9,.2f}"
+        f"{_shortened(name, 28):<28}{row.num_kernels:>7,}{row.flops / 1e9:>9,.3f}{row.num_bytes / 1e6:>10,.2f}"
         f"{row.intensity:>7,.1f}{least:>8} {row.bound}"
     ).rstrip()
 

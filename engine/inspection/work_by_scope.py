@@ -8,7 +8,7 @@ from statistics import median
 from engine.hlo.program import HloProgram, Instruction
 from engine.hlo.work import bytes_of, flops_of, fused_into, products_of
 from engine.inspection.steps import Kernel, Steps
-from engine.scopes import ACTIONS, SNAPSHOT
+from engine.scopes import ACTIONS, SNAPSHOT, Scope
 from engine.sizing.device_rates import DeviceRates
 
 ARITHMETIC, MEMORY = "arithmetic", "memory"
@@ -56,22 +56,27 @@ class ScopeWork:
         return "/".join(filter(None, (self.phase, self.action, self.stage)))
 
 
-def work_by_scope(steps: Steps, rates: DeviceRates | None, *, depth: int = 1) -> tuple[ScopeWork, ...]:
+def work_by_scope(
+    steps: Steps, rates: DeviceRates | None, *, depth: int = 1, order: Sequence[Scope] = ()
+) -> tuple[ScopeWork, ...]:
     """Return a row for each scope, in the order of the program.
 
     Args:
         steps: the program.
         rates: the device's rates; None leaves the times out.
         depth: how many levels of the model's layers to distinguish.
+        order: the scopes in the order of the trace, which XLA's schedule does not keep.
     """
+    traced: dict[tuple[str, str, str], int] = {}
+    for place, scope in enumerate(order):
+        traced.setdefault(_key_of_scope(scope, depth), place)
     rows: dict[tuple[str, str, str], list[Kernel]] = {}
     places: dict[tuple[str, str, str], list[int]] = {}
     for place, kernel in enumerate(steps.kernels):
         key = _key_of(kernel, depth)
         rows.setdefault(key, []).append(kernel)
         places.setdefault(key, []).append(place)
-    # The layers of a pass stand in the order in which most of their kernels run.
-    ordered = sorted(rows, key=lambda key: (*_rank(key), median(places[key])))
+    ordered = sorted(rows, key=lambda key: (*_rank(key), traced.get(key, len(order)), median(places[key])))
     return tuple(_row(key, steps.program, rows[key], rates) for key in ordered)
 
 
@@ -115,9 +120,10 @@ def is_convolution(program: HloProgram, instruction: Instruction) -> bool:
 
 
 def _key_of(kernel: Kernel, depth: int) -> tuple[str, str, str]:
-    scope = kernel.scope
-    if not kernel.is_looped:
-        return ONCE, "", ""
+    return _key_of_scope(kernel.scope, depth) if kernel.is_looped else (ONCE, "", "")
+
+
+def _key_of_scope(scope: Scope, depth: int) -> tuple[str, str, str]:
     if scope.phase is None:
         return LOOPS, "", ""
     return scope.phase, scope.action or "", "/".join(scope.path.split("/")[:depth])
