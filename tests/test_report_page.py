@@ -33,7 +33,7 @@ from engine.runtime.record import (
 from engine.runtime.runtime_file import encode_runtime
 from tests.fake_source import fake_source, pack
 from tests.report_pages import parse, points, rows_of, section, table
-from tests.report_runs import CLASSES, HOSTILE, NUM_EVALUATED, make_runs
+from tests.report_runs import CLASSES, HOSTILE, NUM_EVALUATED, RUN, make_runs
 from tests.toy import Linear
 
 SECTIONS = [
@@ -176,7 +176,7 @@ def test_confusions_classes_and_mistakes_are_those_of_an_evaluation(page, run):
 
 def test_what_was_evaluated_is_said(page, place):
     rows = rows_of(section(page, "weights"), "Evaluated for this page")
-    assert rows["step of the weights"] == "12"
+    assert rows["weights"] == f"{place / RUN}, linear after 12 steps"
     assert rows["images"] == f"{place / 'data'}/val, 11 images"
 
 
@@ -237,7 +237,7 @@ def test_the_runtime_gives_goodput_verdict_and_launches(copy, tmp_path):
     page = report_of(copy, tmp_path)
     rows = {row[0]: row[2:] for row in table(section(page, "goodput"), "1 min 40 s of 1 launch")}
     assert rows["steps"] == ["60.0 %", "1 min 0 s"]
-    assert rows["lost"] == ["10.0 %", "10 s"]
+    assert rows["lost"] == ["10.0 %", "10.0 s"]
     assert "3 steps were made again after a resume. Between the launches, 7 s passed" in section(page, "goodput").text
     assert f"Verdict: {verdict.line}" in section(page, "results").text
     assert table(section(page, "goodput"), "The longest waits for batches")[1:] == [["7", "1.25 s", "read", "<b>c/0"]]
@@ -261,11 +261,11 @@ def test_the_profile_has_its_rows_and_bars(copy, tmp_path):
     (copy / "profile.csv").write_text(PROFILE)
     found = section(report_of(copy, tmp_path), "profile")
     assert table(found, "Phases and actions")[1:] == [
-        ["fit", "epoch", "1.50 s", "0 s", "1", "–", "1.50 s", "100 %", ""],
-        ["train", "<b>draw</b>*", "250 µs", "100 µs", "12", "−40.50", "3.00 ms", "12.5 %", ""],
+        ["fit", "epoch", "1.50 s", "–", "1", "–", "1.50 s", "100.0 %", ""],
+        ["train", "<b>draw</b>*", "250 µs", "100 µs", "12", "−40", "3.00 ms", "12.5 %", ""],
     ]
     assert table(found, "Parts of the model inside the actions")[1:] == [
-        ["train", "forward", "<i>layer1</i>", "12.5 ms", "–", "12", "320.0", "150 ms", "10.0 %", ""]
+        ["train", "forward", "<i>layer1</i>", "12.5 ms", "–", "12", "320", "150 ms", "10.0 %", ""]
     ]
     assert [each.attributes["width"] for each in found.all("rect", class_="fill")] == ["100.00%", "12.50%", "10.00%"]
     assert "measured in the traced steps only" in found.text

@@ -23,6 +23,7 @@ _WIDE, _HIGH = 2000, 1000
 _TABLE_ROWS = 12
 _MOST_MARKERS = 40
 _LABEL_HEIGHT = 0.075  # of the height of a chart
+_LABEL_COLUMNS = 12  # labels in the same one of these must be moved apart
 # As <path> data in pixels around the point: disc, square, triangle, diamond, cross, bar.
 _MARKERS = (
     "M-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0 -7 0z",
@@ -256,12 +257,19 @@ def _markers(line: Line, axis: Axis, steps: Axis) -> Html:
 
 def _end_labels(chart: Chart, axis: Axis, steps: Axis) -> list[Html]:
     """Return the labels of the lines, to the right of their last points, moved apart where they would overlap."""
-    found = []
+    columns: dict[int, list[tuple[float, float, Line]]] = {}
     for line in chart.lines:
         places = np.flatnonzero(np.isfinite(line.y))
         if line.label and len(places):
             last = places[-1:]
-            found.append((float(1 - axis.place(line.y[last])[0]), float(steps.place(line.x[last])[0]), line))
+            across = float(steps.place(line.x[last])[0])
+            place = (float(1 - axis.place(line.y[last])[0]), across, line)
+            columns.setdefault(round(across * _LABEL_COLUMNS), []).append(place)
+    return [label for column in columns.values() for label in _column_of_labels(column)]
+
+
+def _column_of_labels(found: list[tuple[float, float, Line]]) -> list[Html]:
+    """Return the labels of lines that end near the same step; `found` has their places, down and across."""
     found.sort(key=lambda each: each[0])
     return [
         tag(

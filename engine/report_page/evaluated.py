@@ -32,8 +32,9 @@ from preprocess.shards.reader import ShardSplit, open_split, read_manifest
 
 LARGEST_MATRIX = 24
 """The largest number of classes for which the page has the whole confusion matrix."""
-MOST_CONFUSIONS = 30
+MOST_CONFUSIONS = 20
 _READ_TIMEOUT_S = 60.0
+_WEIGHTS = "weights: "  # how the message about the weights begins
 # Smaller pictures are kept without loss; larger ones are scaled to this height or width, as JPEG.
 _LOSSLESS_PX, _LARGEST_PX, _JPEG_QUALITY = 48, 128, 82
 
@@ -102,15 +103,17 @@ class EvaluatedWeights:
     """The evaluation of the weights of a run.
 
     Attributes:
-        messages: what the evaluation said about weights and images, oldest first.
+        weights: which weights of which model, and after how many steps.
         data: the images.
+        messages: what else the evaluation said, oldest first.
         record: the numbers.
         classes: the counts of each class.
         decisions: what the decisions show.
     """
 
-    messages: tuple[str, ...]
+    weights: str
     data: str
+    messages: tuple[str, ...]
     record: EvaluationRecord
     classes: tuple[ClassResult, ...]
     decisions: Decisions | Absent
@@ -156,9 +159,11 @@ def evaluate_weights_of(
     except Exception as error:  # noqa: BLE001 - a device out of memory, a model of the user: the rest of the page stays
         text = str(error).strip().splitlines()
         return Absent(f"the weights were not evaluated: {text[0] if text else type(error).__name__}")
+    weights = next((each.removeprefix(_WEIGHTS) for each in messages if each.startswith(_WEIGHTS)), "of the run")
     return EvaluatedWeights(
-        messages=tuple(message for message in messages if not message.startswith("compiled ")),
+        weights=weights,
         data=result.data,
+        messages=tuple(each for each in messages if not each.startswith((_WEIGHTS, "images: ", "compiled "))),
         record=result.record,
         classes=result.classes,
         decisions=decisions,

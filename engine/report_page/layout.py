@@ -14,13 +14,20 @@ def section(name: str, title: str, *content: Node | Iterable[Node]) -> Html:
     return tag("section", tag("h2", title), *content, id=name)
 
 
-def each_run(subjects: Sequence[Subject], found: Callable[[Subject], Any], of_run: Callable[[Subject], Html]) -> Html:
+def each_run(
+    subjects: Sequence[Subject],
+    found: Callable[[Subject], Any],
+    of_run: Callable[[Subject], Html],
+    *,
+    is_wide: bool = False,
+) -> Html:
     """Return a block for each run, side by side where the page is wide, or why there is none.
 
     Args:
         subjects: the runs.
         found: what the block is about; `Absent` if there is none.
         of_run: the content of the block.
+        is_wide: whether a block needs the whole width of the page.
     """
     if len(subjects) == 1:
         absent = absences(subjects, found)
@@ -31,7 +38,7 @@ def each_run(subjects: Sequence[Subject], found: Callable[[Subject], Any], of_ru
             tag("div", tag("h3", run_name(each)), of_run(each) if (why := absences([each], found)) is None else why)
             for each in subjects
         ),
-        class_="row",
+        class_=None if is_wide else "row",
     )
 
 

@@ -36,17 +36,20 @@ def short(value: float, between: float = 0.0) -> str:
     return f"{value:.{digits}g}".replace("-", "−")
 
 
-def percent(fraction: float) -> str:
-    """Return a fraction in percent with two decimals, a dash for NaN."""
-    return "–" if math.isnan(fraction) else f"{100 * fraction:.2f} %"
+def whole(value: float) -> str:
+    """Return a number without decimals, a dash for NaN."""
+    return "–" if math.isnan(value) else f"{value:,.0f}".replace("-", "−")
+
+
+def percent(fraction: float, decimals: int = 2) -> str:
+    """Return a fraction in percent, a dash for NaN."""
+    return "–" if math.isnan(fraction) else f"{100 * fraction:.{decimals}f} %"
 
 
 def duration(seconds: float) -> str:
     """Return a duration in at most two units, a dash for NaN."""
-    if math.isnan(seconds):
-        return "–"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
+    if math.isnan(seconds) or seconds < 60:
+        return brief(seconds)
     minutes, whole = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {whole} s"

@@ -37,7 +37,8 @@ def _state(subject: Subject, is_alone: bool) -> Html:
         paragraph(None if is_alone else tag("b", f"{run_name(subject)}: "), text, class_="warning" if is_bad else None)
     ]
     if not isinstance(facts.runtime, Absent) and (verdict := facts.runtime.verdict) is not None:
-        lines.append(paragraph(tag("b", "Verdict: "), verdict.line))
+        name = "Verdict: " if is_alone else f"Verdict of {subject.letter}: "
+        lines.append(paragraph(tag("b", name), f"{verdict.line}."))
     return join(lines)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from engine.report_page.absent import Absent
 from engine.report_page.layout import bar, each_run, section
 from engine.report_page.markup import Html, Node, folded, join, paragraph, table
-from engine.report_page.number_text import brief, duration, number
+from engine.report_page.number_text import brief, duration, percent, whole
 from engine.report_page.profile import ProfileEntry, ProfileTable
 from engine.report_page.spent import Spent
 from engine.report_page.subject import Subject
@@ -64,7 +64,7 @@ def profile_section(subjects: Sequence[Subject]) -> Html:
         scopes = _profile_table(profile.scopes, "Parts of the model inside the actions", has_scopes=True)
         return join(actions, note, folded("Parts of the model", scopes))
 
-    return section("profile", "Profile", each_run(subjects, lambda each: each.facts.profile, of_run))
+    return section("profile", "Profile", each_run(subjects, lambda each: each.facts.profile, of_run, is_wide=True))
 
 
 def _profile_table(entries: Sequence[ProfileEntry], caption: str, *, has_scopes: bool) -> Html:
@@ -72,8 +72,9 @@ def _profile_table(entries: Sequence[ProfileEntry], caption: str, *, has_scopes:
     for each in entries:
         action = f"{each.action}{'*' * each.is_estimated}"
         names: list[Node] = [each.phase, action, each.scope] if has_scopes else [each.phase, action]
-        figures = (brief(each.mean_s), brief(each.std_s), number(each.calls, 1), number(each.samples_per_s))
-        rows.append([*names, *figures, brief(each.total_s), f"{number(each.percent, 3)} %", bar(each.percent)])
+        deviation = brief(each.std_s) if each.calls > 1 else "–"
+        figures = (brief(each.mean_s), deviation, whole(each.calls), whole(each.samples_per_s), brief(each.total_s))
+        rows.append([*names, *figures, percent(each.percent / 100, 1), bar(each.percent)])
     headings = ("phase", "action", "scope") if has_scopes else ("phase", "action")
     columns = (*headings, "mean", "std. dev.", "calls", "images/s", "total", "% of total", "")
     numbers = range(len(headings), len(columns) - 1)

@@ -26,7 +26,7 @@ def evaluated_section(subjects: Sequence[Subject]) -> Html:
     def of_run(subject: Subject) -> Html:
         found = _weights(subject)
         record = found.record
-        rows = [("step of the weights", f"{record.step:,}"), ("images", found.data)]
+        rows = [("weights", found.weights), ("images", found.data)]
         if not math.isnan(record.top1):
             rows += [("top-1", percent(record.top1)), ("top-5", percent(record.top5))]
         rows.append(("loss", number(record.loss)))
