@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from engine.feed.feeder import FeederError
     from engine.inspection.explain import explain_program
     from engine.inspection.report import ProgramReport
+    from engine.loggers.tensorboard import TensorBoardSink
+    from engine.loggers.wandb import WandbSink
     from engine.objective.metrics import (
         Metric,
         balanced_accuracy,
@@ -71,10 +73,12 @@ _HOME = {
     "SettingError": "engine.settings",
     "ShownBatch": "engine.run.show_batch",
     "Sink": "engine.stream.sinks",
+    "TensorBoardSink": "engine.loggers.tensorboard",
     "ThisProcess": "engine.processes",
     "TrainConfig": "engine.config",
     "TrainModel": "engine.program.train_state",
     "TrainResult": "engine.run.result",
+    "WandbSink": "engine.loggers.wandb",
     "balanced_accuracy": "engine.objective.metrics",
     "confusion_matrix": "engine.objective.metrics",
     "describe_runtime": "engine.runtime.report",
@@ -125,10 +129,12 @@ __all__ = [
     "SettingError",
     "ShownBatch",
     "Sink",
+    "TensorBoardSink",
     "ThisProcess",
     "TrainConfig",
     "TrainModel",
     "TrainResult",
+    "WandbSink",
     "balanced_accuracy",
     "confusion_matrix",
     "describe_runtime",

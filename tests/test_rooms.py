@@ -64,6 +64,7 @@ FLOORS = (
     "engine.profile",
     "engine.stream",
     "engine.records",
+    "engine.loggers",
     "engine.runtime",
     "engine.recipes",
     "engine.run",

@@ -373,5 +373,6 @@ def train_step(
         pulls=state.pulls + 1, step=step, params=params, batch_stats=batch_stats, update=update, metrics=gathered
     )
     labels = batch.labels if statics.objective.has_classes else None
-    seen = observe_images(statics.observation, images, labels, own_share, values.scale)
+    with jax.named_scope(PUSH):
+        seen = observe_images(statics.observation, images, labels, own_share, values.scale)
     return state, outcome, finished, seen

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from engine.config import TrainConfig
 from engine.images.settings import Augmentation
 from engine.images.unpack import PixelScale, to_levels
+from engine.replicas import Replicas
 from engine.updates.selection import dotted_path, split_frozen
 from models.layers.widening import widen
 
@@ -61,24 +63,14 @@ class Observed(NamedTuple):
 
 
 def observation_of(
-    *,
-    histogram_every_steps: int,
-    log_images_every_steps: int,
-    augmentation: Augmentation,
-    batch: int,
-    height: int,
-    width: int,
+    config: TrainConfig, augmentation: Augmentation, replicas: Replicas, height: int, width: int
 ) -> Observation:
-    """Return what a run observes.
-
-    Args:
-        histogram_every_steps, log_images_every_steps: the settings.
-        augmentation: the augmentation.
-        batch: images per device.
-        height, width: size of the images before the augmentation.
-    """
-    shape = (min(batch, MOST_IMAGES), *augmentation.output_shape(height, width), 3) if log_images_every_steps else None
-    return Observation(histogram_every_steps > 0, shape)
+    """Return what a run observes, for images of `height` × `width` pixels before the augmentation."""
+    images = None
+    if config.log_images_every_steps:
+        count = min(config.batch // replicas.count, MOST_IMAGES)
+        images = (count, *augmentation.output_shape(height, width), 3)
+    return Observation(config.histogram_every_steps > 0, images)
 
 
 def init_observed(

@@ -39,6 +39,8 @@ WEIGHTS = "model.safetensors"
 PROFILE = "profile.csv"
 RUNTIME = "runtime.json"
 STALLS = "stalls.txt"
+TENSORBOARD, WANDB = "tensorboard", "wandb"
+"""The folders in which loggers write."""
 CONTINUED = "continues"
 """The key of `config.json` for the digests that the file had in earlier launches."""
 # In the order of removal: `result.json`, which marks a finished run, first; `config.json`, which marks any run, last.
@@ -128,7 +130,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove the files of an earlier run."""
-        for name in WRITTEN_HERE:
+        for name in (*WRITTEN_HERE, TENSORBOARD, WANDB):
             # All present requests are for this run: those for an earlier one were removed when the folder was locked.
             if name != CONTROL_FOLDER_NAME:
                 _remove(self.path / name)

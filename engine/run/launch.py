@@ -137,12 +137,7 @@ class Launch:
                 config.batch if config.batch_norm_sync else config.batch_norm_group, config.batch, self._replicas.count
             ),
             observation=observation_of(
-                histogram_every_steps=config.histogram_every_steps,
-                log_images_every_steps=config.log_images_every_steps,
-                augmentation=statics.augmentation,
-                batch=config.batch // self._replicas.count,
-                height=self._data.source.height,
-                width=self._data.source.width,
+                config, statics.augmentation, self._replicas, self._data.source.height, self._data.source.width
             ),
         )
         self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule, self._statics.objective)

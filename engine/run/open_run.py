@@ -12,6 +12,7 @@ from pathlib import Path
 from engine.config import TrainConfig
 from engine.crossing.devices import settle_devices, split_processor
 from engine.locations import with_absolute_paths
+from engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
 from engine.named_parts import compare_named
 from engine.processes import this_process, wait_for_processes
 from engine.program.train_state import TrainState
@@ -30,6 +31,7 @@ from engine.run.changes import (
 )
 from engine.run.compilation import Compiled, caching_compilations
 from engine.run.data import open_data
+from engine.run.described_sinks import describe_run, finishing
 from engine.run.epochs import settle_epochs
 from engine.run.host_side import HostSide, Placement
 from engine.run.launch import Launch
@@ -80,6 +82,8 @@ def open_run(
         ValueError: as `train`.
     """
     check_arguments(config, parts)
+    if this_process().index == 0:
+        check_loggers(config)
     split_processor([config])
     _check_has_folder(config, is_dry=is_dry)
     config = settle_devices(config)
@@ -150,12 +154,19 @@ class OpenRun:
         callbacks: Sequence[Callback] = (),
     ) -> TrainResult:
         """Compile and run the program; arguments, result and errors are those of `train`."""
-        if not callbacks:
-            return self._train(sinks, origins, lambda *_: None)
-        called = Callbacks(callbacks, self._handle())
-        result = self._train([*sinks, called], origins, called.snapshot_written)
-        called.end(result)
-        return result
+        # Of several processes, the first alone logs.
+        loggers = [] if this_process().index else make_loggers(self.config, self._place.path)
+        sinks = [*sinks, *loggers]
+        if not this_process().index and (warning := unused_cadences_warning(self.config, sinks)):
+            self._notify(warning)
+        describe_run(self._launch, self._place.path, sinks)
+        with finishing(sinks):
+            if not callbacks:
+                return self._train(sinks, origins, lambda *_: None)
+            called = Callbacks(callbacks, self._handle())
+            result = self._train([*sinks, called], origins, called.snapshot_written)
+            called.end(result)
+            return result
 
     def _handle(self) -> RunHandle:
         launch, data = self._launch, self._launch.resolved.data
@@ -283,6 +294,7 @@ def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
         "resume": config.resume,
         "snapshot_every_steps": config.snapshot_every_steps and not is_dry,
         "keep_best": config.keep_best is not None and not is_dry,
+        "tensorboard": config.tensorboard and not is_dry,
     }
     if config.run_dir is None and any(needs_one.values()):
         raise SettingError(

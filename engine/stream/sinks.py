@@ -206,6 +206,12 @@ class RunDescription:
     classes: tuple[str, ...] | None
     notify: Callable[[str], None]
 
+    @property
+    def resolved_settings(self) -> dict[str, Any]:
+        """The settings as they were resolved, with what else is known, by name; without those that are None."""
+        known = {name: value for name, value in self.facts.items() if value is not None}
+        return {name: value for name, value in {**self.settings, **known}.items() if value is not None}
+
 
 @runtime_checkable
 class TakesDescription(Protocol):

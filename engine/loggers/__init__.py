@@ -1,0 +1,1 @@
+"""Loggers of experiments, TensorBoard and Weights & Biases, as sinks that never stop or delay a run."""

@@ -1,0 +1,82 @@
+"""Pictures for loggers: training images with their classes, and matrices as heat maps."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from engine.crossing.pushed import PushedImages
+from preprocess.printable import printable
+
+_BACKGROUND, _INK = (255, 255, 255), (32, 33, 36)
+_GAP, _CAPTION, _FONT_SIZE = 8, 18, 12
+# Smaller images and matrices are enlarged by whole factors, so that they can be seen and read.
+_LEAST_SIDE = 112
+_LEAST_MAP_SIDE = 320
+MOST_MAP_SIDE = 1024
+"""The most rows or columns of a matrix that is drawn."""
+
+
+def draw_images(pushed: PushedImages, classes: Sequence[str] | None) -> Image.Image:
+    """Return the images as a square grid, each with its class below; of a mixed image, both classes and their shares.
+
+    Args:
+        pushed: the images.
+        classes: readable names of the classes; None shows their numbers.
+    """
+    num_images, height, width, _ = pushed.images.shape
+    factor = max(1, round(_LEAST_SIDE / max(height, width)))
+    cell_width, cell_height = width * factor, height * factor
+    num_columns = math.ceil(math.sqrt(num_images))
+    num_rows = math.ceil(num_images / num_columns)
+    size = (_GAP + num_columns * (cell_width + _GAP), _GAP + num_rows * (cell_height + _CAPTION + _GAP))
+    sheet = Image.new("RGB", size, _BACKGROUND)
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=_FONT_SIZE)
+    for index, (image, caption) in enumerate(zip(pushed.images, captions(pushed, classes), strict=True)):
+        row, column = divmod(index, num_columns)
+        left, top = _GAP + column * (cell_width + _GAP), _GAP + row * (cell_height + _CAPTION + _GAP)
+        enlarged = Image.fromarray(image).resize((cell_width, cell_height), Image.Resampling.NEAREST)
+        sheet.paste(enlarged, (left, top))
+        caption = _fitted(caption, lambda text: draw.textlength(text, font=font) <= cell_width)
+        draw.text((left, top + cell_height + 3), caption, fill=_INK, font=font)
+    return sheet
+
+
+def _fitted(text: str, fits: Callable[[str], bool]) -> str:
+    """Return the longest beginning of a text that fits, with three dots if it was cut off."""
+    if fits(text):
+        return text
+    length = next((length for length in range(len(text) - 1, 0, -1) if fits(text[:length] + "...")), 0)
+    return text[:length].rstrip() + "..." * bool(length)
+
+
+def captions(pushed: PushedImages, classes: Sequence[str] | None) -> list[str]:
+    """Return the caption of each image: empty without class numbers."""
+    if pushed.labels is None:
+        return [""] * len(pushed.images)
+    labels = pushed.labels.tolist()
+    names = [printable(classes[each]) if classes and 0 <= each < len(classes) else str(each) for each in labels]
+    if pushed.own_shares is None:
+        return names
+    found = []
+    for index, (name, share) in enumerate(zip(names, pushed.own_shares.tolist(), strict=True)):
+        partner = index ^ 1
+        # The partner of the last of an odd number of images is not among them.
+        other = names[partner] if partner < len(names) else "?"
+        found.append(name if share == 1 else f"{share:.0%} {name}, {1 - share:.0%} {other}")
+    return found
+
+
+def draw_matrix(matrix: NDArray[np.float64]) -> Image.Image:
+    """Return a matrix as a heat map, in which each row's largest value is black and 0 white; NaN is white.
+
+    Of a confusion matrix, whose rows are the true classes, the diagonal should be black.
+    """
+    values = np.nan_to_num(np.maximum(matrix, 0), posinf=0)
+    largest = values.max(axis=1, keepdims=True, initial=0)
+    shares = values / np.where(largest > 0, largest, 1)
+    image = Image.fromarray(np.round(255 * (1 - shares)).astype(np.uint8))
+    factor = max(1, _LEAST_MAP_SIDE // max(matrix.shape))
+    return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)

@@ -1,0 +1,141 @@
+"""Weights & Biases (https://wandb.ai) as a logger of experiments, and the sink that logs to it."""
+
+import os
+import secrets
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL.Image import Image
+
+from engine.crossing.pushed import Histogram
+from engine.loggers.experiment_log import ExperimentLog, Moment, Table
+from engine.loggers.logger_sink import LoggerSink
+from engine.loggers.required_package import check_package
+from engine.records.run_folder import WANDB
+from engine.records.whole_file import make_folder, write_whole
+from engine.stream.sinks import RunDescription
+from preprocess.regular_file import read_regular
+
+RUN_ID_FILE = "run-id"
+_STEP = "step"
+# To reach the server, unless the user sets another limit; the package's own is 90 s.
+_INIT_TIMEOUT_S, _INIT_TIMEOUT_VARIABLE = 30.0, "WANDB_INIT_TIMEOUT"
+_ID_CHARACTERS, _ID_LENGTH, _MOST_ID_BYTES = string.ascii_lowercase + string.digits, 8, 256
+
+
+class WandbSink(LoggerSink):
+    """A sink that logs to Weights & Biases; needs the package `wandb`, and that the user is logged in there.
+
+    A resumed run continues the same run of Weights & Biases, whose id is kept in `RUN/wandb/run-id`. If the service
+    cannot be reached, the run goes on with a warning; `WANDB_MODE=offline` logs to files, for `wandb sync`.
+
+    Args:
+        project: the project to log to.
+        folder: in which `wandb/` is created; None uses the run folder, or the working directory without one.
+        name: the name of the run there; None uses that of the run folder.
+
+    Raises:
+        ModuleNotFoundError: the package `wandb` is not installed.
+    """
+
+    def __init__(self, project: str, folder: str | Path | None = None, name: str | None = None) -> None:
+        check_package("wandb", "WandbSink", "wandb")
+        given = None if folder is None else Path(folder)
+        super().__init__("Weights & Biases", lambda run: open_wandb_log(project, given or run.run_dir, name, run))
+
+
+def open_wandb_log(project: str, folder: Path | None, name: str | None, run: RunDescription) -> ExperimentLog:
+    """Begin or continue a run of Weights & Biases."""
+    import wandb
+
+    run_id = None if folder is None else kept_run_id(folder / WANDB)
+    # Silent, because a question at the terminal would disturb the display of the losses.
+    settings = wandb.Settings(silent=True, console="off")
+    if _INIT_TIMEOUT_VARIABLE not in os.environ:
+        settings.init_timeout = _INIT_TIMEOUT_S
+    begun = wandb.init(
+        project=project,
+        id=run_id,
+        resume="allow",
+        dir=None if folder is None else str(folder),
+        name=name or (None if run.run_dir is None else run.run_dir.resolve().name),
+        config=run.resolved_settings,
+        settings=settings,
+    )
+    # Its own step counts calls and must not go back, as the steps of a resumed run do.
+    begun.define_metric(_STEP)
+    begun.define_metric("*", step_metric=_STEP)
+    run.notify(f"Weights & Biases: {begun.dir if begun.offline else begun.url}")
+    return WandbLog(begun)
+
+
+def kept_run_id(folder: Path) -> str:
+    """Return the id of a run that a folder keeps; if it has none, create one and keep it."""
+    path = folder / RUN_ID_FILE
+    try:
+        kept = read_regular(path, max_bytes=_MOST_ID_BYTES).decode().strip()
+    except FileNotFoundError:
+        kept = ""
+    if kept:
+        return kept
+    created = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+    make_folder(folder)
+    write_whole(path, f"{created}\n".encode())
+    return created
+
+
+class WandbLog:
+    """An `engine.loggers.experiment_log.ExperimentLog` of a run of Weights & Biases.
+
+    Args:
+        run: the run, as `wandb.init` returns it.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def add_numbers(self, at: Moment, numbers: Mapping[str, float]) -> None:
+        """Log numbers."""
+        self._log(at, numbers)
+
+    def add_histograms(self, at: Moment, histograms: Mapping[str, Histogram]) -> None:
+        """Log histograms with their own buckets, and the number of elements that are not finite if there are any."""
+        import wandb
+
+        found: dict[str, Any] = {
+            name: wandb.Histogram(np_histogram=(each.counts, _increasing(each))) for name, each in histograms.items()
+        }
+        bad = {f"nonfinite/{name}": each.num_nonfinite for name, each in histograms.items() if each.num_nonfinite}
+        self._log(at, found | bad)
+
+    def add_picture(self, at: Moment, name: str, picture: Image) -> None:
+        """Log a picture."""
+        import wandb
+
+        self._log(at, {name: wandb.Image(picture)})
+
+    def add_table(self, at: Moment, name: str, table: Table) -> None:
+        """Log a table."""
+        import wandb
+
+        rows = [list(row) for row in table.rows]
+        self._log(at, {name: wandb.Table(columns=list(table.columns), data=rows)})
+
+    def flush(self) -> None:
+        """Do nothing: the service's process sends what it has."""
+
+    def close(self) -> None:
+        """Send what is left and end the run there; the run can be continued."""
+        self._run.finish()
+
+    def _log(self, at: Moment, values: Mapping[str, Any]) -> None:
+        self._run.log({**values, _STEP: at.step})
+
+
+def _increasing(histogram: Histogram) -> Any:
+    """Return the edges of the buckets, which must increase for Weights & Biases."""
+    edges = histogram.edges.astype(np.float64)
+    return edges if edges[0] < edges[-1] else edges[0] + np.linspace(0, 1e-6, len(edges))

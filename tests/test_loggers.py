@@ -1,0 +1,314 @@
+"""Loggers: what they get of a run, and that nothing that happens to them touches it."""
+
+import errno
+import re
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import ConfigError, train
+from engine.crossing.pushed import PushedImages
+from engine.loggers import logger_sink, required_package
+from engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
+from engine.loggers.event_file import EventFile, frame_record
+from engine.loggers.experiment_log import Table
+from engine.loggers.logger_sink import LoggerSink
+from engine.loggers.pictures import captions, draw_images, draw_matrix
+from engine.loggers.record_log import log_record
+from engine.loggers.tensorboard import TensorBoardSink, markdown_of
+from engine.loggers.wandb import WandbSink, kept_run_id
+from engine.objective.metrics import confusion_matrix
+from engine.profile.table import Profile, ProfileRow
+from engine.stream.sinks import EvaluationRecord, LossRecord
+from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
+
+STEPS = 6
+
+
+class Recording:
+    """An open log that keeps what it gets."""
+
+    def __init__(self, run=None):
+        self.run, self.got, self.num_closed = run, [], 0
+
+    def add_numbers(self, at, numbers):
+        self.got.append((at.step, dict(numbers)))
+
+    def add_histograms(self, at, histograms):
+        self.got.append((at.step, list(histograms)))
+
+    def add_picture(self, at, name, picture):
+        self.got.append((at.step, name, picture.size))
+
+    def add_table(self, at, name, table):
+        self.got.append((at.step, name, table))
+
+    def flush(self):
+        pass
+
+    def close(self):
+        self.num_closed += 1
+
+
+def run(sink, **values):
+    notices: list[str] = []
+    result = train(
+        toy_config(**({"steps": STEPS} | values)),
+        model=Linear(),
+        batches=CountedBatches(),
+        evaluation=toy_batch(99, batch=16),
+        metrics={"matrix": confusion_matrix(CLASSES)},
+        sinks=[sink],
+        notify=notices.append,
+    )
+    assert len(result.losses) == result.steps_done
+    return result, [notice for notice in notices if "warning" in notice]
+
+
+def test_it_gets_everything_once_and_in_order():
+    opened: list[Recording] = []
+
+    def open_log(run):
+        opened.append(Recording(run))
+        return opened[0]
+
+    sink = LoggerSink("a recorder", open_log)
+    result, warnings = run(sink, histogram_every_steps=3, log_images_every_steps=4)
+    (log,) = opened
+    assert warnings == []
+    assert log.num_closed == 1
+    assert (log.run.step, log.run.classes, log.run.settings["steps"], log.run.facts["model"]) == (0, None, 6, "linear")
+    numbers = [each for each in log.got if isinstance(each[1], dict) and "train/loss" in each[1]]
+    assert [step for step, _ in numbers] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_array_equal([each["train/loss"] for _, each in numbers], result.losses)
+    assert {each["train/learning_rate"] for _, each in numbers} == {np.float32(0.1)}
+    assert numbers[0][1].keys() == {"train/loss", "train/learning_rate", "speed/images_per_s", "speed/wait_ms"}
+    names = ["weights/bias", "weights/weights", "gradients/bias", "gradients/weights"]
+    assert [each for each in log.got if each[1] == names] == [(3, names), (6, names)]
+    (evaluation,) = result.evaluations
+    assert log.got[-2] == (
+        6,
+        {"eval/loss": evaluation.loss, "eval/top1": evaluation.top1, "eval/top5": evaluation.top5},
+    )
+    assert log.got[-1][:2] == (6, "eval/matrix")
+    assert [each[:2] for each in log.got if each[1] == "images/training"] == [(4, "images/training")]
+
+
+class Faulty(Recording):
+    """A log that fails, or hangs until it is released, in one of its functions."""
+
+    def __init__(self, at, error=None):
+        super().__init__()
+        self._at, self._error, self.released = at, error, threading.Event()
+
+    def _fault(self, where):
+        if where == self._at:
+            if self._error is not None:
+                raise self._error
+            self.released.wait(60)
+
+    def add_numbers(self, at, numbers):
+        self._fault(at.step)
+        super().add_numbers(at, numbers)
+
+    def flush(self):
+        self._fault("flush")
+
+    def close(self):
+        super().close()
+        self._fault("close")
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("at", "error", "named"),
+    [
+        ("open", RuntimeError("no\nnetwork"), "RuntimeError: no network"),
+        (3, FULL, r"OSError: \[Errno 28\] No space left on device"),
+        (3, SystemExit("no"), "SystemExit: no"),
+        ("close", FULL, r"OSError: \[Errno 28\]"),
+    ],
+)
+def test_a_logger_that_fails_ends_alone_with_one_warning(at, error, named):
+    log = Faulty(at, error)
+
+    def open_log(_):
+        if at == "open":
+            raise error
+        return log
+
+    result, warnings = run(LoggerSink("a logger", open_log))
+    assert (result.stopped_by, result.steps_done) == ("steps", STEPS)
+    (warning,) = warnings
+    assert re.fullmatch(f"warning: a logger: {named}.*: nothing more is logged there, and the run continues", warning)
+    assert at == "open" or log.num_closed == 1 + (at == "close")
+
+
+@pytest.mark.parametrize("at", [3, "close"])
+def test_a_logger_that_hangs_is_left_behind_with_one_warning(at):
+    log = Faulty(at)
+    try:
+        result, warnings = run(LoggerSink("a logger", lambda _: log, call_timeout_s=0.3))
+        assert (result.stopped_by, result.steps_done) == ("steps", STEPS)
+        assert warnings == [
+            "warning: a logger: it did not answer within 0.3 s: nothing more is logged there, and the run continues"
+        ]
+    finally:
+        log.released.set()
+
+
+def test_the_end_of_a_run_waits_only_so_long():
+    log = Faulty("close")
+    try:
+        _, warnings = run(LoggerSink("a logger", lambda _: log, finish_timeout_s=0.2))
+        assert len(warnings) == 1
+        assert "it did not finish within 0.2 s" in warnings[0]
+    finally:
+        log.released.set()
+
+
+def test_a_logger_that_is_too_slow_misses_steps_and_says_so_once(monkeypatch):
+    monkeypatch.setattr(logger_sink, "_MOST_QUEUED", 2)
+    log = Faulty(1)
+    threading.Timer(0.3, log.released.set).start()
+    _, warnings = run(LoggerSink("a logger", lambda _: log), steps=400)
+    assert warnings == ["warning: a logger: it is slower than the run: some steps are left out"]
+    steps = [step for step, _, *_ in log.got]
+    assert steps == sorted(steps)
+    assert 1 <= len(steps) < 400
+    assert log.num_closed == 1
+
+
+def test_a_run_that_fails_still_closes_its_log():
+    log = Recording()
+    sink = LoggerSink("a recorder", lambda _: log)
+    with pytest.raises(ConnectionResetError):
+        train(toy_config(steps=9), model=Linear(), batches=CountedBatches(raise_at=4), sinks=[sink])
+    assert [step for step, _ in log.got] == [1, 2, 3, 4]
+    assert log.num_closed == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("tensorboard", True), ("wandb", "project")])
+def test_a_missing_package_is_named_at_once(name, value, monkeypatch, tmp_path):
+    monkeypatch.setattr(required_package, "find_spec", lambda _: None)
+    message = rf"needs the package {name}, which is not installed: pip install 'feedloop\[{name}\]'"
+    with pytest.raises(ConfigError, match=message):
+        train(toy_config(run_dir=tmp_path / "run", **{name: value}), model=Linear(), batches=CountedBatches())
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ModuleNotFoundError, match=message):
+        {"tensorboard": TensorBoardSink, "wandb": WandbSink}[name]("x")
+    monkeypatch.setattr(required_package, "find_spec", lambda _: SimpleNamespace())
+    check_loggers(toy_config(**{name: value}))
+
+
+def test_event_files_need_a_run_folder(monkeypatch):
+    monkeypatch.setattr(required_package, "find_spec", lambda _: SimpleNamespace())
+    with pytest.raises(ConfigError, match="tensorboard needs a run folder, got none"):
+        train(toy_config(tensorboard=True), model=Linear(), batches=CountedBatches())
+    assert make_loggers(toy_config(tensorboard=True), None) == []
+
+
+def test_cadences_that_no_sink_takes_are_warned_of():
+    config = toy_config(histogram_every_steps=3, log_images_every_steps=2)
+    assert unused_cadences_warning(config, [Recording()]) == (  # type: ignore[list-item]
+        "warning: --histogram-every 3 and --log-images-every 2 have no effect without --tensorboard or --wandb"
+    )
+    sink = LoggerSink("a logger", Recording)
+    assert unused_cadences_warning(config, [sink]) is None
+    assert unused_cadences_warning(toy_config(), []) is None
+
+
+def logged(record, **values):
+    log = Recording()
+    log_record(log, record, **({"last_step": 7, "classes": None} | values))
+    return log.got
+
+
+def test_numbers_that_are_none_are_left_out():
+    nan = float("nan")
+    assert logged(LossRecord(3, nan, 0.1, nan, nan, 5.0, {"top3": 0.5}))[0][1].keys() == {
+        "train/loss", "train/learning_rate", "train/top3",
+    }  # fmt: skip
+    record = EvaluationRecord(3, 10, nan, nan, 0.5, 5.0, {"number": 0.25, "row": [1.0, 2.0], "cube": [[[1.0]]]})
+    assert logged(record) == [(3, {"eval/loss": 0.5, "eval/number": 0.25})]
+
+
+def test_a_profile_is_two_tables_and_the_rate_of_each_action():
+    row = ProfileRow("train", "draw", 0.001, 0.0, 5, 128.0, 0.005, 12.5)
+    rows = (row, ProfileRow("fit", "fit", 1.0, 0.0, 1, None, 1.0, 100.0))
+    got = logged(Profile(rows))
+    assert [each[:2] for each in got[:1]] == [(7, "profile/actions")]
+    assert got[0][2].rows[0] == ("train", "draw", 0.001, 0.0, 5, 128.0, 0.005, 12.5)
+    assert got[1:] == [(7, {"profile/train/draw": 128.0})]
+
+
+def test_tables_become_markdown():
+    table = Table(("a", "b"), [("x|y\nz", 0.123456789), (None, 3)])
+    assert markdown_of(table) == "| a | b |\n| --- | --- |\n| x\\|y z | 0.123457 |\n|  | 3 |"
+
+
+def pushed_images(count, side, **values):
+    images = np.random.default_rng(0).integers(0, 256, (count, side, side, 3)).astype(np.uint8)
+    labels = np.arange(count, dtype=np.int32) % 3
+    return PushedImages(1, 0.0, images, labels, None)._replace(**values)
+
+
+def test_the_grid_contains_each_image_enlarged_and_its_class():
+    pushed = pushed_images(7, 8)
+    sheet = np.asarray(draw_images(pushed, ("ant", "bee", "a name that is much too long for one image")))
+    side = 8 * 14
+    for index, image in enumerate(pushed.images):
+        row, column = divmod(index, 3)
+        top, left = 8 + row * (side + 18 + 8), 8 + column * (side + 8)
+        np.testing.assert_array_equal(sheet[top : top + side : 14, left : left + side : 14], image)
+        assert sheet[top + side : top + side + 18, left : left + side].min() < 100  # the caption
+        assert (sheet[top : top + side + 18, left + side : left + side + 8] == 255).all()
+
+
+def test_captions_name_the_classes_and_the_shares_of_mixed_images():
+    names = ("ant", "bee\x1b", "cat")
+    assert captions(pushed_images(4, 2), names) == ["ant", r"'bee\x1b'", "cat", "ant"]
+    assert captions(pushed_images(2, 2), None) == ["0", "1"]
+    assert captions(pushed_images(2, 2, labels=None), names) == ["", ""]
+    mixed = pushed_images(3, 2, own_shares=np.array([0.75, 1.0, 0.5]))
+    assert captions(mixed, names) == [r"75% ant, 25% 'bee\x1b'", r"'bee\x1b'", "50% cat, 50% ?"]
+
+
+def test_matrices_are_drawn_row_by_row():
+    picture = draw_matrix(np.array([[4.0, 0, 2], [0, 0, 0], [np.nan, 1, 1]]))
+    assert picture.size == (318, 318)
+    np.testing.assert_array_equal(np.asarray(picture)[::106, ::106], [[0, 255, 128], [255, 255, 255], [255, 0, 0]])
+
+
+def test_records_of_event_files_are_framed_with_masked_checksums():
+    """The bytes are those that TensorBoard's own writer makes."""
+    assert frame_record(b"").hex() == GOLDEN[0]
+    assert frame_record(b"feedloop").hex() == GOLDEN[1]
+
+
+GOLDEN = (
+    "000000000000000029039807d8ea82a2",
+    "0800000000000000ff86240f666565646c6f6f707e566917",
+)
+
+
+def test_each_event_file_comes_after_those_before_it(tmp_path):
+    made: list[Any] = []
+    for _ in range(3):
+        file = EventFile(tmp_path / "events")
+        file.close()
+        made.append(file.path.name)
+    assert made == sorted(set(made))
+    assert sorted(path.name for path in (tmp_path / "events").iterdir()) == made
+
+
+def test_the_id_of_a_run_is_kept(tmp_path):
+    kept = kept_run_id(tmp_path / "wandb")
+    assert len(kept) == 8
+    assert kept_run_id(tmp_path / "wandb") == kept
+    assert kept_run_id(tmp_path / "other") != kept
