@@ -16,6 +16,7 @@ from models.registry import build_model
 from preprocess.pixels import unpack_rgb
 from preprocess.shards.reader import ShardError, open_split
 from tests.fake_source import fake_source, pack
+from tests.small_resnets import small_resnets
 from tests.toy import BATCH, CLASSES, CountedBatches, Linear, toy_batch, toy_config
 
 # Places of a batch, and few numbers of classes: each shape is compiled anew.
@@ -166,6 +167,7 @@ def test_another_cadence_and_another_set_reuse_the_program():
     assert run(0, 9)
 
 
+@small_resnets()
 def test_a_packed_validation_split_is_evaluated_with_the_running_statistics(tmp_path):
     pack(fake_source(20, size=8), tmp_path)
     pack(fake_source(11, size=8, seed=1, name="val"), tmp_path)
@@ -185,6 +187,7 @@ def test_a_packed_validation_split_is_evaluated_with_the_running_statistics(tmp_
     np.testing.assert_allclose(found.loss, loss / 11, rtol=1e-4)  # float32 through a network, in another order
 
 
+@small_resnets()
 def test_splits_of_other_classes_or_sizes_are_refused_and_off_is_off(tmp_path):
     pack(fake_source(20, size=8), tmp_path)
     pack(fake_source(11, size=4, name="val"), tmp_path)
