@@ -1,0 +1,172 @@
+"""When traces begin and end, with a profiler that only counts, and batches that are drawn by hand."""
+
+import threading
+import time
+
+import pytest
+
+from engine.profile.capture import Capture, Window
+from engine.scopes import TRAIN, VALID
+
+LIMIT_S = 20.0
+
+
+class FakeProfiler:
+    """A profiler whose traces are their numbers; `collected` must be set before a trace ends."""
+
+    def __init__(self, monkeypatch):
+        self.num_begun = self.num_ended = 0
+        self.collected = threading.Event()
+        self.collected.set()
+        monkeypatch.setattr("engine.profile.capture._start", self.start)
+
+    def start(self):
+        self.num_begun += 1
+        return self.stop
+
+    def stop(self):
+        self.collected.wait(LIMIT_S)
+        self.num_ended += 1
+        return self.num_ended
+
+
+@pytest.fixture
+def profiler(monkeypatch):
+    return FakeProfiler(monkeypatch)
+
+
+def until(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def remains(condition):
+    """Assert that a condition still holds after the thread had time to end it."""
+    time.sleep(0.05)
+    assert condition()
+
+
+def is_tracing(profiler, capture):
+    """Wait until the first trace has begun and its end is awaited."""
+    until(lambda: profiler.num_begun == 1 and capture._is_awaited != capture._is_due)
+
+
+@pytest.fixture
+def begin():
+    """Return a function that starts a capture; all of them are ended after the test."""
+    begun = []
+
+    def start(*, said=None, **windows):
+        capture = Capture(windows, (said if said is not None else []).append)
+        begun.append(capture)
+        capture.start()
+        return capture
+
+    yield start
+    for capture in begun:
+        capture.abandon()
+        capture._thread.join(LIMIT_S)
+        assert not capture._thread.is_alive()
+
+
+def test_a_window_begins_before_its_first_batch_and_ends_when_the_batch_after_it_is_over(profiler, begin):
+    capture = begin(train=Window(2, 3))
+    capture.batches_drawn(TRAIN, 1)
+    remains(lambda: profiler.num_begun == 0)
+    capture.batches_drawn(TRAIN, 1)
+    is_tracing(profiler, capture)
+    # Batches 2, 3 and 4, and 5, whose draw ends the last of them.
+    for _ in range(4):
+        capture.batches_drawn(TRAIN, 1)
+    remains(lambda: profiler.num_ended == 0)
+    capture.batches_drawn(TRAIN, 1)
+    until(lambda: profiler.num_ended == 1)
+    capture.stop()
+    assert capture.traces[TRAIN].first == {TRAIN: 2, VALID: 0}
+    assert (capture.traces[TRAIN].data, profiler.num_begun) == (1, 1)
+
+
+def test_an_evaluation_is_traced_from_its_start_until_training_resumes(profiler, begin):
+    capture = begin(valid=Window(5, 10))
+    capture.batches_drawn(TRAIN, 5)
+    is_tracing(profiler, capture)
+    remains(lambda: profiler.num_ended == 0)
+    capture.batches_drawn(VALID, 4)
+    capture.batches_drawn(TRAIN, 1)
+    remains(lambda: profiler.num_ended == 0)
+    capture.batches_drawn(TRAIN, 1)
+    until(lambda: profiler.num_ended == 1)
+    capture.stop()
+    assert capture.traces[VALID].first == {TRAIN: 5, VALID: 0}
+
+
+def test_an_evaluation_that_was_not_foreseen_is_traced_too(profiler, begin):
+    capture = begin(valid=Window(100, 2))
+    capture.batches_drawn(VALID, 1)
+    is_tracing(profiler, capture)
+    capture.batches_drawn(VALID, 10)
+    until(lambda: profiler.num_ended == 1)
+
+
+def test_an_evaluation_in_the_window_of_training_is_not_traced_again(profiler, begin):
+    capture = begin(train=Window(0, 6), valid=Window(3, 4))
+    is_tracing(profiler, capture)
+    capture.batches_drawn(TRAIN, 3)
+    capture.batches_drawn(VALID, 4)
+    capture.batches_drawn(TRAIN, 5)
+    until(lambda: profiler.num_ended == 1)
+    capture.batches_drawn(VALID, 4)
+    remains(lambda: profiler.num_begun == 1)
+    capture.stop()
+    assert list(capture.traces) == [TRAIN]
+
+
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_only_a_window_that_was_not_chosen_ends_by_time_after_a_few_batches(profiler, begin, monkeypatch, is_chosen):
+    monkeypatch.setattr("engine.profile.capture._MOST_TRACED_S", 0.01)
+    capture = begin(train=Window(0, 1000, is_chosen))
+    is_tracing(profiler, capture)
+    capture.batches_drawn(TRAIN, 4)
+    remains(lambda: profiler.num_ended == 0)
+    capture.batches_drawn(TRAIN, 1)
+    if is_chosen:
+        remains(lambda: profiler.num_ended == 0)
+        capture.batches_drawn(TRAIN, 1000)
+    until(lambda: profiler.num_ended == 1)
+
+
+def test_the_end_of_the_loop_ends_a_trace_and_begins_none(profiler, begin):
+    capture = begin(train=Window(1, 100), valid=Window(50, 1))
+    capture.batches_drawn(TRAIN, 1)
+    is_tracing(profiler, capture)
+    capture.stop()
+    assert (profiler.num_ended, list(capture.traces)) == (1, [TRAIN])
+    late = begin(train=Window(1, 100))
+    late.stop()
+    assert (profiler.num_begun, late.traces) == (1, {})
+
+
+def test_a_trace_that_is_not_collected_in_time_is_left_out(profiler, begin, monkeypatch):
+    monkeypatch.setattr("engine.profile.capture._CLOSE_TIMEOUT_S", 0.05)
+    said: list[str] = []
+    capture = begin(train=Window(0, 100), said=said)
+    is_tracing(profiler, capture)
+    profiler.collected.clear()
+    capture.stop()
+    assert capture.traces == {}
+    assert said == ["warning: the trace of the profile was not collected in time, so the profile has no operations"]
+    profiler.collected.set()
+
+
+def test_a_profiler_that_fails_is_reported_once(monkeypatch, begin):
+    def refuse():
+        raise RuntimeError("another profile is in progress")
+
+    monkeypatch.setattr("engine.profile.capture._start", refuse)
+    said: list[str] = []
+    capture = begin(train=Window(0, 10), valid=Window(0, 10), said=said)
+    capture._thread.join(LIMIT_S)
+    capture.stop()
+    assert said == ["warning: the operations could not be traced (RuntimeError: another profile is in progress)"]
