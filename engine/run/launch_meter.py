@@ -30,12 +30,17 @@ from engine.runtime.record import (
     Pushes,
     ReaderTimes,
     RuntimeReport,
+    SlowOperation,
     SnapshotTimes,
     Stall,
 )
+from engine.runtime.slow_operations import find_slow_operations
 from engine.runtime.verdict import Circumstances, judge
 from preprocess.read_meter import AWAIT, CHECK, COPY, IDLE, OPEN, READ, SOURCE, STAGES, WINDOW, Reading
 from preprocess.storage_options import is_url
+
+# Launches of at least so long a loop are searched for slow operations without being asked to.
+_WORTH_S = 60.0
 
 
 class LaunchMeter:
@@ -57,7 +62,8 @@ class LaunchMeter:
     ) -> None:
         self._launch, self._compiled, self._snapshots = launch, compiled, snapshots
         self._rollback = rollback or Rollback()
-        self._versions, self._slow = recorded_versions(), ()
+        self._versions = recorded_versions()
+        self._slow: tuple[SlowOperation, ...] = ()
         infeeds = launch.infeeds
         self._training: Feeder = infeeds.training.feeder
         self._evaluation = None if infeeds.evaluation is None else infeeds.evaluation.feeder
@@ -263,7 +269,13 @@ class LaunchMeter:
         )
 
     def _find_slow_operations(self) -> None:
-        """Find the operations without a fast kernel, which takes a second for a large program, if that is worth it."""
+        """Find the operations without a fast kernel if that is worth it: it takes seconds for a large program."""
+        launch = self._launch
+        if launch.config.runtime_report or launch.clock.loop_s >= _WORTH_S:
+            # A text that cannot be had or read, such as that of a later XLA, is no reason for a run to fail.
+            with suppress(Exception):
+                text = self._compiled.call.as_text() or ""
+                self._slow = find_slow_operations(text, is_cpu=jax.default_backend() == "cpu")
 
 
 def _describe_reading(feeder: Feeder, reading: Reading) -> str:
