@@ -370,7 +370,7 @@ class Launch:
             raise
         finally:
             self.train_s = time.perf_counter() - started
-            self.clock.end_loop()
+            self.clock.end_loop(is_over=close_timeout_s == _CLOSE_TIMEOUT_S)
             self.profiling.report(compiled, self.train_s, self.stream)
             self.stream.close(close_timeout_s)
         return state

@@ -40,7 +40,7 @@ from preprocess.read_meter import AWAIT, CHECK, COPY, IDLE, OPEN, READ, SOURCE, 
 from preprocess.storage_options import is_url
 
 # Launches of at least so long a loop are searched for slow operations without being asked to.
-_WORTH_S = 60.0
+_WORTH_S = 120.0
 
 
 class LaunchMeter:
@@ -129,7 +129,10 @@ class LaunchMeter:
                 return f"the loop waits until the sink {stream.blocked_by} accepts losses"
             return f"the outfeed has been receiving for {perf_counter() - push.pushing_since:,.0f} s"
         for feeder, what in ((self._training, "step"), (self._evaluation, "evaluation")):
-            if feeder is not None and (waiting := feeder.meter.waiting) is not None:
+            waiting = None if feeder is None else feeder.meter.waiting
+            # On a GPU, a reading thread may also wait for a batch that is far ahead of the loop.
+            is_ahead = self._launch.transport.runs_ahead and self._training.num_ready > 0
+            if feeder is not None and waiting is not None and not is_ahead:
                 return self._describe_wait(feeder, waiting, what)
         others = ", or waits for another process" if this_process().count > 1 else ""
         return f"the device has been computing step {push.step + 1} for {perf_counter() - push.ended_at:,.0f} s{others}"
@@ -271,7 +274,7 @@ class LaunchMeter:
     def _find_slow_operations(self) -> None:
         """Find the operations without a fast kernel if that is worth it: it takes seconds for a large program."""
         launch = self._launch
-        if launch.config.runtime_report or launch.clock.loop_s >= _WORTH_S:
+        if launch.clock.is_over and (launch.config.runtime_report or launch.clock.loop_s >= _WORTH_S):
             # A text that cannot be had or read, such as that of a later XLA, is no reason for a run to fail.
             with suppress(Exception):
                 text = self._compiled.call.as_text() or ""

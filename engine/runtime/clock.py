@@ -17,6 +17,12 @@ class LaunchClock:
         self.compile_s = self.end_wait_s = 0.0
         self._loop_began: float | None = None
         self._loop_ended: float | None = None
+        self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop has ended by itself, not by an error or a second signal."""
+        return self._is_over
 
     @property
     def total_s(self) -> float:
@@ -39,6 +45,6 @@ class LaunchClock:
         """Note that the loop begins."""
         self._loop_began = time.perf_counter()
 
-    def end_loop(self) -> None:
-        """Note that the loop has ended."""
-        self._loop_ended = time.perf_counter()
+    def end_loop(self, *, is_over: bool) -> None:
+        """Note that the loop has ended, by itself or not."""
+        self._loop_ended, self._is_over = time.perf_counter(), is_over

@@ -84,7 +84,9 @@ def find_rollback(launches: Sequence[LaunchRuntime], loss_log: Path, start_step:
         return Rollback(known)
     begin = _last_line(loss_log, start_bytes)
     since = known[0].started if begin is None else begin[1]
-    return Rollback(known, end_step - start_step, sum(_loop_seconds(each, since, ended) for each in known))
+    # A launch rewrote all lines after its beginning: what earlier ones took for these was counted as lost by then.
+    first = max((number for number, each in enumerate(known) if each.start_step <= start_step), default=0)
+    return Rollback(known, end_step - start_step, sum(_loop_seconds(each, since, ended) for each in known[first:]))
 
 
 def _loop_seconds(launch: LaunchRuntime, since: float, until: float) -> float:
