@@ -124,32 +124,36 @@ def of_stored_images(stage):
 
 
 @pytest.mark.parametrize(
-    ("codec", "size", "stage", "patched"),
+    ("codec", "size", "count", "lends", "stage", "patched"),
     [
-        ("raw", 4, READ, of_mapped_images(READ)),
-        ("raw", 4, OPEN, of_mapped_images(OPEN)),
-        ("raw", 4, CHECK, of_mapped_images(CHECK)),
-        ("raw", 64, READ, (mapped_images, "read_pages")),
-        ("raw", 64, CHECK, of_mapped_images(CHECK)),
-        ("blosc", 4, READ, of_stored_images(READ)),
-        ("blosc", 4, CHECK, of_stored_images(CHECK)),
+        ("raw", 4, 2, False, READ, of_mapped_images(READ)),
+        ("raw", 4, 2, False, OPEN, of_mapped_images(OPEN)),
+        ("raw", 4, 2, False, CHECK, of_mapped_images(CHECK)),
+        ("raw", 4, 4, False, CHECK, of_mapped_images(CHECK)),
+        ("raw", 64, 2, False, CHECK, of_mapped_images(CHECK)),
+        ("raw", 64, 2, True, READ, (mapped_images, "read_pages")),
+        ("raw", 64, 2, True, CHECK, of_mapped_images(CHECK)),
+        ("blosc", 4, 2, False, READ, of_stored_images(READ)),
+        ("blosc", 4, 2, False, CHECK, of_stored_images(CHECK)),
     ],
     ids=lambda value: str(value) if isinstance(value, int | str) else "",
 )
-def test_the_slow_stage_of_a_read_is_named(tmp_path, monkeypatch, codec, size, stage, patched):
-    """One stage of one read is slowed down; images of 64 px are lent, those of 4 px copied."""
+def test_the_slow_stage_of_a_read_is_named(tmp_path, monkeypatch, codec, size, count, lends, stage, patched):
+    """One stage of one read is slowed down. Four images of a file are gathered at once, two are copied one by one."""
     pack(fake_source(8, size=size), tmp_path, codec=codec)
     with open_split(str(tmp_path), "train") as split:
         monkeypatch.setattr(*patched, slowly(getattr(*patched)))
         reading = split.meter.here()
         reading.begin(0)
-        indices, labels = np.array([5, 6]), np.zeros(2, np.int32)
-        if not (split.lends and split.lend(indices, labels, timeout_s=30) is not None):
-            split.read_into(indices, np.zeros((2, size, split.row_words), np.uint32), labels, timeout_s=30)
+        indices, labels = np.arange(4, 4 + count), np.zeros(count, np.int32)
+        if lends:
+            assert split.lend(indices, labels, timeout_s=30) is not None
+        else:
+            split.read_into(indices, np.zeros((count, size, split.row_words), np.uint32), labels, timeout_s=30)
         seconds, file = reading.end()
         assert max(range(AWAIT), key=seconds.__getitem__) == stage
         assert seconds[stage] >= SLOW_S
         name = split.meter.name(file)
         assert name is not None
         assert name.endswith("train/pixels/c/1/0/0")
-        assert reading.num_bytes == 2 * split.manifest.image_bytes
+        assert reading.num_bytes == count * split.manifest.image_bytes

@@ -278,6 +278,14 @@ def test_the_watchdog_warns_at_doubling_distances_and_says_when_the_run_continue
     assert watched.said[5] == "warning: no step for 10 s: the loop waits for nobody"
 
 
+def test_a_stall_is_reported_even_if_nobody_can_say_why():
+    watched = Watched()
+    watched.dog._describe = lambda: str({}["step"])
+    watched.look(10.0)
+    assert watched.said == ["warning: no step for 10 s: who waits for whom is unknown (KeyError: 'step')"]
+    assert "Thread MainThread (" in watched.kept[0]
+
+
 def test_the_stacks_of_all_threads_are_named():
     reached, ended = threading.Event(), threading.Event()
 

@@ -44,9 +44,15 @@ class Watchdog:
             self._seen, self._since, self._next_s = seen, now, self._warn_s
         elif stalled_s >= self._next_s:
             self._next_s *= 2
-            what = f"no step for {stalled_s:,.0f} s: {self._describe()}"
+            what = f"no step for {stalled_s:,.0f} s: {self._describe_safely()}"
             self._say(f"warning: {what}")
             self._keep(f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}: {what}\n\n{describe_threads()}")
+
+    def _describe_safely(self) -> str:
+        try:
+            return self._describe()
+        except Exception as error:  # noqa: BLE001 - what it looks at is changed by other threads; the stacks remain
+            return f"who waits for whom is unknown ({type(error).__name__}: {error})"
 
 
 def describe_threads() -> str:
