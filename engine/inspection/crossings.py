@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from engine.hlo.program import Instruction, Source
 from engine.hlo.work import bytes_of, fused_into
 from engine.inspection.steps import Steps
-from engine.scopes import TRAIN, VALID
+from engine.scopes import SNAPSHOT, TRAIN, VALID
 
 _MOVES = frozenset({"copy", "transpose", "copy-start"})
 # What a fusion may contain, beside a copy or transpose, and still compute nothing.
@@ -114,7 +114,7 @@ def find_fusions(steps: Steps, *, most: int = 5) -> Fusions:
 
 
 def find_moves(steps: Steps, *, least_bytes: int = 0) -> tuple[Move, ...]:
-    """Return the copies and transposes in the loops, those that move most first.
+    """Return the copies and transposes of a batch, those that move most first; those of snapshots are left out.
 
     Args:
         steps: the program.
@@ -122,7 +122,8 @@ def find_moves(steps: Steps, *, least_bytes: int = 0) -> tuple[Move, ...]:
     """
     found = []
     for kernel in steps.kernels:
-        kind = _kind_of_move(steps, kernel.instruction) if kernel.is_looped else None
+        is_of_a_batch = kernel.is_looped and kernel.scope.action != SNAPSHOT
+        kind = _kind_of_move(steps, kernel.instruction) if is_of_a_batch else None
         if kind is None:
             continue
         num_bytes = kernel.times * bytes_of(steps.program, kernel.instruction)

@@ -15,6 +15,7 @@ from engine.scopes import (
     NO_SCOPE,
     OPT_STEP,
     PREDICT,
+    SNAPSHOT,
     TRAIN,
     VALID,
     Scope,
@@ -71,7 +72,11 @@ class Steps:
     @cached_property
     def batch_bytes(self) -> int:
         """The bytes that the kernels of a training batch read and write."""
-        own = (each for each in self.kernels if each.scope.phase == TRAIN and each.is_looped)
+        own = (
+            each
+            for each in self.kernels
+            if each.is_looped and each.scope.phase == TRAIN and each.scope.action != SNAPSHOT
+        )
         return sum(each.times * bytes_of(self.program, each.instruction) for each in own)
 
     def loop_of(self, phase: str) -> Instruction | None:
