@@ -131,7 +131,7 @@ def test_convolutions_name_their_form_their_line_and_why(report):
     line = Path(__file__).read_text(encoding="utf-8").splitlines()[by_lax.source.line - 1]
     assert "lax.conv_general_dilated" in line
     (finding,) = [each for each in report.findings if each.kind == "lax-convolution"]
-    assert (finding.scope, finding.source) == ("side", by_lax.source)
+    assert (finding.scope, finding.source) == ("train/forward/side", by_lax.source)
     assert "use models.convolution" in finding.message
 
 
@@ -175,7 +175,7 @@ def test_the_text_is_80_wide_and_the_json_complete(report):
     assert "3 convolutions" in text
     assert "1 × jax.lax.conv_general_dilated" in text
     assert "lax-convolution: " in text
-    assert f"side (test_inspection.py:{report.traced.convolutions[2].source.line})" in text
+    assert f"train/forward/side (test_inspection.py:{report.traced.convolutions[2].source.line})" in text
     read = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert read["totals"]["train"]["flops"] == report.total("train").flops
     assert read["findings"][0]["source"].startswith(__file__)

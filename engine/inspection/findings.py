@@ -10,6 +10,7 @@ from engine.inspection.carry import Carry
 from engine.inspection.convolutions import Convolution
 from engine.inspection.crossings import Move
 from engine.inspection.steps import Kernel, Steps
+from engine.scopes import FORWARD, TRAIN
 
 LAX_CONVOLUTION, NAIVE_CONVOLUTION, NAIVE_PRODUCT = "lax-convolution", "naive-convolution", "naive-product"
 FLOAT64, COPIED_CARRY, NOT_DONATED, LARGE_MOVE, LARGE_CONSTANT = (
@@ -71,7 +72,7 @@ def _lax(convolutions: tuple[Convolution, ...]) -> Iterator[Finding]:
                 LAX_CONVOLUTION,
                 "a convolution is jax.lax.conv_general_dilated, whose gradients are many times slower in a loop on a "
                 "CPU: use models.convolution, models.conv_general_dilated or an adapter of engine.adapters",
-                each.scope,
+                "/".join(filter(None, (TRAIN, FORWARD, each.scope))),
                 each.source,
             )
 
