@@ -92,10 +92,10 @@ def loop():
 
 
 def test_arrays_of_a_type():
-    found = arrays_of("(s32[], (bf16[8,4]{1,0:T(8,128)}, f8e4m3fn[3]{0}), /*index=3*/pred[2,2], token[])")
+    found = arrays_of("(s32[], (bf16[8,4]{1,0:T(8,128)S(5)}, f8e4m3fn[3]{0}), /*index=3*/pred[2,2], token[])")
     assert found == (
         Array("s32", ()),
-        Array("bf16", (8, 4), (1, 0)),
+        Array("bf16", (8, 4), (1, 0), 5),
         Array("f8e4m3fn", (3,), (0,)),
         Array("pred", (2, 2)),
         Array("token", ()),
@@ -141,7 +141,7 @@ def test_what_runs_in_a_loop_is_told_from_what_is_fused(card):
     assert "mul" in {each.name for each in card.within("body", fused=True)}
     assert "conv.1" in {each.name for each in card.within("main")}
     assert [each.name for each in card.loops_around("fused")] == ["loop"]
-    assert card.depth_of("main") == 0
+    assert card.loops_around("main") == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 
 from engine.hlo.text import parse_hlo
-from engine.hlo.work import bytes_of, flops_of, kernels_of, products_of
+from engine.hlo.work import bytes_of, flops_of, products_of
+from engine.inspection.steps import Steps
 
 
 def compiled(function, *arguments):
@@ -17,7 +18,7 @@ def compiled(function, *arguments):
 
 
 def total(program, count):
-    return sum(kernel.times * count(program, kernel.instruction) for kernel in kernels_of(program, program.entry.name))
+    return sum(kernel.times * count(program, kernel.instruction) for kernel in Steps(program).kernels)
 
 
 def ones(*shape, dtype=jnp.float32):
@@ -93,9 +94,7 @@ def test_the_turns_of_an_inner_loop_count():
         return lax.map(lambda x: x @ x, carry)
 
     program, _ = compiled(lambda x: lax.while_loop(lambda x: x.sum() < 5, body, x), ones(6, 4, 4))
-    (loop,) = [each for each in program.loops() if each.trip_count is None]
-    dots = [kernel for kernel in kernels_of(program, loop.called_as("body")) if flops_of(program, kernel.instruction)]
-    assert sum(kernel.times * products_of_all(program, kernel.instruction) for kernel in dots) == 6 * 4 * 4 * 4
+    assert total(program, products_of_all) == 6 * 4 * 4 * 4
 
 
 CARD = """HloModule jit_train
@@ -144,6 +143,5 @@ def test_an_update_in_place_moves_only_the_part():
     program, _ = compiled(
         lambda x, n: lax.while_loop(lambda c: c[1] < n, body, (x, jnp.int32(0))), ones(4096, 1), np.int32(3)
     )
-    (loop,) = program.loops()
-    moved = sum(bytes_of(program, kernel.instruction) for kernel in kernels_of(program, loop.called_as("body")))
-    assert moved < 100
+    looped = [kernel.instruction for kernel in Steps(program).kernels if kernel.is_looped]
+    assert 0 < sum(bytes_of(program, each) for each in looped) < 100

@@ -266,6 +266,7 @@ LOOP = """HloModule jit_train, input_output_alias={{ {{0}}: (0, {{}}, may-alias)
   %k = s8[8,8]{{1,0}} get-tuple-element(%carry), index=2
   %small = s8[8,8]{{1,0}} fusion(%k, %k), kind=kLoop, calls=%naive
   %copied = f32[512,1024]{{1,0}} copy(%v)
+  %kept = s8[8,8]{{1,0:S(5)}} copy(%k), metadata={{op_name="jit(train)/while/body/train/while/body/jvp(forward)/offload/copy"}}
   %act = f32[512,1024]{{1,0}} negate(%w), metadata={{op_name="jit(train)/while/body/train/while/body/jvp(forward)/trunk/neg"}}
   %turned = f32[1024,512]{{1,0}} transpose(%act), dimensions={{1,0}}, metadata={{op_name="jit(train)/while/body/train/while/body/jvp(forward)/trunk/transpose"}}
   %constant = f32[512,1024]{{1,0}} constant({{...}})
@@ -286,7 +287,7 @@ ENTRY %main (w.0: f32[512,1024], v.0: f32[512,1024], k.0: s8[8,8]) -> f32[512,10
   %k.0 = s8[8,8]{{1,0}} parameter(2), metadata={{op_name="values.k"}}
   %start.w = f32[512,1024]{{1,0}} copy(%w.0)
   %start = (f32[512,1024]{{1,0}}, f32[512,1024]{{1,0}}, s8[8,8]{{1,0}}) tuple(%start.w, %v.0, %k.0)
-  %loop = (f32[512,1024]{{1,0}}, f32[512,1024]{{1,0}}, s8[8,8]{{1,0}}) while(%start), condition=%condition, body=%body
+  %loop = (f32[512,1024]{{1,0}}, f32[512,1024]{{1,0}}, s8[8,8]{{1,0}}) while(%start), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"7"}}}}
   ROOT %result = f32[512,1024]{{1,0}} get-tuple-element(%loop), index=0
 }}
 """.replace("{{", "{").replace("}}", "}")  # noqa: E501
@@ -306,6 +307,7 @@ def test_faults_are_found_by_name(faulty):
     assert found == {
         ("naive-product", "train/forward/head", 0),
         ("float64", "train/opt_step", 0),
+        ("host-copy", "train/forward/offload", 64),
         ("not-donated", "update.opt_state.2.v", MB),
         ("copied-carry", "update.opt_state.2.v", MB),
         ("large-move", "train/forward/table", 2 * MB),
@@ -339,6 +341,7 @@ def test_the_peak_of_a_written_loop(faulty):
 
 
 def test_the_work_of_a_written_loop(faulty):
+    """That of one turn, although XLA knows the number of turns."""
     rows = {row.name: row for row in work_by_scope(faulty, RATES)}
     assert rows["train/forward/head"].flops == 2 * 8 * 8 * 8
     assert rows["train/forward/trunk"].flops == 512 * 1024

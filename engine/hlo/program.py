@@ -18,6 +18,10 @@ _TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
 _ENDS = frozenset({"parameter", "tuple", "while", "conditional"})
 
 
+HOST_SPACE = 5
+"""XLA's number for the memory of the host, as a device with memory of its own sees it."""
+
+
 class Array(NamedTuple):
     """An array that an instruction computes.
 
@@ -25,11 +29,13 @@ class Array(NamedTuple):
         dtype: its dtype as HLO calls it: "f32", "bf16", "s32", "pred", …
         shape: its sizes.
         layout: its axes, the one with the smallest stride in memory first; empty if the text does not say.
+        space: the number of the memory in which it is: 0 is the device's, `HOST_SPACE` the host's.
     """
 
     dtype: str
     shape: tuple[int, ...]
     layout: tuple[int, ...] = ()
+    space: int = 0
 
     @property
     def size(self) -> int:
@@ -273,10 +279,6 @@ class HloProgram:
     def loops(self) -> list[Instruction]:
         """Return the loops of the program, in the order of the text."""
         return [each for each in self.instructions.values() if each.opcode == "while"]
-
-    def depth_of(self, computation: str) -> int:
-        """Return how many loops stand around a computation."""
-        return len(self.loops_around(computation))
 
     def loops_around(self, computation: str) -> list[Instruction]:
         """Return the loops that stand around a computation, the innermost first."""

@@ -14,7 +14,8 @@ _MODULE = re.compile(r"HloModule ([^\s,]+)")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{([\d,]*))?")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{([\d,]*)([^}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
 _NAME = re.compile(r"%([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _CALLS = re.compile(
@@ -51,7 +52,10 @@ def parse_hlo(text: str) -> HloProgram:
 
 def arrays_of(text: str) -> tuple[Array, ...]:
     """Return the arrays of a type in HLO's notation, those of a tuple one after the other."""
-    return tuple(Array(dtype, _numbers(sizes), _numbers(layout or "")) for dtype, sizes, layout in _ARRAY.findall(text))
+    return tuple(
+        Array(dtype, _numbers(sizes), _numbers(layout), _space(more))
+        for dtype, sizes, layout, more in _ARRAY.findall(text)
+    )
 
 
 class _Reader:
@@ -160,6 +164,11 @@ def _end_of_group(line: str, start: int) -> int:
 
 def _fields(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
+
+
+def _space(layout: str) -> int:
+    found = _SPACE.search(layout) if layout else None
+    return 0 if found is None else int(found[1])
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 from engine.hlo.program import Array, Computation, HloProgram, Instruction
 
@@ -31,32 +30,6 @@ _SLICING = frozenset({"slice", "dynamic-slice", "gather"})
 _RENAMING = frozenset({"bitcast", "reshape"})
 _LIBRARY_CONVOLUTION = re.compile(r"__cudnn\$conv(\w*)")
 _LIBRARY_PRODUCT = re.compile(r"__cublas\$|__onednn\$matmul|__cublas\$lt\$matmul")
-
-
-class Kernel(NamedTuple):
-    """An instruction that runs as one kernel, and how often it runs each time that what stands around it runs."""
-
-    instruction: Instruction
-    times: int
-
-
-def kernels_of(program: HloProgram, computation: str) -> Iterator[Kernel]:
-    """Yield the kernels of a computation, of its loops, calls and branches.
-
-    The kernels of a loop run as often as XLA knows that the loop turns, or once if it does not know. Of the branches,
-    all are yielded.
-    """
-    ahead = [(computation, 1, 0)]
-    while ahead:
-        name, times, depth = ahead.pop()
-        if depth > len(program.computations):
-            return
-        for each in program.computations[name].instructions if name in program.computations else ():
-            if each.opcode in CONTAINERS:
-                turns = times * (each.trip_count or 1)
-                ahead += [(callee, turns, depth + 1) for role, callee in each.calls if role != "condition"]
-            elif each.opcode not in NO_KERNELS:
-                yield Kernel(each, times)
 
 
 def flops_of(program: HloProgram, instruction: Instruction) -> int:

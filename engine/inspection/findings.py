@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.hlo.program import Instruction, Source
+from engine.hlo.program import HOST_SPACE, Instruction, Source
 from engine.hlo.slow_kernels import naive_reason
 from engine.hlo.work import fused_into
 from engine.inspection.carry import Carry
@@ -13,6 +13,7 @@ from engine.inspection.steps import Kernel, Steps
 from engine.scopes import FORWARD, TRAIN
 
 LAX_CONVOLUTION, NAIVE_CONVOLUTION, NAIVE_PRODUCT = "lax-convolution", "naive-convolution", "naive-product"
+HOST_COPY = "host-copy"
 FLOAT64, COPIED_CARRY, NOT_DONATED, LARGE_MOVE, LARGE_CONSTANT = (
     "float64",
     "copied-carry",
@@ -59,7 +60,7 @@ def find_faults(
         moves: its copies and transposes.
         is_cpu: whether it runs on a CPU.
     """
-    found = [*_wide(steps), *_carried(carry), *_moved(steps, moves), *_constants(steps)]
+    found = [*_wide(steps), *_to_host(steps), *_carried(carry), *_moved(steps, moves), *_constants(steps)]
     if is_cpu:
         found = [*_lax(convolutions), *_naive(steps), *found]
     return tuple(found)
@@ -103,6 +104,22 @@ def _wide(steps: Steps) -> Iterator[Finding]:
                 "float64 is computed, which is half as fast as float32 or slower: convert the operand that is float64",
                 scope,
                 source,
+            )
+
+
+def _to_host(steps: Steps) -> Iterator[Finding]:
+    for kernel in steps.kernels:
+        each = kernel.instruction
+        if not kernel.is_looped or not each.opcode.startswith("copy"):
+            continue
+        arrays = [array for operand in (*steps.program.operands_of(each), each) for array in operand.results]
+        if any(array.space == HOST_SPACE for array in arrays):
+            yield Finding(
+                HOST_COPY,
+                "an array is copied between the memory of the host and of the device in the loop",
+                steps.name_of(each),
+                steps.source_of(each),
+                each.results[0].num_bytes,
             )
 
 
