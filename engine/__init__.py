@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from engine.run.nonfinite import NonFiniteError
     from engine.run.result import TrainResult
     from engine.run.show_batch import ShownBatch, show_batch
+    from engine.run.step_check import StepCheck, check_step
     from engine.run.train import train
     from engine.runtime.record import RuntimeReport
     from engine.runtime.report import describe_runtime
@@ -73,6 +74,7 @@ _HOME = {
     "SettingError": "engine.settings",
     "ShownBatch": "engine.run.show_batch",
     "Sink": "engine.stream.sinks",
+    "StepCheck": "engine.run.step_check",
     "TensorBoardSink": "engine.loggers.tensorboard",
     "ThisProcess": "engine.processes",
     "TrainConfig": "engine.config",
@@ -80,6 +82,7 @@ _HOME = {
     "TrainResult": "engine.run.result",
     "WandbSink": "engine.loggers.wandb",
     "balanced_accuracy": "engine.objective.metrics",
+    "check_step": "engine.run.step_check",
     "confusion_matrix": "engine.objective.metrics",
     "describe_runtime": "engine.runtime.report",
     "devices": "engine.crossing.devices",
@@ -129,6 +132,7 @@ __all__ = [
     "SettingError",
     "ShownBatch",
     "Sink",
+    "StepCheck",
     "TensorBoardSink",
     "ThisProcess",
     "TrainConfig",
@@ -136,6 +140,7 @@ __all__ = [
     "TrainResult",
     "WandbSink",
     "balanced_accuracy",
+    "check_step",
     "confusion_matrix",
     "describe_runtime",
     "devices",

@@ -75,8 +75,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
             print_plan(config, parts, names, context.params)
             code = _DONE
         elif is_look(context.params):
-            look(config, parts, context.params)
-            code = _DONE
+            code = _DONE if look(config, parts, context.params) else _FAILED
         else:
             result = _train(config, parts, merged.origins, peers)
             code, is_saved = _DONE if result.is_complete else _STOPPED, result.snapshot_step == result.steps_done

@@ -350,15 +350,18 @@ class Launch:
         leaves = jax.tree.leaves(jax.eval_shape(plain_keys, self._state_shape))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
-    def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainState:
+    def run(
+        self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink], values: RunValues | None = None
+    ) -> TrainState:
         """Run the program to completion and return its final state; errors on the host are returned by `failure`.
 
         Args:
             compiled: the program.
             state: the initial state; its memory is donated.
             sinks: the sinks of the loss stream.
+            values: the runtime settings; None for those of the run.
         """
-        values = self._values()
+        values = self._values() if values is None else values
         started = time.perf_counter()
         self.stream.start(sinks)
         close_timeout_s = _QUIT_TIMEOUT_S
