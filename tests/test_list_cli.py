@@ -111,6 +111,7 @@ def test_every_state(tmp_path):
         ("config.json", b"{", "config.json cannot be read"),
         ("config.json", b"\xff\x00", "config.json cannot be read"),
         ("config.json", b"[" * 100_000, "config.json cannot be read"),
+        ("config.json", b'{"config": ' + b"[" * 99 + b"]" * 99 + b"}", "config.json cannot be read: it is nested"),
         ("config.json", b'{"architectures": []}', "config.json is not that of a run"),
         ("config.json", b'{"config": {"steps": 9}, "sha256": "0"}', "config.json has changed since"),
         ("config.json", None, "config.json is missing"),
@@ -172,6 +173,20 @@ def test_losses_that_are_not_numbers_become_null(tmp_path):
     found = objects(tmp_path)["run"]
     assert (found["loss"], found["images_per_s"]) == (None, None)
     assert found["runtime"] == {"goodput": {"steps": 1.5}, "verdict": {"bound_by": "device"}}
+
+
+def test_json_has_neither_nan_nor_what_cannot_be_written(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "config.json").write_text('{"config": {"steps": NaN, "learning_rate": Infinity, "seed": {}}}')
+    (run / "result.json").write_text('{"stopped_by": "steps", "train_s": -Infinity}')
+    line = '{"step": 1, "num_images": 2, "top1": 0.5, "top5": 1.0, "metrics": {"a": "text", "b": [NaN], "c": %s}}\n'
+    (run / "eval.jsonl").write_text(line % "null" + line % ("[" * 99 + "]" * 99))
+    found = objects(tmp_path)["run"]
+    assert (found["steps"], found["settings"]["learning_rate"], found["result"]["train_s"]) == (None, None, None)
+    assert (found["best_top1"], found["evaluation"]["metrics"]) == (0.5, {})
+    (run / "eval.jsonl").write_text(line % "null")
+    assert objects(tmp_path)["run"]["evaluation"]["metrics"] == {"a": "text", "b": [None], "c": None}
+    assert listed(tmp_path).exit_code == 0
 
 
 # --- the search

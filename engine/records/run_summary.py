@@ -6,7 +6,7 @@ Reads little, whatever the length of the run. Must not know: terminals, tables, 
 import json
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ RunState = Literal["starting", "running", "done", "stopped", "failed", "killed",
 SILENT_S = 600.0
 """A run whose folder is not locked and that has written nothing for so long is taken for killed."""
 _SPEED_ROWS = 64
+_MOST_DEPTH = 32
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,11 @@ class RunSummary:
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        last = self.evaluation
-        return values | {"evaluation": None if last is None else json.loads(last.to_json())}
+        if self.evaluation is not None:
+            with suppress(ValueError):  # metrics that no run writes are left out
+                return values | {"evaluation": _plain(asdict(self.evaluation))}
+            values["evaluation"] = _plain(asdict(replace(self.evaluation, metrics={})))
+        return values
 
 
 def is_run(folder: Path) -> bool:
@@ -142,7 +146,7 @@ def _state_without_end(folder: Path, step: int | None, changed_s: float | None, 
 def _read_config(folder: Path) -> tuple[dict[str, Any], str | None]:
     """Return the content of `config.json`, as far as it is one of a run, and what is wrong with it."""
     try:
-        recorded = json.loads(read_regular(folder / CONFIG, max_bytes=MOST_JSON_BYTES))
+        recorded = _plain(json.loads(read_regular(folder / CONFIG, max_bytes=MOST_JSON_BYTES)))
     except FileNotFoundError:
         # It is written when the program has been compiled.
         return {}, f"{CONFIG} is missing" if (folder / LOSS_LOG).exists() else None
@@ -164,9 +168,20 @@ def _read_runtime(folder: Path) -> dict[str, Any]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        return _object(json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES)))
+        return _object(_plain(json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES))))
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return a JSON value with null for NaN and infinity; raise ValueError if it is nested deeper than any of a run."""
+    if depth > _MOST_DEPTH:
+        raise ValueError(f"it is nested more than {_MOST_DEPTH} levels deep")
+    if isinstance(value, dict):
+        return {name: _plain(each, depth + 1) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, depth + 1) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _object(value: Any) -> dict[str, Any]:
