@@ -15,6 +15,8 @@ from preprocess.printable import printable_text
 # Elements that have no end tag in HTML.
 _VOID = frozenset({"br", "img", "meta"})
 _LONGEST_TEXT = 2000
+# The cells of a table of names and values may be broken anywhere, so that long paths fit.
+_COLUMNS_OF_FACTS = 2
 
 
 class Html(str):
@@ -99,7 +101,7 @@ def table(
         rows: the cells.
         caption: what the table shows.
         numbers: the places of the columns with numbers, which are aligned to the right.
-        class_: its class.
+        class_: its class, "" for that of its kind.
     """
     right = frozenset(numbers)
 
@@ -113,6 +115,7 @@ def table(
         )
         for row in rows
     )
+    class_ = class_ or ("facts" if len(columns) == _COLUMNS_OF_FACTS else "")
     content = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body), class_=class_ or None)
     return scrolling(content, caption)
 
