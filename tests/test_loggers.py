@@ -249,7 +249,7 @@ def test_a_profile_is_two_tables_and_the_rate_of_each_action():
 
 def test_tables_become_markdown():
     table = Table(("a", "b"), [("x|y\nz", 0.123456789), (None, 3)])
-    assert markdown_of(table) == "| a | b |\n| --- | --- |\n| x\\|y z | 0.123457 |\n|  | 3 |"
+    assert markdown_of(table) == "| a | b |\n| --- | --- |\n| x\\|y z | 0.1235 |\n|  | 3 |"
 
 
 def pushed_images(count, side, **values):
@@ -264,25 +264,36 @@ def test_the_grid_contains_each_image_enlarged_and_its_class():
     side = 8 * 14
     for index, image in enumerate(pushed.images):
         row, column = divmod(index, 3)
-        top, left = 8 + row * (side + 18 + 8), 8 + column * (side + 8)
+        top, left = 8 + row * (side + 15 + 8), 8 + column * (side + 8)
         np.testing.assert_array_equal(sheet[top : top + side : 14, left : left + side : 14], image)
-        assert sheet[top + side : top + side + 18, left : left + side].min() < 100  # the caption
-        assert (sheet[top : top + side + 18, left + side : left + side + 8] == 255).all()
+        assert sheet[top + side : top + side + 15, left : left + side].min() < 100  # the caption
+        assert (sheet[top : top + side + 15, left + side : left + side + 8] == 255).all()
 
 
 def test_captions_name_the_classes_and_the_shares_of_mixed_images():
     names = ("ant", "bee\x1b", "cat")
-    assert captions(pushed_images(4, 2), names) == ["ant", r"'bee\x1b'", "cat", "ant"]
-    assert captions(pushed_images(2, 2), None) == ["0", "1"]
-    assert captions(pushed_images(2, 2, labels=None), names) == ["", ""]
-    mixed = pushed_images(3, 2, own_shares=np.array([0.75, 1.0, 0.5]))
-    assert captions(mixed, names) == [r"75% ant, 25% 'bee\x1b'", r"'bee\x1b'", "50% cat, 50% ?"]
+    assert captions(pushed_images(4, 2), names) == [("ant",), (r"'bee\x1b'",), ("cat",), ("ant",)]
+    assert captions(pushed_images(2, 2), None) == [("0",), ("1",)]
+    assert captions(pushed_images(2, 2, labels=None), names) == [(), ()]
+    mixed = pushed_images(3, 2, own_shares=np.array([0.25, 0.998, 0.5]))
+    assert captions(mixed, names) == [(r"75% 'bee\x1b'", "25% ant"), (r"'bee\x1b'",), ("50% cat", "50% another image")]
 
 
 def test_matrices_are_drawn_row_by_row():
     picture = draw_matrix(np.array([[4.0, 0, 2], [0, 0, 0], [np.nan, 1, 1]]))
-    assert picture.size == (318, 318)
-    np.testing.assert_array_equal(np.asarray(picture)[::106, ::106], [[0, 255, 128], [255, 255, 255], [255, 0, 0]])
+    assert picture.size == (320, 320)
+    cells = np.asarray(picture.convert("L"))[1:-1:106, 1:-1:106]
+    np.testing.assert_array_equal(cells, [[0, 255, 128], [255, 255, 255], [255, 0, 0]])
+
+
+def test_a_sink_can_be_used_again():
+    logs = [Recording(), Recording()]
+    sink, opened = LoggerSink("a recorder", lambda _: logs[len(opened) - 1]), [0]
+    for log in logs:
+        run(sink, steps=2)
+        opened.append(0)
+        assert log.num_closed == 1
+        assert len(log.got) == 4
 
 
 def test_records_of_event_files_are_framed_with_masked_checksums():
@@ -312,3 +323,18 @@ def test_the_id_of_a_run_is_kept(tmp_path):
     assert len(kept) == 8
     assert kept_run_id(tmp_path / "wandb") == kept
     assert kept_run_id(tmp_path / "other") != kept
+
+
+def test_overwriting_a_run_removes_its_event_files_and_its_id_alone(tmp_path):
+    run_dir = tmp_path / "run"
+    run(LoggerSink("a recorder", Recording), run_dir=run_dir)
+    for name in ("tensorboard/events.out.tfevents.1.feedloop", "tensorboard/mine", "wandb/run-id", "wandb/run-1/a"):
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).touch()
+    run(LoggerSink("a recorder", Recording), run_dir=run_dir, overwrite=True)
+    left = [
+        path.relative_to(run_dir).as_posix()
+        for name in ("tensorboard", "wandb")
+        for path in run_dir.glob(f"{name}/**/*")
+    ]
+    assert sorted(left) == ["tensorboard/mine", "wandb/run-1", "wandb/run-1/a"]

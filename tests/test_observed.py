@@ -1,6 +1,10 @@
 """What the program shows of its inside: histograms of weights and gradients, and images as the network sees them."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +15,7 @@ import pytest
 from engine import train
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
 
+ROOT = Path(__file__).parents[1]
 PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0, "learning_rate": 0.5}
 
 
@@ -201,3 +206,30 @@ def test_a_resumed_run_goes_on_with_its_cadence(tmp_path, observed):
     assert [each.step for each in (*before.images, *after.images)] == [2, 4, 6]
     last = observed[1].histograms[-1]
     jax.tree.map(np.testing.assert_array_equal, after.histograms[0].histograms, last.histograms)
+
+
+ON_TWO_DEVICES = """
+import numpy as np
+from tests.test_observed import run
+for devices in ("cpu:2", "cpu:1"):
+    result, seen = run(steps=4, devices=devices, histogram_every_steps=2, log_images_every_steps=2, accumulate_steps=2)
+    plain, _ = run(steps=4, devices=devices, accumulate_steps=2)
+    np.testing.assert_array_equal(result.losses, plain.losses)
+    one, two = (each.histograms["gradients/weights"] for each in seen.histograms)
+    numbers = (f"{number:.5f}" for number in (one.mean, one.std, two.std))
+    print([each.step for each in seen.histograms], one.counts.sum(), *numbers)
+    print([each.step for each in seen.images], [len(each.images) for each in seen.images])
+"""
+
+
+@pytest.mark.integration
+def test_on_several_devices_the_gradient_is_that_of_all_and_images_are_of_the_first():
+    """In a process of its own, because jax makes its devices only once."""
+    command = [sys.executable, "-c", ON_TWO_DEVICES]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    gradients, images, of_one, images_of_one = done.stdout.splitlines()
+    assert gradients == of_one
+    assert gradients.startswith("[2, 4] 144 ")
+    assert (images, images_of_one) == ("[2, 4] [4, 4]", "[2, 4] [8, 8]")

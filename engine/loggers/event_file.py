@@ -11,9 +11,11 @@ from pathlib import Path
 
 import google_crc32c
 
+from engine.records.run_folder import EVENT_FILE_SUFFIX
+
 _MASK = 0xA282EAD8
 # TensorBoard reads the files of a folder in the order of their names, which contain the second of their creation.
-_NAME = "events.out.tfevents.{:010d}.feedloop"
+_NAME = "events.out.tfevents.{:010d}" + EVENT_FILE_SUFFIX
 _SECOND = re.compile(r".*tfevents\.(\d{10,11})\b.*")
 
 

@@ -55,9 +55,12 @@ class LoggerSink:
         self._name, self._open_log = name, open_log
         self._call_timeout_s, self._finish_timeout_s = call_timeout_s, finish_timeout_s
         self._run = RunDescription({}, {}, None, 0, None, lambda line: print(line, file=sys.stderr))
-        self._records: queue.SimpleQueue[Logged | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
         self._guard = threading.Lock()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._records: queue.SimpleQueue[Logged | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"logger-{self._name}", daemon=True)
         self._is_off = self._has_left_out = False
         self._called_at: float | None = None
 
@@ -66,7 +69,9 @@ class LoggerSink:
         self._run = run
 
     def open(self) -> None:
-        """Start the logger's thread, which opens the log."""
+        """Start the logger's thread, which opens the log; a sink can be used for one run after another."""
+        if self._thread.ident is not None:
+            self._prepare()
         self._thread.start()
 
     def write(self, record: LossRecord) -> None:

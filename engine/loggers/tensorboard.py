@@ -13,6 +13,7 @@ from typing import Any
 
 from PIL.Image import Image
 
+from engine.config import AUGMENTATION, DATA, OPTIMISER, SETTINGS, TRAINING
 from engine.crossing.pushed import Histogram
 from engine.loggers.event_file import EventFile
 from engine.loggers.experiment_log import Cell, ExperimentLog, Moment, Table
@@ -122,7 +123,8 @@ class EventLog:
         at = Moment(run.step, 0.0)
         self.add_table(at, "settings", Table(("setting", "value"), rows))
         content = HParamsPluginData()
-        for name, value in settings.items():
+        compared = {name: value for name, value in settings.items() if name in SETTINGS and _is_compared(name)}
+        for name, value in compared.items():
             if isinstance(value, bool):
                 content.session_start_info.hparams[name].bool_value = value
             elif isinstance(value, int | float):
@@ -143,6 +145,11 @@ class EventLog:
 
     def _write(self, at: Moment, **content: Any) -> None:
         self._file.write(self._event(wall_time=at.time or time.time(), step=at.step, **content).SerializeToString())
+
+
+def _is_compared(name: str) -> bool:
+    """Return whether runs are compared by a setting: not if it only says how fast they run or what they write."""
+    return SETTINGS[name].group in (DATA, TRAINING, OPTIMISER, AUGMENTATION)
 
 
 def _tensor_of_buckets(histogram: Histogram) -> dict[str, Any]:
@@ -178,7 +185,7 @@ def markdown_of(table: Table) -> str:
 def _cell_text(cell: Cell) -> str:
     if cell is None:
         return ""
-    return f"{cell:.6g}" if isinstance(cell, float) else str(cell).replace("|", "\\|").replace("\n", " ")
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell).replace("|", "\\|").replace("\n", " ")
 
 
 def _text_of(value: Any) -> str:

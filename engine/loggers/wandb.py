@@ -14,12 +14,11 @@ from engine.crossing.pushed import Histogram
 from engine.loggers.experiment_log import ExperimentLog, Moment, Table
 from engine.loggers.logger_sink import LoggerSink
 from engine.loggers.required_package import check_package
-from engine.records.run_folder import WANDB
+from engine.records.run_folder import WANDB, WANDB_RUN_ID
 from engine.records.whole_file import make_folder, write_whole
 from engine.stream.sinks import RunDescription
 from preprocess.regular_file import read_regular
 
-RUN_ID_FILE = "run-id"
 _STEP = "step"
 # To reach the server, unless the user sets another limit; the package's own is 90 s.
 _INIT_TIMEOUT_S, _INIT_TIMEOUT_VARIABLE = 30.0, "WANDB_INIT_TIMEOUT"
@@ -74,7 +73,7 @@ def open_wandb_log(project: str, folder: Path | None, name: str | None, run: Run
 
 def kept_run_id(folder: Path) -> str:
     """Return the id of a run that a folder keeps; if it has none, create one and keep it."""
-    path = folder / RUN_ID_FILE
+    path = folder / WANDB_RUN_ID
     try:
         kept = read_regular(path, max_bytes=_MOST_ID_BYTES).decode().strip()
     except FileNotFoundError:

@@ -41,6 +41,8 @@ RUNTIME = "runtime.json"
 STALLS = "stalls.txt"
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 """The folders in which loggers write."""
+EVENT_FILE_SUFFIX, WANDB_RUN_ID = ".feedloop", "run-id"
+"""The ending of the names of event files, and the file with the id of the run of Weights & Biases."""
 CONTINUED = "continues"
 """The key of `config.json` for the digests that the file had in earlier launches."""
 # In the order of removal: `result.json`, which marks a finished run, first; `config.json`, which marks any run, last.
@@ -354,12 +356,16 @@ def _is_left(path: Path) -> bool:
 
 
 def _own_entries(folder: Path) -> Iterator[Path]:
-    """Yield the entries that a run wrote to a folder: the snapshots' folders or the request files."""
+    """Yield the entries that a run wrote to a folder: snapshots, requests, or the files of loggers."""
     for entry in folder.iterdir():
-        if folder.name != SNAPSHOTS:
-            is_own = entry.suffix == ".json"
-        else:
+        if folder.name == SNAPSHOTS:
             is_own = entry.is_dir() and (entry.name.isdigit() or entry.name == ".unfinished")
+        elif folder.name == TENSORBOARD:
+            is_own = entry.suffix == EVENT_FILE_SUFFIX
+        elif folder.name == WANDB:
+            is_own = entry.name == WANDB_RUN_ID  # the package's own files may still have to be sent
+        else:
+            is_own = entry.suffix == ".json"
         if is_own:
             yield entry
 

@@ -13,7 +13,12 @@ def describe_run(launch: Launch, run_dir: Path | None, sinks: Sequence[Sink]) ->
     resolved = launch.resolved
     description = RunDescription(
         settings=launch.config.to_json(),
-        facts={**resolved.to_json(), **launch.crossings, "num_params": launch.num_params},
+        facts={
+            **resolved.to_json(),
+            **launch.crossings,
+            "num_params": launch.num_params,
+            "learning_rate": launch.config.peak_learning_rate,
+        },
         run_dir=run_dir,
         step=launch.start.step,
         classes=tuple(each.name for each in resolved.data.classes) or None,
