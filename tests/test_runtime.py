@@ -280,7 +280,8 @@ def test_the_watchdog_warns_at_doubling_distances_and_says_when_the_run_continue
 
 def test_a_stall_is_reported_even_if_nobody_can_say_why():
     watched = Watched()
-    watched.dog._describe = lambda: str({}["step"])
+    none: dict[str, str] = {}
+    watched.dog._describe = lambda: none["step"]
     watched.look(10.0)
     assert watched.said == ["warning: no step for 10 s: who waits for whom is unknown (KeyError: 'step')"]
     assert "Thread MainThread (" in watched.kept[0]
