@@ -26,7 +26,12 @@ CROSSINGS = {
 }
 TRANSPORTS = {"engine.crossing.transport", "engine.crossing.cuda.transport"}
 # They hand the crossings the transport that these call.
-CHOOSE_TRANSPORT = {"engine.crossing.choice", "engine.run.host_side", "engine.evaluation.counting"}
+CHOOSE_TRANSPORT = {
+    "engine.crossing.choice",
+    "engine.run.host_side",
+    "engine.run.launch_parts",
+    "engine.evaluation.counting",
+}
 
 
 def module_name(path: Path) -> str:

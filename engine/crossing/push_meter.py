@@ -5,9 +5,11 @@ A push ends what the program did since the push before: steps, an evaluation, or
 
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Any
+
+from numpy.typing import NDArray
 
 from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
-from engine.crossing.transport import Array
 from engine.durations import Durations
 
 
@@ -42,7 +44,7 @@ class PushMeter:
         """Begin a push."""
         self.pushing_since = perf_counter()
 
-    def end(self, pushed: Pushed | None, operands: Sequence[Array]) -> None:
+    def end(self, pushed: Pushed | None, operands: Sequence[NDArray[Any]]) -> None:
         """End a push of the values of `operands`; `pushed` is None if it failed."""
         now, began, before = perf_counter(), self.pushing_since, self.ended_at
         took = 0.0 if began is None else now - began

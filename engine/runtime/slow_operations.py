@@ -49,7 +49,7 @@ def _in_loops(program: HloProgram) -> Iterator[Instruction]:
         if computation not in counts:
             caller = program.instructions.get(program.caller_of.get(computation, ""))
             is_of_library = caller is not None and caller.attribute("kind") == "kCustom"
-            counts[computation] = not is_of_library and program.depth_of(computation) > 0
+            counts[computation] = not is_of_library and bool(program.loops_around(computation))
         if counts[computation] and each.opcode in _KINDS:
             yield each
 
