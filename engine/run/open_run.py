@@ -82,11 +82,12 @@ def open_run(
         ValueError: as `train`.
     """
     check_arguments(config, parts)
-    if this_process().index == 0:
-        check_loggers(config)
     split_processor([config])
     _check_has_folder(config, is_dry=is_dry)
     config = settle_devices(config)
+    # Not before the processor is split: `this_process` makes jax's devices.
+    if this_process().index == 0:
+        check_loggers(config)
     with ExitStack() as stack:
         folder = None
         place = stack.enter_context(open_place(config, notify, is_dry=is_dry))
