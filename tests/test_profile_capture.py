@@ -88,7 +88,8 @@ def test_a_window_begins_before_its_first_batch_and_ends_when_the_batch_after_it
     assert (capture.traces[TRAIN].data, profiler.num_begun) == (1, 1)
 
 
-def test_an_evaluation_is_traced_from_its_start_until_training_resumes(profiler, begin):
+def test_an_evaluation_is_traced_from_its_start_until_training_resumes(profiler, begin, monkeypatch):
+    monkeypatch.setattr("engine.profile.capture._MOST_TRACED_S", 1000.0)
     capture = begin(valid=Window(5, 10))
     capture.batches_drawn(TRAIN, 5)
     is_tracing(profiler, capture)

@@ -111,7 +111,6 @@ class HostClock:
         if num_batches == 0:
             # The loop ends: this was no draw.
             self._turn(_OTHER, self._now())
-            self._spent = [0.0, 0.0, 0.0]
             return
         self._turn(_BATCH, self._now())
         self._open, self._num_batches = phase, num_batches
