@@ -133,7 +133,7 @@ class Profiler:
         """Return the traced batches of both phases, and the number of the first of each phase."""
         batches: list[TracedBatch] = []
         first: dict[str, int] = {}
-        course = self._course
+        windows = self._course.windows()
         if not self._capture.traces:
             return batches, first
         try:
@@ -147,7 +147,7 @@ class Profiler:
                     if own and (phase == window or phase not in self._capture.traces):
                         first[phase] = trace.first[phase]
                         # A fast program does a few batches more before the trace ends.
-                        batches += own[: course.windows()[phase].num_batches]
+                        batches += own[: windows[phase].num_batches] if phase in windows else own
         except Exception as error:  # noqa: BLE001 - a profile never stops a run
             self._warn(f"warning: the trace could not be read ({type(error).__name__}: {error})")
             return [], {}
