@@ -256,3 +256,9 @@ def test_on_a_card_steps_are_timed_by_chunks_and_draws_are_the_waits_of_the_devi
     assert rows["fit", "train"].calls == rows["fit", "valid"].calls == 2
     assert rows["train", "snapshot"].calls == 3
     assert ("valid", "draw") not in rows
+
+
+def test_a_window_beyond_the_run_is_not_traced_and_the_rows_of_the_host_remain():
+    profile: Any = profiled(steps=4, profile_steps="100:200").profile
+    assert profile.row("train", "step").calls == 4
+    assert profile.traced == ()
