@@ -11,7 +11,7 @@ from engine.inspection.steps import Steps, short_source
 from engine.scopes import TRAIN
 
 _LOCATION = re.compile(r"^(#loc\d*) = loc\((.*)\)$")
-_USED = re.compile(r"\s*loc\((#loc\d*|unknown)\)")
+_USED = re.compile(r"\s*loc\((#loc\d*|unknown|callsite\([^()]*\))\)")
 _REFERENCE = re.compile(r"#loc\d*")
 _FILE = re.compile(r'^"((?:[^"\\]|\\.)*)":(\d+)')
 _CALLED = re.compile(r"call @([\w$.\-]+)")
@@ -109,7 +109,8 @@ def _with_source(line: str, locations: Mapping[str, str]) -> str:
     if not used:
         return line
     bare = _USED.sub("", line)
-    places = list(_places(used[-1], locations, set()))
+    seen: set[str] = set()
+    places = [place for name in _REFERENCE.findall(used[-1]) for place in _places(name, locations, seen)]
     source = next((each for each in places if _LAYERS not in each.file), places[0] if places else None)
     return bare if source is None else f"{bare}  // {short_source(source)}"
 
