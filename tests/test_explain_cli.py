@@ -55,6 +55,7 @@ def test_a_run_is_explained_and_only_read(monkeypatch, place):
     assert files_of(place / "run") == before
 
 
+@pytest.mark.integration  # compiles more programs
 def test_options_override_the_run_and_two_programs_are_compared(monkeypatch, place):
     code, said, told = invoke(monkeypatch, place, "--model", "mine:model", "--compare", "run", "run --batch 2")
     assert code == 0, told
@@ -65,6 +66,7 @@ def test_options_override_the_run_and_two_programs_are_compared(monkeypatch, pla
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.integration  # compiles more programs
 def test_the_body_of_the_loop_is_printed(monkeypatch, place):
     code, said, told = invoke(monkeypatch, place, "run", "--model", "mine:model", "--ir", "stablehlo")
     assert code == 0, told

@@ -112,8 +112,9 @@ def bytes_of(program: HloProgram, instruction: Instruction) -> int:
 
 
 def kept_results(instruction: Instruction) -> tuple[Array, ...]:
-    """Return the results of an instruction, without the workspace of a library."""
-    return instruction.results[:1] if instruction.target.startswith("__cu") else instruction.results
+    """Return the results of an instruction, without the workspace of a library and what a copy names beside its own."""
+    is_first_only = instruction.target.startswith("__cu") or instruction.opcode == "copy-start"
+    return instruction.results[:1] if is_first_only else instruction.results
 
 
 def _bytes_read(program: HloProgram, fused: Computation, number: int, operand: Instruction) -> int:
