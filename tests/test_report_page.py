@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from engine import evaluate, report_run
+from engine import TrainConfig, evaluate, report_run, train
 from engine.commands.report_cli import main
 from engine.evaluation.result import ImagePredictions
 from engine.records.folder_lock import FolderLock
@@ -32,6 +32,7 @@ from engine.runtime.record import (
 )
 from engine.runtime.runtime_file import encode_runtime
 from tests.fake_source import fake_source, pack
+from tests.labelled_photographs import draw_photographs, pack_labelled, write_labels
 from tests.report_pages import parse, points, rows_of, section, table
 from tests.report_runs import CLASSES, HOSTILE, NUM_EVALUATED, RUN, make_runs
 from tests.toy import Linear
@@ -334,14 +335,20 @@ def test_the_state_of_a_run_is_said(copy, tmp_path):
         return section(report_of(copy, tmp_path), "results").all("p")[0].text
 
     assert state(error=f"ValueError: {HOSTILE}") == f"The run failed after 12 steps: ValueError: {HOSTILE}."
-    assert state(stopped_by="SIGINT", steps_done=7) == "The run was stopped by SIGINT after 7 steps of 12."
     assert state(stopped_by="top1") == "The run reached the accuracy that it was to stop at, after 12 steps."
+    lines = (copy / "loss.jsonl").read_text().splitlines(keepends=True)
+    (copy / "loss.jsonl").write_text("".join(lines[:7]))
+    assert state(stopped_by="SIGINT", steps_done=7) == "The run was stopped by SIGINT after 7 steps of 12."
     lock = FolderLock(copy)
-    lock.acquire()
-    assert state() == "The run is in progress."
-    lock.release()
     (copy / "result.json").unlink()
-    assert "it was killed" in section(report_of(copy, tmp_path), "results").text
+    lock.acquire()
+    assert "The run is in progress." in section(report_of(copy, tmp_path), "results").text
+    lock.release()
+    for name in ("config.json", "loss.jsonl", "eval.jsonl"):
+        os.utime(copy / name, (0, 0))
+    found = section(report_of(copy, tmp_path), "results")
+    assert "The run was killed: its process has ended, or written nothing for 10 minutes" in found.text
+    assert "killed" in found.one("dl").text
 
 
 def test_nonfinite_losses_are_counted(copy, tmp_path):
@@ -464,3 +471,24 @@ def test_the_command_names_the_file_and_refuses_in_one_line(run, tmp_path, monke
     refused = CliRunner().invoke(main, [str(run), "--no-evaluate"])
     assert codes == [2]
     assert refused.stderr.startswith("report-run: the page must be a new file, but report.html exists")
+
+
+def test_labels_that_are_numbers_have_an_evaluation_but_no_confusions(tmp_path):
+    paths = draw_photographs(tmp_path / "photographs", 20)
+    labels = write_labels(tmp_path / "numbers.csv", paths, kind="numbers")
+    pack_labelled(tmp_path / "photographs", labels, tmp_path / "data", holdout=0.2)
+    run = os.fspath(tmp_path / "run")
+    train(
+        TrainConfig(steps=2, batch=4, data=os.fspath(tmp_path / "data"), loss="mean-squared-error", run_dir=run),
+        model=Linear(),
+    )
+    page = report_of(run, tmp_path, evaluate=True, model=Linear())
+    rows = rows_of(section(page, "weights"), "Evaluated for this page")
+    logged = json.loads((tmp_path / "run/eval.jsonl").read_text().splitlines()[-1])
+    assert "top-1" not in rows
+    assert float(rows["loss"].replace(",", "")) == pytest.approx(logged["loss"], rel=1e-3)  # four digits
+    for name in ("confusion", "classes", "mistakes"):
+        assert "exist only for images of one class each" in absent_in(page, name)
+    assert rows_of(section(page, "data"), "train, for training")["numbers"] == "3"
+    lines = points(section(page, "evaluations"), "Loss of the evaluations")["lines"]
+    assert lines[0]["x"] == [2]

@@ -4,21 +4,20 @@ Every file may be missing, damaged or of an older version: what is then missing 
 Must not know: HTML, programs.
 """
 
-import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from engine.control.event import ControlEvent
 from engine.records.control_log import CONTROL_LOG_NAME, read_events
 from engine.records.evaluation_log import EvaluationLog
-from engine.records.folder_lock import is_locked
-from engine.records.limits import MOST_JSON_BYTES
 from engine.records.loss_log import RunFacts as RecordedFacts
 from engine.records.loss_log import read_run_facts
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT
+from engine.records.run_summary import RunSummary, summarise_run
 from engine.report_page.absent import Absent
 from engine.report_page.curves import Curves, read_curves
 from engine.report_page.profile import ProfileTable, read_profile
@@ -26,16 +25,7 @@ from engine.report_page.spent import Spent, read_report, spent_time
 from engine.runtime.record import RuntimeReport
 from engine.stream.sinks import EvaluationRecord
 from preprocess.quantities import quantity
-from preprocess.regular_file import read_regular
-
-type StateName = Literal["running", "complete", "stopped", "failed", "killed"]
-
-
-class RunState(NamedTuple):
-    """Whether a run is in progress, and how it ended; `words` is a sentence about it without its full stop."""
-
-    name: StateName
-    words: str
+from preprocess.storage_options import is_url
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,8 @@ class RunFacts:
     Attributes:
         path: the folder or URL that was given.
         name: the last part of it.
-        state: whether the run is in progress, and how it ended.
+        summary: whether the run is in progress, and how it ended.
+        state: the same as a sentence without its full stop.
         known: steps, batch size and model, as far as known.
         recorded: the settings and what they resolved to.
         end: the content of `result.json`.
@@ -59,7 +50,8 @@ class RunFacts:
 
     path: str
     name: str
-    state: RunState
+    summary: RunSummary
+    state: str
     known: RecordedFacts
     recorded: RecordedRun | Absent
     end: Mapping[str, Any] | Absent
@@ -83,12 +75,14 @@ def read_facts(folder: Path, path: str, most_points: int) -> RunFacts:
         ValueError: if it is no run folder.
     """
     check_is_run(folder, path)
-    end = _read_end(folder)
+    summary = summarise_run(folder, time.time(), path)
+    end = _end_of(summary)
     known, runtime = read_run_facts(folder), read_report(folder)
     return RunFacts(
         path=path,
-        name=Path(path.rstrip("/")).name or path,
-        state=_state_of(folder, end, known),
+        name=_name_of(path),
+        summary=summary,
+        state=_describe_state(summary),
         known=known,
         recorded=_or_absent(lambda: read_recorded(folder)),
         end=end,
@@ -99,6 +93,11 @@ def read_facts(folder: Path, path: str, most_points: int) -> RunFacts:
         spent=spent_time(runtime, end),
         profile=read_profile(folder),
     )
+
+
+def _name_of(path: str) -> str:
+    """Return the last part of a path or URL."""
+    return path.rstrip("/").rpartition("/")[2] if is_url(path) else Path(path).absolute().name
 
 
 def check_is_run(folder: Path, path: str) -> None:
@@ -124,42 +123,31 @@ def _or_absent[T](read: Callable[[], T]) -> T | Absent:
         return Absent(str(error))
 
 
-def _read_end(folder: Path) -> Mapping[str, Any] | Absent:
-    """Return the content of `result.json`, unless the lock shows that it belongs to an earlier launch."""
-    try:
-        if is_locked(folder):
-            return Absent("the run is in progress")
-        values = json.loads(read_regular(folder / RESULT, max_bytes=MOST_JSON_BYTES))
-    except FileNotFoundError:
-        return Absent(f"the run has written no {RESULT}")
-    except (OSError, ValueError, RecursionError) as error:
-        return Absent(f"{RESULT} cannot be read ({error})")
-    return values if isinstance(values, dict) else Absent(f"{RESULT} is not a JSON object")
+def _end_of(summary: RunSummary) -> Mapping[str, Any] | Absent:
+    return summary.result or Absent(f"the run has written no end in {RESULT}")
 
 
-def _state_of(folder: Path, end: Mapping[str, Any] | Absent, known: RecordedFacts) -> RunState:
-    try:
-        is_running = is_locked(folder)
-    except OSError:
-        is_running = False
-    if is_running:
-        return RunState("running", "the run is in progress")
-    if isinstance(end, Absent):
-        if (folder / RESULT).exists():
-            return RunState("stopped", end.reason)
-        return RunState(
-            "killed", "the run has written no end: it was killed, or its folder is a copy made while it ran"
-        )
-    done, stopped_by = end.get("steps_done"), end.get("stopped_by")
-    steps = quantity(done, "step") if isinstance(done, int) else "an unknown number of steps"
-    if end.get("error"):
-        return RunState("failed", f"the run failed after {steps}: {end['error']}")
-    if stopped_by == "steps":
-        return RunState("complete", f"the run is complete, with {steps}")
-    if stopped_by == "top1":
-        return RunState("complete", f"the run reached the accuracy that it was to stop at, after {steps}")
-    planned = "" if known.steps is None else f" of {known.steps:,}"
-    return RunState("stopped", f"the run was stopped by {stopped_by} after {steps}{planned}")
+def _describe_state(summary: RunSummary) -> str:
+    """Return what a run does, or how it ended, as a sentence without its full stop."""
+    end, steps = summary.result, "an unknown number of steps"
+    if summary.step is not None:
+        steps = quantity(summary.step, "step")
+    match summary.state:
+        case "done" if end.get("stopped_by") == "top1":
+            return f"the run reached the accuracy that it was to stop at, after {steps}"
+        case "done":
+            return f"the run is complete, with {steps}"
+        case "failed":
+            return f"the run failed after {steps}: {end.get('error')}"
+        case "stopped":
+            planned = "" if summary.steps is None else f" of {summary.steps:,}"
+            return f"the run was stopped by {end.get('stopped_by')} after {steps}{planned}"
+        case "starting" | "running":
+            return "the run is in progress"
+        case "killed":
+            return "the run was killed: its process has ended, or written nothing for 10 minutes, without a result"
+        case "damaged" | "foreign":
+            return f"the run folder is damaged: {summary.fault}"
 
 
 def _read_evaluations(folder: Path) -> tuple[EvaluationRecord, ...] | Absent:

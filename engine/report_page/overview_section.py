@@ -30,8 +30,8 @@ def overview_section(subjects: Sequence[Subject]) -> Html:
 def _state(subject: Subject, is_alone: bool) -> Html:
     """Return sentences about how a run ended, and what bound it."""
     facts = subject.facts
-    is_bad = facts.state.name in ("failed", "killed")
-    words = facts.state.words
+    is_bad = facts.summary.state in ("failed", "killed", "damaged", "foreign")
+    words = facts.state
     text = f"{words[:1].upper()}{words[1:]}." if is_alone else f"{words}."
     lines = [
         paragraph(None if is_alone else tag("b", f"{run_name(subject)}: "), text, class_="warning" if is_bad else None)
@@ -44,7 +44,7 @@ def _state(subject: Subject, is_alone: bool) -> Html:
 
 def _results(subject: Subject) -> dict[str, str]:
     facts, curves = subject.facts, subject.facts.curves
-    found = {"state": facts.state.name, "model": facts.known.model or "–"}
+    found = {"state": facts.summary.state, "model": facts.known.model or "–"}
     if isinstance(curves, Absent):
         found |= dict.fromkeys(("step", "loss, smoothed", "images/s, median", "training time"), "–")
     else:
