@@ -1,6 +1,7 @@
 """What reading threads do is attributed to the stage and the file at fault."""
 
 import os
+import re
 import threading
 import time
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.feed.feed_meter import FeedMeter
+from engine.feed.windowed_batches import WindowedBatches
 from preprocess import read_meter
 from preprocess.read_meter import AWAIT, CHECK, COPY, IDLE, OPEN, READ, SOURCE, Profile, ReadMeter
 from preprocess.shards import mapped_images, mapped_shards, reader
@@ -157,3 +159,25 @@ def test_the_slow_stage_of_a_read_is_named(tmp_path, monkeypatch, codec, size, c
         assert name is not None
         assert name.endswith("train/pixels/c/1/0/0")
         assert reading.num_bytes == count * split.manifest.image_bytes
+
+
+def test_a_slow_part_of_a_window_is_what_its_batches_waited_for(tmp_path, monkeypatch):
+    pack(fake_source(24), tmp_path)
+    with open_split(str(tmp_path), "train") as split:
+        monkeypatch.setattr(os, "preadv", slowly(os.preadv))
+        source = WindowedBatches(
+            split, batch=4, seed=0, window_gb=2e-6, rows=range(4), first_batch=0, num_threads=1, timeout_s=30
+        )
+        try:
+            reading = source.read_meter.join()
+            reading.begin(0)
+            source.fill(0, np.zeros((4, 4, 4), np.uint32), np.zeros(4, np.int32), timeout_s=30)
+            seconds, file = reading.end()
+        finally:
+            source.close()
+        assert max(range(AWAIT), key=seconds.__getitem__) == READ
+        assert seconds[READ] >= SLOW_S
+        assert seconds[COPY] > 0
+        assert re.fullmatch(r".*train/pixels/c/\d/0/0", split.meter.name(file) or "")
+        # Only the thread of the window read.
+        assert reading.totals[READ] == 0

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine import train
+from engine import Callback, train
 from engine.records.run_folder import RUNTIME, STALLS, WRITTEN_HERE
 from engine.records.stored.capture import FolderCapture
 from engine.records.stored.state import Part
@@ -35,7 +35,7 @@ STEPS, SLOW_S = 60, 0.02
 
 def run(**values):
     parts: dict[str, Any] = {"model": Linear(), "batches": toy_batch}
-    parts |= {name: values.pop(name) for name in ("model", "batches", "sinks", "notify") if name in values}
+    parts |= {name: values.pop(name) for name in ("model", "batches", "sinks", "callbacks", "notify") if name in values}
     return train(toy_config(**({"steps": STEPS, "chunk_batches": 1} | values)), **parts)
 
 
@@ -70,8 +70,8 @@ def test_a_sleep_in_the_source_appears_step_for_step(slept):
     line = r"the run was bound by the source of its batches: the loop waited \d\d % .* your own batches.*"
     assert re.fullmatch(line, launch.verdict.line)
     assert launch.pulls.count == launch.pulls.waits.count == STEPS
-    # A step takes well under the sleep, so nearly every step waits for most of it.
-    assert 0.5 * STEPS * SLOW_S < launch.pulls.waits.total_s < launch.wall_s
+    # A step takes a small part of the sleep, also on a busy machine, so nearly every step waits.
+    assert 0.2 * STEPS * SLOW_S < launch.pulls.waits.total_s < launch.wall_s
     assert np.isclose(launch.pulls.wait_s_by_stage["source"], launch.pulls.waits.total_s)
     assert launch.reader.source_s > (STEPS - 1) * SLOW_S
     assert launch.reader.bytes == launch.pulls.bytes == STEPS * 8 * (4 * 4 + 1) * 4
@@ -272,6 +272,20 @@ def test_a_failed_run_is_recorded_as_failed(tmp_path):
     launch = recorded(tmp_path / "run").last
     assert (launch.state, launch.end_step) == ("failed", 12)
     assert launch.verdict is not None
+
+
+def test_a_run_that_is_stopped_is_recorded_as_stopped(tmp_path):
+    class Stop(Callback):
+        def on_fit_begin(self, run):
+            self.run = run
+
+        def on_step(self, record):
+            self.run.request(stop=True)
+
+    result = run(run_dir=str(tmp_path / "run"), callbacks=[Stop()], batches=slow_batch)
+    launch = recorded(tmp_path / "run").last
+    assert (launch.state, launch.end_step) == ("stopped", result.steps_done)
+    assert 1 <= result.steps_done < STEPS
 
 
 def test_a_run_folder_that_refuses_the_record_warns_once(tmp_path, monkeypatch):
