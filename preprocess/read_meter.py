@@ -77,9 +77,10 @@ class Reading:
 
     def begin(self, work: int) -> None:
         """Begin a piece of work, in the stage `SOURCE`."""
-        self.work, self.file, self._slowest, self._slowest_s = work, None, None, 0.0
-        self._has_stages, self._seconds = False, [0.0] * (IDLE + 1)
-        self.stage, self.since = SOURCE, perf_counter()
+        if self._has_stages:
+            self.file, self._slowest, self._slowest_s = None, None, 0.0
+            self._has_stages, self._seconds = False, [0.0] * (IDLE + 1)
+        self.work, self.stage, self.since = work, SOURCE, perf_counter()
 
     def enter(self, stage: int) -> int:
         """Enter a stage, and return the one before."""
@@ -99,7 +100,7 @@ class Reading:
 
     def visit(self, file: File) -> None:
         """Note that another file is read from now on."""
-        now = perf_counter()
+        now, self._has_stages = perf_counter(), True
         if self.file is not None and now - self._visited > self._slowest_s:
             self._slowest, self._slowest_s = self.file, now - self._visited
         self.file, self._visited = file, now

@@ -350,6 +350,20 @@ def test_a_disk_that_fails_is_reported_once_and_stops_nothing():
     ]
 
 
+def test_a_system_without_threads_is_reported_and_stops_nothing(monkeypatch):
+    said: list[str] = []
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    watching = monitor(lambda name, content: None, said=said)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        watching.start()
+    assert watching.finish("done").last.state == "done"
+    assert said == ["warning: the run is not watched (can't start new thread)"]
+
+
 def test_a_folder_that_is_lost_is_left_to_the_run_to_report(tmp_path):
     said: list[str] = []
 

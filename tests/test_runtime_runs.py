@@ -17,13 +17,16 @@ import pytest
 from jax import lax
 
 from engine import Callback, train
+from engine.feed.feed_meter import FeedMeter
 from engine.records.run_folder import RUNTIME, STALLS, WRITTEN_HERE
 from engine.records.stored.capture import FolderCapture
 from engine.records.stored.state import Part
+from engine.run.launch_meter import LaunchMeter
 from engine.runtime.record import Goodput
 from engine.runtime.runtime_file import encode_runtime, read_runtime
 from engine.stream import loss_stream as loss_stream_module
 from engine.stream.sinks import PlainSink
+from preprocess.read_meter import CHECK, ReadMeter
 from preprocess.shards import mapped_shards
 from preprocess.shards.mapped_images import MappedImages
 from tests.fake_source import fake_source, pack
@@ -272,6 +275,45 @@ def test_a_failed_run_is_recorded_as_failed(tmp_path):
     launch = recorded(tmp_path / "run").last
     assert (launch.state, launch.end_step) == ("failed", 12)
     assert launch.verdict is not None
+
+
+def test_what_runs_is_described_by_whom_it_waits_for():
+    """The parts of a launch as they are in each situation, without a program."""
+    push = SimpleNamespace(pushing_since=None, ended_at=time.perf_counter(), step=7)
+    stream = SimpleNamespace(blocked_by=None, unfinished=list)
+    clock = SimpleNamespace(is_ending=False)
+    infeeds = SimpleNamespace(training=SimpleNamespace(num_together=4))
+    transport = SimpleNamespace(runs_ahead=False)
+    config = toy_config(steps=20, accumulate_steps=2)
+    feeder = SimpleNamespace(meter=FeedMeter(ReadMeter()), num_ready=0)
+    meter: Any = LaunchMeter.__new__(LaunchMeter)
+    meter._launch = SimpleNamespace(
+        push_meter=push, stream=stream, clock=clock, infeeds=infeeds, transport=transport, config=config
+    )
+    meter._training, meter._evaluation, meter._snapshots = feeder, feeder, None
+    assert meter.describe() == "the device has been computing steps 8 to 9 (--chunk) for 0 s"
+    infeeds.training.num_together = 1
+    assert meter.describe() == "the device has been computing step 8 for 0 s"
+    feeder.meter.begin_wait(15)
+    assert meter.describe() == "the loop waits for the batch of step 8, which no thread is reading"
+    reading = feeder.meter.readings.here()
+    reading.begin(15)
+    reading.enter(CHECK)
+    reading.visit("c/3")
+    assert meter.describe().startswith("the loop waits for the batch of step 8: checking images of c/3 has taken 0 s")
+    feeder.meter.end_wait()
+    meter._evaluation = SimpleNamespace(meter=FeedMeter(ReadMeter()))
+    meter._evaluation.meter.begin_wait(3)
+    assert meter.describe().startswith("the loop waits for the batch of an evaluation, which no thread")
+    push.pushing_since = time.perf_counter()
+    assert meter.describe() == "the outfeed has been receiving for 0 s"
+    stream.blocked_by = "PlainSink"
+    assert meter.describe() == "the loop waits until the sink PlainSink accepts losses"
+    clock.is_ending = True
+    meter._snapshots = SimpleNamespace(unwritten_step=20)
+    assert meter.describe() == "the steps are done, and the run waits until the snapshot of step 20 is on the disk"
+    stream.unfinished = lambda: ["RunFolderSink"]
+    assert meter.describe().endswith("waits until the sink RunFolderSink has accepted all losses")
 
 
 def test_a_run_that_is_stopped_is_recorded_as_stopped(tmp_path):

@@ -27,6 +27,8 @@ _CLOSE_TIMEOUT_S = 1.0
 _LEAST_DEPTH = 4
 _SMALL_RING_BYTES = 1 << 20
 _MOST_SMALL_BATCHES = 64
+# Copying a smaller batch takes as long as timing it.
+_LEAST_TIMED_BYTES = 1 << 12
 
 
 class FeederError(RuntimeError):
@@ -137,6 +139,7 @@ class Feeder:
         self.most_borrowed = self.depth - self._least_free
         self._allocate = allocate
         self.batch_bytes = batch_bytes(source)
+        self._times_copies = self.batch_bytes >= _LEAST_TIMED_BYTES
         self.meter = FeedMeter(read_meter_of(source), start_index)
         self._copies = RowCopies(num_threads)
         self._slots: list[_Slot] = []
@@ -198,12 +201,13 @@ class Feeder:
         if self._num_shards > 1:
             rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
             images, classes = images[rows], classes[rows]
-        started = time.perf_counter()
+        started = time.perf_counter() if self._times_copies else 0.0
         self._copies.copy(images, pixels)
         if lent is not None:
             lent.check()
         np.copyto(labels, classes)
-        self.meter.copy_s += time.perf_counter() - started
+        if self._times_copies:
+            self.meter.copy_s += time.perf_counter() - started
         self._release(slot)
         return waited_s
 

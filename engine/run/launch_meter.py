@@ -134,8 +134,16 @@ class LaunchMeter:
             is_ahead = self._launch.transport.runs_ahead and self._training.num_ready > 0
             if feeder is not None and waiting is not None and not is_ahead:
                 return self._describe_wait(feeder, waiting, what)
-        others = ", or waits for another process" if this_process().count > 1 else ""
-        return f"the device has been computing step {push.step + 1} for {perf_counter() - push.ended_at:,.0f} s{others}"
+        return f"the device has been computing {self._steps_now()} for {perf_counter() - push.ended_at:,.0f} s" + (
+            ", or waits for another process" if this_process().count > 1 else ""
+        )
+
+    def _steps_now(self) -> str:
+        """Return which steps the loop makes now: of those that are pulled together, none ends before the others."""
+        first, config = self._launch.push_meter.step + 1, self._launch.config
+        together = max(1, self._launch.infeeds.training.num_together // config.accumulate_steps)
+        last = min(first + together - 1, config.steps)
+        return f"step {first}" if last <= first else f"steps {first} to {last} (--chunk)"
 
     def _describe_end(self) -> str:
         if unfinished := self._launch.stream.unfinished():

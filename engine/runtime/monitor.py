@@ -88,8 +88,11 @@ class RuntimeMonitor:
 
     def start(self) -> None:
         """Start the threads, the first write included."""
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:  # the system refuses to start another thread
+            self._warn(f"the run is not watched ({error})")
 
     def set_watchdog(self, watchdog: Watchdog) -> None:
         """Let a watchdog look from now on; called before `start`."""
