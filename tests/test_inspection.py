@@ -316,6 +316,8 @@ def test_faults_are_found_by_name(faulty):
     }
     on_a_card = find_faults(faulty, (), carry, moves, is_cpu=False)
     assert "naive-product" not in {each.kind for each in on_a_card}
+    of_library = Steps(parse_hlo(LOOP.replace("kind=kLoop, calls=%naive", "kind=kCustom, calls=%naive")))
+    assert "naive-product" not in {each.kind for each in find_faults(of_library, (), carry, moves, is_cpu=True)}
 
 
 def test_the_carry_of_a_written_loop(faulty):

@@ -27,6 +27,8 @@ LARGE_BYTES = 1 << 20
 # A move is named if it is more than this part of all bytes of a batch.
 _LEAST_SHARE = 0.01
 _WIDE = ("f64", "c128")
+# The kind of a fusion that a library computes, whose products are fast whatever their form.
+_LIBRARY = "kCustom"
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def _lax(convolutions: tuple[Convolution, ...]) -> Iterator[Finding]:
 
 def _naive(steps: Steps) -> Iterator[Finding]:
     for kernel, each in _looped(steps):
+        if kernel.instruction.attribute("kind") == _LIBRARY:
+            continue
         if (reason := naive_reason(steps.program, each)) is not None:
             is_convolution = each.opcode == "convolution"
             what = "a convolution" if is_convolution else "a product"
