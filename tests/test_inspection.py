@@ -363,3 +363,49 @@ def test_a_program_without_a_loop_has_an_empty_report():
     assert work_by_scope(steps, RATES) == ()
     assert hlo_lines(steps) == []
     assert stablehlo_lines("module {}") == []
+
+
+ALIASES = """HloModule jit_train
+
+%pair (p: f32[64]) -> (f32[64], f32[256]) {
+  %p = f32[64]{0} parameter(0)
+  %wide = f32[256]{0} broadcast(%p), dimensions={0}
+  ROOT %both = (f32[64]{0}, f32[256]{0}) tuple(%p, %wide)
+}
+
+%body (carry: (f32[64])) -> (f32[64]) {
+  %carry = (f32[64]{0}) parameter(0)
+  %w = f32[64]{0} get-tuple-element(%carry), index=0
+  %act = f32[64]{0} negate(%w), metadata={op_name="jit(train)/while/body/train/jvp(forward)/a/neg"}
+  %same = f32[64]{0} bitcast(%act)
+  %two = (f32[64]{0}, f32[256]{0}) fusion(%act), kind=kLoop, calls=%pair, metadata={op_name="jit(train)/while/body/train/jvp(forward)/b/mul"}
+  %small = f32[64]{0} get-tuple-element(%two), index=0
+  %large = f32[1024]{0} exponential(%w), metadata={op_name="jit(train)/while/body/train/jvp(forward)/c/exp"}
+  %sum = f32[64]{0} add(%same, %small), metadata={op_name="jit(train)/while/body/train/transpose(jvp(forward))/a/add"}
+  %end = f32[64]{0} add(%sum, %large), metadata={op_name="jit(train)/while/body/train/opt_step/add"}
+  ROOT %next = (f32[64]{0}) tuple(%end)
+}
+
+%condition (carry.1: (f32[64])) -> pred[] {
+  %carry.1 = (f32[64]{0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (w.0: f32[64]) -> (f32[64]) {
+  %w.0 = f32[64]{0} parameter(0), metadata={op_name="state.w"}
+  %start = (f32[64]{0}) tuple(%w.0)
+  ROOT %loop = (f32[64]{0}) while(%start), condition=%condition, body=%body
+}
+"""  # noqa: E501
+
+
+def test_an_array_lives_as_long_as_what_shares_its_memory():
+    """Of two results, each lives by itself; a result lives as long as what is read from it under another name."""
+    peak = find_peak(Steps(parse_hlo(ALIASES)), "train")
+    assert [(each.name, each.num_bytes, each.held_for) for each in peak.buffers] == [
+        ("large", 4096, "train/opt_step"),
+        ("sum", 256, "train/opt_step"),
+        ("two", 256, "train/backward/a"),
+        ("act", 256, "train/backward/a"),
+    ]
+    assert peak.num_bytes == 4096 + 3 * 256
