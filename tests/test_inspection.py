@@ -251,6 +251,19 @@ def test_convolutions_and_products_of_known_networks(name, number):
         assert not any(each.is_lax for each in work.convolutions)
 
 
+def test_a_lax_convolution_of_another_layout_is_described_in_the_usual_one():
+    def forward(x, kernel):
+        with jax.named_scope("train"), jax.named_scope("forward"):
+            return lax.conv_general_dilated(x, kernel, (2, 1), "VALID", dimension_numbers=("NCHW", "OIHW", "NCHW"))
+
+    jaxpr = jax.make_jaxpr(forward)(jnp.ones((2, 3, 8, 9)), jnp.ones((5, 3, 2, 4)))
+    (found,) = trace_work(jaxpr, "cpu").convolutions
+    assert (found.x_shape, found.kernel_shape, found.y_shape) == ((2, 8, 9, 3), (2, 4, 3, 5), (2, 4, 6, 5))
+    assert found.products == 2 * 4 * 6 * 5 * 2 * 4 * 3
+    assert found.is_lax
+    assert found.form == "XLA's own (lax)"
+
+
 LOOP = """HloModule jit_train, input_output_alias={{ {{0}}: (0, {{}}, may-alias) }}
 
 %naive (a: s8[8,8], b: s8[8,8]) -> s8[8,8] {{

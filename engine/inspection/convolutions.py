@@ -33,7 +33,8 @@ class Convolution:
     Attributes:
         scope: where it stands in the model, such as "layer1/0/conv1".
         source: the line that calls it, None if unknown.
-        x_shape, kernel_shape, y_shape: the shapes of input, kernel and output.
+        x_shape, y_shape: the shapes of input and output, as `[B,H,W,C]` whatever their order in the program.
+        kernel_shape: the shape of the kernel, as `[kh,kw,C/groups,K]`.
         dtype: the dtype of its operands.
         strides: the steps of the window.
         padding: zeros before and after, by axis.
@@ -182,23 +183,30 @@ def _own_convolution(equation: Any, scope: Scope, platform: str) -> Convolution:
 
 def _lax_convolution(equation: Any, scope: Scope) -> Convolution:
     params = equation.params
-    x, kernel = (each.aval for each in equation.invars)
-    (y,) = (each.aval for each in equation.outvars)
-    of_kernel = params["dimension_numbers"].rhs_spec
+    (x, kernel), (y,) = ([each.aval for each in ends] for ends in (equation.invars, equation.outvars))
+    axes = params["dimension_numbers"]
+    # jax names the axes of the kernel as those of the output and the input channels, then the others.
+    out_axis, in_axis, *others = axes.rhs_spec
+    kernel_shape = tuple(kernel.shape[axis] for axis in (*others, in_axis, out_axis))
     return Convolution(
         scope=scope.path,
         source=_source_of(equation),
-        x_shape=x.shape,
-        kernel_shape=kernel.shape,
-        y_shape=y.shape,
+        x_shape=_channels_last(x.shape, axes.lhs_spec),
+        kernel_shape=kernel_shape,
+        y_shape=_channels_last(y.shape, axes.out_spec),
         dtype=str(x.dtype),
         strides=tuple(params["window_strides"]),
         padding=tuple(params["padding"]),
         groups=params["feature_group_count"],
-        products=math.prod(y.shape) * (math.prod(kernel.shape) // max(kernel.shape[of_kernel[0]], 1)),
+        products=math.prod(y.shape) * math.prod(kernel_shape[:-1]),
         forms=(),
         num_products=1,
     )
+
+
+def _channels_last(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    batch, channels, *others = axes
+    return tuple(shape[axis] for axis in (batch, *others, channels))
 
 
 def _dot_products(equation: Any) -> int:

@@ -77,9 +77,10 @@ def _convolution_lines(report: ProgramReport, most: int) -> Iterator[str]:
     convolutions, products = report.traced.convolutions, report.forward_products
     of_convolutions = report.traced.convolution_products / report.batch
     share = of_convolutions / products if products else 0.0
-    yield (
+    yield from _wrapped(
         f"{quantity(len(convolutions), 'convolution')}: {of_convolutions / 1e6:,.1f} of {products / 1e6:,.1f} million "
-        f"multiply-accumulates of an image ({share:.1%})"
+        f"multiply-accumulates of an image ({share:.1%})",
+        "  ",
     )
     if report.known_products is not None:
         agrees = "as" if report.known_products == round(products) else f"but {report.known_products / 1e6:,.1f} million"
