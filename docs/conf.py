@@ -36,7 +36,7 @@ _ALIASES = (
     "Params|PerExample|Pixels|RecordFunction|Schedule"
 )
 nitpick_ignore_regex = [
-    ("py:class", r"(collections\.abc|jax|numpy|os|pathlib|tensorstore)\..*"),
+    ("py:class", r"(collections\.abc|jax|numpy|os|pathlib|tensorstore|PIL)\..*"),
     ("py:class", rf"(engine|models)\.[\w.]+\.({_ALIASES})"),
 ]
 

@@ -63,6 +63,7 @@ def check(model):
     return engine.check_step(toy_config(momentum=0.9), model=model, batches=toy_batch)
 
 
+@pytest.mark.integration  # each operation is compiled alone
 def test_rounding_explains_a_step_that_is_right():
     notes: list[str] = []
     found = engine.check_step(toy_config(), model=Scoped(), batches=toy_batch, notify=notes.append)

@@ -5,12 +5,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
+from PIL.Image import Image
 
 from engine.config import TrainConfig
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
@@ -33,9 +34,6 @@ from engine.updates.update import Schedule
 from preprocess.commands.sheet_path import check_sheet_path
 from preprocess.printable import printable_line
 from preprocess.quantities import quantity
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _LARGEST_THUMBNAIL = 224
 _MOST_LARGE_PICTURES = 64  # more are shown smaller
@@ -72,7 +70,7 @@ class ShownBatch:
         height, width = self.pictures.shape[1:3]
         return f"{quantity(len(self.pictures), 'image')} of {width} x {height} pixels"
 
-    def draw(self) -> "Image":
+    def draw(self) -> Image:
         """Return a sheet of all pictures with their captions."""
         from preprocess.commands.contact_sheet import Geometry, draw_sheet, geometry_for
 

@@ -30,7 +30,6 @@ from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.update import Schedule
 
 _DISTURBED_RUNS = 2
-type Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def check_step(
     optimizer: OwnOptimizer | None = None,
     schedule: Schedule | None = None,
     augment: OwnAugmentation | None = None,
-    notify: Notify = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> StepCheck:
     """Make the step that `train` would make next in the compiled program and operation by operation, and compare them.
 
@@ -86,7 +85,7 @@ def check_step(
     return check_step_of(config, parts, notify)
 
 
-def check_step_of(config: TrainConfig, parts: OwnParts, notify: Notify) -> StepCheck:
+def check_step_of(config: TrainConfig, parts: OwnParts, notify: Callable[[str], None]) -> StepCheck:
     """Check the next step of a run; see `check_step`."""
     config = replace(config, profile=False)
     with open_run(config, parts, notify, is_dry=True) as run:
