@@ -50,7 +50,7 @@ def absences(subjects: Sequence[Subject], found: Callable[[Subject], Any]) -> Ht
     named = len(subjects) > 1
     return join(
         *(
-            paragraph(f"{each.letter}: " if named else None, f"Nothing to show: {reason}.", class_="absent")
+            paragraph(f"{each.letter}: " if named else None, f"Nothing to show: {reason.rstrip('.')}.", class_="absent")
             for each, reason in reasons
         )
     )

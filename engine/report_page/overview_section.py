@@ -6,10 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.report_page.absent import Absent
+from engine.report_page.curves import Curves
 from engine.report_page.layout import run_name, section
 from engine.report_page.markup import Html, join, paragraph, table, tag
 from engine.report_page.number_text import duration, number, percent
 from engine.report_page.subject import Subject
+from engine.runtime.record import RuntimeReport
 from engine.stream.sinks import EvaluationRecord
 
 
@@ -46,7 +48,7 @@ def _results(subject: Subject) -> dict[str, str]:
     facts, curves = subject.facts, subject.facts.curves
     found = {"state": facts.summary.state, "model": facts.known.model or "–"}
     if isinstance(curves, Absent):
-        found |= dict.fromkeys(("step", "loss, smoothed", "images/s, median", "training time"), "–")
+        found |= dict.fromkeys(("step", "loss, smoothed", "images/s, median", "wall time"), "–")
     else:
         planned = "" if facts.known.steps is None else f" / {facts.known.steps:,}"
         smoothed = curves.smoothed[np.isfinite(curves.smoothed)]
@@ -55,7 +57,7 @@ def _results(subject: Subject) -> dict[str, str]:
             "step": f"{curves.step[-1]:,.0f}{planned}",
             "loss, smoothed": number(float(smoothed[-1])) if len(smoothed) else "NaN",
             "images/s, median": number(float(np.median(speeds))) if len(speeds) else "–",
-            "training time": duration(curves.ended - curves.started),
+            "wall time": duration(_wall_time(facts.runtime, curves)),
         }
     best, last = _best(facts.evaluations)
     found |= {
@@ -63,6 +65,11 @@ def _results(subject: Subject) -> dict[str, str]:
         "last evaluation loss": "–" if last is None else number(last.loss),
     }
     return found
+
+
+def _wall_time(runtime: RuntimeReport | Absent, curves: Curves) -> float:
+    """Return the seconds of all launches or, if they are not recorded, those from the first loss to the last."""
+    return curves.ended - curves.started if isinstance(runtime, Absent) else runtime.goodput.total
 
 
 def _best(
