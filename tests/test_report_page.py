@@ -368,6 +368,25 @@ def test_a_long_run_is_divided_into_bins_and_the_page_stays_small(copy, tmp_path
     assert out.stat().st_size < 400_000
 
 
+def test_of_very_many_evaluations_some_are_shown_with_the_best_and_the_last(copy, tmp_path):
+    records = [
+        {"step": step, "num_images": 5, "top1": 0.9 if step == 1234 else 0.5, "top5": 1.0, "loss": 1.0, "time": 0}
+        for step in range(1, 5001)
+    ]
+    (copy / "eval.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    page = report_of(copy, tmp_path)
+    top1, _ = points(section(page, "evaluations"), "Accuracy")["lines"]
+    assert len(top1["x"]) <= 1002
+    assert {1, 1234, 5000} <= set(top1["x"])
+    assert "90.00 % (step 1,234)" in section(page, "results").text
+    assert "One in 5 evaluations is shown, beside the best and the last." in section(page, "evaluations").text
+
+
+def test_another_split_can_be_evaluated(run, tmp_path):
+    page = report_of(run, tmp_path, evaluate=True, model=Linear(), split="train")
+    assert rows_of(section(page, "weights"), "Evaluated for this page")["images"].endswith("data/train, 19 images")
+
+
 def test_many_classes_have_the_most_confused_pairs_instead_of_a_matrix():
     random = np.random.default_rng(0)
     labels, predicted = random.integers(0, 1000, (2, 5000))

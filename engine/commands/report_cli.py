@@ -18,7 +18,7 @@ from preprocess.storage_options import parse_pairs
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
-    "Evaluation": ("evaluate", "data"),
+    "Evaluation": ("evaluate", "data", "eval_split"),
     OWN_GROUP: ("model", "loss", "metrics"),
     "Stored runs": ("storage_option",),
     "Output": ("out", "overwrite", "traceback"),
@@ -47,6 +47,13 @@ Examples:
 @overriding_option(
     "data", default_text="as in each run", help_text="Current location of the packed data set (a folder or a URL)."
 )
+@overriding_option(
+    "eval_split",
+    "--split",
+    default_text="as in each run, else val, else test",
+    help_text="Split to evaluate.",
+    unit="NAME",
+)
 @own_part_options(_GROUPS[OWN_GROUP])
 @storage_option
 @click.option(
@@ -64,6 +71,7 @@ def main(
     runs: tuple[str, ...],
     evaluate: bool,
     data: str | None,
+    eval_split: str | None,
     storage_option: tuple[str, ...],
     out: str,
     overwrite: bool,
@@ -87,6 +95,7 @@ def main(
             out,
             evaluate=evaluate,
             data=data,
+            split=eval_split,
             model=parts.model,
             loss=parts.loss,
             metrics=parts.metrics,

@@ -49,12 +49,13 @@ class DataCard:
     splits: tuple[SplitCard, ...]
 
 
-def read_data_card(recorded: RecordedRun, data: str | None) -> DataCard | Absent:
+def read_data_card(recorded: RecordedRun, data: str | None, split: str | None) -> DataCard | Absent:
     """Read the manifests of the splits that a run trained and was evaluated on.
 
     Args:
         recorded: the record of the run.
         data: where the data set is now; None is where the run found it.
+        split: the split to evaluate on; None is that of the run.
     """
     if recorded.config.synthetic:
         return Absent("the run trained on random batches, which have no data set")
@@ -65,7 +66,7 @@ def read_data_card(recorded: RecordedRun, data: str | None) -> DataCard | Absent
         location = open_location(place, storage_options=storage_options_of(recorded.config))
         config = recorded.config
         cards = [_card(location, config.split, "training", recorded.manifest_digest)]
-        name = evaluated_split(recorded, place)
+        name = split or evaluated_split(recorded, place)
         if name is not None and name != config.split:
             cards.append(_card(location, name, "evaluation", recorded.resolved.get("eval_manifest_sha256")))
     except (ValueError, OSError) as error:

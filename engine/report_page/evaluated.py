@@ -123,6 +123,7 @@ def evaluate_weights_of(
     folder: Path,
     recorded: RecordedRun,
     data: str | None,
+    split: str | None,
     own: OwnParts,
     num_pictures: int,
     notify: Callable[[str], None],
@@ -133,6 +134,7 @@ def evaluate_weights_of(
         folder: the run folder.
         recorded: its record.
         data: where its data set is now; None is where the run found it.
+        split: the split to evaluate on; None is that of the run.
         own: parts of the user's own.
         num_pictures: the largest number of mistakes.
         notify: called with one-line messages.
@@ -148,7 +150,7 @@ def evaluate_weights_of(
         if not (config.synthetic and data is None) and recorded.manifest_digest is not None:
             place = data_place(recorded, data)
         if place is not None:
-            split = evaluated_split(recorded, place)
+            split = split or evaluated_split(recorded, place)
             config = replace(config, data=place, eval_split=split, synthetic=False)
         elif config.eval_split == OFF:
             config = replace(config, eval_split=None)

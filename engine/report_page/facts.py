@@ -4,8 +4,9 @@ Every file may be missing, damaged or of an older version: what is then missing 
 Must not know: HTML, programs.
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,19 @@ from preprocess.storage_options import is_url
 
 
 @dataclass(frozen=True)
+class Evaluations:
+    """The evaluations during a run, oldest first, one for each step.
+
+    Attributes:
+        records: all, or of very many every n-th, the best and the last.
+        every: n, 1 if none is left out.
+    """
+
+    records: tuple[EvaluationRecord, ...]
+    every: int
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """The content of a run folder, as far as it can be read.
 
@@ -41,7 +55,7 @@ class RunFacts:
         recorded: the settings and what they resolved to.
         end: the content of `result.json`.
         curves: the losses.
-        evaluations: the evaluations during the run, oldest first, one for each step.
+        evaluations: the evaluations during the run.
         events: the requests that took effect.
         runtime: what the runtime did in each launch.
         spent: what the wall time was spent on.
@@ -56,7 +70,7 @@ class RunFacts:
     recorded: RecordedRun | Absent
     end: Mapping[str, Any] | Absent
     curves: Curves | Absent
-    evaluations: tuple[EvaluationRecord, ...] | Absent
+    evaluations: Evaluations | Absent
     events: tuple[ControlEvent, ...] | Absent
     runtime: RuntimeReport | Absent
     spent: Spent | Absent
@@ -87,7 +101,7 @@ def read_facts(folder: Path, path: str, most_points: int) -> RunFacts:
         recorded=_or_absent(lambda: read_recorded(folder)),
         end=end,
         curves=read_curves(folder, most_points),
-        evaluations=_read_evaluations(folder),
+        evaluations=_read_evaluations(folder, most_points),
         events=_or_absent(lambda: read_events(folder / CONTROL_LOG_NAME)),
         runtime=runtime,
         spent=spent_time(runtime, end),
@@ -150,13 +164,21 @@ def _describe_state(summary: RunSummary) -> str:
             return f"the run folder is damaged: {summary.fault}"
 
 
-def _read_evaluations(folder: Path) -> tuple[EvaluationRecord, ...] | Absent:
+def _read_evaluations(folder: Path, most: int) -> Evaluations | Absent:
     try:
         found = EvaluationLog(folder / EVALUATION_LOG).read()
-    except OSError as error:
-        return Absent(f"{EVALUATION_LOG} cannot be read ({error.strerror or error})")
+    except (OSError, ValueError) as error:
+        return Absent(f"{EVALUATION_LOG} cannot be read ({error})")
     # A later line replaces an earlier one of the same step.
     by_step = {each.step: each for each in found}
     if not by_step:
         return Absent("the run has not been evaluated yet, or had no images to be evaluated on")
-    return tuple(by_step[step] for step in sorted(by_step))
+    return _thinned([by_step[step] for step in sorted(by_step)], most)
+
+
+def _thinned(records: Sequence[EvaluationRecord], most: int) -> Evaluations:
+    """Return at most `most` + 2 of the evaluations, evenly spaced, always with the last and the best."""
+    best = max(range(len(records)), key=lambda index: (not math.isnan(records[index].top1), records[index].top1))
+    every = -(-len(records) // most)
+    kept = {*range(0, len(records), every), best, len(records) - 1}
+    return Evaluations(tuple(records[index] for index in sorted(kept)), every)

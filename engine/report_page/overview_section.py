@@ -7,6 +7,7 @@ import numpy as np
 
 from engine.report_page.absent import Absent
 from engine.report_page.curves import Curves
+from engine.report_page.facts import Evaluations
 from engine.report_page.layout import run_name, section
 from engine.report_page.markup import Html, join, paragraph, table, tag
 from engine.report_page.number_text import duration, number, percent
@@ -72,10 +73,9 @@ def _wall_time(runtime: RuntimeReport | Absent, curves: Curves) -> float:
     return curves.ended - curves.started if isinstance(runtime, Absent) else runtime.goodput.total
 
 
-def _best(
-    evaluations: tuple[EvaluationRecord, ...] | Absent,
-) -> tuple[EvaluationRecord | None, EvaluationRecord | None]:
+def _best(evaluations: Evaluations | Absent) -> tuple[EvaluationRecord | None, EvaluationRecord | None]:
+    """Return the evaluation with the best top-1 accuracy, and the last one."""
     if isinstance(evaluations, Absent):
         return None, None
-    ranked = [each for each in evaluations if not math.isnan(each.top1)]
-    return max(ranked, key=lambda each: each.top1, default=None), evaluations[-1]
+    ranked = [each for each in evaluations.records if not math.isnan(each.top1)]
+    return max(ranked, key=lambda each: each.top1, default=None), evaluations.records[-1]

@@ -17,7 +17,7 @@ from engine.runtime.record import LaunchRuntime
 from engine.settings import OnResume
 from preprocess.quantities import quantity
 
-_MOST_CLASSES, _MOST_EVENTS = 24, 200
+_MOST_CLASSES, _MOST_EVENTS, _MOST_LAUNCHES = 24, 200, 50
 _DEFAULT = "default"
 # Where a run is written and how it is started say nothing about what it computed.
 _OF_A_RUN = tuple(name for name, each in SETTINGS.items() if each.on_resume is not OnResume.PER_LAUNCH)
@@ -81,7 +81,7 @@ def _value(run: RecordedRun, name: str) -> str:
 
 def _earlier(subject: Subject, run: RecordedRun) -> Html:
     rows = []
-    for launch in run.earlier:
+    for launch in run.earlier[-_MOST_LAUNCHES:]:
         changed = "; ".join(f"{name} {describe_value(value)}" for name, value in launch["settings"].items())
         rows.append((f"up to step {launch['until_step']:,}", changed or "the same settings, on other devices"))
     return table(("launch", "what differed"), rows, caption=f"Earlier launches of {subject.letter}")
@@ -192,9 +192,11 @@ def _launches(subject: Subject) -> Html:
         recorded = subject.facts.recorded
         num = 1 if isinstance(recorded, Absent) else max(len(recorded.continued) + 1, 1)
         return paragraph(f"{quantity(num, 'launch')}, at times that are not known: {runtime.reason}.", class_="absent")
-    rows = [_launch(number, each) for number, each in enumerate(runtime.launches, 1)]
+    rows = [_launch(number, each) for number, each in enumerate(runtime.launches, 1)][-_MOST_LAUNCHES:]
     columns = ("launch", "started", "time", "steps", "state", "devices")
-    return table(columns, rows, caption="Launches")
+    more = len(runtime.launches) - len(rows)
+    note = paragraph(f"And {more:,} before.", class_="note") if more else None
+    return join(table(columns, rows, caption="Launches"), note)
 
 
 def _launch(number: int, launch: LaunchRuntime) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ def report_run(
     *,
     evaluate: bool = True,
     data: str | os.PathLike[str] | None = None,
+    split: str | None = None,
     model: TrainModel | None = None,
     loss: Loss | None = None,
     metrics: Mapping[str, Metric | PerExample] | None = None,
@@ -48,6 +49,7 @@ def report_run(
         path: the file to write.
         evaluate: whether to evaluate the weights, for confusions, the accuracy of each class and mistakes.
         data: where the data set of the runs is now; None is where each run found it.
+        split: the split to evaluate on; None is the one that each run was evaluated on.
         model, loss, metrics: your own, if the runs trained with them, as for `engine.evaluate`.
         overwrite: whether to replace an existing file.
         notify: called with one-line messages.
@@ -68,7 +70,7 @@ def report_run(
     for index, run in enumerate(given):
         with local_copy(run, storage_options, with_weights(None)) as folder:
             say = naming_in(notify, folder, run)
-            subjects.append(_read(index, len(given), folder, run, place, own if evaluate else None, say))
+            subjects.append(_read(index, len(given), folder, run, place, split, own if evaluate else None, say))
     write_whole(out, page(subjects).encode())
     return out
 
@@ -91,6 +93,7 @@ def _read(
     folder: Path,
     run: str,
     data: str | None,
+    split: str | None,
     own: OwnParts | None,
     notify: Callable[[str], None],
 ) -> Subject:
@@ -98,13 +101,13 @@ def _read(
     facts = read_facts(folder, run, max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // num_runs)))
     recorded = facts.recorded
     if isinstance(recorded, RecordedRun):
-        card: DataCard | Absent = read_data_card(recorded, data)
+        card: DataCard | Absent = read_data_card(recorded, data, split)
         weights: EvaluatedWeights | Absent
         if own is None:
             weights = Absent("the weights were not evaluated, as was requested (--no-evaluate)")
         else:
             num_pictures = max(_LEAST_PICTURES, min(_MOST_PICTURES, _PICTURES_OF_ALL // num_runs))
-            weights = evaluate_weights_of(folder, recorded, data, own, num_pictures, notify)
+            weights = evaluate_weights_of(folder, recorded, data, split, own, num_pictures, notify)
     else:
         card = weights = Absent("the settings of the run, which name its data and its model, cannot be read")
     return Subject(chr(ord("A") + index), index, facts, card, weights)

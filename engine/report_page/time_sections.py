@@ -11,6 +11,8 @@ from engine.report_page.spent import Spent
 from engine.report_page.subject import Subject
 from engine.runtime.record import LaunchRuntime
 
+_MOST_OPERATIONS = 50
+
 
 def goodput_section(subjects: Sequence[Subject]) -> Html:
     """Return how much of the wall time was spent on what, and what the newest launch waited for."""
@@ -37,7 +39,10 @@ def goodput_section(subjects: Sequence[Subject]) -> Html:
 def _of_launch(launch: LaunchRuntime) -> Html:
     """Return tables of what was slow in a launch; none of what was not."""
     stalls = [(f"{each.step:,}", brief(each.wait_s), each.stage, each.shard or "–") for each in launch.stalls]
-    slow = [(each.name, each.kind, each.shape, f"{each.count:,}", each.why) for each in launch.slow_operations]
+    slow = [
+        (each.name, each.kind, each.shape, f"{each.count:,}", each.why)
+        for each in launch.slow_operations[:_MOST_OPERATIONS]
+    ]
     peaks = {"process": launch.memory.host, "device": launch.memory.device, "program": launch.memory.program}
     memory = [(name, f"{size / 1e6:,.0f} MB") for name, size in peaks.items() if size is not None]
     stall_columns, slow_columns = ("step", "waited", "at fault", "file"), ("operation", "kind", "shape", "count", "why")

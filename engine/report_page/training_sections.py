@@ -92,7 +92,8 @@ def _own_line(subject: Subject, curves: Curves, values: Floats, letter: str) -> 
 
 def evaluation_section(subjects: Sequence[Subject]) -> Html:
     """Return the evaluations during the runs: accuracies, loss, and the user's metrics."""
-    shown = [(each, each.facts.evaluations) for each in subjects if not isinstance(each.facts.evaluations, Absent)]
+    logged = [(each, each.facts.evaluations) for each in subjects if not isinstance(each.facts.evaluations, Absent)]
+    shown = [(subject, evaluations.records) for subject, evaluations in logged]
     is_alone = len(subjects) == 1
     charts: list[Chart] = []
 
@@ -121,6 +122,8 @@ def evaluation_section(subjects: Sequence[Subject]) -> Html:
         if own := lines(lambda each, name=name: _metric(each, name)):  # type: ignore[misc]
             charts.append(Chart(name, own, from_zero=False))
     content = [tag("div", map(draw, charts), class_="row")] if charts else []
+    if (every := max((evaluations.every for _, evaluations in logged), default=1)) > 1:
+        content.append(paragraph(f"One in {every} evaluations is shown, beside the best and the last.", class_="note"))
     content += [_evaluation_table("" if is_alone else f" of {subject.letter}", records) for subject, records in shown]
     return section("evaluations", "Evaluations", *content, absences(subjects, lambda each: each.facts.evaluations))
 

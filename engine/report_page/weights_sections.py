@@ -77,7 +77,7 @@ def classes_section(subjects: Sequence[Subject]) -> Html:
             return _class_table(ordered, "Top-1 accuracy of each class, lowest first")
         worst = _class_table(ordered[:_SOME_CLASSES], f"The {_SOME_CLASSES} classes with the lowest top-1 accuracy")
         best = _class_table(ordered[: -_SOME_CLASSES - 1 : -1], f"The {_SOME_CLASSES} classes with the highest")
-        if len(ordered) > _MOST_CLASSES:
+        if len(ordered) * len(subjects) > _MOST_CLASSES:
             rest = paragraph(
                 f"The other {len(ordered) - 2 * _SOME_CLASSES:,} classes are left out: run-eval --per-class has them.",
                 class_="note",
