@@ -233,3 +233,16 @@ def test_on_several_devices_the_gradient_is_that_of_all_and_images_are_of_the_fi
     assert gradients == of_one
     assert gradients.startswith("[2, 4] 144 ")
     assert (images, images_of_one) == ("[2, 4] [4, 4]", "[2, 4] [8, 8]")
+
+
+def test_a_launch_that_stops_before_its_next_update_pushes_nothing_again():
+    seen = Seen()
+    with pytest.raises(ConnectionResetError):
+        train(
+            toy_config(steps=9, histogram_every_steps=2, log_images_every_steps=4),
+            model=Linear(),
+            batches=CountedBatches(raise_at=4),
+            sinks=[seen],
+        )
+    assert [each.step for each in seen.histograms] == [2, 4]
+    assert [each.step for each in seen.images] == [4]
