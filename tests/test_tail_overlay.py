@@ -142,6 +142,16 @@ def test_a_frame_never_outgrows_the_terminal(losses, width, height, glyphs):
     assert max(map(len, lines)) <= width
 
 
+def test_many_runs_leave_room_for_the_chart():
+    runs = [shown(f"run-{index}", [2.0, 1.0]) for index in range(20)]
+    lines = chart_text(overlay_lines(runs, 80, 24, UNICODE_GLYPHS, 150.0)).split("\n")
+    assert len(lines) == 24
+    assert lines[-1] == "and 6 more"
+    assert [line[0] for line in lines[-15:-1]] == list("ABCDEFGHIJKLMN")
+    few = chart_text(overlay_lines(runs[:3], 80, 4, UNICODE_GLYPHS, 150.0)).split("\n")
+    assert few[-1] == "and 2 more"
+
+
 # --- lines
 
 

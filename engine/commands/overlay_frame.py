@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from engine.commands.loss_chart import Glyphs, Span
 
-_LEAST_CHART_HEIGHT = 6
+_LEAST_CHART_HEIGHT = 8
 _LEAST_NAME_WIDTH = 12
 
 
@@ -106,9 +106,10 @@ def overlay_lines(runs: Sequence[Shown], width: int, height: int, glyphs: "Glyph
     title = [Span(f"smoothed loss of {quantity(len(runs), 'run')}"[:width], "axis")]
     legend = [[Span(line[:1], ink_of(index)), Span(line[1:], "axis")] for index, line in
               enumerate(legend_lines(runs, width, now_s))]  # fmt: skip
-    # If there is not enough height, the chart goes first, then the last runs of the legend.
-    if len(legend) > height:
-        legend = [*legend[: height - 1], [Span(f"and {len(legend) - height + 1} more"[:width], "axis")]]
+    # Many runs must leave room for the chart.
+    most = max(height - _LEAST_CHART_HEIGHT - 1, height // 2, 1)
+    if len(legend) > most:
+        legend = [*legend[: most - 1], [Span(f"and {len(legend) - most + 1} more"[:width], "axis")]]
     chart_height = height - len(legend)
     if chart_height <= _LEAST_CHART_HEIGHT:
         title = []
