@@ -32,8 +32,8 @@ napoleon_use_ivar = True
 # Types of other projects, whose inventories would have to be fetched, and type aliases of Feedloop, which are not
 # documented separately. Every other name in a signature or docstring must be on a page.
 _ALIASES = (
-    "Apply|BatchFunction|BatchStats|Channels|EvaluationArrays|Labels|Loss|OwnAugmentation|OwnOptimizer|Padding|Pair|"
-    "Params|PerExample|Pixels|RecordFunction|Schedule"
+    "Apply|BatchFunction|BatchStats|Channels|EvaluationArrays|Labels|LaunchState|Loss|OwnAugmentation|OwnOptimizer|"
+    "Padding|Pair|Params|PerExample|Pixels|RecordFunction|Schedule"
 )
 nitpick_ignore_regex = [
     ("py:class", r"(collections\.abc|jax|numpy|os|pathlib|tensorstore|PIL)\..*"),
