@@ -179,11 +179,12 @@ class _Program:
         )
         with jax.named_scope(PUSH):
             numbers = jnp.stack([outcome.loss, outcome.learning_rate, *metrics.values()]).astype(jnp.float32)
+            num_updates = chunk.num_updates + outcome.due.astype(jnp.int32)
             # If no update was due, the next one overwrites these numbers, or they are never emitted.
             numbers = lax.dynamic_update_index_in_dim(chunk.numbers, numbers, chunk.num_updates, axis=0)
         return _ChunkCarry(
             state=state,
-            num_updates=chunk.num_updates + outcome.due.astype(jnp.int32),
+            num_updates=num_updates,
             numbers=numbers,
             gives_up=outcome.gives_up,
             observed=Observed(
