@@ -152,11 +152,12 @@ def test_a_resumed_run_is_profiled_from_where_it_resumes(slow_run, tmp_path):
     assert traced.first >= 2
     assert 1 <= traced.count <= 6
     assert any(f"{traced.count} steps from {traced.first + 4} on" in note for note in profile.notes)
-    # By the clock of the trace they took as long as by that of the host, whose times have milliseconds.
+    # By the clock of the trace they took as long as by that of the host. On a busy machine the trace may begin one step
+    # before the batch that is counted as its first.
     times = {line["step"]: line["time"] for line in map(json.loads, (folder / "loss.jsonl").read_text().splitlines())}
     before = traced.first + 4
     on_host_s = times[before + traced.count] - times[before]
-    assert traced.mean_s * traced.count == pytest.approx(on_host_s, rel=0.05, abs=0.01)
+    assert traced.mean_s * traced.count == pytest.approx(on_host_s, rel=0.05, abs=1.5 * SLEEP_S)
 
 
 def test_a_sink_that_cannot_take_the_profile_fails_as_with_a_record():
@@ -170,7 +171,7 @@ def test_a_trace_that_cannot_be_made_is_reported_and_the_run_goes_on(monkeypatch
 
     monkeypatch.setattr("engine.profile.capture._start", refuse)
     said: list[str] = []
-    result = profiled(steps=4, notify=said.append)
+    result = profiled(steps=4, batches=slow_batch, notify=said.append)
     assert result.steps_done == 4
     assert result.profile.row("train", "step").calls == 4
     assert result.profile.traced == ()
@@ -184,7 +185,7 @@ def test_a_trace_that_cannot_be_read_is_reported(monkeypatch):
 
     monkeypatch.setattr("engine.profile.profiler.read_spans", fail)
     said: list[str] = []
-    assert profiled(steps=4, notify=said.append).profile.traced == ()
+    assert profiled(steps=8, batches=slow_batch, notify=said.append).profile.traced == ()
     assert any("the trace could not be read (KeyError" in line for line in said)
 
 
