@@ -145,7 +145,7 @@ def test_a_logger_that_fails_ends_alone_with_one_warning(at, error, named):
     result, warnings = run(LoggerSink("a logger", open_log))
     assert (result.stopped_by, result.steps_done) == ("steps", STEPS)
     (warning,) = warnings
-    assert re.fullmatch(f"warning: a logger: {named}.*: nothing more is logged there, and the run continues", warning)
+    assert re.fullmatch(f"warning: a logger: {named}.*: nothing more is logged there; the run is not affected", warning)
     assert at == "open" or log.num_closed == 1 + (at == "close")
 
 
@@ -156,7 +156,7 @@ def test_a_logger_that_hangs_is_left_behind_with_one_warning(at):
         result, warnings = run(LoggerSink("a logger", lambda _: log, call_timeout_s=0.3))
         assert (result.stopped_by, result.steps_done) == ("steps", STEPS)
         assert warnings == [
-            "warning: a logger: it did not answer within 0.3 s: nothing more is logged there, and the run continues"
+            "warning: a logger: it did not answer within 0.3 s: nothing more is logged there; the run is not affected"
         ]
     finally:
         log.released.set()

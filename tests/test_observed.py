@@ -181,7 +181,11 @@ def test_at_most_sixteen_images_and_no_classes_of_labels_that_are_none():
 
 @pytest.mark.parametrize(
     "how",
-    [{"transport": "callback"}, {"transport": "cuda", "chunk_batches": 3}, {"chunk_batches": 3, "accumulate_steps": 2}],
+    [
+        pytest.param({"transport": "callback"}, marks=pytest.mark.integration),
+        {"transport": "cuda", "chunk_batches": 3},
+        {"chunk_batches": 3, "accumulate_steps": 2},
+    ],
     ids=["callback", "cuda", "accumulated"],
 )
 def test_transports_and_chunks_push_the_same(how, observed, cards):

@@ -60,7 +60,8 @@ class LoggerSink:
 
     def _prepare(self) -> None:
         self._records: queue.SimpleQueue[Logged | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"logger-{self._name}", daemon=True)
+        work = partial(self._work, self._records)
+        self._thread = threading.Thread(target=work, name=f"logger-{self._name}", daemon=True)
         self._is_off = self._has_left_out = False
         self._called_at: float | None = None
 
@@ -139,28 +140,29 @@ class LoggerSink:
             while True:
                 self._records.get_nowait()
         self._records.put(None)
-        self._warn(f"{reason}: nothing more is logged there, and the run continues")
+        self._warn(f"{reason}: nothing more is logged there; the run is not affected")
 
     def _warn(self, text: str) -> None:
         # The output may be closed; the run ends for its own reasons then.
         with suppress(Exception):
             self._run.notify(f"warning: {self._name}: {text}")
 
-    def _work(self) -> None:
+    def _work(self, records: "queue.SimpleQueue[Logged | None]") -> None:
         log: ExperimentLog | None = None
         try:
             log, last_step = self._call(partial(self._open_log, self._run)), self._run.step
-            while (record := self._records.get()) is not None:
+            while (record := records.get()) is not None:
                 if isinstance(record, LossRecord):
                     last_step = record.step
                 self._call(partial(log_record, log, record, last_step, self._run.classes))
-                if self._records.empty():
+                if records.empty():
                     self._call(log.flush)
                     time.sleep(_REST_S)
             self._call(log.close)
         except BaseException as error:  # noqa: BLE001 - whatever it was, only the logger ends
             reason = " ".join(str(error).split())
-            self._end(f"{type(error).__name__}{f': {reason}' if reason else ''}")
+            if records is self._records:  # else the sink logs another run by now
+                self._end(f"{type(error).__name__}{f': {reason}' if reason else ''}")
             if log is not None:
                 with suppress(BaseException):
                     log.close()
