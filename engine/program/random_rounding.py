@@ -5,7 +5,6 @@ arithmetic: Parker, Pierce and Eggert, 2000, "Monte Carlo arithmetic: how to gam
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -39,8 +38,8 @@ class RandomRounding:
     """Changes the results of operations at random, by about their rounding errors.
 
     An elementary operation is changed by up to its unit roundoff twice. A sum of n terms is also changed by √n times
-    the unit, relative to its typical size, because n roundings in another order add up like a random walk (Higham and
-    Mary, 2019, "A new approach to probabilistic rounding error analysis").
+    the unit of the sum, relative to its typical size, because n roundings in another order add up like a random walk
+    (Higham and Mary, 2019, "A new approach to probabilistic rounding error analysis").
 
     Args:
         seed: another seed gives other changes.
@@ -61,15 +60,17 @@ class RandomRounding:
         return _disturb(value, np.uint32(self._number & 0xFFFFFFFF), np.float32(spread if spread > 1 else 0))
 
 
-@partial(jax.jit, donate_argnums=())
+@jax.jit
 def _disturb(value: jax.Array, seed: jax.Array, spread: jax.Array) -> jax.Array:
-    """Change a float array by its unit roundoff, and `spread` (float32 []) units of its root mean square."""
+    """Change a float array by its unit roundoff, and `spread` (float32 []) units of sums of its root mean square."""
     unit = float(jnp.finfo(value.dtype).eps)
+    # XLA adds bfloat16 and float16 numbers in float32, and rounds the sum once.
+    unit_of_sums = min(unit, float(jnp.finfo(jnp.float32).eps))
     wide = value.astype(jnp.float32)
     typical = jnp.sqrt(jnp.mean(jnp.square(wide)))
     numbers = jnp.arange(value.size, dtype=jnp.uint32).reshape(value.shape)
-    size = jnp.abs(wide) + spread * typical
-    disturbed = (wide + unit * size * _noise(numbers, seed)).astype(value.dtype)
+    size = unit * jnp.abs(wide) + unit_of_sums * spread * typical
+    disturbed = (wide + size * _noise(numbers, seed)).astype(value.dtype)
     return jnp.where(jnp.isfinite(value), disturbed, value)
 
 
