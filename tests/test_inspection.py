@@ -251,6 +251,18 @@ def test_convolutions_and_products_of_known_networks(name, number):
         assert not any(each.is_lax for each in work.convolutions)
 
 
+def test_a_convolution_in_a_scan_counts_as_often_as_it_is_made():
+    def forward(x, kernels):
+        with jax.named_scope("train"), jax.named_scope("forward"):
+            return jax.lax.scan(lambda x, kernel: (convolution(x, kernel), None), x, kernels)[0]
+
+    jaxpr = jax.make_jaxpr(forward)(jnp.zeros((2, 8, 8, 4)), jnp.zeros((5, 3, 3, 4, 4)))
+    work = trace_work(jaxpr, "cpu")
+    assert [each.times for each in work.convolutions] == [5]
+    assert work.num_convolutions == 5
+    assert work.convolution_products == work.forward_products == 5 * 2 * 8 * 8 * 9 * 4 * 4
+
+
 def test_a_lax_convolution_of_another_layout_is_described_in_the_usual_one():
     def forward(x, kernel):
         with jax.named_scope("train"), jax.named_scope("forward"):

@@ -93,9 +93,9 @@ def _work(report: ProgramReport) -> Iterator[tuple[tuple[str, str], Any]]:
 
 def _convolutions(report: ProgramReport) -> Iterator[tuple[tuple[str, str], Any]]:
     found = report.traced.convolutions
-    yield ("convolutions", "number"), len(found)
+    yield ("convolutions", "number"), report.traced.num_convolutions
     yield ("convolutions", "products of an image"), report.forward_products
-    for form, count in _counts(each.form for each in found).items():
+    for form, count in _counts(each.form for each in found for _ in range(each.times)).items():
         yield ("convolutions", f"forward: {form}"), count
 
 

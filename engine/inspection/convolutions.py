@@ -6,7 +6,7 @@ which one branch is `lax`'s own convolution: that one says what is computed, and
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -42,6 +42,7 @@ class Convolution:
         products: multiply-accumulates for the whole batch, those with padding included, as papers count them.
         forms: the form of each part on the platform, and why; empty for `lax`'s own.
         num_products: products and convolutions of which the platform's form of the forward pass consists.
+        times: how often a forward pass makes it: more than once inside `lax.scan`.
     """
 
     scope: str
@@ -56,6 +57,7 @@ class Convolution:
     products: int
     forms: tuple[ChosenForm, ...]
     num_products: int
+    times: int = 1
 
     @property
     def is_lax(self) -> bool:
@@ -84,7 +86,12 @@ class TracedWork:
     @property
     def convolution_products(self) -> int:
         """The multiply-accumulates of the convolutions among them."""
-        return sum(each.products for each in self.convolutions)
+        return sum(each.times * each.products for each in self.convolutions)
+
+    @property
+    def num_convolutions(self) -> int:
+        """The number of convolutions of a forward pass."""
+        return sum(each.times for each in self.convolutions)
 
 
 def trace_work(jaxpr: Any, platform: str) -> TracedWork:
@@ -98,10 +105,10 @@ def trace_work(jaxpr: Any, platform: str) -> TracedWork:
     products = 0
     for equation, scope, times in _forward_products(jaxpr, "", 1):
         if equation.primitive.name == "cond":
-            found.append(_own_convolution(equation, scope, platform))
+            found.append(replace(_own_convolution(equation, scope, platform), times=times))
             products += times * found[-1].products
         elif equation.primitive is jax.lax.conv_general_dilated_p:
-            found.append(_lax_convolution(equation, scope))
+            found.append(replace(_lax_convolution(equation, scope), times=times))
             products += times * found[-1].products
         else:
             products += times * _dot_products(equation)

@@ -78,7 +78,8 @@ def _convolution_lines(report: ProgramReport, most: int) -> Iterator[str]:
     of_convolutions = report.traced.convolution_products / report.batch
     share = of_convolutions / products if products else 0.0
     yield from _wrapped(
-        f"{quantity(len(convolutions), 'convolution')}: {of_convolutions / 1e6:,.1f} of {products / 1e6:,.1f} million "
+        f"{quantity(report.traced.num_convolutions, 'convolution')}: "
+        f"{of_convolutions / 1e6:,.1f} of {products / 1e6:,.1f} million "
         f"multiply-accumulates of an image ({share:.1%})",
         "  ",
     )
@@ -89,7 +90,7 @@ def _convolution_lines(report: ProgramReport, most: int) -> Iterator[str]:
         return
     yield f"  {report.convolution_share:.1%} of the operations of a training batch, forward and backward"
     yield f"  {'convolution':<24}{'kernel':>7}{'channels':>12}{'px':>8}{'million':>8}  forward"
-    largest = sorted(convolutions, key=lambda each: -each.products)[:most]
+    largest = sorted(convolutions, key=lambda each: -each.times * each.products)[:most]
     for each in largest:
         yield _convolution_line(each, report.batch)
     if len(convolutions) > most:
@@ -101,10 +102,10 @@ def _convolution_line(each: Convolution, batch: int) -> str:
     size = "×".join(map(str, each.kernel_shape[:-2]))
     stride = "" if set(each.strides) == {1} else f"/{each.strides[0]}"
     channels = f"{each.x_shape[-1]}→{each.y_shape[-1]}" + (f" ÷{each.groups}" if each.groups > 1 else "")
-    name = each.scope or short_source(each.source)
+    name = (f"{each.times} × " if each.times > 1 else "") + (each.scope or short_source(each.source))
     return (
         f"  {_shortened(name, 23):<24}{size + stride:>7}{channels:>12}{'×'.join(map(str, each.x_shape[1:-1])):>8}"
-        f"{each.products / batch / 1e6:>8,.1f}  {each.form.partition(',')[0]}"
+        f"{each.times * each.products / batch / 1e6:>8,.1f}  {each.form.partition(',')[0]}"
     )
 
 
@@ -115,10 +116,10 @@ def _form_lines(convolutions: Sequence[Convolution]) -> Iterator[str]:
         for each in convolutions:
             if each.forms:
                 key = each.forms[number].form, each.forms[number].reason
-                counts[key] = counts.get(key, 0) + 1
+                counts[key] = counts.get(key, 0) + each.times
         for (form, reason), count in sorted(counts.items(), key=lambda item: -item[1]):
             yield from _wrapped(f"  {part}: {count} × {form}: {reason}", "    ")
-    if count := sum(1 for each in convolutions if each.is_lax):
+    if count := sum(each.times for each in convolutions if each.is_lax):
         yield f"  {count} × jax.lax.conv_general_dilated, called by the model itself"
 
 
