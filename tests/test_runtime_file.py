@@ -2,22 +2,27 @@
 
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from engine.durations import Times
 from engine.records.run_folder import RUNTIME
 from engine.runtime.record import (
+    Compilations,
     Goodput,
     LaunchRuntime,
     MemoryPeaks,
     ProgramTimes,
     Pulls,
+    Pushes,
+    ReaderTimes,
     Ring,
     RingSample,
     RunGoodput,
     RuntimeReport,
     SlowOperation,
+    SnapshotTimes,
     Stall,
     Verdict,
 )
@@ -87,3 +92,10 @@ def test_damaged_content_is_refused(tmp_path, content):
 def test_the_parts_of_goodput_add_up():
     assert LAUNCH.goodput.total == LAUNCH.wall_s == 20.5
     assert set(RunGoodput().seconds()) == {each.name for each in fields(RunGoodput)} - {"lost_steps", "gaps"}
+
+
+def test_the_reference_has_every_key():
+    page = (Path(__file__).parents[1] / "docs/reference/run-folder.md").read_text(encoding="utf-8")
+    parts = (LaunchRuntime, RunGoodput, Pulls, Pushes, Ring, Stall, ReaderTimes, SnapshotTimes, MemoryPeaks, Times,
+             Compilations, ProgramTimes, SlowOperation, Verdict)  # fmt: skip
+    assert [each.name for part in parts for each in fields(part) if f"`{each.name}`" not in page] == []

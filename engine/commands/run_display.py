@@ -90,8 +90,8 @@ def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *,
         lines.append(f"skipped: {quantity(result.num_skipped, 'update')} with NaN or infinite gradients")
     lines.append(f"run folder: {result.run_dir}")
     verdict = result.runtime.verdict
-    # Of a run of a few steps there is nothing to say.
-    if verdict is not None and verdict.bound_by != "unknown":
+    # Of a run of a few steps there is nothing to say, and the report has it, too.
+    if verdict is not None and verdict.bound_by != "unknown" and not runtime_report:
         lines.append(f"verdict: {verdict.line}")
     if not result.is_complete and result.snapshot_step is not None:
         lines.append(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume{_processes()}")

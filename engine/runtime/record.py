@@ -57,7 +57,7 @@ class Pulls:
         count: number of training batches.
         bytes: bytes of their pixels and labels, as they were passed to the program.
         waits: how long the loop waited, for each step (of several pulls if `accumulate_steps` is larger than 1).
-        copy_s: seconds that the loop waited while batches were copied to the program's memory.
+        copy_s: seconds that the loop waited while batches of at least 4 KiB were copied to the program's memory.
         wait_s_by_stage: the waiting by the stage of reading that was at fault ("source", "open", "read", "check",
             "copy").
         evaluation_count: number of evaluation batches.

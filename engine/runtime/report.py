@@ -80,10 +80,9 @@ def _times(launch: LaunchRuntime) -> Iterator[str]:
             yield _row(name, times)
     pulls, pushes = launch.pulls, launch.pushes
     evaluated = f", {pulls.evaluation_count:,} for evaluations" if pulls.evaluation_count else ""
-    yield (
-        f"pulled: {pulls.count:,} batches, {_size(pulls.bytes)}, copied in {_seconds(pulls.copy_s)}{evaluated}; "
-        f"pushed: {_size(pushes.bytes)}"
-    )
+    # Copies of small batches are not timed.
+    copied = f", copied in {_seconds(pulls.copy_s)}" if pulls.copy_s else ""
+    yield f"pulled: {pulls.count:,} batches, {_size(pulls.bytes)}{copied}{evaluated}; pushed: {_size(pushes.bytes)}"
     if pushes.blocked_s:
         yield f"  blocked for {_seconds(pushes.blocked_s)}, longest by {pushes.blocked_by}"
     snapshots = launch.snapshots
