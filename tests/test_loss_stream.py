@@ -12,7 +12,7 @@ import pytest
 
 from engine.control.board import ControlBoard
 from engine.crossing.pushed import PushedEvaluation, PushedLosses, PushedSnapshot
-from engine.stream import loss_stream
+from engine.stream import lane, loss_stream
 from engine.stream.loss_stream import LossStream
 from engine.stream.sinks import EvaluationProgress
 
@@ -125,7 +125,7 @@ def test_the_progress_of_an_evaluation_reaches_displaying_sinks_in_order():
 
 
 def test_a_hanging_sink_delays_no_evaluation_of_others(monkeypatch):
-    monkeypatch.setattr(loss_stream, "_MOST_QUEUED", 100)
+    monkeypatch.setattr(lane, "MOST_QUEUED", 100)
     taken, goes_on = threading.Event(), threading.Event()
 
     class Hanging(RecordingSink):
@@ -286,7 +286,7 @@ def test_a_stream_without_sinks_keeps_the_losses():
 
 
 def test_a_slow_sink_slows_the_program(monkeypatch):
-    monkeypatch.setattr(loss_stream, "_MOST_QUEUED", 4)
+    monkeypatch.setattr(lane, "MOST_QUEUED", 4)
     gate = threading.Event()
     sink = RecordingSink(gate=gate)
     stream = make_stream()
@@ -346,7 +346,7 @@ def test_no_snapshot_waits_in_memory_behind_a_sink_that_is_held():
 
 
 def test_a_sink_that_accepts_nothing_within_the_limit_is_an_error_and_dropped(monkeypatch):
-    monkeypatch.setattr(loss_stream, "_MOST_QUEUED", 2)
+    monkeypatch.setattr(lane, "MOST_QUEUED", 2)
     monkeypatch.setattr(loss_stream, "_PUSH_TIMEOUT_S", 0.05)
     gate = threading.Event()
     hanging, healthy = RecordingSink(gate=gate), RecordingSink()
@@ -372,7 +372,7 @@ def test_a_sink_that_accepts_nothing_within_the_limit_is_an_error_and_dropped(mo
 
 
 def test_a_stop_ends_the_wait_for_room_and_loses_nothing(monkeypatch):
-    monkeypatch.setattr(loss_stream, "_MOST_QUEUED", 2)
+    monkeypatch.setattr(lane, "MOST_QUEUED", 2)
     gate = threading.Event()
     sink = RecordingSink(gate=gate)
     board = ControlBoard()
@@ -401,7 +401,7 @@ def test_a_stop_ends_the_wait_for_room_and_loses_nothing(monkeypatch):
 
 
 def test_closing_ends_the_wait_for_room(monkeypatch):
-    monkeypatch.setattr(loss_stream, "_MOST_QUEUED", 0)
+    monkeypatch.setattr(lane, "MOST_QUEUED", 0)
     gate = threading.Event()
     sink = RecordingSink(gate=gate)
     stream = make_stream()

@@ -24,7 +24,7 @@ from engine.records.stored.state import Part
 from engine.run.launch_meter import LaunchMeter
 from engine.runtime.record import Goodput
 from engine.runtime.runtime_file import encode_runtime, read_runtime
-from engine.stream import loss_stream as loss_stream_module
+from engine.stream import lane
 from engine.stream.sinks import PlainSink
 from preprocess.read_meter import CHECK, ReadMeter
 from preprocess.shards import mapped_shards
@@ -207,7 +207,7 @@ def test_a_throttled_reader_is_named(packed, monkeypatch, owner, name, noun, sta
 
 
 def test_a_blocked_terminal_is_named(monkeypatch):
-    monkeypatch.setattr(loss_stream_module, "_MOST_QUEUED", 1)
+    monkeypatch.setattr(lane, "MOST_QUEUED", 1)
 
     class SlowTerminal(io.StringIO):
         def write(self, text):

@@ -5,7 +5,6 @@ queue and thread, so that a blocked terminal does not delay the file.
 """
 
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,41 +24,25 @@ from engine.crossing.pushed import (
 )
 from engine.durations import Durations
 from engine.profile.table import Profile
+from engine.stream.lane import Lane, Record
 from engine.stream.sinks import (
     EvaluationProgress,
     EvaluationRecord,
     LossRecord,
-    ShowsProgress,
     Sink,
-    TakesHistograms,
-    TakesImages,
-    TakesProfile,
-    TakesSnapshots,
 )
 from engine.stream.spooled_losses import SpooledLosses
 
-# A sink this far behind (a terminal paused by Ctrl-S, a dead network disk) first slows the run, then stops it.
-_MOST_QUEUED = 65_536
 # Progress of an evaluation is sent only to a sink that is at most this far behind.
 _FEW_QUEUED = 16
-# Histograms and images are sent only to a sink that is at most this far behind, so that they never fill the memory.
-_MOST_BEFORE_LARGE = 64
 _PUSH_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
 # After a stop request, the longest wait for sinks that accept nothing at all.
 _STOP_PATIENCE_S = 3.0
 # A shorter wait for the sinks at the end counts as none.
 _LEAST_END_S = 0.1
-# How long a sink's thread sleeps when it has caught up. Waking up for every record would cost a fast program more than
-# its step, because the threads contend for the GIL.
-_REST_S = 0.002
 # How soon a wait notices a stop or room in a queue. The queue is so long that a slow sink never runs out of records.
 _LOOK_EVERY_S = 0.05
-
-
-type _Record = (
-    LossRecord | EvaluationRecord | EvaluationProgress | PushedSnapshot | PushedHistograms | PushedImages | Profile
-)
 
 
 class LossStream:
@@ -98,7 +81,7 @@ class LossStream:
         board: ControlBoard,
         on_nonfinite: Callable[[int], None] | None = None,
     ) -> None:
-        self._lanes: list[_Lane] = []
+        self._lanes: list[Lane] = []
         self._batch, self._wait_of, self._board = batch, wait_of, board
         self._last_step = step
         self.num_evaluation_pulls = 0
@@ -142,7 +125,7 @@ class LossStream:
                 opened.append(sink)
             self._last_time = time.time()
             for sink in opened:
-                lane = _Lane(sink, self._keep)
+                lane = Lane(sink, self._keep)
                 lane.thread.start()
                 self._lanes.append(lane)
         except BaseException:
@@ -227,7 +210,7 @@ class LossStream:
         """Return the names of the sinks whose threads have not ended."""
         return [lane.name for lane in self._lanes if lane.thread.is_alive()]
 
-    def _wait_for_ends(self, deadline: float) -> "list[_Lane]":
+    def _wait_for_ends(self, deadline: float) -> list[Lane]:
         """Wait for the sinks' threads to end; return the lanes (one per sink) whose threads did not end in time."""
         taken, patient_until = -1, math.inf
         while working := [lane for lane in self._lanes if lane.thread.is_alive() and not lane.is_given_up]:
@@ -242,7 +225,7 @@ class LossStream:
             working[0].thread.join(min(_LOOK_EVERY_S, ends - now))
         return []
 
-    def _wait_for_room(self, lane: "_Lane") -> None:
+    def _wait_for_room(self, lane: Lane) -> None:
         deadline = time.monotonic() + _PUSH_TIMEOUT_S
         while lane.is_behind() and not self._board.is_stop_requested():
             if time.monotonic() >= deadline:
@@ -250,13 +233,13 @@ class LossStream:
                 self._keep(
                     TimeoutError(
                         f"a sink must accept a loss within {_PUSH_TIMEOUT_S:g} s, but {lane.name} did not, and "
-                        f"{_MOST_QUEUED} records are queued: check the terminal or the disk that it writes to"
+                        f"{lane.most_queued} records are queued: check the terminal or the disk that it writes to"
                     )
                 )
                 return
             time.sleep(_LOOK_EVERY_S)
 
-    def _records(self, pushed: Pushed) -> Sequence[_Record]:
+    def _records(self, pushed: Pushed) -> Sequence[Record]:
         if isinstance(pushed, PushedSnapshot | PushedHistograms | PushedImages):
             return [pushed]
         if isinstance(pushed, PushedEvaluation):
@@ -315,97 +298,3 @@ class LossStream:
             if self.failure is None:
                 self.failure = error
         self._board.request_stop("a sink of the loss stream failed")
-
-
-class _Lane:
-    """A sink, its queue of records, and the thread that passes them to the sink.
-
-    Args:
-        sink: the sink, open.
-        keep: called with the sink's exception.
-
-    Attributes:
-        records: the queue, with None at the end; unbounded, because the program's last records must have room.
-        num_taken: number of records that the sink has accepted.
-        shows_progress: whether the sink shows the progress of evaluations.
-        is_left_out: whether it gets no more records.
-        is_given_up: whether `close` does not wait for it.
-    """
-
-    def __init__(self, sink: Sink, keep: Callable[[BaseException], None]) -> None:
-        self._sink, self._keep = sink, keep
-        self.name = type(sink).__name__
-        self.shows_progress = isinstance(sink, ShowsProgress)
-        self.records: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
-        self.num_taken = 0
-        self.is_left_out = self.is_given_up = False
-        self._has_snapshot = threading.Event()
-        self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
-
-    def accepts(self, record: _Record) -> bool:
-        """Return whether to queue a record; snapshots are queued one at a time, and only for sinks that take them.
-
-        A sink that lags behind misses histograms and images, which are large.
-        """
-        if isinstance(record, PushedHistograms | PushedImages):
-            wanted = TakesHistograms if isinstance(record, PushedHistograms) else TakesImages
-            return isinstance(self._sink, wanted) and self.records.qsize() <= _MOST_BEFORE_LARGE
-        if not isinstance(record, PushedSnapshot):
-            return True
-        if not isinstance(self._sink, TakesSnapshots):
-            return False
-        if self._has_snapshot.is_set():
-            self._sink.leave_out(record)
-            return False
-        self._has_snapshot.set()
-        return True
-
-    def is_behind(self) -> bool:
-        """Return whether the queue exceeds its limit and the sink still receives records."""
-        return not self.is_left_out and self.records.qsize() > _MOST_QUEUED
-
-    def give_up(self) -> None:
-        """Abandon the sink; if it ever continues, it gets the queued records and is closed."""
-        self.is_left_out = self.is_given_up = True
-        self.records.put(None)
-
-    def _write(self, record: _Record) -> None:
-        if isinstance(record, EvaluationRecord):
-            self._sink.write_evaluation(record)
-        elif isinstance(record, LossRecord):
-            self._sink.write(record)
-        elif not isinstance(record, PushedSnapshot):
-            self._write_optional(record)
-        elif isinstance(self._sink, TakesSnapshots):
-            # Queued with the losses, after those that a run resumed from this snapshot needs.
-            self._sink.write_snapshot(record)
-            self._has_snapshot.clear()
-
-    def _write_optional(self, record: EvaluationProgress | PushedHistograms | PushedImages | Profile) -> None:
-        sink = self._sink
-        if isinstance(record, EvaluationProgress):
-            if isinstance(sink, ShowsProgress):
-                sink.write_progress(record)
-        elif isinstance(record, PushedHistograms):
-            if isinstance(sink, TakesHistograms):
-                sink.write_histograms(record)
-        elif isinstance(record, PushedImages):
-            if isinstance(sink, TakesImages):
-                sink.write_images(record)
-        elif isinstance(sink, TakesProfile):
-            sink.write_profile(record)
-
-    def _work(self) -> None:
-        try:
-            while (record := self.records.get()) is not None:
-                self._write(record)
-                self.num_taken += 1
-                if self.records.empty():
-                    time.sleep(_REST_S)
-        except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks continue, whatever it was
-            self.is_left_out = True
-            self._keep(error)
-        try:
-            self._sink.close()
-        except BaseException as error:  # noqa: BLE001 - raised on the caller's thread, once the other sinks are closed
-            self._keep(error)
