@@ -2,6 +2,7 @@
 
 import csv
 import json
+import threading
 import time
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 from engine.config import TrainConfig
 from engine.feed.batches import SyntheticBatches
 from engine.profile.formats import to_csv
+from engine.profile.profiler import Profiler
 from engine.run.data import RunData
+from engine.run.profiling import Profiling
 from engine.run.resolve import warn_of_settings
 from engine.run.train import train
 from engine.scopes import ACTIONS
@@ -163,6 +166,39 @@ def test_a_resumed_run_is_profiled_from_where_it_resumes(slow_run, tmp_path):
 def test_a_sink_that_cannot_take_the_profile_fails_as_with_a_record():
     with pytest.raises(OSError, match="the profile's disk is full"):
         profiled(steps=3, sinks=[ProfileSink(is_broken=True)])
+
+
+def test_the_sinks_that_take_no_profile_are_closed_while_it_is_collected(monkeypatch):
+    class PlainSink:
+        def __init__(self):
+            self.num_losses, self.closed = 0, threading.Event()
+
+        def open(self):
+            pass
+
+        def write(self, record):
+            self.num_losses += 1
+
+        def write_evaluation(self, record):
+            pass
+
+        def close(self):
+            self.closed.set()
+
+    plain, taking, seen = PlainSink(), ProfileSink(), []
+    finish = Profiler.finish
+
+    def finish_after_the_losses(profiler, *args):
+        seen.append((plain.closed.wait(20), plain.num_losses, profiling[0].is_collecting))
+        return finish(profiler, *args)
+
+    profiling, report = [], Profiling.report
+    monkeypatch.setattr(Profiling, "report", lambda self, *args: (profiling.append(self), report(self, *args)))
+    monkeypatch.setattr(Profiler, "finish", finish_after_the_losses)
+    result = profiled(steps=3, sinks=[plain, taking])
+    assert seen == [(True, 3, True)]
+    assert not profiling[0].is_collecting
+    assert taking.found == [(3, result.profile)]
 
 
 def test_a_trace_that_cannot_be_made_is_reported_and_the_run_goes_on(monkeypatch):

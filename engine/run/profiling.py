@@ -26,10 +26,12 @@ class Profiling:
     Attributes:
         profiler: observes the calls to the host, None if nothing is measured.
         profile: the profile, None without one or before the end.
+        is_collecting: whether the run waits until the trace is collected and the profile computed; read by any thread.
     """
 
     def __init__(self, config: TrainConfig, data: RunData, host: HostSide, start: StartingPoint) -> None:
         self.profile: Profile | None = None
+        self.is_collecting = False
         self._warn = host.notices.say
         is_on = config.profile and this_process().index == 0 and not host.is_elsewhere
         self.profiler = Profiler(_course(config, data, host, start), self._warn) if is_on else None
@@ -51,7 +53,9 @@ class Profiling:
         self._has_ended = True
 
     def report(self, compiled: Compiled, fit_s: float, stream: LossStream) -> None:
-        """Compute the profile and pass it to the sinks; do nothing if the loop failed.
+        """Compute the profile and pass it to the sinks that take one, while the others close.
+
+        Does nothing if the loop failed.
 
         Args:
             compiled: the program.
@@ -60,12 +64,17 @@ class Profiling:
         """
         if self.profiler is None or not self._has_ended:
             return
+        # The trace may take long to collect, and the files of the losses must not wait for it.
+        stream.end_sinks_without_profile()
         num_images = stream.evaluations[0].num_images if stream.evaluations else None
+        self.is_collecting = True
         try:
             self.profile = self.profiler.finish(compiled.call.as_text() or "", fit_s, num_images)
         except Exception as error:  # noqa: BLE001 - a profile never stops a run
             self._warn(f"warning: there is no profile, because computing it failed ({type(error).__name__}: {error})")
             return
+        finally:
+            self.is_collecting = False
         stream.report_profile(self.profile)
 
 

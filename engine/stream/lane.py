@@ -44,6 +44,7 @@ class Lane:
         records: the queue, with None at the end; unbounded, because the program's last records must have room.
         num_taken: number of records that the sink has accepted.
         shows_progress: whether the sink shows the progress of evaluations.
+        takes_profile: whether the sink takes the profile of the launch.
         is_left_out: whether it gets no more records.
         is_given_up: whether `close` does not wait for it.
     """
@@ -51,7 +52,7 @@ class Lane:
     def __init__(self, sink: Sink, keep: Callable[[BaseException], None]) -> None:
         self._sink, self._keep = sink, keep
         self.name = type(sink).__name__
-        self.shows_progress = isinstance(sink, ShowsProgress)
+        self.shows_progress, self.takes_profile = isinstance(sink, ShowsProgress), isinstance(sink, TakesProfile)
         self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self.num_taken = 0
         self.is_left_out = self.is_given_up = False

@@ -165,8 +165,14 @@ class LossStream:
     def report_profile(self, profile: Profile) -> None:
         """Queue the profile of the launch for the sinks that take one; called after the loop, before `close`."""
         for lane in self._lanes:
-            if not lane.is_left_out:
+            if lane.takes_profile and not lane.is_left_out:
                 lane.records.put(profile)
+
+    def end_sinks_without_profile(self) -> None:
+        """Let the sinks that take no profile write what is queued and close; called after the loop, before `close`."""
+        for lane in self._lanes:
+            if not lane.takes_profile:
+                lane.records.put(None)
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Pass the queued records to the sinks and close the sinks, within a time limit; may be called again.
