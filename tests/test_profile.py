@@ -193,7 +193,12 @@ def test_the_sinks_that_take_no_profile_are_closed_while_it_is_collected(monkeyp
         return finish(profiler, *args)
 
     profiling, report = [], Profiling.report
-    monkeypatch.setattr(Profiling, "report", lambda self, *args: (profiling.append(self), report(self, *args)))
+
+    def note_and_report(self, *args):
+        profiling.append(self)
+        report(self, *args)
+
+    monkeypatch.setattr(Profiling, "report", note_and_report)
     monkeypatch.setattr(Profiler, "finish", finish_after_the_losses)
     result = profiled(steps=3, sinks=[plain, taking])
     assert seen == [(True, 3, True)]

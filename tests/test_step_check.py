@@ -1,5 +1,6 @@
 """The check of one training step: its parts, a step that is right, and planted faults of a compiler and of a model."""
 
+import math
 import os
 import traceback
 from typing import Any
@@ -199,9 +200,17 @@ def test_every_value_is_watched_and_large_ones_are_sampled():
     seen: dict[int, Any] = {}
     flat.run([x], seen.__setitem__)
     assert len(seen) == sum(len(operation.outputs) for operation in flat.operations) == 3
-    large = jnp.arange(200_000)
-    np.testing.assert_array_equal(sample_of(large), np.arange(0, 200_000, 4))
+    large = jnp.arange(200_001)
+    np.testing.assert_array_equal(sample_of(large), np.arange(0, 200_001, 4))
     assert sample_of(x) is x
+
+
+@pytest.mark.parametrize("shape", [(16, 64, 64, 16), (64, 112, 112, 64), (2048, 1000), (3, 3, 512, 512)])
+def test_the_sample_of_a_large_array_has_every_index_of_every_axis(shape):
+    sample = np.asarray(sample_of(np.arange(math.prod(shape))))
+    assert len(sample) <= 1 << 16
+    for axis, found in enumerate(np.unravel_index(sample, shape)):
+        assert len(np.unique(found)) == shape[axis]
 
 
 # --- the rule

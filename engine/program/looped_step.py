@@ -1,5 +1,6 @@
 """A training step traced twice over: as a flat list of operations, and as a loop of one iteration made of these."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,6 +91,13 @@ class StepProgram:
 
 
 def sample_of(array: Any) -> Any:
-    """Return an array itself, or, if it is large, some of its numbers, evenly spaced: at most 65,536."""
+    """Return an array itself, or, if it is large, some of its numbers, evenly spaced: at most 65,536.
+
+    The distance shares no factor with the size, so that the sample has numbers of every channel.
+    """
     stride = -(-array.size // _SAMPLE_SIZE)
-    return array if stride <= 1 else array.reshape(-1)[::stride]
+    if stride <= 1:
+        return array
+    while math.gcd(stride, array.size) > 1:
+        stride += 1
+    return array.reshape(-1)[::stride]
