@@ -22,7 +22,7 @@ from engine.loggers.tensorboard import TensorBoardSink, markdown_of
 from engine.loggers.wandb import WandbSink, kept_run_id
 from engine.objective.metrics import confusion_matrix
 from engine.profile.table import Profile, ProfileRow
-from engine.stream.sinks import EvaluationRecord, LossRecord
+from engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
 
 STEPS = 6
@@ -182,6 +182,27 @@ def test_a_logger_that_is_too_slow_misses_steps_and_says_so_once(monkeypatch):
     assert steps == sorted(steps)
     assert 1 <= len(steps) < 400
     assert log.num_closed == 1
+
+
+def test_a_logger_that_hangs_keeps_few_images_in_memory():
+    released, log = threading.Event(), Recording()
+    warnings: list[str] = []
+
+    def open_log(_):
+        released.wait(60)
+        return log
+
+    sink = LoggerSink("a logger", open_log)
+    sink.describe_run(RunDescription({}, {}, None, 0, None, warnings.append))
+    sink.open()
+    for step in range(100):
+        sink.write_images(pushed_images(1, 2, step=step))
+    sink.write(LossRecord(100, 1.0, 0.1, 10.0, 0.0, 5.0))
+    released.set()
+    sink.close()
+    sink.finish()
+    assert [each[0] for each in log.got] == [*range(32), 100]
+    assert warnings == ["warning: a logger: it is slower than the run: some steps are left out"]
 
 
 def test_a_run_that_fails_still_closes_its_log():

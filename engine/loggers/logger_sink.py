@@ -20,6 +20,9 @@ from engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 
 # Records that a slow logger may be behind; the following ones are left out.
 _MOST_QUEUED = 16_384
+# Of histograms and images, which are large, fewer may wait: 32 sets of images of 224 px are 77 MB.
+_MOST_LARGE = 32
+_LARGE = (PushedHistograms, PushedImages)
 # A logger is given up if one call takes longer than this. Weights & Biases waits for its server when it opens.
 _CALL_TIMEOUT_S = 120.0
 # After the end of the run.
@@ -63,6 +66,7 @@ class LoggerSink:
         work = partial(self._work, self._records)
         self._thread = threading.Thread(target=work, name=f"logger-{self._name}", daemon=True)
         self._is_off = self._has_left_out = False
+        self._num_large_put = self._num_large_taken = 0
         self._called_at: float | None = None
 
     def describe_run(self, run: RunDescription) -> None:
@@ -118,7 +122,10 @@ class LoggerSink:
         if self._is_off:
             return
         self._end_if_stuck()
-        if self._records.qsize() < _MOST_QUEUED:
+        is_large = isinstance(record, _LARGE)
+        has_room = self._num_large_put - self._num_large_taken < _MOST_LARGE or not is_large
+        if has_room and self._records.qsize() < _MOST_QUEUED:
+            self._num_large_put += is_large
             self._records.put(record)
         elif not self._has_left_out:
             self._has_left_out = True
@@ -154,6 +161,7 @@ class LoggerSink:
             while (record := records.get()) is not None:
                 if isinstance(record, LossRecord):
                     last_step = record.step
+                self._num_large_taken += isinstance(record, _LARGE)
                 self._call(partial(log_record, log, record, last_step, self._run.classes))
                 if records.empty():
                     self._call(log.flush)
