@@ -208,11 +208,11 @@ def test_the_sinks_that_take_no_profile_are_closed_while_it_is_collected(monkeyp
 
     profiling, report = [], Profiling.report
 
-    def note_and_report(self, *args):
+    def noted_report(self, *args):
         profiling.append(self)
         report(self, *args)
 
-    monkeypatch.setattr(Profiling, "report", note_and_report)
+    monkeypatch.setattr(Profiling, "report", noted_report)
     monkeypatch.setattr(Profiler, "finish", finish_after_the_losses)
     result = profiled(steps=3, sinks=[plain, taking])
     assert seen == [(True, 3, True)]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from engine.profile.capture import Capture, Window
+from engine.profile.capture import Capture, Window, _never
 from engine.scopes import TRAIN, VALID
 
 LIMIT_S = 20.0
@@ -50,7 +50,7 @@ def remains(condition):
 
 def is_tracing(profiler, capture):
     """Wait until the first trace has begun and its end is awaited."""
-    until(lambda: profiler.num_begun == 1 and capture._is_awaited != capture._is_due)
+    until(lambda: profiler.num_begun == 1 and capture._is_awaited not in (capture._is_due, _never))
 
 
 @pytest.fixture
@@ -125,17 +125,45 @@ def test_an_evaluation_in_the_window_of_training_is_not_traced_again(profiler, b
 
 
 @pytest.mark.parametrize("is_chosen", [False, True])
-def test_only_a_window_that_was_not_chosen_ends_by_time_after_a_few_batches(profiler, begin, monkeypatch, is_chosen):
-    monkeypatch.setattr("engine.profile.capture._MOST_TRACED_S", 0.01)
-    capture = begin(train=Window(0, 1000, is_chosen))
+def test_a_window_ends_by_time_after_a_few_batches(profiler, begin, monkeypatch, is_chosen):
+    monkeypatch.setattr(f"engine.profile.capture._MOST_{'CHOSEN' if is_chosen else 'TRACED'}_S", 0.01)
+    capture = begin(train=Window(0, 500, is_chosen))
     is_tracing(profiler, capture)
     capture.batches_drawn(TRAIN, 4)
     remains(lambda: profiler.num_ended == 0)
     capture.batches_drawn(TRAIN, 1)
-    if is_chosen:
-        remains(lambda: profiler.num_ended == 0)
-        capture.batches_drawn(TRAIN, 1000)
-    until(lambda: profiler.num_ended == 1)
+    until(lambda: TRAIN in capture.traces)
+    assert capture.traces[TRAIN].limit == "0.01 s"
+
+
+def test_a_window_ends_after_as_many_batches_as_a_trace_can_hold(profiler, begin, monkeypatch):
+    monkeypatch.setattr("engine.profile.capture._MOST_BATCHES", 3)
+    capture = begin(train=Window(0, 2**31, is_chosen=True))
+    is_tracing(profiler, capture)
+    capture.batches_drawn(TRAIN, 5)
+    until(lambda: TRAIN in capture.traces)
+    assert capture.traces[TRAIN].limit == "3 batches"
+
+
+def test_a_window_ends_when_the_trace_takes_too_much_memory(profiler, begin, monkeypatch):
+    used = iter([5 << 30])
+    monkeypatch.setattr("engine.profile.capture.process_memory_bytes", lambda: next(used, 7 << 30))
+    capture = begin(train=Window(0, 500, is_chosen=True))
+    until(lambda: TRAIN in capture.traces)
+    assert capture.traces[TRAIN].limit == "1,024 MiB"
+
+
+def test_batches_wake_nothing_while_a_trace_is_collected_and_when_the_windows_are_over(profiler, begin):
+    capture = begin(train=Window(0, 1))
+    is_tracing(profiler, capture)
+    profiler.collected.clear()
+    capture.batches_drawn(TRAIN, 3)
+    until(lambda: capture._is_awaited == _never)
+    profiler.collected.set()
+    capture._thread.join(LIMIT_S)
+    capture._changed.clear()
+    capture.batches_drawn(TRAIN, 1)
+    assert not capture._changed.is_set()
 
 
 def test_the_end_of_the_loop_ends_a_trace_and_begins_none(profiler, begin):
@@ -159,6 +187,8 @@ def test_a_trace_that_is_not_collected_in_time_is_left_out(profiler, begin, monk
     assert capture.traces == {}
     assert said == ["warning: the trace of the profile was not collected in time, so the profile has no operations"]
     profiler.collected.set()
+    capture._thread.join(LIMIT_S)
+    assert capture.traces == {}
 
 
 def test_a_profiler_that_fails_is_reported_once(monkeypatch, begin):
@@ -170,4 +200,7 @@ def test_a_profiler_that_fails_is_reported_once(monkeypatch, begin):
     capture = begin(train=Window(0, 10), valid=Window(0, 10), said=said)
     capture._thread.join(LIMIT_S)
     capture.stop()
-    assert said == ["warning: the operations could not be traced (RuntimeError: another profile is in progress)"]
+    assert said == [
+        "warning: the operations could not be traced (RuntimeError: another profile is in progress); if your own code "
+        "traces with jax's profiler, end its trace before the run, or run without --profile"
+    ]

@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.scopes import TRAIN, VALID
+from preprocess.memory import process_memory_bytes
+from preprocess.quantities import quantity
 
 # Longest sleep of the thread; it is woken when it has something to do.
 _LOOK_EVERY_S = 1.0
 # A window that the user did not choose ends after so long, because the trace of a step can have megabytes.
 _MOST_TRACED_S = 10.0
+# Bounds of every window: its trace is held in memory, and reading it afterwards takes longer than tracing it.
+_MOST_CHOSEN_S = 60.0
+_MOST_BATCHES = 1000
+_MOST_TRACE_BYTES = 1 << 30
 _LEAST_BATCHES = 3
 # Longest wait for the trace to be collected at the end of the run.
 _CLOSE_TIMEOUT_S = 60.0
@@ -29,7 +35,7 @@ class Window(NamedTuple):
     Attributes:
         after: the number of training batches that begin before it.
         num_batches: the number of batches to trace.
-        is_chosen: whether the user chose it; otherwise the trace may end earlier, if it has lasted long.
+        is_chosen: whether the user chose it; otherwise its limit of time is shorter.
     """
 
     after: int
@@ -43,10 +49,12 @@ class Trace(NamedTuple):
     Attributes:
         first: the number of its first batch of each phase, counted from the first of the launch.
         data: a `jax.profiler.ProfileData`.
+        limit: the limit that ended it before its window did, such as "60 s"; None if none did.
     """
 
     first: Mapping[str, int]
     data: Any
+    limit: str | None = None
 
 
 class Capture:
@@ -67,7 +75,7 @@ class Capture:
         # What the thread waits for.
         self._is_awaited: Callable[[], bool] = self._is_due
         self._changed = threading.Event()
-        self._is_over = False
+        self._is_over = self._is_late = False
         self._thread = threading.Thread(target=self._work, name="profile-capture", daemon=True)
 
     def start(self) -> None:
@@ -85,7 +93,8 @@ class Capture:
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             self._warn("warning: the trace of the profile was not collected in time, so the profile has no operations")
-            self.traces = {}
+            # The thread ends when the trace is collected, and keeps nothing.
+            self._is_late, self.traces = True, {}
 
     def batches_drawn(self, phase: str, count: int) -> None:
         """Note that so many more batches of a phase begin; called on the program's thread."""
@@ -112,40 +121,67 @@ class Capture:
                 assert phase is not None
                 self._trace(phase, self._windows.pop(phase))
         except Exception as error:  # noqa: BLE001 - a profile never stops a run
-            self._warn(f"warning: the operations could not be traced ({type(error).__name__}: {error})")
+            self._warn(
+                f"warning: the operations could not be traced ({type(error).__name__}: {error}); if your own code "
+                "traces with jax's profiler, end its trace before the run, or run without --profile"
+            )
 
-    def _wait_for(self, condition: Callable[[], bool], timeout_s: float = math.inf) -> bool:
-        """Wait until a condition holds; return False if the loop or the time is over first."""
+    def _wait_for(
+        self, condition: Callable[[], bool], timeout_s: float = math.inf, is_full: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until a condition holds; return False if the loop, the time or the memory is over first."""
         self._is_awaited = condition
         deadline = time.monotonic() + timeout_s
-        while not self._is_over and not condition():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return False
-            self._changed.wait(min(left_s, _LOOK_EVERY_S))
-            self._changed.clear()
-        return not self._is_over
+        try:
+            while not self._is_over and not condition():
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or is_full():
+                    return False
+                self._changed.wait(min(left_s, _LOOK_EVERY_S))
+                self._changed.clear()
+            return not self._is_over
+        finally:
+            # Nothing is awaited while a trace is collected, or when the windows are over.
+            self._is_awaited = _never
 
     def _trace(self, phase: str, window: Window) -> None:
         begun = self._begun
+        is_full = _memory_limit()
         stop = _start()
         first = dict(begun)
+        num_batches = min(window.num_batches, _MOST_BATCHES)
+        timeout_s = _MOST_CHOSEN_S if window.is_chosen else _MOST_TRACED_S
+        limit = None if num_batches == window.num_batches else quantity(num_batches, "batch")
 
         def is_done() -> bool:
             # The batch after the last one is traced only if it has been drawn: wait until the next one begins.
             is_resumed = phase == VALID and begun[VALID] > first[VALID] and begun[TRAIN] > first[TRAIN] + 1
-            return is_resumed or begun[phase] >= first[phase] + window.num_batches + 2
+            return is_resumed or begun[phase] >= first[phase] + num_batches + 2
 
         try:
-            if not self._wait_for(is_done, math.inf if window.is_chosen else _MOST_TRACED_S):
+            if not self._wait_for(is_done, timeout_s, is_full):
                 least = first[phase] + (_LEAST_BATCHES + 2 if phase == TRAIN else 0)
-                self._wait_for(lambda: begun[phase] >= least)
+                limit = f"{_MOST_TRACE_BYTES >> 20:,} MiB" if is_full() else f"{timeout_s:g} s"
+                self._wait_for(lambda: begun[phase] >= least, is_full=is_full)
+                limit = None if self._is_over else limit
         finally:
             data = stop()
-        self.traces[phase] = Trace(first, data)
+        if self._is_late:
+            return
+        self.traces[phase] = Trace(first, data, limit)
         if begun[VALID] > first[VALID] + 1:
             # The trace has an evaluation, whosever window it was.
             self._windows.pop(VALID, None)
+
+
+def _never() -> bool:
+    return False
+
+
+def _memory_limit() -> Callable[[], bool]:
+    """Return a function that tells whether the process has taken more memory since than a trace may have."""
+    before = process_memory_bytes() or 0
+    return lambda: (process_memory_bytes() or 0) - before > _MOST_TRACE_BYTES
 
 
 def _start() -> Callable[[], Any]:
