@@ -95,16 +95,21 @@ def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *,
         lines.append(f"verdict: {verdict.line}")
     if not result.is_complete and result.snapshot_step is not None:
         lines.append(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume{_processes()}")
-    if runtime_report:
-        from engine.runtime.report import describe_runtime
+    # The summary comes last, where it stays on the screen.
+    with _naming_closed_output(" after the run had ended"):
+        click.echo("\n".join([*_tables(result, profile_format, runtime_report=runtime_report), *lines]))
 
-        lines.append(describe_runtime(result.runtime))
+
+def _tables(result: "TrainResult", profile_format: ProfileFormat, *, runtime_report: bool) -> Iterator[str]:
+    """Yield the profile and the runtime report that the user asked for."""
     if result.profile is not None:
         from engine.profile.formats import format_profile
 
-        lines.append(format_profile(result.profile, profile_format).removesuffix("\n"))
-    with _naming_closed_output(" after the run had ended"):
-        click.echo("\n".join(lines))
+        yield format_profile(result.profile, profile_format)
+    if runtime_report:
+        from engine.runtime.report import describe_runtime
+
+        yield describe_runtime(result.runtime) + "\n"
 
 
 @contextmanager
