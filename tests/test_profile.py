@@ -315,6 +315,23 @@ def test_on_a_card_steps_are_timed_by_chunks_and_draws_are_the_waits_of_the_devi
 
 
 def test_a_window_beyond_the_run_is_not_traced_and_the_rows_of_the_host_remain():
-    profile: Any = profiled(steps=4, profile_steps="100:200").profile
+    said: list[str] = []
+    profile: Any = profiled(steps=4, profile_steps="100:200", notify=said.append).profile
+    assert sum("--profile-steps 100:200 traces nothing" in line for line in said) == 1
     assert profile.row("train", "step").calls == 4
     assert profile.traced == ()
+
+
+def test_where_gradients_are_accumulated_the_rows_and_the_notes_count_micro_steps(monkeypatch):
+    monkeypatch.setattr("engine.profile.capture._MOST_BATCHES", 6)
+    result = profiled(steps=8, batches=slow_batch, accumulate_steps=2, profile_steps="1:2000000000")
+    profile: Any = result.profile
+    assert profile.row("train", "step") is None
+    assert profile.row("train", "micro-step").calls == 16
+    assert profile.row("train", "micro-step").mean_s == pytest.approx(
+        profile.row("train", "draw").mean_s + profile.row("train", "batch").mean_s
+    )
+    (traced,) = profile.traced
+    assert any(f"trace of {traced.count} micro-steps from {traced.first} on" in note for note in profile.notes)
+    asked = "--profile-steps asked for the steps 1 to 1,999,999,999, which are the micro-steps 2 to 3,999,999,999"
+    assert f"{asked}; the trace ended at its limit of 6 batches." in profile.notes

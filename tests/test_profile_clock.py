@@ -247,6 +247,22 @@ def test_the_windows_that_are_traced(course, windows):
     assert course.windows() == windows
 
 
+@pytest.mark.parametrize(
+    ("course", "why"),
+    [
+        (Course(0, 60, 1, 8, steps=range(100, 200)), "the run has only 60 steps, counted from 0; choose steps from 0"),
+        (Course(0, 120, 2, 8, steps=range(60, 61)), "the run has only 60 steps"),
+        (Course(80, 100, 1, 8, steps=range(3, 9)), "the run resumes at step 80; choose steps from 80 to 100"),
+        (Course(80, 100, 1, 8, steps=range(3, 81)), None),
+        (Course(60, 60, 1, 8, steps=range(3, 9)), None),
+        (Course(0, 60, 1, 8), None),
+    ],
+)  # fmt: skip
+def test_a_chosen_window_outside_of_the_launch_is_reported_before_it(course, why):
+    warning = course.window_warning()
+    assert (why in warning and "--profile-steps" in warning) if why else warning is None
+
+
 def test_an_epoch_is_that_of_the_first_image_of_a_batch():
     course = Course(0, 100, 1, batch=8, epoch_images=20)
     assert [course.epoch_of(pull) for pull in range(6)] == [0, 0, 0, 1, 1, 2]

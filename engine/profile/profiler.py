@@ -11,7 +11,7 @@ from engine.profile.capture import Capture, Window
 from engine.profile.clock import HostClock, PhaseTimes
 from engine.profile.formats import describe_seconds
 from engine.profile.rows import Measured, make_profile
-from engine.profile.table import Profile
+from engine.profile.table import STEP, STEP_OF_SEVERAL, Profile
 from engine.profile.trace import read_spans
 from engine.scopes import TRAIN, VALID
 from preprocess.quantities import quantity
@@ -54,6 +54,26 @@ class Course:
         """Return the epoch of a training batch, that of its first image; None if there are no epochs."""
         return None if self.epoch_images is None else pull * self.batch // self.epoch_images
 
+    @property
+    def step_name(self) -> str:
+        """The name of one training batch in the tables."""
+        return STEP if self.pulls_per_step == 1 else STEP_OF_SEVERAL
+
+    def window_warning(self) -> str | None:
+        """Return why none of the chosen steps can be traced, None if some can or the user chose none."""
+        if self.steps is None or self.first_pull >= self.stop_pull or TRAIN in self.windows():
+            return None
+        start, stop = (pull // self.pulls_per_step for pull in (self.first_pull, self.stop_pull))
+        why = (
+            f"the run has only {quantity(stop, 'step')}, counted from 0"
+            if self.steps.start >= stop
+            else f"the run resumes at step {start:,}"
+        )
+        return (
+            f"warning: --profile-steps {self.steps.start}:{self.steps.stop} traces nothing, because {why}; choose "
+            f"steps from {start} to {stop}"
+        )
+
     def windows(self) -> dict[str, Window]:
         """Return the batches to trace, by phase."""
         num_pulls = max(self.stop_pull - self.first_pull, 0)
@@ -86,6 +106,11 @@ class Profiler:
         self._capture = Capture(course.windows(), warn)
         self.training = _Pulls(self._clock, self._clock.train, partial(self._capture.batches_drawn, TRAIN))
         self.evaluation = _Pulls(self._clock, self._clock.valid, partial(self._capture.batches_drawn, VALID))
+
+    @property
+    def warning(self) -> str | None:
+        """What will be missing in the profile, known before the run; None if nothing is."""
+        return self._course.window_warning()
 
     def push_began(self) -> None:
         """Note that the program emits a record; see `engine.crossing.observer`."""
@@ -126,7 +151,7 @@ class Profiler:
         course = self._course
         per_batch = eval_images / course.eval_batches if eval_images and course.eval_batches else course.eval_batch
         samples = {TRAIN: float(course.batch), VALID: float(per_batch)}
-        profile = make_profile(Measured(self._clock, fit_s, traced, first, samples), _NOTES)
+        profile = make_profile(Measured(self._clock, fit_s, traced, first, samples, course.step_name), _NOTES)
         return Profile(profile.rows, profile.scopes, profile.traced, (*self._describe(profile), *profile.notes))
 
     def _read(self, hlo_text: str) -> tuple[list[TracedBatch], dict[str, int]]:
@@ -155,29 +180,43 @@ class Profiler:
 
     def _describe(self, profile: Profile) -> Iterator[str]:
         """Yield what the rows of this profile were measured from."""
+        names = {TRAIN: self._course.step_name, VALID: STEP}
         for traced in profile.traced:
-            row = profile.row(traced.phase, "step")
+            row = profile.row(traced.phase, names[traced.phase])
             assert row is not None
             first = traced.first + (self._course.first_pull if traced.phase == TRAIN else 0)
-            noun = "step" if traced.phase == VALID or self._course.pulls_per_step == 1 else "batch"
             ratio = traced.mean_s / row.mean_s if row.mean_s else 1.0
             yield (
-                f"* {traced.phase}: divided as in the trace of {quantity(traced.count, noun)} from {first:,} on, "
-                f"{describe_seconds(traced.mean_s)} each; {100 * traced.attributed_s / traced.mean_s:.1f} % of it "
-                "belongs to an action"
+                f"* {traced.phase}: divided as in the trace of {quantity(traced.count, names[traced.phase])} "
+                f"from {first:,} on, {describe_seconds(traced.mean_s)} each; {100 * traced.attributed_s / traced.mean_s:.1f} % of "
+                "it belongs to an action"
                 + (f", and they took {ratio:.2f} times as long as the mean of all" if abs(ratio - 1) > _UNEQUAL else "")
                 + "."
             )
+            if traced.phase == TRAIN:
+                yield from self._describe_window(first, traced.count)
         for phase in (TRAIN, VALID):
-            if profile.row(phase, "step") and not any(each.phase == phase for each in profile.traced):
+            if profile.row(phase, names[phase]) and not any(each.phase == phase for each in profile.traced):
                 yield f"No batch of the phase {phase} was traced, so what it consists of is unknown."
         if self._course.num_devices > 1:
             yield f"The operations are those of the first of {self._course.num_devices} devices."
 
+    def _describe_window(self, first: int, count: int) -> Iterator[str]:
+        """Yield which steps the user chose, if the traced batches, `count` from `first` on, are others."""
+        steps, each = self._course.steps, self._course.pulls_per_step
+        if steps is None or (first, count) == (steps.start * each, len(steps) * each):
+            return
+        chosen = f"--profile-steps asked for the steps {steps.start:,} to {steps.stop - 1:,}"
+        if each > 1:
+            chosen += f", which are the {STEP_OF_SEVERAL}s {steps.start * each:,} to {steps.stop * each - 1:,}"
+        trace = self._capture.traces.get(TRAIN)
+        limit = None if trace is None else trace.limit
+        yield chosen + ("." if limit is None else f"; the trace ended at its limit of {limit}.")
+
 
 _NOTES = (
-    "Samples/Second of draw is what waiting for batches costs. zero_grad does not exist here: each step computes new "
-    "gradients, so none are set to zero.",
+    "Samples/Second of draw is how many images per second waiting for batches costs. zero_grad does not exist here: "
+    "each step computes new gradients, so none are set to zero.",
 )
 
 

@@ -30,6 +30,7 @@ class Measured:
         traced: the traced batches, in order.
         first_traced: the number of the first traced batch of the launch, of each phase that was traced.
         samples: the mean number of images of a batch, over all devices, by phase.
+        step_name: the name of one training batch with its draw.
     """
 
     clock: HostClock
@@ -37,6 +38,7 @@ class Measured:
     traced: Sequence[TracedBatch]
     first_traced: Mapping[str, int]
     samples: Mapping[str, float]
+    step_name: str = STEP
 
 
 def make_profile(measured: Measured, notes: Iterable[str] = ()) -> Profile:
@@ -94,7 +96,8 @@ class _Phase:
     def rows(self) -> Iterator[ProfileRow]:
         """Yield the rows of the phase: the clock's, between them those of the traced actions, which add up to batch."""
         times, fit_s, samples = self.times, self._measured.fit_s, self._samples
-        yield _row(self._name, STEP, times.steps, fit_s, samples)
+        step_name = self._measured.step_name if self._name == TRAIN else STEP
+        yield _row(self._name, step_name, times.steps, fit_s, samples)
         if times.draws.count:
             yield self._draw_row()
         batch_s, count = times.batch_mean_s, times.steps.count

@@ -16,6 +16,9 @@ FIT_ACTIONS = ("fit", "epoch", "train", "valid")
 STEP, BATCH = "step", "batch"
 """The actions, beside those of `engine.scopes`, that contain others: a step is `draw` and `batch`."""
 
+STEP_OF_SEVERAL = "micro-step"
+"""The action in place of "step" where the gradients of several batches are accumulated: one of these batches."""
+
 
 @dataclass(frozen=True)
 class ProfileRow:
@@ -23,8 +26,9 @@ class ProfileRow:
 
     Attributes:
         phase: "fit", "train" or "valid".
-        action: the action: "fit", "epoch", "train" and "valid" in the first phase; in the others "step", "draw",
-            "batch", the actions of `engine.scopes.ACTIONS`, and "unattributed".
+        action: the action: "fit", "epoch", "train" and "valid" in the first phase; in the others "step" (in
+            training "micro-step", if gradients are accumulated), "draw", "batch", the actions of
+            `engine.scopes.ACTIONS`, and "unattributed".
         mean_s, std_s: mean and standard deviation of its duration in seconds.
         calls: number of times that it took place in this launch.
         samples_per_s: images divided by its duration; of "draw", the images per second that waiting costs, as a
@@ -90,8 +94,8 @@ class Profile:
     """How long each phase and action of one launch took.
 
     Attributes:
-        rows: the table of phases and actions. In each of the phases "train" and "valid", "step" is "draw" and "batch",
-            and the rows after "batch" except "snapshot" add up to "batch".
+        rows: the table of phases and actions. In each of the phases "train" and "valid", "step" (or "micro-step") is
+            "draw" and "batch", and the rows after "batch" except "snapshot" add up to "batch".
         scopes: the table of the scopes inside the actions.
         traced: the traced steps of each phase; empty if nothing was traced.
         notes: what to know about the rows, one sentence each.

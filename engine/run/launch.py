@@ -212,6 +212,8 @@ class Launch:
         )
         if self._selected is not None:
             self._notify(self._selected)
+        if self.profiling.warning is not None:
+            self._notify(self.profiling.warning)
         if self._is_elsewhere:
             return
         depth, chunk = self.infeeds.depth, self._chunk

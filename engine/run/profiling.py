@@ -37,6 +37,11 @@ class Profiling:
         self.profiler = Profiler(_course(config, data, host, start), self._warn) if is_on else None
         self._has_ended = False
 
+    @property
+    def warning(self) -> str | None:
+        """What will be missing in the profile, known before the run; None if nothing is."""
+        return None if self.profiler is None else self.profiler.warning
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Measure inside the block, in which the loop runs."""
