@@ -63,6 +63,25 @@ def test_a_long_scope_is_shortened_to_the_width_of_a_terminal():
     assert any("…" in line and "/block  " in line for line in lines)
 
 
+def test_actions_are_never_shortened_and_the_widest_numbers_fit_a_terminal():
+    widest = [
+        ProfileRow("valid", "unattributed", mean_s, mean_s, calls, rate, 3.5e8, 100.0, is_estimated=True)
+        for mean_s in (99_999.4, 99_999.6, 0.9996, 9.996e-4)
+        for calls in (999_999, 1_000_000, 2**31 - 1)
+        for rate in (-499_999.0, 999e6, -2.5e9, 987e9)
+    ]
+    scopes = [
+        ScopeRow(
+            "valid", "backward", "encoder/" * 8 + "block", row.mean_s, 0.0, row.calls, row.samples_per_s, 3.5e8, 1.0
+        )
+        for row in widest
+    ]
+    text = format_profile(Profile(tuple(widest), tuple(scopes)), "plain")
+    assert max(map(len, text.splitlines())) == 80
+    assert text.count("unattributed*") == len(widest)
+    assert text.count("er/block  ") == len(widest)
+
+
 def test_markdown_has_two_tables_of_equal_columns():
     lines = format_profile(PROFILE, "markdown").splitlines()
     first, second = lines[:7], lines[8:13]
@@ -100,7 +119,7 @@ def test_a_profile_of_nothing_but_the_fit_is_printed():
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0.00 µs"), (9.994e-6, "9.99 µs"), (1e-3, "1.00 ms"), (0.0125, "12.5 ms"), (1, "1.00 s"), (999, "999 s"),
-     (86_400, "86,400 s")],
+     (86_400, "86,400 s"), (360_000, "100 h")],
 )  # fmt: skip
 def test_durations_have_three_digits(seconds, text):
     assert describe_seconds(seconds) == text

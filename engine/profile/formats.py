@@ -34,7 +34,7 @@ _NARROW = {
     "Total Time": ("Total", "Time"),
     "Percent of Total": ("Percent", "of Total"),
 }
-_MILLION = 1_000_000
+_MILLION, _BILLION = 1_000_000, 1_000_000_000
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 type _Row = ProfileRow | ScopeRow
@@ -107,7 +107,7 @@ def _cells(rows: Sequence[_Row]) -> list[list[str]]:
                 *names,
                 describe_seconds(row.mean_s),
                 describe_seconds(row.std_s) if row.calls > 1 else "-",
-                f"{row.calls:,}",
+                f"{row.calls:,}" if row.calls < _MILLION else _abbreviate(row.calls),
                 "-" if row.samples_per_s is None else _describe_rate(row.samples_per_s),
                 describe_seconds(row.total_s),
                 f"{row.percent:.1f} %",
@@ -117,7 +117,9 @@ def _cells(rows: Sequence[_Row]) -> list[list[str]]:
 
 
 def describe_seconds(seconds: float) -> str:
-    """Return a duration with four significant digits at most, in s, ms or µs."""
+    """Return a duration in at most eight characters, for up to ten years: in h, s, ms or µs."""
+    if seconds >= 99_999.5:
+        return f"{seconds / 3600:,.0f} h"
     if seconds >= 1000:
         return f"{seconds:,.0f} s"
     unit_s, name = next((unit for unit in _UNITS if seconds >= unit[0]), _UNITS[-1])
@@ -128,13 +130,20 @@ def describe_seconds(seconds: float) -> str:
 def _describe_rate(rate: float) -> str:
     if abs(rate) < 0.5 * _MILLION:
         return f"{rate:z,.0f}"
-    return f"{rate / _MILLION:,.{1 if abs(rate) < 100 * _MILLION else 0}f} M"
+    return _abbreviate(rate)
+
+
+def _abbreviate(number: float) -> str:
+    unit, name = (_MILLION, "M") if abs(number) < 1000 * _MILLION else (_BILLION, "G")
+    return f"{number / unit:,.{1 if abs(number) < 100 * unit else 0}f} {name}"
 
 
 def _table(headings: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
     lines = [list(line) for line in zip(*headings, strict=True)]
     widths = [max(len(line[at]) for line in (*lines, *rows)) for at in range(len(headings))]
-    _shorten_names(widths, rows, num_names)
+    if num_names > 2:
+        # Without scopes the numbers are short enough, and a part of an action's name could be the name of another.
+        _shorten_scopes(widths, rows, at=num_names - 1)
 
     def joined(cells: Sequence[str]) -> str:
         aligned = (
@@ -146,12 +155,11 @@ def _table(headings: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], n
     return [*(joined(line) for line in lines), joined(["─" * width for width in widths]), *map(joined, rows)]
 
 
-def _shorten_names(widths: list[int], rows: Sequence[Sequence[str]], num_names: int) -> None:
-    """Narrow the last column of names, by an ellipsis in its cells, if the table is wider than the terminal."""
+def _shorten_scopes(widths: list[int], rows: Sequence[Sequence[str]], at: int) -> None:
+    """Narrow the column of scopes, by an ellipsis in its cells, if the table is wider than the terminal."""
     excess = sum(widths) + 2 * (len(widths) - 1) - _WIDTH
     if excess <= 0:
         return
-    at = num_names - 1
     widths[at] = max(widths[at] - excess, 1)
     for row in rows:
         assert isinstance(row, list)

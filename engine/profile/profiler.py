@@ -188,8 +188,8 @@ class Profiler:
             ratio = traced.mean_s / row.mean_s if row.mean_s else 1.0
             yield (
                 f"* {traced.phase}: divided as in the trace of {quantity(traced.count, names[traced.phase])} "
-                f"from {first:,} on, {describe_seconds(traced.mean_s)} each; {100 * traced.attributed_s / traced.mean_s:.1f} % of "
-                "it belongs to an action"
+                f"from {first:,} on, {describe_seconds(traced.mean_s)} each; "
+                f"{100 * traced.attributed_s / traced.mean_s:.1f} % of it belongs to an action"
                 + (f", and they took {ratio:.2f} times as long as the mean of all" if abs(ratio - 1) > _UNEQUAL else "")
                 + "."
             )
