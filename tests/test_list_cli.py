@@ -196,7 +196,10 @@ def test_the_search_enters_folders_and_links_once_but_no_run_pack_or_hidden_fold
     for name in ("a/b/c", "d", "d/snapshots/inner", ".hidden/run", "pack/run"):
         make_run(tmp_path / "runs" / name)
     (tmp_path / "runs/pack/zarr.json").write_text("{}")
+    make_run(tmp_path / "not-below")
     (tmp_path / "runs/loop").symlink_to(tmp_path / "runs")
+    (tmp_path / "runs/above").symlink_to(tmp_path)
+    (tmp_path / "runs/another-d").symlink_to("d")
     (tmp_path / "elsewhere").mkdir()
     shutil.move(tmp_path / "runs/a", tmp_path / "elsewhere/a")
     (tmp_path / "runs/link").symlink_to(tmp_path / "elsewhere")

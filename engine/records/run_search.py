@@ -14,8 +14,8 @@ _PACK_MARK = "zarr.json"
 def find_runs(folder: Path, notify: Callable[[str], None]) -> Iterator[Path]:
     """Yield the run folders at or below a folder; a run folder, a pack and a hidden folder are not searched further.
 
-    At most `MOST_DEPTH` levels and `MOST_ENTRIES` files and folders are looked at. Links to folders are followed, each
-    folder once.
+    At most `MOST_DEPTH` levels and `MOST_ENTRIES` files and folders are looked at. Links to folders are followed after
+    all else, each folder once, so that a run has the name of a link only if it has no other here.
 
     Args:
         folder: where to search.
@@ -26,9 +26,9 @@ def find_runs(folder: Path, notify: Callable[[str], None]) -> Iterator[Path]:
     """
     seen: set[tuple[int, int]] = set()
     num_entries, is_too_deep = 0, False
-    waiting = [(folder, 0)]
-    while waiting:
-        here, depth = waiting.pop()
+    waiting, links = [(folder, 0)], list[tuple[Path, int]]()
+    while waiting or links:
+        here, depth = waiting.pop() if waiting else links.pop()
         try:
             status = here.stat()
             if (status.st_dev, status.st_ino) in seen:
@@ -38,6 +38,7 @@ def find_runs(folder: Path, notify: Callable[[str], None]) -> Iterator[Path]:
                 yield here
                 continue
             names, below = _entries(here, MOST_ENTRIES - num_entries)
+            below = [path for path in below if not _leads_above(path, folder)]
         except OSError as error:
             if here == folder:
                 raise
@@ -53,7 +54,8 @@ def find_runs(folder: Path, notify: Callable[[str], None]) -> Iterator[Path]:
         if below and depth == MOST_DEPTH:
             is_too_deep = True
             continue
-        waiting.extend((path, depth + 1) for path in reversed(below))
+        for path in reversed(below):
+            (links if path.is_symlink() else waiting).append((path, depth + 1))
     if is_too_deep:
         notify(f"folders more than {MOST_DEPTH} levels below {folder} were not searched: give a folder closer to them")
 
@@ -71,3 +73,8 @@ def _entries(folder: Path, most: int) -> tuple[int, list[Path]]:
             if not entry.name.startswith(".") and entry.is_dir():
                 below.append(folder / entry.name)
     return count, sorted(below)
+
+
+def _leads_above(path: Path, folder: Path) -> bool:
+    """Return whether a path is a link to the folder that is searched, or to one above it."""
+    return path.is_symlink() and folder.resolve().is_relative_to(path.resolve())
