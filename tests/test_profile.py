@@ -335,3 +335,15 @@ def test_where_gradients_are_accumulated_the_rows_and_the_notes_count_micro_step
     assert any(f"trace of {traced.count} micro-steps from {traced.first} on" in note for note in profile.notes)
     asked = "--profile-steps asked for the steps 1 to 1,999,999,999, which are the micro-steps 2 to 3,999,999,999"
     assert f"{asked}; the trace ended at its limit of 6 batches." in profile.notes
+
+
+def test_the_batches_of_a_chunk_are_steps_of_their_own():
+    profile: Any = profiled(steps=40, batches=slow_batch, chunk_batches=4, profile_steps="4:10").profile
+    rows = {row.action: row for row in profile.rows if row.phase == "train"}
+    assert rows["step"].calls == rows["forward"].calls == 40
+    assert rows["step"].std_s is rows["forward"].std_s is None
+    (traced,) = profile.traced
+    assert traced.first % 4 == traced.count % 4 == 0
+    # Whole chunks until six steps are traced.
+    assert traced.count == 8
+    assert SLEEP_S / 2 < traced.mean_s < 2 * rows["step"].mean_s

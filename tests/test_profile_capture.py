@@ -88,6 +88,24 @@ def test_a_window_begins_before_its_first_batch_and_ends_when_the_batch_after_it
     assert (capture.traces[TRAIN].data, profiler.num_begun) == (1, 1)
 
 
+def test_batches_that_are_drawn_at_once_are_traced_until_the_draw_after_them_is_over(profiler, begin):
+    def pull():
+        capture.pull_began(TRAIN)
+        capture.batches_drawn(TRAIN, 3)
+
+    capture = begin(train=Window(1, 5, chunk=4))
+    capture.pull_began(TRAIN)
+    is_tracing(profiler, capture)
+    # The pull that had begun before the trace is not in it; two whole ones have at least five batches.
+    capture.batches_drawn(TRAIN, 3)
+    pull()
+    pull()
+    remains(lambda: profiler.num_ended == 0)
+    pull()
+    until(lambda: TRAIN in capture.traces)
+    assert capture.traces[TRAIN].first[TRAIN] == 4
+
+
 def test_an_evaluation_is_traced_from_its_start_until_training_resumes(profiler, begin, monkeypatch):
     monkeypatch.setattr("engine.profile.capture._MOST_TRACED_S", 1000.0)
     capture = begin(valid=Window(5, 10))

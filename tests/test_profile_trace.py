@@ -81,6 +81,22 @@ def test_the_scopes_come_in_the_order_in_which_they_are_mostly_active():
     assert [scope for scope in batch.parts_ns if scope != NO_SCOPE] == [DRAW, FORWARD, STAGE]
 
 
+def test_the_batches_of_one_draw_are_counted_by_an_operation_that_runs_for_each():
+    unpack = {name: Operation(Scope("train", "unpack")) for name in ("before", "unpack", "unpack-loop")}
+    spans = [
+        span("pull", 0, 1),
+        span("before", 1, 2),
+        *(span("unpack", at, at + 1) for at in (2, 4, 6)),
+        *(span("unpack-loop", at, at + 0.1) for at in (3, 3.1, 3.2, 5, 5.1, 5.2)),
+        span("pull", 8, 9),
+        span("unpack", 9, 10),
+        span("push", 10, 11),
+    ]
+    batches = attribute(sorted(spans, key=lambda each: each.start_ns), OPERATIONS | unpack, {"train": 4})
+    assert [(batch.num_batches, batch.duration_ns) for batch in batches] == [(3, 8), (1, 3)]
+    assert [batch.num_batches for batch in attribute(spans[:1] + spans[11:], OPERATIONS | unpack)] == [1, 1]
+
+
 def test_an_operation_across_a_draw_belongs_to_both_batches():
     found = parts(span("pull", 0, 1), span("update", 1, 6), span("pull", 4, 5), span("pull", 8, 9))
     assert found == [("train", {DRAW: 1, OPT_STEP: 3}), ("train", {DRAW: 0.5, OPT_STEP: 1.5, NO_SCOPE: 2})]

@@ -5,16 +5,17 @@ shared evenly among the operations that are active and contain none that is, so 
 duration. Does not know how a trace is read.
 """
 
-from bisect import bisect_right
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.hlo.program import HloProgram
 from engine.profile.trace import OpSpan
-from engine.scopes import AUGMENT, DRAW, NO_SCOPE, PUSH, TRAIN, UNPACK, VALID, Scope, parse_op_name
+from engine.scopes import ACTIONS, AUGMENT, DRAW, NO_SCOPE, PUSH, TRAIN, UNPACK, VALID, Scope, parse_op_name
 
 _CALLS_HOST = "custom-call"
 _CONTAINERS = frozenset({"while", "conditional", "call", "async-start"})
@@ -39,20 +40,22 @@ _UNKNOWN = Operation(NO_SCOPE)
 
 @dataclass(frozen=True)
 class TracedBatch:
-    """One batch of a trace, from its draw to the next one.
+    """One batch of a trace, or several that are drawn at once, from the draw to the next one.
 
     Attributes:
         phase: "train" or "valid".
         parts_ns: the time of each scope, in ns, in the order in which they were mostly active; NO_SCOPE is what belongs
             to none, idle time included.
+        num_batches: the number of batches.
     """
 
     phase: str
     parts_ns: Mapping[Scope, float]
+    num_batches: int = 1
 
     @property
     def duration_ns(self) -> float:
-        """The duration of the batch, which its parts add up to."""
+        """The duration of all its batches, which its parts add up to."""
         return sum(self.parts_ns.values())
 
 
@@ -69,7 +72,9 @@ def operations_of(program: HloProgram) -> dict[str, Operation]:
     }
 
 
-def attribute(spans: Sequence[OpSpan], operations: Mapping[str, Operation]) -> list[TracedBatch]:
+def attribute(
+    spans: Sequence[OpSpan], operations: Mapping[str, Operation], chunk: Mapping[str, int] = MappingProxyType({})
+) -> list[TracedBatch]:
     """Divide a trace into whole batches, and the duration of each among the scopes.
 
     A batch lasts from its draw to the next draw, the last one to the end of its push, if there is one.
@@ -77,6 +82,7 @@ def attribute(spans: Sequence[OpSpan], operations: Mapping[str, Operation]) -> l
     Args:
         spans: the operations that ran on one device, by their start.
         operations: what is known of them; an unknown one has no scope.
+        chunk: the largest number of batches that one draw of a phase has, 1 if left out.
     """
     spans = [span for span in spans if span.end_ns > span.start_ns]
     marks = _draws(spans, operations)
@@ -96,7 +102,34 @@ def attribute(spans: Sequence[OpSpan], operations: Mapping[str, Operation]) -> l
         # By the mean time of activity: a constant of the last layer may be computed first.
         ordered = sorted(part, key=lambda scope: moment[scope] / part[scope])
         part |= {scope: part.pop(scope) for scope in ordered}
-    return [TracedBatch(phase, part) for (_, phase), part in zip(marks, parts, strict=False)]
+    return [
+        TracedBatch(phase, part, _count_batches(spans, operations, phase, start, end, chunk.get(phase, 1)))
+        for (start, phase), end, part in zip(marks, starts[1:], parts, strict=False)
+    ]
+
+
+def _count_batches(
+    spans: Sequence[OpSpan], operations: Mapping[str, Operation], phase: str, start_ns: float, end_ns: float, most: int
+) -> int:
+    """Return how many batches, `most` at most, the program computes from the draw at `start_ns` until `end_ns`.
+
+    That is how often an operation of the first action after the draw ran. Operations of a loop inside the action run
+    more often, those before the loop over the batches only once.
+    """
+    if most == 1:
+        return 1
+    first = bisect_left(spans, start_ns, key=lambda span: span.start_ns)
+    stop = bisect_left(spans, end_ns, key=lambda span: span.start_ns)
+    ran: dict[str | None, Counter[str]] = defaultdict(Counter)
+    for span in spans[first:stop]:
+        scope, is_container, _ = operations.get(span.name, _UNKNOWN)
+        if scope.phase == phase and not is_container:
+            ran[scope.action][span.name] += 1
+    for action in ACTIONS[phase]:
+        counts = [count for count in ran[action].values() if count <= most]
+        if action != DRAW and counts:
+            return max(counts)
+    return 1
 
 
 def _last_push(

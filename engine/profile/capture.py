@@ -36,11 +36,20 @@ class Window(NamedTuple):
         after: the number of training batches that begin before it.
         num_batches: the number of batches to trace.
         is_chosen: whether the user chose it; otherwise its limit of time is shorter.
+        chunk: the number of batches that the program draws at once.
     """
 
     after: int
     num_batches: int
     is_chosen: bool = False
+    chunk: int = 1
+
+    def end(self, num_batches: int) -> int:
+        """Return how many batches have begun after the first one when so many have been traced whole.
+
+        The batches after the last one are traced only if they have been drawn, so the next ones must begin too.
+        """
+        return (-(-num_batches // self.chunk) + 1) * self.chunk + 1
 
 
 class Trace(NamedTuple):
@@ -72,6 +81,8 @@ class Capture:
         self._windows, self._warn = dict(windows), warn
         self.traces: dict[str, Trace] = {}
         self._begun = {TRAIN: 0, VALID: 0}
+        # The first batch of each phase that was drawn since the last trace began.
+        self._first_drawn: dict[str, int] = {}
         # What the thread waits for.
         self._is_awaited: Callable[[], bool] = self._is_due
         self._changed = threading.Event()
@@ -95,6 +106,12 @@ class Capture:
             self._warn("warning: the trace of the profile was not collected in time, so the profile has no operations")
             # The thread ends when the trace is collected, and keeps nothing.
             self._is_late, self.traces = True, {}
+
+    def pull_began(self, phase: str) -> None:
+        """Note that the program asks for one or more batches of a phase; called on the program's thread."""
+        if phase not in self._first_drawn:
+            self._first_drawn[phase] = self._begun[phase]
+        self.batches_drawn(phase, 1)
 
     def batches_drawn(self, phase: str, count: int) -> None:
         """Note that so many more batches of a phase begin; called on the program's thread."""
@@ -148,19 +165,19 @@ class Capture:
         begun = self._begun
         is_full = _memory_limit()
         stop = _start()
+        self._first_drawn = {}
         first = dict(begun)
         num_batches = min(window.num_batches, _MOST_BATCHES)
         timeout_s = _MOST_CHOSEN_S if window.is_chosen else _MOST_TRACED_S
         limit = None if num_batches == window.num_batches else quantity(num_batches, "batch")
 
         def is_done() -> bool:
-            # The batch after the last one is traced only if it has been drawn: wait until the next one begins.
             is_resumed = phase == VALID and begun[VALID] > first[VALID] and begun[TRAIN] > first[TRAIN] + 1
-            return is_resumed or begun[phase] >= first[phase] + num_batches + 2
+            return is_resumed or begun[phase] >= first[phase] + window.end(num_batches)
 
         try:
             if not self._wait_for(is_done, timeout_s, is_full):
-                least = first[phase] + (_LEAST_BATCHES + 2 if phase == TRAIN else 0)
+                least = first[phase] + (window.end(_LEAST_BATCHES) if phase == TRAIN else 0)
                 limit = f"{_MOST_TRACE_BYTES >> 20:,} MiB" if is_full() else f"{timeout_s:g} s"
                 self._wait_for(lambda: begun[phase] >= least, is_full=is_full)
                 limit = None if self._is_over else limit
@@ -168,7 +185,8 @@ class Capture:
             data = stop()
         if self._is_late:
             return
-        self.traces[phase] = Trace(first, data, limit)
+        # A pull of several batches that had begun before the trace is not in it.
+        self.traces[phase] = Trace(first | self._first_drawn, data, limit)
         if begun[VALID] > first[VALID] + 1:
             # The trace has an evaluation, whosever window it was.
             self._windows.pop(VALID, None)

@@ -16,10 +16,12 @@ class Spread:
 
     def __init__(self) -> None:
         self.count, self.total_s, self._squares = 0, 0.0, 0.0
+        self._has_sums = False
         self.mean_s = 0.0
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """Add `count` equal durations that last so many seconds together."""
+        """Add `count` durations of which only the sum is known, in seconds."""
+        self._has_sums |= count > 1
         each_s = seconds / count
         self.count += count
         self.total_s += seconds
@@ -28,8 +30,10 @@ class Spread:
         self._squares += change_s * (each_s - self.mean_s) * count
 
     @property
-    def std_s(self) -> float:
-        """The standard deviation (of the population), 0 without durations."""
+    def std_s(self) -> float | None:
+        """The standard deviation (of the population), 0 without durations, None if only sums of them are known."""
+        if self._has_sums:
+            return None
         return math.sqrt(max(self._squares, 0.0) / self.count) if self.count else 0.0
 
 
@@ -54,7 +58,7 @@ class PhaseTimes:
         return self.batches.mean_s if self.batches.count else max(self.steps.mean_s - self.draws.mean_s, 0.0)
 
     @property
-    def batch_std_s(self) -> float:
+    def batch_std_s(self) -> float | None:
         """The standard deviation of the duration of a batch, of a step where only these were timed."""
         return self.batches.std_s if self.batches.count else self.steps.std_s
 

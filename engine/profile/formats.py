@@ -106,7 +106,7 @@ def _cells(rows: Sequence[_Row]) -> list[list[str]]:
             [
                 *names,
                 describe_seconds(row.mean_s),
-                describe_seconds(row.std_s) if row.calls > 1 else "-",
+                describe_seconds(row.std_s) if row.calls > 1 and row.std_s is not None else "-",
                 f"{row.calls:,}" if row.calls < _MILLION else _abbreviate(row.calls),
                 "-" if row.samples_per_s is None else _describe_rate(row.samples_per_s),
                 describe_seconds(row.total_s),

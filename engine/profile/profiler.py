@@ -1,8 +1,8 @@
 """The profiler of a launch: the clock on the host, the traces of the program, and the profile they make together."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 
 from engine.crossing.pushed import Pushed
 from engine.hlo.text import parse_hlo
@@ -36,6 +36,7 @@ class Course:
         num_devices: number of devices.
         runs_ahead: whether the host runs ahead of the device.
         steps: the steps to trace, counted from 0; None chooses them.
+        chunk: batches of a pull.
     """
 
     first_pull: int
@@ -49,6 +50,7 @@ class Course:
     num_devices: int = 1
     runs_ahead: bool = False
     steps: range | None = None
+    chunk: int = 1
 
     def epoch_of(self, pull: int) -> int | None:
         """Return the epoch of a training batch, that of its first image; None if there are no epochs."""
@@ -81,10 +83,10 @@ class Course:
         if self.steps is not None:
             after, stop = (step * self.pulls_per_step - self.first_pull for step in (self.steps.start, self.steps.stop))
             if stop > 0 and after < num_pulls:
-                found[TRAIN] = Window(max(after, 0), stop - max(after, 0), is_chosen=True)
+                found[TRAIN] = Window(max(after, 0), stop - max(after, 0), is_chosen=True, chunk=self.chunk)
         elif num_pulls:
             skipped = min(_SKIPPED_STEPS * self.pulls_per_step, num_pulls // 3)
-            found[TRAIN] = Window(skipped, _TRACED_STEPS * self.pulls_per_step)
+            found[TRAIN] = Window(skipped, _TRACED_STEPS * self.pulls_per_step, chunk=self.chunk)
         if self.eval_every_steps is not None:
             every = self.eval_every_steps * self.pulls_per_step
             before = (self.first_pull // every + 1) * every - self.first_pull if every else num_pulls
@@ -104,8 +106,8 @@ class Profiler:
         self._course, self._warn = course, warn
         self._clock = HostClock(course.epoch_of, draws_on_device=course.runs_ahead)
         self._capture = Capture(course.windows(), warn)
-        self.training = _Pulls(self._clock, self._clock.train, partial(self._capture.batches_drawn, TRAIN))
-        self.evaluation = _Pulls(self._clock, self._clock.valid, partial(self._capture.batches_drawn, VALID))
+        self.training = _Pulls(self._clock, self._clock.train, self._capture, TRAIN)
+        self.evaluation = _Pulls(self._clock, self._clock.valid, self._capture, VALID)
 
     @property
     def warning(self) -> str | None:
@@ -165,14 +167,14 @@ class Profiler:
             program = parse_hlo(hlo_text)
             operations = operations_of(program)
             for window, trace in self._capture.traces.items():
-                found = attribute(read_spans(trace.data, program.name), operations)
+                found = attribute(read_spans(trace.data, program.name), operations, {TRAIN: self._course.chunk})
                 for phase in (TRAIN, VALID):
                     own = [batch for batch in found if batch.phase == phase]
                     # An evaluation may be in the window of training; otherwise each phase has a trace of its own.
                     if own and (phase == window or phase not in self._capture.traces):
                         first[phase] = trace.first[phase]
                         # A fast program does a few batches more before the trace ends.
-                        batches += own[: windows[phase].num_batches] if phase in windows else own
+                        batches += _leading(own, windows[phase].num_batches) if phase in windows else own
         except Exception as error:  # noqa: BLE001 - a profile never stops a run
             self._warn(f"warning: the trace could not be read ({type(error).__name__}: {error})")
             return [], {}
@@ -220,19 +222,25 @@ _NOTES = (
 )
 
 
+def _leading(batches: Sequence[TracedBatch], count: int) -> list[TracedBatch]:
+    """Return so many batches, or a few more if several were drawn at once."""
+    before = accumulate((batch.num_batches for batch in batches), initial=0)
+    return [batch for batch, number in zip(batches, before, strict=False) if number < count]
+
+
 class _Pulls:
     """The observer of the pulls of one phase."""
 
-    def __init__(self, clock: HostClock, phase: PhaseTimes, drawn: Callable[[int], None]) -> None:
-        self._clock, self._phase, self._drawn = clock, phase, drawn
+    def __init__(self, clock: HostClock, times: PhaseTimes, capture: Capture, phase: str) -> None:
+        self._clock, self._times, self._capture, self._phase = clock, times, capture, phase
 
     def pull_began(self, batch_index: int) -> None:
         """Note that the program asks for batches from this one on; see `engine.crossing.observer`."""
-        self._clock.pull_began(self._phase, batch_index)
-        self._drawn(1)
+        self._clock.pull_began(self._times, batch_index)
+        self._capture.pull_began(self._phase)
 
     def pull_ended(self, num_batches: int) -> None:
         """Note that so many batches are given; see `engine.crossing.observer`."""
-        self._clock.pull_ended(self._phase, num_batches)
+        self._clock.pull_ended(self._times, num_batches)
         if num_batches > 1:
-            self._drawn(num_batches - 1)
+            self._capture.batches_drawn(self._phase, num_batches - 1)

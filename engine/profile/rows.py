@@ -87,11 +87,13 @@ class _Phase:
         self.times: PhaseTimes = clock.train if phase == TRAIN else clock.valid
         self.batches = [batch for batch in measured.traced if batch.phase == phase]
         self._samples = measured.samples[phase]
-        # Seconds of each scope in each traced batch; those of the draw and of snapshots are the clock's.
+        # Seconds of each scope in each traced pull, which may have several batches; those of the draw and of snapshots
+        # are the clock's.
         self._parts = [self._parts_of(batch) for batch in self.batches]
         traced_s = math.fsum(second for part in self._parts for second in part.values())
         mean_s = self.times.batch_mean_s
-        self._scale = mean_s * len(self._parts) / traced_s if traced_s else 0.0
+        self._num_traced = sum(batch.num_batches for batch in self.batches)
+        self._scale = mean_s * self._num_traced / traced_s if traced_s else 0.0
 
     def rows(self) -> Iterator[ProfileRow]:
         """Yield the rows of the phase: the clock's, between them those of the traced actions, which add up to batch."""
@@ -145,7 +147,7 @@ class _Phase:
 
     def traced_steps(self) -> TracedSteps:
         """Return which batches were traced, and how much of their time belongs to an action."""
-        count = len(self.batches)
+        count = self._num_traced
         nanoseconds = math.fsum(batch.duration_ns for batch in self.batches)
         lost = math.fsum(
             time for batch in self.batches for scope, time in batch.parts_ns.items() if scope.action is None
@@ -169,11 +171,11 @@ class _Phase:
         lost = None if with_draw is None or without is None else with_draw - without
         return replace(row, samples_per_s=lost)
 
-    def _estimated(self, seconds: Sequence[float]) -> tuple[float, float, int, float | None, float, float]:
+    def _estimated(self, seconds: Sequence[float]) -> tuple[float, float | None, int, float | None, float, float]:
         """Return mean, deviation, calls, rate, total and percent of a part of the batch by its traced durations."""
         spread = Spread()
-        for second in seconds:
-            spread.add(second * self._scale)
+        for second, batch in zip(seconds, self.batches, strict=True):
+            spread.add(second * self._scale, batch.num_batches)
         count = self.times.steps.count
         total_s = spread.mean_s * count
         rate = _rate(self._samples, spread.mean_s)

@@ -29,7 +29,8 @@ class ProfileRow:
         action: the action: "fit", "epoch", "train" and "valid" in the first phase; in the others "step" (in
             training "micro-step", if gradients are accumulated), "draw", "batch", the actions of
             `engine.scopes.ACTIONS`, and "unattributed".
-        mean_s, std_s: mean and standard deviation of its duration in seconds.
+        mean_s, std_s: mean and standard deviation of its duration in seconds; the deviation is None if the program
+            draws several batches at once, so that only their sum is known.
         calls: number of times that it took place in this launch.
         samples_per_s: images divided by its duration; of "draw", the images per second that waiting costs, as a
             negative number; None if it processes no images.
@@ -41,7 +42,7 @@ class ProfileRow:
     phase: str
     action: str
     mean_s: float
-    std_s: float
+    std_s: float | None
     calls: int
     samples_per_s: float | None
     total_s: float
@@ -63,7 +64,7 @@ class ScopeRow:
     action: str
     scope: str
     mean_s: float
-    std_s: float
+    std_s: float | None
     calls: int
     samples_per_s: float | None
     total_s: float

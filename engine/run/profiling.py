@@ -97,4 +97,6 @@ def _course(config: TrainConfig, data: RunData, host: HostSide, start: StartingP
         num_devices=len(host.team.devices),
         runs_ahead=host.transport.runs_ahead,
         steps=None if config.profile_steps is None else parse_profile_steps(config.profile_steps),
+        # Where the host runs ahead, the device draws the batches of a chunk one by one.
+        chunk=1 if host.transport.runs_ahead else host.chunk,
     )
