@@ -83,9 +83,9 @@ def test_files_have_names():
 
 def test_waits_are_attributed_to_the_stages_of_their_batches():
     meter = FeedMeter(ReadMeter(), first=10)
-    meter.waited(10, Profile((4.0, 0, 0, 0, 0), None))
+    meter.keep_cause(10, Profile((4.0, 0, 0, 0, 0), None))
     meter.attribute(10, 4.0)
-    meter.waited(11, Profile((0, 0, 3.0, 1.0, 0), "slow"))
+    meter.keep_cause(11, Profile((0, 0, 3.0, 1.0, 0), "slow"))
     meter.attribute(11, 2.0)
     meter.attribute(12, 0.5)  # it was ready, but on its way to the device
     assert meter.wait_s_by_stage == [4.0, 0.0, 1.5, 0.5, 0.5]
@@ -93,6 +93,21 @@ def test_waits_are_attributed_to_the_stages_of_their_batches():
     assert [tuple(stall) for stall in meter.stalls()] == [
         (4.0, 10, "source", None), (2.0, 11, "read", "slow"), (0.5, 12, "copy", None),
     ]  # fmt: skip
+
+
+def test_what_shards_wait_at_once_counts_once_and_a_batch_that_never_came_counts():
+    meter = FeedMeter(ReadMeter())
+    meter.waited(0, 10.0, 14.0, Profile((0, 0, 1.0, 0, 0), "c/0"))
+    meter.waited(0, 11.0, 15.0, Profile((0, 0, 1.0, 0, 0), "c/0"))
+    assert meter.wait_s_by_stage == [0.0, 0.0, 5.0, 0.0, 0.0]
+    reading = meter.readings.here()
+    reading.begin(1)
+    reading.enter(CHECK)
+    reading.visit("c/1")
+    meter.waited(1, 20.0, 26.0, None)
+    assert meter.wait_s_by_stage == [0.0, 0.0, 5.0, 6.0, 0.0]
+    assert (meter.stalls()[0].stage, meter.stalls()[0].file) == ("check", "c/1")
+    assert (meter.wait_s, meter.first_wait_s) == (11.0, 5.0)
 
 
 def test_only_the_longest_waits_are_kept():

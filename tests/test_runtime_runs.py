@@ -17,7 +17,9 @@ import pytest
 from jax import lax
 
 from engine import Callback, train
+from engine.feed.batches import ArrayBatches
 from engine.feed.feed_meter import FeedMeter
+from engine.feed.feeder import FeederError
 from engine.records.run_folder import RUNTIME, STALLS, WRITTEN_HERE
 from engine.records.stored.capture import FolderCapture
 from engine.records.stored.state import Part
@@ -38,7 +40,11 @@ STEPS, SLOW_S = 60, 0.02
 
 def run(**values):
     parts: dict[str, Any] = {"model": Linear(), "batches": toy_batch}
-    parts |= {name: values.pop(name) for name in ("model", "batches", "sinks", "callbacks", "notify") if name in values}
+    parts |= {
+        name: values.pop(name)
+        for name in ("model", "batches", "evaluation", "sinks", "callbacks", "notify")
+        if name in values
+    }
     return train(toy_config(**({"steps": STEPS, "chunk_batches": 1} | values)), **parts)
 
 
@@ -221,7 +227,7 @@ def test_a_blocked_terminal_is_named(monkeypatch):
 
 
 def test_a_source_that_blocks_is_named_with_the_stacks_of_all_threads(tmp_path):
-    released = threading.Event()
+    released, continues = threading.Event(), threading.Event()
     said: list[str] = []
 
     def say(line):
@@ -229,10 +235,14 @@ def test_a_source_that_blocks_is_named_with_the_stacks_of_all_threads(tmp_path):
         # The second warning comes after twice the time.
         if sum("the batch of step 9" in each for each in said) == 2:
             released.set()
+        if "the run continues" in line and released.is_set():
+            continues.set()
 
     def source_that_blocks(step):
         if step == 8:
             assert released.wait(60)
+        if step == 12:
+            assert continues.wait(60)
         return toy_batch(step)
 
     result = run(batches=source_that_blocks, steps=20, stall_warn_s=0.2, run_dir=str(tmp_path / "run"), notify=say)
@@ -242,13 +252,13 @@ def test_a_source_that_blocks_is_named_with_the_stacks_of_all_threads(tmp_path):
     assert len(warnings) >= 2
     assert all(
         re.fullmatch(
-            r"warning: no step for \d+ s: the loop waits for the batch of step 9: the source of the batches has taken "
-            r"\d+ s so far \(thread feeder-0\)",
+            r"warning: no step for [\d.]+ s: the loop waits for the batch of step 9: the source of the batches has "
+            r"taken [\d.]+ s so far \(thread feeder-0\)",
             line,
         )
         for line in warnings
     )
-    assert any(re.fullmatch(r"the run continues after \d+ s without a step", line) for line in said)
+    assert any(re.fullmatch(r"the run continues after [\d.]+ s without a step", line) for line in said)
     text = (tmp_path / "run" / STALLS).read_text()
     assert text.count("=" * 80) == sum("no step for" in line for line in said)
     for part in ("Thread feeder-0 (", "source_that_blocks", "Thread MainThread (", "the batch of step 9"):
@@ -274,7 +284,54 @@ def test_a_failed_run_is_recorded_as_failed(tmp_path):
         run(batches=source_that_fails, run_dir=str(tmp_path / "run"))
     launch = recorded(tmp_path / "run").last
     assert (launch.state, launch.end_step) == ("failed", 12)
-    assert launch.verdict is not None
+    # What to change about its speed is no advice for a run that failed.
+    assert (launch.verdict.bound_by, launch.verdict.advice) == ("unknown", "")
+    assert launch.verdict.evidence.startswith("the run failed after 12 steps; it waited ")
+
+
+def test_a_wait_that_ends_the_run_is_waiting(tmp_path):
+    released = threading.Event()
+
+    def source_that_hangs(step):
+        if step == 12:
+            released.wait(30)
+        return toy_batch(step)
+
+    said: list[str] = []
+    with pytest.raises(FeederError):
+        run(batches=source_that_hangs, run_dir=str(tmp_path / "run"), infeed_timeout_s=1, stall_warn_s=0.2,
+            notify=said.append)  # fmt: skip
+    released.set()
+    launch = recorded(tmp_path / "run").last
+    assert launch.goodput.waiting > 0.9
+    assert launch.pulls.wait_s_by_stage["source"] > 0.9
+    assert (launch.stalls[0].step, launch.stalls[0].stage) == (13, "source")
+    check_adds_up(SimpleNamespace(launches=[launch]))
+    assert any("no step for 0." in line for line in said)
+    assert not any("continues" in line for line in said)
+
+
+def test_the_waits_of_evaluations_are_theirs(monkeypatch):
+    fill = ArrayBatches.fill
+
+    def slow_fill(*arguments, **values):
+        time.sleep(SLOW_S)
+        fill(*arguments, **values)
+
+    monkeypatch.setattr(ArrayBatches, "fill", slow_fill)
+    # Training waits for its first batch as well, which may take long on a busy machine.
+    launch = run(evaluation=toy_batch(99), eval_every_steps=2, prefetch=1).runtime.last
+    pulls = launch.pulls
+    assert (
+        pulls.evaluation_wait_s
+        == sum(pulls.evaluation_wait_s_by_stage.values())
+        > 0.2 * SLOW_S * pulls.evaluation_count
+    )
+    stalls = [stall for stall in launch.stalls if stall.phase == "evaluation"]
+    assert stalls
+    assert all(stall.stage == "source" and stall.step % 2 == 0 for stall in stalls)
+    assert launch.verdict.bound_by == "source"
+    assert "for the evaluation's data (source" in launch.verdict.evidence
 
 
 def test_what_runs_is_described_by_whom_it_waits_for():
@@ -291,22 +348,23 @@ def test_what_runs_is_described_by_whom_it_waits_for():
         push_meter=push, stream=stream, clock=clock, infeeds=infeeds, transport=transport, config=config
     )
     meter._training, meter._evaluation, meter._snapshots = feeder, feeder, None
-    assert meter.describe() == "the device has been computing steps 8 to 9 (--chunk) for 0 s"
+    meter._num_pulled, meter._pulled_at = 0, 0.0
+    assert meter.describe() == "the device has been computing steps 8 to 9 (--chunk) for 0.0 s"
     infeeds.training.num_together = 1
-    assert meter.describe() == "the device has been computing step 8 for 0 s"
+    assert meter.describe() == "the device has been computing step 8 for 0.0 s"
     feeder.meter.begin_wait(15)
     assert meter.describe() == "the loop waits for the batch of step 8, which no thread is reading"
     reading = feeder.meter.readings.here()
     reading.begin(15)
     reading.enter(CHECK)
     reading.visit("c/3")
-    assert meter.describe().startswith("the loop waits for the batch of step 8: checking images of c/3 has taken 0 s")
+    assert meter.describe().startswith("the loop waits for the batch of step 8: checking images of c/3 has taken 0.0 s")
     feeder.meter.end_wait()
     meter._evaluation = SimpleNamespace(meter=FeedMeter(ReadMeter()))
     meter._evaluation.meter.begin_wait(3)
     assert meter.describe().startswith("the loop waits for the batch of an evaluation, which no thread")
     push.pushing_since = time.perf_counter()
-    assert meter.describe() == "the outfeed has been receiving for 0 s"
+    assert meter.describe() == "the outfeed has been receiving for 0.0 s"
     stream.blocked_by = "PlainSink"
     assert meter.describe() == "the loop waits until the sink PlainSink accepts losses"
     clock.is_ending = True

@@ -237,10 +237,7 @@ class Infeed:
 
     def take_wait_s(self, batch_index: int) -> float:
         """Return how long a pull waited for this batch, in seconds; see `BatchInfeed.take_wait_s`."""
-        wait_s = self._wait_s.pop(batch_index, 0.0)
-        if wait_s:
-            self.feeder.meter.attribute(batch_index, wait_s)
-        return wait_s
+        return self._wait_s.pop(batch_index, 0.0)
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
         """Answer a pull on the host; runs on a thread of XLA's runtime."""
@@ -281,8 +278,6 @@ class Infeed:
         if waited_s and self._times_waits:
             # Of several devices the longest wait counts: the others wait for that one.
             self._wait_s[batch_index] = max(waited_s, self._wait_s.get(batch_index, 0.0))
-        elif waited_s and shard == 0:
-            self.feeder.meter.attribute(batch_index, waited_s)
         return True
 
 

@@ -14,7 +14,7 @@ from engine.durations import Durations
 
 
 class PushMeter:
-    """The pushes of one launch; changed only by the thread that pushes.
+    """The pushes of one launch; changed only by the thread that pushes, but for `evaluation_pulled`.
 
     Args:
         step: number of updates before the launch.
@@ -22,8 +22,8 @@ class PushMeter:
     Attributes:
         times: how long each push took on the host.
         num_bytes: bytes of what was pushed.
-        evaluation_s, snapshots_s: seconds since `start` that ended in the push of an evaluation or a snapshot,
-            including the push.
+        evaluation_s: seconds of evaluations from the push before each to the push of its result.
+        snapshots_s: seconds since `start` that ended in the push of a snapshot, including the push.
         snapshot_push_s: seconds of the pushes of snapshots alone.
         pushing_since: when the current push began, by `time.perf_counter`; None between pushes.
         ended_at: when the last push ended, by the same clock.
@@ -35,10 +35,21 @@ class PushMeter:
         self.evaluation_s = self.snapshots_s = self.snapshot_push_s = 0.0
         self.pushing_since: float | None = None
         self.ended_at = perf_counter()
+        self._evaluating_since: float | None = None
 
     def start(self) -> None:
         """Start the clock: the program is launched."""
         self.ended_at = perf_counter()
+
+    def evaluation_pulled(self) -> None:
+        """Note that an evaluation asks for batches; called on the thread that answers."""
+        if self._evaluating_since is None:
+            self._evaluating_since = perf_counter()
+
+    def evaluation_until(self, now: float) -> float:
+        """Return the seconds of evaluations up to `now` by `time.perf_counter`, with the one that goes on."""
+        since = self._evaluating_since
+        return self.evaluation_s + (0.0 if since is None else max(0.0, now - since))
 
     def begin(self) -> None:
         """Begin a push."""
@@ -58,6 +69,7 @@ class PushMeter:
         self.num_bytes += sum(each.nbytes for each in operands)
         if isinstance(pushed, PushedEvaluation):
             self.evaluation_s += now - before
+            self._evaluating_since = None
         elif isinstance(pushed, PushedSnapshot):
             self.snapshots_s += now - before
             self.snapshot_push_s += took

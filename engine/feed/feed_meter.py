@@ -4,12 +4,13 @@ Costs nothing for a batch that is ready. Does not depend on jax, threads or step
 """
 
 import heapq
+import threading
 from time import perf_counter
 from typing import NamedTuple
 
-from preprocess.read_meter import AWAIT, COPY, SOURCE, STAGES, File, Profile, ReadMeter
+from preprocess.read_meter import AWAIT, COPY, SOURCE, STAGES, WINDOW, File, Profile, Reading, ReadMeter
 
-_MOST_STALLS = 20
+MOST_STALLS = 20
 # A shorter wait is no stall: that much goes to waking a thread.
 _LEAST_STALL_S = 1e-3
 # More batches than are ever between a pull and its loss.
@@ -35,7 +36,7 @@ class WaitNow(NamedTuple):
 
 
 class FeedMeter:
-    """What the program's pulls waited for; `attribute` is called on one thread, all else on any.
+    """What the program's pulls waited for; safe from any thread.
 
     Args:
         readings: what the reading threads do.
@@ -43,8 +44,8 @@ class FeedMeter:
 
     Attributes:
         readings: as given.
-        copy_s: seconds spent on copying batches to the program.
-        wait_s: seconds that were waited for batches.
+        copy_s: seconds spent on copying batches to the program; of several shards, for the first.
+        wait_s: seconds that were waited for batches, also in vain; what several shards waited at once counts once.
         wait_s_by_stage: these seconds by the number of the stage of reading.
         first_wait_s: seconds waited for the first batch, when nothing can be ready.
     """
@@ -54,6 +55,7 @@ class FeedMeter:
         self.copy_s = self.wait_s = self.first_wait_s = 0.0
         self.wait_s_by_stage = [0.0] * len(STAGES)
         self._waiting_for, self._waiting_since = -1, 0.0
+        self._guard, self._booked_until = threading.Lock(), 0.0
         self._causes: dict[int, Profile] = {}
         self._stalls: list[BatchStall] = []
 
@@ -71,7 +73,34 @@ class FeedMeter:
         """Note that the wait is over."""
         self._waiting_for = -1
 
-    def waited(self, batch_index: int, profile: Profile) -> None:
+    def waited(self, batch_index: int, since: float, until: float, profile: Profile | None) -> None:
+        """Attribute a shard's wait for its part of a batch.
+
+        Args:
+            batch_index: the batch that was waited for.
+            since, until: when the wait began and ended, by `time.perf_counter`.
+            profile: how the batch was read; None if it did not arrive, because the wait failed or was cancelled.
+        """
+        profile = self._profile_now(batch_index) if profile is None else profile
+        with self._guard:
+            wait_s = until - max(since, self._booked_until)
+            self._booked_until = max(until, self._booked_until)
+            if wait_s > 0:
+                self._book(batch_index, wait_s, profile)
+
+    def busy(self, batch_index: int) -> Reading | None:
+        """Return the reading of the thread that prepares a batch now, or a window of many; None if there is none."""
+        readings = [each for each in self.readings.all() if each.stage < AWAIT]
+        busy = [each for each in readings if each.work == batch_index]
+        busy = busy or [each for each in readings if each.work == WINDOW]
+        return min(busy, key=lambda each: each.since, default=None)
+
+    def _profile_now(self, batch_index: int) -> Profile:
+        reading = self.busy(batch_index)
+        stage, file = (SOURCE, None) if reading is None else (reading.stage, reading.file)
+        return Profile(tuple(float(each == stage) for each in range(AWAIT)), file)
+
+    def keep_cause(self, batch_index: int, profile: Profile) -> None:
         """Keep how a batch that was waited for was read, until `attribute` is called for it."""
         causes = self._causes
         causes[batch_index] = profile
@@ -81,10 +110,14 @@ class FeedMeter:
     def attribute(self, batch_index: int, wait_s: float) -> None:
         """Attribute a wait of the program for a batch to the stages in which that batch was read."""
         profile = self._causes.pop(batch_index, _ON_ITS_WAY)
+        with self._guard:
+            self._book(batch_index, wait_s, profile)
+
+    def _book(self, batch_index: int, wait_s: float, profile: Profile) -> None:
         seconds, total = profile.seconds, sum(profile.seconds)
         self.wait_s += wait_s
         if batch_index == self._first:
-            self.first_wait_s = wait_s
+            self.first_wait_s += wait_s
         if seconds[SOURCE] == total:
             self.wait_s_by_stage[SOURCE] += wait_s
         else:
@@ -92,7 +125,7 @@ class FeedMeter:
                 self.wait_s_by_stage[stage] += wait_s * took / total
         if wait_s >= _LEAST_STALL_S:
             slowest = max(range(AWAIT), key=seconds.__getitem__)
-            keep = heapq.heappush if len(self._stalls) < _MOST_STALLS else heapq.heappushpop
+            keep = heapq.heappush if len(self._stalls) < MOST_STALLS else heapq.heappushpop
             keep(self._stalls, BatchStall(wait_s, batch_index, STAGES[slowest], profile.file))
 
     def stalls(self) -> list[BatchStall]:

@@ -186,27 +186,33 @@ class Feeder:
             FeederError: if the batch did not arrive in time or can never arrive.
             BaseException: whatever the source raised for this batch.
         """
-        slot, started = self._slots[batch_index % self.depth], None
+        slot, waited_s = self._slots[batch_index % self.depth], 0.0
         # A ready batch stays until it is taken, so its index can be read without the lock.
         if slot.batch_index != batch_index:
             started = time.perf_counter()
-            if not self._wait(slot, batch_index, is_cancelled, started + self.timeout_s):
-                return None
-        waited_s = 0.0 if started is None else time.perf_counter() - started
+            try:
+                if not self._wait(slot, batch_index, is_cancelled, started + self.timeout_s):
+                    return None
+            finally:
+                # Also a wait that ends the run.
+                ended = time.perf_counter()
+                waited_s = ended - started
+                has_come = slot.batch_index == batch_index
+                self.meter.waited(batch_index, started, ended, slot.profile if has_come else None)
         self._raise_failure(slot, batch_index)
-        if waited_s:
-            self.meter.waited(batch_index, slot.profile)
         lent = slot.lent
         images, classes = slot.pixels if lent is None else lent.images, slot.labels
         if self._num_shards > 1:
             rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
             images, classes = images[rows], classes[rows]
-        started = time.perf_counter() if self._times_copies else 0.0
+        # The shards are copied at the same time.
+        is_timed = self._times_copies and shard == 0
+        started = time.perf_counter() if is_timed else 0.0
         self._copies.copy(images, pixels)
         if lent is not None:
             lent.check()
         np.copyto(labels, classes)
-        if self._times_copies:
+        if is_timed:
             self.meter.copy_s += time.perf_counter() - started
         self._release(slot)
         return waited_s
@@ -227,7 +233,7 @@ class Feeder:
             return None
         self._raise_failure(slot, batch_index)
         if is_late:
-            self.meter.waited(batch_index, slot.profile)
+            self.meter.keep_cause(batch_index, slot.profile)
         return slot.block
 
     def give_back(self, batch_index: int) -> None:

@@ -114,7 +114,7 @@ class Launch:
             self._data,
             host,
             start,
-            lambda batch, count: self.stream.report_evaluation(batch, count),
+            self._report_evaluation,
             self.profiling.profiler,
         )
         self.stream = LossStream(
@@ -351,6 +351,10 @@ class Launch:
         """The number of bytes of the training state, of which each device has a copy."""
         leaves = jax.tree.leaves(jax.eval_shape(plain_keys, self._state_shape))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    def _report_evaluation(self, batch: int, num_batches: int) -> None:
+        self.push_meter.evaluation_pulled()
+        self.stream.report_evaluation(batch, num_batches)
 
     def run(
         self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink], values: RunValues | None = None

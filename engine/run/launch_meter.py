@@ -13,7 +13,7 @@ import jax
 
 from engine.config import OFF
 from engine.crossing.push_meter import PushMeter
-from engine.feed.feed_meter import WaitNow
+from engine.feed.feed_meter import MOST_STALLS, FeedMeter, WaitNow
 from engine.feed.feeder import Feeder
 from engine.processes import this_process
 from engine.records.run_folder import recorded_versions
@@ -36,7 +36,8 @@ from engine.runtime.record import (
 )
 from engine.runtime.slow_operations import find_slow_operations
 from engine.runtime.verdict import Circumstances, judge
-from preprocess.read_meter import AWAIT, CHECK, COPY, IDLE, OPEN, READ, SOURCE, STAGES, WINDOW, Reading
+from engine.runtime.watchdog import describe_span
+from preprocess.read_meter import AWAIT, CHECK, COPY, OPEN, READ, SOURCE, STAGES, Reading
 from preprocess.storage_options import is_url
 
 # Launches of at least so long a loop are searched for slow operations without being asked to.
@@ -66,6 +67,7 @@ class LaunchMeter:
         self._slow: tuple[SlowOperation, ...] = ()
         infeeds = launch.infeeds
         self._training: Feeder = infeeds.training.feeder
+        self._num_pulled, self._pulled_at = 0, 0.0
         self._evaluation = None if infeeds.evaluation is None else infeeds.evaluation.feeder
 
     @property
@@ -111,13 +113,26 @@ class LaunchMeter:
         )
         return found if state == "running" else replace(found, verdict=judge(found, self._circumstances()))
 
+    def continues(self) -> bool:
+        """Return whether the loop goes on: it has neither ended nor been asked to."""
+        launch = self._launch
+        has_failed = any(each.failure is not None for each in launch.infeeds.all())
+        return not (launch.clock.is_ending or launch.board.is_stop_requested() or has_failed)
+
     def progress(self) -> object:
-        """Return a value that changes with every push, evaluation batch and snapshot on the disk."""
-        stream, snapshots = self._launch.stream, self._snapshots
+        """Return a value that changes with every step, batch and snapshot on the disk; called several times a second.
+
+        A push without a step, as while gradients are accumulated, is no progress.
+        """
+        stream, snapshots, push = self._launch.stream, self._snapshots, self._launch.push_meter
         num_written = 0 if snapshots is None else snapshots.writes.count
         # After the loop, the sinks take what is queued.
         num_taken = stream.num_taken if self._launch.clock.is_ending else 0
-        return self._launch.push_meter.times.count, stream.num_evaluation_pulls, num_written, num_taken
+        num_pulled = self._training.num_taken
+        if num_pulled != self._num_pulled:
+            self._num_pulled, self._pulled_at = num_pulled, perf_counter()
+        pushed_s = push.evaluation_s + push.snapshots_s
+        return push.step, pushed_s, num_pulled, stream.num_evaluation_pulls, num_written, num_taken
 
     def describe(self) -> str:
         """Return who waits for whom."""
@@ -127,14 +142,16 @@ class LaunchMeter:
         if push.pushing_since is not None:
             if stream.blocked_by is not None:
                 return f"the loop waits until the sink {stream.blocked_by} accepts losses"
-            return f"the outfeed has been receiving for {perf_counter() - push.pushing_since:,.0f} s"
+            return f"the outfeed has been receiving for {describe_span(perf_counter() - push.pushing_since)}"
         for feeder, what in ((self._training, "step"), (self._evaluation, "evaluation")):
             waiting = None if feeder is None else feeder.meter.waiting
             # On a GPU, a reading thread may also wait for a batch that is far ahead of the loop.
             is_ahead = self._launch.transport.runs_ahead and self._training.num_ready > 0
             if feeder is not None and waiting is not None and not is_ahead:
                 return self._describe_wait(feeder, waiting, what)
-        return f"the device has been computing {self._steps_now()} for {perf_counter() - push.ended_at:,.0f} s" + (
+        # Where the host runs ahead, the device may not have got the last batch yet.
+        since = push.ended_at if self._launch.transport.runs_ahead else max(push.ended_at, self._pulled_at)
+        return f"the device has been computing {self._steps_now()} for {describe_span(perf_counter() - since)}" + (
             ", or waits for another process" if this_process().count > 1 else ""
         )
 
@@ -156,12 +173,10 @@ class LaunchMeter:
     def _describe_wait(self, feeder: Feeder, waiting: WaitNow, what: str) -> str:
         number = f"step {self._step_of(waiting.batch_index)}" if what == "step" else "an evaluation"
         waits = f"the loop waits for the batch of {number}"
-        readings = feeder.meter.readings.all()
-        busy = [each for each in readings if each.work == waiting.batch_index and each.stage not in (AWAIT, IDLE)]
-        busy = busy or [each for each in readings if each.work == WINDOW]
-        if not busy:
+        reading = feeder.meter.busy(waiting.batch_index)
+        if reading is None:
             return f"{waits}, which no thread is reading"
-        return f"{waits}: {_describe_reading(feeder, min(busy, key=lambda each: each.since))}"
+        return f"{waits}: {_describe_reading(feeder, reading)}"
 
     def _step_of(self, batch_index: int) -> int:
         return batch_index // self._launch.config.accumulate_steps + 1
@@ -174,11 +189,10 @@ class LaunchMeter:
             bytes=feeder.num_taken * feeder.batch_bytes,
             waits=self._launch.stream.waits.summary(),
             copy_s=meter.copy_s,
-            wait_s_by_stage={
-                stage: seconds for stage, seconds in zip(STAGES, meter.wait_s_by_stage, strict=True) if seconds
-            },
+            wait_s_by_stage=_by_stage(meter),
             evaluation_count=0 if evaluation is None else evaluation.num_taken,
             evaluation_wait_s=0.0 if evaluation is None else evaluation.meter.wait_s,
+            evaluation_wait_s_by_stage={} if evaluation is None else _by_stage(evaluation.meter),
             first_wait_s=meter.first_wait_s + (0.0 if evaluation is None else evaluation.meter.first_wait_s),
         )
 
@@ -194,10 +208,24 @@ class LaunchMeter:
 
     def _stalls(self) -> tuple[Stall, ...]:
         meter = self._training.meter
-        return tuple(
+        found = [
             Stall(self._step_of(each.batch_index), each.wait_s, each.stage, meter.readings.name(each.file))
             for each in meter.stalls()
-        )
+        ]
+        if self._evaluation is not None:
+            meter = self._evaluation.meter
+            for each in meter.stalls():
+                step, file = self._evaluated_step(each.batch_index), meter.readings.name(each.file)
+                found.append(Stall(step, each.wait_s, each.stage, file, "evaluation"))
+        return tuple(sorted(found, key=lambda each: each.wait_s, reverse=True)[:MOST_STALLS])
+
+    def _evaluated_step(self, batch_index: int) -> int:
+        """Return the step after which the evaluation of a batch took place."""
+        launch, evaluated = self._launch, self._launch.resolved.data.evaluation
+        assert evaluated is not None
+        number = batch_index // evaluated.num_batches - launch.start.num_evaluations
+        done = launch.stream.evaluations
+        return done[number].step if 0 <= number < len(done) else launch.push_meter.step
 
     def _reader(self) -> ReaderTimes:
         feeders = [self._training] + ([] if self._evaluation is None else [self._evaluation])
@@ -244,15 +272,15 @@ class LaunchMeter:
 
     def _goodput(self, push: PushMeter) -> Goodput:
         launch, clock = self._launch, self._launch.clock
-        feeders = (self._training, self._evaluation)
         # On a GPU, a reading thread waits for a batch, not the loop.
-        waits = () if launch.transport.runs_ahead else tuple(each.meter.waiting for each in feeders if each is not None)
-        now = perf_counter()
-        current_s = max((now - wait.since for wait in waits if wait is not None), default=0.0)
-        evaluation_wait_s = 0.0 if self._evaluation is None else self._evaluation.meter.wait_s
-        evaluation_s = max(0.0, push.evaluation_s - evaluation_wait_s)
+        is_known = not launch.transport.runs_ahead
+        waits = [each.meter.waiting if each and is_known else None for each in (self._training, self._evaluation)]
+        now = clock.now_or_loop_end
+        training_s, evaluating_s = (max(0.0, now - wait.since) if wait is not None else 0.0 for wait in waits)
+        evaluation_wait_s = evaluating_s + (0.0 if self._evaluation is None else self._evaluation.meter.wait_s)
+        evaluation_s = max(0.0, push.evaluation_until(now) - evaluation_wait_s)
         in_loop_s = sum(dict(launch.stream.blocked_s).values()) - launch.stream.close_blocked_s
-        waiting_s = launch.stream.wait_s + current_s + evaluation_wait_s + in_loop_s
+        waiting_s = self._training.meter.wait_s + training_s + evaluation_wait_s + in_loop_s
         return parts_of(
             total=clock.total_s,
             steps=max(0.0, clock.loop_s - evaluation_s - push.snapshots_s - waiting_s),
@@ -289,6 +317,10 @@ class LaunchMeter:
                 self._slow = find_slow_operations(text, is_cpu=jax.default_backend() == "cpu")
 
 
+def _by_stage(meter: FeedMeter) -> dict[str, float]:
+    return {stage: seconds for stage, seconds in zip(STAGES, meter.wait_s_by_stage, strict=True) if seconds}
+
+
 def _describe_reading(feeder: Feeder, reading: Reading) -> str:
     since_s, stage = perf_counter() - reading.since, reading.stage
     file = feeder.meter.readings.name(reading.file)
@@ -299,4 +331,4 @@ def _describe_reading(feeder: Feeder, reading: Reading) -> str:
         CHECK: f"checking images of {file}",
         COPY: "copying images",
     }[stage]
-    return f"{what} has taken {since_s:,.0f} s so far (thread {reading.thread})"
+    return f"{what} has taken {describe_span(since_s)} so far (thread {reading.thread})"

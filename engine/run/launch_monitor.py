@@ -58,6 +58,7 @@ def start_monitor(
                 describe=meter.describe,
                 say=launch.notices.say,
                 keep=monitor.keep_stall,
+                continues=meter.continues,
             )
         )
     monitor.start()

@@ -37,6 +37,11 @@ class LaunchClock:
         return (self._loop_ended or time.perf_counter()) - self._loop_began
 
     @property
+    def now_or_loop_end(self) -> float:
+        """The end of the loop, or now while it runs, by `time.perf_counter`."""
+        return self._loop_ended or time.perf_counter()
+
+    @property
     def is_ending(self) -> bool:
         """Whether the loop has ended."""
         return self._loop_ended is not None

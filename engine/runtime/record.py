@@ -9,6 +9,7 @@ from typing import Literal
 from engine.durations import Times
 
 type LaunchState = Literal["running", "done", "stopped", "failed"]
+type Phase = Literal["train", "evaluation"]
 
 FORMAT = 1
 """The version of `runtime.json`. A reader refuses any other."""
@@ -59,10 +60,11 @@ class Pulls:
         waits: how long the loop waited, for each step (of several pulls if `accumulate_steps` is larger than 1).
         copy_s: seconds that the loop waited while batches of at least 4 KiB were copied to the program's memory.
         wait_s_by_stage: the waiting by the stage of reading that was at fault ("source", "open", "read", "check",
-            "copy").
+            "copy"), also for a batch that never came.
         evaluation_count: number of evaluation batches.
         evaluation_wait_s: seconds that the loop waited for them.
-        first_wait_s: seconds of these and of `waits` that the first batch took, when nothing is read ahead yet.
+        evaluation_wait_s_by_stage: these seconds by the stage of reading.
+        first_wait_s: seconds of all these that the first batches took, when nothing is read ahead yet.
     """
 
     count: int = 0
@@ -72,7 +74,21 @@ class Pulls:
     wait_s_by_stage: dict[str, float] = field(default_factory=dict)
     evaluation_count: int = 0
     evaluation_wait_s: float = 0.0
+    evaluation_wait_s_by_stage: dict[str, float] = field(default_factory=dict)
     first_wait_s: float = 0.0
+
+    @property
+    def all_wait_s_by_stage(self) -> dict[str, float]:
+        """The waiting of steps and evaluations by the stage of reading, in seconds."""
+        found = dict(self.wait_s_by_stage)
+        for stage, seconds in self.evaluation_wait_s_by_stage.items():
+            found[stage] = found.get(stage, 0.0) + seconds
+        return found
+
+    @property
+    def later_wait_s(self) -> float:
+        """Seconds that steps and evaluations waited for all batches but the first."""
+        return max(0.0, sum(self.all_wait_s_by_stage.values()) - self.first_wait_s)
 
 
 @dataclass(frozen=True)
@@ -125,17 +141,19 @@ class Stall:
     """A wait of the loop for one batch.
 
     Attributes:
-        step: the step that waited (updates done, from 1).
+        step: the step that waited (updates done, from 1); of an evaluation, the step after which it took place.
         wait_s: how long it waited.
         stage: the stage of reading that took most of the batch's time: "source" (a function for batches, or anything
             before the first read), "open", "read", "check" or "copy".
         shard: the file that took longest, or the first of several that were read together; None if no file was read.
+        phase: "train", or "evaluation" if an evaluation waited.
     """
 
     step: int
     wait_s: float
     stage: str
     shard: str | None
+    phase: Phase = "train"
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _reading(launch: LaunchRuntime) -> Iterator[str]:
     }
     done = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in stages.items() if seconds)
     yield f"reading, {quantity(reader.num_threads, 'thread')}: {done or 'nothing'}; {_size(reader.bytes)}"
-    if by_stage := launch.pulls.wait_s_by_stage:
+    if by_stage := launch.pulls.all_wait_s_by_stage:
         waits = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in by_stage.items())
         yield f"  waited for: {waits}"
     if samples := [each.num_ready for each in launch.ring.samples]:
@@ -125,7 +125,8 @@ def _stalls(launch: LaunchRuntime) -> Iterator[str]:
         yield "longest waits:"
     for stall in launch.stalls[:_MOST_STALLS]:
         where = "" if stall.shard is None else f" of {_shorten(stall.shard)}"
-        yield f"  step {stall.step:,}: {_seconds(stall.wait_s)}, {stall.stage}{where}"
+        what = "evaluation after step" if stall.phase == "evaluation" else "step"
+        yield f"  {what} {stall.step:,}: {_seconds(stall.wait_s)}, {stall.stage}{where}"
 
 
 def _memory(launch: LaunchRuntime) -> Iterator[str]:

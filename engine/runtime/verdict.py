@@ -50,13 +50,17 @@ def judge(launch: LaunchRuntime, about: Circumstances) -> Verdict:
     """Return what bound a launch that has ended; what the first batch was waited for does not count."""
     goodput, pulls = launch.goodput, launch.pulls
     num_steps = launch.end_step - launch.start_step
+    if launch.state == "failed":
+        evidence = (
+            f"the run failed after {quantity(num_steps, 'step')}; it waited {pulls.later_wait_s:,.1f} s for batches"
+        )
+        return Verdict("unknown", evidence, "")
     running_s = goodput.steps + goodput.evaluation + goodput.snapshots + goodput.waiting - pulls.first_wait_s
     if num_steps < _LEAST_STEPS or running_s < _LEAST_S:
         short = f"{quantity(num_steps, 'step')} in {max(0.0, running_s):.1f} s"
         return Verdict("unknown", f"the run was too short to say what bound it: {short}", "")
-    waited_s = pulls.waits.total_s + pulls.evaluation_wait_s - pulls.first_wait_s
     seconds = {
-        "reading": max(0.0, waited_s),
+        "reading": pulls.later_wait_s,
         "sinks": launch.pushes.blocked_s,
         "snapshots": goodput.snapshots,
         "copying": min(pulls.copy_s, goodput.steps),
@@ -79,14 +83,14 @@ def _percent(share: float) -> str:
 
 
 def _of_reading(launch: LaunchRuntime, about: Circumstances, share: float) -> Verdict:
-    by_stage = launch.pulls.wait_s_by_stage
+    by_stage = launch.pulls.all_wait_s_by_stage
     stages = sorted(((seconds, stage) for stage, seconds in by_stage.items() if seconds), reverse=True)
-    main = stages[0][1] if stages else "read"
+    main = stages[0][1]
     # The stages include what the first batch was waited for.
     total = sum(by_stage.values()) or 1.0
     parts = [f"{stage} {_percent(share * each / total)}" for each, stage in stages if share * each / total >= 0.005]
-    where = _file_at_fault(launch) or about.description
-    if main == "source" and not about.is_packed:
+    where = _file_at_fault(launch) or _data_at_fault(launch, about)
+    if main == "source" and not (about.is_packed or _is_of_evaluation(launch)):
         num = max(1, launch.pulls.count + launch.pulls.evaluation_count)
         each_ms = 1e3 * launch.reader.source_s / num
         what = "synthetic batches" if about.is_synthetic else "your own batches"
@@ -95,6 +99,16 @@ def _of_reading(launch: LaunchRuntime, about: Circumstances, share: float) -> Ve
     detail = f" ({', '.join(parts)})" if parts else ""
     evidence = f"the loop waited {_percent(share)} of the time for {where}{detail}"
     return Verdict(_NOUNS[main], evidence, _advice_on_reading(launch, about, main))
+
+
+def _data_at_fault(launch: LaunchRuntime, about: Circumstances) -> str:
+    """Return the data that most of the waiting was for."""
+    return "the evaluation's data" if _is_of_evaluation(launch) else about.description
+
+
+def _is_of_evaluation(launch: LaunchRuntime) -> bool:
+    pulls = launch.pulls
+    return sum(pulls.evaluation_wait_s_by_stage.values()) > sum(pulls.wait_s_by_stage.values())
 
 
 def _file_at_fault(launch: LaunchRuntime) -> str | None:
@@ -106,7 +120,7 @@ def _file_at_fault(launch: LaunchRuntime) -> str | None:
     if not seconds:
         return None
     file = max(seconds, key=seconds.__getitem__)
-    return file if seconds[file] >= _LEAST_OF_FILE * launch.pulls.waits.total_s else None
+    return file if seconds[file] >= _LEAST_OF_FILE * sum(launch.pulls.all_wait_s_by_stage.values()) else None
 
 
 def _advice_on_source(about: Circumstances) -> str:
@@ -176,12 +190,9 @@ _JUDGES = {
 
 
 def _of_device(launch: LaunchRuntime, about: Circumstances, share: float) -> Verdict:
-    waited = launch.pulls.waits.total_s + launch.pulls.evaluation_wait_s - launch.pulls.first_wait_s
     running_s = launch.goodput.total - launch.goodput.compilation - launch.goodput.other
-    evidence = (
-        f"it computed for {_percent(share)} of the time, and the loop waited {_percent(max(0.0, waited) / running_s)} "
-        "of it for batches"
-    )
+    waited = _percent(launch.pulls.later_wait_s / running_s)
+    evidence = f"it computed for {_percent(share)} of the time, and the loop waited {waited} of it for batches"
     if launch.slow_operations:
         count = sum(each.count for each in launch.slow_operations)
         kinds = " and ".join(dict.fromkeys(f"{each.kind}s" for each in launch.slow_operations))

@@ -16,6 +16,7 @@ class Watchdog:
         describe: returns who waits for whom.
         say: called with one line; must not block.
         keep: called with a report with the stacks of all threads; must not block.
+        continues: returns whether the run goes on; after progress at its end, it does not.
         clock: returns seconds.
     """
 
@@ -27,10 +28,11 @@ class Watchdog:
         describe: Callable[[], str],
         say: Callable[[str], None],
         keep: Callable[[str], None],
+        continues: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._warn_s, self._progress, self._describe = warn_s, progress, describe
-        self._say, self._keep, self._clock = say, keep, clock
+        self._say, self._keep, self._continues, self._clock = say, keep, continues, clock
         self._seen, self._since = progress(), clock()
         self._next_s = warn_s
 
@@ -39,12 +41,12 @@ class Watchdog:
         now, seen = self._clock(), self._progress()
         stalled_s = now - self._since
         if seen != self._seen:
-            if self._next_s > self._warn_s:
-                self._say(f"the run continues after {stalled_s:,.0f} s without a step")
+            if self._next_s > self._warn_s and self._continues():
+                self._say(f"the run continues after {describe_span(stalled_s)} without a step")
             self._seen, self._since, self._next_s = seen, now, self._warn_s
         elif stalled_s >= self._next_s:
             self._next_s *= 2
-            what = f"no step for {stalled_s:,.0f} s: {self._describe_safely()}"
+            what = f"no step for {describe_span(stalled_s)}: {self._describe_safely()}"
             self._say(f"warning: {what}")
             self._keep(f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}: {what}\n\n{describe_threads()}")
 
@@ -53,6 +55,11 @@ class Watchdog:
             return self._describe()
         except Exception as error:  # noqa: BLE001 - what it looks at is changed by other threads; the stacks remain
             return f"who waits for whom is unknown ({type(error).__name__}: {error})"
+
+
+def describe_span(seconds: float) -> str:
+    """Return a span of time in words, with a decimal if it is short."""
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def describe_threads() -> str:
