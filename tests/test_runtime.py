@@ -172,6 +172,15 @@ def test_a_kill_costs_the_steps_after_the_snapshot(tmp_path):
     assert (last.ended, last.end_step, last.goodput) == (118.0, 8, Goodput(steps=8, compilation=10))
 
 
+def test_a_clock_that_is_set_forward_adds_at_most_a_minute(tmp_path):
+    log = tmp_path / "loss.jsonl"
+    sizes = write_losses(log, [111.0 + second + 36_000 * (second >= 6) for second in range(8)])
+    killed = replace(LAUNCH, ended=115.0, end_step=5, state="running", goodput=Goodput(steps=5, compilation=10))
+    found = find_rollback([killed], log, 3, sizes[3])
+    assert (found.num_steps, found.seconds) == (5, 62.0)
+    assert found.launches[0].goodput.steps == 65
+
+
 def test_a_rollback_over_several_launches_does_not_count_the_time_between_them(tmp_path):
     log = tmp_path / "loss.jsonl"
     sizes = write_losses(log, [111.0, 112.0, 113.0, 511.0, 512.0])
@@ -312,7 +321,7 @@ def test_the_stacks_of_all_threads_are_named():
     assert "Thread MainThread (" in text
 
 
-def monitor(write, *, said, stalls="", watchdog=None):
+def monitor(write, *, said, stalls=b"", watchdog=None):
     gather = lambda state: replace(LAUNCH, state=state)  # noqa: E731
     return RuntimeMonitor(
         gather, lambda launch: RuntimeReport((launch,), add_up([launch])), num_ready=lambda: 3, depth=4, write=write,
@@ -328,7 +337,7 @@ def test_the_record_is_written_at_once_and_whole_at_the_end():
         written.append((name, content))
         first.set()
 
-    watching = monitor(write, said=[], stalls="before\n")
+    watching = monitor(write, said=[], stalls=b"before\n")
     watching.start()
     assert first.wait(10)
     assert decode_runtime(written[0][1]).last.state == "running"
@@ -397,7 +406,7 @@ def test_a_disk_that_hangs_delays_the_end_by_a_limited_time():
 
 
 def test_old_reports_of_stalls_are_dropped_whole(monkeypatch):
-    monkeypatch.setattr("engine.runtime.monitor._MOST_STALLS_BYTES", 400)
+    monkeypatch.setattr("engine.runtime.monitor.MOST_STALLS_BYTES", 400)
     written: list[bytes] = []
     watching = monitor(lambda name, content: written.append(content) if name == "stalls.txt" else None, said=[])
     for number in range(9):

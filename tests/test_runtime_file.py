@@ -1,7 +1,8 @@
 """`runtime.json`: what is written is read back, and what is no such record is refused with its name."""
 
 import json
-from dataclasses import fields
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,11 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path):
     assert read_runtime(tmp_path) == REPORT
 
 
+def test_a_number_that_is_none_is_written_as_zero(tmp_path):
+    content = encode_runtime(replace(REPORT, goodput=RunGoodput(steps=math.nan, gaps=math.inf)))
+    assert decode_runtime(content).goodput == RunGoodput()
+
+
 def test_unknown_keys_are_ignored_and_missing_ones_have_their_defaults():
     values = json.loads(encode_runtime(REPORT))
     values["later"] = values["launches"][0]["later"] = 1
@@ -71,6 +77,11 @@ def test_unknown_keys_are_ignored_and_missing_ones_have_their_defaults():
         (lambda values: values["launches"][0].update(end_step=1.5), "end_step has the value 1.5"),
         (lambda values: values["launches"][0].update(state="odd"), "state has the value 'odd'"),
         (lambda values: values["launches"][0].pop("started"), "started"),
+        (lambda values: values["launches"][0].update(started=10**400), "started has the value 1000"),
+        (lambda values: values["launches"][0].update(end_step=10**400), "end_step has the value 1000"),
+        (lambda values: values["launches"][0]["goodput"].update(steps=math.nan), "steps has the value nan"),
+        (lambda values: values["launches"][0].update(ended=math.inf), "ended has the value inf"),
+        (lambda values: values["goodput"].update(lost=1e300), "lost has the value 1e"),
         (lambda values: values["launches"][0]["pulls"].update(waits=[]), "waits has the value"),
     ],
 )

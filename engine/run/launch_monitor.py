@@ -11,12 +11,10 @@ from engine.run.compilation import Compiled
 from engine.run.launch import Launch
 from engine.run.launch_meter import LaunchMeter
 from engine.runtime.goodput import Rollback, find_rollback
-from engine.runtime.monitor import RuntimeMonitor
+from engine.runtime.monitor import MOST_STALLS_BYTES, RuntimeMonitor
 from engine.runtime.runtime_file import read_runtime
 from engine.runtime.watchdog import Watchdog
 from preprocess.regular_file import read_regular
-
-_MOST_STALLS_BYTES = 1 << 21
 
 
 def start_monitor(
@@ -37,10 +35,10 @@ def start_monitor(
         rollback: the earlier launches of the run.
     """
     meter = LaunchMeter(launch, compiled, snapshots, rollback)
-    stalls = ""
+    stalls = b""
     if folder is not None:
         with suppress(OSError):  # there usually is none
-            stalls = read_regular(folder.path / STALLS, max_bytes=_MOST_STALLS_BYTES).decode(errors="replace")
+            stalls = read_regular(folder.path / STALLS, max_bytes=MOST_STALLS_BYTES)
     monitor = RuntimeMonitor(
         meter.gather,
         meter.report,

@@ -17,6 +17,9 @@ from preprocess.regular_file import open_regular
 
 _OF_THE_LOOP = ("steps", "evaluation", "snapshots", "waiting")
 _PARTS = (*_OF_THE_LOOP, "compilation", "other")
+# The longest time from the last update of the record to a kill, but for a disk that hangs: the rest is a clock that was
+# set forward.
+_MOST_EXTRA_S = 60.0
 # Launches whose details are kept.
 _NUM_DETAILED = 10
 
@@ -76,9 +79,9 @@ def find_rollback(launches: Sequence[LaunchRuntime], loss_log: Path, start_step:
     *earlier, last = launches
     if last.state == "running" and ended > last.ended:
         # It was killed after its last update.
-        extra = ended - last.ended
+        extra = min(_MOST_EXTRA_S, ended - last.ended)
         goodput = replace(last.goodput, steps=last.goodput.steps + extra)
-        last = replace(last, ended=ended, end_step=max(end_step, last.end_step), goodput=goodput)
+        last = replace(last, ended=last.ended + extra, end_step=max(end_step, last.end_step), goodput=goodput)
     known = (*earlier, last)
     if end_step <= start_step:
         return Rollback(known)

@@ -20,7 +20,8 @@ _WRITE_EVERY_S = 30.0
 # How long the end of a run waits for the last write: a disk that hangs must not keep the process.
 _LAST_WRITE_S = 10.0
 _MOST_SAMPLES = 240
-_MOST_STALLS_BYTES = 1 << 20
+MOST_STALLS_BYTES = 1 << 20
+"""The size of `stalls.txt`, which keeps the newest reports."""
 _SEPARATOR = "=" * 80 + "\n"
 
 type Write = Callable[[str, bytes], None]
@@ -72,7 +73,7 @@ class RuntimeMonitor:
         depth: int,
         watchdog: Watchdog | None = None,
         write: Write | None = None,
-        stalls: str = "",
+        stalls: bytes = b"",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._gather, self._report, self._num_ready, self._depth = gather, report, num_ready, depth
@@ -107,11 +108,11 @@ class RuntimeMonitor:
     def keep_stall(self, text: str) -> None:
         """Append a report to `stalls.txt`; safe from any thread."""
         with self._changed:
-            reports = self._stalls + _SEPARATOR + text + "\n"
-            if len(reports) > _MOST_STALLS_BYTES:
+            reports = self._stalls + (_SEPARATOR + text + "\n").encode(errors="replace")
+            if len(reports) > MOST_STALLS_BYTES:
                 # Without the rest of a report that has lost its beginning.
-                begin = reports.find(_SEPARATOR, len(reports) - _MOST_STALLS_BYTES)
-                reports = reports[max(begin, len(reports) - _MOST_STALLS_BYTES) :]
+                begin = reports.find(_SEPARATOR.encode(), len(reports) - MOST_STALLS_BYTES)
+                reports = reports[max(begin, len(reports) - MOST_STALLS_BYTES) :]
             self._stalls = reports
             self._has_stalls = self._is_due = True
             self._changed.notify_all()
@@ -155,7 +156,7 @@ class RuntimeMonitor:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due or self._ended.is_set(), _WRITE_EVERY_S)
                 is_last, content, self._is_due = self._ended.is_set(), self._last, False
-                stalls = self._stalls.encode(errors="replace") if self._has_stalls else b""
+                stalls = self._stalls if self._has_stalls else b""
                 self._has_stalls = False
             self._write_files(content, stalls)
 

@@ -1,6 +1,7 @@
 """Reads `runtime.json`, and converts the record of a run's launches to its content. Needs no jax."""
 
 import json
+import math
 import types
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from preprocess.regular_file import read_regular
 
 # More digits than clocks and counters have.
 _DIGITS = 6
+# Larger numbers than clocks and counters have: sums of these stay finite.
+_MOST = 1 << 62
 
 
 def read_runtime(run: Path) -> RuntimeReport | None:
@@ -26,14 +29,15 @@ def read_runtime(run: Path) -> RuntimeReport | None:
         return decode_runtime(read_regular(path, max_bytes=MOST_JSON_BYTES))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ValueError(f"{path} is not a record of launches ({reason}): restore that file, or remove it") from error
 
 
 def encode_runtime(report: RuntimeReport) -> bytes:
     """Return the content of `runtime.json`."""
-    return (json.dumps({"format": FORMAT, **_rounded(asdict(report))}, separators=(",", ":")) + "\n").encode()
+    values = {"format": FORMAT, **_rounded(asdict(report))}
+    return (json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 
 def decode_runtime(content: bytes) -> RuntimeReport:
@@ -54,7 +58,8 @@ def decode_runtime(content: bytes) -> RuntimeReport:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return round(value, _DIGITS)
+        # JSON has no other numbers, and a monitor must not fail.
+        return round(value, _DIGITS) if math.isfinite(value) else 0.0
     if isinstance(value, dict):
         return {name: _rounded(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -79,8 +84,10 @@ def _decode(kind: Any, value: Any, name: str) -> Any:
         return _decode(kind.__value__, value, name)
     if origin is Literal and value in arguments:
         return value
-    if kind is float and type(value) in (int, float):
+    if kind is float and type(value) in (int, float) and abs(value) < _MOST:
         return float(value)
-    if kind in (bool, int, str) and type(value) is kind:
+    if kind in (bool, str) and type(value) is kind:
         return value
-    raise TypeError(f"{name} has the value {value!r}")
+    if kind is int and type(value) is int and abs(value) < _MOST:
+        return value
+    raise TypeError(f"{name} has the value {repr(value)[:40]}")
