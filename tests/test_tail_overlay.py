@@ -129,6 +129,17 @@ def test_the_legend_names_the_state_of_each_run():
     assert legend_lines(runs, 68, 104.0)[0] == "A a-name-of-24-characters-  step 2/10   loss 1.0000  running"
 
 
+def test_a_run_whose_newest_loss_is_nan_says_so():
+    lines = legend_lines([shown("one", [2.0, NAN]), shown("two", [2.0, NAN, 2.0])], 60, 104.0)
+    assert "loss nan" in lines[0]
+    assert "loss 2.0000" in lines[1]
+
+
+def test_a_narrow_terminal_cuts_names_before_losses():
+    lines = legend_lines([shown("a-long-name-of-one", [2.0]), shown("a-long-name-of-two", [1.5])], 34, 104.0)
+    assert ["loss 2.0000" in lines[0], "loss 1.5000" in lines[1]] == [True, True]
+
+
 @given(
     losses=st.lists(st.lists(st.floats(-1e30, 1e30) | st.just(NAN), max_size=9), min_size=2, max_size=26),
     width=st.integers(1, 100),

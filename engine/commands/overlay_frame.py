@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from engine.commands.loss_chart import Glyphs, Span
 
 _LEAST_CHART_HEIGHT = 8
-_LEAST_NAME_WIDTH = 12
+# Columns are left out before names are shorter than twice the first; the second is all that a narrow terminal leaves.
+_LEAST_NAME_WIDTH, _SHORTEST_NAME_WIDTH = 12, 4
 
 
 @dataclass
@@ -69,7 +70,7 @@ def legend_lines(runs: Sequence[Shown], width: int, now_s: float) -> list[str]:
         history, total = run.picture.history, run.picture.facts.steps
         last, evaluation = history.last_step, run.picture.evaluation
         steps.append("-" if last is None else f"step {last}" + ("" if total is None else f"/{total}"))
-        losses.append("" if last is None else f"loss {loss_number(history.smoothed)}")
+        losses.append("" if last is None else f"loss {loss_number(_loss_of(run))}")
         has_top1 = evaluation is not None and not math.isnan(evaluation.top1)
         accuracies.append(f"top-1 {100 * evaluation.top1:.2f} %" if evaluation is not None and has_top1 else "")
         speed = float(history.newest.images_per_s[0]) if len(history.newest) else math.nan
@@ -87,7 +88,7 @@ def legend_lines(runs: Sequence[Shown], width: int, now_s: float) -> list[str]:
             columns.remove(extra)
     if room(columns) < min(longest, 2 * _LEAST_NAME_WIDTH):
         columns[-1] = [state.split("  ")[0] for state in states]
-    names = shorten_names(names, max(1, min(longest, max(room(columns), min(longest, _LEAST_NAME_WIDTH)))))
+    names = shorten_names(names, max(1, min(longest, max(room(columns), _SHORTEST_NAME_WIDTH))))
     shown = [column for column in [names, *columns] if any(column)]
     widths = [max(map(len, column)) for column in shown]
     return [
@@ -96,6 +97,13 @@ def legend_lines(runs: Sequence[Shown], width: int, now_s: float) -> list[str]:
         .rstrip()[:width]
         for index, row in enumerate(zip(*shown, strict=True))
     ]
+
+
+def _loss_of(run: Shown) -> float:
+    """Return the smoothed loss, or the newest loss if that is NaN or infinite."""
+    history = run.picture.history
+    newest = float(history.newest.loss[-1]) if len(history.newest) else math.nan
+    return history.smoothed if math.isfinite(newest) or not len(history.newest) else newest
 
 
 def overlay_lines(runs: Sequence[Shown], width: int, height: int, glyphs: "Glyphs", now_s: float) -> "list[list[Span]]":

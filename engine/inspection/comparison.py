@@ -72,8 +72,11 @@ def _rows(report: ProgramReport) -> Iterator[tuple[tuple[str, str], Any]]:
     yield ("carry", "bytes"), report.carry.num_bytes
     yield ("carry", "not donated"), sum(1 for leaf in report.carry.leaves if not leaf.is_donated)
     yield ("carry", "copied for each batch, bytes"), sum(leaf.copied_bytes for leaf in report.carry.leaves)
+    crossed: dict[str, int] = {}
     for call in report.host_calls:
-        yield ("calls", f"{call.scope}, {call.when}, bytes"), call.bytes_to_host + call.bytes_from_host
+        name = f"{call.scope}, {call.when}, bytes"
+        crossed[name] = crossed.get(name, 0) + call.bytes_to_host + call.bytes_from_host
+    yield from ((("calls", name), size) for name, size in crossed.items())
     yield ("fusions", "fusions"), report.fusions.count
     yield ("fusions", "fused instructions"), report.fusions.num_fused
     yield ("fusions", "copies and transposes, bytes"), sum(move.num_bytes for move in report.moves)
