@@ -181,6 +181,24 @@ def test_a_clock_that_is_set_forward_adds_at_most_a_minute(tmp_path):
     assert found.launches[0].goodput.steps == 65
 
 
+def test_a_clock_that_is_set_back_hides_no_loss(tmp_path):
+    log = tmp_path / "loss.jsonl"
+    sizes = write_losses(log, [111.0 + second - 3600 * (second >= 4) for second in range(8)])
+    ended = replace(LAUNCH, ended=118.0, end_step=8, goodput=Goodput(steps=8, compilation=10))
+    found = find_rollback([ended], log, 4, sizes[4])
+    assert (found.num_steps, found.seconds) == (4, 4.0)
+
+
+def test_a_resume_that_was_killed_before_it_rewound_is_counted_once(tmp_path):
+    log = tmp_path / "loss.jsonl"
+    sizes = write_losses(log, [111.0 + second for second in range(8)])
+    first = replace(LAUNCH, ended=118.0, end_step=8, goodput=Goodput(steps=8, compilation=10))
+    killed = replace(LAUNCH, started=500.0, ended=510.0, start_step=3, end_step=3, state="running", lost_steps=5,
+                     lost_s=5.0, goodput=Goodput(compilation=10))  # fmt: skip
+    found = find_rollback([first, killed], log, 3, sizes[3])
+    assert (found.launches, found.num_steps, found.seconds) == ((first, killed), 0, 0.0)
+
+
 def test_a_rollback_over_several_launches_does_not_count_the_time_between_them(tmp_path):
     log = tmp_path / "loss.jsonl"
     sizes = write_losses(log, [111.0, 112.0, 113.0, 511.0, 512.0])

@@ -23,6 +23,7 @@ from engine.feed.feeder import FeederError
 from engine.records.run_folder import RUNTIME, STALLS, WRITTEN_HERE
 from engine.records.stored.capture import FolderCapture
 from engine.records.stored.state import Part
+from engine.run import open_run as open_run_module
 from engine.run.launch_meter import LaunchMeter
 from engine.runtime.record import Goodput
 from engine.runtime.runtime_file import encode_runtime, read_runtime
@@ -122,6 +123,29 @@ def test_a_resumed_run_adds_a_launch_and_counts_what_it_makes_again(slept, tmp_p
     assert runtime.goodput.gaps > 0
     assert np.isclose(runtime.goodput.total, first.wall_s + second.wall_s, atol=0.3)
     assert (folder / RUNTIME).read_bytes() == encode_runtime(runtime)
+
+
+def test_a_resume_that_is_killed_after_the_rewind_has_recorded_what_it_takes_back(slept, tmp_path, monkeypatch):
+    folder = tmp_path / "killed"
+    shutil.copytree(slept.folder, folder)
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "snapshots/60")
+
+    def die(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(open_run_module, "rewind_run", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(run_dir=str(folder), resume=True)
+    begun = recorded(folder).last
+    assert (begun.state, begun.start_step, begun.end_step, begun.lost_steps) == ("running", 40, 40, 20)
+    assert begun.lost_s > 0
+    # The lines are still there, and are not counted again.
+    runtime = run(run_dir=str(folder), resume=True).runtime
+    assert [each.lost_steps for each in runtime.launches] == [0, 20, 0]
+    assert runtime.goodput.lost_steps == 20
+    assert runtime.goodput.lost == begun.lost_s
 
 
 @pytest.mark.parametrize("content", [None, b"{}"], ids=["without", "damaged"])

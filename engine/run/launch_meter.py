@@ -18,6 +18,7 @@ from engine.feed.feeder import Feeder
 from engine.processes import this_process
 from engine.records.run_folder import recorded_versions
 from engine.records.snapshot_writer import SnapshotWriter
+from engine.records.topology import Topology
 from engine.run.compilation import Compiled
 from engine.run.launch import Launch
 from engine.runtime.goodput import Rollback, add_up, parts_of, without_details
@@ -87,7 +88,6 @@ class LaunchMeter:
     def gather(self, state: LaunchState) -> LaunchRuntime:
         """Return what the launch did so far."""
         launch, clock, push = self._launch, self._launch.clock, self._launch.push_meter
-        devices = launch.topology
         if state != "running":
             self._find_slow_operations()
         found = LaunchRuntime(
@@ -98,7 +98,7 @@ class LaunchMeter:
             end_step=launch.start.step + launch.stream.num_losses,
             state=state,
             versions=self._versions,
-            devices=f"{devices.num_devices} × {devices.device}" if devices.num_devices > 1 else devices.device,
+            devices=describe_devices(launch.topology),
             lost_steps=self._rollback.num_steps,
             lost_s=self._rollback.seconds,
             programs=tuple(launch.programs),
@@ -316,6 +316,11 @@ class LaunchMeter:
             with suppress(Exception):
                 text = self._compiled.call.as_text() or ""
                 self._slow = find_slow_operations(text, is_cpu=jax.default_backend() == "cpu")
+
+
+def describe_devices(topology: Topology) -> str:
+    """Return the devices of a launch in words, such as "2 × cpu"."""
+    return f"{topology.num_devices} × {topology.device}" if topology.num_devices > 1 else topology.device
 
 
 def _by_stage(meter: FeedMeter) -> dict[str, float]:

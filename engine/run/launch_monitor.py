@@ -5,14 +5,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.records.digests import RunningDigest
-from engine.records.run_folder import LOSS_LOG, STALLS, RunFolder
+from engine.records.run_folder import LOSS_LOG, RUNTIME, STALLS, RunFolder, recorded_versions
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.run.compilation import Compiled
 from engine.run.launch import Launch
-from engine.run.launch_meter import LaunchMeter
-from engine.runtime.goodput import Rollback, find_rollback
+from engine.run.launch_meter import LaunchMeter, describe_devices
+from engine.runtime.goodput import Rollback, add_up, find_rollback, parts_of, without_details
 from engine.runtime.monitor import MOST_STALLS_BYTES, RuntimeMonitor
-from engine.runtime.runtime_file import read_runtime
+from engine.runtime.record import LaunchRuntime, RuntimeReport
+from engine.runtime.runtime_file import encode_runtime, read_runtime
 from engine.runtime.watchdog import Watchdog
 from preprocess.regular_file import read_regular
 
@@ -61,6 +62,30 @@ def start_monitor(
         )
     monitor.start()
     return monitor
+
+
+def record_rollback(launch: Launch, folder: RunFolder, rollback: Rollback) -> None:
+    """Write a launch that is about to rewind a run into `runtime.json`, with what it takes back.
+
+    The monitor writes it again, and reports a disk that fails.
+    """
+    clock, step = launch.clock, launch.start.step
+    total_s = clock.total_s
+    begun = LaunchRuntime(
+        started=clock.started,
+        ended=clock.started + total_s,
+        start_step=step,
+        end_step=step,
+        state="running",
+        versions=recorded_versions(),
+        devices=describe_devices(launch.topology),
+        lost_steps=rollback.num_steps,
+        lost_s=rollback.seconds,
+        goodput=parts_of(total=total_s, compilation=clock.compile_s),
+    )
+    launches = without_details((*rollback.launches, begun))
+    with suppress(OSError):
+        folder.write_monitoring(RUNTIME, encode_runtime(RuntimeReport(launches, add_up(launches))))
 
 
 def read_rollback(

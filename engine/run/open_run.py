@@ -35,7 +35,7 @@ from engine.run.described_sinks import describe_run, finishing
 from engine.run.epochs import settle_epochs
 from engine.run.host_side import HostSide, Placement
 from engine.run.launch import Launch
-from engine.run.launch_monitor import read_rollback, start_monitor
+from engine.run.launch_monitor import read_rollback, record_rollback, start_monitor
 from engine.run.parts import OwnParts
 from engine.run.recorded_launch import RecordedLaunch, recorded_metadata, result_of
 from engine.run.resolve import check_arguments, check_best_metric, resolve, warn_of_settings
@@ -199,6 +199,8 @@ class OpenRun:
                 folder.clear()
             else:
                 recording.rollback = read_rollback(folder.path, launch.start.step, cuts, self._notify)
+                # Before the lines are cut off: what they took is known from them alone.
+                record_rollback(launch, folder, recording.rollback)
                 rewind_run(folder, launch.start, cuts)
             resolved = {
                 **launch.resolved.to_json(),

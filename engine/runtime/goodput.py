@@ -4,6 +4,7 @@ The name is that of "ML productivity goodput" (Google Cloud, 2024): steps that a
 """
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -83,13 +84,23 @@ def find_rollback(launches: Sequence[LaunchRuntime], loss_log: Path, start_step:
         goodput = replace(last.goodput, steps=last.goodput.steps + extra)
         last = replace(last, ended=last.ended + extra, end_step=max(end_step, last.end_step), goodput=goodput)
     known = (*earlier, last)
+    if ended <= last.started and last.end_step == last.start_step:
+        # It was killed before it cut off the lines that it counted as lost.
+        end_step = min(end_step, last.start_step)
     if end_step <= start_step:
         return Rollback(known)
     begin = _last_line(loss_log, start_bytes)
     since = known[0].started if begin is None else begin[1]
     # A launch rewrote all lines after its beginning: what earlier ones took for these was counted as lost by then.
     first = max((number for number, each in enumerate(known) if each.start_step <= start_step), default=0)
-    return Rollback(known, end_step - start_step, sum(_loop_seconds(each, since, ended) for each in known[first:]))
+    num_steps, makers = end_step - start_step, known[first:]
+    if ended < since:
+        # The clock was set back meanwhile: every step counts alike.
+        num_made = max(1, num_steps, sum(each.end_step - each.start_step for each in makers))
+        seconds = sum(_loop_seconds(each, 0.0, math.inf) for each in makers) * num_steps / num_made
+    else:
+        seconds = sum(_loop_seconds(each, since, ended) for each in makers)
+    return Rollback(known, num_steps, seconds)
 
 
 def _loop_seconds(launch: LaunchRuntime, since: float, until: float) -> float:
