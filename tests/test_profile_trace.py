@@ -97,6 +97,25 @@ def test_the_batches_of_one_draw_are_counted_by_an_operation_that_runs_for_each(
     assert [batch.num_batches for batch in attribute(spans[:1] + spans[11:], OPERATIONS | unpack)] == [1, 1]
 
 
+def test_the_scopes_of_several_batches_come_in_the_order_of_the_first():
+    # Later batches are slower in their first operation, whose mean time over all of them is that of the last one.
+    batches = [
+        [
+            span("forward", at + 1, at + longer),
+            span("stage", at + longer, at + longer + 1),
+            span("update", end - 1, end),
+        ]
+        for at, longer, end in ((0, 2, 4), (3, 3, 7), (6, 9, 16))
+    ]
+    (pull,) = attribute(
+        [span("pull", 0, 1), *(each for batch in batches for each in batch), span("pull", 16, 17)],
+        OPERATIONS,
+        {"train": 4},
+    )
+    assert pull.num_batches == 3
+    assert [scope for scope in pull.parts_ns if scope != NO_SCOPE] == [DRAW, FORWARD, STAGE, OPT_STEP]
+
+
 def test_an_operation_across_a_draw_belongs_to_both_batches():
     found = parts(span("pull", 0, 1), span("update", 1, 6), span("pull", 4, 5), span("pull", 8, 9))
     assert found == [("train", {DRAW: 1, OPT_STEP: 3}), ("train", {DRAW: 0.5, OPT_STEP: 1.5, NO_SCOPE: 2})]

@@ -5,8 +5,9 @@ shared evenly among the operations that are active and contain none that is, so 
 duration. Does not know how a trace is read.
 """
 
+import math
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -89,47 +90,52 @@ def attribute(
     starts = [start for start, _ in marks]
     if marks and (end := _last_push(spans, operations, *marks[-1])) is not None:
         starts.append(end)
-    parts: list[dict[Scope, float]] = [defaultdict(float) for _ in starts[1:]]
-    moments: list[dict[Scope, float]] = [defaultdict(float) for _ in starts[1:]]
+    begun = [
+        _batches_of_draw(spans, operations, phase, start, end, chunk.get(phase, 1))
+        for (start, phase), end in zip(marks, starts[1:], strict=False)
+    ]
+    parts: list[dict[Scope, float]] = [defaultdict(float) for _ in begun]
+    moments: list[dict[Scope, list[float]]] = [defaultdict(lambda: [0.0, 0.0]) for _ in begun]
     for start, end, scopes in _instants(spans, operations, starts):
         number = bisect_right(starts, start) - 1
         if 0 <= number < len(parts):
             for scope in scopes or (NO_SCOPE,):
                 share = (end - start) / max(len(scopes), 1)
                 parts[number][scope] += share
-                moments[number][scope] += share * (start + end) / 2
-    for part, moment in zip(parts, moments, strict=True):
-        # By the mean time of activity: a constant of the last layer may be computed first.
-        ordered = sorted(part, key=lambda scope: moment[scope] / part[scope])
+                if len(begun[number]) == 1 or start < begun[number][1]:
+                    moment = moments[number][scope]
+                    moment[0] += share
+                    moment[1] += share * (start + end) / 2
+    for part, moment_of in zip(parts, moments, strict=True):
+        # By the mean time of activity in the first batch of a draw: a constant of the last layer may be computed first.
+        means = {scope: total / share for scope, (share, total) in moment_of.items()}
+        ordered = sorted(part, key=lambda scope: means.get(scope, math.inf))
         part |= {scope: part.pop(scope) for scope in ordered}
-    return [
-        TracedBatch(phase, part, _count_batches(spans, operations, phase, start, end, chunk.get(phase, 1)))
-        for (start, phase), end, part in zip(marks, starts[1:], parts, strict=False)
-    ]
+    return [TracedBatch(phase, part, len(each)) for (_, phase), part, each in zip(marks, parts, begun, strict=False)]
 
 
-def _count_batches(
+def _batches_of_draw(
     spans: Sequence[OpSpan], operations: Mapping[str, Operation], phase: str, start_ns: float, end_ns: float, most: int
-) -> int:
-    """Return how many batches, `most` at most, the program computes from the draw at `start_ns` until `end_ns`.
+) -> list[float]:
+    """Return when each batch, `most` at most, began that the program computed from the draw at `start_ns` to `end_ns`.
 
-    That is how often an operation of the first action after the draw ran. Operations of a loop inside the action run
-    more often, those before the loop over the batches only once.
+    That is each time that an operation of the first action after the draw ran. Operations of a loop inside the action
+    run more often, those before the loop over the batches only once.
     """
     if most == 1:
-        return 1
+        return [start_ns]
     first = bisect_left(spans, start_ns, key=lambda span: span.start_ns)
     stop = bisect_left(spans, end_ns, key=lambda span: span.start_ns)
-    ran: dict[str | None, Counter[str]] = defaultdict(Counter)
+    ran: dict[str | None, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for span in spans[first:stop]:
         scope, is_container, _ = operations.get(span.name, _UNKNOWN)
         if scope.phase == phase and not is_container:
-            ran[scope.action][span.name] += 1
+            ran[scope.action][span.name].append(span.start_ns)
     for action in ACTIONS[phase]:
-        counts = [count for count in ran[action].values() if count <= most]
-        if action != DRAW and counts:
-            return max(counts)
-    return 1
+        found = [starts for starts in ran[action].values() if len(starts) <= most]
+        if action != DRAW and found:
+            return max(found, key=len)
+    return [start_ns]
 
 
 def _last_push(
