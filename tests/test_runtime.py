@@ -234,7 +234,7 @@ def test_only_the_newest_launches_keep_their_lists():
 def test_samples_of_the_ring_are_bounded_and_evenly_spaced():
     samples = RingSamples(every_s=1.0)
     for second in range(10_000):
-        samples.offer(float(second), second)
+        samples.offer(RingSample(float(second), second))
     times = [each.time_s for each in samples.all()]
     assert 100 <= len(times) <= 240
     assert {after - before for before, after in pairwise(times)} == {64.0}
@@ -342,8 +342,8 @@ def test_the_stacks_of_all_threads_are_named():
 def monitor(write, *, said, stalls=b"", watchdog=None):
     gather = lambda state: replace(LAUNCH, state=state)  # noqa: E731
     return RuntimeMonitor(
-        gather, lambda launch: RuntimeReport((launch,), add_up([launch])), num_ready=lambda: 3, depth=4, write=write,
-        stalls=stalls, watchdog=watchdog, say=said.append,
+        gather, lambda launch: RuntimeReport((launch,), add_up([launch])), sample_ring=lambda: None, depth=4,
+        write=write, stalls=stalls, watchdog=watchdog, say=said.append,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from engine.records.stored.capture import FolderCapture
 from engine.records.stored.state import Part
 from engine.run import open_run as open_run_module
 from engine.run.launch_meter import LaunchMeter
+from engine.runtime.clock import LaunchClock
 from engine.runtime.record import Goodput
 from engine.runtime.runtime_file import encode_runtime, read_runtime
 from engine.stream import lane
@@ -100,7 +101,10 @@ def test_the_file_is_the_result(slept):
     # The losses of each step, and the snapshots of steps 20 and 40; the last one is taken after the loop.
     assert launch.pushes.count == STEPS + 2
     assert launch.memory.host > 1 << 26
+    # Only of the loop, and by the launch's clock.
+    before_s = launch.goodput.compilation
     assert launch.ring.samples
+    assert all(before_s < each.time_s < launch.wall_s for each in launch.ring.samples)
     assert not (slept.folder / STALLS).exists()
 
 
@@ -365,11 +369,17 @@ def test_what_runs_is_described_by_whom_it_waits_for():
     clock = SimpleNamespace(is_ending=False)
     infeeds = SimpleNamespace(training=SimpleNamespace(num_together=4))
     transport = SimpleNamespace(runs_ahead=False)
-    config = toy_config(steps=20, accumulate_steps=2)
+    config, profiling = toy_config(steps=20, accumulate_steps=2), SimpleNamespace(is_collecting=False)
     feeder = SimpleNamespace(meter=FeedMeter(ReadMeter()), num_ready=0)
     meter: Any = LaunchMeter.__new__(LaunchMeter)
     meter._launch = SimpleNamespace(
-        push_meter=push, stream=stream, clock=clock, infeeds=infeeds, transport=transport, config=config
+        push_meter=push,
+        stream=stream,
+        clock=clock,
+        infeeds=infeeds,
+        transport=transport,
+        config=config,
+        profiling=profiling,
     )
     meter._training, meter._evaluation, meter._snapshots = feeder, feeder, None
     meter._num_pulled, meter._pulled_at = 0, 0.0
@@ -394,8 +404,40 @@ def test_what_runs_is_described_by_whom_it_waits_for():
     clock.is_ending = True
     meter._snapshots = SimpleNamespace(unwritten_step=20)
     assert meter.describe() == "the steps are done, and the run waits until the snapshot of step 20 is on the disk"
+    profiling.is_collecting = True
+    assert meter.describe() == "the steps are done, and the run waits until the profile is collected"
+    profiling.is_collecting = False
     stream.unfinished = lambda: ["RunFolderSink"]
     assert meter.describe().endswith("waits until the sink RunFolderSink has accepted all losses")
+
+
+def test_the_ring_is_sampled_while_the_loop_pulls():
+    clock, feeder = LaunchClock(), SimpleNamespace(start_index=5, stop_index=8, num_taken=0, num_ready=2)
+    meter: Any = LaunchMeter.__new__(LaunchMeter)
+    meter._launch, meter._training = SimpleNamespace(clock=clock), feeder
+    assert meter.sample_ring() is None
+    clock.begin_loop()
+    assert meter.sample_ring().num_ready == 2
+    feeder.num_taken = 3
+    assert meter.sample_ring() is None
+    feeder.num_taken = 2
+    clock.end_loop(is_over=True)
+    assert meter.sample_ring() is None
+
+
+def test_batches_are_progress_and_pushes_without_a_step_are_none():
+    push = SimpleNamespace(step=3, evaluation_s=0.0, snapshots_s=0.0, times=SimpleNamespace(count=4))
+    stream = SimpleNamespace(num_evaluation_pulls=0, num_taken=9)
+    meter: Any = LaunchMeter.__new__(LaunchMeter)
+    meter._launch = SimpleNamespace(push_meter=push, stream=stream, clock=SimpleNamespace(is_ending=False))
+    meter._training, meter._snapshots = SimpleNamespace(num_taken=16), None
+    meter._num_pulled, meter._pulled_at = 16, 0.0
+    before = meter.progress()
+    push.times.count += 1
+    assert meter.progress() == before
+    meter._training.num_taken += 1
+    assert meter.progress() != before
+    assert meter._pulled_at > 0
 
 
 def test_a_run_that_is_stopped_is_recorded_as_stopped(tmp_path):

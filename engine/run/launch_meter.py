@@ -30,6 +30,7 @@ from engine.runtime.record import (
     Pulls,
     Pushes,
     ReaderTimes,
+    RingSample,
     RuntimeReport,
     SlowOperation,
     SnapshotTimes,
@@ -76,9 +77,13 @@ class LaunchMeter:
         """The number of training batches that the ring holds."""
         return self._training.depth
 
-    def num_ready(self) -> int:
-        """Return how many training batches are ready."""
-        return self._training.num_ready
+    def sample_ring(self) -> RingSample | None:
+        """Return how many training batches are ready; None unless the loop runs and will pull more."""
+        feeder, clock = self._training, self._launch.clock
+        num_batches = feeder.stop_index - feeder.start_index
+        if not clock.is_looping or feeder.num_taken >= num_batches:
+            return None
+        return RingSample(clock.total_s, feeder.num_ready)
 
     def report(self, newest: LaunchRuntime) -> RuntimeReport:
         """Return the report of the run, of which `newest` is the last launch."""
@@ -164,6 +169,8 @@ class LaunchMeter:
         return f"step {first}" if last <= first else f"steps {first} to {last} (--chunk)"
 
     def _describe_end(self) -> str:
+        if self._launch.profiling.is_collecting:
+            return "the steps are done, and the run waits until the profile is collected"
         if unfinished := self._launch.stream.unfinished():
             return f"the steps are done, and the run waits until the sink {unfinished[0]} has accepted all losses"
         step = None if self._snapshots is None else self._snapshots.unwritten_step

@@ -43,7 +43,7 @@ def start_monitor(
     monitor = RuntimeMonitor(
         meter.gather,
         meter.report,
-        num_ready=meter.num_ready,
+        sample_ring=meter.sample_ring,
         depth=meter.depth,
         write=None if folder is None else folder.write_monitoring,
         stalls=stalls,

@@ -42,6 +42,11 @@ class LaunchClock:
         return self._loop_ended or time.perf_counter()
 
     @property
+    def is_looping(self) -> bool:
+        """Whether the loop runs."""
+        return self._loop_began is not None and self._loop_ended is None
+
+    @property
     def is_ending(self) -> bool:
         """Whether the loop has ended."""
         return self._loop_ended is not None

@@ -35,12 +35,12 @@ class RingSamples:
         self._every_s, self._next_s = every_s, 0.0
         self._samples: list[RingSample] = []
 
-    def offer(self, time_s: float, number: int) -> None:
+    def offer(self, sample: RingSample) -> None:
         """Keep a sample if it is time for one."""
-        if time_s < self._next_s:
+        if sample.time_s < self._next_s:
             return
-        self._samples = [*self._samples, RingSample(time_s, number)]
-        self._next_s = time_s + self._every_s
+        self._samples = [*self._samples, sample]
+        self._next_s = sample.time_s + self._every_s
         if len(self._samples) >= _MOST_SAMPLES:
             self._samples = self._samples[::2]
             self._every_s *= 2
@@ -56,7 +56,7 @@ class RuntimeMonitor:
     Args:
         gather: returns what the launch did so far; called on any thread.
         report: returns the report of the run, of which this launch is the last.
-        num_ready: returns how many batches are ready.
+        sample_ring: returns how many batches are ready; None if that says nothing now, as outside of the loop.
         depth: number of batches in the ring.
         watchdog: looks for stalls; None if there is none.
         write: writes a file of the run folder; None if there is no folder.
@@ -69,16 +69,16 @@ class RuntimeMonitor:
         gather: Callable[[LaunchState], LaunchRuntime],
         report: Callable[[LaunchRuntime], RuntimeReport],
         *,
-        num_ready: Callable[[], int],
+        sample_ring: Callable[[], RingSample | None],
         depth: int,
         watchdog: Watchdog | None = None,
         write: Write | None = None,
         stalls: bytes = b"",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._gather, self._report, self._num_ready, self._depth = gather, report, num_ready, depth
+        self._gather, self._report, self._sample_ring, self._depth = gather, report, sample_ring, depth
         self._watchdog, self._write, self._say = watchdog, write, say
-        self._samples, self._began = RingSamples(), time.perf_counter()
+        self._samples = RingSamples()
         self._stalls, self._has_stalls = stalls, False
         self._ended = threading.Event()
         self._changed = threading.Condition()
@@ -144,7 +144,10 @@ class RuntimeMonitor:
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_EVERY_S):
-            self._samples.offer(time.perf_counter() - self._began, self._num_ready())
+            with suppress(Exception):
+                sample = self._sample_ring()
+                if sample is not None:
+                    self._samples.offer(sample)
             if self._watchdog is not None:
                 # What it looks at is changed by other threads.
                 with suppress(Exception):
