@@ -212,6 +212,7 @@ def test_a_report_equals_itself_and_another_network_differs_by_rows(report):
     assert rows["findings", "lax-convolution"] == (1, None)
     assert not any(group in ("work", "carry", "calls", "memory") for group, _ in rows)
     lines = comparison_lines(compare_reports(report, other), ("one", "two"))
+    assert lines[-1] == "everything else that is counted is equal"
     assert lines[0] == "A  one"
     assert max(map(len, lines)) <= 80
     assert comparison_json(compare_reports(report, other))[0] == {

@@ -280,9 +280,9 @@ def test_what_has_no_room_is_left_out_by_importance_and_named():
     wide = table_lines(runs, names, NOW, None)
     assert all(title in wide[0] for title in ("learning_rate", "seed", "images/s", "changed"))
     narrow = table_lines(runs, names, NOW, 70)
-    assert narrow[-1] == "no room for: changed, images/s"
-    assert "learning_rate" in narrow[0]
-    assert narrow[1].startswith("~name-for-a-run-1")
+    assert narrow[-1] == "no room for: images/s, seed, changed"
+    assert "images/s" in table_lines(runs, names, NOW, 80)[0]
+    assert table_lines(runs, names, NOW, 52)[1].startswith("~")
     assert "learning_rate" in narrow[0]
     assert max(map(len, narrow)) <= 70
 
@@ -301,7 +301,8 @@ def test_the_table_fits_any_width(width, numbers, name):
     ]
     lines = table_lines(runs, [f"run {index}" for index in range(len(runs))], NOW, width)
     assert max(map(len, lines)) <= width
-    assert len(lines) in (len(runs) + 1, len(runs) + 2)
+    # The columns without room are named on as many lines as they need.
+    assert len(lines) == len(runs) + 1 or "".join(lines[len(runs) + 1 :]).replace(" ", "").startswith("noroomfor:")
 
 
 def test_runs_are_listed_while_one_trains(tmp_path):

@@ -165,7 +165,7 @@ def test_more_classes_than_the_data_has_are_allowed(tmp_path):
     ("values", "message"),
     [
         ({"batch": 9}, r"must return batches of 9 images \(the setting batch\), got 8"),
-        ({"num_classes": None}, "num_classes must be given to train a model from the registry on batches of your own"),
+        ({"num_classes": None}, "num_classes is needed to train a built-in model on batches of your own: give it"),
         ({"image_size": 5}, "image_size must be at most the size of the images, 4 × 4 px, got 5"),
         (
             {"stop_at_top1": 0.5},

@@ -193,7 +193,7 @@ def test_the_command_writes_the_pictures_and_trains_nothing(invoke, tmp_path):
         *("--show-batch", "batch.png", "--run-dir", "run"),
     )
     assert code == 0, output
-    assert output.endswith("wrote batch.png: 4 images of 8 x 8 pixels of step 1\n")
+    assert output.endswith("wrote batch.png: 4 images of 8 × 8 px of step 1\n")
     assert [path.name for path in tmp_path.iterdir()] == ["batch.png"]
 
 

@@ -3,6 +3,7 @@
 Owns the bins, the smoothing and the time per step. Must not know: files, terminals, jax.
 """
 
+import statistics
 from collections import deque
 
 import numpy as np
@@ -80,6 +81,7 @@ class BinnedLosses:
         self._mean = 0.0
         self._weight = 0.0
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RATE_WINDOW_STEPS)
+        self._speeds: deque[float] = deque(maxlen=_RATE_WINDOW_STEPS)
         self.newest: LossRows = NO_ROWS
 
     @property
@@ -101,6 +103,11 @@ class BinnedLosses:
         seconds = (last_time - first_time) / (last_step - first_step)
         return seconds if seconds > 0 else float("nan")
 
+    @property
+    def images_per_s(self) -> float:
+        """The median of the images per second of the newest steps in the log; NaN if none of them has a speed."""
+        return statistics.median(self._speeds) if self._speeds else float("nan")
+
     def add(self, rows: LossRows) -> None:
         """Add the next rows of the log; rows must come in file order."""
         if not len(rows):
@@ -112,6 +119,7 @@ class BinnedLosses:
         self.newest = rows.tail(1)
         tail = rows.tail(_RATE_WINDOW_STEPS)
         self._recent.extend((int(s), float(t)) for s, t in zip(tail.step, tail.time_s, strict=True) if np.isfinite(t))
+        self._speeds.extend(float(speed) for speed in tail.images_per_s if np.isfinite(speed))
         smoothed = self._smooth(rows.loss)
         self._make_room(int(rows.step[0]), int(rows.step[-1]))
         finite = np.isfinite(rows.loss)

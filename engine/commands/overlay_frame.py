@@ -73,8 +73,7 @@ def legend_lines(runs: Sequence[Shown], width: int, now_s: float) -> list[str]:
         losses.append("" if last is None else f"loss {loss_number(_loss_of(run))}")
         has_top1 = evaluation is not None and not math.isnan(evaluation.top1)
         accuracies.append(f"top-1 {100 * evaluation.top1:.2f} %" if evaluation is not None and has_top1 else "")
-        speed = float(history.newest.images_per_s[0]) if len(history.newest) else math.nan
-        speeds.append("" if math.isnan(speed) else f"{speed:,.0f} images/s")
+        speeds.append("" if math.isnan(speed := history.images_per_s) else f"{speed:,.0f} images/s")
     states = [run.state(now_s) for run in runs]
     names = [run.name for run in runs]
     columns = [steps, losses, accuracies, speeds, states]

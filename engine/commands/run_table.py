@@ -4,13 +4,14 @@ Must not know: files, terminals.
 """
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.commands.run_names import shorten_names, without_middle
 from engine.commands.tail_frame import duration_text
-from engine.config import SETTINGS
+from engine.config import COMPILATION, DATA, INFEED, MONITORING, OUTPUT, SETTINGS
 from engine.records.run_summary import RunSummary
 from engine.settings import OnResume
 from preprocess.printable import printable_line
@@ -18,9 +19,12 @@ from preprocess.printable import printable_line
 _GAP = 2
 _LEAST_NAME_WIDTH = 16
 _LONGEST_SETTING = 24
-_NUM_IMPORTANT_SETTINGS = 2
-# Settings that often differ, and seldom tell why one run is better than another.
-_LESS_TELLING = ("seed", "data", "steps", "epochs", "num_classes")
+# Ranks of the columns of the most telling settings; the speed stands between the first and the second.
+_SETTING_RANKS, _SPEED_RANK, _AGE_RANK, _LEAST_RANK = (5, 7, 8), 6, 15, 20
+# Settings that most often tell why one run is better than another, and groups and settings that seldom do.
+_TELLING = ("learning_rate", "model", "optimizer", "schedule", "batch", "precision")
+_SELDOM_TELLING = (INFEED, OUTPUT, MONITORING, COMPILATION, DATA)
+_LESS_TELLING = ("seed", "steps", "epochs", "num_classes", "eval_every_steps")
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,29 @@ def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
     Settings of one launch, such as the folder, are left out. A setting that an older run did not record has its
     default.
     """
-    recorded = [run.settings for run in runs if run.settings]
+    recorded = [run for run in runs if run.settings]
     known = [name for name in SETTINGS if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH]
-    unknown = sorted({name for settings in recorded for name in settings} - SETTINGS.keys())
+    unknown = sorted({name for run in recorded for name in run.settings} - SETTINGS.keys())
     return [name for name in [*known, *unknown] if len({_comparable(setting_of(each, name)) for each in recorded}) > 1]
 
 
-def setting_of(settings: dict[str, Any], name: str) -> Any:
-    """Return the recorded value of a setting, or else its default; None if this version does not know it."""
-    return settings.get(name, SETTINGS[name].default if name in SETTINGS else None)
+def setting_of(run: RunSummary, name: str) -> Any:
+    """Return the value of a setting that a run used: as recorded, else as derived from the data, else its default.
+
+    None if this version does not know the setting.
+    """
+    value = run.settings.get(name, SETTINGS[name].default if name in SETTINGS else None)
+    if value is not None:
+        return value
+    return run.resolved.get("height" if name == "image_size" else name)
+
+
+def _importance(name: str) -> tuple[int, int]:
+    """Return a key by which settings are sorted, the most telling first."""
+    if name in _TELLING:
+        return 0, _TELLING.index(name)
+    is_seldom = name in _LESS_TELLING or (name in SETTINGS and SETTINGS[name].group in _SELDOM_TELLING)
+    return (2 if is_seldom else 1), 0
 
 
 def _comparable(value: Any) -> str:
@@ -83,9 +101,9 @@ def table_lines(runs: Sequence[RunSummary], names: Sequence[str], now_s: float, 
     name_column = _Column("run", list(names), 0)
     cells = [column.lines(max(column.width, longest * (column is name_column))) for column in [name_column, *columns]]
     lines = [(" " * _GAP).join(row).rstrip()[:width] for row in zip(*cells, strict=True)]
-    if left_out:
+    if width is not None and left_out:
         titles = ", ".join(column.title for column in sorted(left_out, key=lambda column: column.rank))
-        lines.append(f"no room for: {titles}"[:width])
+        lines += textwrap.wrap(f"no room for: {titles}", width)
     return lines
 
 
@@ -96,19 +114,19 @@ def _columns(runs: Sequence[RunSummary], now_s: float) -> list[_Column]:
         return _Column(title, [cell(run) for run in runs], rank, is_number)
 
     differing = differing_settings(runs)
-    by_importance = sorted(differing, key=lambda name: name in _LESS_TELLING)
+    by_importance = sorted(differing, key=_importance)
     settings = []
     for name in differing:
-        place = by_importance.index(name)
-        texts = [_setting_text(setting_of(run.settings, name)) if run.settings else "-" for run in runs]
-        settings.append(_Column(name, texts, rank=(5 if place < _NUM_IMPORTANT_SETTINGS else 20) + place))
+        rank = dict(zip(by_importance, _SETTING_RANKS, strict=False)).get(name, _LEAST_RANK + by_importance.index(name))
+        texts = [_setting_text(setting_of(run, name)) if run.settings else "-" for run in runs]
+        settings.append(_Column(name, texts, rank=rank))
     found = [
         column("state", 1, lambda run: run.state, is_number=False),
         column("step", 2, _step_text),
         column("loss", 3, lambda run: "-" if run.loss is None else f"{run.loss:.4f}"),
         column("top-1", 4, lambda run: "-" if run.best_top1 is None else f"{100 * run.best_top1:.2f} %"),
-        column("images/s", 11, lambda run: "-" if run.images_per_s is None else f"{run.images_per_s:,.0f}"),
-        column("changed", 10, lambda run: _age_text(run.changed_s, now_s)),
+        column("images/s", _SPEED_RANK, lambda run: "-" if run.images_per_s is None else f"{run.images_per_s:,.0f}"),
+        column("changed", _AGE_RANK, lambda run: _age_text(run.changed_s, now_s)),
         *settings,
     ]
     # A column in which no run has anything says nothing.

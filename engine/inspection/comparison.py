@@ -51,6 +51,7 @@ def comparison_lines(rows: tuple[DifferentRow, ...], names: tuple[str, str]) -> 
             group = row.group
             lines.append(group)
         lines.append(f"  {row.name:<40}{_text(row.one):>18}{_text(row.other):>19}")
+    lines.append("everything else that is counted is equal")
     return lines
 
 

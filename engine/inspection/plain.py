@@ -52,7 +52,7 @@ def _head_lines(report: ProgramReport) -> Iterator[str]:
 
 
 def _work_lines(report: ProgramReport) -> Iterator[str]:
-    yield f"{'work of a batch':<28}{'kernels':>7}{'GFLOP':>9}{'MB':>10}{'FLOP/B':>7}{'ms ≥':>8} bound by"
+    yield f"{'work of a batch':<28}{'kernels':>7}{'GFLOP':>9}{'MB':>10}{'FLOP/B':>7}{'ms ≈':>8} bound by"
     for phase, rows in groupby(report.scopes, key=lambda row: row.phase):
         if phase in _OUTSIDE:
             for row in rows:

@@ -356,7 +356,7 @@ def _build(config: TrainConfig, data: RunData) -> Model:
     """Build the configured model from the registry for the data; "auto" is resolved to the name of a model."""
     if data.num_classes is None:
         raise SettingError(
-            "num_classes", "{setting} must be given to train a model from the registry on batches of your own, got None"
+            "num_classes", "{setting} is needed to train a built-in model on batches of your own: give it"
         )
     size = config.image_size or min(data.source.height, data.source.width)
     try:

@@ -68,7 +68,7 @@ class ShownBatch:
     def facts(self) -> str:
         """The number of pictures and their size, in words."""
         height, width = self.pictures.shape[1:3]
-        return f"{quantity(len(self.pictures), 'image')} of {width} x {height} pixels"
+        return f"{quantity(len(self.pictures), 'image')} of {width} × {height} px"
 
     def draw(self) -> Image:
         """Return a sheet of all pictures with their captions."""
