@@ -27,14 +27,16 @@ def place(tmp_path_factory):
     pack(fake_source(11, size=4, seed=1, name="val"), folder / "data")
     config = toy_config(steps=1, batch=4, num_classes=None, data=str(folder / "data"), run_dir=str(folder / "run"))
     train(config, model=Linear())
-    (folder / "mine.py").write_text(MODEL)
-    return folder
+    (folder / "explained.py").write_text(MODEL)
+    yield folder
+    sys.modules.pop("explained", None)
 
 
 def invoke(monkeypatch, place, *arguments):
     """Run the command in this process in the folder, and capture the exit code; the device is not measured."""
     codes: list[int] = []
     monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr("engine.inspection.explain.measure_device", lambda *_: RATES)
     result = CliRunner().invoke(main, list(map(str, arguments)))
@@ -44,7 +46,7 @@ def invoke(monkeypatch, place, *arguments):
 
 def test_a_run_is_explained_and_only_read(monkeypatch, place):
     before = files_of(place / "run")
-    code, said, told = invoke(monkeypatch, place, "run", "--model", "mine:model", "--format", "json")
+    code, said, told = invoke(monkeypatch, place, "run", "--model", "explained:model", "--format", "json")
     assert code == 0, told
     report = json.loads(said)
     assert report["model"] == "linear"
@@ -57,7 +59,7 @@ def test_a_run_is_explained_and_only_read(monkeypatch, place):
 
 @pytest.mark.integration  # compiles more programs
 def test_options_override_the_run_and_two_programs_are_compared(monkeypatch, place):
-    code, said, told = invoke(monkeypatch, place, "--model", "mine:model", "--compare", "run", "run --batch 2")
+    code, said, told = invoke(monkeypatch, place, "--model", "explained:model", "--compare", "run", "run --batch 2")
     assert code == 0, told
     lines = said.splitlines()
     assert lines[:2] == ["A  run", "B  run --batch 2"]
@@ -68,7 +70,7 @@ def test_options_override_the_run_and_two_programs_are_compared(monkeypatch, pla
 
 @pytest.mark.integration  # compiles more programs
 def test_the_body_of_the_loop_is_printed(monkeypatch, place):
-    code, said, told = invoke(monkeypatch, place, "run", "--model", "mine:model", "--ir", "stablehlo")
+    code, said, told = invoke(monkeypatch, place, "run", "--model", "explained:model", "--ir", "stablehlo")
     assert code == 0, told
     assert "stablehlo.while" in said.splitlines()[0]
     assert "// toy.py:" in said
@@ -111,7 +113,7 @@ def test_a_recipe_and_an_own_part_of_one_program(monkeypatch, place):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(explain_cli, "_explain", explain)
-    arguments = ["--recipe", "demo", "--model", "mine:model", "--compare", "--model resnet14", "--batch 4"]
+    arguments = ["--recipe", "demo", "--model", "explained:model", "--compare", "--model resnet14", "--batch 4"]
     code, _, told = invoke(monkeypatch, place, *arguments)
     assert (code, told) == (130, "explain-program: stopped\n")
     assert seen[0].name == "demo --model resnet14"

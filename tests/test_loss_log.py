@@ -232,7 +232,8 @@ def test_the_names_are_those_that_a_run_writes(tmp_path):
     names = {CONFIG_NAME, LOSS_LOG_NAME, EVALUATION_LOG_NAME, RESULT_NAME}
     config = toy_config(steps=1, run_dir=tmp_path)
     train(config, model=Linear(), batches=toy_batch, evaluation=toy_batch(0))
-    assert {path.name for path in tmp_path.iterdir()} == names | {"model.safetensors", "snapshots", ".lock"}
+    others = {"model.safetensors", "snapshots", "runtime.json", ".lock"}
+    assert {path.name for path in tmp_path.iterdir()} == names | others
 
 
 def test_neither_the_log_nor_the_command_loads_jax():

@@ -23,7 +23,6 @@ from engine.crossing.push_meter import PushMeter
 from engine.feed.batches import CheckedSource
 from engine.images.unpack import LEAST_STD, PixelScale
 from engine.keys import plain_keys
-from engine.locations import storage_options_of
 from engine.objective.objective import Objective
 from engine.processes import this_process
 from engine.program.checked_model import CheckedModel
@@ -36,9 +35,10 @@ from engine.records.topology import Topology
 from engine.records.weights import check_names
 from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, shapes_on, take_copy
 from engine.run.compilation import Compiled, Traced, compile_traced, trace_ahead, without_collector
+from engine.run.descriptions import describe_chunk, describe_devices, describe_infeed, describe_model
+from engine.run.first_weights import put_given_weights, read_weights_of_run
 from engine.run.host_side import HostSide
 from engine.run.infeeds import Infeeds
-from engine.run.initial_weights import InitialWeights, load_initial_weights
 from engine.run.launch_parts import LaunchParts
 from engine.run.nonfinite import nonfinite_error
 from engine.run.own_updates import check_own_rate, describe_selection
@@ -49,10 +49,9 @@ from engine.run.signals import call_on_worker, start_on_worker
 from engine.runtime.record import ProgramTimes
 from engine.stream.loss_stream import LossStream
 from engine.stream.sinks import Sink
-from engine.updates.update import UpdateRule, Weights, init_update
+from engine.updates.update import UpdateRule
 from models.registry import count_params
 from preprocess.memory import host_memory_bytes
-from preprocess.quantities import quantity
 from preprocess.shards.reader import ChangedShardError
 
 # Time limit for closing all sinks together: long after a clean stop, short after an immediate one.
@@ -109,14 +108,7 @@ class Launch:
         self.programs: list[ProgramTimes] = []
         self._replicas = Replicas(len(self._devices))
         self.profiling = Profiling(config, self._data, host, start)
-        self.infeeds = Infeeds(
-            config,
-            self._data,
-            host,
-            start,
-            self._report_evaluation,
-            self.profiling.profiler,
-        )
+        self.infeeds = Infeeds(config, self._data, host, start, self._report_evaluation, self.profiling.profiler)
         self.stream = LossStream(
             batch=config.batch * config.accumulate_steps,
             step=start.step,
@@ -144,7 +136,7 @@ class Launch:
         self._state_shape = jax.eval_shape(self._draw, seed_words(0))
         self._selected = describe_selection(config, self._state_shape.params, self._state_shape.batch_stats)
         check_own_rate(self._statics.rule, self._state_shape.params)
-        self._given = self._read_given_weights()
+        self._given = read_weights_of_run(config, resolved.registry_name, start, self._state_shape, notify)
         self.num_params = count_params(self._state_shape.params)
         if self.resolved.registry_name is None:
             check_names(self._state_shape.params, self._state_shape.batch_stats)
@@ -175,55 +167,25 @@ class Launch:
         """The vendor's name for the devices, such as "cpu" or "NVIDIA H100 80GB HBM3"."""
         return str(self._devices[0].device_kind)
 
-    def _describe_devices(self) -> str:
-        count = len(self._devices)
-        if this_platform() == "cpu":
-            return f" on {count} devices of the processor" if count > 1 else ""
-        return f" on {f'{count} × ' if count > 1 else ''}{self._device_kind}"
-
     @property
     def given_digest(self) -> str | None:
         """The SHA-256 of the initial weights that this launch read, or None if it read none."""
         return None if self._given is None else self._given.digest
 
-    def _read_given_weights(self) -> InitialWeights | None:
-        """Read the initial weights, if the launch uses any, before any slow work begins."""
-        if self.config.init_from is None or self.start.snapshot is not None:
-            return None
-        shape = self._state_shape
-        given = load_initial_weights(
-            self.config.init_from,
-            self.resolved.registry_name,
-            shape.params,
-            shape.batch_stats,
-            storage_options=storage_options_of(self.config),
-        )
-        self._notify(f"weights: {self.config.init_from}")
-        for note in given.notes:
-            self._notify(note)
-        return given
-
     def _describe(self) -> None:
-        data, source = self._data, self._data.source
-        noun = "number" if data.targets == "numbers" else "class"
-        self._notify(
-            f"model: {self.resolved.model_name}, {quantity(self.num_params, 'parameter')}"
-            + (f", {quantity(data.num_classes, noun)}" if data.num_classes else "")
-        )
-        if self._selected is not None:
-            self._notify(self._selected)
-        if self.profiling.warning is not None:
-            self._notify(self.profiling.warning)
+        """Tell the user what will be trained, and warn of what has no effect."""
+        self._notify(describe_model(self.resolved, self.num_params))
+        for message in (self._selected, self.profiling.warning):
+            if message is not None:
+                self._notify(message)
         if self._is_elsewhere:
             return
-        depth, chunk = self.infeeds.depth, self._chunk
         self._notify(
-            f"infeed: batches of {source.batch} image{'s' * (source.batch > 1)} of {source.height} × {source.width} px "
-            f"from {data.description}; {depth} batch{'es' * (depth > 1)} read ahead; {self.transport.name} transport"
-            + self._describe_devices()
-            + (f", {chunk} {'steps enqueued ' * self.transport.runs_ahead}at once" if chunk > 1 else "")
+            describe_infeed(self._data, self.infeeds.depth, self.transport.name)
+            + describe_devices(this_platform(), self._device_kind, len(self._devices))
+            + describe_chunk(self._chunk, runs_ahead=self.transport.runs_ahead)
         )
-        if self.transport.runs_ahead and (warning := wasted_steps_warning(self.config, chunk)):
+        if self.transport.runs_ahead and (warning := wasted_steps_warning(self.config, self._chunk)):
             self._notify(warning)
 
     @property
@@ -316,19 +278,12 @@ class Launch:
         words = seed_words(self.config.seed)
         draw = compile_traced(trace_ahead(self._draw, words))
         self._note_program("initial state", draw)
-        return call_on_worker(lambda: jax.block_until_ready(self._with_given_weights(draw.call(words))))
+        return call_on_worker(
+            lambda: jax.block_until_ready(put_given_weights(self._given, draw.call(words), self._statics.rule))
+        )
 
     def _note_program(self, name: str, compiled: Compiled) -> None:
         self.programs.append(ProgramTimes(name, compiled.trace_s, compiled.compile_s, compiled.from_cache))
-
-    def _with_given_weights(self, drawn: TrainState) -> TrainState:
-        if self._given is None:
-            return drawn
-        weights = jax.tree.map(
-            partial(jnp.array, copy=True), self._given.over(Weights(drawn.params, drawn.batch_stats))
-        )
-        params, batch_stats = weights
-        return drawn._replace(params=params, batch_stats=batch_stats, update=init_update(self._statics.rule, weights))
 
     def warn_of_memory(self, compiled: Compiled) -> None:
         """Warn if the program needs more memory than the machine has, because the system would kill it silently."""

@@ -1,0 +1,57 @@
+"""The weights with which a new run begins, if the user gives them: read early, and put into the initial state."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from engine.config import TrainConfig
+from engine.locations import storage_options_of
+from engine.program.train_state import TrainState
+from engine.run.initial_weights import InitialWeights, load_initial_weights
+from engine.run.resume import StartingPoint
+from engine.updates.update import UpdateRule, Weights, init_update
+
+
+def read_weights_of_run(
+    config: TrainConfig,
+    registry_name: str | None,
+    start: StartingPoint,
+    shape: TrainState,
+    notify: Callable[[str], None],
+) -> InitialWeights | None:
+    """Read the initial weights before any slow work begins; return None if the launch uses none.
+
+    Args:
+        config: the settings.
+        registry_name: the name of the model in the registry, None for a user-defined model.
+        start: where the launch begins; a snapshot has weights of its own.
+        shape: shapes and dtypes of the initial state.
+        notify: called with lines of text about the weights.
+
+    Raises:
+        ValueError: the file does not fit the model.
+    """
+    if config.init_from is None or start.snapshot is not None:
+        return None
+    given = load_initial_weights(
+        config.init_from,
+        registry_name,
+        shape.params,
+        shape.batch_stats,
+        storage_options=storage_options_of(config),
+    )
+    notify(f"weights: {config.init_from}")
+    for note in given.notes:
+        notify(note)
+    return given
+
+
+def put_given_weights(given: InitialWeights | None, drawn: TrainState, rule: UpdateRule) -> TrainState:
+    """Return a randomly initialised state with the given weights, if there are any, and an update that fits them."""
+    if given is None:
+        return drawn
+    weights = jax.tree.map(partial(jnp.array, copy=True), given.over(Weights(drawn.params, drawn.batch_stats)))
+    params, batch_stats = weights
+    return drawn._replace(params=params, batch_stats=batch_stats, update=init_update(rule, weights))
