@@ -33,7 +33,7 @@ napoleon_use_ivar = True
 # documented separately. Every other name in a signature or docstring must be on a page.
 _ALIASES = (
     "Apply|BatchFunction|BatchStats|Channels|EvaluationArrays|Labels|LaunchState|Loss|OwnAugmentation|OwnOptimizer|"
-    "Padding|Pair|Params|PerExample|Pixels|RecordFunction|Schedule"
+    "Padding|Pair|Params|PerExample|Phase|Pixels|RecordFunction|Schedule"
 )
 nitpick_ignore_regex = [
     ("py:class", r"(collections\.abc|jax|numpy|os|pathlib|tensorstore|PIL)\..*"),
