@@ -72,6 +72,19 @@ def is_supervised() -> bool:
     return BEAT_FILE in os.environ
 
 
+def signals_file(beat: Path) -> Path:
+    """Return the file in which a supervisor counts the signals that it sent to the process with these beats."""
+    return beat.with_suffix(".signals")
+
+
+def num_supervisor_signals() -> int:
+    """Return how many signals the supervisor has sent to this process; 0 without a supervisor."""
+    if is_supervised():
+        with suppress(OSError):
+            return int(signals_file(Path(os.environ[BEAT_FILE])).read_text())
+    return 0
+
+
 def describe_fault(number: int, host: str, how: str, step: int | None) -> str:
     """Return the message that a process ended the run.
 

@@ -9,6 +9,7 @@ import traceback
 import pytest
 
 from engine.control.board import ControlBoard
+from engine.peers import BEAT_FILE, signals_file
 from engine.run.signals import StopSignals, call_on_worker
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -174,3 +175,18 @@ def test_an_interrupt_ends_the_wait_for_a_busy_worker():
         assert time.monotonic() - started < SOON_S / 2
         timer.join(SOON_S)
     release.set()
+
+
+def test_a_signal_that_a_supervisor_passes_on_late_is_not_a_second_one(tmp_path, monkeypatch):
+    monkeypatch.setenv(BEAT_FILE, str(tmp_path / "0"))
+    counted = signals_file(tmp_path / "0")
+    told: list[str] = []
+    with StopSignals(ControlBoard(), told.append) as signals:
+        signals.launched()
+        raise_signal(signal.SIGTERM)
+        counted.write_text("1")
+        raise_signal(signal.SIGTERM)
+        assert told == ["SIGTERM: stopping at the next step; a second signal quits at once"]
+        counted.write_text("2")
+        with pytest.raises(KeyboardInterrupt):
+            raise_signal(signal.SIGTERM)

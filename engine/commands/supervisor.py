@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 
 from engine.commands.child_program import child_program
 from engine.commands.command_end import say_to_stderr
-from engine.peers import BEAT_FILE, SEES_ALL, describe_fault, is_supervised
+from engine.peers import BEAT_FILE, SEES_ALL, describe_fault, is_supervised, signals_file
 
 _LOOK_EVERY_S = 0.2
 # Between a request to end and the end by force.
@@ -122,6 +122,7 @@ class _Child:
     beat: Path
     silent_s: float = 0.0
     _came_ns: int | None = None
+    _num_signals: int = 0
 
     def read(self) -> dict[str, Any]:
         """Return its last beat; empty before the first."""
@@ -140,6 +141,18 @@ class _Child:
         is_silent = came_ns is not None and came_ns == self._came_ns
         self.silent_s = self.silent_s + passed_s if is_silent else 0.0
         self._came_ns = came_ns
+
+    def send(self, number: int) -> None:
+        """Send it a signal, and first count it, because a scheduler may send the same signal to it too."""
+        self._num_signals += 1
+        counted = signals_file(self.beat)
+        # The process may read it at any moment.
+        with suppress(OSError):
+            written = counted.with_suffix(".new-signals")
+            written.write_text(str(self._num_signals))
+            written.replace(counted)
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
 
     def describe(self, how: str) -> str:
         """Return the message that it ended the run."""
@@ -281,7 +294,7 @@ def _end(children: Sequence[_Child]) -> None:
     deadline = time.monotonic() + _GRACE_S
     for child in children:
         if child.process.poll() is None:
-            child.process.send_signal(signal.SIGTERM)
+            child.send(signal.SIGTERM)
     for child in children:
         try:
             child.process.wait(max(0.0, deadline - time.monotonic()))
@@ -327,8 +340,7 @@ class _Forwarding:
 
     def _send(self, number: int) -> None:
         for child in self._children:
-            with suppress(ProcessLookupError):
-                child.process.send_signal(signal.SIGTERM if number in self._stops else number)
+            child.send(signal.SIGTERM if number in self._stops else number)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

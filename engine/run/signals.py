@@ -7,26 +7,24 @@ nothing reads the pipe, the main thread would block there and see no further sig
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from engine.control.board import ControlBoard
-from engine.peers import is_supervised
+from engine.peers import is_supervised, num_supervisor_signals
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How soon a signal is handled while the main thread waits.
 _POLL_EVERY_S = 0.1
-# A scheduler sends a signal to all processes, and each supervisor passes it on.
-_SAME_SIGNAL_S = 1.0
 
 
 class StopSignals:
     """A context manager that turns SIGINT and SIGTERM into a clean stop; it does nothing outside the main thread.
 
     Before the program is launched, and after it has failed, a signal raises KeyboardInterrupt, since nothing would be
-    lost. In between, the first signal requests a stop at the next step, and the second raises KeyboardInterrupt.
+    lost. In between, the first signal requests a stop at the next step, and the second raises KeyboardInterrupt. Under
+    a supervisor, which passes on what a scheduler sends to all processes, only the signals from it are counted.
 
     Args:
         board: receives the request, with the signal's name as its reason.
@@ -39,7 +37,6 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
         self._is_launched = False
         self._num_seen = 0
-        self._seen_s: dict[int, float] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -62,10 +59,10 @@ class StopSignals:
         self._is_launched = False
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        before, self._seen_s[number] = self._seen_s.get(number), time.monotonic()
-        if before is not None and time.monotonic() - before < _SAME_SIGNAL_S and is_supervised():
+        num_seen = max(1, num_supervisor_signals()) if is_supervised() else self._num_seen + 1
+        if num_seen == self._num_seen:
             return
-        self._num_seen += 1
+        self._num_seen = num_seen
         name = signal.Signals(number).name
         # First: Python discards an exception that is raised in a collector's callback, such as jax's, or in __del__.
         self._board.request_stop(name)
