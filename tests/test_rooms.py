@@ -34,6 +34,7 @@ FLOORS = (
     "models.names",
     "models.model",
     "models.paths",
+    "models.kernels",
     "models.layers",
     "models.families",
     "models.registry",

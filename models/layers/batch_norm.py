@@ -5,9 +5,7 @@ pass are computed at once, and the derivative of a following ReLU is recomputed 
 network is also limited by its many small kernels; there each sum is two of them.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -57,17 +55,14 @@ class NormGroups(NamedTuple):
 
 
 _GIVEN_IMAGES = NormGroups()
-_groups: ContextVar[NormGroups] = ContextVar("_groups", default=_GIVEN_IMAGES)
+# jax keeps what it has traced for each value separately.
+_groups = jax.make_user_context(_GIVEN_IMAGES)
 
 
-@contextmanager
-def normalising_over(groups: NormGroups) -> Iterator[None]:
-    """Let every norm that is traced inside the block, in training, average over these groups of images."""
-    token = _groups.set(groups)
-    try:
-        yield
-    finally:
-        _groups.reset(token)
+def normalising_over(groups: NormGroups) -> AbstractContextManager[None]:
+    """Return a context in which every norm that is traced, in training, averages over these groups of images."""
+    context: AbstractContextManager[None] = _groups(groups)
+    return context
 
 
 def batch_norm(
@@ -97,7 +92,7 @@ def batch_norm(
         centred = widen(x) - running.mean
         normal = centred * (scale * lax.rsqrt(running.var + EPSILON)) + bias
         return _activate(relu, normal.astype(x.dtype)), running
-    groups = _groups.get()
+    groups: NormGroups = _groups.value
     count = _count(x) * groups.num_devices
     if groups.images is None or groups.images == len(x):
         y, mean, var = _normalise(relu, groups, x, scale, bias)

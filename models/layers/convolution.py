@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from models.kernels.choice import XLA, kernels_in_use
 from models.layers import convolution_forms as forms
 from models.layers import grouped_forms as grouped
+from models.layers import onednn_convolution as onednn
 from models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
 from models.layers.widening import widen
 
@@ -54,7 +56,7 @@ def convolution(
         ValueError: if shapes, dtypes, stride and padding do not fit together.
     """
     geometry = _geometry(x, kernel, stride, padding, groups)
-    y = _convolution(geometry, x, kernel)
+    y = _convolution(kernels_in_use(), geometry, x, kernel)
     # Added in float32, so that the bias's gradient, a sum over all positions, is float32 too.
     return y if bias is None else (widen(y) + bias).astype(y.dtype)
 
@@ -220,6 +222,21 @@ def _gradients_grouped(
     return grouped.join_channels(of_x), grouped.kernel_of_blocks(of_kernel, per_block)
 
 
+def _forward_onednn(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    y = onednn.forward(geometry, x, kernel)
+    return _forward_cpu(geometry, x, kernel) if y is None else y
+
+
+def _gradients_onednn(
+    geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    found = onednn.input_gradient(geometry, x, kernel, gradient), onednn.filter_gradient(geometry, x, kernel, gradient)
+    # XLA removes the form of a part that is not used.
+    forms_of_parts = _gradients_cpu(geometry, x, kernel, gradient)
+    of_x, of_kernel = (form if own is None else own for own, form in zip(found, forms_of_parts, strict=True))
+    return of_x, of_kernel
+
+
 def channels_on_cards(C: int, K: int) -> int:
     """Return the number of channels to which the C input channels of a 16-bit convolution are padded on an NVIDIA GPU.
 
@@ -255,32 +272,32 @@ def _gradients_of(
     return pullback(gradient)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _convolution(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _convolution(kernels: str, geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
     return lax.platform_dependent(
         x,
         kernel,
-        cpu=partial(_forward_cpu, geometry),
+        cpu=partial(_forward_cpu if kernels == XLA else _forward_onednn, geometry),
         cuda=partial(_forward_cuda, geometry),
         default=partial(_forward_lax, geometry),
     )
 
 
 def _convolution_forward(
-    geometry: Geometry, x: jax.Array, kernel: jax.Array
+    kernels: str, geometry: Geometry, x: jax.Array, kernel: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _convolution(geometry, x, kernel), (x, kernel)
+    return _convolution(kernels, geometry, x, kernel), (x, kernel)
 
 
 def _convolution_backward(
-    geometry: Geometry, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
+    kernels: str, geometry: Geometry, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, kernel = residuals
     return lax.platform_dependent(
         x,
         kernel,
         gradient,
-        cpu=partial(_gradients_cpu, geometry),
+        cpu=partial(_gradients_cpu if kernels == XLA else _gradients_onednn, geometry),
         cuda=partial(_gradients_of, _forward_cuda, geometry),
         default=partial(_gradients_of, _forward_lax, geometry),
     )

@@ -1,0 +1,1 @@
+"""oneDNN's kernels as operations of a program."""

@@ -1,0 +1,158 @@
+"""The custom call `feedloop_onednn` of XLA's programs: an FFI handler that runs sequences of oneDNN's primitives.
+
+XLA calls it through its C interface (`xla/ffi/api/c_api.h`, whose structures are stable) with the addresses of operands
+and results, and with one attribute: the text of an operation. The text says everything, so a program that another
+process compiled runs too. The handler is a Python function that ctypes presents as a C function: it needs Python's lock
+for some microseconds a call, and a primitive runs without it. No data moves, so it is no crossing.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+from jax import ffi
+
+from models.kernels.onednn.library import load_library
+from models.kernels.onednn.primitives import RunningPrimitives, Sequenced
+
+TARGET = "feedloop_onednn"
+"""The name of the custom call in a program."""
+
+_API_MAJOR, _API_MINOR = 0, 1
+_METADATA_EXTENSION = 1
+_EXECUTE = 3
+_INTERNAL_ERROR = 13
+
+type Prepare = Callable[[str], Sequenced]
+
+
+def _structure(name: str, **fields: Any) -> Any:
+    """Return a C structure of XLA's interface: each begins with its own size and a list of extensions."""
+    head = {"struct_size": ctypes.c_size_t, "extension_start": ctypes.c_void_p}
+    return type(name, (ctypes.Structure,), {"_fields_": tuple((head | fields).items())})
+
+
+_Version = _structure("_Version", major=ctypes.c_int, minor=ctypes.c_int)
+_Buffer = _structure("_Buffer", dtype=ctypes.c_int, data=ctypes.c_void_p)
+_Values = _structure("_Values", size=ctypes.c_int64, types=ctypes.c_void_p, values=ctypes.c_void_p)
+_Attributes = _structure(
+    "_Attributes", size=ctypes.c_int64, types=ctypes.c_void_p, names=ctypes.c_void_p, values=ctypes.c_void_p
+)
+_Frame = _structure(
+    "_Frame",
+    api=ctypes.c_void_p,
+    context=ctypes.c_void_p,
+    stage=ctypes.c_int,
+    operands=_Values,
+    results=_Values,
+    attributes=_Attributes,
+)
+_Error = _structure("_Error", message=ctypes.c_char_p, code=ctypes.c_int)
+_Api = _structure("_Api", version=_Version, internal=ctypes.c_void_p, create_error=ctypes.c_void_p)
+
+
+class _Extension(ctypes.Structure):
+    """One of a call's extensions; the only kind so far asks for the version of the interface."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("kind", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("metadata", ctypes.c_void_p),
+    )
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = (("struct_size", ctypes.c_size_t), ("version", _Version), ("traits", ctypes.c_uint32))
+
+
+class Handler:
+    """The handler of one process: prepares each operation at its first call, and keeps it.
+
+    Args:
+        prepare: builds the sequence of primitives of an operation from its text.
+
+    Attributes:
+        function: the C function.
+    """
+
+    def __init__(self, prepare: Prepare) -> None:
+        self._prepare = prepare
+        self._prepared: dict[bytes, Sequenced] = {}
+        self._preparing = threading.Lock()
+        self._running = RunningPrimitives(load_library())
+        # Called by threads of XLA, which do not have Python's lock.
+        self.function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(self._handle)
+
+    def _handle(self, address: int) -> int | None:
+        """Handle a call of XLA; return the address of an error, or None."""
+        frame = _Frame.from_address(address)
+        try:
+            if frame.extension_start and self._answer(frame.extension_start):
+                return None
+            if frame.stage == _EXECUTE:
+                self._run(frame)
+        except BaseException as error:  # noqa: BLE001 - XLA returns it as the program's error
+            return _error(frame.api, f"{type(error).__name__}: {error}")
+        return None
+
+    def _answer(self, address: int) -> bool:
+        """Fill in the metadata if they are asked for, and return whether they are."""
+        extension = _Extension.from_address(address)
+        if extension.kind != _METADATA_EXTENSION:
+            return False
+        metadata = _Metadata.from_address(extension.metadata)
+        metadata.version.major, metadata.version.minor = _API_MAJOR, _API_MINOR
+        metadata.traits = 0
+        return True
+
+    def _run(self, frame: Any) -> None:
+        (span,) = _addresses(frame.attributes, 1)
+        text = ctypes.string_at(*(ctypes.c_size_t * 2).from_address(span))
+        sequence = self._prepared.get(text) or self._build(text)
+        self._running.run(sequence, _data(frame.operands), _data(frame.results))
+
+    def _build(self, text: bytes) -> Sequenced:
+        with self._preparing:
+            if text not in self._prepared:
+                self._prepared[text] = self._prepare(text.decode())
+            return self._prepared[text]
+
+
+def _addresses(values: Any, size: int) -> Any:
+    return (ctypes.c_size_t * size).from_address(values.values)
+
+
+def _data(buffers: Any) -> list[int]:
+    """Return the addresses of the elements of operands or results."""
+    size = buffers.size
+    return [_Buffer.from_address(address).data for address in _addresses(buffers, size)] if size else []
+
+
+def _error(api: int, message: str) -> int | None:
+    create = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(_Api.from_address(api).create_error)
+    arguments = _Error(ctypes.sizeof(_Error), None, message.encode(), _INTERNAL_ERROR)
+    created: int | None = create(ctypes.addressof(arguments))
+    return created
+
+
+@cache
+def register(prepare: Prepare) -> Handler:
+    """Register the custom call with XLA, once per process, and return its handler."""
+    handler = Handler(prepare)
+    ffi.register_ffi_target(TARGET, ffi.pycapsule(handler.function), platform="cpu")
+    return handler
+
+
+def call(
+    prepare: Prepare, text: str, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
+) -> Sequence[jax.Array]:
+    """Call an operation of oneDNN in the program that is being traced; its results are new arrays of these shapes.
+
+    Under `jax.vmap` it runs once for each element of the mapped axis, one after the other.
+    """
+    register(prepare)
+    return ffi.ffi_call(TARGET, tuple(results), vmap_method="sequential")(*operands, operation=text)

@@ -1,0 +1,209 @@
+"""oneDNN as a shared library: finding it, loading it, and its functions with their types.
+
+The library comes with the extra `kernels` (the wheel `onednn-cpu-gomp`, oneDNN 3.2 under Apache-2.0, C interface, no
+compiler, no SYCL). It needs the GNU OpenMP runtime `libgomp.so.1` of the system.
+"""
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+DISTRIBUTION = "onednn-cpu-gomp"
+"""The wheel that holds the library."""
+
+_FILE = "libdnnl.so.3"
+_SUCCESS = 0
+_CPU = 1
+# An OpenMP thread without work spins this often before it sleeps (see docs/concepts/kernels.md).
+_SPINS = "10000"
+
+_POINTER = ctypes.c_void_p
+
+
+class MissingKernelsError(RuntimeError):
+    """oneDNN cannot be used here; the message says why and what to do."""
+
+
+class Isa(IntEnum):
+    """Instruction sets that oneDNN tells apart, as the bits of `dnnl_cpu_isa_t`; each includes the ones before."""
+
+    AVX2 = 0x7
+    AVX512 = 0x27
+    AVX512_BF16 = 0xE7
+    AMX = 0xFEF
+
+
+@dataclass(frozen=True)
+class Library:
+    """A loaded oneDNN with its engine and stream for this processor.
+
+    Attributes:
+        short: its functions, called without releasing Python's lock, since each returns at once.
+        long: the same functions, called with the lock released.
+        engine, stream: handles, which live as long as the process.
+        isa: the bits of the instruction sets that it uses here.
+        version: such as "3.2.0".
+    """
+
+    short: Any
+    long: Any
+    engine: ctypes.c_void_p
+    stream: ctypes.c_void_p
+    isa: int
+    version: str
+
+    def has(self, isa: Isa) -> bool:
+        """Return whether the kernels may use these instruction sets."""
+        return self.isa & isa == isa
+
+    def check(self, status: int, what: str) -> None:
+        """Raise RuntimeError if a function of the library did not succeed."""
+        if status != _SUCCESS:
+            raise RuntimeError(f"oneDNN {self.version} failed to {what} (status {status}, dnnl_status_t)")
+
+
+@cache
+def load_library() -> Library:
+    """Load oneDNN once per process.
+
+    Raises:
+        MissingKernelsError: if it is not installed, cannot be loaded, or does not support this processor.
+    """
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
+        raise MissingKernelsError(
+            f"oneDNN's kernels exist for x86-64 Linux only, and this is {sys.platform} on {machine}"
+        )
+    path = _library_path()
+    with _few_spins():
+        try:
+            long = ctypes.CDLL(str(path))
+        except OSError as error:
+            remedy = "; install libgomp (Debian: apt install libgomp1)" if "libgomp" in str(error) else ""
+            raise MissingKernelsError(f"{path} could not be loaded: {error}{remedy}") from error
+    short = ctypes.PyDLL(str(path))
+    _declare(short)
+    _declare(long)
+    version = short.dnnl_version().contents
+    engine, stream = _POINTER(), _POINTER()
+    found = Library(
+        short,
+        long,
+        engine,
+        stream,
+        short.dnnl_get_effective_cpu_isa(),
+        f"{version.major}.{version.minor}.{version.patch}",
+    )
+    if not found.has(Isa.AVX2):
+        raise MissingKernelsError("oneDNN's kernels need a processor with AVX2")
+    found.check(short.dnnl_engine_create(ctypes.byref(engine), _CPU, 0), "create an engine")
+    found.check(short.dnnl_stream_create(ctypes.byref(stream), engine, 1), "create a stream")
+    return found
+
+
+def _library_path() -> Path:
+    from importlib import metadata  # takes as long to import as the rest of this package
+
+    try:
+        files = metadata.distribution(DISTRIBUTION).files or ()
+    except metadata.PackageNotFoundError:
+        files = ()
+    for file in files:
+        if file.name == _FILE and (path := Path(str(file.locate()))).exists():
+            return path
+    raise MissingKernelsError(f"{DISTRIBUTION} is not installed; install feedloop[kernels]")
+
+
+@contextmanager
+def _few_spins() -> Iterator[None]:
+    """Let the OpenMP runtime, which reads its settings while it is loaded, wait as this module wants it to."""
+    names = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+    if names & set(os.environ):
+        yield
+        return
+    os.environ["GOMP_SPINCOUNT"] = _SPINS
+    try:
+        yield
+    finally:
+        with suppress(KeyError):
+            del os.environ["GOMP_SPINCOUNT"]
+
+
+class _Version(ctypes.Structure):
+    _fields_ = (("major", ctypes.c_int), ("minor", ctypes.c_int), ("patch", ctypes.c_int))
+
+
+class Argument(ctypes.Structure):
+    """One argument of a primitive (`dnnl_exec_arg_t`)."""
+
+    _fields_ = (("number", ctypes.c_int), ("memory", _POINTER))
+
+
+def _declare(library: Any) -> None:
+    """Declare the types of the functions in use: ctypes would pass 64-bit values as 32 bits."""
+    number, out = ctypes.c_int, ctypes.POINTER(_POINTER)
+    sizes, size = ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t
+    windows = (sizes, sizes, sizes, sizes)
+    types: dict[str, tuple[Any, ...]] = {
+        "engine_create": (out, number, size),
+        "stream_create": (out, _POINTER, ctypes.c_uint),
+        "memory_desc_create_with_tag": (out, number, sizes, number, number),
+        "memory_desc_equal": (_POINTER, _POINTER),
+        "memory_create": (out, _POINTER, _POINTER, _POINTER),
+        "memory_set_data_handle": (_POINTER, _POINTER),
+        "primitive_attr_create": (out,),
+        "primitive_attr_set_scratchpad_mode": (_POINTER, number),
+        "primitive_desc_query": (_POINTER, number, number, _POINTER),
+        "primitive_create": (out, _POINTER),
+        "primitive_execute": (_POINTER, _POINTER, number, ctypes.POINTER(Argument)),
+        "reorder_primitive_desc_create": (out, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
+        "convolution_forward_primitive_desc_create": (
+            out,
+            *(_POINTER, number, number, _POINTER, _POINTER, _POINTER, _POINTER),
+            *(*windows, _POINTER),
+        ),
+        "convolution_backward_data_primitive_desc_create": (
+            out,
+            *(_POINTER, number, _POINTER, _POINTER, _POINTER),
+            *(*windows, _POINTER, _POINTER),
+        ),
+        "convolution_backward_weights_primitive_desc_create": (
+            out,
+            *(_POINTER, number, _POINTER, _POINTER, _POINTER, _POINTER),
+            *(*windows, _POINTER, _POINTER),
+        ),
+        "matmul_primitive_desc_create": (out, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
+        "batch_normalization_forward_primitive_desc_create": (
+            out,
+            *(_POINTER, number, _POINTER, _POINTER, ctypes.c_float, ctypes.c_uint, _POINTER),
+        ),
+        "batch_normalization_backward_primitive_desc_create": (
+            out,
+            *(_POINTER, number, _POINTER, _POINTER, _POINTER, ctypes.c_float, ctypes.c_uint, _POINTER, _POINTER),
+        ),
+        "pooling_forward_primitive_desc_create": (
+            out,
+            *(_POINTER, number, number, _POINTER, _POINTER),
+            *(sizes, sizes, sizes, sizes, sizes, _POINTER),
+        ),
+        "pooling_backward_primitive_desc_create": (
+            out,
+            *(_POINTER, number, _POINTER, _POINTER),
+            *(sizes, sizes, sizes, sizes, sizes, _POINTER, _POINTER),
+        ),
+    }
+    for name, arguments in types.items():
+        getattr(library, f"dnnl_{name}").argtypes = arguments
+    library.dnnl_primitive_desc_query_md.argtypes = (_POINTER, number, number)
+    library.dnnl_primitive_desc_query_md.restype = _POINTER
+    library.dnnl_memory_desc_get_size.argtypes = (_POINTER,)
+    library.dnnl_memory_desc_get_size.restype = size
+    library.dnnl_version.restype = ctypes.POINTER(_Version)
