@@ -1,15 +1,35 @@
 """The three parts of a convolution as operations of oneDNN."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from models.kernels.onednn.primitives import Arg, Builder, DataType, Place, Query, Sequenced, Tag, sizes
+from models.kernels.onednn.primitives import (
+    Arg,
+    Builder,
+    DataType,
+    Descriptor,
+    Primitive,
+    Primitives,
+    Query,
+    Tag,
+    Value,
+    operand,
+    pieces,
+    result,
+    sizes,
+)
 
 _TRAINING = 64
 _DIRECT = 1
 _NO_BIAS = None
 _UNDILATED = (0, 0)
+_BYTES = {"float32": 4, "bfloat16": 2}
+# So many tasks for each thread, so that a thread that has to wait for its core delays the others by little.
+_TASKS_PER_THREAD = 4
+# Each sum of a filter gradient is one more array to write and read.
+_MOST_SUMS = 16
 
 
 class Part(StrEnum):
@@ -44,33 +64,92 @@ class Convolution:
     strides: tuple[int, ...]
     padding: tuple[tuple[int, ...], ...]
 
-    def build(self, builder: Builder) -> Sequenced:
+    def build(self, builder: Builder) -> Primitives:
         """Build the primitives: kernels are brought into the library's own layout, and their gradients out of it."""
-        dtype = DataType[self.dtype.upper()]
-        x, y = (builder.describe(_channels_first(shape), dtype, Tag.NHWC) for shape in (self.x, self.y))
-        plain, free = (builder.describe(self._kernel_sizes(), dtype, tag) for tag in (self._kernel_tag(), Tag.ANY))
-        window = self._window()
-        forward = builder.primitive("convolution_forward", _TRAINING, _DIRECT, x, free, _NO_BIAS, y, *window)
-        first, second, result = Place("operand", 0), Place("operand", 1), Place("result", 0)
-        if self.part == Part.FORWARD:
-            kernel = builder.reordered((plain, second), builder.layout(forward, Query.WEIGHTS))
-            builder.run(forward, {Arg.SOURCE: (x, first), Arg.WEIGHTS: kernel, Arg.RESULT: (y, result)})
-        elif self.part == Part.INPUT_GRADIENT:
-            backward = builder.primitive("convolution_backward_data", _DIRECT, x, free, y, *window, forward)
-            kernel = builder.reordered((plain, second), builder.layout(backward, Query.WEIGHTS))
-            arguments = {Arg.SOURCE_GRADIENT: (x, result), Arg.WEIGHTS: kernel, Arg.RESULT_GRADIENT: (y, first)}
-            builder.run(backward, arguments)
+        plain = builder.describe(self._kernel_sizes(), self._data_type, self._kernel_tag())
+        if self.part == Part.FILTER_GRADIENT:
+            self._build_filter_gradient(builder, Value(plain, result(0)))
         else:
-            backward = builder.primitive(
-                "convolution_backward_weights", _DIRECT, x, free, _NO_BIAS, y, *window, forward
-            )
-            own = builder.layout(backward, Query.WEIGHTS_GRADIENT)
-            gradient = (plain, result) if builder.equal(own, plain) else (own, builder.in_arena(own))
-            arguments = {Arg.SOURCE: (x, first), Arg.RESULT_GRADIENT: (y, second), Arg.WEIGHTS_GRADIENT: gradient}
-            builder.run(backward, arguments)
-            if gradient[1] != result:
-                builder.reorder(gradient, (plain, result))
+            self._build_images(builder, Value(plain, operand(1)))
         return builder.finish()
+
+    def _build_images(self, builder: Builder, kernel: Value) -> None:
+        """Build the forward pass or the input gradient: each task computes some of the images."""
+        free = builder.describe(self._kernel_sizes(), self._data_type, Tag.ANY)
+        parts = pieces(self.x[0], _TASKS_PER_THREAD * builder.library.num_threads)
+        own: Value | None = None
+        found: dict[int, tuple[Primitive, Descriptor, Descriptor]] = {}
+        for size in sorted({size for _, size in parts}, reverse=True):
+            x, y = self._describe(builder, size, Tag.NHWC)
+            descriptor = self._find(builder, x, free if own is None else own.layout, y)
+            # All tasks read the kernel in the layout that suits the largest number of images.
+            own = own or builder.reordered(kernel, builder.layout(descriptor, Query.WEIGHTS))
+            found[size] = builder.create(descriptor), x, y
+        is_forward = self.part == Part.FORWARD
+        tasks = []
+        for start, size in parts:
+            primitive, x, y = found[size]
+            of_x = (operand(0) if is_forward else result(0)).after(start * self._image_bytes(self.x))
+            of_y = (result(0) if is_forward else operand(0)).after(start * self._image_bytes(self.y))
+            arguments: dict[int, Value] = {} if own is None else {Arg.WEIGHTS: own}
+            arguments[Arg.SOURCE if is_forward else Arg.SOURCE_GRADIENT] = Value(x, of_x)
+            arguments[Arg.RESULT if is_forward else Arg.RESULT_GRADIENT] = Value(y, of_y)
+            tasks.append(builder.task(primitive, arguments))
+        builder.run(tasks)
+
+    def _build_filter_gradient(self, builder: Builder, gradient: Value) -> None:
+        """Build the filter gradient: each task sums over some of the images, and then their sums are added."""
+        num_threads = builder.library.num_threads
+        parts = pieces(self.x[0], min(num_threads, _MOST_SUMS))
+        # Sums of several tasks are added before they are rounded.
+        dtype = self._data_type if len(parts) == 1 else DataType.FLOAT32
+        own = builder.describe(self._kernel_sizes(), dtype, Tag.ANY)
+        found: dict[int, tuple[Primitive, Descriptor, Descriptor]] = {}
+        for size in sorted({size for _, size in parts}, reverse=True):
+            x, y = self._describe(builder, size, Tag.NHWC)
+            descriptor = self._find(builder, x, own, y)
+            own = builder.layout(descriptor, Query.WEIGHTS_GRADIENT) if not found else own
+            found[size] = builder.create(descriptor), x, y
+        sums = [builder.reserve(own) for _ in parts]
+        tasks = []
+        for (start, size), total in zip(parts, sums, strict=True):
+            primitive, x, y = found[size]
+            of_x = Value(x, operand(0).after(start * self._image_bytes(self.x)))
+            of_y = Value(y, operand(1).after(start * self._image_bytes(self.y)))
+            tasks.append(
+                builder.task(primitive, {Arg.SOURCE: of_x, Arg.RESULT_GRADIENT: of_y, Arg.WEIGHTS_GRADIENT: total})
+            )
+        builder.run(tasks)
+        if len(sums) > 1:
+            builder.add(sums, sums[0], num_threads)
+        builder.reorder(sums[0], gradient)
+
+    def _find(self, builder: Builder, x: Descriptor, kernel: Descriptor, y: Descriptor) -> Any:
+        """Return the descriptor of the primitive for some images, with the layout of the kernel or its gradient."""
+        window = self._window()
+        dtype = self._data_type
+        # The hint describes the forward pass, whose kernel is of the operands' element type.
+        hint_kernel = builder.describe(self._kernel_sizes(), dtype, Tag.ANY)
+        forward_kernel = kernel if self.part == Part.FORWARD else hint_kernel
+        forward = builder.find("convolution_forward", _TRAINING, _DIRECT, x, forward_kernel, _NO_BIAS, y, *window)
+        if self.part == Part.FORWARD:
+            return forward
+        if self.part == Part.INPUT_GRADIENT:
+            return builder.find("convolution_backward_data", _DIRECT, x, kernel, y, *window, forward)
+        return builder.find("convolution_backward_weights", _DIRECT, x, kernel, _NO_BIAS, y, *window, forward)
+
+    @property
+    def _data_type(self) -> DataType:
+        return DataType[self.dtype.upper()]
+
+    def _describe(self, builder: Builder, num_images: int, tag: Tag) -> tuple[Descriptor, Descriptor]:
+        """Return the layouts of so many images of input and output."""
+        shapes = ((num_images, shape[3], shape[1], shape[2]) for shape in (self.x, self.y))
+        x, y = (builder.describe(shape, self._data_type, tag) for shape in shapes)
+        return x, y
+
+    def _image_bytes(self, shape: tuple[int, ...]) -> int:
+        return _BYTES[self.dtype] * math.prod(shape[1:])
 
     def _window(self) -> tuple[Any, ...]:
         (top, bottom), (left, right) = self.padding
@@ -83,8 +162,3 @@ class Convolution:
 
     def _kernel_tag(self) -> Tag:
         return Tag.HWIO if self.x[3] == self.kernel[2] else Tag.HWIGO
-
-
-def _channels_first(shape: tuple[int, ...]) -> tuple[int, ...]:
-    B, H, W, C = shape
-    return B, C, H, W

@@ -2,21 +2,23 @@
 
 XLA calls it through its C interface (`xla/ffi/api/c_api.h`, whose structures are stable) with the addresses of operands
 and results, and with one attribute: the text of an operation. The text says everything, so a program that another
-process compiled runs too. The handler is a Python function that ctypes presents as a C function: it needs Python's lock
-for some microseconds a call, and a primitive runs without it. No data moves, so it is no crossing.
+process compiled runs too. No data moves, so it is no crossing. The handler is that of `team.c` if it can be built, else
+a Python function that ctypes presents as a C function.
 """
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import jax
 from jax import ffi
 
-from models.kernels.onednn.library import load_library
-from models.kernels.onednn.primitives import RunningPrimitives, Sequenced
+from models.kernels.onednn.compiled import CompiledHandler, Prepare, build_team
+from models.kernels.onednn.library import Library, load_library
+from models.kernels.onednn.primitives import Primitives
+from models.kernels.onednn.team import PythonTeam
 
 TARGET = "feedloop_onednn"
 """The name of the custom call in a program."""
@@ -25,8 +27,6 @@ _API_MAJOR, _API_MINOR = 0, 1
 _METADATA_EXTENSION = 1
 _EXECUTE = 3
 _INTERNAL_ERROR = 13
-
-type Prepare = Callable[[str], Sequenced]
 
 
 def _structure(name: str, **fields: Any) -> Any:
@@ -69,21 +69,22 @@ class _Metadata(ctypes.Structure):
     _fields_ = (("struct_size", ctypes.c_size_t), ("version", _Version), ("traits", ctypes.c_uint32))
 
 
-class Handler:
-    """The handler of one process: prepares each operation at its first call, and keeps it.
+class PythonHandler:
+    """The handler in Python: prepares each operation at its first call, and keeps it.
 
     Args:
+        library: oneDNN.
         prepare: builds the sequence of primitives of an operation from its text.
 
     Attributes:
         function: the C function.
     """
 
-    def __init__(self, prepare: Prepare) -> None:
+    def __init__(self, library: Library, prepare: Prepare) -> None:
         self._prepare = prepare
-        self._prepared: dict[bytes, Sequenced] = {}
+        self._prepared: dict[bytes, Primitives] = {}
         self._preparing = threading.Lock()
-        self._running = RunningPrimitives(load_library())
+        self._team = PythonTeam(library)
         # Called by threads of XLA, which do not have Python's lock.
         self.function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(self._handle)
 
@@ -113,9 +114,9 @@ class Handler:
         (span,) = _addresses(frame.attributes, 1)
         text = ctypes.string_at(*(ctypes.c_size_t * 2).from_address(span))
         sequence = self._prepared.get(text) or self._build(text)
-        self._running.run(sequence, _data(frame.operands), _data(frame.results))
+        self._team.run(sequence, _data(frame.operands), _data(frame.results))
 
-    def _build(self, text: bytes) -> Sequenced:
+    def _build(self, text: bytes) -> Primitives:
         with self._preparing:
             if text not in self._prepared:
                 self._prepared[text] = self._prepare(text.decode())
@@ -140,9 +141,10 @@ def _error(api: int, message: str) -> int | None:
 
 
 @cache
-def register(prepare: Prepare) -> Handler:
+def register(prepare: Prepare) -> CompiledHandler | PythonHandler:
     """Register the custom call with XLA, once per process, and return its handler."""
-    handler = Handler(prepare)
+    library, built = load_library(), build_team()
+    handler = PythonHandler(library, prepare) if built is None else CompiledHandler(built, library, prepare)
     ffi.register_ffi_target(TARGET, ffi.pycapsule(handler.function), platform="cpu")
     return handler
 

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -22,8 +22,6 @@ DISTRIBUTION = "onednn-cpu-gomp"
 _FILE = "libdnnl.so.3"
 _SUCCESS = 0
 _CPU = 1
-# An OpenMP thread without work spins this often before it sleeps (see docs/concepts/kernels.md).
-_SPINS = "10000"
 
 _POINTER = ctypes.c_void_p
 
@@ -48,7 +46,10 @@ class Library:
     Attributes:
         short: its functions, called without releasing Python's lock, since each returns at once.
         long: the same functions, called with the lock released.
-        engine, stream: handles, which live as long as the process.
+        engine: its handle, which lives as long as the process.
+        streams: one handle for each thread.
+        threads: the OpenMP runtime, of which each of our threads uses one thread.
+        num_threads: number of cores that this process may use.
         isa: the bits of the instruction sets that it uses here.
         version: such as "3.2.0".
     """
@@ -56,13 +57,29 @@ class Library:
     short: Any
     long: Any
     engine: ctypes.c_void_p
-    stream: ctypes.c_void_p
+    streams: tuple[ctypes.c_void_p, ...]
+    threads: Any
+    num_threads: int
     isa: int
     version: str
 
     def has(self, isa: Isa) -> bool:
         """Return whether the kernels may use these instruction sets."""
         return self.isa & isa == isa
+
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Let the calling thread run and build primitives without a team of OpenMP threads inside the block.
+
+        These wait for each other by spinning, some of them inside kernels, so that a neighbour who takes one core
+        costs a multiple of that core (see docs/concepts/kernels.md). What a primitive computes depends on the number.
+        """
+        before = self.threads.omp_get_max_threads()
+        self.threads.omp_set_num_threads(1)
+        try:
+            yield
+        finally:
+            self.threads.omp_set_num_threads(before)
 
     def check(self, status: int, what: str) -> None:
         """Raise RuntimeError if a function of the library did not succeed."""
@@ -83,29 +100,33 @@ def load_library() -> Library:
             f"oneDNN's kernels exist for x86-64 Linux only, and this is {sys.platform} on {machine}"
         )
     path = _library_path()
-    with _few_spins():
-        try:
-            long = ctypes.CDLL(str(path))
-        except OSError as error:
-            remedy = "; install libgomp (Debian: apt install libgomp1)" if "libgomp" in str(error) else ""
-            raise MissingKernelsError(f"{path} could not be loaded: {error}{remedy}") from error
+    try:
+        # Already loaded by oneDNN, or by another library of this process.
+        long, threads = ctypes.CDLL(str(path)), ctypes.PyDLL("libgomp.so.1")
+    except OSError as error:
+        remedy = "; install libgomp (Debian: apt install libgomp1)" if "libgomp" in str(error) else ""
+        raise MissingKernelsError(f"{path} could not be loaded: {error}{remedy}") from error
     short = ctypes.PyDLL(str(path))
     _declare(short)
     _declare(long)
     version = short.dnnl_version().contents
-    engine, stream = _POINTER(), _POINTER()
+    num_threads = len(os.sched_getaffinity(0))
+    engine, streams = _POINTER(), tuple(_POINTER() for _ in range(num_threads))
     found = Library(
         short,
         long,
         engine,
-        stream,
+        streams,
+        threads,
+        num_threads,
         short.dnnl_get_effective_cpu_isa(),
         f"{version.major}.{version.minor}.{version.patch}",
     )
     if not found.has(Isa.AVX2):
         raise MissingKernelsError("oneDNN's kernels need a processor with AVX2")
     found.check(short.dnnl_engine_create(ctypes.byref(engine), _CPU, 0), "create an engine")
-    found.check(short.dnnl_stream_create(ctypes.byref(stream), engine, 1), "create a stream")
+    for stream in streams:
+        found.check(short.dnnl_stream_create(ctypes.byref(stream), engine, 1), "create a stream")
     return found
 
 
@@ -120,21 +141,6 @@ def _library_path() -> Path:
         if file.name == _FILE and (path := Path(str(file.locate()))).exists():
             return path
     raise MissingKernelsError(f"{DISTRIBUTION} is not installed; install feedloop[kernels]")
-
-
-@contextmanager
-def _few_spins() -> Iterator[None]:
-    """Let the OpenMP runtime, which reads its settings while it is loaded, wait as this module wants it to."""
-    names = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
-    if names & set(os.environ):
-        yield
-        return
-    os.environ["GOMP_SPINCOUNT"] = _SPINS
-    try:
-        yield
-    finally:
-        with suppress(KeyError):
-            del os.environ["GOMP_SPINCOUNT"]
 
 
 class _Version(ctypes.Structure):
@@ -179,6 +185,10 @@ def _declare(library: Any) -> None:
             out,
             *(_POINTER, number, _POINTER, _POINTER, _POINTER, _POINTER),
             *(*windows, _POINTER, _POINTER),
+        ),
+        "sum_primitive_desc_create": (
+            out,
+            *(_POINTER, _POINTER, number, ctypes.POINTER(ctypes.c_float), ctypes.POINTER(_POINTER), _POINTER),
         ),
         "matmul_primitive_desc_create": (out, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
         "batch_normalization_forward_primitive_desc_create": (

@@ -11,7 +11,7 @@ import jax
 from models.kernels.onednn.convolutions import Convolution
 from models.kernels.onednn.handler import call
 from models.kernels.onednn.library import load_library
-from models.kernels.onednn.primitives import Builder, Sequenced
+from models.kernels.onednn.primitives import Builder, Primitives
 
 
 class Operation(Protocol):
@@ -24,7 +24,7 @@ class Operation(Protocol):
     kind: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    def build(self, builder: Builder) -> Sequenced:
+    def build(self, builder: Builder) -> Primitives:
         """Build the sequence of primitives."""
 
 
@@ -50,9 +50,16 @@ def operation_of(text: str) -> Operation:
     return operation
 
 
-def prepare(text: str) -> Sequenced:
+def prepare(text: str) -> Primitives:
     """Build the sequence of primitives of an operation from its text."""
-    return operation_of(text).build(Builder(load_library()))
+    return build(operation_of(text))
+
+
+def build(operation: Operation) -> Primitives:
+    """Build the sequence of primitives of an operation, for one thread each."""
+    library = load_library()
+    with library.one_thread():
+        return operation.build(Builder(library))
 
 
 @cache
@@ -62,7 +69,7 @@ def implementations(operation: Operation) -> tuple[str, ...]:
     Primitives are built for it, which takes about a millisecond.
     """
     try:
-        names = operation.build(Builder(load_library())).names
+        names = build(operation).names
     except RuntimeError:
         return ()
     return tuple(name for name in names if "reorder" not in name)

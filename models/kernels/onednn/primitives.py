@@ -1,13 +1,14 @@
-"""Primitives of oneDNN: memory descriptors, and sequences of primitives that run on addresses given at each call.
+"""Sequences of oneDNN's primitives, which run on addresses that are given at each call.
 
 Arrays that cross are dense and in the order of their axes; between the primitives of one sequence a value may have any
-layout that the library prefers. Such values and the scratchpads lie in one arena, which all sequences of the process
-share: `RunningPrimitives` therefore runs one sequence at a time.
+layout that the library prefers, and lies in an arena, as all scratchpads do. Every primitive runs on one thread. A
+sequence is a list of phases, one after the other; the tasks of a phase may run at the same time, so a large operation
+is split into tasks by its images. Which thread runs which task makes no difference to the result.
 """
 
 import ctypes
-import threading
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -58,6 +59,7 @@ class Arg(IntEnum):
     WEIGHTS_GRADIENT = 161
     SCALE_GRADIENT = 255
     SHIFT_GRADIENT = 256
+    FIRST_OF_MANY = 1024
 
 
 class Query(IntEnum):
@@ -74,20 +76,70 @@ class Query(IntEnum):
     SCRATCHPAD = 136
 
 
+class Kind(IntEnum):
+    """What a `Place` lies in."""
+
+    OPERAND = 0
+    RESULT = 1
+    ARENA = 2
+
+
 class Place(NamedTuple):
-    """Where a value lies: operand or result number `number` of the call, or `number` bytes into the arena."""
+    """Where a value lies: `offset` bytes after the start of the operand or result `number`, or of the arena."""
 
-    kind: str
+    kind: Kind
     number: int
+    offset: int = 0
+
+    def after(self, num_bytes: int) -> "Place":
+        """Return the place this many bytes further on."""
+        return self._replace(offset=self.offset + num_bytes)
 
 
-class _Step(NamedTuple):
-    """One primitive with its arguments, and the memory objects that are given an address before each run."""
+def operand(number: int) -> Place:
+    """Return the place of an operand."""
+    return Place(Kind.OPERAND, number)
 
-    primitive: Any
-    num_arguments: int
-    arguments: Any
-    memories: tuple[tuple[Any, Place], ...]
+
+def result(number: int) -> Place:
+    """Return the place of a result."""
+    return Place(Kind.RESULT, number)
+
+
+class Value(NamedTuple):
+    """An array inside a sequence: its layout, and where it lies."""
+
+    layout: Descriptor
+    place: Place
+
+
+class Task(NamedTuple):
+    """One primitive with its arguments, and the memory objects that are given an address before it runs."""
+
+    primitive: ctypes.c_void_p
+    arguments: "ctypes.Array[Argument]"
+    memories: tuple[tuple[ctypes.c_void_p, Place], ...]
+
+
+class Primitive(NamedTuple):
+    """A primitive, and its descriptor; any number of tasks may run it at the same time."""
+
+    descriptor: ctypes.c_void_p
+    executable: ctypes.c_void_p
+
+
+class Primitives(NamedTuple):
+    """A sequence that is ready to run.
+
+    Attributes:
+        phases: tasks by phase.
+        arena_bytes: bytes of the arena that they need.
+        names: the implementations that the library chose, such as "brgconv:avx512_core".
+    """
+
+    phases: tuple[tuple[Task, ...], ...]
+    arena_bytes: int
+    names: tuple[str, ...]
 
 
 def sizes(values: Sequence[int]) -> Any:
@@ -95,22 +147,25 @@ def sizes(values: Sequence[int]) -> Any:
     return (ctypes.c_int64 * _MAX_DIMS)(*values)
 
 
+def pieces(total: int, number: int) -> list[tuple[int, int]]:
+    """Split `total` things into at most `number` parts of nearly the same size; return the start and size of each."""
+    number = max(1, min(number, total))
+    ends = [total * part // number for part in range(number + 1)]
+    return [(start, stop - start) for start, stop in itertools.pairwise(ends)]
+
+
 class Builder:
     """Builds a sequence of primitives.
 
     Args:
         library: the loaded oneDNN.
-
-    Attributes:
-        arena_bytes: bytes of the arena that the sequence needs.
-        names: the implementations that the library chose, such as "brgconv:avx512_core".
     """
 
     def __init__(self, library: Library) -> None:
         self.library = library
-        self.arena_bytes = 0
-        self.names: list[str] = []
-        self._steps: list[_Step] = []
+        self._arena_bytes = 0
+        self._names: dict[str, None] = {}
+        self._phases: list[tuple[Task, ...]] = []
         self._attributes = self._new("primitive_attr_create", "create attributes")
         status = library.short.dnnl_primitive_attr_set_scratchpad_mode(self._attributes, _USER_SCRATCHPAD)
         library.check(status, "take over scratchpads")
@@ -126,129 +181,99 @@ class Builder:
         what = f"describe an array of shape {tuple(shape)}"
         return self._new("memory_desc_create_with_tag", what, len(shape), sizes(shape), dtype, tag).value or 0
 
-    def primitive(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
-        """Return the descriptor of a primitive, such as of kind "convolution_forward", whose scratchpad is ours.
+    def find(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
+        """Return the descriptor of a primitive, such as of kind "convolution_forward".
 
         Args:
             kind: the name between `dnnl_` and `_primitive_desc_create`.
             arguments: of that function, between the engine and the attributes.
         """
-        engine = self.library.engine
-        return self._new(
-            f"{kind}_primitive_desc_create", f"find a kernel for {kind}", engine, *arguments, self._attributes
-        )
+        what = f"find a kernel for {kind}"
+        return self._new(f"{kind}_primitive_desc_create", what, *(self.library.engine, *arguments, self._attributes))
 
-    def layout(self, primitive: ctypes.c_void_p, query: Query) -> Descriptor:
+    def create(self, descriptor: ctypes.c_void_p) -> Primitive:
+        """Return the primitive of a descriptor, after its code has been generated."""
+        name = ctypes.c_char_p()
+        place = ctypes.cast(ctypes.byref(name), ctypes.c_void_p)
+        status = self.library.short.dnnl_primitive_desc_query(descriptor, Query.IMPLEMENTATION, 0, place)
+        self.library.check(status, "name a kernel")
+        self._names[(name.value or b"").decode()] = None
+        return Primitive(descriptor, self._new("primitive_create", "create a primitive", descriptor))
+
+    def layout(self, descriptor: ctypes.c_void_p, query: Query) -> Descriptor:
         """Return the layout that a primitive expects or gives; 0 if it has no such argument."""
-        return self.library.short.dnnl_primitive_desc_query_md(primitive, query, 0) or 0
+        return self.library.short.dnnl_primitive_desc_query_md(descriptor, query, 0) or 0
 
-    def num_bytes(self, descriptor: Descriptor) -> int:
+    def num_bytes(self, layout: Descriptor) -> int:
         """Return the size of an array in bytes."""
-        return int(self.library.short.dnnl_memory_desc_get_size(descriptor))
+        return int(self.library.short.dnnl_memory_desc_get_size(layout))
 
     def equal(self, one: Descriptor, other: Descriptor) -> bool:
-        """Return whether two descriptors describe the same layout."""
+        """Return whether two layouts are the same."""
         return bool(self.library.short.dnnl_memory_desc_equal(one, other))
 
-    def in_arena(self, descriptor: Descriptor) -> Place:
+    def reserve(self, layout: Descriptor) -> Value:
         """Reserve room in the arena until the end of the sequence."""
-        start = self.arena_bytes
-        self.arena_bytes += -(-self.num_bytes(descriptor) // _ALIGNED) * _ALIGNED
-        return Place("arena", start)
+        place = Place(Kind.ARENA, 0, self._arena_bytes)
+        self._arena_bytes += -(-self.num_bytes(layout) // _ALIGNED) * _ALIGNED
+        return Value(layout, place)
 
-    def run(self, primitive: ctypes.c_void_p, places: Mapping[Arg, tuple[Descriptor, Place]]) -> None:
-        """Append a primitive that runs on the values at these places."""
-        scratchpad = self.layout(primitive, Query.SCRATCHPAD)
-        given = dict(places)
+    def task(self, primitive: Primitive, arguments: Mapping[int, Value]) -> Task:
+        """Return a task that runs a primitive on these values, by `Arg`; it reserves the scratchpad."""
+        given = dict(arguments)
+        scratchpad = self.layout(primitive.descriptor, Query.SCRATCHPAD)
         if scratchpad and self.num_bytes(scratchpad):
-            given[Arg.SCRATCHPAD] = scratchpad, self.in_arena(scratchpad)
-        arguments = (Argument * len(given))()
-        memories = []
-        for position, (number, (descriptor, place)) in enumerate(given.items()):
-            memory = self._new("memory_create", "create a memory object", descriptor, self.library.engine, None)
-            arguments[position] = Argument(number, memory.value)
-            memories.append((memory, place))
-        name = ctypes.c_char_p()
-        status = self.library.short.dnnl_primitive_desc_query(
-            primitive, Query.IMPLEMENTATION, 0, ctypes.cast(ctypes.byref(name), ctypes.c_void_p)
-        )
-        self.library.check(status, "name a kernel")
-        self.names.append((name.value or b"").decode())
-        executable = self._new("primitive_create", "create a primitive", primitive)
-        self._steps.append(_Step(executable, len(given), arguments, tuple(memories)))
+            given[Arg.SCRATCHPAD] = self.reserve(scratchpad)
+        listed, memories = (Argument * len(given))(), []
+        for position, (number, value) in enumerate(given.items()):
+            memory = self._new("memory_create", "create a memory object", value.layout, self.library.engine, None)
+            listed[position] = Argument(number, memory.value)
+            memories.append((memory, value.place))
+        return Task(primitive.executable, listed, tuple(memories))
 
-    def reordered(self, source: tuple[Descriptor, Place], layout: Descriptor) -> tuple[Descriptor, Place]:
-        """Return where a value lies in another layout, after a step that brings it there if that is necessary."""
-        if self.equal(source[0], layout):
+    def run(self, tasks: Iterable[Task]) -> None:
+        """Append a phase: these tasks run at the same time, after all tasks before."""
+        self._phases.append(tuple(tasks))
+
+    def reordered(self, source: Value, layout: Descriptor) -> Value:
+        """Return a value in another layout, after a phase that brings it there if that is necessary."""
+        if self.equal(source.layout, layout):
             return source
-        result = layout, self.in_arena(layout)
-        self.reorder(source, result)
-        return result
+        value = self.reserve(layout)
+        self.reorder(source, value)
+        return value
 
-    def reorder(self, source: tuple[Descriptor, Place], result: tuple[Descriptor, Place]) -> None:
-        """Append a step that copies a value from one layout and element type into another."""
+    def reorder(self, source: Value, target: Value) -> None:
+        """Append a phase that copies a value from one layout and element type into another."""
         engine = self.library.engine
-        primitive = self._new(
+        descriptor = self._new(
             "reorder_primitive_desc_create",
             "find a kernel for reorder",
-            *(source[0], engine, result[0], engine, self._attributes),
+            *(source.layout, engine, target.layout, engine, self._attributes),
         )
-        self.run(primitive, {Arg.SOURCE: source, Arg.RESULT: result})
+        self.run([self.task(self.create(descriptor), {Arg.SOURCE: source, Arg.RESULT: target})])
 
-    def finish(self) -> "Sequenced":
-        """Return the sequence."""
-        return Sequenced(tuple(self._steps), self.arena_bytes, tuple(self.names))
+    def add(self, terms: Sequence[Value], target: Value, num_tasks: int) -> None:
+        """Append a phase that adds float32 values of the same layout, element by element, in this order.
 
-
-class Sequenced(NamedTuple):
-    """A sequence of primitives, ready to run.
-
-    Attributes:
-        steps: the primitives.
-        arena_bytes: bytes of the arena that they need.
-        names: the implementations of the primitives.
-    """
-
-    steps: tuple[_Step, ...]
-    arena_bytes: int
-    names: tuple[str, ...]
-
-
-class RunningPrimitives:
-    """Runs sequences, one at a time, whichever threads ask: they share memory objects, the arena, and the processor."""
-
-    def __init__(self, library: Library) -> None:
-        self._library = library
-        self._lock = threading.Lock()
-        self._arena: Any = None
-        self._arena_address = 0
-        self._arena_bytes = -1
-
-    def run(self, sequence: Sequenced, operands: Sequence[int], results: Sequence[int]) -> None:
-        """Run a sequence on operands and results at these addresses.
-
-        Raises:
-            RuntimeError: if a primitive fails.
+        Args:
+            terms: what is added; the size of each is a multiple of 4 bytes.
+            target: where the sum is written.
+            num_tasks: number of tasks into which the phase is split.
         """
-        set_address = self._library.short.dnnl_memory_set_data_handle
-        execute, stream = self._library.long.dnnl_primitive_execute, self._library.stream
-        with self._lock:
-            if sequence.arena_bytes > self._arena_bytes:
-                self._grow(sequence.arena_bytes)
-            arena = self._arena_address
-            for step in sequence.steps:
-                for memory, (kind, number) in step.memories:
-                    if kind == "operand":
-                        set_address(memory, operands[number])
-                    elif kind == "result":
-                        set_address(memory, results[number])
-                    else:
-                        set_address(memory, arena + number)
-                if status := execute(step.primitive, stream, step.num_arguments, step.arguments):
-                    self._library.check(status, "run a primitive")
+        tasks = []
+        scales = (ctypes.c_float * len(terms))(*[1.0] * len(terms))
+        for start, size in pieces(self.num_bytes(target.layout) // 4, num_tasks):
+            part = self.describe((size,), DataType.FLOAT32, Tag.A)
+            parts = (ctypes.c_void_p * len(terms))(*[part] * len(terms))
+            primitive = self.create(self.find("sum", part, len(terms), scales, parts))
+            sources = {
+                Arg.FIRST_OF_MANY + number: Value(part, term.place.after(4 * start))
+                for number, term in enumerate(terms)
+            }
+            tasks.append(self.task(primitive, {**sources, Arg.RESULT: Value(part, target.place.after(4 * start))}))
+        self.run(tasks)
 
-    def _grow(self, num_bytes: int) -> None:
-        """Allocate a larger arena; it never shrinks, so that a loop allocates only in its first turn."""
-        self._arena = ctypes.create_string_buffer(num_bytes + _ALIGNED)
-        self._arena_address = -(-ctypes.addressof(self._arena) // _ALIGNED) * _ALIGNED
-        self._arena_bytes = num_bytes
+    def finish(self) -> Primitives:
+        """Return the sequence."""
+        return Primitives(tuple(self._phases), self._arena_bytes, tuple(self._names))

@@ -1,0 +1,231 @@
+/* The handler of the custom call `feedloop_onednn`, and the team of threads that runs the primitives of oneDNN.
+
+   `handler.py` describes the call and `team.py` says the same in Python, for machines without a compiler; `compiled.py`
+   builds this file. Results do not depend on which of them runs, since both run the same tasks. Nothing here calls
+   Python, except `prepare` at the first call of an operation. */
+
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "xla/ffi/api/c_api.h"
+
+enum { OPERAND = 0, RESULT = 1, ARENA = 2, ALIGNED = 64, MESSAGE_BYTES = 1024 };
+
+/* The structures that `team.py` fills in. */
+typedef struct {
+  void *memory;
+  int64_t kind, number, offset;
+} Place;
+
+typedef struct {
+  void *primitive;
+  int64_t num_arguments;
+  void *arguments;
+  int64_t num_places;
+  const Place *places;
+} Task;
+
+typedef struct {
+  int64_t num_tasks;
+  const Task *tasks;
+} Phase;
+
+typedef struct {
+  int64_t arena_bytes, num_phases;
+  const Phase *phases;
+} Sequence;
+
+typedef struct {
+  int (*execute)(void *primitive, void *stream, int num_arguments, void *arguments);
+  int (*set_address)(void *memory, void *address);
+  void (*set_num_threads)(int);
+  int (*get_max_threads)(void);
+  const Sequence *(*prepare)(const char *text, size_t length, char *message, size_t message_bytes);
+  void **streams; /* one for each thread */
+  int64_t num_threads;
+} Functions;
+
+typedef struct Prepared {
+  struct Prepared *next;
+  const Sequence *sequence;
+  size_t length;
+  char text[];
+} Prepared;
+
+typedef struct {
+  XLA_FFI_CallFrame *frame;
+  char *arena;
+  const Phase *phase;
+  int64_t next, running;
+  int status;
+} Work;
+
+enum { BUCKETS = 1024 };
+
+static Functions functions;
+static Prepared *prepared[BUCKETS];
+static char *arena;
+static int64_t arena_bytes = -1;
+/* Held while an operation runs: operations share memory objects, the arena and the processor. */
+static pthread_mutex_t one_operation = PTHREAD_MUTEX_INITIALIZER;
+/* Guards `work` and the number of the threads. */
+static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t has_work = PTHREAD_COND_INITIALIZER, is_done = PTHREAD_COND_INITIALIZER;
+static Work work;
+static int64_t num_workers;
+
+static char *address_of(const Place *place, const Work *job) {
+  switch (place->kind) {
+    case OPERAND:
+      return (char *)((XLA_FFI_Buffer *)job->frame->args.args[place->number])->data + place->offset;
+    case RESULT:
+      return (char *)((XLA_FFI_Buffer *)job->frame->rets.rets[place->number])->data + place->offset;
+    default:
+      return job->arena + place->offset;
+  }
+}
+
+static int run_task(const Task *task, const Work *job, void *stream) {
+  for (int64_t i = 0; i < task->num_places; ++i) {
+    int status = functions.set_address(task->places[i].memory, address_of(&task->places[i], job));
+    if (status) return status;
+  }
+  return functions.execute(task->primitive, stream, (int)task->num_arguments, task->arguments);
+}
+
+/* Run tasks of the current phase until none is left. `guard` is held before and after. */
+static void take_tasks(void *stream) {
+  while (work.phase && work.next < work.phase->num_tasks) {
+    const Task *task = &work.phase->tasks[work.next++];
+    ++work.running;
+    pthread_mutex_unlock(&guard);
+    int status = run_task(task, &work, stream);
+    pthread_mutex_lock(&guard);
+    if (status) work.status = status;
+    if (--work.running == 0 && work.next >= work.phase->num_tasks) pthread_cond_signal(&is_done);
+  }
+}
+
+static void *worker(void *stream) {
+  functions.set_num_threads(1);
+  pthread_mutex_lock(&guard);
+  for (;;) {
+    take_tasks(stream);
+    pthread_cond_wait(&has_work, &guard);
+  }
+  return NULL;
+}
+
+static void start_workers(void) {
+  while (num_workers < functions.num_threads - 1) {
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, worker, functions.streams[num_workers + 1])) break;
+    pthread_detach(thread);
+    ++num_workers;
+  }
+}
+
+static int run_sequence(const Sequence *sequence, XLA_FFI_CallFrame *frame) {
+  if (sequence->arena_bytes > arena_bytes) {
+    free(arena);
+    arena_bytes = -1;
+    int64_t room = (sequence->arena_bytes / ALIGNED + 1) * ALIGNED;
+    arena = aligned_alloc(ALIGNED, (size_t)room);
+    if (!arena) return 1; /* dnnl_out_of_memory */
+    arena_bytes = sequence->arena_bytes;
+  }
+  pthread_mutex_lock(&guard);
+  start_workers();
+  work.frame = frame, work.arena = arena, work.status = 0;
+  for (int64_t i = 0; i < sequence->num_phases && !work.status; ++i) {
+    work.phase = &sequence->phases[i], work.next = 0;
+    if (work.phase->num_tasks > 1) pthread_cond_broadcast(&has_work);
+    take_tasks(functions.streams[0]);
+    while (work.running) pthread_cond_wait(&is_done, &guard);
+  }
+  work.phase = NULL;
+  int status = work.status;
+  pthread_mutex_unlock(&guard);
+  return status;
+}
+
+static const Sequence *find(const char *text, size_t length, char *message) {
+  uint64_t hash = 1469598103934665603u; /* FNV-1a */
+  for (size_t i = 0; i < length; ++i) hash = (hash ^ (unsigned char)text[i]) * 1099511628211u;
+  Prepared **bucket = &prepared[hash % BUCKETS];
+  for (Prepared *each = *bucket; each; each = each->next)
+    if (each->length == length && !memcmp(each->text, text, length)) return each->sequence;
+  const Sequence *sequence = functions.prepare(text, length, message, MESSAGE_BYTES);
+  Prepared *entry = sequence ? malloc(sizeof(Prepared) + length) : NULL;
+  if (!entry) return sequence;
+  entry->next = *bucket, entry->sequence = sequence, entry->length = length;
+  memcpy(entry->text, text, length);
+  *bucket = entry;
+  return sequence;
+}
+
+static XLA_FFI_Error *fail(const XLA_FFI_Api *api, const char *message) {
+  XLA_FFI_Error_Create_Args arguments = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, message,
+                                         XLA_FFI_Error_Code_INTERNAL};
+  return api->XLA_FFI_Error_Create(&arguments);
+}
+
+/* The handler: see XLA_FFI_Handler in xla/ffi/api/c_api.h. */
+XLA_FFI_Error *feedloop_handle(XLA_FFI_CallFrame *frame) {
+  const XLA_FFI_InternalExtension *extension = frame->extension_start;
+  if (extension && extension->type == XLA_FFI_Extension_Metadata) {
+    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    metadata->traits = 0;
+    return NULL;
+  }
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
+  const XLA_FFI_ByteSpan *text = frame->attrs.attrs[0];
+  char message[MESSAGE_BYTES] = "oneDNN failed to run a primitive";
+  int max_threads = functions.get_max_threads();
+  functions.set_num_threads(1);
+  pthread_mutex_lock(&one_operation);
+  const Sequence *sequence = find(text->ptr, text->len, message);
+  int status = sequence ? run_sequence(sequence, frame) : 1;
+  pthread_mutex_unlock(&one_operation);
+  functions.set_num_threads(max_threads);
+  return status ? fail(frame->api, message) : NULL;
+}
+
+static void before_fork(void) {
+  pthread_mutex_lock(&one_operation);
+  pthread_mutex_lock(&guard);
+}
+
+static void after_fork(void) {
+  pthread_mutex_unlock(&guard);
+  pthread_mutex_unlock(&one_operation);
+}
+
+/* The child has none of the threads: it runs operations alone, and starts threads of its own at the next one. */
+static void in_child(void) {
+  num_workers = 0;
+  pthread_cond_init(&has_work, NULL);
+  pthread_cond_init(&is_done, NULL);
+  after_fork();
+}
+
+/* Set what the handler calls; once per process, before the handler is registered. */
+void feedloop_set_up(const Functions *given) {
+  functions = *given;
+  pthread_atfork(before_fork, after_fork, in_child);
+}
+
+/* Run a sequence on addresses of operands and results, as the handler does. Returns a status of oneDNN. */
+int feedloop_run(const Sequence *sequence, XLA_FFI_CallFrame *frame) {
+  int max_threads = functions.get_max_threads();
+  functions.set_num_threads(1);
+  pthread_mutex_lock(&one_operation);
+  int status = run_sequence(sequence, frame);
+  pthread_mutex_unlock(&one_operation);
+  functions.set_num_threads(max_threads);
+  return status;
+}

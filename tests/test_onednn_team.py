@@ -1,0 +1,89 @@
+"""The team of threads that runs oneDNN's primitives: in C and in Python it gives the same bits, from any thread."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.kernels.onednn.library import DISTRIBUTION, MissingKernelsError, load_library
+from models.kernels.onednn.primitives import pieces
+
+try:
+    load_library()
+except MissingKernelsError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+ROOT = Path(__file__).parents[1]
+
+DIGESTS = """
+import hashlib, json, threading
+import jax, jax.numpy as jnp
+from models.kernels.choice import using_kernels
+from models.kernels.onednn import handler
+from models.kernels.onednn.operations import prepare
+from models.layers.convolution import convolution
+
+def digest(dtype, seed, kernel, stride, groups):
+    keys = jax.random.split(jax.random.key(seed), 2)
+    x = jax.random.normal(keys[0], (11, 9, 7, 8)).astype(dtype)
+    w = jax.random.normal(keys[1], (kernel, kernel, 8 // groups, 24)).astype(dtype)
+    def loss(x, w):
+        return jnp.sum(jnp.square(convolution(x, w, stride=stride, groups=groups)).astype(jnp.float32))
+    with using_kernels("onednn"):
+        value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
+    return hashlib.sha256(b"".join(bytes(memoryview(jnp.asarray(each, jnp.float32))) for each in gradients)).hexdigest()
+
+SHAPES = (3, 1, 1), (5, 2, 1), (3, 1, 8), (1, 1, 2)
+CASES = [(dtype, 0, *shape) for dtype in ("float32", "bfloat16") for shape in SHAPES]
+alone = [digest(*case) for case in CASES]
+found = {}
+threads = [
+    threading.Thread(target=lambda case=case, number=number: found.setdefault(number, digest(*case)))
+    for number, case in enumerate(CASES)
+]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert [found[number] for number in range(len(CASES))] == alone
+print(json.dumps([type(handler.register(prepare)).__name__, *alone]))
+"""
+
+
+def digests(tmp_path: Path, **environment: str) -> list[str]:
+    given = os.environ | {"XDG_CACHE_HOME": str(tmp_path), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", DIGESTS], cwd=ROOT, env=given, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.integration
+def test_the_handlers_in_c_and_python_give_the_same_bits(tmp_path):
+    in_python, *expected = digests(tmp_path / "none", PATH="/nowhere")
+    assert in_python == "PythonHandler"
+    assert not (tmp_path / "none").exists()
+    in_c, *found = digests(tmp_path / "built")
+    assert in_c == "CompiledHandler"
+    assert found == expected
+    assert len(set(found)) == len(found)
+    assert [path.suffix for path in (tmp_path / "built").rglob("team*")] == [".so"]
+
+
+def test_pieces_cover_everything_once():
+    for total in range(1, 40):
+        for number in range(1, 20):
+            parts = pieces(total, number)
+            assert [start for start, _ in parts] == [
+                sum(size for _, size in parts[:place]) for place in range(len(parts))
+            ]
+            assert sum(size for _, size in parts) == total
+            assert len(parts) == min(total, number)
+            assert max(size for _, size in parts) - min(size for _, size in parts) <= 1
+
+
+def test_the_wheel_of_the_extra_is_the_one_that_is_loaded():
+    assert DISTRIBUTION in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert load_library().version == "3.2.0"
