@@ -167,11 +167,14 @@ def _estimate_mean(wide: jax.Array) -> jax.Array:
     it is √n off. The variance is then lost, but only of a channel that is zero everywhere else.
     """
     count, (_, H, W, _) = _count(wide), wide.shape
-    return lax.platform_dependent(
+    estimate = lax.platform_dependent(
         wide,
         cuda=lambda wide: wide[0, H // 2, W // 2],
         default=lambda wide: wide.reshape(count, -1)[: -(-count // SAMPLED)].mean(0),
     )
+    # A single value would be read again by the backward pass, which jaxlib 0.12.0 on a CPU may compute in place of the
+    # array: after its first position, the value is overwritten.
+    return stored(estimate) if count <= SAMPLED else estimate
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

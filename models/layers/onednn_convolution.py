@@ -1,13 +1,52 @@
 """The parts of a convolution by oneDNN's kernels, where these are faster than the forms of `convolution_forms.py`."""
 
+import math
+
 import jax
-import jax.numpy as jnp
 
 from models.kernels.onednn.convolutions import Convolution, Part
-from models.kernels.onednn.operations import call_operation
+from models.kernels.onednn.library import Isa, load_library
+from models.kernels.onednn.operations import call_operation, has_fast_kernel
 from models.layers.convolution_forms import Geometry, image_size, window_size
 
-_DTYPES = (jnp.float32, jnp.bfloat16)
+# The choice, measured inside `while_loop` on two cores of an AMD EPYC with AVX-512 and its bfloat16, beside other work,
+# with the two interleaved: the speed of oneDNN's kernel divided by that of the form in use without it, forward, by
+# input, by filter. N = B·P·Q is the number of output positions.
+#
+#   B×size C→K, window       N       float32               bfloat16
+#   128×32   16→16   3×3   131072    0.97  1.53  3.12      3.71  2.41  6.28
+#   128×16   32→32   3×3    32768    1.57  1.53  1.79      2.68  2.66  2.43
+#     8×56   64→64   3×3    25088    0.86  1.16  2.24      1.57  2.13  2.10
+#    16×16   64→64   3×3     4096    1.08  0.96  2.39      2.33  2.36  3.28
+#     8×14  256→256  3×3     1568    1.96  1.74  1.71      2.56  2.58  2.29
+#    16×8   128→128  3×3     1024    1.57  1.65  1.84      3.31  2.39  2.56
+#     8×7   512→512  3×3      392    1.33  0.90  0.70      2.07  1.44  1.57
+#    16×4   256→256  3×3      256    1.18  0.96  0.85      1.48  1.75  1.46
+#    16×2   512→512  3×3       64    0.78  0.44  0.22      0.86  0.77  0.37
+#   stride 2
+#   128×32   16→32   3×3    32768    1.67  1.03  2.97      3.91  1.56  2.81
+#     8×56  128→128  3×3     6272    1.13  0.82  1.22      1.95  2.71  3.00
+#    16×8   256→256  3×3      256    1.62  0.85  1.02      2.21  1.60  1.39
+#    16×4   512→512  3×3       64    0.65  0.37  0.31      1.08  0.98  0.31
+#   128×32   16→32   1×1    32768    0.92  0.17  1.50      1.67  0.57  1.16
+#    16×16   64→128  1×1     1024    0.88  0.84  1.33      1.11  0.88  0.98
+#    16×16  256→512  1×1     1024    0.88  0.87  1.15      1.61  1.40  1.56
+#   1×1, stride 1
+#     8×56  256→128          25088   0.97  1.15  1.77      1.73  2.08  2.39
+#    16×16  256→64            4096   1.01  0.96  2.02      1.54  2.00  2.69
+#     8×14 1024→256           1568   1.21  0.96  1.71      2.11  2.02  1.65
+#    16×8   512→128           1024   1.12  0.87  1.56      1.84  1.83  1.46
+#     8×7  2048→512            392   0.92  0.84  1.22      1.40  1.68  1.76
+#    16×4   256→1024           256   1.07  0.96  0.81      0.91  1.17  1.23
+#    16×2  2048→512             64   0.83  0.65  0.59      1.02  1.00  0.61
+#
+# Where positions are few, bringing the kernel into oneDNN's layout takes longer than the products. With AMX, which was
+# not there, the kernels in bfloat16 are faster and this takes as long.
+_FEW_POSITIONS = {"float32": 512, "bfloat16": 256}
+_FEW_POSITIONS_1X1_INPUT_GRADIENT = 4097
+_FEW_CHANNELS = 32
+_FEW_CHANNELS_1X1 = 128
+_NEEDED = {"float32": Isa.AVX512, "bfloat16": Isa.AVX512_BF16}
 
 
 def forward(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array | None:
@@ -27,6 +66,29 @@ def filter_gradient(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradien
     return _call(_operation(Part.FILTER_GRADIENT, geometry, x, kernel, gradient), (x, gradient), kernel)
 
 
+def is_faster(operation: Convolution) -> bool:
+    """Return whether oneDNN's kernel for a part of a convolution is faster here than the form of that part."""
+    if operation.dtype not in _NEEDED or not load_library().has(_NEEDED[operation.dtype]):
+        return False
+    if operation.kernel[2] != operation.x[3]:
+        return False
+    positions = math.prod(operation.y[:3])
+    return (
+        positions >= _FEW_POSITIONS[operation.dtype]
+        and (operation.part != Part.INPUT_GRADIENT or _has_faster_input_gradient(operation, positions))
+        and has_fast_kernel(operation)
+    )
+
+
+def _has_faster_input_gradient(operation: Convolution, positions: int) -> bool:
+    is_narrow, has_stride, C = operation.dtype != "float32", max(operation.strides) > 1, operation.x[3]
+    if operation.kernel[:2] != (1, 1):
+        return is_narrow or not has_stride or C <= _FEW_CHANNELS
+    if has_stride:
+        return is_narrow and C >= _FEW_CHANNELS_1X1
+    return is_narrow or positions >= _FEW_POSITIONS_1X1_INPUT_GRADIENT
+
+
 def _operation(
     part: Part, geometry: Geometry, x: jax.Array, kernel: jax.Array, y: jax.Array | jax.ShapeDtypeStruct
 ) -> Convolution:
@@ -36,6 +98,6 @@ def _operation(
 def _call(
     operation: Convolution, operands: tuple[jax.Array, ...], like: jax.Array | jax.ShapeDtypeStruct
 ) -> jax.Array | None:
-    if like.dtype not in _DTYPES:
+    if not is_faster(operation):
         return None
     return call_operation(operation, [jax.ShapeDtypeStruct(like.shape, like.dtype)], *operands)[0]

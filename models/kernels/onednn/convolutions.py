@@ -10,6 +10,7 @@ from models.kernels.onednn.primitives import (
     Builder,
     DataType,
     Descriptor,
+    Parts,
     Primitive,
     Primitives,
     Query,
@@ -28,6 +29,10 @@ _UNDILATED = (0, 0)
 _BYTES = {"float32": 4, "bfloat16": 2}
 # So many tasks for each thread, so that a thread that has to wait for its core delays the others by little.
 _TASKS_PER_THREAD = 4
+# A kernel of so many elements is brought into another layout by several tasks, each with so many output channels, a
+# multiple of the blocks of 16, 32, 48 and 64 in all layouts.
+_LARGE_KERNEL = 2**15
+_CHANNEL_BLOCK = 192
 # Each sum of a filter gradient is one more array to write and read.
 _MOST_SUMS = 16
 
@@ -83,7 +88,7 @@ class Convolution:
             x, y = self._describe(builder, size, Tag.NHWC)
             descriptor = self._find(builder, x, free if own is None else own.layout, y)
             # All tasks read the kernel in the layout that suits the largest number of images.
-            own = own or builder.reordered(kernel, builder.layout(descriptor, Query.WEIGHTS))
+            own = own or builder.reordered(kernel, builder.layout(descriptor, Query.WEIGHTS), self._kernel_parts())
             found[size] = builder.create(descriptor), x, y
         is_forward = self.part == Part.FORWARD
         tasks = []
@@ -122,7 +127,7 @@ class Convolution:
         builder.run(tasks)
         if len(sums) > 1:
             builder.add(sums, sums[0], num_threads)
-        builder.reorder(sums[0], gradient)
+        builder.reorder(sums[0], gradient, self._kernel_parts())
 
     def _find(self, builder: Builder, x: Descriptor, kernel: Descriptor, y: Descriptor) -> Any:
         """Return the descriptor of the primitive for some images, with the layout of the kernel or its gradient."""
@@ -159,6 +164,14 @@ class Convolution:
         height, width, C, K = self.kernel
         groups = self.x[3] // C
         return (K, C, height, width) if groups == 1 else (groups, K // groups, C, height, width)
+
+    def _kernel_parts(self) -> Parts:
+        """Return the parts of a large kernel that tasks bring into another layout: some of its output channels."""
+        K, *others = self._kernel_sizes()
+        if len(others) > 3 or math.prod(self.kernel) < _LARGE_KERNEL:
+            return []
+        starts = range(0, K, _CHANNEL_BLOCK)
+        return [((start, 0, 0, 0), (min(_CHANNEL_BLOCK, K - start), *others)) for start in starts]
 
     def _kernel_tag(self) -> Tag:
         return Tag.HWIO if self.x[3] == self.kernel[2] else Tag.HWIGO

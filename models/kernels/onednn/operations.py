@@ -27,7 +27,11 @@ class Operation(Protocol):
     def build(self, builder: Builder) -> Primitives:
         """Build the sequence of primitives."""
 
+    def __hash__(self) -> int:
+        """Return a hash of the fields."""
 
+
+_REFERENCE = "ref"
 _KINDS: dict[str, type[Any]] = {each.kind: each for each in (Convolution,)}
 
 
@@ -42,7 +46,7 @@ def operation_of(text: str) -> Operation:
     Raises:
         ValueError: if its kind is unknown, such as one of a later version.
     """
-    fields = json.loads(text)
+    fields = {name: _as_tuple(value) for name, value in json.loads(text).items()}
     kind = fields.pop("kind")
     if kind not in _KINDS:
         raise ValueError(f"the program calls the kernel {kind!r}, which this version does not have; compile it again")
@@ -50,29 +54,33 @@ def operation_of(text: str) -> Operation:
     return operation
 
 
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
 def prepare(text: str) -> Primitives:
     """Build the sequence of primitives of an operation from its text."""
     return build(operation_of(text))
 
 
+@cache
 def build(operation: Operation) -> Primitives:
-    """Build the sequence of primitives of an operation, for one thread each."""
+    """Build the sequence of primitives of an operation, once per process; it takes some milliseconds.
+
+    Raises:
+        RuntimeError: if the library has no kernel for it.
+    """
     library = load_library()
     with library.one_thread():
         return operation.build(Builder(library))
 
 
-@cache
-def implementations(operation: Operation) -> tuple[str, ...]:
-    """Return the names of the library's kernels for an operation, without its reorders; empty if it has none.
-
-    Primitives are built for it, which takes about a millisecond.
-    """
+def has_fast_kernel(operation: Operation) -> bool:
+    """Return whether the library has more than its reference code for an operation, which is built for that."""
     try:
-        names = build(operation).names
+        return not any(name.startswith(_REFERENCE) for name in build(operation).names)
     except RuntimeError:
-        return ()
-    return tuple(name for name in names if "reorder" not in name)
+        return False
 
 
 def call_operation(

@@ -21,6 +21,9 @@ _MAX_DIMS = 12
 type Descriptor = int
 """The address of a memory descriptor (`dnnl_memory_desc_t`), which lives as long as the process."""
 
+type Parts = list[tuple[tuple[int, ...], tuple[int, ...]]]
+"""The first index and the size of each part of an array, by oneDNN's order of axes; parts begin at whole blocks."""
+
 
 class DataType(IntEnum):
     """The element types that cross (`dnnl_data_type_t`)."""
@@ -235,23 +238,38 @@ class Builder:
         """Append a phase: these tasks run at the same time, after all tasks before."""
         self._phases.append(tuple(tasks))
 
-    def reordered(self, source: Value, layout: Descriptor) -> Value:
+    def reordered(self, source: Value, layout: Descriptor, parts: Parts) -> Value:
         """Return a value in another layout, after a phase that brings it there if that is necessary."""
         if self.equal(source.layout, layout):
             return source
         value = self.reserve(layout)
-        self.reorder(source, value)
+        self.reorder(source, value, parts)
         return value
 
-    def reorder(self, source: Value, target: Value) -> None:
-        """Append a phase that copies a value from one layout and element type into another."""
-        engine = self.library.engine
-        descriptor = self._new(
-            "reorder_primitive_desc_create",
-            "find a kernel for reorder",
-            *(source.layout, engine, target.layout, engine, self._attributes),
-        )
-        self.run([self.task(self.create(descriptor), {Arg.SOURCE: source, Arg.RESULT: target})])
+    def reorder(self, source: Value, target: Value, parts: Parts) -> None:
+        """Append a phase that copies a value from one layout and element type into another.
+
+        Args:
+            source, target: the value before and after.
+            parts: what each task copies; empty if one task copies all.
+        """
+        engine, tasks = self.library.engine, []
+        for part in parts or (None,):
+            one, other = (
+                value if part is None else Value(self._part(value.layout, *part), value.place)
+                for value in (source, target)
+            )
+            descriptor = self._new(
+                "reorder_primitive_desc_create",
+                "find a kernel for reorder",
+                *(one.layout, engine, other.layout, engine, self._attributes),
+            )
+            tasks.append(self.task(self.create(descriptor), {Arg.SOURCE: one, Arg.RESULT: other}))
+        self.run(tasks)
+
+    def _part(self, layout: Descriptor, corner: Sequence[int], shape: Sequence[int]) -> Descriptor:
+        what = f"describe a part of shape {tuple(shape)}"
+        return self._new("memory_desc_create_submemory", what, layout, sizes(shape), sizes(corner)).value or 0
 
     def add(self, terms: Sequence[Value], target: Value, num_tasks: int) -> None:
         """Append a phase that adds float32 values of the same layout, element by element, in this order.
