@@ -21,7 +21,7 @@ from scripts.benchmarks.cli import BENCHES, main
 from scripts.benchmarks.hardware import short_commit
 from scripts.benchmarks.markdown import main as markdown
 from scripts.benchmarks.measure import Measured, Quartiles, calibrate, measure, quartiles, ratios, rotated
-from scripts.benchmarks.peers import PEERS, PeerError, find_python
+from scripts.benchmarks.peers import PEERS, PeerError, ensure_peer, find_python
 from scripts.benchmarks.report import describe_run, number, print_case, write_json
 from scripts.benchmarks.session import CaseResult, Row, run_case, summarise
 from scripts.benchmarks.worker import Ready, Sample, Worker, WorkerError
@@ -370,7 +370,9 @@ def test_json_has_every_sample_and_the_environment(tmp_path, settings):
     assert document.keys() == {
         "format_version", "date", "commit", "hardware", "versions", "environment", "settings", "peers", "benches",
     }  # fmt: skip
-    assert document["hardware"].keys() == {"cpu", "cores", "memory_bytes", "load_average", "system", "cards"}
+    assert document["hardware"].keys() == {
+        "cpu", "instruction_sets", "cores", "memory_bytes", "load_average", "system", "cards",
+    }  # fmt: skip
     assert {"python", "jax", "jaxlib", "numpy", "tensorstore", "pillow"} <= document["versions"].keys()
     assert document["peers"]["torch"]["pins"] == list(PEERS["torch"].requirements)
     (measured,) = document["benches"]
@@ -450,6 +452,16 @@ def test_a_case_names_its_base():
 def test_a_missing_python_is_named():
     with pytest.raises(PeerError, match=r"no Python 3\.1 found"):
         find_python("3.1")
+
+
+def test_an_interpreter_with_pytorch_can_be_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEEDLOOP_TORCH_PYTHON", sys.executable)
+    assert ensure_peer("torch", tmp_path, say=print) == Path(sys.executable)
+    monkeypatch.setenv("FEEDLOOP_TORCH_PYTHON", str(tmp_path / "none"))
+    with pytest.raises(
+        PeerError, match=r"FEEDLOOP_TORCH_PYTHON must name a Python that has torch, got '.*none', which"
+    ):
+        ensure_peer("torch", tmp_path, say=print)
 
 
 def test_peers_are_pinned():

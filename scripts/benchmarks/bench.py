@@ -41,7 +41,10 @@ class Candidate:
         arguments: arguments of the script.
         peer: the name of its environment in `peers.PEERS`; empty if it runs on this Python.
         environment: additional environment variables of its process.
-        target: minimum ratio of the base's speed to this candidate's; None if there is no target.
+        beside: the name of an earlier candidate of the case, whose process does this candidate's work too, but beside
+            a busy process; empty if this candidate has its own process and runs alone.
+        target: minimum ratio of the base's speed to this candidate's; of a candidate beside a busy process, the minimum
+            part that it keeps of its share of the cores; None if there is no target.
         prepare_timeout_s: time limit for building, compiling and converting, in seconds.
         round_timeout_s: time limit for one answer, in seconds.
     """
@@ -51,6 +54,7 @@ class Candidate:
     arguments: tuple[str, ...] = ()
     peer: str = ""
     environment: tuple[tuple[str, str], ...] = ()
+    beside: str = ""
     target: float | None = None
     prepare_timeout_s: float = 900.0
     round_timeout_s: float = 300.0
@@ -72,7 +76,8 @@ class Case:
         round_s: target duration of a candidate's round, in seconds.
         prepare: creates the data that all candidates need, once; receives a function that prints messages. Raises
             ValueError, OSError or RuntimeError if it fails.
-        agree: names of facts in which a candidate must agree with the base to 1e-4, if both report them.
+        agree: names of facts in which a candidate must agree with the base, if both report them.
+        agree_to: by how much they may differ, relative to the larger one.
     """
 
     name: str
@@ -82,11 +87,18 @@ class Case:
     round_s: float = 1.5
     prepare: Callable[[Callable[[str], None]], object] = lambda _: None
     agree: tuple[str, ...] = ()
+    agree_to: float = 1e-4
 
     def __post_init__(self) -> None:
         names = [candidate.name for candidate in self.candidates]
         if len(set(names)) < len(names) or self.base not in names:
             raise ValueError(f"candidates must have unique names that include the base; got {names}, {self.base}")
+        for place, candidate in enumerate(self.candidates):
+            alone = [each.name for each in self.candidates[:place] if not each.beside]
+            if candidate.beside and candidate.beside not in alone:
+                raise ValueError(
+                    f"{candidate.name} must be beside an earlier candidate that runs alone, got {candidate.beside!r}"
+                )
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,26 @@ from typing import Any
 from preprocess.cores import num_cores
 from preprocess.memory import host_memory_bytes
 
-_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "tensorstore", "pillow", "optax", "torch")
+_PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "tensorstore", "pillow", "optax", "torch"),
+    "onednn-cpu-gomp",
+)
+_VARIABLES = (
+    *("JAX_", "XLA_", "OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "TORCH", "MALLOC_", "GLIBC_TUNABLES"),
+    "LD_PRELOAD",
+)
+# Extensions of x86-64 that decide how fast products are, as Linux names them.
+_INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
 
 
 def describe_hardware() -> dict[str, Any]:
     """Return the machine as JSON: CPU, cores of this process, memory in bytes, load, operating system, cards."""
     return {
         "cpu": cpu_model(),
+        "instruction_sets": instruction_sets(),
         "cores": num_cores(),
         "memory_bytes": host_memory_bytes(),
-        "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "load_average": load_average(),
         "system": platform.platform(),
         "cards": describe_cards(),
     }
@@ -37,9 +47,8 @@ def describe_cards() -> list[str]:
 
 
 def describe_environment() -> dict[str, str]:
-    """Return the environment variables that configure jax, XLA, OpenMP and the allocator."""
-    prefixes = ("JAX_", "XLA_", "OMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+    """Return the environment variables that configure jax, XLA, PyTorch, oneDNN, OpenMP and the allocator."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
 
 
 def describe_versions() -> dict[str, str]:
@@ -62,6 +71,21 @@ def cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Return which of the extensions that matter here the processor has; an empty list if the system does not tell."""
+    try:
+        found = re.search(r"^flags\s*:(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return []
+    flags = set(found[1].split()) if found else set()
+    return [name for name in _INSTRUCTION_SETS if name in flags]
+
+
+def load_average() -> list[float] | None:
+    """Return the average numbers of running threads in the last 1, 5 and 15 minutes; None if the system has none."""
+    return [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None
 
 
 def short_commit(commit: str | None) -> str:

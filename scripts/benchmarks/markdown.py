@@ -9,7 +9,15 @@ import click
 from scripts.benchmarks.bench import Unit
 from scripts.benchmarks.hardware import short_commit
 from scripts.benchmarks.measure import Quartiles
-from scripts.benchmarks.report import number, ratio_text, spread_text, target_text
+from scripts.benchmarks.report import (
+    kept_text,
+    load_text,
+    number,
+    processor_text,
+    ratio_text,
+    spread_text,
+    target_text,
+)
 
 
 def tables(document: dict[str, Any]) -> str:
@@ -17,7 +25,7 @@ def tables(document: dict[str, Any]) -> str:
     hardware = document["hardware"]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     lines = [
-        f"{document['date'][:10]}, commit {short_commit(document['commit'])}; {hardware['cpu']}, "
+        f"{document['date'][:10]}, commit {short_commit(document['commit'])}; {processor_text(hardware)}, "
         f"{hardware['cores']} cores, {hardware['system']}; {versions}; {document['settings']['repeats']} rounds.",
         "",
     ]
@@ -30,13 +38,15 @@ def tables(document: dict[str, Any]) -> str:
 def _table(bench: str, case: dict[str, Any]) -> list[str]:
     unit = case["unit"]
     header = ["candidate", unit["text"], "spread", f"{case['base']} is", "target", "also"]
-    lines = [f"### {bench}: {case['name']}", "", _row(header), _row(["---", *["---:"] * 4, "---"])]
+    load = load_text(case.get("load_before"), case.get("load_after"))
+    lines = [f"### {bench}: {case['name']}{load}", "", _row(header), _row(["---", *["---:"] * 4, "---"])]
     lines += [_row(_cells(candidate, Unit(**unit))) for candidate in case["candidates"]]
     return [*lines, ""]
 
 
 def _cells(candidate: dict[str, Any], unit: Unit) -> list[str]:
-    speed, ratio = (each and Quartiles(**each) for each in (candidate["speed"], candidate["base_is_times_as_fast"]))
+    found = (candidate["speed"], candidate["base_is_times_as_fast"], candidate.get("keeps_of_its_share"))
+    speed, ratio, kept = (each and Quartiles(**each) for each in found)
     if speed is None:
         reason = (candidate["reason"] or "no reason was given").splitlines()[-1].strip()
         return [candidate["name"], "–", "", "", "", reason]
@@ -44,7 +54,7 @@ def _cells(candidate: dict[str, Any], unit: Unit) -> list[str]:
         candidate["name"],
         number(unit.shown(speed.median)),
         spread_text(speed),
-        ratio_text(ratio),
+        kept_text(kept) if kept else ratio_text(ratio),
         target_text(candidate["target"], candidate["is_met"]),
         ", ".join(f"{name} {number(value)}" for name, value in candidate["facts"].items()),
     ]

@@ -1,7 +1,8 @@
 """The other projects that are measured: description, versions, and environment, created on demand.
 
 An environment is a folder in `.bench/environments/`, created with pip and kept; it is created again if the table below
-changes. If it cannot be installed, the table of results states the reason.
+changes. If it cannot be installed, the table of results states the reason. `FEEDLOOP_TORCH_PYTHON` names an interpreter
+that has PyTorch already, in the place of that environment, as for the tests.
 """
 
 import os
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+TORCH, TORCH_PYTHON = "torch", "FEEDLOOP_TORCH_PYTHON"
 _INSTALL_TIMEOUT_S = 1800.0
 _CPU_TORCH = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
 _TAIL_LINES = 6
@@ -43,7 +45,7 @@ class Peer:
 
 
 PEERS = {
-    "torch": Peer(
+    TORCH: Peer(
         what="PyTorch on oneDNN: eager, channels_last, torch.compile; torch.utils.data.DataLoader",
         python="3.11",
         requirements=("torch==2.13.0", "numpy==2.4.6", "pillow==12.0.0", "setuptools==80.9.0"),
@@ -102,6 +104,10 @@ def ensure_peer(name: str, folder: Path, *, say: Callable[[str], None]) -> Path:
     Raises:
         PeerError: there is no such Python, a library needed for building is missing, or pip fails.
     """
+    if name == TORCH and (given := os.environ.get(TORCH_PYTHON)):
+        if shutil.which(given) is None:
+            raise PeerError(f"{TORCH_PYTHON} must name a Python that has torch, got {given!r}, which cannot be run")
+        return Path(given)
     peer = PEERS[name]
     home = folder / "environments" / name
     python, stamp = home / "bin" / "python", home / "installed.txt"

@@ -67,7 +67,7 @@ def print_about(console: Console, about: dict[str, Any]) -> None:
     """Print the hardware and software of the run."""
     hardware, memory = about["hardware"], about["hardware"]["memory_bytes"]
     console.print(
-        f"{hardware['cpu']}, {hardware['cores']} cores, {f'{memory / 2**30:.0f} GiB, ' if memory else ''}"
+        f"{processor_text(hardware)}, {hardware['cores']} cores, {f'{memory / 2**30:.0f} GiB, ' if memory else ''}"
         f"{hardware['system']}; load {hardware['load_average']}",
         *(f"card {card}" for card in hardware["cards"]),
         style="dim",
@@ -81,7 +81,8 @@ def print_case(console: Console, bench: Bench, result: CaseResult) -> None:
     """Print a case as a table, then the reasons why candidates failed."""
     case = result.case
     plain = not console.is_terminal
-    table = Table(title=f"{bench.name}: {case.name}", title_justify="left", box=box.ASCII2 if plain else box.SIMPLE)
+    title = f"{bench.name}: {case.name}{load_text(result.load_before, result.load_after)}"
+    table = Table(title=title, title_justify="left", box=box.ASCII2 if plain else box.SIMPLE)
     table.add_column("candidate", no_wrap=True)
     for column in (case.unit.text, "spread", f"{case.base} is", "target"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -102,16 +103,28 @@ def _cells(row: Row, result: CaseResult) -> list[str]:
         return [name, "–", "", "", "", "failed, see below"]
     speed = result.case.unit.shown(row.speed.median)
     facts = row.ready.facts if row.ready else {}
-    # Facts that must agree with the base are reported only if they differ.
-    reported = {key: value for key, value in facts.items() if key not in result.case.agree} | row.values()
+    # Facts that must agree with the base are reported only if they differ; those of a candidate alone only there.
+    is_reported = {key for key in facts if key not in result.case.agree and not row.candidate.beside}
+    reported = {key: value for key, value in facts.items() if key in is_reported} | row.values()
     return [
         name,
         number(speed),
         spread_text(row.speed),
-        ratio_text(row.ratio),
+        kept_text(row.kept) if row.candidate.beside else ratio_text(row.ratio),
         target_text(row.candidate.target, row.is_met),
         ", ".join(f"{key} {number(value)}" for key, value in reported.items()),
     ]
+
+
+def processor_text(hardware: dict[str, Any]) -> str:
+    """Return the processor's name and its instruction sets, which earlier documents do not tell."""
+    sets = hardware.get("instruction_sets")
+    return f"{hardware['cpu']} ({', '.join(sets)})" if sets else str(hardware["cpu"])
+
+
+def load_text(before: list[float] | None, after: list[float] | None) -> str:
+    """Return the load of the minute before a case and of its last minute, as an addition to its name."""
+    return f" (load {before[0]:g} before, {after[0]:g} at the end)" if before and after else ""
 
 
 def spread_text(speed: Quartiles) -> str:
@@ -122,6 +135,11 @@ def spread_text(speed: Quartiles) -> str:
 def ratio_text(ratio: Quartiles | None) -> str:
     """Return the text of a ratio."""
     return "" if ratio is None else f"{ratio.median:.2f} × [{ratio.q1:.2f}–{ratio.q3:.2f}]"
+
+
+def kept_text(kept: Quartiles | None) -> str:
+    """Return the text of what a candidate keeps of its share of the cores."""
+    return "" if kept is None else f"keeps {kept.median:.2f} [{kept.q1:.2f}–{kept.q3:.2f}] of its share"
 
 
 def target_text(target: float | None, is_met: bool | None) -> str:

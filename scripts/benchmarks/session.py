@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from preprocess.cores import num_cores
 from scripts.benchmarks.bench import Candidate, Case, Settings
-from scripts.benchmarks.measure import Measured, Quartiles, measure, quartiles, ratios
+from scripts.benchmarks.hardware import load_average
+from scripts.benchmarks.measure import Measured, Quartiles, Runner, measure, quartiles, ratios
+from scripts.benchmarks.neighbour import BesideNeighbour, Neighbour, fair_share
 from scripts.benchmarks.peers import PeerError, ensure_peer
 from scripts.benchmarks.worker import Ready, Worker, WorkerError
 
@@ -25,7 +28,9 @@ class Row:
         measured: its samples, or the reason why there are none.
         ready: its ready message; None if it was not ready.
         speed: amounts per second over the rounds, None if there are none.
-        ratio: ratio of the base's speed to its own, by round; None for the base or if there is none.
+        ratio: ratio of the base's speed to its own, by round; None for the base, beside a neighbour, or if there is
+            none.
+        kept: beside a neighbour, the ratio of its speed to its share of its speed alone, by round; otherwise None.
         differs: facts in which it differs from the base; empty if no difference is known.
     """
 
@@ -34,14 +39,16 @@ class Row:
     ready: Ready | None
     speed: Quartiles | None = None
     ratio: Quartiles | None = None
+    kept: Quartiles | None = None
     differs: str = ""
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the median reaches the target; None if there is no target or no ratio."""
-        if self.candidate.target is None or self.ratio is None:
+        """Whether the median reaches the target; None if there is no target or nothing to compare with it."""
+        seen = self.kept if self.candidate.beside else self.ratio
+        if self.candidate.target is None or seen is None:
             return None
-        return self.ratio.median >= self.candidate.target
+        return seen.median >= self.candidate.target
 
     def values(self) -> dict[str, float]:
         """Return the medians of the values that the candidate recorded besides its seconds."""
@@ -59,6 +66,7 @@ class Row:
             "arguments": list(self.candidate.arguments),
             "environment": dict(self.candidate.environment),
             "peer": self.candidate.peer or None,
+            "beside_neighbour": self.candidate.beside or None,
             "reason": measured.reason or None,
             "differs": self.differs or None,
             "versions": ready.versions if ready else {},
@@ -71,6 +79,7 @@ class Row:
             "speeds": measured.speeds,
             "speed": self.speed and self.speed._asdict(),
             "base_is_times_as_fast": self.ratio and self.ratio._asdict(),
+            "keeps_of_its_share": self.kept and self.kept._asdict(),
             "target": self.candidate.target,
             "is_met": self.is_met,
         }
@@ -78,10 +87,12 @@ class Row:
 
 @dataclass
 class CaseResult:
-    """A measured case: its rows in the order of its candidates."""
+    """A measured case: its rows in the order of its candidates, and the load averages before and after it."""
 
     case: Case
     rows: list[Row]
+    load_before: list[float] | None = None
+    load_after: list[float] | None = None
 
     @property
     def has_base(self) -> bool:
@@ -95,6 +106,8 @@ class CaseResult:
             "name": self.case.name,
             "unit": unit,
             "base": self.case.base,
+            "load_before": self.load_before,
+            "load_after": self.load_after,
             "candidates": [r.to_json() for r in self.rows],
         }
 
@@ -108,20 +121,11 @@ def run_case(case: Case, settings: Settings, *, say: Callable[[str], None]) -> C
         for row in rows:
             row.measured.reason = f"its data could not be created: {error}"
         return CaseResult(case, rows)
+    load_before = load_average()
     with ExitStack() as stack:
-        workers: dict[str, Worker] = {}
-        for row in rows:
-            say(f"{case.name}: preparing {row.candidate.name}")
-            try:
-                worker = _start(row.candidate, case, settings, stack, say)
-                row.ready = worker.wait_ready(row.candidate.prepare_timeout_s)
-            except (WorkerError, PeerError, OSError) as error:
-                row.measured.reason = str(error)
-                continue
-            row.measured.amount = row.ready.amount
-            workers[row.candidate.name] = worker
+        runners = _prepare(case, rows, settings, stack, say)
         measure(
-            workers,
+            runners,
             {row.candidate.name: row.measured for row in rows},
             repeats=settings.repeats,
             round_s=case.round_s,
@@ -129,25 +133,58 @@ def run_case(case: Case, settings: Settings, *, say: Callable[[str], None]) -> C
             on_round=lambda number: say(f"{case.name}: round {number + 1} of {settings.repeats}"),
         )
     summarise(case, rows)
-    return CaseResult(case, rows)
+    return CaseResult(case, rows, load_before, load_average())
+
+
+def _prepare(
+    case: Case, rows: list[Row], settings: Settings, stack: ExitStack, say: Callable[[str], None]
+) -> dict[str, Runner]:
+    """Start the candidates of a case, and return those that are ready by name; the others get their reason."""
+    runners: dict[str, Runner] = {}
+    neighbour = stack.enter_context(Neighbour()) if any(candidate.beside for candidate in case.candidates) else None
+    by_name = {row.candidate.name: row for row in rows}
+    for row in rows:
+        name, alone = row.candidate.name, row.candidate.beside
+        if neighbour is not None and alone:
+            row.ready = by_name[alone].ready
+            if alone in runners:
+                runners[name] = BesideNeighbour(runners[alone], neighbour)
+            else:
+                row.measured.reason = f"{alone} was not ready"
+        else:
+            say(f"{case.name}: preparing {name}")
+            try:
+                worker = _start(row.candidate, case, settings, stack, say)
+                row.ready = worker.wait_ready(row.candidate.prepare_timeout_s)
+                runners[name] = worker
+            except (WorkerError, PeerError, OSError) as error:
+                row.measured.reason = str(error)
+        if row.ready is not None:
+            row.measured.amount = row.ready.amount
+    return runners
 
 
 def summarise(case: Case, rows: list[Row]) -> None:
     """Fill in the speeds, the ratios, and the facts in which candidates differ from the base."""
-    base = next(row for row in rows if row.candidate.name == case.base)
+    by_name = {row.candidate.name: row for row in rows}
+    base = by_name[case.base]
+    share = fair_share(num_cores())
     for row in rows:
         row.speed = quartiles(row.measured.known_speeds)
-        if row is not base:
+        if row.candidate.beside:
+            alone = by_name[row.candidate.beside].measured
+            row.kept = quartiles([ratio / share for ratio in ratios(row.measured.speeds, alone.speeds)])
+        elif row is not base:
             row.ratio = quartiles(ratios(base.measured.speeds, row.measured.speeds))
-            row.differs = _differences(case.agree, base, row)
+            row.differs = _differences(case, base, row)
 
 
-def _differences(agree: tuple[str, ...], base: Row, row: Row) -> str:
+def _differences(case: Case, base: Row, row: Row) -> str:
     ours, theirs = (each.ready.facts if each.ready else {} for each in (base, row))
     different = [
         f"{name} {theirs[name]} instead of {ours[name]}"
-        for name in agree
-        if name in ours and name in theirs and not math.isclose(ours[name], theirs[name], rel_tol=1e-4)
+        for name in case.agree
+        if name in ours and name in theirs and not math.isclose(ours[name], theirs[name], rel_tol=case.agree_to)
     ]
     return ", ".join(different)
 

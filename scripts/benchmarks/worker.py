@@ -124,7 +124,7 @@ class Worker:
         try:
             self._process.stdin.write(f"{num_units}\n".encode())
             self._process.stdin.flush()
-        except OSError:
+        except (OSError, ValueError):  # ValueError if it was closed, because an earlier round failed
             raise self._ended() from None
         message = self._read(timeout_s, f"to do {num_units} units")
         match message:
