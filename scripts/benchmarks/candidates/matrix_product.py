@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from protocol import Channel, timed
 from resident_training import versions
-from work_of_models import image_flop
+from work_of_models import work_of
 
 SIDE = 2048
 
 
 @partial(jax.jit, donate_argnums=0)
 def multiply(x: jax.Array, y: jax.Array, num_products: jax.Array) -> jax.Array:
-    """Multiply `x` by `y`, float32 [SIDE, SIDE], repeatedly."""
+    """Multiply `x` by `y`, [SIDE, SIDE] of one dtype, repeatedly."""
     return lax.fori_loop(0, num_products, lambda _, x: x @ y, x)
 
 
@@ -39,7 +39,7 @@ def main(name: str, image_size: int, num_classes: int) -> None:
         seconds = run(num_units)
         return seconds, {"GFLOP/s": 2 * SIDE**3 * num_units / seconds / 1e9}
 
-    channel.ready(2 * SIDE**3 / image_flop(name, image_size, num_classes), versions=versions())
+    channel.ready(2 * SIDE**3 / work_of(name, image_size, num_classes).image_flop, versions=versions())
     channel.serve(run_and_count)
 
 

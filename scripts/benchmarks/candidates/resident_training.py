@@ -25,13 +25,19 @@ class State(NamedTuple):
 
 
 def make_step(
-    optimizer: optax.GradientTransformation, name: str, image_size: int, batch: int, num_classes: int
+    optimizer: optax.GradientTransformation,
+    name: str,
+    image_size: int,
+    batch: int,
+    num_classes: int,
+    dtype: str = "float32",
 ) -> tuple[State, Callable[[State], State], dict[str, Any]]:
     """Return a fresh state, the step, and the facts that are compared between candidates.
 
-    The batch is drawn from a fixed seed: float32 [batch, image_size, image_size, 3] and its labels.
+    The batch is drawn from a fixed seed: float32 [batch, image_size, image_size, 3] and its labels. Activations and
+    products are of `dtype`.
     """
-    model = build_model(name, num_classes=num_classes, image_size=image_size)
+    model = build_model(name, num_classes=num_classes, image_size=image_size, dtype=dtype)
     params, batch_stats = jax.jit(model.init)(jax.random.key(0))
     random = np.random.default_rng(0)
     images = jnp.asarray(random.standard_normal((batch, image_size, image_size, 3), np.float32))

@@ -1,9 +1,10 @@
 """A training step in PyTorch on a resident batch: the models of Feedloop's registry, written for torch.nn.
 
-Default number of threads, SGD with momentum. Variants: eager or compile, the memory format, and a card with bfloat16 by
-autocast in the place of float32 on the processor.
+Default number of threads, SGD with momentum. Variants: eager or compile, the memory format, bfloat16 by autocast in the
+place of float32, and a card, always with autocast, in the place of the processor.
 """
 
+import re
 import sys
 import time
 
@@ -112,6 +113,7 @@ def main(name: str, image_size: int, batch: int, num_classes: int, variant: list
     num_params = sum(each.numel() for each in net.parameters() if each.requires_grad)
     images, labels = torch.randn(batch, 3, image_size, image_size), torch.randint(num_classes, (batch,))
     on_card = "cuda" in variant
+    device, is_bfloat16 = "cuda" if on_card else "cpu", on_card or "bfloat16" in variant
     if on_card:
         torch.backends.cudnn.benchmark = True
         net, images, labels = net.cuda(), images.cuda(), labels.cuda()
@@ -125,7 +127,7 @@ def main(name: str, image_size: int, batch: int, num_classes: int, variant: list
     def work(num_units: int) -> None:
         for _ in range(num_units):
             optimizer.zero_grad(set_to_none=True)
-            with torch.autocast("cuda", torch.bfloat16, enabled=on_card):
+            with torch.autocast(device, torch.bfloat16, enabled=is_bfloat16):
                 loss = nn.functional.cross_entropy(called(images), labels)
             loss.backward()
             optimizer.step()
@@ -136,7 +138,10 @@ def main(name: str, image_size: int, batch: int, num_classes: int, variant: list
     work(2)
     warm_s = time.perf_counter() - started
     facts = {"parameters": num_params, "threads": torch.get_num_threads(), "first two steps s": round(warm_s, 1)}
-    channel.ready(batch, versions={"torch": torch.__version__, "python": sys.version.split()[0]}, facts=facts)
+    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    if library := re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show()):
+        versions["onednn"] = library[1]
+    channel.ready(batch, versions=versions, facts=facts)
     channel.serve(timed(work))
 
 

@@ -1,0 +1,127 @@
+"""The benchmark of the training step: its cases, the bytes of a perfect step, and the rates that it is timed by."""
+
+import importlib
+
+import pytest
+
+from models.kernels import ONEDNN, XLA, MissingKernelsError
+from scripts.benchmarks import step
+from scripts.benchmarks.bench import Settings
+from tests.test_benchmarks import CANDIDATES
+
+
+@pytest.fixture
+def candidate(monkeypatch):
+    """Import the script of a candidate."""
+    monkeypatch.syspath_prepend(CANDIDATES)
+    return importlib.import_module
+
+
+def cases(tmp_path, monkeypatch, sets):
+    monkeypatch.setattr(step, "instruction_sets", lambda: sets)
+    return {case.name: case for case in step.BENCH.chosen_cases(Settings(tmp_path, peers=True))}
+
+
+def test_each_network_has_a_case_in_each_precision(tmp_path, monkeypatch):
+    found = cases(tmp_path, monkeypatch, [])
+    networks = (
+        *("resnet50 224 px b8", "resnet50 64 px b16", "resnet18 64 px b16"),
+        *("resnet8 32 px b128", "resnet20 32 px b128", "convnet8 32 px b128"),
+    )
+    for network in networks:
+        for dtype in ("float32", "bfloat16"):
+            names = {each.name for each in found[f"{network} {dtype}"].candidates}
+            compared = {"torch channels_last, memory kept", "torch compile channels_last, memory kept"}
+            assert names >= {"feedloop", "feedloop, kernels xla", "limit: memory and products"} | compared
+            for each in found[f"{network} {dtype}"].candidates:
+                assert (each.name == "feedloop, float32") == ("float32" in each.arguments and dtype == "bfloat16")
+
+
+def test_a_target_in_bfloat16_is_one_of_processors_with_amx(tmp_path, monkeypatch):
+    for sets, of_float32, of_torch in (["amx_tile", "amx_bf16"], 2.0, 1.2), (["avx512_bf16"], None, None):
+        case = cases(tmp_path, monkeypatch, sets)["resnet20 32 px b128 bfloat16"]
+        targets = {each.name: each.target for each in case.candidates}
+        assert targets["feedloop, float32"] == of_float32
+        assert {target for name, target in targets.items() if name.startswith("torch")} == {of_torch}
+    aims = cases(tmp_path, monkeypatch, [])["resnet18 64 px b16 float32"]
+    assert {each.target for each in aims.candidates if each.peer} == {1.3}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_candidate_works_beside_a_busy_process_as_it_does_alone(tmp_path, monkeypatch, dtype):
+    case = cases(tmp_path, monkeypatch, [])[f"resnet20 32 px b128 {dtype} beside a busy process"]
+    alone = {each.name: each for each in case.candidates if not each.beside}
+    beside = [each for each in case.candidates if each.beside]
+    assert sorted(each.beside for each in beside) == sorted(alone)
+    for each in beside:
+        assert each.arguments == alone[each.beside].arguments
+        assert each.target == (None if each.peer else 0.8)
+
+
+def test_the_bytes_of_a_step_are_those_of_each_layer(candidate):
+    work_of = candidate("work_of_models").work_of
+    # Elements of the activations of ResNet-8's three stages, and of one image.
+    a, b, c, image = 32 * 32 * 16, 16 * 16 * 32, 8 * 8 * 64, 32 * 32 * 3
+    stem = (2 * image + 2 * a) + 5 * a
+    first = 4 * 5 * a + 6 * a  # two convolutions, two norms, a sum
+    second = 2 * (3 * a + 2 * b) + 3 * 5 * b + 5 * b + 6 * b  # of which the first convolution and the projection read a
+    third = 2 * (3 * b + 2 * c) + 3 * 5 * c + 5 * c + 6 * c
+    head = (2 * c + 2 * 64) + (3 * 64 + 2 * 10)
+    work = work_of("resnet8", 32, 10)
+    assert work.image_elements == stem + first + second + third + head
+    assert work.num_params == 78_042
+
+
+def test_the_bytes_of_a_pooled_network_are_those_of_each_layer(candidate):
+    sizes = {31: 24}, {31: 64, 15: 64}, {15: 128, 7: 128}, {7: 256, 3: 256}
+    (stem,), *stages = [[side * side * channels for side, channels in stage.items()] for stage in sizes]
+    before, total = stem, (2 * 32 * 32 * 3 + 2 * stem) + 5 * stem
+    for whole, half in stages:
+        # convolution, pool and norm; convolution and norm
+        total += (3 * before + 2 * whole) + (2 * whole + 2 * half) + 5 * half + 5 * half + 5 * half
+        before = half
+    total += 2 * before + (3 * 256 + 2 * 10)
+    assert candidate("work_of_models").work_of("convnet8", 32, 10).image_elements == total
+
+
+def test_weights_move_too(candidate):
+    work = candidate("work_of_models").Work(image_flop=1.0, image_elements=100, num_params=10)
+    # Two reads, a gradient's write and read; weight and momentum read and written in float32; a copy in bfloat16.
+    assert work.step_bytes(2, 4) == 2 * 100 * 4 + 10 * (4 * 4 + 4 * 4)
+    assert work.step_bytes(2, 2) == 2 * 100 * 2 + 10 * (4 * 2 + 4 * 4 + 2)
+
+
+def test_an_amount_takes_its_part_of_the_pieces_that_contain_it(candidate, monkeypatch):
+    roofline, now, done = candidate("roofline"), [5.0], []
+    monkeypatch.setattr(roofline.time, "perf_counter", lambda: now[0])
+
+    def work(num_pieces):
+        done.append(num_pieces)
+        now[0] += 4.0 * num_pieces
+
+    assert roofline.seconds_for(25.0, 10.0, work) == 10.0
+    assert done == [3]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_library_multiplies_whole_matrices(candidate, dtype):
+    library_product = candidate("library_product")
+    try:
+        multiply, name = library_product.make_product(64, dtype)
+    except MissingKernelsError as error:
+        pytest.skip(str(error))
+    multiply(2)
+    assert name.startswith("oneDNN 3.")
+
+
+def test_without_the_library_kernels_are_xlas_unless_it_was_asked_for(candidate, monkeypatch):
+    step_loop = candidate("step_loop")
+
+    def missing():
+        raise MissingKernelsError("no library")
+
+    monkeypatch.setattr(step_loop, "load_library", missing)
+    assert step_loop.chosen_kernels("auto") == (XLA, {})
+    assert step_loop.chosen_kernels(XLA) == (XLA, {})
+    with pytest.raises(MissingKernelsError, match="no library"):
+        step_loop.chosen_kernels(ONEDNN)
