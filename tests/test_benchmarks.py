@@ -398,6 +398,7 @@ def test_a_document_becomes_markdown_tables(tmp_path, settings):
     assert header[0] == "candidate"
     assert (ours[3], theirs[3], theirs[4]) == ("", "2.00 × [2.00–2.00]", "≥ 2 × met")
     assert failed[-1] == "would not install"
+    assert "Versions: ours: jax 1." in lines
 
 
 def test_a_table_has_ratios_targets_and_reasons(capsys):
@@ -407,6 +408,7 @@ def test_a_table_has_ratios_targets_and_reasons(capsys):
     assert "2.00 × [2.00–2.00]" in theirs
     assert "≥ 2 × met" in theirs
     assert "x: would not install" in lines
+    assert "ours: jax 1" in lines
 
 
 # The benches

@@ -17,6 +17,7 @@ from scripts.benchmarks.report import (
     ratio_text,
     spread_text,
     target_text,
+    versions_texts,
 )
 
 
@@ -41,7 +42,8 @@ def _table(bench: str, case: dict[str, Any]) -> list[str]:
     load = load_text(case.get("load_before"), case.get("load_after"))
     lines = [f"### {bench}: {case['name']}{load}", "", _row(header), _row(["---", *["---:"] * 4, "---"])]
     lines += [_row(_cells(candidate, Unit(**unit))) for candidate in case["candidates"]]
-    return [*lines, ""]
+    told = versions_texts([(each["name"], each["versions"]) for each in case["candidates"]])
+    return [*lines, "", *([f"Versions: {'; '.join(told)}.", ""] if told else [])]
 
 
 def _cells(candidate: dict[str, Any], unit: Unit) -> list[str]:

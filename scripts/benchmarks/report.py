@@ -74,7 +74,11 @@ def print_about(console: Console, about: dict[str, Any]) -> None:
         highlight=False,
     )
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    console.print(f"{versions}; commit {short_commit(about['commit'])}", style="dim", highlight=False)
+    console.print(
+        f"{versions}; commit {short_commit(about['commit'])}; {about['settings']['repeats']} rounds",
+        style="dim",
+        highlight=False,
+    )
 
 
 def print_case(console: Console, bench: Bench, result: CaseResult) -> None:
@@ -90,6 +94,8 @@ def print_case(console: Console, bench: Bench, result: CaseResult) -> None:
     for row in result.rows:
         table.add_row(*_cells(row, result))
     console.print(table)
+    for text in versions_texts([(row.candidate.name, row.ready.versions) for row in result.rows if row.ready]):
+        console.print(text, style="dim", highlight=False)
     for row in result.rows:
         if row.measured.reason:
             console.print(Text(f"{row.candidate.name}: {row.measured.reason}"))
@@ -125,6 +131,14 @@ def processor_text(hardware: dict[str, Any]) -> str:
 def load_text(before: list[float] | None, after: list[float] | None) -> str:
     """Return the load of the minute before a case and of its last minute, as an addition to its name."""
     return f" (load {before[0]:g} before, {after[0]:g} at the end)" if before and after else ""
+
+
+def versions_texts(candidates: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
+    """Return a line for each set of versions that candidates have, with the name of the first that has it."""
+    first: dict[str, str] = {}
+    for name, versions in candidates:
+        first.setdefault(", ".join(f"{package} {version}" for package, version in versions.items()), name)
+    return [f"{name}: {versions}" for versions, name in first.items() if versions]
 
 
 def spread_text(speed: Quartiles) -> str:

@@ -106,6 +106,7 @@ class CaseResult:
             "name": self.case.name,
             "unit": unit,
             "base": self.case.base,
+            "round_s": self.case.round_s,
             "load_before": self.load_before,
             "load_after": self.load_after,
             "candidates": [r.to_json() for r in self.rows],
