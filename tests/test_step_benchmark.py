@@ -1,13 +1,15 @@
 """The benchmark of the training step: its cases, the bytes of a perfect step, and the rates that it is timed by."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 
 from models.kernels import ONEDNN, XLA, MissingKernelsError
 from scripts.benchmarks import step
 from scripts.benchmarks.bench import Settings
-from tests.test_benchmarks import CANDIDATES
+
+CANDIDATES = Path(__file__).parents[1] / "scripts/benchmarks/candidates"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ _PACKAGES = (
 )
 _VARIABLES = (
     *("JAX_", "XLA_", "OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "TORCH", "MALLOC_", "GLIBC_TUNABLES"),
-    "LD_PRELOAD",
+    *("LD_PRELOAD", "FEEDLOOP_"),
 )
 # Extensions of x86-64 that decide how fast products are, as Linux names them.
 _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
@@ -47,7 +47,7 @@ def describe_cards() -> list[str]:
 
 
 def describe_environment() -> dict[str, str]:
-    """Return the environment variables that configure jax, XLA, PyTorch, oneDNN, OpenMP and the allocator."""
+    """Return the environment variables that configure Feedloop, jax, XLA, PyTorch, oneDNN, OpenMP and the allocator."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
 
 
