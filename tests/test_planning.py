@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from engine.sizing.planning import Target, plan_for_cards, plan_here
 from engine.sizing.rates import ReadRate
 from engine.sizing.volumes import split_volume
 from preprocess.shards.reader import open_split
+from tests.card_compilation import CardCompiler
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -455,37 +455,24 @@ NEEDS_COMPILER = pytest.mark.skipif(
 
 @pytest.mark.integration
 @NEEDS_COMPILER
-@pytest.mark.timeout(900)  # four programs, each of some seconds on an idle machine
+@pytest.mark.timeout(900)  # five programs, each of some seconds on an idle machine
 def test_the_memory_of_gpus_is_that_of_a_direct_compilation(monkeypatch):
     """`run-train --dry-run --target` as on docs/howto/sizing.md, with a small network and little memory."""
     monkeypatch.setenv(SHARE_VARIABLE, "0.001")
-    small = ("--model", "convnet8", "--image-size", "32", "--num-classes", "10", "--batch", "256")
+    monkeypatch.chdir(ROOT)
+    sizes = {"batch": 256, "image_size": 96, "num_classes": 4}
+    small = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    small += ["--model", "tests.normed_network:Normed"]
     printed = run_plan(*small, "--target", "h100", "--devices", "2", "--rate", "3000")
     assert "plan for 2 × NVIDIA H100 80GB HBM3\n" in printed
     assert "  does not fit: jax takes 0.001 (XLA_PYTHON_CLIENT_MEM_FRACTION) of 84.9 GB, 0.1 GB\n" in printed
     assert "  6,000 images/s, bound by: the devices\n" in printed
     found = float(re.findall(r"^  temporaries +([\d.]+) MB$", printed, re.MULTILINE)[0])
-    assert found == pytest.approx(card_temporaries("convnet8", 2, 256) / 1e6, abs=0.05)  # printed to 0.1 MB
+    with CardCompiler(COMPILER) as compiler:
+        direct = compiler.compile(sizes | {"steps": 4}, number=2, is_normed=True)["temporaries"]
+    assert found == pytest.approx(direct / 1e6, abs=0.05)  # printed to 0.1 MB
     fits, too_large = map(int, re.findall(r"largest --batch that fits is (\d+) \((\d+) does not\)", printed)[0])
     assert 64 <= fits < too_large <= fits * 1.13 < 256
-
-
-def card_temporaries(model: str, num_devices: int, batch: int) -> int:
-    """Return the bytes of the temporaries of a program that another process compiles without a plan."""
-    settings = json.dumps({"model": model, "batch": batch, "image_size": 32, "steps": 4})
-    command = [sys.executable, "-m", "tests.card_compilation", str(COMPILER), settings, str(num_devices)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [*command, "--evaluate", "--memory"],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return int(done.stdout)
 
 
 @pytest.mark.integration
