@@ -92,6 +92,16 @@ def _small_resnets():
         yield
 
 
+@pytest.fixture(scope="module")
+def without_llvms_optimiser():
+    """Compile faster, in all tests of a module whose subject is what the engine asks of a program, not its speed."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def cards(monkeypatch):
     """Make the transport "cuda" use a new fake card for each launch; check the cards after the test."""

@@ -52,4 +52,6 @@ def training_loop(model, batch, image_size):
     params, batch_stats = jax.eval_shape(model.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((batch, image_size, image_size, 3), jnp.float32)
     loop = jax.jit(lambda *state: lax.while_loop(lambda carry: carry[0] < 10, step, (jnp.int32(0), *state)))
-    return loop.lower(params, batch_stats, images).compile().as_text()
+    # LLVM's optimiser comes after all of this, and would take half of the time.
+    options = {"xla_backend_optimization_level": 0}
+    return loop.lower(params, batch_stats, images).compile(compiler_options=options).as_text()

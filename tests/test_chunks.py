@@ -21,6 +21,8 @@ from engine.records.snapshot import read_snapshot, snapshot_steps
 from engine.run.nonfinite import NonFiniteError
 from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
 
+pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
+
 EVALUATED = toy_batch(100, batch=16)
 SETTINGS: dict[str, Any] = {
     "steps": 11,

@@ -39,6 +39,8 @@ from engine.run.train import plan_run
 from tests.fake_source import fake_source, leave_unfinished_split, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
+pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
+
 STEPS = 8
 EVERYTHING: dict[str, Any] = {
     "optimizer": "nesterov",
