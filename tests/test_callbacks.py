@@ -21,6 +21,8 @@ from engine.run.launch import Launch
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
 
+pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
+
 
 class Log(Callback):
     """A callback that lists its calls and the threads on which they were made."""

@@ -12,6 +12,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
+@pytest.mark.usefixtures("small_resnets")
 def test_every_python_example_runs(number, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(BLOCKS[number], f"README block {number}", "exec"), {"__name__": "readme"})

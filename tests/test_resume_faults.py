@@ -24,6 +24,8 @@ from engine.run.resume import StartingPoint, find_cuts, rewind_run
 from tests.test_resume import EVALUATED, StoppingEvaluation, run
 from tests.toy import Linear, toy_batch, toy_config
 
+pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
+
 SOON_S = 60.0
 
 
