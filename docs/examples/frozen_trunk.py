@@ -22,7 +22,7 @@ settings: dict[str, Any] = {
     "data": data,
     "model": "resnet8",
     "batch": 128,
-    "steps": 100,
+    "steps": 50,
     "schedule": "cosine",
 }
 
