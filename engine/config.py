@@ -41,6 +41,7 @@ ScheduleName = Literal[
     "constant", "step", "cosine", "linear", "one-cycle", "polynomial", "exponential", "cosine-restarts"
 ]
 PrecisionName = Literal["float32", "bfloat16"]
+KernelsName = Literal["auto", "xla", "onednn"]
 LossName = Literal["cross-entropy", "binary-cross-entropy", "mean-squared-error"]
 OrderName = Literal["random", "windowed"]
 ProfileFormat = Literal["plain", "markdown", "csv", "json"]
@@ -139,6 +140,12 @@ class TrainConfig:
         "float32", TRAINING, _PROGRAM, _KEPT,
         "Precision of activations, convolutions and matrix products; weights and loss stay float32.",
         details="Parameters, optimiser state and batch statistics are always float32.",
+    )
+    kernels: KernelsName = setting(
+        "auto", TRAINING, _PROGRAM, _KEPT,
+        "Kernels of a CPU: xla, or onednn, which uses oneDNN's where they are faster and needs the extra `kernels`; "
+        "auto is onednn where it can be used. No effect on other devices.",
+        details="The kernels round differently. A run records the ones that it used, and a resume keeps them.",
     )
     seed: int = setting(
         0, TRAINING, _RUNTIME, _KEPT, "Seed of the initial weights, the image order and the augmentation.",

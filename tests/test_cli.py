@@ -102,7 +102,8 @@ def wait_for_lines(path, count, process, limit_s=120):
 def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
     done = run_train(*TINY, "--steps", 3, "--run-dir", "run", "--learning-rate", "0.01", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    # Which kernels there are depends on the machine.
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("kernels: ")]
     assert lines[0].startswith("model: resnet8, 77,587 parameters, 3 classes")
     assert lines[1] == (
         "infeed: batches of 4 images of 8 × 8 px from synthetic batches; 64 batches read ahead; inplace transport"

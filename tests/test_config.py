@@ -47,6 +47,7 @@ VALID = {
     "stop_at_top1": st.none() | st.floats(1e-9, 1),
     "model": TEXT,
     "precision": st.sampled_from(["float32", "bfloat16"]),
+    "kernels": st.sampled_from(["auto", "xla", "onednn"]),
     "init_from": st.none() | TEXT,
     "num_classes": st.none() | st.integers(1, 2**16),
     "image_size": st.none() | st.integers(1, 2**14),
@@ -154,7 +155,7 @@ SWITCHES = [
 ]
 CHANNELS = ["mean", "std"]
 CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss", "auto_augment", "order"]
-CHOICES += ["profile_format"]
+CHOICES += ["profile_format", "kernels"]
 TEXTS = ["data", "split", "eval_split", "model", "run_dir", "compilation_cache", "dump_hlo", "init_from"]
 TEXTS += ["clip_order", "freeze", "groups", "keep_best", "devices", "storage_options", "cache"]
 TEXTS += ["profile_steps", "wandb"]
@@ -222,6 +223,7 @@ def test_golden_json():
         "mean": None,
         "std": None,
         "precision": "float32",
+        "kernels": "auto",
         "init_from": None,
         "optimizer": "sgd",
         "learning_rate": None,

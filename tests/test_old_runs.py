@@ -85,6 +85,8 @@ def test_an_old_run_is_resumed_for_more_steps(place, invoke):
     assert [line["step"] for line in lines(run / "eval.jsonl")] == [6, 12, 18]
     assert snapshot_steps(run / "snapshots") == [6, 12, 18]
     assert json.loads((run / "result.json").read_text())["steps_done"] == 18
+    # Its record has no such setting, because there was one kind only.
+    assert json.loads((run / "config.json").read_text())["config"]["kernels"] == "xla"
     code, stdout, stderr = invoke(verify_cli, "run", "--from", 12, "--data", "data")
     assert code == 0, stderr
     assert stdout.startswith("the same bits: 6 losses, 1 evaluation, ")

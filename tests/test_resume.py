@@ -267,6 +267,7 @@ OTHERS: dict[str, Any] = {
     "mean": (0.4, 0.4, 0.4),
     "std": (0.2, 0.2, 0.2),
     "precision": "bfloat16",
+    "kernels": "xla",
     "init_from": "/elsewhere/weights.safetensors",
     "optimizer": "adamw",
     "schedule": "step",

@@ -92,6 +92,7 @@ PROGRAM_MAY_KNOW = {
     "engine.scopes",
     "engine.settings",
     "engine.updates",
+    "models.kernels",
     "models.layers",
     "models.names",
     "preprocess.quantities",

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from engine import TrainConfig, train
 from engine.crossing.transport import InplaceTransport
 from engine.feed.feeder import FeederError
+from engine.program.kernels import settle_kernels
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.run.launch import Launch
 from engine.run.train import plan_run
@@ -68,7 +69,7 @@ def test_a_run_writes_settings_losses_weights_and_its_result(tmp_path, left_thre
     config = toy_config(steps=4, run_dir=tmp_path / "run")
     result = train(config, model=Linear(), batches=toy_batch)
     recorded = json.loads((tmp_path / "run/config.json").read_text())
-    assert TrainConfig.from_json(recorded["config"]) == config
+    assert TrainConfig.from_json(recorded["config"]) == settle_kernels(config, "cpu")
     assert recorded["resolved"]["model"] == "linear"
     assert recorded["resolved"]["height"] == SIZE
     assert recorded["versions"]["jax"]

@@ -31,7 +31,7 @@ _GROUPS = {
     "Weights of a snapshot": ("snapshot",),
     "Weights from a file": ("weights", "model", "mean", "std"),
     "Data": ("data", "eval_split", "image_size", "storage_options", "cache", "cache_gb"),
-    "Evaluation": ("batch", "eval_mirror", "precision"),
+    "Evaluation": ("batch", "eval_mirror", "precision", "kernels"),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
     OWN_GROUP: ("loss", "metrics", "evaluation"),
     "Output": ("per_class", "predictions", "as_json", "traceback"),
@@ -106,6 +106,7 @@ def _or_default(name: str) -> str:
     default_text=_or_default("precision"),
     help_text="Precision of activations, convolutions and matrix products.",
 )
+@overriding_option("kernels", default_text=_or_default("kernels"), help_text="Kernels of a CPU.")
 @overriding_option("prefetch", default_text=f"{_AS_RUN}, else 4, or more if the batches are small")
 @overriding_option("reader_threads", default_text=_or_default("reader_threads"))
 @overriding_option(

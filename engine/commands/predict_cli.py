@@ -37,7 +37,7 @@ _GROUPS = {
     "Output": ("top", "as_json", "as_csv", "traceback"),
     "Images": ("size", "resize", "resample", "image_size"),
     "Weights from a file": ("model", "mean", "std"),
-    "Evaluation": ("batch", "eval_mirror", "precision"),
+    "Evaluation": ("batch", "eval_mirror", "precision", "kernels"),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
     "Compilation": ("compilation_cache",),
     "Stored run": ("storage_option",),
@@ -102,6 +102,9 @@ _AS_RUN = "as in the run"
     "precision",
     default_text=f"{_AS_RUN}, else {SETTINGS['precision'].default}",
     help_text="Precision of activations, convolutions and matrix products.",
+)
+@overriding_option(
+    "kernels", default_text=f"{_AS_RUN}, else {SETTINGS['kernels'].default}", help_text="Kernels of a CPU."
 )
 @overriding_option("prefetch", default_text=f"{_AS_RUN}, else 4, or more if the batches are small")
 @overriding_option(

@@ -31,6 +31,7 @@ from engine.objective.predictions import empty_predictions
 from engine.objective.tally import Tally, empty_tally
 from engine.program.checked_model import CheckedModel
 from engine.program.evaluate_split import evaluate_split
+from engine.program.kernels import settle_kernels
 from engine.program.statics import OwnFunctions, Statics, statics_of
 from engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
 from engine.run.signals import call_on_worker
@@ -111,7 +112,8 @@ def _compile(
     ranked: RankedClasses | None,
 ) -> Compiled:
     """Trace the program on the calling thread, whose jax settings apply, and compile it on a worker thread."""
-    model = CheckedModel(subject.model, subject.num_classes, source)
+    kernels = settle_kernels(subject.config, this_platform()).kernels
+    model = CheckedModel(subject.model, subject.num_classes, source, kernels)
 
     def program(weights: Weights, num_batches: jax.Array, scale: PixelScale) -> tuple[Tally, jax.Array]:
         num_logits = _num_logits(model, weights, subject, source) if per_class or ranked else 0

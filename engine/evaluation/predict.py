@@ -92,8 +92,8 @@ def predict(
             which the centre is the input of the network.
         top: T, how many classes to return for each image; all K if there are fewer.
         model: your own model, if the run trained one.
-        settings: of `TrainConfig`, to replace those of the run: batch, image_size, eval_mirror, precision, model (of a
-            file) and those of the infeed and the compilation.
+        settings: of `TrainConfig`, to replace those of the run: batch, image_size, eval_mirror, precision, kernels,
+            model (of a file) and those of the infeed and the compilation.
         mean, std: of each channel on the scale 0 … 1; None uses those of the file or, without them, ImageNet's. Only
             for a file.
         resize_rule: values of size, resize and resample to use instead of those that the weights record.
@@ -147,7 +147,7 @@ def _predict(
             subject = file_subject(os.fspath(path), stored, config, source, mean, std, notify, remedy)
             notify(f"weights: {path}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))
         else:
-            subject = run_subject(recorded, config, model, source, remedy)
+            subject = run_subject(recorded, config, model, source, notify, remedy)
             describe_weights_of(recorded, subject, notify, is_chosen=False)
         return _classify(subject, source, names, top, classes_of(stored.metadata, os.fspath(path)), board, notify)
 

@@ -69,8 +69,8 @@ def evaluate(
 
     Args:
         run: the folder or URL of the run, or its settings, possibly changed (`engine.run_settings` reads them). Of the
-            settings, `run_dir` is the folder, and data, eval_split, batch, image_size, eval_mirror, precision and
-            those of the infeed take effect.
+            settings, `run_dir` is the folder, and data, eval_split, batch, image_size, eval_mirror, precision, kernels
+            and those of the infeed take effect.
         model: your own model, if the run trained one.
         evaluation: your own images instead of a split: (uint32 [N, H, W] packed pixels, integer [N] labels), or an
             `EvaluationSource`.
@@ -130,7 +130,7 @@ def _evaluate_run(
                 recorded.data, recorded.manifest_digest, recorded.eval_manifest_digest, recorded.num_classes
             )
             data = open_evaluation_split(config, trained_on, stack, notify, has_own_loss=loss is not None)
-        subject = run_subject(recorded, config, model, data.source)
+        subject = run_subject(recorded, config, model, data.source, notify)
         describe_weights_of(recorded, subject, notify, is_chosen=is_chosen)
         return _count(subject, data, board, own, per_class=per_class, predictions=predictions, notify=notify)
 
@@ -151,8 +151,8 @@ def evaluate_weights(
         path: the path of a safetensors file or a state dictionary saved by PyTorch, with torchvision's names and
             layouts.
         config: of its settings, model (a registry name; "auto" uses the name in the file), loss (cross-entropy uses the
-            one that the file records), data, eval_split, batch, image_size, eval_mirror, precision and those of the
-            infeed take effect.
+            one that the file records), data, eval_split, batch, image_size, eval_mirror, precision, kernels and those
+            of the infeed take effect.
         mean, std: of each channel on the scale 0 … 1; None uses those of the file or, without them, ImageNet's.
         per_class: also count each class separately.
         notify: called with one-line messages about the weights and the images.

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from engine.config import TrainConfig
+from engine.crossing.choice import this_platform
 from engine.evaluation.trained_run import TrainedRun, describe_later_steps
 from engine.feed.batches import EvaluationSource
 from engine.named_parts import NAME_FORM
 from engine.objective.losses import LOSSES, Loss
 from engine.objective.metrics import Metric, PerExample
+from engine.program.kernels import replace_missing_kernels
 from engine.program.statics import OwnFunctions
 from engine.program.train_state import TrainModel, init_weights
 from engine.records.weights import StoredWeights, place_tensors
@@ -109,6 +111,7 @@ def run_subject(
     config: TrainConfig,
     model: TrainModel | None,
     source: EvaluationSource,
+    notify: Callable[[str], None],
     remedy: str = PACK_AGAIN,
 ) -> Subject:
     """Prepare the evaluation of a run's weights on images of the size used in training.
@@ -118,6 +121,7 @@ def run_subject(
         config: the settings of the evaluation.
         model: a user-defined model, None for one of the registry.
         source: the source of the images.
+        notify: called with a line if the run's kernels cannot be used.
         remedy: what to do about images of another size.
 
     Raises:
@@ -134,7 +138,9 @@ def run_subject(
             "restore the weights file, or evaluate it with --weights, --mean and --std"
         )
     weights = _place(recorded.weights, registry_name, model, os.fspath(recorded.path))
-    config, step = replace(config, image_size=size), _steps_done(recorded.weights)
+    config = replace_missing_kernels(config, recorded.config, this_platform(), notify)
+    config = replace(config, image_size=size)
+    step = _steps_done(recorded.weights)
     return Subject(model, weights, config, mean, std, recorded.num_classes, step, recorded.model_name)
 
 

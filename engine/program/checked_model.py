@@ -1,4 +1,4 @@
-"""Checks of a user-defined model, made while the program is traced."""
+"""How the programs apply a model: with the kernels of the run, and checked while the program is traced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,13 @@ from engine.objective.logits import logits_of
 from engine.program.model_key import takes_key
 from engine.program.train_state import TrainModel, name_of_model
 from engine.settings import SettingError
+from models.kernels import using_kernels
 
 
 class CheckedModel:
-    """A wrapper that checks the results of a model's `apply` while it is traced; the compiled program has no checks.
+    """A wrapper of a model that every program applies: it has the kernels chosen, and the results checked.
+
+    The checks are made while `apply` is traced; the compiled program has none.
 
     If `num_classes` is None, the batch source checks its labels against the number of classes of the model.
 
@@ -22,6 +25,7 @@ class CheckedModel:
         model: the model to check.
         num_classes: K, or None to use the model's.
         source: source of the training batches.
+        kernels: the name of the kernels that its layers use, as `models.kernels.using_kernels` takes it.
         notify: called with a line of text if the model returns more logits than there are classes.
     """
 
@@ -30,10 +34,11 @@ class CheckedModel:
         model: TrainModel,
         num_classes: int | None,
         source: BatchSource,
+        kernels: str,
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._model, self._num_classes, self._source, self._notify = model, num_classes, source, notify
-        self._takes_key = takes_key(model)
+        self._kernels, self._takes_key = kernels, takes_key(model)
 
     @property
     def init(self) -> Callable[[jax.Array], tuple[Any, Any]]:
@@ -50,7 +55,8 @@ class CheckedModel:
                 the argument, or the labels are class numbers and the outputs no float logits [B, K] of enough classes.
         """
         keys = {"key": key} if self._takes_key else {}
-        given = self._model.apply(params, batch_stats, images, train=train, **keys)
+        with using_kernels(self._kernels):
+            given = self._model.apply(params, batch_stats, images, train=train, **keys)
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(
                 f"apply must return a tuple (logits, batch_stats), but that of {name_of_model(self._model)} returned "

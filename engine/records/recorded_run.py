@@ -14,6 +14,9 @@ from engine.records.run_folder import CONFIG, CONTINUED
 from engine.records.topology import Topology, in_one_process
 from preprocess.regular_file import read_regular
 
+# What the runs of versions without a setting used, where that is not its default now.
+_OF_OLDER_RUNS = {"kernels": "xla"}
+
 
 @dataclass(frozen=True)
 class RecordedRun:
@@ -107,7 +110,7 @@ def read_record(path: Path) -> RecordedRun:
     _check_seal(path, values)
     try:
         return RecordedRun(
-            config=TrainConfig.from_json(values["config"]),
+            config=TrainConfig.from_json(_OF_OLDER_RUNS | values["config"]),
             resolved=dict(values["resolved"]),
             manifest_digest=values["manifest_sha256"],
             origins=dict(values["origins"]),

@@ -16,6 +16,7 @@ from engine.config import TrainConfig
 from engine.control.board import ControlBoard
 from engine.control.event import ControlEvent
 from engine.control.word import ControlWords
+from engine.crossing.choice import this_platform
 from engine.crossing.devices import devices, split_processor
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.images.own_augment import OwnAugmentation
@@ -23,6 +24,7 @@ from engine.keys import plain_keys
 from engine.named_parts import NAME_FORM
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
+from engine.program.kernels import settle_kernels
 from engine.program.train_state import TrainModel, TrainState
 from engine.records.recorded_run import read_recorded
 from engine.records.run_folder import CONFIG, SNAPSHOTS
@@ -192,7 +194,7 @@ def _replay(
     """Replay a range of updates piece by piece, keeping the state in memory, and return the comparison."""
     comparison, state, start = Comparison(stretch), None, stretch.start
     for piece in stretch.pieces:
-        config = _with_places_of_now(piece.config, data)
+        config = settle_kernels(_with_places_of_now(piece.config, data), this_platform(), is_kept=True)
         check_arguments(config, parts)
         board = _StopAfterPieceBoard(piece)
         with ExitStack() as stack:

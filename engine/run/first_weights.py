@@ -1,4 +1,4 @@
-"""The weights with which a new run begins, if the user gives them: read early, and put into the initial state."""
+"""The state with which a new run begins: drawn from the seed, with the weights that the user gives put into it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,10 +8,17 @@ import jax.numpy as jnp
 
 from engine.config import TrainConfig
 from engine.locations import storage_options_of
-from engine.program.train_state import TrainState
+from engine.objective.objective import Objective
+from engine.program.train_state import TrainModel, TrainState, init_state
 from engine.run.initial_weights import InitialWeights, load_initial_weights
 from engine.run.resume import StartingPoint
 from engine.updates.update import UpdateRule, Weights, init_update
+
+
+def draw_state(model: TrainModel, rule: UpdateRule, objective: Objective, words: jax.Array) -> TrainState:
+    """Return the initial state that the words of a seed, uint32 [2], determine."""
+    # The generator is named, so that the user's default generator changes neither the run nor the key's shape.
+    return init_state(model, rule, jax.random.wrap_key_data(words, impl="threefry2x32"), objective)
 
 
 def read_weights_of_run(

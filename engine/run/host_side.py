@@ -15,6 +15,9 @@ from engine.runtime.compilations import CompilationCounter
 from engine.settings import SettingError
 from engine.stream.notices import Notices
 
+ELSEWHERE = "cuda"
+"""The platform of devices that are not here: programs are compiled only for NVIDIA GPUs."""
+
 
 class Placement(NamedTuple):
     """Devices that are not here, for which a program is only compiled, and their transport.
@@ -46,6 +49,7 @@ class HostSide:
         transport: the way in which the program calls the host.
         chunk: batches per pull.
         is_elsewhere: whether the devices are not here.
+        platform: the platform of the devices, such as "cpu".
         signals: the handler of the signals that stop the launch.
         clock: times the phases of the launch, which begins here.
         compilations: counts what is compiled inside the context.
@@ -64,11 +68,12 @@ class HostSide:
         self.clock, self.compilations = LaunchClock(), CompilationCounter()
         self.board, self.notices = board or ControlBoard(), Notices(notify)
         self.is_elsewhere = placement is not None
+        self.platform = ELSEWHERE if self.is_elsewhere else this_platform()
         if placement is not None:
             self.team, self.transport = placement
         else:
             self.team = choose_team(config)
-            self.transport = choose_transport(config.transport, this_platform(), len(self.team.devices))
+            self.transport = choose_transport(config.transport, self.platform, len(self.team.devices))
         self.chunk = choose_chunk(config.chunk_batches, self.transport)
         is_chosen = config.chunk_batches is not None or not self.is_elsewhere
         if self.chunk > 1 and is_chosen and len(self.team.own) < len(self.team.devices):

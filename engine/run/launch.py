@@ -17,26 +17,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.config import TrainConfig
-from engine.crossing.choice import this_platform, wasted_steps_warning
+from engine.crossing.choice import wasted_steps_warning
 from engine.crossing.outfeed import Outfeed
 from engine.crossing.push_meter import PushMeter
 from engine.feed.batches import CheckedSource
 from engine.images.unpack import LEAST_STD, PixelScale
 from engine.keys import plain_keys
-from engine.objective.objective import Objective
 from engine.processes import this_process
 from engine.program.checked_model import CheckedModel
+from engine.program.kernels import describe_kernels, kernels_on
 from engine.program.loop import make_program
 from engine.program.observed import observation_of
 from engine.program.slow_convolutions import slow_convolutions_warning
 from engine.program.statics import run_values, seed_words
-from engine.program.train_state import RunValues, TrainModel, TrainState, init_state
+from engine.program.train_state import RunValues, TrainState
 from engine.records.topology import Topology
 from engine.records.weights import check_names
 from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, shapes_on, take_copy
 from engine.run.compilation import Compiled, Traced, compile_traced, trace_ahead, without_collector
 from engine.run.descriptions import describe_chunk, describe_devices, describe_infeed, describe_model
-from engine.run.first_weights import put_given_weights, read_weights_of_run
+from engine.run.first_weights import draw_state, put_given_weights, read_weights_of_run
 from engine.run.host_side import HostSide
 from engine.run.infeeds import Infeeds
 from engine.run.launch_parts import LaunchParts
@@ -49,7 +49,6 @@ from engine.run.signals import call_on_worker, start_on_worker
 from engine.runtime.record import ProgramTimes
 from engine.stream.loss_stream import LossStream
 from engine.stream.sinks import Sink
-from engine.updates.update import UpdateRule
 from models.registry import count_params
 from preprocess.memory import host_memory_bytes
 from preprocess.shards.reader import ChangedShardError
@@ -103,7 +102,7 @@ class Launch:
         self.train_s, self.has_changed_data = 0.0, False
         self.board, self.notices, self._signals = host.board, host.notices, host.signals
         self.transport, self._chunk, self._devices = host.transport, host.chunk, host.team.devices
-        self.team, self._is_elsewhere = host.team, host.is_elsewhere
+        self.team, self._is_elsewhere, self._platform = host.team, host.is_elsewhere, host.platform
         self.clock, self.compilations, self.push_meter = host.clock, host.compilations, PushMeter(start.step)
         self.programs: list[ProgramTimes] = []
         self._replicas = Replicas(len(self._devices))
@@ -132,7 +131,7 @@ class Launch:
                 config, statics.augmentation, self._replicas, self._data.source.height, self._data.source.width
             ),
         )
-        self._draw = partial(_init_from_words, self.resolved.model, self._statics.rule, self._statics.objective)
+        self._draw = partial(draw_state, self.resolved.model, self._statics.rule, self._statics.objective)
         self._state_shape = jax.eval_shape(self._draw, seed_words(0))
         self._selected = describe_selection(config, self._state_shape.params, self._state_shape.batch_stats)
         check_own_rate(self._statics.rule, self._state_shape.params)
@@ -175,24 +174,24 @@ class Launch:
     def _describe(self) -> None:
         """Tell the user what will be trained, and warn of what has no effect."""
         self._notify(describe_model(self.resolved, self.num_params))
-        for message in (self._selected, self.profiling.warning):
-            if message is not None:
-                self._notify(message)
+        for message in filter(None, (self._selected, self.profiling.warning)):
+            self._notify(message)
         if self._is_elsewhere:
             return
         self._notify(
             describe_infeed(self._data, self.infeeds.depth, self.transport.name)
-            + describe_devices(this_platform(), self._device_kind, len(self._devices))
+            + describe_devices(self._platform, self._device_kind, len(self._devices))
             + describe_chunk(self._chunk, runs_ahead=self.transport.runs_ahead)
         )
-        if self.transport.runs_ahead and (warning := wasted_steps_warning(self.config, self._chunk)):
-            self._notify(warning)
+        wasted = wasted_steps_warning(self.config, self._chunk) if self.transport.runs_ahead else None
+        for message in filter(None, (describe_kernels(self.config.kernels, self._platform), wasted)):
+            self._notify(message)
 
     @property
     def inside(self) -> LaunchParts:
         """The parts from which the program is made, for looks at a batch or a step outside of it."""
         return LaunchParts(
-            self.resolved.model, self._statics, self.infeeds.training, self.transport, self._devices, self._values()
+            self._checked_model(), self._statics, self.infeeds.training, self.transport, self._devices, self._values()
         )
 
     def prepare(self) -> tuple[Compiled, TrainState]:
@@ -221,8 +220,13 @@ class Launch:
     def trace(self) -> Traced:
         """Trace the program on this thread, whose jax settings then apply, and warn about its convolutions."""
         self._notify("compiling the training program, or loading it from the cache")
-        model = CheckedModel(self.resolved.model, self._data.num_classes, self._data.source, self._notify)
-        program = make_program(model, self._statics, self.infeeds.training, self._outfeed, self.infeeds.evaluation)
+        program = make_program(
+            self._checked_model(self._notify),
+            self._statics,
+            self.infeeds.training,
+            self._outfeed,
+            self.infeeds.evaluation,
+        )
         program = replicate(program, self._devices)
         arguments: Any = (self._state_shape, self._values())
         if self._is_elsewhere:
@@ -231,6 +235,13 @@ class Launch:
         if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
             self._notify(warning)
         return traced
+
+    def _checked_model(self, notify: Callable[[str], None] = lambda _: None) -> CheckedModel:
+        """Return the model as the programs of the launch apply it."""
+        data = self._data
+        return CheckedModel(
+            self.resolved.model, data.num_classes, data.source, kernels_on(self.config, self._platform), notify
+        )
 
     def _start_compiling(self, traced: Traced | None = None) -> Callable[[], Compiled]:
         """Trace the program, unless it is traced already, and compile it on a worker thread.
@@ -387,8 +398,3 @@ class Launch:
         num_eval_batches = data.evaluation.num_batches if data.evaluation else 0
         scale = PixelScale(mean=jnp.array(data.mean, jnp.float32), std=jnp.array(self.std, jnp.float32))
         return run_values(self.config, num_eval_batches, scale)
-
-
-def _init_from_words(model: TrainModel, rule: UpdateRule, objective: Objective, words: jax.Array) -> TrainState:
-    # The generator is named, so that the user's default generator changes neither the run nor the key's shape.
-    return init_state(model, rule, jax.random.wrap_key_data(words, impl="threefry2x32"), objective)

@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import TrainConfig
+from engine.crossing.choice import this_platform
 from engine.crossing.devices import settle_devices, split_processor
 from engine.locations import with_absolute_paths
 from engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
 from engine.named_parts import compare_named
 from engine.processes import this_process, wait_for_processes
+from engine.program.kernels import AUTO, settle_kernels
 from engine.program.train_state import TrainState
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
@@ -33,7 +35,7 @@ from engine.run.compilation import Compiled, caching_compilations
 from engine.run.data import open_data
 from engine.run.described_sinks import describe_run, finishing
 from engine.run.epochs import settle_epochs
-from engine.run.host_side import HostSide, Placement
+from engine.run.host_side import ELSEWHERE, HostSide, Placement
 from engine.run.launch import Launch
 from engine.run.launch_monitor import read_rollback, record_rollback, start_monitor
 from engine.run.parts import OwnParts
@@ -99,7 +101,9 @@ def open_run(
                 check_folder(place.path, **how)
             else:
                 folder = stack.enter_context(RunFolder(place.path, **how))
-        recorded, start = _find_start(config, place.path, parts, notify)
+        config, recorded, start = _find_start(config, place.path, parts, notify)
+        platform = this_platform() if placement is None else ELSEWHERE
+        config = settle_kernels(config, platform, is_kept=recorded is not None or placement is not None)
         host = stack.enter_context(HostSide(config, notify, placement=placement))
         data = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=recorded is None)
         if recorded is not None:
@@ -320,11 +324,16 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
 
 def _find_start(
     config: TrainConfig, path: Path | None, parts: OwnParts, notify: Callable[[str], None]
-) -> tuple[RecordedRun | None, StartingPoint]:
-    """Return the record of the resumed run (None for a new run) and the starting point of the launch."""
+) -> tuple[TrainConfig, RecordedRun | None, StartingPoint]:
+    """Return the settings, the record of the resumed run (None for a new run) and the starting point of the launch.
+
+    A resumed run keeps its kernels, unless the settings name others, which is refused.
+    """
     if not config.resume or path is None:
-        return None, StartingPoint()
+        return config, None, StartingPoint()
     recorded = read_recorded(path)
+    if config.kernels == AUTO:
+        config = replace(config, kernels=recorded.config.kernels)
     check_own(recorded, path, parts)
     for warning in compare_named(recorded.resolved, parts.named):
         notify(warning)
@@ -333,7 +342,7 @@ def _find_start(
     check_chain(path, recorded, start)
     where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, because it has no snapshot"
     notify(f"resuming {path} from {where}")
-    return recorded, start
+    return config, recorded, start
 
 
 def _check_length(

@@ -1,12 +1,14 @@
 """Which kernels the layers use on a CPU: XLA's forms, or oneDNN's operations where these are faster."""
 
 from contextlib import AbstractContextManager
+from typing import Final
 
 import jax
 
 from models.kernels.onednn.library import load_library
 
-XLA, ONEDNN = "xla", "onednn"
+XLA: Final = "xla"
+ONEDNN: Final = "onednn"
 """The names of the kernels. On any platform other than a CPU both mean XLA's."""
 
 _kernels = jax.make_user_context(XLA)

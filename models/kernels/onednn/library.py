@@ -27,7 +27,19 @@ _POINTER = ctypes.c_void_p
 
 
 class MissingKernelsError(RuntimeError):
-    """oneDNN cannot be used here; the message says why and what to do."""
+    """oneDNN cannot be used here; the message says why and what to do.
+
+    Args:
+        fault: why.
+        remedy: what to do, such as a command; empty if nothing helps.
+    """
+
+    def __init__(self, fault: str, remedy: str = "") -> None:
+        super().__init__(fault, remedy)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, self.args))
 
 
 class Isa(IntEnum):
@@ -37,6 +49,14 @@ class Isa(IntEnum):
     AVX512 = 0x27
     AVX512_BF16 = 0xE7
     AMX = 0xFEF
+
+
+_ISA_NAMES = {
+    Isa.AVX2: "AVX2",
+    Isa.AVX512: "AVX-512",
+    Isa.AVX512_BF16: "AVX-512, bfloat16",
+    Isa.AMX: "AMX",
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,11 @@ class Library:
     def has(self, isa: Isa) -> bool:
         """Return whether the kernels may use these instruction sets."""
         return self.isa & isa == isa
+
+    def describe(self) -> str:
+        """Return its version and the newest instruction sets that it uses here, such as "oneDNN 3.2.0 (AVX-512)"."""
+        names = [name for isa, name in _ISA_NAMES.items() if self.has(isa)]
+        return f"oneDNN {self.version} ({names[-1]})"
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:
@@ -104,8 +129,8 @@ def load_library() -> Library:
         # Already loaded by oneDNN, or by another library of this process.
         long, threads = ctypes.CDLL(str(path)), ctypes.PyDLL("libgomp.so.1")
     except OSError as error:
-        remedy = "; install libgomp (Debian: apt install libgomp1)" if "libgomp" in str(error) else ""
-        raise MissingKernelsError(f"{path} could not be loaded: {error}{remedy}") from error
+        remedy = "install libgomp (Debian: apt install libgomp1)" if "libgomp" in str(error) else ""
+        raise MissingKernelsError(f"{path} could not be loaded ({error})", remedy) from error
     short = ctypes.PyDLL(str(path))
     _declare(short)
     _declare(long)
@@ -140,7 +165,18 @@ def _library_path() -> Path:
     for file in files:
         if file.name == _FILE and (path := Path(str(file.locate()))).exists():
             return path
-    raise MissingKernelsError(f"{DISTRIBUTION} is not installed; install feedloop[kernels]")
+    raise MissingKernelsError(
+        f"{DISTRIBUTION} is not installed", "pip install 'feedloop[kernels]'" if _has_avx2() else ""
+    )
+
+
+def _has_avx2() -> bool:
+    """Return whether the processor has AVX2, as far as the system says."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+            return next((" avx2 " in line for line in lines if line.startswith("flags")), True)
+    except OSError:
+        return True
 
 
 class _Version(ctypes.Structure):

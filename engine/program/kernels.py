@@ -1,0 +1,92 @@
+"""The kernels of a run: which ones the setting means on this machine, and what a run says about them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.config import TrainConfig
+from engine.settings import SettingError
+from models.kernels import ONEDNN, XLA, MissingKernelsError
+from models.kernels.onednn.library import load_library
+
+AUTO = "auto"
+"""The value of the setting `kernels` that stands for the fastest kernels of the machine."""
+_CPU = "cpu"
+
+
+def settle_kernels(config: TrainConfig, platform: str, *, is_kept: bool = False) -> TrainConfig:
+    """Return the settings with the kernels by name: "auto" is replaced by the fastest kernels of this machine.
+
+    Args:
+        config: the settings.
+        platform: the platform of the run's devices, such as "cpu" or "cuda".
+        is_kept: whether the name comes from the record of a run, which may continue on another platform: there it has
+            no effect, and is no error.
+
+    Raises:
+        SettingError: if the kernels that the settings name cannot be used here.
+    """
+    if config.kernels == AUTO:
+        return replace(config, kernels=XLA if _why_not_onednn(platform) else ONEDNN)
+    if config.kernels != ONEDNN or (is_kept and platform != _CPU):
+        return config
+    if fault := _why_not_onednn(platform):
+        run = ", which the run has used from its beginning," if is_kept else ""
+        raise SettingError(
+            "kernels", "oneDNN's kernels ({setting}){run} cannot be used here: {fault}", run=run, fault=fault
+        )
+    return config
+
+
+def kernels_on(config: TrainConfig, platform: str) -> str:
+    """Return the name of the kernels that a program for a platform uses, given settled settings."""
+    return config.kernels if platform == _CPU else XLA
+
+
+def replace_missing_kernels(
+    config: TrainConfig, recorded: TrainConfig, platform: str, notify: Callable[[str], None]
+) -> TrainConfig:
+    """Return the settings for an evaluation of a run, with XLA's kernels if the run's own cannot be used here.
+
+    Args:
+        config: the settings of the evaluation.
+        recorded: those of the run.
+        platform: the platform of the evaluation.
+        notify: called with a line about the replaced kernels.
+    """
+    if not config.kernels == recorded.kernels == ONEDNN or not (fault := _why_not_onednn(platform)):
+        return config
+    if platform == _CPU:
+        notify(
+            f"the run used oneDNN's kernels, which cannot be used here ({fault}); XLA's round differently, so that "
+            "losses differ in their last digits"
+        )
+    return replace(config, kernels=XLA)
+
+
+def describe_kernels(kernels: str, platform: str) -> str | None:
+    """Return the line about a run's kernels; None where there is no choice.
+
+    Args:
+        kernels: their name, `ONEDNN` or `XLA`.
+        platform: the platform of the run's devices.
+    """
+    if platform != _CPU:
+        return None
+    try:
+        library = load_library()
+    except MissingKernelsError as error:
+        return f"kernels: XLA's; on this processor oneDNN's are faster: {error.remedy}" if error.remedy else None
+    if kernels == ONEDNN:
+        return f"kernels: {library.describe()}"
+    return f"kernels: XLA's; on this processor oneDNN's are faster: start a run with --kernels {ONEDNN}"
+
+
+def _why_not_onednn(platform: str) -> str:
+    """Return why oneDNN's kernels cannot be used on a platform of this machine, with the remedy; "" if they can."""
+    if platform != _CPU:
+        return f"they are for CPUs, and jax runs on {platform}: set the environment variable JAX_PLATFORMS={_CPU}"
+    try:
+        load_library()
+    except MissingKernelsError as error:
+        return str(error)
+    return ""

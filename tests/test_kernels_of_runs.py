@@ -1,0 +1,226 @@
+"""Which kernels a run uses: every program of a run has the calls that its setting means, and a resume keeps them."""
+
+import re
+import shutil
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine import (
+    DeviceRates,
+    TrainConfig,
+    check_step,
+    evaluate,
+    explain_program,
+    predict,
+    replay_run,
+    run_settings,
+    show_batch,
+    train,
+)
+from engine.config import SETTINGS, SettingError
+from engine.program.kernels import AUTO, describe_kernels, kernels_on, settle_kernels
+from engine.run import compilation
+from engine.run.open_run import open_run
+from engine.run.parts import OwnParts
+from engine.run.step_check import _step_program
+from engine.sizing.planning import plan_here
+from models import convolution
+from models.kernels import ONEDNN, XLA
+from models.kernels.onednn.handler import TARGET
+from tests.kernels import NO_LIBRARY, needs_onednn, without_library
+from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
+
+RATES = DeviceRates(flops_per_s=1e11, bytes_per_s=1e10, dtype="float32", device="a device")
+IMAGES = toy_batch(99)
+
+
+@dataclass
+class Network:
+    """A convolution and a dense layer."""
+
+    name: str = "network"
+
+    def init(self, key):
+        shapes = {"kernel": (3, 3, 3, 4), "dense": (4, CLASSES)}
+        return {name: 0.3 * jax.random.normal(key, shape) for name, shape in shapes.items()}, {}
+
+    def apply(self, params, batch_stats, images, train):
+        x = jnp.maximum(convolution(images, params["kernel"]), 0)
+        return x.mean((1, 2)) @ params["dense"], batch_stats
+
+
+def config_of(kernels, **values):
+    return toy_config(kernels=kernels, transport="inplace", **{"steps": 3} | values)
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """Return a list to which the StableHLO of every program that is traced is added."""
+    texts: list[str] = []
+    make = compilation.Traced
+
+    def record(lowered, *others):
+        texts.append(lowered.as_text())
+        return make(lowered, *others)
+
+    monkeypatch.setattr(compilation, "Traced", record)
+    return texts
+
+
+def train_network(config, **parts):
+    return train(config, model=Network(), batches=toy_batch, evaluation=IMAGES, **parts)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return the folders of two finished runs, by their kernels."""
+    folder = tmp_path_factory.mktemp("runs")
+    for kernels in (XLA, ONEDNN):
+        train_network(config_of(kernels, run_dir=folder / kernels, snapshot_every_steps=2))
+    return {kernels: folder / kernels for kernels in (XLA, ONEDNN)}
+
+
+def trace_step(kernels):
+    """Trace the step that `check_step` makes, which it does not lower as a whole."""
+    with open_run(config_of(kernels), OwnParts(model=Network(), batches=toy_batch), print, is_dry=True) as run:
+        program = _step_program(run.launch)
+        return compilation.trace_ahead(program.looped, jnp.int32(1), *program.arguments)
+
+
+# What applies the model, given the kernels and the folder of a run that was trained with them.
+APPLY = {
+    "training": lambda kernels, _: train_network(config_of(kernels)),
+    "evaluation": lambda _, run: evaluate(run, model=Network(), evaluation=IMAGES, per_class=True),
+    "predictions": lambda _, run: predict(run, np.zeros((2, SIZE, SIZE, 3), np.uint8), model=Network()),
+    "replay": lambda _, run: replay_run(run, model=Network(), batches=toy_batch, evaluation=IMAGES),
+    "check of a step": lambda kernels, _: trace_step(kernels),
+    "plan": lambda kernels, _: plan_here(
+        config_of(kernels), OwnParts(model=Network(), batches=toy_batch), lambda _: None, device_rate=1e3
+    ),
+    "explanation": lambda kernels, _: explain_program(
+        config_of(kernels), model=Network(), batches=toy_batch, rates=RATES
+    ),
+}
+
+
+@needs_onednn
+@pytest.mark.parametrize("kernels", [XLA, ONEDNN])
+@pytest.mark.parametrize("what", APPLY)
+def test_every_program_that_applies_the_model_has_the_kernels_of_its_run(lowered, runs, what, kernels):
+    APPLY[what](kernels, runs[kernels])
+    of_the_model = [TARGET in text for text in lowered if "stablehlo.dot_general" in text or TARGET in text]
+    assert set(of_the_model) == {kernels == ONEDNN}
+
+
+@needs_onednn
+def test_a_batch_is_shown_without_the_model(lowered):
+    show_batch(config_of(ONEDNN), model=Network(), batches=toy_batch)
+    assert lowered
+    assert not any(TARGET in text or "dot_general" in text for text in lowered)
+
+
+@needs_onednn
+@pytest.mark.integration
+def test_rounding_explains_how_a_step_in_a_loop_differs_from_its_operations():
+    found = check_step(config_of(ONEDNN), model=Network(), batches=toy_batch)
+    assert found.is_explained
+    assert found.program
+
+
+def settled(kernels, platform="cpu", **values):
+    return settle_kernels(toy_config(kernels=kernels), platform, **values).kernels
+
+
+@needs_onednn
+def test_auto_is_onednn_on_a_processor_that_has_it():
+    assert TrainConfig().kernels == AUTO
+    assert settled(AUTO) == settled(ONEDNN) == ONEDNN
+    assert settled(XLA) == settled(AUTO, "cuda") == settled(XLA, "tpu") == XLA
+
+
+def test_auto_is_xla_where_the_library_is_missing(monkeypatch):
+    without_library(monkeypatch)
+    assert settled(AUTO) == XLA
+    result = train_network(config_of(AUTO))
+    assert len(result.losses) == 3
+
+
+@pytest.mark.parametrize(
+    ("platform", "is_kept", "message"),
+    [
+        ("cpu", False, r"(kernels) cannot be used here: onednn-cpu-gomp is not installed: pip install 'feedloop[kern"),
+        ("cpu", True, r"(kernels), which the run has used from its beginning, cannot be used here: onednn-cpu-gomp"),
+        ("cuda", False, r"(kernels) cannot be used here: they are for CPUs, and jax runs on cuda: set the environment"),
+    ],
+)
+def test_kernels_that_cannot_be_used_are_refused_with_the_remedy(monkeypatch, platform, is_kept, message):
+    without_library(monkeypatch)
+    with pytest.raises(SettingError, match=re.escape(message)):
+        settled(ONEDNN, platform, is_kept=is_kept)
+
+
+def test_a_run_goes_on_with_its_setting_on_a_device_where_it_has_no_effect(monkeypatch):
+    without_library(monkeypatch)
+    assert settled(ONEDNN, "cuda", is_kept=True) == ONEDNN
+    assert kernels_on(toy_config(kernels=ONEDNN), "cuda") == XLA
+    assert kernels_on(toy_config(kernels=ONEDNN), "cpu") == ONEDNN
+
+
+def test_the_setting_has_a_name_for_every_kind_of_kernels():
+    assert SETTINGS["kernels"].choices == (AUTO, XLA, ONEDNN)
+    for name in (XLA, ONEDNN):
+        assert SETTINGS["kernels"].checked(name) == name
+
+
+@needs_onednn
+def test_a_resumed_run_keeps_its_kernels_by_name(runs, tmp_path, lowered):
+    for kernels in (XLA, ONEDNN):
+        path = shutil.copytree(runs[kernels], tmp_path / kernels)
+        assert run_settings(path).kernels == kernels
+        lowered.clear()
+        train_network(config_of(AUTO, run_dir=path, resume=True, steps=4))
+        assert any(TARGET in text for text in lowered) == (kernels == ONEDNN)
+        assert run_settings(path).kernels == kernels
+        other = XLA if kernels == ONEDNN else ONEDNN
+        with pytest.raises(SettingError, match=f"kernels was '{kernels}', got '{other}'"):
+            train_network(config_of(other, run_dir=path, resume=True, steps=5))
+
+
+@needs_onednn
+def test_a_run_is_not_resumed_or_replayed_without_its_kernels_but_is_evaluated(runs, tmp_path, monkeypatch):
+    path = shutil.copytree(runs[ONEDNN], tmp_path / "run")
+    before = evaluate(path, model=Network(), evaluation=IMAGES)
+    without_library(monkeypatch)
+    match = "which the run has used from its beginning, cannot be used here: .*: pip install"
+    with pytest.raises(SettingError, match=match):
+        train_network(config_of(AUTO, run_dir=path, resume=True, steps=4))
+    with pytest.raises(SettingError, match=match):
+        replay_run(path, model=Network(), batches=toy_batch, evaluation=IMAGES)
+    said: list[str] = []
+    found = evaluate(path, model=Network(), evaluation=IMAGES, notify=said.append)
+    assert found.record.loss == pytest.approx(before.record.loss, rel=1e-5)  # sums of 27 products in another order
+    assert [line for line in said if line.startswith("the run used oneDNN's kernels, which cannot be used here (")]
+
+
+@needs_onednn
+def test_a_run_says_which_kernels_it_uses(monkeypatch):
+    said: list[str] = []
+    train(config_of(AUTO), model=Linear(), batches=toy_batch, notify=said.append)
+    (line,) = (each for each in said if each.startswith("kernels: "))
+    assert re.fullmatch(r"kernels: oneDNN 3\.2\.0 \((AVX2|AVX-512|AVX-512, bfloat16|AMX)\)", line)
+    xla = describe_kernels(XLA, "cpu")
+    assert xla == "kernels: XLA's; on this processor oneDNN's are faster: start a run with --kernels onednn"
+    assert describe_kernels(XLA, "cuda") is describe_kernels(ONEDNN, "cuda") is None
+
+
+def test_a_run_says_how_to_get_the_faster_kernels_where_they_can_be_had(monkeypatch):
+    without_library(monkeypatch)
+    assert describe_kernels(XLA, "cpu") == (
+        "kernels: XLA's; on this processor oneDNN's are faster: pip install 'feedloop[kernels]'"
+    )
+    monkeypatch.setattr(NO_LIBRARY, "remedy", "")
+    assert describe_kernels(XLA, "cpu") is None
