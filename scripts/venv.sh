@@ -83,9 +83,7 @@ ensure_venv() { # VENV EXTRA [CONSTRAINTS]
   stamp=$venv/.installed${extra:+-$extra}
   wanted=$root$'\n'$(cat "$root/pyproject.toml" ${constraints:+"$constraints"})
   if venv_is_sound "$venv" ${constraints:+--lowest}; then
-    if stamp_says "$stamp" "$wanted" || { [ -z "$extra" ] && stamp_says "$venv/.installed-dev" "$wanted"; }; then
-      return 0
-    fi
+    if is_installed "$venv" "$extra" "$wanted"; then return 0; fi
   else
     base=$(find_python ${constraints:+--lowest}) || return 2
     say "creating ${venv##*/} with $base"
@@ -96,6 +94,20 @@ ensure_venv() { # VENV EXTRA [CONSTRAINTS]
   fi
   install_project "$venv" "$extra" "$constraints" || return 1
   printf '%s\n' "$wanted" >"$stamp"
+}
+
+# The extra dev contains the extra kernels, and each extra the core.
+is_installed() { # VENV EXTRA WANTED
+  local venv=$1 extra=$2 wanted=$3 other others=''
+  case "$extra" in
+    '') others='kernels dev' ;;
+    kernels) others=dev ;;
+  esac
+  if stamp_says "$venv/.installed${extra:+-$extra}" "$wanted"; then return 0; fi
+  for other in $others; do
+    if stamp_says "$venv/.installed-$other" "$wanted"; then return 0; fi
+  done
+  return 1
 }
 
 stamp_says() { # STAMP WANTED

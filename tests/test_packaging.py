@@ -12,6 +12,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from models.kernels.onednn.library import DISTRIBUTION
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PACKAGES = ("engine", "preprocess", "models")
@@ -24,6 +26,9 @@ CROSSINGS = {
     "engine.crossing.cuda.transport",
     "engine.crossing.transport",
 }
+# Kernels of a processor run inside the program and move no data: their calls are no crossings, and stand in one room.
+KERNEL_CALLS = {"ffi_call", "register_ffi_target", "pycapsule"}
+KERNELS = "models.kernels"
 TRANSPORTS = {"engine.crossing.transport", "engine.crossing.cuda.transport"}
 # They hand the crossings the transport that these call.
 CHOOSE_TRANSPORT = {
@@ -137,10 +142,32 @@ def test_only_the_two_crossings_reach_the_host(path: Path) -> None:
         assert mentioned(source) & HOST_CALLBACKS == set()
         assert "jax.debug" not in imports_of(path)  # jax.debug.print and .callback cross to the host too
         assert "jax.debug." not in source
+    if not module.startswith(f"{KERNELS}."):
+        assert mentioned(source) & KERNEL_CALLS == set()
     if module in CHOOSE_TRANSPORT:
         assert "transport.call(" not in source
     elif module not in CROSSINGS:
         assert "engine.crossing.transport" not in imports_of(path)
+
+
+def test_the_calls_of_kernels_are_found() -> None:
+    callers = {module_name(path) for path in SOURCES if mentioned(path.read_text(encoding="utf-8")) & KERNEL_CALLS}
+    assert callers == {"models.kernels.onednn.handler"}
+
+
+def test_the_kernels_are_one_version_of_the_library_where_there_is_one() -> None:
+    (line,) = PROJECT["optional-dependencies"]["kernels"]
+    found = Requirement(line)
+    assert found.name == DISTRIBUTION
+    assert [each.operator for each in found.specifier] == ["=="]
+    assert found.marker is not None
+    for system, machine, is_there in (
+        ("linux", "x86_64", True),
+        ("linux", "aarch64", False),
+        ("darwin", "arm64", False),
+    ):
+        assert found.marker.evaluate({"sys_platform": system, "platform_machine": machine}) == is_there
+    assert "feedloop[kernels]" in PROJECT["optional-dependencies"]["dev"]
 
 
 def test_lowest_pins_are_the_lower_bounds() -> None:
