@@ -26,7 +26,9 @@ from engine.program.train_state import init_state
 from engine.scopes import ACTIONS
 from engine.updates.update import UpdateRule
 from models import convolution
+from models.kernels import ONEDNN, XLA
 from models.registry import build_model, family_of, find_network
+from tests.kernels import needs_onednn
 from tests.toy import toy_config
 
 BATCH, SIZE, CLASSES = 8, 8, 3
@@ -69,7 +71,7 @@ CONFIG = toy_config(snapshot_every_steps=2, eval_every_steps=2, image_size=SIZE)
 
 @pytest.fixture(scope="module")
 def report():
-    return explained(CONFIG, Network())
+    return explained(replace(CONFIG, kernels=XLA), Network())
 
 
 def test_the_forward_pass_is_counted_by_hand(report):
@@ -109,6 +111,20 @@ def test_the_operations_of_products_are_those_of_the_trace(report):
     assert report.product_flops <= 3 * own + 3 * 2 * grouped + 3 * by_lax + 3 * dense
     assert report.product_flops - report.convolution_flops == 3 * dense
     assert 0.5 < report.convolution_share < 1
+
+
+@needs_onednn
+def test_the_operations_of_kernels_are_those_of_the_trace():
+    report = explained(replace(CONFIG, kernels=ONEDNN), Network())
+    own, grouped, by_lax = report.traced.convolutions
+    assert [each.form for each in (own, grouped)] == ["oneDNN", "oneDNN"]
+    assert (own.num_products, grouped.num_products) == (1, 1)
+    dense = 2 * BATCH * 5 * 3
+    assert report.product_flops - report.convolution_flops == 3 * dense
+    # The first has no gradient for the images and no padding; of the second, products with padding are left out.
+    assert 2 * own.products <= report.convolution_flops / 2 - 3 * by_lax.products - 3 * 0.6 * grouped.products
+    assert report.convolution_flops / 2 - 3 * by_lax.products <= 2 * own.products + 3 * grouped.products
+    assert ", float32, kernels onednn" in report_lines(report)[1]
 
 
 def test_the_roofline_is_the_longer_of_two_times(report):

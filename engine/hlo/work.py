@@ -7,9 +7,10 @@ loop counts once, however often it runs.
 import math
 import re
 from collections.abc import Iterator
-from functools import lru_cache
 
+from engine.hlo.kernels import is_kernel, kernel_operation, operation_products
 from engine.hlo.program import Array, Computation, HloProgram, Instruction
+from engine.hlo.windows import count_meetings
 
 _IDLE = (
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier partition-id replica-id domain "
@@ -73,6 +74,8 @@ def products_of(program: HloProgram, instruction: Instruction) -> int:
     In a convolution, those with padding and with the zeros of a dilation are left out, as XLA does. In a convolution of
     cuDNN, which computes them, those with padding count.
     """
+    if is_kernel(instruction):
+        return operation_products(kernel_operation(instruction))
     operands = program.operands_of(instruction)
     if len(operands) < 2 or not operands[0].results or not operands[1].results or not instruction.results:
         return 0
@@ -161,7 +164,7 @@ def _convolution_products(instruction: Instruction, left: Array, right: Array, r
     low = [int(each.split("_")[0]) for each in padding[1].split("x")] if padding else [0] * num_axes
     for axis in range(num_axes):
         digit = str(axis)
-        products *= _meetings(
+        products *= count_meetings(
             left.shape[of_left.index(digit)],
             right.shape[of_right.index(digit)],
             result.shape[of_result.index(digit)],
@@ -171,14 +174,6 @@ def _convolution_products(instruction: Instruction, left: Array, right: Array, r
             spread[axis] if spread else 1,
         )
     return products
-
-
-@lru_cache(maxsize=1024)
-def _meetings(size: int, window: int, num_results: int, stride: int, low: int, dilated: int, spread: int) -> int:
-    """Return how often an element of a window meets a number of the input, along one axis."""
-    last = (size - 1) * dilated
-    positions = (at * stride + tap * spread - low for at in range(num_results) for tap in range(window))
-    return sum(1 for position in positions if 0 <= position <= last and position % dilated == 0)
 
 
 def _library_products(instruction: Instruction, kind: str, left: Array, right: Array, result: Array) -> int:

@@ -15,7 +15,8 @@ import jax
 import models.layers
 from engine.hlo.program import Source
 from engine.scopes import FORWARD, TRAIN, Scope, parse_op_name
-from models.layers.chosen_forms import ChosenForm, chosen_forms
+from models.kernels import XLA
+from models.layers.chosen_forms import ChosenForm, chosen_forms, is_kernel_call
 from models.layers.convolution_forms import Geometry
 
 _OURS = PurePath(str(models.layers.__file__)).parent
@@ -41,7 +42,8 @@ class Convolution:
         groups: groups of channels.
         products: multiply-accumulates for the whole batch, those with padding included, as papers count them.
         forms: the form of each part on the platform, and why; empty for `lax`'s own.
-        num_products: products and convolutions of which the platform's form of the forward pass consists.
+        num_products: products, convolutions and calls of kernels of which the platform's form of the forward pass
+            consists.
         times: how often a forward pass makes it: more than once inside `lax.scan`.
     """
 
@@ -94,18 +96,19 @@ class TracedWork:
         return sum(each.times for each in self.convolutions)
 
 
-def trace_work(jaxpr: Any, platform: str) -> TracedWork:
+def trace_work(jaxpr: Any, platform: str, kernels: str = XLA) -> TracedWork:
     """Return the products of a traced training program.
 
     Args:
         jaxpr: the program.
         platform: the platform for which it is compiled: "cpu", "cuda", …
+        kernels: the kernels with which it was traced, as `models.kernels.using_kernels` takes them.
     """
     found: list[Convolution] = []
     products = 0
     for equation, scope, times in _forward_products(jaxpr, "", 1):
         if equation.primitive.name == "cond":
-            found.append(replace(_own_convolution(equation, scope, platform), times=times))
+            found.append(replace(_own_convolution(equation, scope, platform, kernels), times=times))
             products += times * found[-1].products
         elif equation.primitive is jax.lax.conv_general_dilated_p:
             found.append(replace(_lax_convolution(equation, scope), times=times))
@@ -169,7 +172,7 @@ def _is_own_convolution(equation: Any) -> bool:
     return any(PurePath(frame.file_name) == _CONVOLUTION for frame in _frames(equation))
 
 
-def _own_convolution(equation: Any, scope: Scope, platform: str) -> Convolution:
+def _own_convolution(equation: Any, scope: Scope, platform: str, kernels: str) -> Convolution:
     branches, platforms = equation.params["branches"], equation.params["branches_platforms"]
     (conv,) = (each for each in _equations(branches[-1]) if each.primitive is jax.lax.conv_general_dilated_p)
     chosen = next(
@@ -182,8 +185,10 @@ def _own_convolution(equation: Any, scope: Scope, platform: str) -> Convolution:
         **{
             **vars(what),
             "source": _source_of(equation),
-            "forms": chosen_forms(what.x_shape, what.kernel_shape, geometry, what.dtype, platform),
-            "num_products": sum(1 for each in _equations(chosen) if each.primitive in _PRODUCTS),
+            "forms": chosen_forms(what.x_shape, what.kernel_shape, geometry, what.dtype, platform, kernels),
+            "num_products": sum(
+                1 for each in _equations(chosen) if each.primitive in _PRODUCTS or is_kernel_call(each)
+            ),
         }
     )
 

@@ -22,6 +22,7 @@ from engine.inspection.steps import Steps
 from engine.inspection.work_by_scope import product_flops, work_by_scope
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
+from engine.program.kernels import kernels_on
 from engine.program.train_state import TrainModel
 from engine.run.open_run import open_run
 from engine.run.parts import OwnParts
@@ -102,7 +103,7 @@ def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
     compiled, facts, platform = planned.compiled, planned.facts, this_platform()
     program = parse_hlo(compiled.call.as_text() or "")
     steps = Steps(program)
-    traced = trace_work(planned.traced.jaxpr, platform)
+    traced = trace_work(planned.traced.jaxpr, platform, kernels_on(facts.config, platform))
     carry, moves = read_carry(steps), find_moves(steps, least_bytes=_LEAST_MOVED)
     in_products, in_convolutions = product_flops(steps, TRAIN)
     return ProgramReport(

@@ -39,8 +39,9 @@ def report_lines(report: ProgramReport, *, most: int = 10) -> list[str]:
 def _head_lines(report: ProgramReport) -> Iterator[str]:
     height, width = report.image_size
     each = f" on each of {report.num_devices} devices" if report.num_devices > 1 else ""
+    kernels = f", kernels {report.settings['kernels']}" if report.platform == "cpu" else ""
     yield f"{report.model}, {quantity(report.num_params, 'parameter')}, on {report.device}"
-    yield f"  batch {report.batch:,}{each}, {height} × {width} px, {report.settings['precision']}"
+    yield f"  batch {report.batch:,}{each}, {height} × {width} px, {report.settings['precision']}{kernels}"
     origin = "loaded from the cache" if report.from_cache else f"compiled in {report.compile_s:.1f} s"
     yield f"  program of {quantity(report.num_instructions, 'instruction')}, {origin}"
     if report.rates is not None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from engine.hlo.kernels import is_kernel, kernel_operation
 from engine.hlo.program import HloProgram, Instruction
 from engine.hlo.work import bytes_of, flops_of, fused_into, products_of
 from engine.inspection.steps import Kernel, Steps
@@ -114,6 +115,8 @@ def product_flops(steps: Steps, phase: str) -> tuple[int, int]:
 
 def is_convolution(program: HloProgram, instruction: Instruction) -> bool:
     """Return whether a product is a convolution, or part of one that `models.layers` computes as products."""
+    if is_kernel(instruction):
+        return kernel_operation(instruction).get("kind") == "convolution"
     if instruction.opcode == "convolution" or instruction.op_name.rpartition("/")[2] == _PRIMITIVE:
         return True
     return any(_CONVOLUTION.search(place.file) for place in program.call_stack(instruction))

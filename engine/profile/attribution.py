@@ -14,6 +14,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
+from engine.hlo.kernels import is_kernel
 from engine.hlo.program import HloProgram
 from engine.profile.trace import OpSpan
 from engine.scopes import ACTIONS, AUGMENT, DRAW, NO_SCOPE, PUSH, TRAIN, UNPACK, VALID, Scope, parse_op_name
@@ -67,7 +68,9 @@ def operations_of(program: HloProgram) -> dict[str, Operation]:
     """
     return {
         each.name: Operation(
-            parse_op_name(program.op_name_of(each)), each.opcode in _CONTAINERS, each.opcode == _CALLS_HOST
+            parse_op_name(program.op_name_of(each)),
+            each.opcode in _CONTAINERS,
+            each.opcode == _CALLS_HOST and not is_kernel(each),
         )
         for each in program.instructions.values()
     }

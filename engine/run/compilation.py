@@ -15,6 +15,7 @@ import jax
 import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
+from engine.hlo.kernels import kernel_flops
 from engine.locations import user_cache_folder
 from engine.records.whole_file import make_folder, write_whole
 from engine.run.cache_faults import reporting_cache_faults
@@ -63,10 +64,15 @@ class Compiled:
 
     @property
     def step_flops(self) -> float | None:
-        """The number of floating-point operations in one step as counted by XLA, or None if XLA reports no number."""
+        """The number of floating-point operations in one step as counted by XLA, or None if XLA reports no number.
+
+        Those of a processor's own kernels, of which XLA knows nothing, are added.
+        """
         # XLA counts the body of a loop without a known trip count once, so the program's count is that of one step.
         analysis = self.call.cost_analysis()
-        return None if not analysis or "flops" not in analysis else float(analysis["flops"])
+        if not analysis or "flops" not in analysis:
+            return None
+        return float(analysis["flops"]) + kernel_flops(self.call.as_text() or "")
 
     @property
     def peak_bytes(self) -> int:

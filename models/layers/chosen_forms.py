@@ -4,9 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from models.kernels import ONEDNN, XLA
+from models.kernels.onednn.handler import TARGET
+from models.kernels.onednn.operations import implementations, operation_of
 from models.layers import convolution_forms as forms
+from models.layers import onednn_convolution as onednn
 from models.layers.convolution import (
     FEW_CHANNELS,
     SMALL_MAP,
@@ -49,7 +54,12 @@ class ChosenForm(NamedTuple):
 
 
 def chosen_forms(
-    x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], geometry: Geometry, dtype: str, platform: str
+    x_shape: tuple[int, ...],
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+    dtype: str,
+    platform: str,
+    kernels: str = XLA,
 ) -> tuple[ChosenForm, ...]:
     """Return the form of each part of `convolution` for operands of these shapes.
 
@@ -58,9 +68,49 @@ def chosen_forms(
         geometry: strides and padding.
         dtype: the operands' dtype, such as "float32".
         platform: "cpu", "cuda", or any other jax platform.
+        kernels: those of a CPU, as `models.kernels.using_kernels` takes them.
     """
     if platform != "cpu":
         return _on_a_device(x_shape, kernel_shape, dtype, platform)
+    by_xla = _by_xla(x_shape, kernel_shape, geometry)
+    if kernels != ONEDNN:
+        return by_xla
+    own = _by_onednn(x_shape, kernel_shape, geometry, dtype)
+    return tuple(found or other for found, other in zip(own, by_xla, strict=True))
+
+
+def is_kernel_call(equation: Any) -> bool:
+    """Return whether an equation of a traced program calls a kernel of `models.kernels`."""
+    return equation.params.get("target_name") == TARGET
+
+
+def _by_onednn(
+    x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], geometry: Geometry, dtype: str
+) -> tuple[ChosenForm | None, ...]:
+    """Return the forms of the parts that oneDNN computes, None for the others, as the layer itself decides."""
+    size = geometry.output_size(_size(x_shape), (kernel_shape[0], kernel_shape[1]))
+    x, kernel, y = (
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        for shape in (x_shape, kernel_shape, (x_shape[0], *size, kernel_shape[3]))
+    )
+    parts = (
+        (FORWARD, onednn.forward, (x, kernel)),
+        (INPUT_GRADIENT, onednn.input_gradient, (x, kernel, y)),
+        (FILTER_GRADIENT, onednn.filter_gradient, (x, kernel, y)),
+    )
+    return tuple(_traced_kernel(part, partial(layer, geometry), operands) for part, layer, operands in parts)
+
+
+def _traced_kernel(part: str, layer: Callable[..., Any], operands: tuple[Any, ...]) -> ChosenForm | None:
+    for equation in jax.make_jaxpr(layer)(*operands).eqns:
+        if is_kernel_call(equation):
+            operation = operation_of(dict(equation.params["attributes"])["operation"])
+            names = ", ".join(dict.fromkeys(implementations(operation)))
+            return ChosenForm(part, "oneDNN", f"its primitives are {names}")
+    return None
+
+
+def _by_xla(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], geometry: Geometry) -> tuple[ChosenForm, ...]:
     groups = x_shape[3] // kernel_shape[2]
     if groups > 1 and kernel_shape[2] == 1:
         why = "one channel a group is too narrow for products"

@@ -27,8 +27,7 @@ class Operation(Protocol):
     def build(self, builder: Builder) -> Primitives:
         """Build the sequence of primitives."""
 
-    def __hash__(self) -> int:
-        """Return a hash of the fields."""
+    def __hash__(self) -> int: ...
 
 
 _REFERENCE = "ref"
@@ -50,11 +49,12 @@ def operation_of(text: str) -> Operation:
     kind = fields.pop("kind")
     if kind not in _KINDS:
         raise ValueError(f"the program calls the kernel {kind!r}, which this version does not have; compile it again")
-    operation: Operation = _KINDS[kind](**fields)
+    operation: Operation = _KINDS[kind](**{name: _as_tuple(value) for name, value in fields.items()})
     return operation
 
 
 def _as_tuple(value: Any) -> Any:
+    """Return a value with tuples for the lists of JSON, so that an operation equals the one that was written."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
