@@ -1,0 +1,191 @@
+"""oneDNN's convolutions: each part against float64 within the rounding of its sums, for every shape that is in use."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from models.families.convnext import ConvNeXt
+from models.kernels import MissingKernelsError, using_kernels
+from models.kernels.onednn.handler import TARGET
+from models.kernels.onednn.library import load_library
+from models.layers.convolution import convolution
+from models.layers.convolution_forms import Geometry
+from models.registry import at_image_size, family_of, networks
+from tests.direct_operations import DTYPES, PARTS, Problem, normal, run_part
+from tests.test_convolution import problems, value_and_gradients
+
+try:
+    load_library()
+except MissingKernelsError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+SAME, NONE = ((1, 1), (1, 1)), ((0, 0), (0, 0))
+ODD = [
+    # x, kernel, strides, padding
+    ((1, 5, 7, 1), (3, 3, 1, 1), (1, 1), SAME),
+    ((2, 9, 8, 3), (3, 3, 3, 17), (2, 2), SAME),
+    ((1, 9, 8, 17), (3, 3, 17, 3), (1, 1), SAME),
+    ((2, 2, 3, 5), (7, 7, 5, 6), (1, 1), ((3, 3), (3, 3))),  # a kernel larger than the map
+    ((2, 1, 1, 16), (3, 3, 16, 32), (1, 1), SAME),
+    ((1, 10, 11, 8), (3, 3, 8, 16), (3, 3), NONE),
+    ((2, 8, 7, 16), (2, 5, 16, 16), (3, 1), ((0, 2), (1, 0))),
+    ((2, 6, 6, 4), (3, 3, 4, 8), (2, 2), ((0, 1), (0, 1))),
+    ((3, 7, 7, 64), (1, 1, 64, 33), (1, 1), NONE),
+    ((37, 6, 5, 16), (3, 3, 16, 16), (1, 1), SAME),  # tasks of one image more than others
+    ((2, 9, 7, 32), (1, 1, 32, 16), (3, 2), NONE),
+    ((1, 3, 3, 16), (3, 3, 16, 16), (1, 1), ((4, 4), (4, 4))),  # rows of padding alone
+    ((2, 6, 6, 48), (3, 3, 4, 24), (1, 1), SAME),  # twelve groups
+    ((2, 7, 6, 17), (3, 3, 1, 17), (1, 1), SAME),  # depthwise
+    ((1, 7, 6, 16), (5, 3, 1, 32), (2, 1), SAME),  # two output channels a channel
+    ((1, 4, 4, 6), (7, 7, 1, 6), (1, 1), ((3, 3), (3, 3))),
+]
+
+
+def check(x, kernel, geometry, dtypes=DTYPES):
+    for dtype in dtypes:
+        problem = Problem(x, kernel, geometry, dtype)
+        exact, sums = problem.expected()
+        for part in PARTS:
+            problem.check(part, run_part(problem, part), exact, sums)
+
+
+@pytest.mark.parametrize(("x", "kernel", "strides", "padding"), ODD)
+def test_each_part_of_an_odd_convolution_is_exact_up_to_rounding(x, kernel, strides, padding):
+    check(x, kernel, Geometry(strides, padding))
+
+
+@settings(max_examples=15, derandomize=True)
+@given(problems())
+def test_each_part_of_any_convolution_is_exact_up_to_rounding(problem):
+    check(*problem)
+
+
+def shapes_of(net, image_size, monkeypatch):
+    """Return the shapes and geometries of all convolutions of a network for one image."""
+    found: dict[Any, None] = {}
+
+    def record(_, geometry, x, kernel):
+        size = geometry.output_size(x.shape[1:3], kernel.shape[:2])
+        found[(x.shape, kernel.shape, geometry)] = None
+        return jnp.zeros((x.shape[0], *size, kernel.shape[3]), x.dtype)
+
+    monkeypatch.setattr("models.layers.convolution._convolution", record)
+    net = at_image_size(net, image_size)
+    family = family_of(net)
+    init, apply = partial(family.init, net, 10), partial(family.apply, net, train=True, dtype=jnp.dtype("float32"))
+    images = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
+    jax.eval_shape(apply, *jax.eval_shape(init, jax.random.key(0)), images)
+    return list(found)
+
+
+@pytest.mark.usefixtures("untraced_blocks")
+@pytest.mark.parametrize(
+    ("net", "image_size"),
+    [
+        (networks()["resnet8"], 32),
+        (networks()["convnet8"], 31),
+        (ConvNeXt(depths=(1, 1), widths=(96, 192)), 32),
+    ],
+    ids=["resnet8", "convnet8", "convnext"],
+)
+def test_the_convolutions_of_small_networks_are_exact_up_to_rounding(monkeypatch, net, image_size):
+    shapes = shapes_of(net, image_size, monkeypatch)
+    assert len(shapes) >= 2
+    for shape in shapes:
+        check(*shape)
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("untraced_blocks")
+def test_every_convolution_of_the_registry_is_exact_up_to_rounding(monkeypatch):
+    shapes: dict[Any, None] = {}
+    # Deeper networks have the same shapes as these.
+    for name in ("resnet20", "convnet8", "convnet8-wide"):
+        shapes |= dict.fromkeys(shapes_of(networks()[name], 32, monkeypatch))
+    for name in ("resnet18", "resnet50", "resnet50-d", "resnet50-xlajl", "convnext-tiny"):
+        shapes |= dict.fromkeys(shapes_of(networks()[name], 64, monkeypatch))
+    assert len(shapes) == 62
+    for shape in shapes:
+        check(*shape)
+
+
+def of_kernels(kernels, function, *arguments):
+    with using_kernels(kernels):
+        return jax.jit(function)(*arguments)
+
+
+def custom_calls(function, *arguments):
+    with using_kernels("onednn"):
+        return jax.jit(function).lower(*arguments).as_text().count(TARGET)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "stride", "K", "groups"),
+    [((4, 16, 15, 32), (3, 3), 2, 64, 1), ((4, 15, 16, 64), (1, 1), 1, 128, 1), ((2, 9, 8, 32), (3, 3), 1, 32, 32)],
+)
+def test_a_convolution_in_a_program_is_that_of_xlas_forms(shape, window, stride, K, groups):
+    x, kernel = normal(0, shape), normal(1, (*window, shape[3] // groups, K))
+    step = partial(value_and_gradients, partial(convolution, stride=stride, groups=groups))
+    gradient = normal(2, (shape[0], -(-shape[1] // stride), -(-shape[2] // stride), K))
+    ours, wanted = (of_kernels(kernels, step, x, kernel, gradient) for kernels in ("onednn", "xla"))
+    for found, reference in zip(ours, wanted, strict=True):
+        # Two orders of the same float32 sums of at most a few thousand products.
+        np.testing.assert_allclose(found, reference, rtol=0, atol=1e-5 * np.abs(reference).max())
+
+
+def test_a_large_bfloat16_convolution_in_a_program_is_exact_up_to_rounding():
+    problem = Problem((4, 16, 16, 64), (3, 3, 64, 64), Geometry((1, 1), SAME), "bfloat16")
+    step = partial(value_and_gradients, convolution)
+    arguments = problem.x, problem.kernel, problem.gradient
+    assert custom_calls(step, *arguments) == 3
+    exact, sums = problem.expected()
+    for part, found in zip(PARTS, of_kernels("onednn", step, *arguments), strict=True):
+        assert found.dtype == jnp.bfloat16
+        problem.check(part, np.asarray(found), exact, sums)
+
+
+def test_the_gradients_are_finite_differences():
+    """A convolution is linear in each operand, so that a difference over any distance is its derivative."""
+    problem = Problem((4, 16, 16, 64), (3, 3, 64, 64), Geometry((1, 1), SAME), "float32")
+    along_x, along_kernel = normal(3, problem.x.shape), normal(4, problem.kernel.shape)
+
+    def loss(x, kernel):
+        return (convolution(x, kernel) * problem.gradient).sum()
+
+    def differences(x, kernel):
+        both = (loss(x + along_x, kernel), loss(x - along_x, kernel), loss(x, kernel + along_kernel))
+        return (both[0] - both[1]) / 2, both[2] - loss(x, kernel)
+
+    of_x, of_kernel = of_kernels("onednn", jax.grad(loss, (0, 1)), problem.x, problem.kernel)
+    wanted = of_kernels("onednn", differences, problem.x, problem.kernel)
+    found = (of_x * along_x).sum(), (of_kernel * along_kernel).sum()
+    # Sums of 65,536 values of size 600 in float32, of both signs.
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * 600 * 65536)
+    assert min(map(abs, wanted)) > 1e-3 * 600 * 65536**0.5
+
+
+def test_a_mapped_convolution_runs_for_each_element():
+    x, kernel = normal(0, (3, 4, 16, 16, 64)), normal(1, (3, 3, 64, 64))
+    mapped = of_kernels("onednn", jax.vmap(convolution, (0, None)), x, kernel)
+    one_by_one = np.stack([of_kernels("onednn", convolution, each, kernel) for each in x])
+    np.testing.assert_array_equal(mapped, one_by_one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_operands_give_the_same_bits_again(dtype):
+    problem = Problem((4, 16, 16, 64), (3, 3, 64, 32), Geometry((1, 1), SAME), dtype)
+    for part in PARTS:
+        assert len({run_part(problem, part).tobytes() for _ in range(10)}) == 1, part
+
+
+def test_a_wide_convolution_stays_xlas():
+    with jax.enable_x64(True):
+        x, kernel = normal(0, (4, 8, 8, 64), "float64"), normal(1, (3, 3, 64, 64), "float64")
+        assert custom_calls(convolution, x, kernel) == 0
+        found, wanted = (of_kernels(kernels, convolution, x, kernel) for kernels in ("onednn", "xla"))
+    np.testing.assert_array_equal(found, wanted)
