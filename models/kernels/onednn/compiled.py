@@ -45,6 +45,9 @@ def build_team() -> Path | None:
             made = Path(place) / "team.so"
             words = [compiler, *_OPTIONS, "-I", ffi.include_dir(), str(_SOURCE), "-o", str(made)]
             subprocess.run(words, check=True, capture_output=True, timeout=_LIMIT_S)
+            # A loader that maps a file which was not written to its end kills the process.
+            with made.open("rb") as file:
+                os.fsync(file.fileno())
             made.replace(built)
     except (OSError, subprocess.SubprocessError):
         return None
@@ -121,16 +124,20 @@ class CompiledHandler:
             *(_PREPARE(self._build), streams, library.num_threads),
         )
         self._kept += [streams, functions]
-        team = ctypes.CDLL(str(path))
-        team.feedloop_set_up(ctypes.byref(functions))
-        self.function = team.feedloop_handle
+        self._team = ctypes.CDLL(str(path))
+        self._team.feedloop_set_up(ctypes.byref(functions))
+        self.function = self._team.feedloop_handle
+
+    def refuse(self, reason: str) -> None:
+        """Wait until the operation that runs has ended, and fail all later ones with this reason."""
+        self._team.feedloop_refuse(reason.encode())
 
     def _build(self, text: int, length: int, message: int, message_bytes: int) -> int | None:
         """Return the address of an operation's sequence; None, and a message, if it cannot be built."""
         try:
             sequence, kept = pack(self._prepare(ctypes.string_at(text, length).decode()))
         except BaseException as error:  # noqa: BLE001 - XLA returns it as the program's error
-            said = f"{type(error).__name__}: {error}".encode()[: message_bytes - 1] + b"\0"
+            said = f"{type(error).__name__}: {error}".encode("ascii", "replace")[: message_bytes - 1] + b"\0"
             ctypes.memmove(message, said, len(said))
             return None
         self._kept.append((sequence, kept))

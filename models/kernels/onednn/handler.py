@@ -6,14 +6,17 @@ process compiled runs too. No data moves, so it is no crossing. The handler is t
 a Python function that ctypes presents as a C function.
 """
 
+import atexit
 import ctypes
+import os
 import threading
+import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import jax
-from jax import ffi
+from jax import ffi, lax
 
 from models.kernels.onednn.compiled import CompiledHandler, Prepare, build_team
 from models.kernels.onednn.library import Library, load_library
@@ -27,6 +30,8 @@ _API_MAJOR, _API_MINOR = 0, 1
 _METADATA_EXTENSION = 1
 _EXECUTE = 3
 _INTERNAL_ERROR = 13
+# Calls that are refused while Python is exiting return to XLA within this time, in seconds.
+_LEAVE_S = 0.05
 
 
 def _structure(name: str, **fields: Any) -> Any:
@@ -84,9 +89,18 @@ class PythonHandler:
         self._prepare = prepare
         self._prepared: dict[bytes, Primitives] = {}
         self._preparing = threading.Lock()
+        os.register_at_fork(after_in_child=self._after_fork)
         self._team = PythonTeam(library)
         # Called by threads of XLA, which do not have Python's lock.
         self.function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(self._handle)
+
+    def refuse(self, reason: str) -> None:
+        """Wait until the operation that runs has ended, and fail all later ones with this reason."""
+        self._team.refuse(reason)
+
+    def _after_fork(self) -> None:
+        # Another thread may have held it.
+        self._preparing = threading.Lock()
 
     def _handle(self, address: int) -> int | None:
         """Handle a call of XLA; return the address of an error, or None."""
@@ -140,13 +154,36 @@ def _error(api: int, message: str) -> int | None:
     return created
 
 
-@cache
+_registering = threading.Lock()
+
+
 def register(prepare: Prepare) -> CompiledHandler | PythonHandler:
     """Register the custom call with XLA, once per process, and return its handler."""
-    library, built = load_library(), build_team()
-    handler = PythonHandler(library, prepare) if built is None else CompiledHandler(built, library, prepare)
+    with _registering:
+        return _register(prepare)
+
+
+@cache
+def _register(prepare: Prepare) -> CompiledHandler | PythonHandler:
+    handler = _make_handler(load_library(), prepare)
     ffi.register_ffi_target(TARGET, ffi.pycapsule(handler.function), platform="cpu")
+    atexit.register(_end_programs, handler)
     return handler
+
+
+def _make_handler(library: Library, prepare: Prepare) -> CompiledHandler | PythonHandler:
+    built = build_team()
+    try:
+        return PythonHandler(library, prepare) if built is None else CompiledHandler(built, library, prepare)
+    except OSError:
+        # Built on another machine, damaged, or in a folder from which nothing may be executed.
+        return PythonHandler(library, prepare)
+
+
+def _end_programs(handler: CompiledHandler | PythonHandler) -> None:
+    """End programs that still run, with an error: a thread that asks for Python's lock later would be aborted."""
+    handler.refuse("Python is exiting, so no program can call oneDNN's kernels")
+    time.sleep(_LEAVE_S)
 
 
 def call(
@@ -157,4 +194,13 @@ def call(
     Under `jax.vmap` it runs once for each element of the mapped axis, one after the other.
     """
     register(prepare)
-    return ffi.ffi_call(TARGET, tuple(results), vmap_method="sequential")(*operands, operation=text)
+    found = ffi.ffi_call(TARGET, tuple(results), vmap_method="sequential")(*operands, operation=text)
+    # Under `shard_map` a custom call does not say by itself along which axes of the mesh its results vary.
+    axes = tuple(sorted(frozenset[str]().union(*map(_varying, operands)) - _varying(found[0])))
+    return [lax.pcast(each, axes, to="varying") for each in found] if axes else found
+
+
+def _varying(array: jax.Array) -> frozenset[str]:
+    """Return the axes of the mesh along which an array varies inside `shard_map`."""
+    axes: frozenset[str] = jax.typeof(array).manual_axis_type.varying
+    return axes

@@ -8,6 +8,7 @@ import ctypes
 import os
 import platform
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,13 +113,22 @@ class Library:
             raise RuntimeError(f"oneDNN {self.version} failed to {what} (status {status}, dnnl_status_t)")
 
 
-@cache
+_loading = threading.Lock()
+
+
 def load_library() -> Library:
     """Load oneDNN once per process.
 
     Raises:
         MissingKernelsError: if it is not installed, cannot be loaded, or does not support this processor.
     """
+    # A primitive of one engine does not run on a stream of another, so two threads must not load it twice.
+    with _loading:
+        return _load_library()
+
+
+@cache
+def _load_library() -> Library:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
         raise MissingKernelsError(

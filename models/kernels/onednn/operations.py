@@ -43,13 +43,15 @@ def operation_of(text: str) -> Operation:
     """Return the operation of a text.
 
     Raises:
-        ValueError: if its kind is unknown, such as one of a later version.
+        ValueError: if its kind or a field is unknown, such as one of a later version.
     """
     fields = {name: _as_tuple(value) for name, value in json.loads(text).items()}
-    kind = fields.pop("kind")
-    if kind not in _KINDS:
-        raise ValueError(f"the program calls the kernel {kind!r}, which this version does not have; compile it again")
-    operation: Operation = _KINDS[kind](**{name: _as_tuple(value) for name, value in fields.items()})
+    try:
+        operation: Operation = _KINDS[fields.pop("kind")](**fields)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"the program calls the kernel {text}, which this version does not have; compile it again"
+        ) from error
     return operation
 
 

@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -68,6 +69,10 @@ static Functions functions;
 static Prepared *prepared[BUCKETS];
 static char *arena;
 static int64_t arena_bytes = -1;
+static char refusal[MESSAGE_BYTES];
+/* Guards `prepared`. It is held while Python is called, so whoever holds Python's lock must not wait for it, as a fork
+   would: `before_fork` leaves it alone. */
+static pthread_mutex_t preparing = PTHREAD_MUTEX_INITIALIZER;
 /* Held while an operation runs: operations share memory objects, the arena and the processor. */
 static pthread_mutex_t one_operation = PTHREAD_MUTEX_INITIALIZER;
 /* Guards `work` and the number of the threads. */
@@ -130,7 +135,7 @@ static void start_workers(void) {
 static int run_sequence(const Sequence *sequence, XLA_FFI_CallFrame *frame) {
   if (sequence->arena_bytes > arena_bytes) {
     free(arena);
-    arena_bytes = -1;
+    arena = NULL, arena_bytes = -1;
     int64_t room = (sequence->arena_bytes / ALIGNED + 1) * ALIGNED;
     arena = aligned_alloc(ALIGNED, (size_t)room);
     if (!arena) return 1; /* dnnl_out_of_memory */
@@ -166,6 +171,18 @@ static const Sequence *find(const char *text, size_t length, char *message) {
   return sequence;
 }
 
+/* Run a sequence when no other one runs; if operations are refused, write why. */
+static int run_alone(const Sequence *sequence, XLA_FFI_CallFrame *frame, char *message) {
+  int max_threads = functions.get_max_threads();
+  functions.set_num_threads(1);
+  pthread_mutex_lock(&one_operation);
+  memcpy(message, refusal, MESSAGE_BYTES);
+  int status = *refusal ? 1 : run_sequence(sequence, frame);
+  pthread_mutex_unlock(&one_operation);
+  functions.set_num_threads(max_threads);
+  return status;
+}
+
 static XLA_FFI_Error *fail(const XLA_FFI_Api *api, const char *message) {
   XLA_FFI_Error_Create_Args arguments = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, message,
                                          XLA_FFI_Error_Code_INTERNAL};
@@ -184,14 +201,14 @@ XLA_FFI_Error *feedloop_handle(XLA_FFI_CallFrame *frame) {
   }
   if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
   const XLA_FFI_ByteSpan *text = frame->attrs.attrs[0];
-  char message[MESSAGE_BYTES] = "oneDNN failed to run a primitive";
-  int max_threads = functions.get_max_threads();
-  functions.set_num_threads(1);
-  pthread_mutex_lock(&one_operation);
+  char message[MESSAGE_BYTES] = "";
+  pthread_mutex_lock(&preparing);
   const Sequence *sequence = find(text->ptr, text->len, message);
-  int status = sequence ? run_sequence(sequence, frame) : 1;
-  pthread_mutex_unlock(&one_operation);
-  functions.set_num_threads(max_threads);
+  pthread_mutex_unlock(&preparing);
+  if (!sequence) return fail(frame->api, message);
+  int status = run_alone(sequence, frame, message);
+  if (status && !*message)
+    snprintf(message, MESSAGE_BYTES, "oneDNN failed to run a primitive (status %d, dnnl_status_t)", status);
   return status ? fail(frame->api, message) : NULL;
 }
 
@@ -208,6 +225,7 @@ static void after_fork(void) {
 /* The child has none of the threads: it runs operations alone, and starts threads of its own at the next one. */
 static void in_child(void) {
   num_workers = 0;
+  pthread_mutex_init(&preparing, NULL);
   pthread_cond_init(&has_work, NULL);
   pthread_cond_init(&is_done, NULL);
   after_fork();
@@ -219,13 +237,15 @@ void feedloop_set_up(const Functions *given) {
   pthread_atfork(before_fork, after_fork, in_child);
 }
 
+/* Wait until the operation that runs has ended, and fail all later ones with this reason. */
+void feedloop_refuse(const char *reason) {
+  pthread_mutex_lock(&one_operation);
+  strncpy(refusal, reason, MESSAGE_BYTES - 1);
+  pthread_mutex_unlock(&one_operation);
+}
+
 /* Run a sequence on addresses of operands and results, as the handler does. Returns a status of oneDNN. */
 int feedloop_run(const Sequence *sequence, XLA_FFI_CallFrame *frame) {
-  int max_threads = functions.get_max_threads();
-  functions.set_num_threads(1);
-  pthread_mutex_lock(&one_operation);
-  int status = run_sequence(sequence, frame);
-  pthread_mutex_unlock(&one_operation);
-  functions.set_num_threads(max_threads);
-  return status;
+  char message[MESSAGE_BYTES];
+  return run_alone(sequence, frame, message);
 }

@@ -45,10 +45,25 @@ class PythonTeam:
         self._queue: list[_Phase] = []
         self._has_work = threading.Semaphore(0)
         self._num_workers = 0
+        self._refusal = ""
 
     def run(self, primitives: Primitives, operands: Sequence[int], results: Sequence[int]) -> None:
         """Run a sequence; see `Team`."""
+        if threading.current_thread() is threading.main_thread():
+            # There an interrupt would leave the other threads at work on buffers that XLA takes back.
+            _off_the_main_thread(lambda: self._run(primitives, operands, results))
+        else:
+            self._run(primitives, operands, results)
+
+    def refuse(self, reason: str) -> None:
+        """Wait until the sequence that runs has ended, and let all later ones raise RuntimeError with this reason."""
+        with self._one_sequence:
+            self._refusal = reason
+
+    def _run(self, primitives: Primitives, operands: Sequence[int], results: Sequence[int]) -> None:
         with self._one_sequence, self._library.one_thread():
+            if self._refusal:
+                raise RuntimeError(self._refusal)
             if primitives.arena_bytes > self._arena_bytes:
                 self._grow(primitives.arena_bytes)
             for tasks in primitives.phases:
@@ -79,6 +94,30 @@ class PythonTeam:
         self._arena = ctypes.create_string_buffer(num_bytes + _ALIGNED)
         self._arena_address = -(-ctypes.addressof(self._arena) // _ALIGNED) * _ALIGNED
         self._arena_bytes = num_bytes
+
+
+def _off_the_main_thread(run: Callable[[], None]) -> None:
+    """Call a function in a thread of its own and wait until it has ended, interrupts or not; raise what was raised."""
+    raised: list[BaseException] = []
+    has_ended = threading.Event()
+
+    def catch() -> None:
+        try:
+            run()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            raised.append(error)
+        finally:
+            has_ended.set()
+
+    threading.Thread(target=catch, name="kernels").start()
+    # Not `Thread.join`, which takes a thread for ended once it has been interrupted.
+    while not has_ended.is_set():
+        try:
+            has_ended.wait()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            raised.append(error)
+    if raised:
+        raise raised[0]
 
 
 class _Phase:

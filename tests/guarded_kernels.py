@@ -1,0 +1,95 @@
+"""Run convolutions of oneDNN between pages that may not be touched, for `tests/test_onednn_handler.py`.
+
+    python -m tests.guarded_kernels
+
+A read or a write outside of an operand, a result or the arena kills the process; prints the number of runs.
+"""
+
+import ctypes
+import faulthandler
+import mmap
+
+import numpy as np
+
+from models.kernels.onednn.library import load_library
+from models.kernels.onednn.operations import prepare, text_of
+from models.kernels.onednn.team import PythonTeam
+from models.layers.convolution_forms import Geometry
+from tests.direct_operations import DTYPES, PARTS, Problem
+
+# XLA's buffers begin at multiples of this; a vector that is read whole may end up to there, but never on another page.
+ALIGNED = 64
+CANARY = 0xA5
+NO_ACCESS = 0
+SAME = ((1, 1), (1, 1))
+PROBLEMS = [
+    ((9, 8, 8, 16), (3, 3, 16, 16), (1, 1), SAME),
+    ((3, 7, 5, 3), (3, 3, 3, 17), (2, 2), SAME),
+    ((5, 5, 7, 17), (3, 3, 17, 5), (1, 1), SAME),
+    ((2, 9, 9, 64), (1, 1, 64, 48), (1, 1), ((0, 0), (0, 0))),
+    ((2, 9, 8, 64), (1, 1, 64, 32), (2, 2), ((0, 0), (0, 0))),
+    ((2, 2, 3, 5), (7, 7, 5, 6), (1, 1), ((3, 3), (3, 3))),
+    ((2, 7, 6, 24), (7, 7, 1, 24), (1, 1), ((3, 3), (3, 3))),
+    ((3, 6, 6, 32), (3, 3, 8, 16), (1, 1), SAME),
+    ((2, 19, 17, 3), (7, 7, 3, 64), (2, 2), ((3, 3), (3, 3))),
+]
+
+
+class Guarded:
+    """Memory between two pages that may not be touched: at its end up to alignment, or at its beginning."""
+
+    def __init__(self, num_bytes: int, at_end: bool) -> None:
+        page, self.num_bytes = mmap.PAGESIZE, num_bytes
+        room = -(-max(num_bytes, 1) // page) * page
+        self._memory = mmap.mmap(-1, room + 2 * page)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for guard in (start, start + page + room):
+            assert protect(guard, page, NO_ACCESS) == 0
+        gap = (room - num_bytes) // ALIGNED * ALIGNED if at_end else 0
+        self._room = np.ctypeslib.as_array((ctypes.c_uint8 * room).from_address(start + page))
+        self._room[:] = CANARY
+        self.bytes = self._room[gap : gap + num_bytes]
+        self.address = start + page + gap
+
+    def check(self) -> None:
+        """Assert that nothing around the bytes has been written."""
+        gap = self.address - self._room.ctypes.data
+        assert (self._room[:gap] == CANARY).all()
+        assert (self._room[gap + self.num_bytes :] == CANARY).all()
+
+
+def holding(array: np.ndarray, at_end: bool) -> Guarded:
+    guarded = Guarded(array.nbytes, at_end)
+    guarded.bytes[:] = array.view(np.uint8).reshape(-1)
+    return guarded
+
+
+def main() -> None:
+    faulthandler.enable()
+    num_runs = 0
+    for shape, kernel, strides, padding in PROBLEMS:
+        for dtype in DTYPES:
+            problem = Problem(shape, kernel, Geometry(strides, padding), dtype)
+            exact, sums = problem.expected()
+            for part in PARTS:
+                primitives = prepare(text_of(problem.operation(part)))
+                for at_end in (True, False):
+                    operands = [holding(each, at_end) for each in problem.operands(part)]
+                    like = np.full(problem.result_shape(part), np.nan, problem.x.dtype)
+                    result, arena = holding(like, at_end), Guarded(primitives.arena_bytes, at_end)
+                    team = PythonTeam(load_library())
+                    team._arena_address, team._arena_bytes = arena.address, arena.num_bytes
+                    team.run(primitives, [each.address for each in operands], [result.address])
+                    problem.check(part, result.bytes.view(like.dtype).reshape(like.shape), exact, sums)
+                    for guarded, held in zip(operands, problem.operands(part), strict=True):
+                        np.testing.assert_array_equal(guarded.bytes, held.view(np.uint8).reshape(-1))
+                    for each in (*operands, result, arena):
+                        each.check()
+                    num_runs += 1
+    print(num_runs)
+
+
+if __name__ == "__main__":
+    main()
