@@ -39,7 +39,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         IrregularFileError: the path leads to something else, such as a pipe without a writer.
         OSError: there is no such file, or it may not be read.
     """
-    check_regular(Path(path).stat(), path)
+    check_regular(os.stat(path), path)  # noqa: PTH116 - making a Path takes twice the time of the call
     descriptor = os.open(path, _FLAGS)
     try:
         # Check again: the file may have been replaced in the meantime.

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from preprocess.packing.channels import ChannelSums, channel_sums
+from preprocess.pixels import LAYOUTS, to_words
 
-IMAGES = st.lists(hnp.arrays(np.uint8, (3, 5, 3)), min_size=1, max_size=5)
+IMAGES = st.lists(hnp.arrays(np.uint8, (3, 4, 3)), min_size=1, max_size=5)
 
 
-@given(IMAGES)
-def test_mean_and_std_are_numpys_over_all_pixels(images):
-    rows = channel_sums(np.stack(images))
-    sums = sum((ChannelSums.from_array(15, row) for row in rows), ChannelSums())
-    assert sums == ChannelSums.from_array(15 * len(images), rows.sum(axis=0))
+@given(IMAGES, st.sampled_from(list(LAYOUTS)))
+def test_mean_and_std_are_numpys_over_all_pixels(images, layout):
+    rows = channel_sums(to_words(np.stack(images), layout), layout)
+    sums = sum((ChannelSums.from_array(12, row) for row in rows), ChannelSums())
+    assert sums == ChannelSums.from_array(12 * len(images), rows.sum(axis=0))
     scaled = np.stack(images).reshape(-1, 3) / 255
     assert sums.num_pixels == len(scaled)
     # numpy sums floats: 75 roundings of 1e-16 each.
@@ -25,9 +26,12 @@ def test_mean_and_std_are_numpys_over_all_pixels(images):
     np.testing.assert_allclose(sums.std(), scaled.std(axis=0), atol=1e-8)
 
 
-def test_sums_of_a_large_white_image_do_not_overflow():
-    sums = ChannelSums.from_array(4096 * 64, channel_sums(np.full((1, 4096, 64, 3), 255, np.uint8))[0])
-    assert sums == ChannelSums(4096 * 64, (4096 * 64 * 255,) * 3, (4096 * 64 * 255**2,) * 3)
+@pytest.mark.parametrize("height", [257, 258, 4096])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_of_a_large_white_image_do_not_overflow(height, layout):
+    words = to_words(np.full((1, height, 64, 3), 255, np.uint8), layout)
+    sums = ChannelSums.from_array(height * 64, channel_sums(words, layout)[0])
+    assert sums == ChannelSums(height * 64, (height * 64 * 255,) * 3, (height * 64 * 255**2,) * 3)
     assert sums.mean() == (1.0, 1.0, 1.0)
     assert sums.std() == (0.0, 0.0, 0.0)
 

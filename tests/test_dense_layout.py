@@ -8,14 +8,14 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import ImageChops
+from PIL import Image, ImageChops
 
 from engine import TrainConfig, evaluate, train
 from engine.images.unpack import pack_dense
 from preprocess.commands.cli import main
 from preprocess.commands.contact_sheet import draw_contact_sheet
 from preprocess.packing.plan import PackSettings
-from preprocess.pixels import LAYOUTS, pack_rgb, to_rgb, to_words, words_of_row
+from preprocess.pixels import LAYOUTS, image_bytes, pack_rgb, to_rgb, to_words, words_of_row
 from preprocess.shards.location import ShardError
 from preprocess.shards.reader import open_split
 from preprocess.shards.verify import verify_split
@@ -35,6 +35,16 @@ def test_words_hold_the_bytes_of_pixels_in_order(leading, quarters, seed):
     np.testing.assert_array_equal(to_rgb(to_words(rgb, "packed"), "packed"), rgb)
 
 
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 99))
+def test_the_bytes_of_an_image_are_those_of_its_words(height, quarters, seed):
+    rgb = np.random.default_rng(seed).integers(256, size=(height, 4 * quarters, 3), dtype=np.uint8)
+    for layout in LAYOUTS:
+        expected = to_words(rgb, layout).astype("<u4").tobytes()
+        assert image_bytes(Image.fromarray(rgb), layout) == expected
+    with pytest.raises(ValueError, match='takes an image of mode "RGB", got RGBA: convert the image'):
+        image_bytes(Image.fromarray(rgb).convert("RGBA"), "packed")
+
+
 def test_golden_words():
     row = np.arange(1, 13, dtype=np.uint8).reshape(1, 4, 3)
     assert to_words(row, "dense").tolist() == [[0x04030201, 0x08070605, 0x0C0B0A09]]
@@ -51,6 +61,8 @@ def test_the_device_converts_dense_words_to_packed_ones():
 def test_a_width_that_does_not_divide_is_refused(width):
     with pytest.raises(ValueError, match=f"a width that is a multiple of 4, got {width}; choose another size or"):
         to_words(np.zeros((2, width, 3), np.uint8), "dense")
+    with pytest.raises(ValueError, match=f"a width that is a multiple of 4, got {width}; choose another size or"):
+        image_bytes(Image.new("RGB", (width, 2)), "dense")
     with pytest.raises(ValueError, match=f"a width that is a multiple of 4, got {width}; choose another size or"):
         pack(fake_source(3, size=width), "memory://x", layout="dense")
     with pytest.raises(ValueError, match="layout must be one of packed, dense, got 'loose'"):

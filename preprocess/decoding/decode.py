@@ -113,6 +113,17 @@ def crop_offset(length: int, size: int) -> int:
 def decode_image(
     encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXELS, budget: MemoryBudget | None = None
 ) -> np.ndarray:
+    """Return the pixels of `decode_crop` as an array, uint8 `[size, size, 3]`, RGB, 0 to 255, in its own memory.
+
+    Raises:
+        DecodeError: as `decode_crop`.
+    """
+    return np.array(decode_crop(encoded, rule, max_pixels=max_pixels, budget=budget))
+
+
+def decode_crop(
+    encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXELS, budget: MemoryBudget | None = None
+) -> Image.Image:
     """Decode an image file, resize it and return its central crop. Several threads may call this at once.
 
     The format (JPEG, PNG, WebP, GIF, BMP, TIFF, PPM) is detected from the first bytes, not from the file name. Of an
@@ -128,9 +139,9 @@ def decode_image(
             takes up to 16 bytes per pixel, 1.4 GB for the largest, plus twice the size of its file.
 
     Returns:
-        uint8 `[size, size, 3]`, RGB, 0 to 255, in its own memory. For an upright, opaque 8-bit file it equals the
-        result of Pillow's open, `convert("RGB")`, `resize` and `crop`, except for rounding: of 75 million values of
-        real photographs 6,489 differed by one level, 4 by two.
+        An image of mode "RGB" with `size` × `size` pixels. For an upright, opaque 8-bit file it equals the result of
+        Pillow's open, `convert("RGB")`, `resize` and `crop`, except for rounding: of 75 million values of real
+        photographs 6,489 differed by one level, 4 by two.
 
     Raises:
         DecodeError: the file is empty, truncated, too large or not an image; the message states which.
@@ -154,7 +165,8 @@ def decode_image(
             image = to_grey_or_rgb(image)
             if orientation in _UPRIGHT:
                 image = image.transpose(_UPRIGHT[orientation])
-            return np.array(_central_crop(image, rule, max_pixels).convert("RGB"))
+            crop = _central_crop(image, rule, max_pixels)
+            return crop if crop.mode == "RGB" else crop.convert("RGB")
     except MemoryError:
         raise  # a limit of this machine, not a fault of the file, whose size has been checked
     except Exception as error:  # Pillow's plugins raise all kinds of exceptions for damaged fields

@@ -21,7 +21,6 @@ from preprocess.packing.journal import Journal, ShardRecord
 from preprocess.packing.pipeline import Outcome, PackedImage
 from preprocess.packing.plan import PackSettings
 from preprocess.packing.shard_writer import ShardWriter, metadata_for, transfer_timeout_s
-from preprocess.pixels import to_rgb
 from preprocess.shards.arrays import PIXELS, damage, shard_key, words_digest, write_array
 from preprocess.shards.checksum import crc32c
 from preprocess.shards.location import Location, ShardError
@@ -127,7 +126,7 @@ class _BlockReader:
                 found = [crc32c(np.ascontiguousarray(each, "<u4")) for each in words]
                 if found != record.checksums[at:stop].tolist():
                     raise self._damaged(block, "its images are not those that were packed")
-            yield from zip(words, channel_sums(to_rgb(words, self._settings.layout)), strict=True)
+            yield from zip(words, channel_sums(words, self._settings.layout), strict=True)
 
     def _read(self, block: int, start: int, stop: int) -> NDArray[np.uint32]:
         """Return the words of a block's images from number ``start`` to ``stop``."""

@@ -50,7 +50,7 @@ class FolderStore:
                 even then.
         """
         try:
-            descriptor = open_regular(self.root / name)
+            descriptor = open_regular(f"{self.root}/{name}")
         except FileNotFoundError as error:
             # It led nowhere when it was listed too: it is a fault of this image, not of the disk.
             if size == 0 and (self.root / name).is_symlink():
@@ -60,11 +60,13 @@ class FolderStore:
             raise SourceError(
                 "the file has changed since it was listed: it is no longer a regular file; run the command again"
             ) from error
-        with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
+        try:
             found_bytes = os.fstat(descriptor).st_size
             if found_bytes != size:
                 raise _changed(size, found_bytes)
-            content = file.read(size)
+            content = os.read(descriptor, size)
+        finally:
+            os.close(descriptor)
         if len(content) != size:
             raise _changed(size, len(content))
         return content
