@@ -569,19 +569,37 @@ def test_a_process_in_64_bit_mode_trains():
     assert np.isfinite(result.losses).tolist() == [True, True, True]
 
 
-def test_the_collector_waits_until_the_state_is_made_and_collects_in_the_run(monkeypatch):
+def test_the_collector_waits_until_the_program_runs_and_collects_in_the_run(monkeypatch):
     seen = []
-    starting_state = Launch.starting_state
+    starting_state, run = Launch.starting_state, Launch.run
 
     def look(launch):
         seen.append(gc.isenabled())
         return starting_state(launch)
+
+    def look_again(launch, *arguments):
+        seen.append(gc.isenabled())
+        return run(launch, *arguments)
 
     def batches(step):
         seen.append(gc.isenabled())
         return toy_batch(step)
 
     monkeypatch.setattr(Launch, "starting_state", look)
-    train(toy_config(steps=3, prefetch=1), model=Linear(), batches=batches)
-    assert seen[:2] == [True, False]  # the first batch is asked for ahead, for its shape
-    assert seen[-1]
+    monkeypatch.setattr(Launch, "run", look_again)
+    train(toy_config(steps=8, prefetch=1), model=Linear(), batches=batches)
+    assert seen[:3] == [True, False, False]  # the first batch is asked for ahead, for its shape
+    assert seen[-1]  # the last batch is read after the second loss
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_collector_collects_after_a_short_or_failed_run(monkeypatch, steps):
+    def fail(_):
+        raise OSError("no memory for the state")
+
+    train(toy_config(steps=steps), model=Linear(), batches=toy_batch)
+    assert gc.isenabled()
+    monkeypatch.setattr(Launch, "starting_state", fail)
+    with pytest.raises(OSError, match="no memory for the state"):
+        train(toy_config(steps=steps), model=Linear(), batches=toy_batch)
+    assert gc.isenabled()

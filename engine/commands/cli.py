@@ -28,6 +28,7 @@ from engine.config import NO_VALUE, SETTINGS, TrainConfig
 from engine.peers import Peers, is_of_runtime, is_supervised
 from engine.processes import check_address, join_as, leave_processes, this_process
 from engine.recipes import LoadedRecipe, load_recipe
+from engine.run.collector import keeping_imports
 from engine.settings import OnResume
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.storage_options import parse_text
@@ -228,8 +229,9 @@ def _tell(peers: Peers | None, error: BaseException, message: str) -> None:
 
 
 def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str], peers: Peers | None) -> "TrainResult":
-    from engine.crossing.devices import split_processor
-    from engine.run.open_run import open_run
+    with keeping_imports():
+        from engine.crossing.devices import split_processor
+        from engine.run.open_run import open_run
 
     split_processor([config])
     if this_process().index > 0:

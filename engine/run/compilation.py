@@ -1,6 +1,5 @@
 """Ahead-of-time compilation: trace a program, compile it or load it from the disk cache, and report XLA's analysis."""
 
-import gc
 import os
 import tempfile
 import threading
@@ -19,6 +18,7 @@ from engine.hlo.kernels import kernel_flops
 from engine.locations import user_cache_folder
 from engine.records.whole_file import make_folder, write_whole
 from engine.run.cache_faults import reporting_cache_faults
+from engine.run.collector import without_collector
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 _METADATA_IN_KEY = "jax_compilation_cache_include_metadata_in_key"
@@ -130,22 +130,6 @@ def compile_traced(
         write_whole(dump_folder / "program.stablehlo.mlir", traced.lowered.as_text().encode())
         write_whole(dump_folder / "program.optimised.hlo", (compiled.as_text() or "").encode())
     return Compiled(compiled, traced.trace_s, compile_s, bool(hits), _memory_bytes(compiled), keeps)
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Disable Python's cyclic garbage collector inside the block.
-
-    Tracing creates hundreds of thousands of long-lived objects; scanning them again and again took a quarter of the
-    tracing time.
-    """
-    was_enabled = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic: bool) -> dict[str, str | bool | int]:

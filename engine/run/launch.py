@@ -34,7 +34,8 @@ from engine.program.train_state import RunValues, TrainState
 from engine.records.topology import Topology
 from engine.records.weights import check_names
 from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, shapes_on, take_copy
-from engine.run.compilation import Compiled, Traced, compile_traced, trace_ahead, without_collector
+from engine.run.collector import PausedCollector
+from engine.run.compilation import Compiled, Traced, compile_traced, trace_ahead
 from engine.run.descriptions import describe_chunk, describe_devices, describe_infeed, describe_model
 from engine.run.first_weights import draw_state, put_given_weights, read_weights_of_run
 from engine.run.host_side import HostSide
@@ -118,9 +119,10 @@ class Launch:
             ),
         )
         stack.callback(self.stream.release)
-        self._outfeed = Outfeed(
-            self.stream.receive, self.board, self.transport, self.push_meter, self.profiling.profiler
-        )
+        self._collector = PausedCollector()
+        stack.callback(self._collector.resume)
+        receive = self._collector.resuming(self.stream.receive)
+        self._outfeed = Outfeed(receive, self.board, self.transport, self.push_meter, self.profiling.profiler)
         statics = resolved.statics(config)
         self._statics = statics._replace(
             replicas=self._replicas,
@@ -200,9 +202,9 @@ class Launch:
         started = time.perf_counter()
         try:
             # The collector would also delay the worker, which needs the interpreter lock before XLA has its program.
-            with without_collector():
-                finish = self._start_compiling()
-                state = self.starting_state()
+            self._collector.pause()
+            finish = self._start_compiling()
+            state = self.starting_state()
         except Exception:
             # Wait for the compilation, during which jax's settings must not change, but raise the first error.
             with suppress(Exception):

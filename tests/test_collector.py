@@ -1,0 +1,72 @@
+"""The collector during a start: off until the second push, and on again after whatever happens."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from engine.run.collector import PausedCollector, keeping_imports, without_collector
+
+
+@pytest.fixture(autouse=True)
+def _collecting():
+    gc.enable()
+    yield
+    gc.enable()
+
+
+def test_it_resumes_at_the_second_push_before_that_is_received():
+    collector, seen = PausedCollector(), []
+    receive = collector.resuming(lambda pushed: seen.append((pushed, gc.isenabled())))
+    collector.pause()
+    collector.pause()
+    for pushed in range(3):
+        receive(pushed)
+    assert seen == [(0, False), (1, True), (2, True)]
+
+
+def test_a_late_push_of_an_abandoned_program_changes_nothing():
+    collector = PausedCollector()
+    receive = collector.resuming(lambda _: None)
+    collector.pause()
+    receive(0)
+    collector.resume()
+    with without_collector():
+        receive(1)
+        assert not gc.isenabled()
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_users_own_pause_is_kept(is_failing):
+    gc.disable()
+    collector = PausedCollector()
+    collector.pause()
+    collector.resume()
+    try:
+        with without_collector():
+            if is_failing:
+                raise KeyError
+    except KeyError:
+        pass
+    assert not gc.isenabled()
+
+
+def test_imports_of_a_command_are_kept_and_those_of_others_are_not():
+    code = (
+        "import gc, sys\n"
+        "from engine.run.collector import keeping_imports\n"
+        "assert 'jax' not in sys.modules\n"
+        "with keeping_imports():\n"
+        "    assert not gc.isenabled()\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == (
+        "True True\n"
+    )
+    import jax  # noqa: F401
+
+    frozen = gc.get_freeze_count()
+    with keeping_imports():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
