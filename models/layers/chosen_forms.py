@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from models.kernels import ONEDNN, XLA
 from models.kernels.onednn.handler import TARGET
-from models.kernels.onednn.operations import implementations, operation_of
+from models.kernels.onednn.operations import build, operation_of
 from models.layers import convolution_forms as forms
 from models.layers import onednn_convolution as onednn
 from models.layers.convolution import (
@@ -105,7 +105,7 @@ def _traced_kernel(part: str, layer: Callable[..., Any], operands: tuple[Any, ..
     for equation in jax.make_jaxpr(layer)(*operands).eqns:
         if is_kernel_call(equation):
             operation = operation_of(dict(equation.params["attributes"])["operation"])
-            names = ", ".join(dict.fromkeys(implementations(operation)))
+            names = ", ".join(build(operation).names)
             return ChosenForm(part, "oneDNN", f"its primitives are {names}")
     return None
 

@@ -69,7 +69,7 @@ def _build(packing: Builder, builder: Builder, side: int, dtype: str) -> tuple[A
         }
         tasks.append(builder.task(builder.create(descriptor), arguments))
     builder.run(tasks)
-    packing.reorder(Value(plain, operand(0)), Value(own, result(0)))
+    packing.reorder(Value(plain, operand(0)), Value(own, result(0)), [])
     return packing.finish(), builder.num_bytes(own), builder.finish()
 
 
