@@ -21,7 +21,7 @@ from models.layers.chosen_forms import FILTER_GRADIENT, FORWARD, INPUT_GRADIENT,
 from models.layers.convolution_forms import Geometry
 from tests.kernels import needs_onednn
 
-B, SIZE, C, K, STRIDE = 2, 7, 4, 6, 2
+B, SIZE, C, K, STRIDE = 32, 11, 4, 6, 2
 X, KERNEL = jnp.ones((B, SIZE, SIZE, C)), jnp.ones((3, 3, C, K))
 
 
@@ -76,7 +76,7 @@ def test_their_work_is_counted_from_what_they_say(compiled):
     assert kernel_flops(text) == 6 * counted
     assert compiled.step_flops == pytest.approx(compiled.call.cost_analysis()["flops"] + 6 * counted)
     forward = next(each for each in calls if kernel_operation(each)["part"] == "forward")
-    assert bytes_of(program, forward) == 4 * (X.size + KERNEL.size + B * 4 * 4 * K)
+    assert bytes_of(program, forward) == 4 * (X.size + KERNEL.size + B * 6 * 6 * K)
 
 
 def test_groups_and_odd_windows_are_counted_without_padding():

@@ -10,7 +10,7 @@ from models.kernels import ONEDNN, XLA
 from tests.kernels import needs_onednn
 
 RUN = "import sys; sys.argv[0] = 'run-train'; from engine.commands.cli import main; main()"
-SETTINGS = ["--synthetic", "--model", "resnet8", "--image-size", "8", "--num-classes", "3", "--batch", "4"]
+SETTINGS = ["--synthetic", "--model", "resnet8", "--image-size", "8", "--num-classes", "3", "--batch", "8"]
 
 
 def train(folder, name, *options):

@@ -49,7 +49,9 @@ class Network:
         return {name: 0.3 * jax.random.normal(key, shape) for name, shape in shapes.items()}, {}
 
     def apply(self, params, batch_stats, images, train):
-        x = jnp.maximum(convolution(images, params["kernel"]), 0)
+        # As many positions as oneDNN needs to be faster.
+        large = jnp.repeat(jnp.repeat(images, 8, 1), 8, 2)
+        x = jnp.maximum(convolution(large, params["kernel"]), 0)
         return x.mean((1, 2)) @ params["dense"], batch_stats
 
 
