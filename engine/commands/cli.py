@@ -28,7 +28,7 @@ from engine.config import NO_VALUE, SETTINGS, TrainConfig
 from engine.peers import Peers, is_of_runtime, is_supervised
 from engine.processes import check_address, join_as, leave_processes, this_process
 from engine.recipes import LoadedRecipe, load_recipe
-from engine.run.collector import keeping_imports
+from engine.run.garbage_collector import keeping_imports
 from engine.settings import OnResume
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.storage_options import parse_text

@@ -34,10 +34,10 @@ from engine.program.train_state import RunValues, TrainState
 from engine.records.topology import Topology
 from engine.records.weights import check_names
 from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, shapes_on, take_copy
-from engine.run.collector import PausedCollector
 from engine.run.compilation import Compiled, Traced, compile_traced, trace_ahead
 from engine.run.descriptions import describe_chunk, describe_devices, describe_infeed, describe_model
 from engine.run.first_weights import draw_state, put_given_weights, read_weights_of_run
+from engine.run.garbage_collector import PausedCollector
 from engine.run.host_side import HostSide
 from engine.run.infeeds import Infeeds
 from engine.run.launch_parts import LaunchParts
