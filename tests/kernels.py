@@ -1,9 +1,12 @@
 """What tests of oneDNN's kernels share: they are skipped where the library is missing."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from models.kernels import MissingKernelsError
-from models.kernels.onednn.library import load_library
+from models.kernels.onednn.library import Isa, load_library
 
 NO_LIBRARY = MissingKernelsError("onednn-cpu-gomp is not installed", "pip install 'feedloop[kernels]'")
 """The error of a machine on which nothing but the extra is missing."""
@@ -28,3 +31,17 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
         raise NO_LIBRARY
 
     monkeypatch.setattr("engine.program.kernels.load_library", load)
+
+
+def needs_instructions(isa: Isa) -> pytest.MarkDecorator:
+    """Return the mark of a test of layers that use oneDNN only with these instruction sets."""
+    is_missing = bool(why_missing()) or not load_library().has(isa)
+    return pytest.mark.skipif(is_missing, reason=f"oneDNN's kernels are missing, or the processor has no {isa.name}")
+
+
+@contextmanager
+def onednn_for_all_shapes() -> Iterator[None]:
+    """Let convolutions use oneDNN whatever their shapes, also where XLA's forms are faster, as for small networks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.layers.onednn_convolution.is_faster", lambda operation: operation.dtype != "float16")
+        yield

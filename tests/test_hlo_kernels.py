@@ -19,10 +19,16 @@ from models.kernels import ONEDNN, using_kernels
 from models.kernels.onednn.handler import TARGET
 from models.layers.chosen_forms import FILTER_GRADIENT, FORWARD, INPUT_GRADIENT, chosen_forms
 from models.layers.convolution_forms import Geometry
-from tests.kernels import needs_onednn
+from tests.kernels import needs_onednn, onednn_for_all_shapes
 
 B, SIZE, C, K, STRIDE = 32, 11, 4, 6, 2
 X, KERNEL = jnp.ones((B, SIZE, SIZE, C)), jnp.ones((3, 3, C, K))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _onednn_for_all_shapes():
+    with onednn_for_all_shapes():
+        yield
 
 
 def loss(x, kernel):

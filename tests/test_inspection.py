@@ -28,7 +28,7 @@ from engine.updates.update import UpdateRule
 from models import convolution
 from models.kernels import ONEDNN, XLA
 from models.registry import build_model, family_of, find_network
-from tests.kernels import needs_onednn
+from tests.kernels import needs_onednn, onednn_for_all_shapes
 from tests.toy import toy_config
 
 BATCH, SIZE, CLASSES = 8, 8, 3
@@ -115,7 +115,8 @@ def test_the_operations_of_products_are_those_of_the_trace(report):
 
 @needs_onednn
 def test_the_operations_of_kernels_are_those_of_the_trace():
-    report = explained(replace(CONFIG, kernels=ONEDNN), Network())
+    with onednn_for_all_shapes():
+        report = explained(replace(CONFIG, kernels=ONEDNN), Network())
     own, grouped, by_lax = report.traced.convolutions
     assert [each.form for each in (own, grouped)] == ["oneDNN", "oneDNN"]
     assert (own.num_products, grouped.num_products) == (1, 1)

@@ -7,10 +7,11 @@ import sys
 import pytest
 
 from models.kernels import ONEDNN, XLA
-from tests.kernels import needs_onednn
+from models.kernels.onednn.library import Isa
+from tests.kernels import needs_instructions
 
 RUN = "import sys; sys.argv[0] = 'run-train'; from engine.commands.cli import main; main()"
-SETTINGS = ["--synthetic", "--model", "resnet8", "--image-size", "8", "--num-classes", "3", "--batch", "8"]
+SETTINGS = ["--synthetic", "--model", "resnet8", "--image-size", "16", "--num-classes", "3", "--batch", "8"]
 
 
 def train(folder, name, *options):
@@ -26,9 +27,14 @@ def train(folder, name, *options):
     return losses, programs["training"], launch["compilations"]["cache_misses"]
 
 
-@needs_onednn
 @pytest.mark.integration
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param("float32", marks=needs_instructions(Isa.AVX512)),
+        pytest.param("bfloat16", marks=needs_instructions(Isa.AVX512_BF16)),
+    ],
+)
 def test_another_process_compiles_nothing_and_gives_the_same_losses(tmp_path, precision):
     how = ("--kernels", ONEDNN, "--precision", precision)
     losses, is_cached, _ = train(tmp_path, "first", *how)

@@ -31,11 +31,17 @@ from engine.sizing.planning import plan_here
 from models import convolution
 from models.kernels import ONEDNN, XLA
 from models.kernels.onednn.handler import TARGET
-from tests.kernels import NO_LIBRARY, needs_onednn, without_library
+from tests.kernels import NO_LIBRARY, needs_onednn, onednn_for_all_shapes, without_library
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
 RATES = DeviceRates(flops_per_s=1e11, bytes_per_s=1e10, dtype="float32", device="a device")
 IMAGES = toy_batch(99)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _onednn_for_all_shapes():
+    with onednn_for_all_shapes():
+        yield
 
 
 @dataclass
@@ -49,9 +55,7 @@ class Network:
         return {name: 0.3 * jax.random.normal(key, shape) for name, shape in shapes.items()}, {}
 
     def apply(self, params, batch_stats, images, train):
-        # As many positions as oneDNN needs to be faster.
-        large = jnp.repeat(jnp.repeat(images, 8, 1), 8, 2)
-        x = jnp.maximum(convolution(large, params["kernel"]), 0)
+        x = jnp.maximum(convolution(images, params["kernel"]), 0)
         return x.mean((1, 2)) @ params["dense"], batch_stats
 
 

@@ -176,15 +176,15 @@ def _library_path() -> Path:
         if file.name == _FILE and (path := Path(str(file.locate()))).exists():
             return path
     raise MissingKernelsError(
-        f"{DISTRIBUTION} is not installed", "pip install 'feedloop[kernels]'" if _has_avx2() else ""
+        f"{DISTRIBUTION} is not installed", "pip install 'feedloop[kernels]'" if _has_avx512() else ""
     )
 
 
-def _has_avx2() -> bool:
-    """Return whether the processor has AVX2, as far as the system says."""
+def _has_avx512() -> bool:
+    """Return whether the processor has AVX-512, with which the kernels are faster, as far as the system says."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
-            return next((" avx2 " in line for line in lines if line.startswith("flags")), True)
+            return next((" avx512f " in line for line in lines if line.startswith("flags")), True)
     except OSError:
         return True
 
