@@ -280,7 +280,7 @@ def _apply_block(
         inner = place < len(convs)
         with jax.named_scope(f"bn{place}"):
             x, new_stats[f"bn{place}"] = _norm(x, params[f"bn{place}"], stats[f"bn{place}"], train, relu=inner)
-    return stored_relu(x + shortcut), new_stats
+    return stored_relu(x, shortcut), new_stats
 
 
 @jax.named_scope("stem")

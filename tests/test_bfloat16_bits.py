@@ -1,0 +1,113 @@
+"""Conversions of bfloat16 by operations on integers, against XLA's own, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
+from models.layers.batch_norm import NormGroups, RunningStats, batch_norm, normalising_over, stored_relu
+from models.layers.bfloat16_bits import round_by_bits, widen_by_bits
+from tests.card_forms import use_card_forms
+
+
+def _lacks_kernels() -> bool:
+    try:
+        with using_kernels(ONEDNN):
+            return False
+    except MissingKernelsError:
+        return True
+
+
+pytestmark = pytest.mark.skipif(_lacks_kernels(), reason="oneDNN's kernels do not run here")
+
+
+def bits(x):
+    """The bits of an array, of which a NaN has one form."""
+    wide = np.asarray(x.astype(jnp.float32))
+    return np.where(np.isnan(wide), np.uint32(0x7FC00000), wide.view(np.uint32))
+
+
+def each_bfloat16():
+    """All 65,536 numbers, with infinities, denormals and NaNs."""
+    return jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16)
+
+
+def by_both(function, *operands):
+    """The results of a function with XLA's conversions and by bits, compiled."""
+    results = []
+    for kernels in (XLA, ONEDNN):
+        with using_kernels(kernels):
+            compiled = jax.jit(lambda *operands: function(*operands)).lower(*operands).compile()
+            results.append(compiled(*operands))
+    return results
+
+
+def assert_same_bits(results):
+    for found, wanted in zip(*map(jax.tree.leaves, reversed(results)), strict=True):
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(bits(found), bits(wanted))
+
+
+def test_every_number_is_widened_to_itself():
+    assert_same_bits(by_both(widen_by_bits, each_bfloat16()))
+
+
+def test_rounding_is_xlas_for_numbers_between_ties_and_at_them():
+    """Beside every bfloat16 number: the next float32 numbers, the tie, and its neighbours."""
+    high = np.arange(2**16, dtype=np.uint32)[:, None] << 16
+    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    numbers = (high | low).view(np.float32)
+    # A signalling NaN whose upper half is infinity never comes out of an operation.
+    numbers[np.isnan(numbers)] = np.nan
+    results = by_both(lambda x: round_by_bits(x, jnp.bfloat16), jnp.asarray(numbers))
+    assert results[0].dtype == jnp.bfloat16
+    assert_same_bits(results)
+
+
+@pytest.mark.parametrize("has_shortcut", [False, True])
+def test_the_relu_of_a_sum_and_its_gradients_have_the_same_bits(has_shortcut):
+    x = each_bfloat16()
+    other = jnp.roll(x, 12345) if has_shortcut else None
+
+    def outcome(x, gradient):
+        y, pullback = jax.vjp(stored_relu, x, other)
+        return y, pullback(gradient)
+
+    assert_same_bits(by_both(outcome, x, jnp.flip(x)))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("images", [None, 2])
+@pytest.mark.parametrize("shape", [(4, 3, 7, 5), (4, 8, 8, 16), (4, 1, 1, 17), (4, 1, 3, 1)])
+def test_batch_norm_and_its_gradients_have_the_same_bits(shape, relu, images):
+    rng = np.random.default_rng(0)
+    x, gradient = (jnp.asarray(rng.standard_normal(shape) * 3 + 1, jnp.bfloat16) for _ in range(2))
+    scale, bias = (jnp.asarray(rng.standard_normal(shape[3]), jnp.float32) for _ in range(2))
+    running = RunningStats(jnp.zeros(shape[3]), jnp.ones(shape[3]))
+
+    def outcome(x, scale, bias, gradient):
+        def normalise(x, scale, bias):
+            with normalising_over(NormGroups(images=images)):
+                return batch_norm(x, scale, bias, running, train=True, relu=relu)
+
+        y, pullback, moved = jax.vjp(normalise, x, scale, bias, has_aux=True)
+        return y, moved, pullback(gradient)
+
+    assert_same_bits(by_both(outcome, x, scale, bias, gradient))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_only_bfloat16_on_a_cpu_is_converted_by_bits(dtype, monkeypatch):
+    """Elsewhere a program is what it is with XLA's kernels."""
+    x = jnp.ones((2, 2, 2, 4), dtype)
+
+    def text(kernels):
+        with using_kernels(kernels):
+            return str(jax.make_jaxpr(jax.grad(lambda x: stored_relu(x, x).sum().astype(jnp.float32)))(x))
+
+    if dtype == jnp.bfloat16:
+        assert "bitcast_convert_type" in text(ONEDNN)
+        use_card_forms(monkeypatch)
+    assert "bitcast_convert_type" not in text(ONEDNN)
+    assert "bitcast_convert_type" not in text(XLA)
