@@ -1,4 +1,4 @@
-"""Run convolutions of oneDNN between pages that may not be touched, for `tests/test_onednn_handler.py`.
+"""Run operations of oneDNN between pages that may not be touched, for `tests/test_onednn_handler.py`.
 
     python -m tests.guarded_kernels
 
@@ -8,14 +8,16 @@ A read or a write outside of an operand, a result or the arena kills the process
 import ctypes
 import faulthandler
 import mmap
+from typing import Any
 
 import numpy as np
 
 from models.kernels.onednn.library import load_library
 from models.kernels.onednn.operations import prepare, text_of
+from models.kernels.onednn.products import Product
 from models.kernels.onednn.team import PythonTeam
 from models.layers.convolution_forms import Geometry
-from tests.direct_operations import DTYPES, PARTS, Problem
+from tests.direct_operations import DTYPES, PARTS, Problem, normal
 
 # XLA's buffers begin at multiples of this; a vector that is read whole may end up to there, but never on another page.
 ALIGNED = 64
@@ -33,6 +35,7 @@ PROBLEMS = [
     ((3, 6, 6, 32), (3, 3, 8, 16), (1, 1), SAME),
     ((2, 19, 17, 3), (7, 7, 3, 64), (2, 2), ((3, 3), (3, 3))),
 ]
+PRODUCTS = [(3, 17, 5), (37, 129, 33), (64, 128, 96), (130, 64, 10)]
 
 
 class Guarded:
@@ -66,28 +69,49 @@ def holding(array: np.ndarray, at_end: bool) -> Guarded:
     return guarded
 
 
+def run_guarded(operation: Any, operands: tuple[np.ndarray, ...], like: np.ndarray, at_end: bool) -> np.ndarray:
+    """Run an operation in guarded memory, and return a result like this array."""
+    primitives = prepare(text_of(operation))
+    given, result = [holding(each, at_end) for each in operands], holding(like, at_end)
+    arena, team = Guarded(primitives.arena_bytes, at_end), PythonTeam(load_library())
+    team._arena_address, team._arena_bytes = arena.address, arena.num_bytes
+    team.run(primitives, [each.address for each in given], [result.address])
+    for guarded, held in zip(given, operands, strict=True):
+        np.testing.assert_array_equal(guarded.bytes, held.view(np.uint8).reshape(-1))
+    for each in (*given, result, arena):
+        each.check()
+    # A copy, because the guarded memory ends here.
+    return result.bytes.copy().view(like.dtype).reshape(like.shape)
+
+
+def run_convolutions(dtype: str, at_end: bool) -> int:
+    for shape, kernel, strides, padding in PROBLEMS:
+        problem = Problem(shape, kernel, Geometry(strides, padding), dtype)
+        exact, sums = problem.expected()
+        for part in PARTS:
+            like = np.full(problem.result_shape(part), np.nan, problem.x.dtype)
+            found = run_guarded(problem.operation(part), problem.operands(part), like, at_end)
+            problem.check(part, found, exact, sums)
+    return len(PROBLEMS) * len(PARTS)
+
+
+def run_products(dtype: str, at_end: bool) -> int:
+    for rows, depth, columns in PRODUCTS:
+        for x_axis, y_axis in np.ndindex(2, 2):
+            x = normal(0, (rows, depth) if x_axis else (depth, rows), dtype)
+            y = normal(1, (columns, depth) if y_axis else (depth, columns), dtype)
+            like = np.full((rows, columns), np.nan, np.float32)
+            found = run_guarded(Product(dtype, x.shape, y.shape, x_axis, y_axis), (x, y), like, at_end)
+            assert np.isfinite(found).all()
+    return 4 * len(PRODUCTS)
+
+
 def main() -> None:
     faulthandler.enable()
     num_runs = 0
-    for shape, kernel, strides, padding in PROBLEMS:
-        for dtype in DTYPES:
-            problem = Problem(shape, kernel, Geometry(strides, padding), dtype)
-            exact, sums = problem.expected()
-            for part in PARTS:
-                primitives = prepare(text_of(problem.operation(part)))
-                for at_end in (True, False):
-                    operands = [holding(each, at_end) for each in problem.operands(part)]
-                    like = np.full(problem.result_shape(part), np.nan, problem.x.dtype)
-                    result, arena = holding(like, at_end), Guarded(primitives.arena_bytes, at_end)
-                    team = PythonTeam(load_library())
-                    team._arena_address, team._arena_bytes = arena.address, arena.num_bytes
-                    team.run(primitives, [each.address for each in operands], [result.address])
-                    problem.check(part, result.bytes.view(like.dtype).reshape(like.shape), exact, sums)
-                    for guarded, held in zip(operands, problem.operands(part), strict=True):
-                        np.testing.assert_array_equal(guarded.bytes, held.view(np.uint8).reshape(-1))
-                    for each in (*operands, result, arena):
-                        each.check()
-                    num_runs += 1
+    for dtype in DTYPES:
+        for at_end in (True, False):
+            num_runs += run_convolutions(dtype, at_end) + run_products(dtype, at_end)
     print(num_runs)
 
 

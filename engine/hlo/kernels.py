@@ -4,6 +4,7 @@ A call says in JSON what it computes, so that nothing has to be built to count i
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +36,8 @@ def kernel_flops(text: str) -> int:
 
 def operation_products(operation: Mapping[str, Any]) -> int:
     """Return the multiply-accumulates of an operation, those with padding left out; 0 for one that has none."""
+    if operation.get("kind") == "product":
+        return int(math.prod(operation["x"]) * operation["y"][1 - operation["y_axis"]])
     if operation.get("kind") != "convolution":
         return 0
     images, height, width, _ = operation["x"]

@@ -1,7 +1,11 @@
 """The head of a network: global average pooling and a dense layer, as pure functions of arrays."""
 
+from functools import partial
+
 import jax
 
+from models.kernels.choice import XLA, kernels_in_use
+from models.layers import onednn_product
 from models.layers.widening import wide_dtype, widen
 
 
@@ -16,14 +20,15 @@ def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     The operands of all three products, forward and backward, are rounded to the dtype of `x`; sums are float32, and so
     are the gradients of a float32 `kernel` and `bias`. Like `convolution` it has a custom derivative.
     """
-    return _product(x, kernel) + bias
+    return _product(kernels_in_use(), x, kernel) + bias
 
 
-@jax.custom_vjp
-def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(_: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Return `x [B,C] @ kernel [C,K]` in float32.
 
-    It has a custom derivative, because an automatic derivative would multiply float32 operands.
+    It has a custom derivative, because an automatic derivative would multiply float32 operands. The first argument
+    names the kernels of the derivative.
     """
     return _contract(x, kernel.astype(x.dtype), 1, 0)
 
@@ -32,15 +37,24 @@ def _contract(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array
     return jax.lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=wide_dtype(x))
 
 
-def _product_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _product(x, kernel), (x, kernel)
+def _product_forward(kernels: str, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(kernels, x, kernel), (x, kernel)
 
 
-def _product_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _product_backward(
+    kernels: str, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, kernel = residuals
     gradient = gradient.astype(x.dtype)
     x_gradient = _contract(gradient, kernel.astype(x.dtype), 1, 1)
-    return x_gradient.astype(x.dtype), _contract(x, gradient, 0, 0).astype(kernel.dtype)
+    return x_gradient.astype(x.dtype), _kernel_gradient(kernels, x, gradient).astype(kernel.dtype)
+
+
+def _kernel_gradient(kernels: str, x: jax.Array, gradient: jax.Array) -> jax.Array:
+    product = partial(_contract, x_axis=0, y_axis=0)
+    if kernels == XLA or not onednn_product.has_faster_kernel(x, gradient):
+        return product(x, gradient)
+    return jax.lax.platform_dependent(x, gradient, cpu=onednn_product.kernel_gradient, default=product)
 
 
 _product.defvjp(_product_forward, _product_backward)

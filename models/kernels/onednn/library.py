@@ -209,6 +209,7 @@ def _declare(library: Any) -> None:
         "stream_create": (out, _POINTER, ctypes.c_uint),
         "memory_desc_create_with_tag": (out, number, sizes, number, number),
         "memory_desc_create_submemory": (out, _POINTER, sizes, sizes),
+        "memory_desc_create_with_strides": (out, number, sizes, number, sizes),
         "memory_desc_equal": (_POINTER, _POINTER),
         "memory_create": (out, _POINTER, _POINTER, _POINTER),
         "memory_set_data_handle": (_POINTER, _POINTER),

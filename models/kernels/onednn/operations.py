@@ -12,6 +12,7 @@ from models.kernels.onednn.convolutions import Convolution
 from models.kernels.onednn.handler import call
 from models.kernels.onednn.library import load_library
 from models.kernels.onednn.primitives import Builder, Primitives
+from models.kernels.onednn.products import Product
 
 
 class Operation(Protocol):
@@ -31,7 +32,7 @@ class Operation(Protocol):
 
 
 _REFERENCE = "ref"
-_KINDS: dict[str, type[Any]] = {each.kind: each for each in (Convolution,)}
+_KINDS: dict[str, type[Any]] = {each.kind: each for each in (Convolution, Product)}
 
 
 def text_of(operation: Operation) -> str:

@@ -184,6 +184,12 @@ class Builder:
         what = f"describe an array of shape {tuple(shape)}"
         return self._new("memory_desc_create_with_tag", what, len(shape), sizes(shape), dtype, tag).value or 0
 
+    def describe_strided(self, shape: Sequence[int], dtype: DataType, strides: Sequence[int]) -> Descriptor:
+        """Return the descriptor of an array whose neighbours along each axis are so many elements apart."""
+        what = f"describe an array of shape {tuple(shape)}"
+        made = self._new("memory_desc_create_with_strides", what, len(shape), sizes(shape), dtype, sizes(strides))
+        return made.value or 0
+
     def find(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
         """Return the descriptor of a primitive, such as of kind "convolution_forward".
 
