@@ -9,6 +9,7 @@ import numpy as np
 from models.kernels.onednn.convolutions import Convolution, Part
 from models.kernels.onednn.library import load_library
 from models.kernels.onednn.operations import prepare, text_of
+from models.kernels.onednn.primitives import Primitives
 from models.kernels.onednn.team import PythonTeam
 from models.layers.convolution_forms import Geometry
 
@@ -114,10 +115,14 @@ def python_team() -> PythonTeam:
 
 def run_directly(operation: Any, operands: tuple[np.ndarray, ...], *shapes: tuple[int, ...]) -> list[np.ndarray]:
     """Run an operation as a program would; results have the dtype of the first operand and are NaN beforehand."""
+    return run_primitives(prepare(text_of(operation)), operands, *shapes)
+
+
+def run_primitives(
+    primitives: Primitives, operands: tuple[np.ndarray, ...], *shapes: tuple[int, ...]
+) -> list[np.ndarray]:
     results = [np.full(shape, np.nan, operands[0].dtype) for shape in shapes]
-    python_team().run(
-        prepare(text_of(operation)), [each.ctypes.data for each in operands], [each.ctypes.data for each in results]
-    )
+    python_team().run(primitives, [each.ctypes.data for each in operands], [each.ctypes.data for each in results])
     return results
 
 

@@ -1,5 +1,6 @@
 """oneDNN's convolutions: each part against float64 within the rounding of its sums, for every shape that is in use."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,11 @@ from models.families.convnext import ConvNeXt
 from models.kernels import MissingKernelsError, using_kernels
 from models.kernels.onednn.handler import TARGET
 from models.kernels.onednn.library import load_library
+from models.kernels.onednn.primitives import Builder
 from models.layers.convolution import convolution
 from models.layers.convolution_forms import Geometry
 from models.registry import at_image_size, family_of, networks
-from tests.direct_operations import DTYPES, PARTS, Problem, normal, run_part
+from tests.direct_operations import DTYPES, PARTS, Problem, normal, run_part, run_primitives
 from tests.test_convolution import problems, value_and_gradients
 
 try:
@@ -189,3 +191,20 @@ def test_a_wide_convolution_stays_xlas():
         assert custom_calls(convolution, x, kernel) == 0
         found, wanted = (of_kernels(kernels, convolution, x, kernel) for kernels in ("onednn", "xla"))
     np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("x", "kernel", "stride"), [((19, 8, 8, 16), (3, 3, 16, 24), 1), ((6, 15, 15, 8), (1, 1, 8, 64), 2)]
+)
+def test_bits_do_not_depend_on_the_number_of_threads(x, kernel, stride, dtype):
+    margin = kernel[0] // 2
+    problem = Problem(x, kernel, Geometry((stride, stride), ((margin, margin), (margin, margin))), dtype)
+    for part in PARTS:
+        found = set()
+        for num_threads in (1, 2, 3, 16):
+            library = replace(load_library(), num_threads=num_threads)
+            with library.one_thread():
+                primitives = problem.operation(part).build(Builder(library))
+            found.add(run_primitives(primitives, problem.operands(part), problem.result_shape(part))[0].tobytes())
+        assert len(found) == 1, part

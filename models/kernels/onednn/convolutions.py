@@ -33,7 +33,10 @@ _TASKS_PER_THREAD = 4
 # multiple of the blocks of 16, 32, 48 and 64 in all layouts.
 _LARGE_KERNEL = 2**15
 _CHANNEL_BLOCK = 192
-# Each sum of a filter gradient is one more array to write and read.
+# A filter gradient is the sum of the sums of so many tasks, whatever the number of threads, so that the result is the
+# same on any number of them. Each sum is one more array to write and to read, which takes a tenth of the time of its
+# products if these are over so many positions.
+_POSITIONS_PER_SUM = 1024
 _MOST_SUMS = 16
 
 
@@ -104,8 +107,7 @@ class Convolution:
 
     def _build_filter_gradient(self, builder: Builder, gradient: Value) -> None:
         """Build the filter gradient: each task sums over some of the images, and then their sums are added."""
-        num_threads = builder.library.num_threads
-        parts = pieces(self.x[0], min(num_threads, _MOST_SUMS))
+        parts = pieces(self.x[0], max(2, min(math.prod(self.y[:3]) // _POSITIONS_PER_SUM, _MOST_SUMS)))
         # Sums of several tasks are added before they are rounded.
         dtype = self._data_type if len(parts) == 1 else DataType.FLOAT32
         own = builder.describe(self._kernel_sizes(), dtype, Tag.ANY)
@@ -126,7 +128,7 @@ class Convolution:
             )
         builder.run(tasks)
         if len(sums) > 1:
-            builder.add(sums, sums[0], num_threads)
+            builder.add(sums, sums[0], builder.library.num_threads)
         builder.reorder(sums[0], gradient, self._kernel_parts())
 
     def _find(self, builder: Builder, x: Descriptor, kernel: Descriptor, y: Descriptor) -> Any:
