@@ -79,7 +79,7 @@ def trace_step(monkeypatch, **settings):
 
     for replacement in (train_step, update_weights, cross_entropy):
         monkeypatch.setattr(homes[replacement.__name__], replacement.__name__, replacement)
-    config = TrainConfig(steps=1, batch=4, synthetic=True, image_size=32, num_classes=10, **settings)
+    config = TrainConfig(steps=1, batch=4, synthetic=True, image_size=32, num_classes=10, kernels="xla", **settings)
     with pytest.raises(TracedError):
         train(config)
     return found[0]
