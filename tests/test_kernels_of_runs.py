@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from engine.sizing.planning import plan_here
 from models import convolution
 from models.kernels import ONEDNN, XLA
 from models.kernels.onednn.handler import TARGET
+from models.kernels.onednn.library import load_library
 from tests.kernels import NO_LIBRARY, needs_onednn, onednn_for_all_shapes, without_library
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
@@ -194,6 +195,19 @@ def test_a_resumed_run_keeps_its_kernels_by_name(runs, tmp_path, lowered):
         other = XLA if kernels == ONEDNN else ONEDNN
         with pytest.raises(SettingError, match=f"kernels was '{kernels}', got '{other}'"):
             train_network(config_of(other, run_dir=path, resume=True, steps=5))
+
+
+@needs_onednn
+def test_a_resume_says_that_onednn_rounds_otherwise_on_this_processor(runs, tmp_path, monkeypatch):
+    path = shutil.copytree(runs[ONEDNN], tmp_path / "run")
+    said: list[str] = []
+    train_network(config_of(AUTO, run_dir=path, resume=True, steps=4), notify=said.append)
+    assert not [line for line in said if "other rounding" in line]
+    other = replace(load_library(), num_threads=97)
+    monkeypatch.setattr("engine.program.kernels.load_library", lambda: other)
+    train_network(config_of(AUTO, run_dir=path, resume=True, steps=5), notify=said.append)
+    (line,) = (line for line in said if "other rounding" in line)
+    assert re.fullmatch(r"the run used oneDNN .* on \d+ cores? and goes on with oneDNN .* on 97 cores: .*", line)
 
 
 @needs_onednn

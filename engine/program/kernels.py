@@ -1,15 +1,19 @@
 """The kernels of a run: which ones the setting means on this machine, and what a run says about them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from engine.config import TrainConfig
 from engine.settings import SettingError
 from models.kernels import ONEDNN, XLA, MissingKernelsError
 from models.kernels.onednn.library import load_library
+from preprocess.quantities import quantity
 
 AUTO = "auto"
 """The value of the setting `kernels` that stands for the fastest kernels of the machine."""
+RECORDED = "kernels"
+"""The key of oneDNN's version, instruction sets and cores in the resolved part of `config.json`."""
 _CPU = "cpu"
 
 
@@ -40,6 +44,31 @@ def settle_kernels(config: TrainConfig, platform: str, *, is_kept: bool = False)
 def kernels_on(config: TrainConfig, platform: str) -> str:
     """Return the name of the kernels that a program for a platform uses, given settled settings."""
     return config.kernels if platform == _CPU else XLA
+
+
+def record_kernels(config: TrainConfig, platform: str) -> dict[str, str]:
+    """Return what `config.json` records of oneDNN besides its name: what else rounding depends on; empty for XLA's.
+
+    Args:
+        config: the settled settings.
+        platform: the platform of the run's devices.
+    """
+    if kernels_on(config, platform) != ONEDNN:
+        return {}
+    library = load_library()
+    return {RECORDED: f"{library.describe()} on {quantity(library.num_threads, 'core')}"}
+
+
+def changed_kernels_notice(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return a line if oneDNN rounds otherwise here than where a run was recorded; None if it does not.
+
+    Args:
+        recorded, now: the resolved values of the run before and now, with what `record_kernels` returned.
+    """
+    before, found = recorded.get(RECORDED), now.get(RECORDED)
+    if before is None or found is None or before == found:
+        return None
+    return f"the run used {before} and goes on with {found}: other rounding"
 
 
 def replace_missing_kernels(

@@ -25,7 +25,7 @@ from engine.images.unpack import LEAST_STD, PixelScale
 from engine.keys import plain_keys
 from engine.processes import this_process
 from engine.program.checked_model import CheckedModel
-from engine.program.kernels import describe_kernels, kernels_on
+from engine.program.kernels import describe_kernels, kernels_on, record_kernels
 from engine.program.loop import make_program
 from engine.program.observed import observation_of
 from engine.program.slow_convolutions import slow_convolutions_warning
@@ -155,12 +155,13 @@ class Launch:
 
     @property
     def crossings(self) -> dict[str, Any]:
-        """The topology, the transport, and the batches per chunk and read ahead, as in `config.json`."""
+        """The topology, the transport, the batches per chunk and read ahead, and oneDNN, as in `config.json`."""
         return {
             **self.topology.to_json(),
             "transport": self.transport.name,
             "chunk_batches": self._chunk,
             "prefetch": self.infeeds.depth,
+            **record_kernels(self.config, self._platform),
         }
 
     @property

@@ -16,7 +16,7 @@ from engine.locations import with_absolute_paths
 from engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
 from engine.named_parts import compare_named
 from engine.processes import this_process, wait_for_processes
-from engine.program.kernels import AUTO, settle_kernels
+from engine.program.kernels import AUTO, changed_kernels_notice, settle_kernels
 from engine.program.train_state import TrainState
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
@@ -314,7 +314,11 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
     """Raise ValueError if data, model or initial weights changed; report changed settings and learning-rate factors."""
     check_data(launch.resolved, recorded)
     check_given_weights(launch.given_digest, recorded)
-    for message in (describe_changes(launch.config, recorded.config), describe_factor(launch.start)):
+    for message in (
+        describe_changes(launch.config, recorded.config),
+        describe_factor(launch.start),
+        changed_kernels_notice(recorded.resolved, launch.crossings),
+    ):
         if message is not None:
             notify(message)
     if (before := Topology.from_json(recorded.resolved)) != launch.topology:
