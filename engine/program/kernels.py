@@ -8,12 +8,11 @@ from engine.config import TrainConfig
 from engine.settings import SettingError
 from models.kernels import ONEDNN, XLA, MissingKernelsError
 from models.kernels.onednn.library import load_library
-from preprocess.quantities import quantity
 
 AUTO = "auto"
 """The value of the setting `kernels` that stands for the fastest kernels of the machine."""
 RECORDED = "kernels"
-"""The key of oneDNN's version, instruction sets and cores in the resolved part of `config.json`."""
+"""The key of oneDNN's version and instruction sets in the resolved part of `config.json`."""
 _CPU = "cpu"
 
 
@@ -55,8 +54,7 @@ def record_kernels(config: TrainConfig, platform: str) -> dict[str, str]:
     """
     if kernels_on(config, platform) != ONEDNN:
         return {}
-    library = load_library()
-    return {RECORDED: f"{library.describe()} on {quantity(library.num_threads, 'core')}"}
+    return {RECORDED: load_library().describe()}
 
 
 def changed_kernels_notice(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
