@@ -112,7 +112,7 @@ def traced_program(
         size = settings["image_size"]
         return np.zeros((count, size, size), np.uint32), np.zeros(count, np.int32)
 
-    config = TrainConfig(transport="cuda", **({"num_classes": 10} | settings))
+    config = TrainConfig(transport="cuda", kernels="xla", **({"num_classes": 10} | settings))
     with (
         mock.patch("engine.run.launch.trace_ahead", trace_ahead),
         mock.patch("engine.run.host_side.choose_transport", on_fake_card),

@@ -26,7 +26,7 @@ def test_gradients_of_a_deep_network_are_those_of_xlas_forms():
 
             found[kernels] = jax.jit(jax.value_and_grad(loss))(params)
     (expected, of_xla), (got, of_onednn) = found[XLA], found[ONEDNN]
-    assert got == pytest.approx(expected, rel=1e-6)
+    assert float(got) == pytest.approx(float(expected), rel=1e-6)
     # Rounding of float32 through 18 layers gave at most 7e-6 here.
     for one, other in zip(jax.tree.leaves(of_onednn), jax.tree.leaves(of_xla), strict=True):
         assert jnp.linalg.norm((one - other).ravel()) <= 1e-4 * jnp.linalg.norm(other.ravel())
