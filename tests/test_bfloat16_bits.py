@@ -111,3 +111,27 @@ def test_only_bfloat16_on_a_cpu_is_converted_by_bits(dtype, monkeypatch):
         use_card_forms(monkeypatch)
     assert "bitcast_convert_type" not in text(ONEDNN)
     assert "bitcast_convert_type" not in text(XLA)
+
+
+def test_a_backward_pass_converts_by_bits_too_if_only_the_forward_pass_was_traced_with_the_kernels():
+    """As in a run, which chooses the kernels where it applies the model."""
+    x, one = jnp.ones((2, 2, 2, 4), jnp.bfloat16), jnp.ones(4)
+
+    def network(x):
+        y, _ = batch_norm(x, one, one, RunningStats(one, one), train=True, relu=True)
+        return stored_relu(y, x)
+
+    def loss(apply, x):
+        return (apply(x).astype(jnp.float32) ** 2).sum()
+
+    def apply(x):
+        with using_kernels(ONEDNN):
+            return network(x)
+
+    def num_conversions(apply):
+        gradient = jax.grad(lambda x: loss(apply, x))
+        return jax.jit(gradient).lower(x).as_text().count("stablehlo.bitcast_convert")
+
+    outside = num_conversions(apply)
+    with using_kernels(ONEDNN):
+        assert outside == num_conversions(network) > num_conversions(lambda x: jax.lax.stop_gradient(network(x)))

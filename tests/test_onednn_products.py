@@ -1,6 +1,7 @@
 """oneDNN's matrix products against float64 within the rounding of their sums, and the layers that use them."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from models.kernels import MissingKernelsError, using_kernels
 from models.kernels.onednn.handler import TARGET
 from models.kernels.onednn.library import Isa, load_library
 from models.kernels.onednn.operations import prepare, text_of
+from models.kernels.onednn.primitives import Builder
 from models.kernels.onednn.products import Product
 from models.layers.head import dense
 from tests.direct_operations import DTYPES, normal, python_team
@@ -89,3 +91,15 @@ def test_a_program_for_other_platforms_has_no_call():
         "cpu": True,
         "cuda": False,
     }
+
+
+def test_bits_do_not_depend_on_the_number_of_threads(rows, depth, columns, dtype):
+    x, y, found = normal(0, (depth, rows), dtype), normal(1, (depth, columns), dtype), set()
+    for num_threads in (1, 2, 3, 16, 64):
+        library = replace(load_library(), num_threads=num_threads)
+        with library.one_thread():
+            primitives = Product(dtype, x.shape, y.shape, 0, 0).build(Builder(library))
+        product = np.full((rows, columns), np.nan, np.float32)
+        python_team().run(primitives, [x.ctypes.data, y.ctypes.data], [product.ctypes.data])
+        found.add(product.tobytes())
+    assert len(found) == 1

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from models.kernels.choice import ONEDNN, kernels_in_use, using_kernels
 from models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
 from models.layers.stored import stored
 from models.layers.widening import widen
@@ -94,12 +95,13 @@ def batch_norm(
         normal = centred * (scale * lax.rsqrt(running.var + EPSILON)) + bias
         return _activate(relu, normal.astype(x.dtype)), running
     groups: NormGroups = _groups.value
+    normalise = partial(_normalise, relu, groups, kernels_in_use())
     count = _count(x) * groups.num_devices
     if groups.images is None or groups.images == len(x):
-        y, mean, var = _normalise(relu, groups, x, scale, bias)
+        y, mean, var = normalise(x, scale, bias)
     else:
         parts = x.reshape(-1, groups.images, *x.shape[1:])
-        y, mean, var = jax.vmap(partial(_normalise, relu, groups), (0, None, None))(parts, scale, bias)
+        y, mean, var = jax.vmap(normalise, (0, None, None))(parts, scale, bias)
         y, mean, var, count = y.reshape(x.shape), mean.mean(0), var.mean(0), count // len(parts)
     unbiased = var * (count / max(count - 1, 1))
     moved = RunningStats(
@@ -178,14 +180,22 @@ def _estimate_mean(wide: jax.Array) -> jax.Array:
     return stored(estimate) if count <= SAMPLED else estimate
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _normalise(
-    relu: bool, groups: NormGroups, x: jax.Array, scale: jax.Array, bias: jax.Array
+    relu: bool, groups: NormGroups, kernels: str, x: jax.Array, scale: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return `x` normalised (and rectified if `relu`), together with the batch's mean and biased variance in float32.
 
     The backward pass is written by hand so that only `x` is kept; an automatic one keeps two more arrays of that size.
+    It is traced after the context of `kernels` has been left.
     """
+    with using_kernels(kernels):
+        return _normalised(relu, groups, x, scale, bias)
+
+
+def _normalised(
+    relu: bool, groups: NormGroups, x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     mean, var = _mean_and_variance(groups, x)
     normal = _affine(x, mean, scale * lax.rsqrt(var + EPSILON), bias)
     if not converts_by_bits(x.dtype):
@@ -226,8 +236,9 @@ _stored_relu.defvjp(_stored_relu_forward, _stored_relu_backward)
 @jax.custom_vjp
 def _relu_by_bits(x: jax.Array, shortcut: jax.Array | None) -> jax.Array:
     """Return what `_stored_relu` returns; as the ReLU changes no rounding, the sum is rounded once, at the end."""
-    wide = widen_by_bits(x) if shortcut is None else widen_by_bits(x) + widen_by_bits(shortcut)
-    return stored(round_by_bits(jnp.maximum(wide, 0), x.dtype), on_cards=True)
+    with using_kernels(ONEDNN):
+        wide = widen_by_bits(x) if shortcut is None else widen_by_bits(x) + widen_by_bits(shortcut)
+        return stored(round_by_bits(jnp.maximum(wide, 0), x.dtype), on_cards=True)
 
 
 def _relu_by_bits_forward(
@@ -243,8 +254,9 @@ def _relu_by_bits_backward(
     y, of_shortcut = residuals
     # Selected as float32, which is exact. Without the barrier, the sums of the norms before it, which have parts of an
     # image in their inner loops, select by jumps: 8.2 instead of 0.5 ms for 2 million values.
-    selected = jnp.where(widen_by_bits(y) > 0, widen_by_bits(gradient), 0)
-    found: jax.Array = stored(round_by_bits(selected, y.dtype))
+    with using_kernels(ONEDNN):
+        selected = jnp.where(widen_by_bits(y) > 0, widen_by_bits(gradient), 0)
+        found: jax.Array = stored(round_by_bits(selected, y.dtype))
     return found, None if of_shortcut is None else found
 
 
@@ -262,17 +274,25 @@ def _affine(x: jax.Array, mean: jax.Array, slope: jax.Array, bias: jax.Array) ->
 
 
 def _normalise_forward(
-    relu: bool, groups: NormGroups, x: jax.Array, scale: jax.Array, bias: jax.Array
+    relu: bool, groups: NormGroups, kernels: str, x: jax.Array, scale: jax.Array, bias: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    y, mean, var = _normalise(relu, groups, x, scale, bias)
+    y, mean, var = _normalise(relu, groups, kernels, x, scale, bias)
     return (y, mean, var), (x, scale, bias, mean, var)
 
 
 def _normalise_backward(
     relu: bool,
     groups: NormGroups,
+    kernels: str,
     residuals: tuple[jax.Array, ...],
     gradients: tuple[jax.Array, jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    with using_kernels(kernels):
+        return _gradients(relu, groups, residuals, gradients[0])
+
+
+def _gradients(
+    relu: bool, groups: NormGroups, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of `_normalise`.
 
@@ -288,13 +308,13 @@ def _normalise_backward(
         normal_gradient = jnp.where(_affine(x, mean, slope, bias) > 0, wide, 0) if relu else wide
         return normal_gradient, widen_by_bits(x) - mean
 
-    normal_gradient, centred = before_relu(x, gradients[0])
+    normal_gradient, centred = before_relu(x, gradient)
     bias_gradient, slope_gradient = _sums(normal_gradient, normal_gradient * centred)
     # The losses of all devices of a group depend on x; those of scale and bias are added up with all other gradients.
     all_bias, all_slope = groups.total((bias_gradient, slope_gradient))
     scale_gradient = slope_gradient * inverse
     # Behind a barrier, so that XLA recomputes these instead of writing them to memory for both uses.
-    normal_gradient, centred = before_relu(*stored((x, gradients[0])))
+    normal_gradient, centred = before_relu(*stored((x, gradient)))
     x_gradient = slope * (normal_gradient - centred * (all_slope * inverse * inverse / count) - all_bias / count)
     return stored(round_by_bits(x_gradient, x.dtype)), scale_gradient, bias_gradient
 

@@ -30,15 +30,32 @@ def converts_by_bits(dtype: DTypeLike) -> bool:
 
 
 def widen_by_bits(x: jax.Array) -> jax.Array:
-    """Return what `widen` returns; it has no derivative."""
-    return lax.platform_dependent(x, cpu=_widen, default=widen) if converts_by_bits(x.dtype) else widen(x)
+    """Return what `widen` returns, with the same derivative."""
+    return _widened(x) if converts_by_bits(x.dtype) else widen(x)
 
 
 def round_by_bits(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return `x.astype(dtype)`, rounded to the nearest, ties to even; it has no derivative."""
-    if x.dtype != jnp.float32 or not converts_by_bits(dtype):
-        return x.astype(dtype)
-    return lax.platform_dependent(x, cpu=_round, default=lambda x: x.astype(dtype))
+    """Return `x.astype(dtype)`, rounded to the nearest, ties to even, with the same derivative."""
+    return _rounded(x) if x.dtype == jnp.float32 and converts_by_bits(dtype) else x.astype(dtype)
+
+
+@jax.custom_jvp
+def _widened(x: jax.Array) -> jax.Array:
+    return lax.platform_dependent(x, cpu=_widen, default=widen)
+
+
+@jax.custom_jvp
+def _rounded(x: jax.Array) -> jax.Array:
+    return lax.platform_dependent(x, cpu=_round, default=_convert)
+
+
+# The derivative of an operation on bits is zero, so that a second derivative of a layer would be lost without an error.
+_widened.defjvp(lambda values, tangents: (_widened(*values), widen(*tangents)))
+_rounded.defjvp(lambda values, tangents: (_rounded(*values), _convert(*tangents)))
+
+
+def _convert(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16)
 
 
 def _widen(x: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from models.layers import convolution_forms as forms
 from models.layers import grouped_forms as grouped
 from models.layers import onednn_convolution as onednn
 from models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
+from models.layers.form_derivative import with_derivative_of
 from models.layers.widening import widen
 
 type Forward = Callable[[jax.Array, jax.Array, Geometry], jax.Array]
@@ -228,6 +229,14 @@ def _forward_onednn(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.
 
 
 def _gradients_onednn(
+    geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    by_forms, by_onednn = (partial(each, geometry) for each in (_gradients_cpu, _gradients_where_faster))
+    of_x, of_kernel = with_derivative_of(by_forms, by_onednn, x, kernel, gradient)
+    return of_x, of_kernel
+
+
+def _gradients_where_faster(
     geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     found = onednn.input_gradient(geometry, x, kernel, gradient), onednn.filter_gradient(geometry, x, kernel, gradient)

@@ -6,6 +6,7 @@ import jax
 
 from models.kernels.choice import XLA, kernels_in_use
 from models.layers import onednn_product
+from models.layers.form_derivative import with_derivative_of
 from models.layers.widening import wide_dtype, widen
 
 
@@ -54,7 +55,8 @@ def _kernel_gradient(kernels: str, x: jax.Array, gradient: jax.Array) -> jax.Arr
     product = partial(_contract, x_axis=0, y_axis=0)
     if kernels == XLA or not onednn_product.has_faster_kernel(x, gradient):
         return product(x, gradient)
-    return jax.lax.platform_dependent(x, gradient, cpu=onednn_product.kernel_gradient, default=product)
+    own = partial(with_derivative_of, product, onednn_product.kernel_gradient)
+    return jax.lax.platform_dependent(x, gradient, cpu=own, default=product)
 
 
 _product.defvjp(_product_forward, _product_backward)

@@ -23,6 +23,8 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _RESULT_BYTES = 4
 # As in `convolutions.py`: a thread that has to wait for its core delays the others by little.
 _TASKS_PER_THREAD = 4
+# The library sums in another order for a single row, which a large number of threads must not lead to.
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Product:
         by_row, by_depth = (self.x[1], 1) if self.x_axis else (1, self.x[1])
         dtype = DataType[self.dtype.upper()]
         y = builder.describe((depth, columns), dtype, Tag.BA if self.y_axis else Tag.AB)
-        parts = pieces(rows, _TASKS_PER_THREAD * builder.library.num_threads)
+        parts = pieces(rows, min(_TASKS_PER_THREAD * builder.library.num_threads, rows // _LEAST_ROWS))
         own: Value | None = None
         found: dict[int, tuple[Primitive, Descriptor, Descriptor]] = {}
         for size in sorted({size for _, size in parts}, reverse=True):

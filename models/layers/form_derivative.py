@@ -1,0 +1,27 @@
+"""The derivative of a kernel that is called from a program, which jax cannot derive: that of a form in jax."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_derivative_of(_form: Callable[..., Any], kernel: Callable[..., Any], *operands: jax.Array) -> Any:
+    """Return `kernel(*operands)`, whose derivative is that of `_form`, a function that computes the same.
+
+    The parts of a layer's gradient need it only for second derivatives.
+    """
+    return kernel(*operands)
+
+
+def _forward(form: Callable[..., Any], kernel: Callable[..., Any], *operands: jax.Array) -> tuple[Any, Any]:
+    return with_derivative_of(form, kernel, *operands), operands
+
+
+def _backward(form: Callable[..., Any], _: Callable[..., Any], operands: Any, gradient: Any) -> Any:
+    return jax.vjp(form, *operands)[1](gradient)
+
+
+with_derivative_of.defvjp(_forward, _backward)

@@ -1,0 +1,65 @@
+"""Second derivatives of layers, such as of a gradient penalty, beside oneDNN's kernels: those of XLA's forms."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.kernels import ONEDNN, XLA, using_kernels
+from models.kernels.onednn.handler import TARGET
+from models.kernels.onednn.library import Isa
+from models.layers.batch_norm import RunningStats, batch_norm, stored_relu
+from models.layers.convolution import convolution
+from models.layers.head import dense
+from tests.direct_operations import normal
+from tests.kernels import needs_instructions
+
+pytestmark = needs_instructions(Isa.AVX512_BF16)
+
+
+def norm(x, *, train):
+    running = RunningStats(jnp.zeros(16), jnp.ones(16))
+    return batch_norm(x, normal(1, (16,)), normal(2, (16,)), running, train=train, relu=True)[0]
+
+
+def penalty_gradient(layer, *operands):
+    """Return the gradients of the squared norm of the gradients of a loss."""
+
+    def loss(*operands):
+        y = layer(*operands).astype(jnp.float32)
+        return (y**2 * normal(9, y.shape)).sum()
+
+    def penalty(*operands):
+        found = jax.grad(loss, range(len(operands)))(*operands)
+        return sum((each.astype(jnp.float32) ** 2).sum() for each in found)
+
+    return jax.grad(penalty, range(len(operands)))(*operands)
+
+
+IMAGES = (4, 16, 15, 16)
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "shapes", "has_calls"),
+    [
+        pytest.param(convolution, "float32", (IMAGES, (3, 3, 16, 16)), True, id="convolution"),
+        pytest.param(partial(dense, bias=0.0), "float32", ((128, 256), (256, 100)), True, id="dense layer"),
+        pytest.param(partial(norm, train=True), "bfloat16", (IMAGES,), False, id="norm"),
+        pytest.param(partial(norm, train=False), "bfloat16", (IMAGES,), False, id="norm in evaluation"),
+        pytest.param(stored_relu, "bfloat16", (IMAGES, IMAGES), False, id="residual sum"),
+    ],
+)
+def test_second_derivatives_are_those_of_xlas_forms(layer, dtype, shapes, has_calls):
+    operands = [normal(number, shape, dtype) for number, shape in enumerate(shapes)]
+    found = {}
+    for kernels in (XLA, ONEDNN):
+        with using_kernels(kernels):
+            lowered = jax.jit(partial(penalty_gradient, layer)).lower(*operands)
+            assert (TARGET in lowered.as_text()) == (has_calls and kernels == ONEDNN)
+            found[kernels] = [np.asarray(each, np.float32) for each in lowered.compile()(*operands)]
+    for own, expected in zip(found[ONEDNN], found[XLA], strict=True):
+        assert np.abs(expected).max() > 1
+        # Sums of float32 in another order, or the same bits.
+        np.testing.assert_allclose(own, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
