@@ -93,6 +93,8 @@ def test_a_program_for_other_platforms_has_no_call():
     }
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(8, 1000, 96), (37, 129, 33), (128, 500, 100)])
 def test_bits_do_not_depend_on_the_number_of_threads(rows, depth, columns, dtype):
     x, y, found = normal(0, (depth, rows), dtype), normal(1, (depth, columns), dtype), set()
     for num_threads in (1, 2, 3, 16, 64):
