@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.layers.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm, stored_relu
+from models.layers.convolution import convolution
 from tests.card_forms import use_card_forms
 
 
@@ -167,3 +168,39 @@ def test_bfloat16_activations_keep_float32_statistics(train, relu):
     assert running.mean.dtype == running.var.dtype == jnp.float32
     exact, _ = batch_norm(x.astype(jnp.float32), jnp.ones(5), jnp.zeros(5), FRESH, train=train, relu=relu)
     np.testing.assert_allclose(np.asarray(y, np.float32), exact, rtol=2**-8, atol=1e-6)  # rounded once, to 8 bits
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_the_norm_of_few_values_is_not_computed_from_an_array_that_is_being_overwritten(in_loop):
+    """jaxlib 0.12.0 computes the backward pass in place of a product whose first row it reads as the mean's estimate.
+
+    The error of this gradient was 37 times the gradient, in a loop and outside, with XLA's kernels too.
+    """
+    rng = np.random.default_rng(0)
+    x, gradient = (rng.standard_normal((4, 1, 1, 32)).astype(np.float32) for _ in range(2))
+    kernel = (rng.standard_normal((1, 1, 32, 32)) / 32**0.5).astype(np.float32)
+    one, zero = np.ones(32, np.float32), np.zeros(32, np.float32)
+
+    def norm(y):
+        return batch_norm(y, one, zero, RunningStats(zero, one), train=True, relu=True)[0]
+
+    def plain_norm(y):
+        centred = y - y.mean((0, 1, 2))
+        return jnp.maximum(centred / jnp.sqrt((centred**2).mean((0, 1, 2)) + EPSILON), 0)
+
+    def loss(kernel, x, gradient, norm):
+        for _ in range(3):
+            x = norm(convolution(x, kernel))
+        return (x * gradient).sum()
+
+    def step(kernel, x, gradient):
+        return jax.grad(loss)(kernel, x, gradient, norm)
+
+    def loop(kernel, x, gradient):
+        return jax.lax.fori_loop(0, 1, lambda _, of: of + step(of, x, gradient), kernel) - kernel
+
+    found = np.asarray(jax.jit(loop if in_loop else step)(kernel, x, gradient))
+    with jax.enable_x64(True):
+        expected = np.asarray(jax.grad(loss)(*(each.astype(np.float64) for each in (kernel, x, gradient)), plain_norm))
+    # Rounding of float32 through three norms of four values each gave 3e-6.
+    assert np.linalg.norm(found - expected) <= 1e-4 * np.linalg.norm(expected)
