@@ -128,7 +128,7 @@ def custom_calls(function, *arguments):
 
 @pytest.mark.parametrize(
     ("shape", "window", "stride", "K", "groups"),
-    [((4, 16, 15, 32), (3, 3), 2, 64, 1), ((4, 15, 16, 64), (1, 1), 1, 128, 1), ((2, 9, 8, 32), (3, 3), 1, 32, 32)],
+    [((9, 16, 15, 32), (3, 3), 2, 64, 1), ((4, 15, 16, 64), (1, 1), 1, 128, 1), ((2, 9, 8, 32), (3, 3), 1, 32, 32)],
 )
 def test_a_convolution_in_a_program_is_that_of_xlas_forms(shape, window, stride, K, groups):
     x, kernel = normal(0, shape), normal(1, (*window, shape[3] // groups, K))

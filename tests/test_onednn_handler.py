@@ -25,6 +25,7 @@ from models.kernels.onednn.primitives import Primitives, Task
 from models.layers.convolution import convolution
 from models.layers.convolution_forms import Geometry
 from tests.direct_operations import Problem, normal, python_team, run_part
+from tests.kernels import onednn_for_all_shapes
 
 try:
     load_library()
@@ -35,6 +36,12 @@ ROOT = Path(__file__).parents[1]
 LIMIT_S = 60
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _onednn_for_all_shapes():
+    with onednn_for_all_shapes():
+        yield
+
+
 def call(text, x):
     return handler.call(prepare, text, [jax.ShapeDtypeStruct(x.shape, x.dtype)], x)[0]
 
@@ -43,7 +50,9 @@ def multiply(x):
     """A program whose calls fail if anything of an earlier one is left."""
     kernel = jnp.full((3, 3, 16, 16), 1 / 256)
     with using_kernels("onednn"):
-        return np.asarray(jax.jit(convolution)(x, kernel))
+        program = jax.jit(convolution).lower(x, kernel)
+    assert handler.TARGET in program.as_text()
+    return np.asarray(program.compile()(x, kernel))
 
 
 def assert_calls_work():
@@ -108,6 +117,7 @@ def test_programs_of_several_threads_do_not_disturb_each_other():
     def run(number):
         with using_kernels("onednn"):
             step = jax.jit(loop)
+            assert handler.TARGET in step.lower(*operands[number], 20).as_text()
             found[number] = [np.asarray(step(*operands[number], 20)) for _ in range(10)]
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(operands))]
@@ -177,6 +187,7 @@ def test_ten_thousand_calls_keep_no_memory():
     x, kernel = normal(0, (1, 4, 4, 16)), normal(1, (3, 3, 16, 16)) / 12
     with using_kernels("onednn"):
         step = jax.jit(loop)
+        assert handler.TARGET in step.lower(x, kernel, 1000).as_text()
         jax.block_until_ready(step(x, kernel, 1000))
         before = resident_bytes()
         jax.block_until_ready(step(x, kernel, 10000))
@@ -309,7 +320,7 @@ from models.kernels import using_kernels
 from models.layers.convolution import convolution
 from tests.direct_operations import normal
 
-x, kernel = normal(0, (4, 16, 15, 32)), normal(1, (3, 3, 32, 32)) / 17
+x, kernel = normal(0, (4, 16, 17, 32)), normal(1, (3, 3, 32, 32)) / 17
 mesh = Mesh(np.array(jax.devices()), "images")
 
 def gradients(x, kernel):
@@ -322,6 +333,7 @@ found = {}
 for kernels in ("onednn", "xla"):
     with using_kernels(kernels):
         step = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=(split, whole), out_specs=(split, whole)))
+        assert ("feedloop_onednn" in step.lower(x, kernel).as_text()) == (kernels == "onednn")
         found[kernels] = [[np.asarray(each) for each in step(x, kernel)] for _ in range(5)]
 for repeated in found["onednn"]:
     for mine, first, wanted in zip(repeated, found["onednn"][0], found["xla"][0], strict=True):

@@ -28,7 +28,7 @@ from models.layers.convolution import convolution
 
 def digest(dtype, seed, kernel, stride, groups):
     keys = jax.random.split(jax.random.key(seed), 2)
-    x = jax.random.normal(keys[0], (11, 9, 7, 8)).astype(dtype)
+    x = jax.random.normal(keys[0], (29, 9, 7, 8)).astype(dtype)
     w = jax.random.normal(keys[1], (kernel, kernel, 8 // groups, 24)).astype(dtype)
     def loss(x, w):
         return jnp.sum(jnp.square(convolution(x, w, stride=stride, groups=groups)).astype(jnp.float32))
