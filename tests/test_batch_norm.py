@@ -179,9 +179,9 @@ def test_the_norm_of_few_values_is_not_computed_from_an_array_that_is_being_over
     rng = np.random.default_rng(0)
     x, gradient = (rng.standard_normal((4, 1, 1, 32)).astype(np.float32) for _ in range(2))
     kernel = (rng.standard_normal((1, 1, 32, 32)) / 32**0.5).astype(np.float32)
-    one, zero = np.ones(32, np.float32), np.zeros(32, np.float32)
 
     def norm(y):
+        one, zero = jnp.ones(32, jnp.float32), jnp.zeros(32, jnp.float32)
         return batch_norm(y, one, zero, RunningStats(zero, one), train=True, relu=True)[0]
 
     def plain_norm(y):

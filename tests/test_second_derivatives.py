@@ -21,7 +21,7 @@ pytestmark = needs_instructions(Isa.AVX512_BF16)
 
 def norm(x, *, train):
     running = RunningStats(jnp.zeros(16), jnp.ones(16))
-    return batch_norm(x, normal(1, (16,)), normal(2, (16,)), running, train=train, relu=True)[0]
+    return batch_norm(x, jnp.array(normal(1, (16,))), jnp.array(normal(2, (16,))), running, train=train, relu=True)[0]
 
 
 def penalty_gradient(layer, *operands):
@@ -45,7 +45,7 @@ IMAGES = (4, 16, 15, 16)
     ("layer", "dtype", "shapes", "has_calls"),
     [
         pytest.param(convolution, "float32", (IMAGES, (3, 3, 16, 16)), True, id="convolution"),
-        pytest.param(partial(dense, bias=0.0), "float32", ((128, 256), (256, 100)), True, id="dense layer"),
+        pytest.param(partial(dense, bias=jnp.float32(0)), "float32", ((128, 256), (256, 100)), True, id="dense layer"),
         pytest.param(partial(norm, train=True), "bfloat16", (IMAGES,), False, id="norm"),
         pytest.param(partial(norm, train=False), "bfloat16", (IMAGES,), False, id="norm in evaluation"),
         pytest.param(stored_relu, "bfloat16", (IMAGES, IMAGES), False, id="residual sum"),
