@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from models.kernels.onednn import compiled
 from models.kernels.onednn.library import DISTRIBUTION, MissingKernelsError, load_library
 from models.kernels.onednn.primitives import pieces
 
@@ -87,3 +88,17 @@ def test_pieces_cover_everything_once():
 def test_the_wheel_of_the_extra_is_the_one_that_is_loaded():
     assert DISTRIBUTION in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert load_library().version == "3.2.0"
+
+
+def test_without_a_home_or_with_a_relative_cache_nothing_is_built_in_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    assert compiled.build_team() is None or str(compiled.build_team()).startswith(str(tmp_path / "home"))
+    assert not (tmp_path / "here").exists()
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert compiled.build_team() is None

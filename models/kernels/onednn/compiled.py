@@ -30,33 +30,38 @@ type Prepare = Callable[[str], Primitives]
 
 def build_team() -> Path | None:
     """Return the path of the built `team.c`, which is built if that has not been done; None if it cannot be."""
-    source = _SOURCE.read_bytes()
+    try:
+        return _find_or_build()
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        # No home, no right to write, no room, no header, or a compiler that fails.
+        return None
+
+
+def _find_or_build() -> Path | None:
+    source, folder = _SOURCE.read_bytes(), _cache_folder()
     digest = hashlib.sha256(b"\0".join((source, version("jaxlib").encode(), " ".join(_OPTIONS).encode()))).hexdigest()
-    folder = _cache_folder()
     built = folder / f"team-{digest[:16]}.so"
     if built.exists():
         return built
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         return None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            made = Path(place) / "team.so"
-            words = [compiler, *_OPTIONS, "-I", ffi.include_dir(), str(_SOURCE), "-o", str(made)]
-            subprocess.run(words, check=True, capture_output=True, timeout=_LIMIT_S)
-            # A loader that maps a file which was not written to its end kills the process.
-            with made.open("rb") as file:
-                os.fsync(file.fileno())
-            made.replace(built)
-    except (OSError, subprocess.SubprocessError):
-        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        made = Path(place) / "team.so"
+        words = [compiler, *_OPTIONS, "-I", ffi.include_dir(), str(_SOURCE), "-o", str(made)]
+        subprocess.run(words, check=True, capture_output=True, timeout=_LIMIT_S)
+        # A loader that maps a file which was not written to its end kills the process.
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+        made.replace(built)
     return built
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "feedloop" / "kernels"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # As the XDG specification says: a relative path would be another folder in each working directory.
+    return (base if base.is_absolute() else Path.home() / ".cache") / "feedloop" / "kernels"
 
 
 class _Place(ctypes.Structure):

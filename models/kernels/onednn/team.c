@@ -203,7 +203,8 @@ XLA_FFI_Error *feedloop_handle(XLA_FFI_CallFrame *frame) {
   const XLA_FFI_ByteSpan *text = frame->attrs.attrs[0];
   char message[MESSAGE_BYTES] = "";
   pthread_mutex_lock(&preparing);
-  const Sequence *sequence = find(text->ptr, text->len, message);
+  memcpy(message, refusal, MESSAGE_BYTES);
+  const Sequence *sequence = *refusal ? NULL : find(text->ptr, text->len, message);
   pthread_mutex_unlock(&preparing);
   if (!sequence) return fail(frame->api, message);
   int status = run_alone(sequence, frame, message);
@@ -237,15 +238,11 @@ void feedloop_set_up(const Functions *given) {
   pthread_atfork(before_fork, after_fork, in_child);
 }
 
-/* Wait until the operation that runs has ended, and fail all later ones with this reason. */
+/* Wait until the operation that is prepared or runs has ended, and fail all later ones with this reason. */
 void feedloop_refuse(const char *reason) {
+  pthread_mutex_lock(&preparing);
   pthread_mutex_lock(&one_operation);
   strncpy(refusal, reason, MESSAGE_BYTES - 1);
   pthread_mutex_unlock(&one_operation);
-}
-
-/* Run a sequence on addresses of operands and results, as the handler does. Returns a status of oneDNN. */
-int feedloop_run(const Sequence *sequence, XLA_FFI_CallFrame *frame) {
-  char message[MESSAGE_BYTES];
-  return run_alone(sequence, frame, message);
+  pthread_mutex_unlock(&preparing);
 }

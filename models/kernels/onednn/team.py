@@ -16,6 +16,7 @@ from models.kernels.onednn.library import Library
 from models.kernels.onednn.primitives import Kind, Primitives, Task
 
 _ALIGNED = 64
+_BEGIN_LIMIT_S = 30.0
 
 
 class Team(Protocol):
@@ -97,11 +98,18 @@ class PythonTeam:
 
 
 def _off_the_main_thread(run: Callable[[], None]) -> None:
-    """Call a function in a thread of its own and wait until it has ended, interrupts or not; raise what was raised."""
+    """Call a function in a thread of its own and wait until it has ended, interrupts or not; raise what was raised.
+
+    Raises:
+        RuntimeError: if the thread does not begin within a time limit; it then never calls the function.
+    """
     raised: list[BaseException] = []
-    has_ended = threading.Event()
+    may_begin, has_begun, has_ended = threading.Lock(), threading.Event(), threading.Event()
 
     def catch() -> None:
+        if not may_begin.acquire(blocking=False):
+            return
+        has_begun.set()
         try:
             run()
         except BaseException as error:  # noqa: BLE001 - raised below
@@ -109,13 +117,22 @@ def _off_the_main_thread(run: Callable[[], None]) -> None:
         finally:
             has_ended.set()
 
-    threading.Thread(target=catch, name="kernels").start()
+    def wait_for(event: threading.Event, limit_s: float | None = None) -> bool:
+        while True:
+            try:
+                return event.wait(limit_s)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                raised.append(error)
+
+    try:
+        threading.Thread(target=catch, name="kernels").start()
+    except BaseException as error:  # noqa: BLE001 - raised below; an interrupted start may have started the thread
+        raised.append(error)
     # Not `Thread.join`, which takes a thread for ended once it has been interrupted.
-    while not has_ended.is_set():
-        try:
-            has_ended.wait()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            raised.append(error)
+    if wait_for(has_begun, _BEGIN_LIMIT_S) or not may_begin.acquire(blocking=False):
+        wait_for(has_ended)
+    else:
+        raised.append(RuntimeError(f"a thread for oneDNN's kernels did not begin within {_BEGIN_LIMIT_S:.0f} s"))
     if raised:
         raise raised[0]
 
