@@ -79,6 +79,10 @@ class Release:
         start = START.format(name=name, module=module, function=function)
         return [sys.executable, "-P", "-c", start, *map(str, arguments)]
 
+    def xlas_kernels(self) -> list[str]:
+        """Return the options with which a new run uses XLA's kernels, which all releases have, with the same bits."""
+        return ["--kernels", "xla"] if (self.root / "models/kernels").is_dir() else []
+
     def environment(self) -> dict[str, str]:
         """Return the environment of its commands: on the CPU, without the user's settings."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("FEEDLOOP_", "JAX_", "XLA_"))}
@@ -404,7 +408,8 @@ def compare_demo(old: Release, new: Release, steps: int, table: Table) -> None:
         for release, run in zip((new, old), runs, strict=True):
             data = release.base / release.name / "demo"
             release.run("preprocess-imagenet", "--demo", data)
-            release.run("run-train", "--recipe", "demo", "--data", data, "--run-dir", run, "--steps", f"{steps}")
+            words: list[str | Path] = ["--recipe", "demo", "--data", data, "--run-dir", run, "--steps", f"{steps}"]
+            release.run("run-train", *words, *release.xlas_kernels())
         return compare_folders(*runs)
 
     table.add("scripts/demo: drawn, packed and trained by both", compare)
