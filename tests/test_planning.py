@@ -463,10 +463,10 @@ def test_the_memory_of_gpus_is_that_of_a_direct_compilation(monkeypatch):
     sizes = {"batch": 256, "image_size": 96, "num_classes": 4}
     small = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
     small += ["--model", "tests.normed_network:Normed"]
-    printed = run_plan(*small, "--target", "h100", "--devices", "2", "--rate", "3000")
+    printed = run_plan(*small, "--target", "h100", "--devices", "2", "--rate", "30")
     assert "plan for 2 × NVIDIA H100 80GB HBM3\n" in printed
     assert "  does not fit: jax takes 0.001 (XLA_PYTHON_CLIENT_MEM_FRACTION) of 84.9 GB, 0.1 GB\n" in printed
-    assert "  6,000 images/s, bound by: the devices\n" in printed
+    assert "  60 images/s, bound by: the devices\n" in printed
     found = float(re.findall(r"^  temporaries +([\d.]+) MB$", printed, re.MULTILINE)[0])
     with CardCompiler(COMPILER) as compiler:
         direct = compiler.compile(sizes | {"steps": 4}, number=2, is_normed=True)["temporaries"]
