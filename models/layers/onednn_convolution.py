@@ -5,7 +5,7 @@ import math
 import jax
 
 from models.kernels.onednn.convolutions import Convolution, Part
-from models.kernels.onednn.library import Isa, load_library
+from models.kernels.onednn.library import load_library
 from models.kernels.onednn.operations import call_operation, has_fast_kernel
 from models.layers.convolution_forms import Geometry, image_size, window_size
 
@@ -46,7 +46,6 @@ _FEW_POSITIONS = {"float32": 512, "bfloat16": 256}
 _FEW_POSITIONS_1X1_INPUT_GRADIENT = 4097
 _FEW_CHANNELS = 32
 _FEW_CHANNELS_1X1 = 128
-_NEEDED = {"float32": Isa.AVX512, "bfloat16": Isa.AVX512_BF16}
 
 
 def forward(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array | None:
@@ -68,7 +67,7 @@ def filter_gradient(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradien
 
 def is_faster(operation: Convolution) -> bool:
     """Return whether oneDNN's kernel for a part of a convolution is faster here than the form of that part."""
-    if operation.dtype not in _NEEDED or not load_library().has(_NEEDED[operation.dtype]):
+    if not load_library().supports(operation.dtype):
         return False
     if operation.kernel[2] != operation.x[3]:
         return False

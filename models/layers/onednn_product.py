@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from models.kernels.onednn.library import Isa, load_library
+from models.kernels.onednn.library import load_library
 from models.kernels.onednn.operations import call_operation
 from models.kernels.onednn.products import Product
 
@@ -18,15 +18,12 @@ from models.kernels.onednn.products import Product
 #     float32                     178 / 203        96 / 190     109 / 190       171 / 186         65 / 73       29 / 4
 #     bfloat16                    184 / 322        92 / 290     117 / 232       173 / 386         74 / 191      37 / 3
 _FEWEST_MULTIPLICATIONS = 2**21
-_NEEDED = {"float32": Isa.AVX512, "bfloat16": Isa.AVX512_BF16}
 
 
 def has_faster_kernel(x: jax.Array, gradient: jax.Array) -> bool:
     """Return whether `kernel_gradient` is faster here than XLA's product."""
-    needed = _NEEDED.get(str(x.dtype))
-    if needed is None or math.prod(x.shape) * gradient.shape[1] < _FEWEST_MULTIPLICATIONS:
-        return False
-    return load_library().has(needed)
+    is_large = math.prod(x.shape) * gradient.shape[1] >= _FEWEST_MULTIPLICATIONS
+    return is_large and load_library().supports(str(x.dtype))
 
 
 def kernel_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:

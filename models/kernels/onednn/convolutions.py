@@ -6,6 +6,8 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from models.kernels.onednn.primitives import (
+    NO_BIAS,
+    TASKS_PER_THREAD,
     Arg,
     Builder,
     DataType,
@@ -24,11 +26,7 @@ from models.kernels.onednn.primitives import (
 
 _TRAINING = 64
 _DIRECT = 1
-_NO_BIAS = None
 _UNDILATED = (0, 0)
-_BYTES = {"float32": 4, "bfloat16": 2}
-# So many tasks for each thread, so that a thread that has to wait for its core delays the others by little.
-_TASKS_PER_THREAD = 4
 # A kernel of so many elements is brought into another layout by several tasks, each with so many output channels, a
 # multiple of the blocks of 16, 32, 48 and 64 in all layouts.
 _LARGE_KERNEL = 2**15
@@ -84,11 +82,11 @@ class Convolution:
     def _build_images(self, builder: Builder, kernel: Value) -> None:
         """Build the forward pass or the input gradient: each task computes some of the images."""
         free = builder.describe(self._kernel_sizes(), self._data_type, Tag.ANY)
-        parts = pieces(self.x[0], _TASKS_PER_THREAD * builder.library.num_threads)
+        parts = pieces(self.x[0], TASKS_PER_THREAD * builder.library.num_threads)
         own: Value | None = None
         found: dict[int, tuple[Primitive, Descriptor, Descriptor]] = {}
         for size in sorted({size for _, size in parts}, reverse=True):
-            x, y = self._describe(builder, size, Tag.NHWC)
+            x, y = self._describe(builder, size)
             descriptor = self._find(builder, x, free if own is None else own.layout, y)
             # All tasks read the kernel in the layout that suits the largest number of images.
             own = own or builder.reordered(kernel, builder.layout(descriptor, Query.WEIGHTS), self._kernel_parts())
@@ -113,7 +111,7 @@ class Convolution:
         own = builder.describe(self._kernel_sizes(), dtype, Tag.ANY)
         found: dict[int, tuple[Primitive, Descriptor, Descriptor]] = {}
         for size in sorted({size for _, size in parts}, reverse=True):
-            x, y = self._describe(builder, size, Tag.NHWC)
+            x, y = self._describe(builder, size)
             descriptor = self._find(builder, x, own, y)
             own = builder.layout(descriptor, Query.WEIGHTS_GRADIENT) if not found else own
             found[size] = builder.create(descriptor), x, y
@@ -138,25 +136,25 @@ class Convolution:
         # The hint describes the forward pass, whose kernel is of the operands' element type.
         hint_kernel = builder.describe(self._kernel_sizes(), dtype, Tag.ANY)
         forward_kernel = kernel if self.part == Part.FORWARD else hint_kernel
-        forward = builder.find("convolution_forward", _TRAINING, _DIRECT, x, forward_kernel, _NO_BIAS, y, *window)
+        forward = builder.find("convolution_forward", _TRAINING, _DIRECT, x, forward_kernel, NO_BIAS, y, *window)
         if self.part == Part.FORWARD:
             return forward
         if self.part == Part.INPUT_GRADIENT:
             return builder.find("convolution_backward_data", _DIRECT, x, kernel, y, *window, forward)
-        return builder.find("convolution_backward_weights", _DIRECT, x, kernel, _NO_BIAS, y, *window, forward)
+        return builder.find("convolution_backward_weights", _DIRECT, x, kernel, NO_BIAS, y, *window, forward)
 
     @property
     def _data_type(self) -> DataType:
-        return DataType[self.dtype.upper()]
+        return DataType.of(self.dtype)
 
-    def _describe(self, builder: Builder, num_images: int, tag: Tag) -> tuple[Descriptor, Descriptor]:
+    def _describe(self, builder: Builder, num_images: int) -> tuple[Descriptor, Descriptor]:
         """Return the layouts of so many images of input and output."""
         shapes = ((num_images, shape[3], shape[1], shape[2]) for shape in (self.x, self.y))
-        x, y = (builder.describe(shape, self._data_type, tag) for shape in shapes)
+        x, y = (builder.describe(shape, self._data_type, Tag.NHWC) for shape in shapes)
         return x, y
 
     def _image_bytes(self, shape: tuple[int, ...]) -> int:
-        return _BYTES[self.dtype] * math.prod(shape[1:])
+        return self._data_type.num_bytes * math.prod(shape[1:])
 
     def _window(self) -> tuple[Any, ...]:
         (top, bottom), (left, right) = self.padding

@@ -51,6 +51,7 @@ class Isa(IntEnum):
     AMX = 0xFEF
 
 
+_NEEDED = {"float32": Isa.AVX512, "bfloat16": Isa.AVX512_BF16}
 _ISA_NAMES = {
     Isa.AVX512: "AVX-512",
     Isa.AVX512_BF16: "AVX-512, bfloat16",
@@ -104,6 +105,10 @@ class Library:
             yield
         finally:
             self.threads.omp_set_num_threads(before)
+
+    def supports(self, dtype: str) -> bool:
+        """Return whether the kernels for arrays of this dtype, such as "bfloat16", are fast here."""
+        return dtype in _NEEDED and self.has(_NEEDED[dtype])
 
     def check(self, status: int, what: str) -> None:
         """Raise RuntimeError if a function of the library did not succeed."""
@@ -237,24 +242,6 @@ def _declare(library: Any) -> None:
             *(_POINTER, _POINTER, number, ctypes.POINTER(ctypes.c_float), ctypes.POINTER(_POINTER), _POINTER),
         ),
         "matmul_primitive_desc_create": (out, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
-        "batch_normalization_forward_primitive_desc_create": (
-            out,
-            *(_POINTER, number, _POINTER, _POINTER, ctypes.c_float, ctypes.c_uint, _POINTER),
-        ),
-        "batch_normalization_backward_primitive_desc_create": (
-            out,
-            *(_POINTER, number, _POINTER, _POINTER, _POINTER, ctypes.c_float, ctypes.c_uint, _POINTER, _POINTER),
-        ),
-        "pooling_forward_primitive_desc_create": (
-            out,
-            *(_POINTER, number, number, _POINTER, _POINTER),
-            *(sizes, sizes, sizes, sizes, sizes, _POINTER),
-        ),
-        "pooling_backward_primitive_desc_create": (
-            out,
-            *(_POINTER, number, _POINTER, _POINTER),
-            *(sizes, sizes, sizes, sizes, sizes, _POINTER, _POINTER),
-        ),
     }
     for name, arguments in types.items():
         getattr(library, f"dnnl_{name}").argtypes = arguments

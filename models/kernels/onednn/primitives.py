@@ -17,6 +17,10 @@ from models.kernels.onednn.library import Argument, Library
 _ALIGNED = 64
 _USER_SCRATCHPAD = 1
 _MAX_DIMS = 12
+TASKS_PER_THREAD = 4
+"""So many tasks for each thread, so that a thread that has to wait for its core delays the others by little."""
+NO_BIAS = None
+"""The argument of a primitive that has no bias."""
 
 type Descriptor = int
 """The address of a memory descriptor (`dnnl_memory_desc_t`), which lives as long as the process."""
@@ -30,7 +34,16 @@ class DataType(IntEnum):
 
     BFLOAT16 = 2
     FLOAT32 = 3
-    UINT8 = 6
+
+    @classmethod
+    def of(cls, dtype: str) -> "DataType":
+        """Return the element type of an array of this dtype, such as "float32"."""
+        return cls[dtype.upper()]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of an element in bytes."""
+        return 2 if self == DataType.BFLOAT16 else 4
 
 
 class Tag(IntEnum):
@@ -51,17 +64,10 @@ class Arg(IntEnum):
     SOURCE = 1
     RESULT = 17
     WEIGHTS = 33
-    MEAN = 49
-    VARIANCE = 50
-    SCALE = 51
-    SHIFT = 52
-    WORKSPACE = 64
     SCRATCHPAD = 80
     SOURCE_GRADIENT = 129
     RESULT_GRADIENT = 145
     WEIGHTS_GRADIENT = 161
-    SCALE_GRADIENT = 255
-    SHIFT_GRADIENT = 256
     FIRST_OF_MANY = 1024
 
 
@@ -69,13 +75,8 @@ class Query(IntEnum):
     """What can be asked of a primitive (`dnnl_query_t`)."""
 
     IMPLEMENTATION = 8
-    SOURCE = 129
-    SOURCE_GRADIENT = 130
     WEIGHTS = 131
     WEIGHTS_GRADIENT = 132
-    RESULT = 133
-    RESULT_GRADIENT = 134
-    WORKSPACE = 135
     SCRATCHPAD = 136
 
 
