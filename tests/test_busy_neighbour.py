@@ -142,6 +142,7 @@ def test_a_neighbour_ends_with_a_bench_that_is_killed(is_busy):
         timeout=60,
     )
     wait_until(lambda: state_of(int(done.stdout)) in ("", "Z", "X"))
+    assert state_of(int(done.stdout)) in ("", "Z", "X")
 
 
 def test_a_row_beside_is_compared_with_its_share_of_the_speed_alone(monkeypatch):

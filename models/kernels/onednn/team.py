@@ -10,24 +10,13 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from models.kernels.onednn.library import Library
 from models.kernels.onednn.primitives import Kind, Primitives, Task
 
 _ALIGNED = 64
 _BEGIN_LIMIT_S = 30.0
-
-
-class Team(Protocol):
-    """What runs sequences."""
-
-    def run(self, primitives: Primitives, operands: Sequence[int], results: Sequence[int]) -> None:
-        """Run a sequence on operands and results at these addresses.
-
-        Raises:
-            RuntimeError: if a primitive fails.
-        """
 
 
 class PythonTeam:
@@ -49,7 +38,11 @@ class PythonTeam:
         self._refusal = ""
 
     def run(self, primitives: Primitives, operands: Sequence[int], results: Sequence[int]) -> None:
-        """Run a sequence; see `Team`."""
+        """Run a sequence on operands and results at these addresses.
+
+        Raises:
+            RuntimeError: if a primitive fails.
+        """
         if threading.current_thread() is threading.main_thread():
             # There an interrupt would leave the other threads at work on buffers that XLA takes back.
             _off_the_main_thread(lambda: self._run(primitives, operands, results))
