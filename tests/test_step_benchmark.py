@@ -3,9 +3,12 @@
 import importlib
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from models.kernels import ONEDNN, XLA, MissingKernelsError
+from models.registry import build_model
 from scripts.benchmarks import step
 from scripts.benchmarks.bench import Settings
 
@@ -47,6 +50,20 @@ def test_a_target_in_bfloat16_is_one_of_processors_with_amx(tmp_path, monkeypatc
         assert {target for name, target in targets.items() if name.startswith("torch")} == {of_torch}
     aims = cases(tmp_path, monkeypatch, [])["resnet18 64 px b16 float32"]
     assert {each.target for each in aims.candidates if each.peer} == {1.3}
+
+
+@pytest.mark.parametrize("name", ["resnet8", "convnet8"])
+def test_the_step_as_commonly_written_computes_the_same_logits(candidate, monkeypatch, name):
+    model = build_model(name, num_classes=3, image_size=16)
+    params, batch_stats = jax.jit(model.init)(jax.random.key(0))
+    images = jax.random.normal(jax.random.key(1), (4, 16, 16, 3))
+    logits, _ = model.apply(params, batch_stats, images, train=True)
+    for module, layer, replacement in candidate("step_jit").replaced_layers():
+        assert hasattr(module, layer)
+        monkeypatch.setattr(module, layer, replacement)
+    common, _ = model.apply(params, batch_stats, images, train=True)
+    np.testing.assert_allclose(common, logits, rtol=2e-4, atol=2e-4)
+    assert not np.array_equal(common, logits)  # they are other computations
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

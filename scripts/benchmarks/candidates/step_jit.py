@@ -6,6 +6,8 @@ only the last step is waited for.
 """
 
 import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -55,13 +57,25 @@ def plain_batch_norm(
     return jax.nn.relu(y) if relu else y, moved
 
 
+def plain_relu(x: jax.Array, shortcut: jax.Array | None = None) -> jax.Array:
+    """Replace `models.layers.batch_norm.stored_relu`."""
+    return jax.nn.relu(x if shortcut is None else x + shortcut)
+
+
+def replaced_layers() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
+    """Yield each module with networks, the name of a layer that it uses, and the layer in its place."""
+    for module in (resnet, pooled_convnet):
+        yield module, "convolution", lax_convolution
+        yield module, "max_pool", lax_max_pool
+        yield module, "batch_norm", plain_batch_norm
+    yield resnet, "stored_relu", plain_relu
+
+
 def main(name: str, image_size: int, batch: int, num_classes: int) -> None:
     """Serve `batch` images a unit."""
     channel = Channel()
-    modules: tuple[Any, ...] = (resnet, pooled_convnet)
-    for module in modules:
-        module.convolution, module.max_pool, module.batch_norm = lax_convolution, lax_max_pool, plain_batch_norm
-    modules[0].stored_relu = jax.nn.relu
+    for module, layer, replacement in replaced_layers():
+        setattr(module, layer, replacement)
     optimizer = optax.sgd(LEARNING_RATE, momentum=MOMENTUM)
     state, step, facts = make_step(optimizer, name, image_size, batch, num_classes)
     train = jax.jit(step, donate_argnums=0)
