@@ -38,7 +38,7 @@ def invoke(monkeypatch, place, *arguments):
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr("engine.inspection.explain.measure_device", lambda *_: RATES)
+    monkeypatch.setattr("engine.inspection.explain.measure_device", lambda *_, **__: RATES)
     result = CliRunner().invoke(main, list(map(str, arguments)))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return (codes or [result.exit_code])[0], result.stdout, result.stderr

@@ -22,16 +22,19 @@ from engine import (
     train,
 )
 from engine.config import SETTINGS, SettingError
+from engine.inspection.explain import measure_this_device
 from engine.program.kernels import AUTO, describe_kernels, kernels_on, settle_kernels
 from engine.run import compilation
 from engine.run.open_run import open_run
 from engine.run.parts import OwnParts
 from engine.run.step_check import _step_program
+from engine.sizing import device_rates
 from engine.sizing.planning import plan_here
 from models import convolution
 from models.kernels import ONEDNN, XLA
 from models.kernels.onednn.handler import TARGET
 from models.kernels.onednn.library import load_library
+from models.kernels.onednn.operations import call_operation
 from tests.kernels import NO_LIBRARY, needs_onednn, onednn_for_all_shapes, without_library
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
@@ -244,3 +247,26 @@ def test_a_run_says_how_to_get_the_faster_kernels_where_they_can_be_had(monkeypa
     )
     monkeypatch.setattr(NO_LIBRARY, "remedy", "")
     assert describe_kernels(XLA, "cpu") is None
+
+
+@needs_onednn
+@pytest.mark.parametrize("kernels", [XLA, ONEDNN])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_report_compares_with_the_rate_of_the_products_that_the_run_makes(monkeypatch, kernels, precision):
+    called = []
+    monkeypatch.setattr(device_rates, "call_operation", lambda *args: called.append(1) or call_operation(*args))
+    monkeypatch.setattr(device_rates, "_MOVED_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(device_rates, "_PRODUCT_SIZE", {"cpu": 64})
+    rates = measure_this_device(settle_kernels(config_of(kernels, precision=precision), "cpu"))
+    is_library = kernels == ONEDNN and load_library().supports(precision)
+    assert len(called) == is_library
+    assert rates.dtype == (precision if is_library else "float32")
+    assert rates.flops_per_s > 0
+
+
+@needs_onednn
+def test_the_product_whose_rate_is_measured_is_the_product():
+    x = np.random.default_rng(1).standard_normal((40, 40)).astype(np.float32)
+    exact = x.astype(np.float64) @ x
+    np.testing.assert_allclose(device_rates.onednn_product(x), exact, atol=1e-5)
+    np.testing.assert_allclose(device_rates.xla_product(x), exact, atol=1e-5)

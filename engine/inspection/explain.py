@@ -31,6 +31,8 @@ from engine.scopes import TRAIN
 from engine.sizing.device_rates import DeviceRates, measure_device
 from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.update import Schedule
+from models.kernels import ONEDNN, XLA
+from models.kernels.onednn.library import load_library
 from models.registry import at_image_size, family_of, find_network
 
 _LEAST_MOVED = 1 << 16
@@ -84,14 +86,17 @@ def explain_parts(
         planned = run.plan(by_metadata=True)
     if rates is None:
         notify("measuring the device for a second")
-        rates = measure_this_device(config)
+        rates = measure_this_device(planned.facts.config)
     return _report(planned, rates, depth)
 
 
 def measure_this_device(config: TrainConfig) -> DeviceRates:
-    """Return the rates of the device that a run with these settings would train on."""
-    # On a CPU, the products of bfloat16 operands are float32.
-    return measure_device(this_device(), "float32" if this_platform() == "cpu" else config.precision)
+    """Return the rates of the device that a run with these settled settings would train on."""
+    platform = this_platform()
+    if kernels_on(config, platform) == ONEDNN and load_library().supports(config.precision):
+        return measure_device(this_device(), config.precision, kernels=ONEDNN)
+    # XLA's products of bfloat16 operands are mostly float32 on a CPU.
+    return measure_device(this_device(), "float32" if platform == "cpu" else config.precision, kernels=XLA)
 
 
 def _as_new(config: TrainConfig) -> TrainConfig:

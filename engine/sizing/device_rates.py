@@ -9,6 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from models.kernels import ONEDNN, XLA
+from models.kernels.onednn.operations import call_operation
+from models.kernels.onednn.products import Product
+
 # Long enough for every core, and small enough for a second: 2·n³ operations, and bytes beyond any cache.
 _PRODUCT_SIZE = {"cpu": 1024}
 _LARGE_PRODUCT = 8192
@@ -43,18 +47,21 @@ class DeviceRates(NamedTuple):
         return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
 
 
-def measure_device(device: jax.Device, dtype: DTypeLike = jnp.float32, *, limit_s: float = _MEASURE_S) -> DeviceRates:
+def measure_device(
+    device: jax.Device, dtype: DTypeLike = jnp.float32, *, kernels: str = XLA, limit_s: float = _MEASURE_S
+) -> DeviceRates:
     """Measure a device for about twice `limit_s` seconds, and return the fastest that it was.
 
     Args:
         device: a device of this process.
         dtype: dtype of the matrices; sums are float32.
+        kernels: whose product it is, `XLA` or `ONEDNN`, which multiplies float32 and, on some processors, bfloat16.
         limit_s: seconds for each of the two measurements, beside compiling.
     """
     platform = device.platform
     n = _PRODUCT_SIZE.get(platform, _LARGE_PRODUCT)
     matrix = jax.device_put(jnp.ones((n, n), dtype), device)
-    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    product = jax.jit(onednn_product if kernels == ONEDNN else xla_product)
     count = _MOVED_BYTES.get(platform, _MANY_BYTES) // 8
     numbers = jax.device_put(jnp.ones((count,), jnp.float32), device)
     # In a loop, because the memory of a new result costs more on a CPU than writing to it.
@@ -65,6 +72,17 @@ def measure_device(device: jax.Device, dtype: DTypeLike = jnp.float32, *, limit_
         dtype=str(jnp.dtype(dtype)),
         device=str(device.device_kind),
     )
+
+
+def xla_product(x: jax.Array) -> jax.Array:
+    """Return the float32 product of a square matrix with itself, by XLA."""
+    return jnp.matmul(x, x, preferred_element_type=jnp.float32)
+
+
+def onednn_product(x: jax.Array) -> jax.Array:
+    """Return the float32 product of a square matrix with itself, by oneDNN."""
+    product = Product(str(x.dtype), x.shape, x.shape, x_axis=1, y_axis=0)
+    return call_operation(product, [jax.ShapeDtypeStruct(x.shape, jnp.float32)], x, x)[0]
 
 
 def _shortest_s(work: Callable[[], jax.Array], limit_s: float) -> float:
