@@ -21,7 +21,8 @@ from models.layers.pooling import max_pool
 from models.registry import build_model
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.integration  # whole programs, or large networks
+# Whole programs, or large networks. LLVM's optimiser moves no rounding to bfloat16, and would take half of the time.
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("without_llvms_optimiser")]
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 # Half a unit in the last of eight bits: the largest relative error of rounding to bfloat16.
@@ -254,10 +255,7 @@ def outcome(dtype):
         logits, stats = model.apply(params, batch_stats, images, train=True)
         return -(labels * jax.nn.log_softmax(logits)).sum(1).mean(), (logits, stats)
 
-    # LLVM's optimiser moves no rounding to bfloat16, and would take half of the time.
-    lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params)
-    compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-    (_, (logits, stats)), gradients = compiled(params)
+    (_, (logits, stats)), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     return logits, stats, gradients
 
 
