@@ -162,6 +162,8 @@ def compile_program(
         )
         lowered = function.lower(*shapes_on(arguments, cards))
     options: dict[str, Any] = compiler_options(lowered, "gpu", deterministic=settings.get("deterministic", True))
+    # LLVM's work on each kernel, which comes behind all that is returned here.
+    options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     with compiling_without_cards():
         compiled = lowered.compile(compiler_options=options)
     return {"hlo": compiled.as_text(), "temporaries": compiled.memory_analysis().temp_size_in_bytes}
