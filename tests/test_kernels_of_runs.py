@@ -1,5 +1,6 @@
 """Which kernels a run uses: every program of a run has the calls that its setting means, and a resume keeps them."""
 
+import os
 import re
 import shutil
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from engine import (
     DeviceRates,
@@ -21,6 +23,7 @@ from engine import (
     show_batch,
     train,
 )
+from engine.commands.eval_cli import main as run_eval
 from engine.config import SETTINGS, SettingError
 from engine.inspection.explain import measure_this_device
 from engine.program.kernels import AUTO, describe_kernels, kernels_on, settle_kernels
@@ -227,6 +230,29 @@ def test_a_run_is_not_resumed_or_replayed_without_its_kernels_but_is_evaluated(r
     found = evaluate(path, model=Network(), evaluation=IMAGES, notify=said.append)
     assert found.record.loss == pytest.approx(before.record.loss, rel=1e-5)  # sums of 27 products in another order
     assert [line for line in said if line.startswith("the run used oneDNN's kernels, which cannot be used here (")]
+
+
+@needs_onednn
+def test_an_evaluation_refuses_missing_kernels_only_if_it_names_them(runs, monkeypatch):
+    """The notice about those of the run comes before the error about a model that no command was given."""
+    without_library(monkeypatch)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    images = np.zeros((2, SIZE, SIZE, 3), np.uint8)
+    for path in runs.values():
+        found = CliRunner().invoke(run_eval, [str(path), "--kernels", ONEDNN])
+        assert codes.pop() == 2
+        refused = "oneDNN's kernels (--kernels) cannot be used here: onednn-cpu-gomp is not installed: pip"
+        assert found.stderr.startswith(f"run-eval: {refused}")
+        assert found.stderr.count("\n") == 1
+        with pytest.raises(SettingError, match=r"oneDNN's kernels \(kernels\) cannot be used here: onednn-cpu-gomp"):
+            predict(path, images, model=Network(), settings={"kernels": ONEDNN})
+    said: list[str] = []
+    predict(runs[ONEDNN], images, model=Network(), notify=said.append)
+    assert [line for line in said if line.startswith("the run used oneDNN's kernels, which cannot be used here (")]
+    for kernels in (AUTO, XLA):
+        predict(runs[ONEDNN], images, model=Network(), settings={"kernels": kernels}, notify=said.append)
+    assert len([line for line in said if line.startswith("the run used oneDNN's kernels")]) == 1
 
 
 @needs_onednn

@@ -75,7 +75,8 @@ def replace_missing_kernels(
     """Return the settings for an evaluation of a run, with XLA's kernels if the run's own cannot be used here.
 
     Args:
-        config: the settings of the evaluation.
+        config: the settings of the evaluation. Kernels that a user names for it must be checked by `settle_kernels`
+            before: here they cannot be told from those of the run.
         recorded: those of the run.
         platform: the platform of the evaluation.
         notify: called with a line about the replaced kernels.
