@@ -1,4 +1,4 @@
-"""Find the user's cache folder, and make the locations in settings independent of the folder and environment."""
+"""Make the locations in settings independent of the working directory and the environment."""
 
 import os
 from dataclasses import replace
@@ -8,13 +8,6 @@ from engine.config import OFF, TrainConfig
 from preprocess.storage_options import as_text, is_url, parse_text, with_environment
 
 DATA_VARIABLE = "FEEDLOOP_DATA"
-
-
-def user_cache_folder() -> Path:
-    """Return the folder for compiled programs and the demo set: $XDG_CACHE_HOME/feedloop, else ~/.cache/feedloop."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification ignores relative paths: they would point to a different folder in each working directory.
-    return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "feedloop"
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:

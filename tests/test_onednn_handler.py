@@ -302,16 +302,6 @@ def test_a_child_of_a_fork_exits_and_the_program_goes_on(environment, program):
     assert output.split()[:2] == [name, "forked"]
 
 
-@pytest.mark.integration
-def test_a_damaged_team_is_replaced_by_python(tmp_path):
-    code, output = in_process(["-c", RUNNING], XDG_CACHE_HOME=str(tmp_path))
-    assert (code, output.split()) == (0, ["CompiledHandler"]), output
-    (built,) = tmp_path.rglob("team*.so")
-    built.write_bytes(b"no library")
-    code, output = in_process(["-c", RUNNING], XDG_CACHE_HOME=str(tmp_path))
-    assert (code, output.split()) == (0, ["PythonHandler"]), output
-
-
 DEVICES = """
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)

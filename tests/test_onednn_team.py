@@ -2,13 +2,16 @@
 
 import json
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from models.kernels.onednn import compiled
+from models.kernels.onednn import team_library
 from models.kernels.onednn.library import DISTRIBUTION, MissingKernelsError, load_library
 from models.kernels.onednn.primitives import pieces
 
@@ -99,11 +102,67 @@ def test_without_a_home_or_with_a_relative_cache_nothing_is_built_in_the_working
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    assert compiled.build_team() is None or str(compiled.build_team()).startswith(str(tmp_path / "home"))
+    assert (team_library.load_team() is None) == (shutil.which("cc") is None)
     assert not (tmp_path / "here").exists()
 
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    assert compiled.build_team() is None
+    assert team_library.load_team() is None
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """Build the library in a cache folder of the test; return its path, and a list of the commands that build it."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    commands: list[list[str]] = []
+    run = subprocess.run
+
+    def listed(words, **how):
+        commands.append(words)
+        return run(words, **how)
+
+    monkeypatch.setattr(subprocess, "run", listed)
+    assert team_library.load_team() is not None
+    (path,) = tmp_path.rglob("team*")
+    assert team_library.load_team() is not None
+    assert len(commands) == 1
+    return path, commands
+
+
+def test_the_name_of_the_library_says_for_which_machines_it_is(built, monkeypatch):
+    path, commands = built
+    assert path.name.startswith(f"team-x86_64-{''.join(platform.libc_ver())}-")
+    assert [word for word in commands[0] if "march" in word] == ["-march=x86-64"]
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "9.99"))
+    assert team_library.load_team() is not None
+    assert len(commands) == 2
+    assert len(list(path.parent.glob("team-*.so"))) == 2
+
+
+@pytest.mark.parametrize("is_damaged", [True, False], ids=["damaged", "of another machine"])
+def test_a_library_that_cannot_be_loaded_is_built_again(built, is_damaged):
+    path, commands = built
+    content = path.read_bytes()
+    # Not overwritten in place: this process has it mapped.
+    path.unlink()
+    # Half a file, whose loading is a bus error; or one of the processor 0xB7 in the head of an ELF file, AArch64.
+    wrong = content[: len(content) // 2] if is_damaged else content[:18] + b"\xb7" + content[19:]
+    name = path if is_damaged else path.with_name(f"{team_library._stem()}-{team_library._digest(wrong)}.so")
+    name.write_bytes(wrong)
+    assert team_library.load_team() is not None
+    assert len(commands) == 2
+    (found,) = path.parent.iterdir()
+    assert (found, found.read_bytes()) == (path, content)
+
+
+def test_nothing_is_built_where_nothing_can_be_executed(built, monkeypatch):
+    path, commands = built
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    assert team_library.load_team() is None
+    path.unlink()
+    assert team_library.load_team() is None
+    assert (len(commands), list(path.parent.iterdir())) == (1, [])

@@ -31,6 +31,7 @@ FLOORS = (
     "preprocess.demo",
     "preprocess.commands",
     # models: pure functions
+    "models.user_cache",
     "models.names",
     "models.model",
     "models.paths",
@@ -95,6 +96,7 @@ PROGRAM_MAY_KNOW = {
     "models.kernels",
     "models.layers",
     "models.names",
+    "models.user_cache",
     "preprocess.quantities",
     "preprocess.read_meter",
     "preprocess.storage_options",

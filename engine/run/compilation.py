@@ -15,10 +15,10 @@ import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from engine.hlo.kernels import kernel_flops
-from engine.locations import user_cache_folder
 from engine.records.whole_file import make_folder, write_whole
 from engine.run.cache_faults import reporting_cache_faults
 from engine.run.garbage_collector import without_collector
+from models.user_cache import user_cache_folder
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 _METADATA_IN_KEY = "jax_compilation_cache_include_metadata_in_key"

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.locations import DATA_VARIABLE, user_cache_folder
+from engine.locations import DATA_VARIABLE
+from models.user_cache import user_cache_folder
 from preprocess.shards.reader import list_splits
 
 USUAL_PLACE = Path("data/shards")

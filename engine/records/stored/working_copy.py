@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from engine.locations import user_cache_folder
 from engine.records.folder_lock import is_locked
 from engine.records.limits import MOST_JSON_BYTES
 from engine.records.run_folder import CONFIG
 from engine.records.whole_file import write_whole
+from models.user_cache import user_cache_folder
 from preprocess.regular_file import read_regular
 from preprocess.shards.location import Location
 

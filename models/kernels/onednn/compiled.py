@@ -1,67 +1,17 @@
-"""`team.c`, built once for each user where a C compiler is there, and what it is given.
+"""The handler of `team.c`, and what it is given.
 
-Without a compiler the Python of `team.py` and `handler.py` does the same, with the same results: it takes longer for
+Without a C compiler the Python of `team.py` and `handler.py` does the same, with the same results: it takes longer for
 each call, and waits for other Python threads (docs/concepts/kernels.md has figures).
 """
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
-
-from jax import ffi
 
 from models.kernels.onednn.library import Library
 from models.kernels.onednn.primitives import Primitives
 
-_SOURCE = Path(__file__).with_name("team.c")
-_COMPILERS = ("cc", "gcc", "clang")
-_OPTIONS = ("-O2", "-std=c11", "-fPIC", "-shared", "-pthread")
-_LIMIT_S = 60.0
-
 type Prepare = Callable[[str], Primitives]
-
-
-def build_team() -> Path | None:
-    """Return the path of the built `team.c`, which is built if that has not been done; None if it cannot be."""
-    try:
-        return _find_or_build()
-    except (OSError, RuntimeError, subprocess.SubprocessError):
-        # No home, no right to write, no room, no header, or a compiler that fails.
-        return None
-
-
-def _find_or_build() -> Path | None:
-    source, folder = _SOURCE.read_bytes(), _cache_folder()
-    digest = hashlib.sha256(b"\0".join((source, version("jaxlib").encode(), " ".join(_OPTIONS).encode()))).hexdigest()
-    built = folder / f"team-{digest[:16]}.so"
-    if built.exists():
-        return built
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        made = Path(place) / "team.so"
-        words = [compiler, *_OPTIONS, "-I", ffi.include_dir(), str(_SOURCE), "-o", str(made)]
-        subprocess.run(words, check=True, capture_output=True, timeout=_LIMIT_S)
-        # A loader that maps a file which was not written to its end kills the process.
-        with made.open("rb") as file:
-            os.fsync(file.fileno())
-        made.replace(built)
-    return built
-
-
-def _cache_folder() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # As the XDG specification says: a relative path would be another folder in each working directory.
-    return (base if base.is_absolute() else Path.home() / ".cache") / "feedloop" / "kernels"
 
 
 class _Place(ctypes.Structure):
@@ -110,7 +60,7 @@ class CompiledHandler:
     """The handler of `team.c`.
 
     Args:
-        path: the built library.
+        team: `team.c` as a library.
         library: oneDNN.
         prepare: builds the sequence of primitives of an operation from its text.
 
@@ -118,7 +68,7 @@ class CompiledHandler:
         function: the C function.
     """
 
-    def __init__(self, path: Path, library: Library, prepare: Prepare) -> None:
+    def __init__(self, team: ctypes.CDLL, library: Library, prepare: Prepare) -> None:
         self._prepare = prepare
         # What C holds the addresses of.
         self._kept: list[Any] = []
@@ -129,7 +79,7 @@ class CompiledHandler:
             *(_PREPARE(self._build), streams, library.num_threads),
         )
         self._kept += [streams, functions]
-        self._team = ctypes.CDLL(str(path))
+        self._team = team
         self._team.feedloop_set_up(ctypes.byref(functions))
         self.function = self._team.feedloop_handle
 

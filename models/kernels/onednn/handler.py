@@ -18,10 +18,11 @@ from typing import Any
 import jax
 from jax import ffi, lax
 
-from models.kernels.onednn.compiled import CompiledHandler, Prepare, build_team
+from models.kernels.onednn.compiled import CompiledHandler, Prepare
 from models.kernels.onednn.library import Library, load_library
 from models.kernels.onednn.primitives import Primitives
 from models.kernels.onednn.team import PythonTeam
+from models.kernels.onednn.team_library import load_team
 
 TARGET = "feedloop_onednn"
 """The name of the custom call in a program."""
@@ -172,12 +173,8 @@ def _register(prepare: Prepare) -> CompiledHandler | PythonHandler:
 
 
 def _make_handler(library: Library, prepare: Prepare) -> CompiledHandler | PythonHandler:
-    built = build_team()
-    try:
-        return PythonHandler(library, prepare) if built is None else CompiledHandler(built, library, prepare)
-    except OSError:
-        # Built on another machine, damaged, or in a folder from which nothing may be executed.
-        return PythonHandler(library, prepare)
+    team = load_team()
+    return PythonHandler(library, prepare) if team is None else CompiledHandler(team, library, prepare)
 
 
 def _end_programs(handler: CompiledHandler | PythonHandler) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.locations import user_cache_folder
+from models.user_cache import user_cache_folder
 
 
 @pytest.mark.parametrize("named", [None, "", "relative/cache"])
