@@ -280,7 +280,12 @@ def test_a_run_says_how_to_get_the_faster_kernels_where_they_can_be_had(monkeypa
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_report_compares_with_the_rate_of_the_products_that_the_run_makes(monkeypatch, kernels, precision):
     called = []
-    monkeypatch.setattr(device_rates, "call_operation", lambda *args: called.append(1) or call_operation(*args))
+
+    def call(*args):
+        called.append(args[0])
+        return call_operation(*args)
+
+    monkeypatch.setattr(device_rates, "call_operation", call)
     monkeypatch.setattr(device_rates, "_MOVED_BYTES", {"cpu": 1 << 20})
     monkeypatch.setattr(device_rates, "_PRODUCT_SIZE", {"cpu": 64})
     rates = measure_this_device(settle_kernels(config_of(kernels, precision=precision), "cpu"))
@@ -294,5 +299,5 @@ def test_a_report_compares_with_the_rate_of_the_products_that_the_run_makes(monk
 def test_the_product_whose_rate_is_measured_is_the_product():
     x = np.random.default_rng(1).standard_normal((40, 40)).astype(np.float32)
     exact = x.astype(np.float64) @ x
-    np.testing.assert_allclose(device_rates.onednn_product(x), exact, atol=1e-5)
-    np.testing.assert_allclose(device_rates.xla_product(x), exact, atol=1e-5)
+    np.testing.assert_allclose(device_rates.onednn_product(jnp.asarray(x)), exact, atol=1e-5)
+    np.testing.assert_allclose(device_rates.xla_product(jnp.asarray(x)), exact, atol=1e-5)
