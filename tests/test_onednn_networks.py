@@ -14,16 +14,16 @@ from tests.kernels import needs_onednn
 def test_gradients_of_a_deep_network_are_those_of_xlas_forms():
     """Its last stage has 64 values a channel, whose norms jaxlib 0.12.0 once computed in place of their input."""
     images, labels = jax.random.normal(jax.random.key(1), (16, 64, 64, 3)), jnp.arange(16) % 10
+    model = build_model("resnet18", num_classes=10, image_size=64, dtype="float32")
+    params, stats = jax.jit(model.init)(jax.random.key(0))
     found = {}
     for kernels in (XLA, ONEDNN):
+
+        def loss(params):
+            logits, _ = model.apply(params, stats, images, train=True)
+            return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(16), labels])
+
         with using_kernels(kernels):
-            model = build_model("resnet18", num_classes=10, image_size=64, dtype="float32")
-            params, stats = jax.jit(model.init)(jax.random.key(0))
-
-            def loss(params, model=model, stats=stats):
-                logits, _ = model.apply(params, stats, images, train=True)
-                return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(16), labels])
-
             found[kernels] = jax.jit(jax.value_and_grad(loss))(params)
     (expected, of_xla), (got, of_onednn) = found[XLA], found[ONEDNN]
     assert float(got) == pytest.approx(float(expected), rel=1e-6)
