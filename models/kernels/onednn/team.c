@@ -1,8 +1,12 @@
 /* The handler of the custom call `feedloop_onednn`, and the team of threads that runs the primitives of oneDNN.
 
-   `handler.py` describes the call and `team.py` says the same in Python, for machines without a compiler; `compiled.py`
+   `handler.py` describes the call and `team.py` does the same in Python, for machines without a compiler; `compiled.py`
    builds this file. Results do not depend on which of them runs, since both run the same tasks. Nothing here calls
-   Python, except `prepare` at the first call of an operation. */
+   Python, except `prepare` at the first call of an operation.
+
+   The team is the thread that XLA calls and the threads of XLA's pool, which the program's other operations use too:
+   these look for work for a moment before they sleep, so they are there at once, and with threads of our own there
+   would be more than cores. None of them has to come: what they do not take the caller runs. */
 
 #include <pthread.h>
 #include <stdint.h>
@@ -44,7 +48,7 @@ typedef struct {
   void (*set_num_threads)(int);
   int (*get_max_threads)(void);
   const Sequence *(*prepare)(const char *text, size_t length, char *message, size_t message_bytes);
-  void **streams; /* one for each thread */
+  void **streams; /* one for each thread that runs tasks; those in use are taken from the end */
   int64_t num_threads;
 } Functions;
 
@@ -73,13 +77,15 @@ static char refusal[MESSAGE_BYTES];
 /* Guards `prepared`. It is held while Python is called, so whoever holds Python's lock must not wait for it, as a fork
    would: `before_fork` leaves it alone. */
 static pthread_mutex_t preparing = PTHREAD_MUTEX_INITIALIZER;
-/* Held while an operation runs: operations share memory objects, the arena and the processor. */
-static pthread_mutex_t one_operation = PTHREAD_MUTEX_INITIALIZER;
-/* Guards `work` and the number of the threads. */
+/* Guards all below; `refusal` is guarded by both. */
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t has_work = PTHREAD_COND_INITIALIZER, is_done = PTHREAD_COND_INITIALIZER;
+/* Signalled when the last task of a phase has ended; and for those who wait, at each phase and when no operation runs. */
+static pthread_cond_t is_done = PTHREAD_COND_INITIALIZER, has_changed = PTHREAD_COND_INITIALIZER;
+/* Whether an operation runs: operations share memory objects, the arena and the processor. */
+static int is_running;
 static Work work;
-static int64_t num_workers;
+static void **free_streams;
+static int64_t num_free;
 
 static char *address_of(const Place *place, const Work *job) {
   switch (place->kind) {
@@ -101,7 +107,9 @@ static int run_task(const Task *task, const Work *job, void *stream) {
 }
 
 /* Run tasks of the current phase until none is left. `guard` is held before and after. */
-static void take_tasks(void *stream) {
+static void take_tasks(void) {
+  if (!num_free) return;
+  void *stream = free_streams[--num_free];
   while (work.phase && work.next < work.phase->num_tasks) {
     const Task *task = &work.phase->tasks[work.next++];
     ++work.running;
@@ -111,27 +119,36 @@ static void take_tasks(void *stream) {
     if (status) work.status = status;
     if (--work.running == 0 && work.next >= work.phase->num_tasks) pthread_cond_signal(&is_done);
   }
+  free_streams[num_free++] = stream;
 }
 
-static void *worker(void *stream) {
+/* What XLA's threads run, possibly long after the phase for which it was asked. */
+static void help(void *unused) {
+  (void)unused;
+  int max_threads = functions.get_max_threads();
   functions.set_num_threads(1);
   pthread_mutex_lock(&guard);
-  for (;;) {
-    take_tasks(stream);
-    pthread_cond_wait(&has_work, &guard);
-  }
-  return NULL;
+  take_tasks();
+  pthread_mutex_unlock(&guard);
+  functions.set_num_threads(max_threads);
 }
 
-static void start_workers(void) {
-  while (num_workers < functions.num_threads - 1) {
-    pthread_t thread;
-    if (pthread_create(&thread, NULL, worker, functions.streams[num_workers + 1])) break;
-    pthread_detach(thread);
-    ++num_workers;
+/* Let so many of XLA's threads help. */
+static void ask_for_help(int64_t number, XLA_FFI_CallFrame *frame) {
+  XLA_FFI_ThreadPool_Schedule_Args arguments = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help,
+                                                NULL};
+  for (int64_t i = 0; i < number; ++i) {
+    XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&arguments);
+    if (!error) continue;
+    XLA_FFI_Error_Destroy_Args destroyed = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+    frame->api->XLA_FFI_Error_Destroy(&destroyed);
+    return;
   }
 }
 
+static int64_t smaller(int64_t one, int64_t other) { return one < other ? one : other; }
+
+/* Run the phases one after the other. `guard` is held before and after. */
 static int run_sequence(const Sequence *sequence, XLA_FFI_CallFrame *frame) {
   if (sequence->arena_bytes > arena_bytes) {
     free(arena);
@@ -141,19 +158,21 @@ static int run_sequence(const Sequence *sequence, XLA_FFI_CallFrame *frame) {
     if (!arena) return 1; /* dnnl_out_of_memory */
     arena_bytes = sequence->arena_bytes;
   }
-  pthread_mutex_lock(&guard);
-  start_workers();
   work.frame = frame, work.arena = arena, work.status = 0;
   for (int64_t i = 0; i < sequence->num_phases && !work.status; ++i) {
     work.phase = &sequence->phases[i], work.next = 0;
-    if (work.phase->num_tasks > 1) pthread_cond_broadcast(&has_work);
-    take_tasks(functions.streams[0]);
+    int64_t helpers = smaller(work.phase->num_tasks, functions.num_threads) - 1;
+    if (helpers > 0) {
+      pthread_cond_broadcast(&has_changed);
+      pthread_mutex_unlock(&guard);
+      ask_for_help(helpers, frame);
+      pthread_mutex_lock(&guard);
+    }
+    take_tasks();
     while (work.running) pthread_cond_wait(&is_done, &guard);
   }
   work.phase = NULL;
-  int status = work.status;
-  pthread_mutex_unlock(&guard);
-  return status;
+  return work.status;
 }
 
 static const Sequence *find(const char *text, size_t length, char *message) {
@@ -171,14 +190,26 @@ static const Sequence *find(const char *text, size_t length, char *message) {
   return sequence;
 }
 
+/* Wait until no operation runs, and meanwhile run tasks of the one that does. `guard` is held before and after. */
+static void wait_for_turn(int helps) {
+  while (is_running) {
+    if (helps) take_tasks();
+    if (is_running) pthread_cond_wait(&has_changed, &guard);
+  }
+}
+
 /* Run a sequence when no other one runs; if operations are refused, write why. */
 static int run_alone(const Sequence *sequence, XLA_FFI_CallFrame *frame, char *message) {
   int max_threads = functions.get_max_threads();
   functions.set_num_threads(1);
-  pthread_mutex_lock(&one_operation);
+  pthread_mutex_lock(&guard);
+  wait_for_turn(1);
+  is_running = 1;
   memcpy(message, refusal, MESSAGE_BYTES);
   int status = *refusal ? 1 : run_sequence(sequence, frame);
-  pthread_mutex_unlock(&one_operation);
+  is_running = 0;
+  pthread_cond_broadcast(&has_changed);
+  pthread_mutex_unlock(&guard);
   functions.set_num_threads(max_threads);
   return status;
 }
@@ -214,35 +245,33 @@ XLA_FFI_Error *feedloop_handle(XLA_FFI_CallFrame *frame) {
 }
 
 static void before_fork(void) {
-  pthread_mutex_lock(&one_operation);
   pthread_mutex_lock(&guard);
+  wait_for_turn(0);
 }
 
-static void after_fork(void) {
-  pthread_mutex_unlock(&guard);
-  pthread_mutex_unlock(&one_operation);
-}
+static void after_fork(void) { pthread_mutex_unlock(&guard); }
 
-/* The child has none of the threads: it runs operations alone, and starts threads of its own at the next one. */
+/* The child has none of the threads. */
 static void in_child(void) {
-  num_workers = 0;
   pthread_mutex_init(&preparing, NULL);
-  pthread_cond_init(&has_work, NULL);
   pthread_cond_init(&is_done, NULL);
+  pthread_cond_init(&has_changed, NULL);
   after_fork();
 }
 
 /* Set what the handler calls; once per process, before the handler is registered. */
 void feedloop_set_up(const Functions *given) {
   functions = *given;
+  free_streams = functions.streams, num_free = functions.num_threads;
   pthread_atfork(before_fork, after_fork, in_child);
 }
 
 /* Wait until the operation that is prepared or runs has ended, and fail all later ones with this reason. */
 void feedloop_refuse(const char *reason) {
   pthread_mutex_lock(&preparing);
-  pthread_mutex_lock(&one_operation);
+  pthread_mutex_lock(&guard);
+  wait_for_turn(0);
   strncpy(refusal, reason, MESSAGE_BYTES - 1);
-  pthread_mutex_unlock(&one_operation);
+  pthread_mutex_unlock(&guard);
   pthread_mutex_unlock(&preparing);
 }

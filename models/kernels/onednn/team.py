@@ -1,8 +1,8 @@
 """The team of threads that runs sequences of primitives: in C where a compiler built `team.c`, else in Python.
 
 One sequence runs at a time, whichever threads ask, since sequences share memory objects, the arena and the processor.
-The tasks of a phase go to whichever thread is free: a thread that has to wait for its core takes fewer of them. Threads
-without work sleep.
+The tasks of a phase go to whichever thread is free: a thread that has to wait for its core takes fewer of them. In C
+the threads are those of XLA's pool, in Python threads of its own, which sleep without work.
 """
 
 import ctypes
