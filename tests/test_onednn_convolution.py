@@ -151,6 +151,30 @@ def test_a_large_bfloat16_convolution_in_a_program_is_exact_up_to_rounding():
         problem.check(part, np.asarray(found), exact, sums)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("x", "window", "stride", "calls"),
+    [
+        ((2, 9, 8, 17), (3, 3), 1, 3),
+        ((1, 9, 8, 3), (3, 3), 2, 3),
+        ((2, 9, 10, 32), (7, 7), 1, 5),  # three calls for the gradient of seven columns
+        ((3, 4, 3, 48), (7, 7), 1, 5),  # a kernel larger than the map
+        ((2, 11, 9, 17), (5, 4), 2, 2),  # no fast kernel for this gradient of the kernel
+        ((2, 1, 1, 32), (7, 7), 1, 0),
+        ((2, 9, 8, 16), (3, 3), 3, 3),
+    ],
+)
+def test_a_depthwise_convolution_in_a_program_is_exact_up_to_rounding(x, window, stride, calls, dtype):
+    padding = tuple((size // 2, (size - 1) // 2) for size in window)
+    problem = Problem(x, (*window, 1, x[3]), Geometry((stride, stride), padding), dtype)
+    step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding, groups=x[3]))
+    arguments = problem.x, problem.kernel, problem.gradient
+    assert custom_calls(step, *arguments) == calls
+    exact, sums = problem.expected()
+    for part, found in zip(PARTS, of_kernels("onednn", step, *arguments), strict=True):
+        problem.check(part, np.asarray(found), exact, sums)
+
+
 def test_the_gradients_are_finite_differences():
     """A convolution is linear in each operand, so that a difference over any distance is its derivative."""
     problem = Problem((4, 16, 16, 64), (3, 3, 64, 64), Geometry((1, 1), SAME), "float32")
@@ -195,11 +219,17 @@ def test_a_wide_convolution_stays_xlas():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("x", "kernel", "stride"), [((19, 8, 8, 16), (3, 3, 16, 24), 1), ((6, 15, 15, 8), (1, 1, 8, 64), 2)]
+    ("x", "kernel", "stride"),
+    [
+        ((19, 8, 8, 16), (3, 3, 16, 24), 1),
+        ((6, 15, 15, 8), (1, 1, 8, 64), 2),
+        ((11, 12, 9, 17), (3, 3, 1, 17), 1),
+        ((5, 8, 9, 32), (7, 3, 1, 32), 1),
+    ],
 )
 def test_bits_do_not_depend_on_the_number_of_threads(x, kernel, stride, dtype):
-    margin = kernel[0] // 2
-    problem = Problem(x, kernel, Geometry((stride, stride), ((margin, margin), (margin, margin))), dtype)
+    down, across = kernel[0] // 2, kernel[1] // 2
+    problem = Problem(x, kernel, Geometry((stride, stride), ((down, down), (across, across))), dtype)
     for part in PARTS:
         found = set()
         for num_threads in (1, 2, 3, 16):

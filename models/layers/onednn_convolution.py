@@ -3,11 +3,12 @@
 import math
 
 import jax
+import jax.numpy as jnp
 
 from models.kernels.onednn.convolutions import Convolution, Part
 from models.kernels.onednn.library import load_library
 from models.kernels.onednn.operations import call_operation, has_fast_kernel
-from models.layers.convolution_forms import Geometry, image_size, window_size
+from models.layers.convolution_forms import Geometry, image_size, pad, window_size
 
 # The choice, measured inside `while_loop` on two cores of an AMD EPYC with AVX-512 and its bfloat16, beside other work,
 # with the two interleaved: the speed of oneDNN's kernel divided by that of the form in use without it, forward, by
@@ -40,12 +41,28 @@ from models.layers.convolution_forms import Geometry, image_size, window_size
 #    16×4   256→1024           256   1.07  0.96  0.81      0.91  1.17  1.23
 #    16×2  2048→512             64   0.83  0.65  0.59      1.02  1.00  0.61
 #
+# A depthwise kernel 7×7, CPU time of XLA's forms / of oneDNN's kernels in ms, other work beside:
+#
+#   B×size C        float32                                   bfloat16
+#     8×56  96      20.7 /  3.1   9.3 /  4.5   57.5 / 48.9    11.0 / 2.9   10.8 / 4.0   46.3 / 17.0
+#     8×28 192      ×2.8          ×1.4         ×3.2           ×2.3         ×3.7         ×8.9
+#     8×14 384      ×2.5          ×1.5         ×2.3           ×2.7         ×1.6         ×2.3
+#     8×7  768      ×6.7          ×1.4         ×2.8           ×2.5         ×1.8         ×1.7
+#    16×4  384      ×3.3          ×2.7         ×8.0           ×1.9         ×3.3         ×4.3
+#    16×2  768      ×3.9          ×1.2         ×1.9           ×6.1         ×3.0         ×1.1
+#     8×1  768      ×1.1          ×1.2         ×0.1           ×2.0         ×0.4         ×0.1
+#
+# Its gradient of a depthwise kernel is fast (100 GFLOP/s a core instead of 5 to 8) for up to three columns.
+#
 # Where positions are few, bringing the kernel into oneDNN's layout takes longer than the products. With AMX, which was
 # not there, the kernels in bfloat16 are faster and this takes as long.
 _FEW_POSITIONS = {"float32": 512, "bfloat16": 256}
 _FEW_POSITIONS_1X1_INPUT_GRADIENT = 4097
 _FEW_CHANNELS = 32
 _FEW_CHANNELS_1X1 = 128
+_DEPTHWISE_COLUMNS = 3
+_NONE = (0, 0)
+_DEPTHWISE_KERNELS = "_dw:"
 
 
 def forward(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array | None:
@@ -62,7 +79,31 @@ def input_gradient(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient
 
 def filter_gradient(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> jax.Array | None:
     """Return the gradient with respect to `kernel`, or None if oneDNN has no faster kernel."""
+    if _is_depthwise(x.shape, kernel.shape) and kernel.shape[1] > _DEPTHWISE_COLUMNS:
+        return _filter_gradient_by_columns(geometry, x, kernel, gradient)
     return _call(_operation(Part.FILTER_GRADIENT, geometry, x, kernel, gradient), (x, gradient), kernel)
+
+
+def _filter_gradient_by_columns(
+    geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
+) -> jax.Array | None:
+    """Compute the gradients of as many columns of a depthwise kernel at a time as oneDNN has a fast kernel for."""
+    (kh, kw), stride, (vertical, horizontal) = window_size(kernel), geometry.strides[1], geometry.padding
+    # Nor has it a fast one for a map with fewer rows than the kernel.
+    above, inside = (_NONE, vertical) if x.shape[1] >= kh else (vertical, _NONE)
+    padded = pad(x, (above, horizontal))
+    without = Geometry(geometry.strides, (inside, _NONE))
+    found = []
+    for start in range(0, kw, _DEPTHWISE_COLUMNS):
+        columns = min(_DEPTHWISE_COLUMNS, kw - start)
+        met = padded[:, :, start : start + (gradient.shape[2] - 1) * stride + columns]
+        part = jax.ShapeDtypeStruct((kh, columns, *kernel.shape[2:]), kernel.dtype)
+        found.append(_call(_operation(Part.FILTER_GRADIENT, without, met, part, gradient), (met, gradient), part))
+    return None if any(each is None for each in found) else jnp.concatenate(found, axis=1)
+
+
+def _is_depthwise(x: tuple[int, ...], kernel: tuple[int, ...]) -> bool:
+    return kernel[2] == 1 < x[3]
 
 
 def is_faster(operation: Convolution) -> bool:
@@ -70,7 +111,11 @@ def is_faster(operation: Convolution) -> bool:
     if not load_library().supports(operation.dtype):
         return False
     if operation.kernel[2] != operation.x[3]:
-        return False
+        return (
+            _is_depthwise(operation.x, operation.kernel)
+            and math.prod(operation.y[1:3]) > 1
+            and has_fast_kernel(operation, _DEPTHWISE_KERNELS)
+        )
     positions = math.prod(operation.y[:3])
     return (
         positions >= _FEW_POSITIONS[operation.dtype]
@@ -89,7 +134,11 @@ def _has_faster_input_gradient(operation: Convolution, positions: int) -> bool:
 
 
 def _operation(
-    part: Part, geometry: Geometry, x: jax.Array, kernel: jax.Array, y: jax.Array | jax.ShapeDtypeStruct
+    part: Part,
+    geometry: Geometry,
+    x: jax.Array,
+    kernel: jax.Array | jax.ShapeDtypeStruct,
+    y: jax.Array | jax.ShapeDtypeStruct,
 ) -> Convolution:
     return Convolution(str(part), str(x.dtype), x.shape, kernel.shape, y.shape, *geometry)
 

@@ -78,10 +78,16 @@ def build(operation: Operation) -> Primitives:
         return operation.build(Builder(library))
 
 
-def has_fast_kernel(operation: Operation) -> bool:
-    """Return whether the library has more than its reference code for an operation, which is built for that."""
+def has_fast_kernel(operation: Operation, among: str = "") -> bool:
+    """Return whether the library has more than its reference code for an operation, which is built for that.
+
+    Args:
+        operation: what is computed.
+        among: a part of the names of the implementations that are fast for it.
+    """
     try:
-        return not any(name.startswith(_REFERENCE) for name in build(operation).names)
+        names = build(operation).names
+        return not any(name.startswith(_REFERENCE) for name in names) and any(among in name for name in names)
     except RuntimeError:
         return False
 
