@@ -1,5 +1,7 @@
 """Conversions of bfloat16 by operations on integers, against XLA's own, bit for bit."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,12 @@ import pytest
 
 from models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
 from models.layers.batch_norm import NormGroups, RunningStats, batch_norm, normalising_over, stored_relu
-from models.layers.bfloat16_bits import round_by_bits, widen_by_bits
+from models.layers.bfloat16_bits import read_twice, round_by_bits, widen_by_bits
+from models.layers.gelu import approximate_gelu, gelu
+from models.layers.head import global_average_pool
+from models.layers.layer_norm import layer_norm
+from models.layers.linear import linear
+from models.layers.pooling import max_pool
 from tests.card_forms import use_card_forms
 
 
@@ -75,6 +82,50 @@ def test_the_relu_of_a_sum_and_its_gradients_have_the_same_bits(has_shortcut):
         return y, pullback(gradient)
 
     assert_same_bits(by_both(outcome, x, jnp.flip(x)))
+
+
+def assert_same_bits_forward_and_backward(function, gradient, *operands):
+    def outcome(gradient, *operands):
+        y, pullback = jax.vjp(function, *operands)
+        return y, pullback(gradient)
+
+    assert_same_bits(by_both(outcome, gradient, *operands))
+
+
+@pytest.mark.parametrize("function", [gelu, approximate_gelu])
+def test_activations_and_their_gradients_have_the_same_bits(function):
+    x = each_bfloat16()
+    assert_same_bits_forward_and_backward(function, jnp.roll(x, 12345), x)
+
+
+@pytest.mark.parametrize(("window", "stride", "padding", "size"), [(2, 2, 0, 4), (3, 2, 1, 4), (3, 1, 1, 8)])
+def test_max_pooling_and_its_gradient_have_the_same_bits(window, stride, padding, size):
+    # All numbers beside others, NaNs and equal ones too.
+    x = jnp.stack([each_bfloat16(), jnp.ones(2**16, jnp.bfloat16)], 1).reshape(32, 8, 8, 64)
+    gradient = jnp.roll(each_bfloat16(), 12345)[: 32 * size * size * 64 // 2].repeat(2).reshape(32, size, size, 64)
+    pool = partial(max_pool, window=window, stride=stride, padding=padding)
+    assert_same_bits_forward_and_backward(pool, jnp.where(jnp.isfinite(gradient), gradient, 1), x)
+
+
+def test_layers_over_tokens_and_their_gradients_have_the_same_bits():
+    rng = np.random.default_rng(0)
+    shapes = {"x": (37, 96), "scale": (96,), "bias": (96,), "kernel": (96, 48), "to": (48,), "gradient": (37, 48)}
+    drawn = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    x, gradient = (drawn[name].astype(jnp.bfloat16) for name in ("x", "gradient"))
+    assert_same_bits_forward_and_backward(layer_norm, jnp.flip(x), x, drawn["scale"], drawn["bias"])
+    assert_same_bits_forward_and_backward(linear, gradient, x, drawn["kernel"], drawn["to"])
+    images = x.reshape(37, 8, 4, 3)
+    assert_same_bits_forward_and_backward(global_average_pool, images[:, 1, 1], images)
+
+
+def test_the_gradients_of_two_readers_are_added_with_the_same_bits():
+    x = each_bfloat16()
+
+    def both(x):
+        one, other = read_twice(x)
+        return jnp.stack([one, other])
+
+    assert_same_bits_forward_and_backward(both, jnp.stack([x, jnp.roll(x, 12345)]), x)
 
 
 @pytest.mark.parametrize("relu", [False, True])

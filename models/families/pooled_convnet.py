@@ -24,7 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.layers.batch_norm import RunningStats, batch_norm
+from models.layers.bfloat16_bits import round_by_bits
 from models.layers.convolution import convolution
+from models.layers.gelu import approximate_gelu
 from models.layers.head import dense
 from models.layers.pooling import max_pool
 from models.layers.widening import widen
@@ -33,8 +35,6 @@ from models.model import BatchStats, Params
 LOGIT_SCALE = 0.125
 # The learned bias is multiplied by this, so that under SGD the product changes faster by the square of this factor.
 BIAS_GAIN = 8.0
-# x·sigmoid(1.702·x) approximates GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2).
-SILU_SLOPE = 1.702
 PLACES = (1, 2)
 STEM_SIZE = 2
 MOST_STEM_CHANNELS = 2 * 3 * STEM_SIZE**2
@@ -193,7 +193,7 @@ def _apply_layer(
     """Apply one layer to `x`; return its output and its new batch statistics."""
     kernel = _get(params, (*layer.path, "conv", "kernel")) if layer.learns else jnp.asarray(cosine_kernel(layer.K))
     with jax.named_scope("conv"):
-        x = convolution(x, kernel.astype(x.dtype), stride=1, padding=((layer.margin, layer.margin),) * 2)
+        x = convolution(x, round_by_bits(kernel, x.dtype), stride=1, padding=((layer.margin, layer.margin),) * 2)
     if layer.pool:
         with jax.named_scope("pool"):
             x = max_pool(x, window=2, stride=2, padding=0)
@@ -202,7 +202,7 @@ def _apply_layer(
     with jax.named_scope("norm"):
         x, moved = batch_norm(x, jnp.ones_like(bias), bias, running, train=train)
     with jax.named_scope("act"):
-        return x * jax.nn.sigmoid(SILU_SLOPE * x), {"norm": moved._asdict()}
+        return approximate_gelu(x), {"norm": moved._asdict()}
 
 
 def apply(

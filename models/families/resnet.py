@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from models.layers.batch_norm import RunningStats, batch_norm, stored_relu
+from models.layers.bfloat16_bits import read_twice, round_by_bits
 from models.layers.convolution import convolution
 from models.layers.head import dense, global_average_pool
 from models.layers.pooling import average_pool, max_pool
@@ -239,9 +240,8 @@ def init(net: ResNet, num_classes: int, key: jax.Array) -> tuple[Params, BatchSt
 def _conv(x: jax.Array, params: Params, conv: Conv) -> jax.Array:
     margin = (conv.kernel - 1) // 2
     padding = ((margin, margin), (margin, margin))
-    return convolution(
-        x, params["kernel"].astype(x.dtype), stride=conv.stride, padding=padding, bias=params.get("bias")
-    )
+    kernel = round_by_bits(params["kernel"], x.dtype)
+    return convolution(x, kernel, stride=conv.stride, padding=padding, bias=params.get("bias"))
 
 
 def _norm(
@@ -265,11 +265,11 @@ def _apply_block(
 ) -> tuple[jax.Array, BatchStats]:
     """Apply one block; `pool` is None except in the D variant, there the window of the shortcut's pool."""
     new_stats: BatchStats = {}
-    shortcut = x
+    x, shortcut = read_twice(x)
     if projection is not None:
         conv_path, norm_path = _projection_paths(pool is not None)
         with jax.named_scope("downsample"):
-            shortcut = x if pool is None else average_pool(x, pool)
+            shortcut = shortcut if pool is None else average_pool(shortcut, pool)
             shortcut = _conv(shortcut, params["downsample"][conv_path], projection)
             variables = params["downsample"][norm_path], stats["downsample"][norm_path]
             shortcut, norm_stats = _norm(shortcut, *variables, train)

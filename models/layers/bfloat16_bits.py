@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from models.kernels.choice import ONEDNN, kernels_in_use
 from models.layers.widening import widen
 
-_FRACTION_BITS, _EXPONENT_BITS = 7, 8
+FRACTION_BITS, EXPONENT_BITS = 7, 8
 _LOWER_HALF = np.uint32(16)
 
 
@@ -30,28 +30,41 @@ def converts_by_bits(dtype: DTypeLike) -> bool:
 
 
 def widen_by_bits(x: jax.Array) -> jax.Array:
-    """Return what `widen` returns, with the same derivative."""
+    """Return what `widen` returns; its derivative, a rounding, converts by bits too."""
     return _widened(x) if converts_by_bits(x.dtype) else widen(x)
 
 
 def round_by_bits(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return `x.astype(dtype)`, rounded to the nearest, ties to even, with the same derivative."""
+    """Return `x.astype(dtype)`, rounded to the nearest, ties to even; its derivative converts by bits too."""
     return _rounded(x) if x.dtype == jnp.float32 and converts_by_bits(dtype) else x.astype(dtype)
 
 
-@jax.custom_jvp
+def read_twice(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `x` for each of two readers; beside oneDNN's kernels, the sum of their gradients converts by bits."""
+    return _read_twice(x) if converts_by_bits(x.dtype) else (x, x)
+
+
+@jax.custom_vjp
 def _widened(x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cpu=_widen, default=widen)
 
 
-@jax.custom_jvp
+@jax.custom_vjp
 def _rounded(x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cpu=_round, default=_convert)
 
 
+@jax.custom_vjp
+def _read_twice(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, x
+
+
 # The derivative of an operation on bits is zero, so that a second derivative of a layer would be lost without an error.
-_widened.defjvp(lambda values, tangents: (_widened(*values), widen(*tangents)))
-_rounded.defjvp(lambda values, tangents: (_rounded(*values), _convert(*tangents)))
+_widened.defvjp(lambda x: (_widened(x), None), lambda _, gradient: (_rounded(gradient),))
+_rounded.defvjp(lambda x: (_rounded(x), None), lambda _, gradient: (_widened(gradient),))
+_read_twice.defvjp(
+    lambda x: (_read_twice(x), None), lambda _, gradients: (_rounded(_widened(gradients[0]) + _widened(gradients[1])),)
+)
 
 
 def _convert(x: jax.Array) -> jax.Array:
@@ -64,5 +77,5 @@ def _widen(x: jax.Array) -> jax.Array:
 
 
 def _round(x: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(lax.reduce_precision(x, _EXPONENT_BITS, _FRACTION_BITS), jnp.uint32)
+    bits = lax.bitcast_convert_type(lax.reduce_precision(x, EXPONENT_BITS, FRACTION_BITS), jnp.uint32)
     return lax.bitcast_convert_type((bits >> _LOWER_HALF).astype(jnp.uint16), jnp.bfloat16)

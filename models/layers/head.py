@@ -4,15 +4,16 @@ from functools import partial
 
 import jax
 
-from models.kernels.choice import XLA, kernels_in_use
+from models.kernels.choice import XLA, kernels_in_use, using_kernels
 from models.layers import onednn_product
+from models.layers.bfloat16_bits import round_by_bits, widen_by_bits
 from models.layers.form_derivative import with_derivative_of
-from models.layers.widening import wide_dtype, widen
+from models.layers.widening import wide_dtype
 
 
 def global_average_pool(x: jax.Array) -> jax.Array:
     """Return the mean `[B,C]` of `x [B,H,W,C]` over height and width, in the dtype of `x` but summed in float32."""
-    return widen(x).mean(axis=(1, 2)).astype(x.dtype)
+    return round_by_bits(widen_by_bits(x).mean(axis=(1, 2)), x.dtype)
 
 
 def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
@@ -25,13 +26,14 @@ def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(_: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _product(kernels: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Return `x [B,C] @ kernel [C,K]` in float32.
 
     It has a custom derivative, because an automatic derivative would multiply float32 operands. The first argument
     names the kernels of the derivative.
     """
-    return _contract(x, kernel.astype(x.dtype), 1, 0)
+    with using_kernels(kernels):
+        return _contract(x, round_by_bits(kernel, x.dtype), 1, 0)
 
 
 def _contract(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
@@ -46,9 +48,10 @@ def _product_backward(
     kernels: str, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, kernel = residuals
-    gradient = gradient.astype(x.dtype)
-    x_gradient = _contract(gradient, kernel.astype(x.dtype), 1, 1)
-    return x_gradient.astype(x.dtype), _kernel_gradient(kernels, x, gradient).astype(kernel.dtype)
+    with using_kernels(kernels):
+        gradient = round_by_bits(gradient, x.dtype)
+        x_gradient = _contract(gradient, round_by_bits(kernel, x.dtype), 1, 1)
+        return round_by_bits(x_gradient, x.dtype), _kernel_gradient(kernels, x, gradient).astype(kernel.dtype)
 
 
 def _kernel_gradient(kernels: str, x: jax.Array, gradient: jax.Array) -> jax.Array:

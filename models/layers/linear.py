@@ -2,13 +2,14 @@
 
 import jax
 
+from models.layers.bfloat16_bits import round_by_bits
 from models.layers.head import dense
 
 
 def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     """Return `x [...,C] @ kernel [C,K] + bias [K]` in the dtype of `x`; products and sums are those of `dense`."""
     rows = x.reshape(-1, x.shape[-1])
-    return dense(rows, kernel, bias).astype(x.dtype).reshape(*x.shape[:-1], kernel.shape[1])
+    return round_by_bits(dense(rows, kernel, bias), x.dtype).reshape(*x.shape[:-1], kernel.shape[1])
 
 
 def patch_linear(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:

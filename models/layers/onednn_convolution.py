@@ -93,13 +93,16 @@ def _filter_gradient_by_columns(
     above, inside = (_NONE, vertical) if x.shape[1] >= kh else (vertical, _NONE)
     padded = pad(x, (above, horizontal))
     without = Geometry(geometry.strides, (inside, _NONE))
-    found = []
+    found: list[jax.Array] = []
     for start in range(0, kw, _DEPTHWISE_COLUMNS):
         columns = min(_DEPTHWISE_COLUMNS, kw - start)
         met = padded[:, :, start : start + (gradient.shape[2] - 1) * stride + columns]
         part = jax.ShapeDtypeStruct((kh, columns, *kernel.shape[2:]), kernel.dtype)
-        found.append(_call(_operation(Part.FILTER_GRADIENT, without, met, part, gradient), (met, gradient), part))
-    return None if any(each is None for each in found) else jnp.concatenate(found, axis=1)
+        own = _call(_operation(Part.FILTER_GRADIENT, without, met, part, gradient), (met, gradient), part)
+        if own is None:
+            return None
+        found.append(own)
+    return jnp.concatenate(found, axis=1)
 
 
 def _is_depthwise(x: tuple[int, ...], kernel: tuple[int, ...]) -> bool:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.kernels.choice import kernels_in_use, using_kernels
+from models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
 from models.layers.convolution_forms import Geometry, taps
 from models.layers.stored import stored
 from models.layers.widening import wide_dtype, widen
@@ -31,7 +33,7 @@ def max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1
         raise ValueError(
             f"a {window}×{window} window does not fit into an input of {x.shape[1]}×{x.shape[2]} px; use larger images"
         )
-    return _max_pool(window, stride, padding, x)
+    return _max_pool(kernels_in_use(), window, stride, padding, x)
 
 
 def average_pool(x: jax.Array, window: int) -> jax.Array:
@@ -51,37 +53,59 @@ def average_pool(x: jax.Array, window: int) -> jax.Array:
 
 
 def _shifted(window: int, stride: int, padding: int, x: jax.Array) -> list[jax.Array]:
+    # XLA:CPU converts each operand of each comparison.
+    x = widen_by_bits(x) if converts_by_bits(x.dtype) else x
     lowest = jnp.array(-jnp.inf, x.dtype)
     padded = jax.lax.pad(x, lowest, [(0, 0, 0), (padding, padding, 0), (padding, padding, 0), (0, 0, 0)])
     return taps(padded, (window, window), Geometry((stride, stride), ((0, 0), (0, 0))))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _max_pool(window: int, stride: int, padding: int, x: jax.Array) -> jax.Array:
-    return reduce(jnp.maximum, _shifted(window, stride, padding, x))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _max_pool(kernels: str, window: int, stride: int, padding: int, x: jax.Array) -> jax.Array:
+    with using_kernels(kernels):
+        return round_by_bits(reduce(jnp.maximum, _shifted(window, stride, padding, x)), x.dtype)
 
 
 def _max_pool_forward(
-    window: int, stride: int, padding: int, x: jax.Array
+    kernels: str, window: int, stride: int, padding: int, x: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    with using_kernels(kernels):
+        best, winner = _find_maxima(window, stride, padding, x)
+        # The backward pass needs only the shape of x, so an array without elements is kept.
+        return round_by_bits(best, x.dtype), (winner, jnp.zeros((0, *x.shape[1:3]), x.dtype))
+
+
+def _find_maxima(window: int, stride: int, padding: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the maximum of each window, and its position there as uint8."""
     first, *others = _shifted(window, stride, padding, x)
     best, winner = first, jnp.zeros(first.shape, jnp.uint8)
     for tap, value in enumerate(others, start=1):
         winner = jnp.where(value > best, jnp.uint8(tap), winner)
         best = jnp.maximum(best, value)
-    # The backward pass needs only the shape of x, so an array without elements is kept.
-    return best, (winner, jnp.zeros((0, *x.shape[1:3]), x.dtype))
+    return best, winner
 
 
 def _max_pool_backward(
-    window: int, stride: int, padding: int, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
+    kernels: str,
+    window: int,
+    stride: int,
+    padding: int,
+    residuals: tuple[jax.Array, jax.Array],
+    gradient: jax.Array,
 ) -> tuple[jax.Array]:
+    winner, (_, H, W) = residuals[0], residuals[1].shape
+    with using_kernels(kernels):
+        return (_input_gradient(window, stride, padding, (H, W), winner, gradient),)
+
+
+def _input_gradient(
+    window: int, stride: int, padding: int, size: tuple[int, int], winner: jax.Array, gradient: jax.Array
+) -> jax.Array:
     """Return, for every input position, the sum of the gradients of the windows that have their maximum there.
 
     Along each axis, position r + stride·p is element r of window p, element r + stride of window p - 1, and so on.
     """
-    winner, (_, H, W) = residuals[0], residuals[1].shape
-    B, P, Q, C = gradient.shape
+    (H, W), (B, P, Q, C) = size, gradient.shape
     reach = -(-window // stride)  # windows over a position, along each axis
     height, width = max(-(-(H + padding) // stride), P + reach - 1), max(-(-(W + padding) // stride), Q + reach - 1)
     around = [(0, 0, 0), (reach - 1, height - P, 0), (reach - 1, width - Q, 0), (0, 0, 0)]
@@ -102,10 +126,11 @@ def _max_pool_backward(
             start = (0, reach - 1 - down, reach - 1 - right, 0)
             stop = (B, start[1] + height, start[2] + width, C)
             won, value = (jax.lax.slice(operand, start, stop)[:, :, None, :, None] for operand in (winner, gradient))
-            total += jnp.where(won == tap, value.astype(wide), 0)
-    whole = total.astype(gradient.dtype).reshape(B, height * stride, width * stride, C)
+            total += jnp.where(won == tap, widen_by_bits(value), 0)
+    whole = round_by_bits(total, gradient.dtype).reshape(B, height * stride, width * stride, C)
     # Without the barrier each reader fuses this loop into its own and computes it element by element.
-    return (stored(whole[:, padding : padding + H, padding : padding + W]),)
+    cropped: jax.Array = stored(whole[:, padding : padding + H, padding : padding + W])
+    return cropped
 
 
 _max_pool.defvjp(_max_pool_forward, _max_pool_backward)
