@@ -33,8 +33,8 @@ _LARGE_KERNEL = 2**15
 _CHANNEL_BLOCK = 192
 # A filter gradient is the sum of the sums of so many tasks, whatever the number of threads, so that the result is the
 # same on any number of them. Each sum is one more array to write and to read, which takes a tenth of the time of its
-# products if these are over so many positions. Sums over a single image are slow: with eight images of 56 px, four tasks
-# of two took 0.84 to 0.95 of the time of eight.
+# products if these are over so many positions. Sums over a single image are slow: with eight images of 56 px, four
+# tasks of two took 0.86 to 0.93 of the time of eight.
 _POSITIONS_PER_SUM = 1024
 _IMAGES_PER_SUM = 2
 _MOST_SUMS = 16
