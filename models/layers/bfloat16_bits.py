@@ -8,6 +8,9 @@ values in the cache, µs with XLA's conversions / with these:
     selection by the sign of another        534 / 21        batch norm without, forward         95 / 37
     sum of two                               64 / 13        batch norm with ReLU, backward      61 / 57
 
+Forward and backward passes on two cores beside other work, processor time with XLA's conversions / with these: 2×2
+max-pooling ×4.1, 3×3 ×4.1, two ReLUs and a fork ×2.9, GELU ×1.9, layer norm ×1.3.
+
 With XLA's kernels, programs stay what they were.
 """
 
@@ -20,7 +23,7 @@ from jax.typing import DTypeLike
 from models.kernels.choice import ONEDNN, kernels_in_use
 from models.layers.widening import widen
 
-FRACTION_BITS, EXPONENT_BITS = 7, 8
+_FRACTION_BITS, _EXPONENT_BITS = 7, 8
 _LOWER_HALF = np.uint32(16)
 
 
@@ -77,5 +80,5 @@ def _widen(x: jax.Array) -> jax.Array:
 
 
 def _round(x: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(lax.reduce_precision(x, EXPONENT_BITS, FRACTION_BITS), jnp.uint32)
+    bits = lax.bitcast_convert_type(lax.reduce_precision(x, _EXPONENT_BITS, _FRACTION_BITS), jnp.uint32)
     return lax.bitcast_convert_type((bits >> _LOWER_HALF).astype(jnp.uint16), jnp.bfloat16)
