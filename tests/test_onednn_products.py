@@ -14,7 +14,8 @@ from models.kernels.onednn.handler import TARGET
 from models.kernels.onednn.library import Isa, load_library
 from models.kernels.onednn.operations import prepare, text_of
 from models.kernels.onednn.primitives import Builder
-from models.kernels.onednn.products import Product
+from models.kernels.onednn.products import BatchedProduct, Product
+from models.layers.attention import self_attention
 from models.layers.head import dense
 from tests.direct_operations import DTYPES, normal, python_team
 
@@ -46,6 +47,56 @@ def test_the_work_of_a_product_is_counted():
     assert operation_products(operation) == 190 * 96 * 130
 
 
+def batched(dtype, size, x_axis, y_axis):
+    """Operands of products of matrices, and the products and the sums of their sizes in float64."""
+    matrices, rows, depth, columns = size
+    x = normal(0, (matrices, rows, depth) if x_axis == 2 else (matrices, depth, rows), dtype)
+    y = normal(1, (matrices, columns, depth) if y_axis == 2 else (matrices, depth, columns), dtype)
+    wide = x.astype(np.float64), y.astype(np.float64)
+    factors = wide[0] if x_axis == 2 else wide[0].swapaxes(1, 2), wide[1].swapaxes(1, 2) if y_axis == 2 else wide[1]
+    return x, y, factors[0] @ factors[1], np.abs(factors[0]) @ np.abs(factors[1])
+
+
+def run_batched(operation, x, y, library=None):
+    library = library or load_library()
+    with library.one_thread():
+        primitives = operation.build(Builder(library))
+    rows, columns = x.shape[3 - operation.x_axis], y.shape[3 - operation.y_axis]
+    found = np.full((len(x), rows, columns), np.nan, jnp.dtype(operation.result_dtype))
+    python_team().run(primitives, [x.ctypes.data, y.ctypes.data], [found.ctypes.data])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+)
+@pytest.mark.parametrize(("x_axis", "y_axis"), [(2, 2), (2, 1), (1, 1), (1, 2)])
+@pytest.mark.parametrize("size", [(1, 1, 1, 1), (3, 5, 17, 3), (7, 65, 16, 65), (70, 33, 129, 40)])
+def test_each_form_of_a_batch_of_products_is_exact_up_to_rounding(size, x_axis, y_axis, dtype, result):
+    x, y, exact, sums = batched(dtype, size, x_axis, y_axis)
+    operation = BatchedProduct(dtype, x.shape, y.shape, x_axis, y_axis, result)
+    found = run_batched(operation, x, y)
+    # Each product and addition rounds by at most 2⁻²⁴ of a partial sum, and a bfloat16 (eight bits) by 2⁻⁸.
+    bound = (size[2] + 1) * 2.0**-24 * sums
+    if result == "bfloat16":
+        bound = bound * (1 + 2.0**-8) + 2.0**-8 * np.abs(exact)
+    assert (np.abs(found.astype(np.float64) - exact) <= bound).all()
+    assert operation_products(json.loads(text_of(operation))) == np.prod(size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_batch_of_products_do_not_depend_on_the_number_of_threads(dtype):
+    x, y, _, _ = batched(dtype, (70, 65, 64, 65), 2, 2)
+    operation = BatchedProduct(dtype, x.shape, y.shape, 2, 2, "float32")
+    libraries = (replace(load_library(), num_threads=number) for number in (1, 2, 3, 64))
+    assert len({run_batched(operation, x, y, library).tobytes() for library in libraries}) == 1
+
+
+def attention_gradients(qkv, gradient):
+    attended, pullback = jax.vjp(lambda qkv: self_attention(qkv, 3), qkv)
+    return attended, pullback(gradient)[0]
+
+
 def gradients(x, kernel, bias, gradient):
     return jax.vjp(dense, x, kernel, bias)[1](gradient)
 
@@ -73,6 +124,21 @@ def test_the_gradients_of_a_dense_layer_are_xlas(dtype, K, calls):
         # The same rounded operands, in another order of the float32 sums.
         atol = 1e-5 * np.abs(np.asarray(reference, np.float32)).max()
         np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(reference, np.float32), rtol=0, atol=atol)
+
+
+@needs_isa
+@pytest.mark.parametrize(("dtype", "tokens", "calls"), [("float32", 17, 6), ("bfloat16", 17, 6), ("bfloat16", 101, 2)])
+def test_attention_and_its_gradients_are_xlas(dtype, tokens, calls):
+    qkv, gradient = normal(0, (2, tokens, 9 * 16), dtype), normal(1, (2, tokens, 3 * 16), dtype)
+    found_calls, ours = of_kernels("onednn", attention_gradients, qkv, gradient)
+    none, wanted = of_kernels("xla", attention_gradients, qkv, gradient)
+    assert (found_calls, none) == (calls, 0)
+    # Other orders of float32 sums; in bfloat16 they may round a weight, and then the result, to a neighbour.
+    tolerance = 1e-5 if dtype == "float32" else 2.0**-7
+    for found, reference in zip(ours, wanted, strict=True):
+        assert found.dtype == reference.dtype
+        found, reference = (np.asarray(each, np.float32) for each in (found, reference))
+        np.testing.assert_allclose(found, reference, rtol=0, atol=tolerance * np.abs(reference).max())
 
 
 @needs_isa

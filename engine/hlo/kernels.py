@@ -38,6 +38,8 @@ def operation_products(operation: Mapping[str, Any]) -> int:
     """Return the multiply-accumulates of an operation, those with padding left out; 0 for one that has none."""
     if operation.get("kind") == "product":
         return int(math.prod(operation["x"]) * operation["y"][1 - operation["y_axis"]])
+    if operation.get("kind") == "batched product":
+        return int(math.prod(operation["x"]) * operation["y"][3 - operation["y_axis"]])
     if operation.get("kind") != "convolution":
         return 0
     images, height, width, _ = operation["x"]

@@ -1,13 +1,14 @@
-"""The matrix products of a dense layer by oneDNN's kernels, where these are faster than XLA's."""
+"""The matrix products of dense layers and of attention by oneDNN's kernels, where these are faster than XLA's."""
 
 import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from models.kernels.onednn.library import load_library
 from models.kernels.onednn.operations import call_operation
-from models.kernels.onednn.products import Product
+from models.kernels.onednn.products import BatchedProduct, Product
 
 # Measured in a loop on two cores with AVX-512 and bfloat16 but without AMX, beside other work: GFLOP per second of
 # processor time, XLA / oneDNN, medians of interleaved runs (jaxlib 0.12.0.1). Forward products and gradients by input
@@ -18,6 +19,13 @@ from models.kernels.onednn.products import Product
 #     float32                     178 / 203        96 / 190     109 / 190       171 / 186         65 / 73       29 / 4
 #     bfloat16                    184 / 322        92 / 290     117 / 232       173 / 386         74 / 191      37 / 3
 _FEWEST_MULTIPLICATIONS = 2**21
+# Attention: the speed of oneDNN's products divided by that of XLA's, by processor time, other work beside. Products are
+# Q·Kᵀ, P·V and dSᵀ·Q of M matrices; N tokens, d channels.
+#
+#   M, N, d                 48, 197, 64       384, 197, 64      24, 65, 64        48, 17, 64        192, 17, 32
+#     float32             1.0  1.5  1.0     0.9  0.8  0.9     1.4  1.4  1.4     2.2  4.9  2.8     1.9  1.9  3.5
+#     bfloat16            1.1  1.2  2.2     0.8  1.2  1.9     1.3  2.0  3.0     1.9  2.6  2.9     1.5  2.1  3.7
+_MOST_TOKENS = 100
 
 
 def has_faster_kernel(x: jax.Array, gradient: jax.Array) -> bool:
@@ -32,3 +40,17 @@ def kernel_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:
     return call_operation(operation, [jax.ShapeDtypeStruct((x.shape[1], gradient.shape[1]), jnp.float32)], x, gradient)[
         0
     ]
+
+
+def has_faster_batch(x: jax.Array, x_axis: int) -> bool:
+    """Return whether `batch` is faster here than XLA's products of matrices with as many rows or columns as tokens."""
+    is_short = max(x.shape[1:]) <= _MOST_TOKENS
+    sums_tokens = x.dtype == jnp.bfloat16 and x_axis == 1
+    return (is_short or sums_tokens) and load_library().supports(str(x.dtype))
+
+
+def batch(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, dtype: DTypeLike) -> jax.Array:
+    """Return the products of the matrices of `x [M,·,·]` and `y [M,·,·]`, summed over an axis of both, as `dtype`."""
+    operation = BatchedProduct(str(x.dtype), x.shape, y.shape, x_axis, y_axis, jnp.dtype(dtype).name)
+    shape = x.shape[0], x.shape[3 - x_axis], y.shape[3 - y_axis]
+    return call_operation(operation, [jax.ShapeDtypeStruct(shape, dtype)], x, y)[0]

@@ -12,7 +12,7 @@ from models.kernels.onednn.convolutions import Convolution
 from models.kernels.onednn.handler import call
 from models.kernels.onednn.library import load_library
 from models.kernels.onednn.primitives import Builder, Primitives
-from models.kernels.onednn.products import Product
+from models.kernels.onednn.products import BatchedProduct, Product
 
 
 class Operation(Protocol):
@@ -32,7 +32,7 @@ class Operation(Protocol):
 
 
 _REFERENCE = "ref"
-_KINDS: dict[str, type[Any]] = {each.kind: each for each in (Convolution, Product)}
+_KINDS: dict[str, type[Any]] = {each.kind: each for each in (Convolution, Product, BatchedProduct)}
 
 
 def text_of(operation: Operation) -> str:
