@@ -165,7 +165,8 @@ def test_a_large_bfloat16_convolution_in_a_program_is_exact_up_to_rounding():
     ],
 )
 def test_a_depthwise_convolution_in_a_program_is_exact_up_to_rounding(x, window, stride, calls, dtype):
-    padding = tuple((size // 2, (size - 1) // 2) for size in window)
+    (top, bottom), (left, right) = ((size // 2, (size - 1) // 2) for size in window)
+    padding = (top, bottom), (left, right)
     problem = Problem(x, (*window, 1, x[3]), Geometry((stride, stride), padding), dtype)
     step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding, groups=x[3]))
     arguments = problem.x, problem.kernel, problem.gradient
