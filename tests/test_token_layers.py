@@ -25,7 +25,7 @@ def normal(seed, shape):
 def test_gelu_is_exact_from_end_to_end():
     x = np.linspace(-12, 12, 2001, dtype=np.float32)
     # 1 + erf has an absolute error of about 1e-7, which is multiplied by x.
-    np.testing.assert_allclose(gelu(x), numpy_gelu(x.astype(np.float64)), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(gelu(jnp.asarray(x)), numpy_gelu(x.astype(np.float64)), rtol=0, atol=2e-6)
     step = 1e-5
     wanted = (numpy_gelu(x.astype(np.float64) + step) - numpy_gelu(x.astype(np.float64) - step)) / (2 * step)
     np.testing.assert_allclose(jax.vmap(jax.grad(gelu))(x), wanted, rtol=0, atol=2e-6)
