@@ -60,7 +60,7 @@ def contexts_of(recipe):
 
 
 def test_the_standard_recipes_exist():
-    assert {"cifar-200", "cifar-fast", "cifar-gpu", "demo"} <= set(NAMES)
+    assert {"cifar-200", "cifar-cpu", "cifar-fast", "cifar-gpu", "demo"} <= set(NAMES)
     assert {"imagenet-16", "imagenet-90", "imagenet-large"} <= set(NAMES)
     assert list(NAMES) == sorted(path.stem for path in FOLDER.glob("*.toml"))
 
@@ -99,9 +99,12 @@ def test_name_and_summary_say_what_the_settings_do(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_are_of_the_way_of_training_alone(name):
-    settings = load_recipe(name).settings
+    recipe = load_recipe(name)
+    settings = recipe.settings
     assert TrainConfig.from_json(settings).to_json() == TrainConfig().to_json() | settings
-    assert not set(settings) & {"data", "seed", "run_dir", "precision", "prefetch", "reader_threads", "transport"}
+    assert not set(settings) & {"data", "seed", "run_dir", "kernels", "prefetch", "reader_threads", "transport"}
+    # The precision is chosen for the device, except in a recipe that is about it.
+    assert settings.get("precision") == ("bfloat16" if "bfloat16" in recipe.summary else None)
 
 
 @pytest.mark.parametrize("name", NAMES)
