@@ -14,7 +14,7 @@ import numpy as np
 
 from models.kernels.onednn.library import load_library
 from models.kernels.onednn.operations import prepare, text_of
-from models.kernels.onednn.products import Product
+from models.kernels.onednn.products import BatchedProduct, Product
 from models.kernels.onednn.team import PythonTeam
 from models.layers.convolution_forms import Geometry
 from tests.direct_operations import DTYPES, PARTS, Problem, normal
@@ -36,6 +36,8 @@ PROBLEMS = [
     ((2, 19, 17, 3), (7, 7, 3, 64), (2, 2), ((3, 3), (3, 3))),
 ]
 PRODUCTS = [(3, 17, 5), (37, 129, 33), (64, 128, 96), (130, 64, 10)]
+# Matrices, rows, depth and columns; the last one is split into tasks.
+BATCHES = [(1, 1, 1, 1), (3, 5, 17, 3), (7, 65, 16, 65), (70, 33, 129, 40)]
 
 
 class Guarded:
@@ -106,12 +108,23 @@ def run_products(dtype: str, at_end: bool) -> int:
     return 4 * len(PRODUCTS)
 
 
+def run_batches(dtype: str, at_end: bool) -> int:
+    for matrices, rows, depth, columns in BATCHES:
+        for x_axis, y_axis in ((2, 2), (2, 1), (1, 1), (1, 2)):
+            x = normal(0, (matrices, rows, depth) if x_axis == 2 else (matrices, depth, rows), dtype)
+            y = normal(1, (matrices, columns, depth) if y_axis == 2 else (matrices, depth, columns), dtype)
+            like = np.full((matrices, rows, columns), np.nan, x.dtype)
+            operation = BatchedProduct(dtype, x.shape, y.shape, x_axis, y_axis, dtype)
+            assert np.isfinite(run_guarded(operation, (x, y), like, at_end).astype(np.float32)).all()
+    return 4 * len(BATCHES)
+
+
 def main() -> None:
     faulthandler.enable()
     num_runs = 0
     for dtype in DTYPES:
         for at_end in (True, False):
-            num_runs += run_convolutions(dtype, at_end) + run_products(dtype, at_end)
+            num_runs += sum(run(dtype, at_end) for run in (run_convolutions, run_products, run_batches))
     print(num_runs)
 
 
