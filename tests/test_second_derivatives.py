@@ -10,9 +10,12 @@ import pytest
 from models.kernels import ONEDNN, XLA, using_kernels
 from models.kernels.onednn.handler import TARGET
 from models.kernels.onednn.library import Isa
+from models.layers.attention import self_attention
 from models.layers.batch_norm import RunningStats, batch_norm, stored_relu
 from models.layers.convolution import convolution
+from models.layers.gelu import gelu
 from models.layers.head import dense
+from models.layers.pooling import max_pool
 from tests.direct_operations import normal
 from tests.kernels import needs_instructions
 
@@ -22,6 +25,15 @@ pytestmark = needs_instructions(Isa.AVX512_BF16)
 def norm(x, *, train):
     running = RunningStats(jnp.zeros(16), jnp.ones(16))
     return batch_norm(x, jnp.array(normal(1, (16,))), jnp.array(normal(2, (16,))), running, train=train, relu=True)[0]
+
+
+def attention(qkv):
+    return self_attention(qkv, num_heads=3)
+
+
+def pool(x):
+    # Windows that do not overlap: XLA may leave out the roundings between sums of bfloat16 numbers.
+    return max_pool(x, window=2, stride=2, padding=0)
 
 
 def penalty_gradient(layer, *operands):
@@ -39,6 +51,7 @@ def penalty_gradient(layer, *operands):
 
 
 IMAGES = (4, 16, 15, 16)
+TOKENS = (2, 5, 36)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +61,9 @@ IMAGES = (4, 16, 15, 16)
         pytest.param(partial(dense, bias=jnp.float32(0)), "float32", ((128, 256), (256, 100)), True, id="dense layer"),
         pytest.param(partial(norm, train=True), "bfloat16", (IMAGES,), False, id="norm"),
         pytest.param(partial(norm, train=False), "bfloat16", (IMAGES,), False, id="norm in evaluation"),
+        pytest.param(gelu, "bfloat16", (IMAGES,), False, id="GELU"),
+        pytest.param(pool, "bfloat16", (IMAGES,), False, id="max-pooling"),
+        pytest.param(attention, "float32", (TOKENS,), True, id="attention"),
         pytest.param(stored_relu, "bfloat16", (IMAGES, IMAGES), False, id="residual sum"),
     ],
 )
@@ -63,3 +79,20 @@ def test_second_derivatives_are_those_of_xlas_forms(layer, dtype, shapes, has_ca
         assert np.abs(expected).max() > 1
         # Sums of float32 in another order, or the same bits.
         np.testing.assert_allclose(own, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_hessian_is_multiplied_by_a_vector_in_forward_mode():
+    """Attention keeps no layer in its forward pass whose derivative exists in reverse mode only."""
+    qkv, vector = normal(0, TOKENS), normal(1, TOKENS)
+
+    def product(qkv, vector):
+        return jax.jvp(jax.grad(lambda qkv: (attention(qkv) ** 2).sum()), (qkv,), (vector,))[1]
+
+    found = {}
+    for kernels in (XLA, ONEDNN):
+        with using_kernels(kernels):
+            lowered = jax.jit(product).lower(qkv, vector)
+            assert (TARGET in lowered.as_text()) == (kernels == ONEDNN)
+            found[kernels] = np.asarray(lowered.compile()(qkv, vector))
+    # Sums of float32 in another order.
+    np.testing.assert_allclose(found[ONEDNN], found[XLA], rtol=0, atol=1e-5 * np.abs(found[XLA]).max())
