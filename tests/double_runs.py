@@ -33,6 +33,7 @@ def trained(norms, number):
 
 def main(folder):
     jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_disable_most_optimizations", True)  # compiles faster
     jax.config.update("jax_num_cpu_devices", max(number for _, number in RUNS))
     losses = {}
     for norms, number in RUNS:

@@ -100,10 +100,10 @@ result = train(config, **parts)
 report = replay_run(run, from_step=0, **parts)
 print(json.dumps([result.losses.tolist(), str(report)]))
 """
-    # The replay needs the larger of both numbers from the beginning.
-    found_losses, report = json.loads(
-        in_process("-c", f"import jax; jax.config.update('jax_num_cpu_devices', 4)\n{program}").splitlines()[-1]
-    )
+    # The replay needs the larger of both numbers from the beginning, and the optimiser as in `tests/device_runs.py`.
+    jax_settings = {"jax_num_cpu_devices": 4, "jax_disable_most_optimizations": True}
+    start = f"import jax\nfor setting in {jax_settings}.items(): jax.config.update(*setting)"
+    found_losses, report = json.loads(in_process("-c", f"{start}\n{program}").splitlines()[-1])
     assert report.startswith("the same bits: 10 losses")
     losses = [json.loads(line) for line in (tmp_path / "run/loss.jsonl").read_text().splitlines()]
     assert [each["step"] for each in losses] == list(range(1, 11))

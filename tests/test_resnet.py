@@ -14,6 +14,8 @@ from models.families.resnet import ResNet
 from models.registry import build_model, find_network, model_names
 from tests.card_forms import use_card_forms
 
+pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
+
 
 def normal(seed, shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
