@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from models.kernels.onednn.convolutions import Convolution, Part
+from models.kernels.onednn.convolutions import Convolution, Part, padding_of_product
 from models.kernels.onednn.library import load_library
 from models.kernels.onednn.operations import prepare, text_of
 from models.kernels.onednn.primitives import Primitives
@@ -14,7 +14,7 @@ from models.kernels.onednn.team import PythonTeam
 from models.layers.convolution_forms import Geometry
 
 DTYPES = ("float32", "bfloat16")
-PARTS = tuple(Part)
+PARTS = (Part.FORWARD, Part.INPUT_GRADIENT, Part.FILTER_GRADIENT)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
@@ -38,22 +38,41 @@ class Problem:
         self.x, self.kernel = normal(0, x, dtype), normal(1, kernel, dtype)
         self.gradient = normal(2, (x[0], P, Q, kernel[3]), dtype)
 
+        self.product_padding = padding_of_product(x, self.gradient.shape, *geometry)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of a convolution, and the one that it has only without groups."""
+        return (*PARTS, Part.FILTER_GRADIENT_BY_PRODUCT) if self.groups == 1 else PARTS
+
     def operation(self, part: Part) -> Convolution:
-        shapes = self.x.shape, self.kernel.shape, self.gradient.shape
-        return Convolution(str(part), self.dtype, *shapes, *self.geometry)
+        x, padding = self.x, self.geometry.padding
+        if part == Part.FILTER_GRADIENT_BY_PRODUCT:
+            x, padding = self._padded(), self.product_padding
+        shapes = x.shape, self.kernel.shape, self.gradient.shape
+        return Convolution(str(part), self.dtype, *shapes, self.geometry.strides, padding)
+
+    def _padded(self) -> np.ndarray:
+        return np.pad(self.x, ((0, 0), *self.product_padding, (0, 0)))
 
     def operands(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
+        if part == Part.FILTER_GRADIENT_BY_PRODUCT:
+            return self._padded(), self.gradient
         return {
             Part.FORWARD: (self.x, self.kernel),
             Part.INPUT_GRADIENT: (self.gradient, self.kernel),
             Part.FILTER_GRADIENT: (self.x, self.gradient),
         }[part]
 
+    def result_dtype(self, part: Part) -> np.dtype:
+        return np.dtype(np.float32) if part == Part.FILTER_GRADIENT_BY_PRODUCT else self.x.dtype
+
     def result_shape(self, part: Part) -> tuple[int, ...]:
         return {
             Part.FORWARD: self.gradient.shape,
             Part.INPUT_GRADIENT: self.x.shape,
             Part.FILTER_GRADIENT: self.kernel.shape,
+            Part.FILTER_GRADIENT_BY_PRODUCT: self.kernel.shape,
         }[part]
 
     def num_terms(self, part: Part) -> int:
@@ -64,6 +83,7 @@ class Problem:
             Part.FORWARD: kh * kw * C,
             Part.INPUT_GRADIENT: kh * kw * K // self.groups,
             Part.FILTER_GRADIENT: B * P * Q,
+            Part.FILTER_GRADIENT_BY_PRODUCT: B * P * Q,
         }[part]
 
     def expected(self) -> tuple[dict[Part, np.ndarray], dict[Part, np.ndarray]]:
@@ -86,13 +106,18 @@ class Problem:
             of_kernel[:, i, j] = taps.reshape(rows[0]).swapaxes(1, 2) @ gradients.reshape(rows[1])
         (top, _), (left, _) = self.geometry.padding
         of_x = _joined(of_padded)[:, top:, left:][:, : x.shape[1], : x.shape[2]]
-        return {Part.FORWARD: _joined(y), Part.INPUT_GRADIENT: of_x, Part.FILTER_GRADIENT: _joined(of_kernel)}
+        return {
+            Part.FORWARD: _joined(y),
+            Part.INPUT_GRADIENT: of_x,
+            Part.FILTER_GRADIENT: _joined(of_kernel),
+            Part.FILTER_GRADIENT_BY_PRODUCT: _joined(of_kernel),
+        }
 
     def check(self, part: Part, found: np.ndarray, exact: dict[Part, np.ndarray], sums: dict[Part, np.ndarray]) -> None:
         """Assert that a result is a float32 sum of the products in any order, rounded once to the dtype."""
         # Each product and addition rounds by at most 2⁻²⁴ of a partial sum, and a bfloat16 (eight bits) by 2⁻⁸.
         bound = (self.num_terms(part) + 1) * 2.0**-24 * sums[part]
-        if self.dtype == "bfloat16":
+        if self.result_dtype(part) == jnp.bfloat16:
             bound = bound * (1 + 2.0**-8) + 2.0**-8 * np.abs(exact[part])
         error = np.abs(found.astype(np.float64) - exact[part])
         assert np.isfinite(error).all(), self.operation(part)
@@ -113,18 +138,22 @@ def python_team() -> PythonTeam:
     return PythonTeam(load_library())
 
 
-def run_directly(operation: Any, operands: tuple[np.ndarray, ...], *shapes: tuple[int, ...]) -> list[np.ndarray]:
-    """Run an operation as a program would; results have the dtype of the first operand and are NaN beforehand."""
-    return run_primitives(prepare(text_of(operation)), operands, *shapes)
+def run_directly(
+    operation: Any, operands: tuple[np.ndarray, ...], *shapes: tuple[int, ...], dtype: Any = None
+) -> list[np.ndarray]:
+    """Run an operation as a program would; see `run_primitives`."""
+    return run_primitives(prepare(text_of(operation)), operands, *shapes, dtype=dtype)
 
 
 def run_primitives(
-    primitives: Primitives, operands: tuple[np.ndarray, ...], *shapes: tuple[int, ...]
+    primitives: Primitives, operands: tuple[np.ndarray, ...], *shapes: tuple[int, ...], dtype: Any = None
 ) -> list[np.ndarray]:
-    results = [np.full(shape, np.nan, operands[0].dtype) for shape in shapes]
+    """Run primitives; results have this dtype, or that of the first operand, and are NaN beforehand."""
+    results = [np.full(shape, np.nan, dtype or operands[0].dtype) for shape in shapes]
     python_team().run(primitives, [each.ctypes.data for each in operands], [each.ctypes.data for each in results])
     return results
 
 
 def run_part(problem: Problem, part: Part) -> np.ndarray:
-    return run_directly(problem.operation(part), problem.operands(part), problem.result_shape(part))[0]
+    shape, dtype = problem.result_shape(part), problem.result_dtype(part)
+    return run_directly(problem.operation(part), problem.operands(part), shape, dtype=dtype)[0]

@@ -17,7 +17,7 @@ from models.kernels.onednn.operations import prepare, text_of
 from models.kernels.onednn.products import BatchedProduct, Product
 from models.kernels.onednn.team import PythonTeam
 from models.layers.convolution_forms import Geometry
-from tests.direct_operations import DTYPES, PARTS, Problem, normal
+from tests.direct_operations import DTYPES, Problem, normal
 
 # XLA's buffers begin at multiples of this; a vector that is read whole may end up to there, but never on another page.
 ALIGNED = 64
@@ -87,14 +87,16 @@ def run_guarded(operation: Any, operands: tuple[np.ndarray, ...], like: np.ndarr
 
 
 def run_convolutions(dtype: str, at_end: bool) -> int:
+    num_runs = 0
     for shape, kernel, strides, padding in PROBLEMS:
         problem = Problem(shape, kernel, Geometry(strides, padding), dtype)
         exact, sums = problem.expected()
-        for part in PARTS:
-            like = np.full(problem.result_shape(part), np.nan, problem.x.dtype)
+        for part in problem.parts:
+            like = np.full(problem.result_shape(part), np.nan, problem.result_dtype(part))
             found = run_guarded(problem.operation(part), problem.operands(part), like, at_end)
             problem.check(part, found, exact, sums)
-    return len(PROBLEMS) * len(PARTS)
+            num_runs += 1
+    return num_runs
 
 
 def run_products(dtype: str, at_end: bool) -> int:

@@ -1,5 +1,6 @@
 """Calls of oneDNN's kernels in compiled programs are found, named and counted."""
 
+import json
 from functools import partial
 
 import jax
@@ -16,9 +17,12 @@ from engine.runtime.slow_operations import find_slow_operations
 from engine.scopes import parse_op_name
 from models import convolution
 from models.kernels import ONEDNN, using_kernels
+from models.kernels.onednn.convolutions import Part
 from models.kernels.onednn.handler import TARGET
+from models.kernels.onednn.operations import text_of
 from models.layers.chosen_forms import FILTER_GRADIENT, FORWARD, INPUT_GRADIENT, chosen_forms
 from models.layers.convolution_forms import Geometry
+from tests.direct_operations import Problem
 from tests.kernels import needs_onednn, onednn_for_all_shapes
 
 B, SIZE, C, K, STRIDE = 32, 11, 4, 6, 2
@@ -92,6 +96,7 @@ def test_groups_and_odd_windows_are_counted_without_padding():
     )
     operation = {
         "kind": "convolution",
+        "part": "forward",
         "x": x.shape,
         "kernel": kernel.shape,
         "y": y.shape,
@@ -99,6 +104,16 @@ def test_groups_and_odd_windows_are_counted_without_padding():
         "padding": padding,
     }
     assert operation_products(operation) == int(y.sum())
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_an_input_that_has_its_padding_already_is_counted_without_it(stride):
+    problem = Problem((2, 5, 9, 4), (3, 2, 4, 6), Geometry((stride, stride), ((2, 0), (0, 1))), "bfloat16")
+    whole, by_product = (
+        json.loads(text_of(problem.operation(part))) for part in (Part.FILTER_GRADIENT, Part.FILTER_GRADIENT_BY_PRODUCT)
+    )
+    assert whole["x"] != by_product["x"]
+    assert operation_products(whole) == operation_products(by_product)
 
 
 def test_what_has_no_products_or_cannot_be_read_counts_nothing():

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from models.families.convnext import ConvNeXt
 from models.kernels import MissingKernelsError, using_kernels
+from models.kernels.onednn.convolutions import Part
 from models.kernels.onednn.handler import TARGET
 from models.kernels.onednn.library import load_library
 from models.kernels.onednn.primitives import Builder
@@ -52,7 +53,7 @@ def check(x, kernel, geometry, dtypes=DTYPES):
     for dtype in dtypes:
         problem = Problem(x, kernel, geometry, dtype)
         exact, sums = problem.expected()
-        for part in PARTS:
+        for part in problem.parts:
             problem.check(part, run_part(problem, part), exact, sums)
 
 
@@ -140,11 +141,22 @@ def test_a_convolution_in_a_program_is_that_of_xlas_forms(shape, window, stride,
         np.testing.assert_allclose(found, reference, rtol=0, atol=1e-5 * np.abs(reference).max())
 
 
-def test_a_large_bfloat16_convolution_in_a_program_is_exact_up_to_rounding():
-    problem = Problem((4, 16, 16, 64), (3, 3, 64, 64), Geometry((1, 1), SAME), "bfloat16")
-    step = partial(value_and_gradients, convolution)
+@pytest.mark.parametrize(
+    ("x", "kernel", "stride", "padding", "by_product"),
+    [
+        ((4, 16, 16, 64), (3, 3, 64, 64), 1, SAME, False),
+        ((8, 7, 7, 64), (3, 3, 64, 48), 1, SAME, True),
+        ((8, 13, 11, 32), (3, 3, 32, 48), 2, SAME, True),
+        ((8, 15, 16, 64), (1, 1, 64, 32), 1, NONE, True),
+        ((8, 15, 16, 64), (1, 1, 64, 32), 2, NONE, True),  # an odd height, whose last stride is not whole
+    ],
+)
+def test_a_bfloat16_convolution_in_a_program_is_exact_up_to_rounding(x, kernel, stride, padding, by_product):
+    problem = Problem(x, kernel, Geometry((stride, stride), padding), "bfloat16")
+    step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding))
     arguments = problem.x, problem.kernel, problem.gradient
-    assert custom_calls(step, *arguments) == 3
+    with using_kernels("onednn"):
+        assert (str(Part.FILTER_GRADIENT_BY_PRODUCT) in jax.jit(step).lower(*arguments).as_text()) == by_product
     exact, sums = problem.expected()
     for part, found in zip(PARTS, of_kernels("onednn", step, *arguments), strict=True):
         assert found.dtype == jnp.bfloat16
@@ -206,7 +218,7 @@ def test_a_mapped_convolution_runs_for_each_element():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_operands_give_the_same_bits_again(dtype):
     problem = Problem((4, 16, 16, 64), (3, 3, 64, 32), Geometry((1, 1), SAME), dtype)
-    for part in PARTS:
+    for part in problem.parts:
         assert len({run_part(problem, part).tobytes() for _ in range(10)}) == 1, part
 
 
@@ -231,11 +243,12 @@ def test_a_wide_convolution_stays_xlas():
 def test_bits_do_not_depend_on_the_number_of_threads(x, kernel, stride, dtype):
     down, across = kernel[0] // 2, kernel[1] // 2
     problem = Problem(x, kernel, Geometry((stride, stride), ((down, down), (across, across))), dtype)
-    for part in PARTS:
+    for part in problem.parts:
         found = set()
         for num_threads in (1, 2, 3, 16):
             library = replace(load_library(), num_threads=num_threads)
             with library.one_thread():
                 primitives = problem.operation(part).build(Builder(library))
-            found.add(run_primitives(primitives, problem.operands(part), problem.result_shape(part))[0].tobytes())
+            shape, dtype = problem.result_shape(part), problem.result_dtype(part)
+            found.add(run_primitives(primitives, problem.operands(part), shape, dtype=dtype)[0].tobytes())
         assert len(found) == 1, part

@@ -44,7 +44,9 @@ def operation_products(operation: Mapping[str, Any]) -> int:
         return 0
     images, height, width, _ = operation["x"]
     kernel_height, kernel_width, in_channels, out_channels = operation["kernel"]
-    (top, _), (left, _) = operation["padding"]
+    (top, bottom), (left, right) = operation["padding"]
+    if operation["part"] == "filter gradient by product":  # its input has the padding already
+        height, width = height - top - bottom, width - left - right
     products = images * in_channels * out_channels
     for size, window, num_results, stride, low in (
         (height, kernel_height, operation["y"][1], operation["strides"][0], top),

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, ClassVar
 
 from models.kernels.onednn.primitives import (
@@ -13,7 +14,7 @@ from models.kernels.onednn.primitives import (
     DataType,
     Descriptor,
     Parts,
-    Primitive,
+    Place,
     Primitives,
     Query,
     Tag,
@@ -46,6 +47,24 @@ class Part(StrEnum):
     FORWARD = "forward"
     INPUT_GRADIENT = "input gradient"
     FILTER_GRADIENT = "filter gradient"
+    FILTER_GRADIENT_BY_PRODUCT = "filter gradient by product"
+
+
+def padding_of_product(
+    x: tuple[int, ...], y: tuple[int, ...], strides: tuple[int, ...], padding: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the padding that the input of a filter gradient by product must have.
+
+    That of the convolution, up to whole strides: oneDNN has no layout in which the last stride of an image's rows
+    reaches into the next image.
+
+    Args:
+        x, y: shapes of the input, without padding, and of the output.
+        strides, padding: of the convolution.
+    """
+    (top, bottom), (left, right) = padding
+    down, across = strides[0] * y[1] - top - x[1], strides[1] * y[2] - left - x[2]
+    return (top, max(bottom, down)), (left, max(right, across))
 
 
 @dataclass(frozen=True)
@@ -53,14 +72,15 @@ class Convolution:
     """One part of a convolution with NHWC and HWIO layouts.
 
     Operands are `x [B,H,W,C]` and `kernel [kh,kw,C/groups,K]` (forward), `gradient [B,P,Q,K]` and `kernel` (input
-    gradient), or `x` and `gradient` (filter gradient). All are of `dtype`, and so is the result; sums are float32.
+    gradient), or `x` and `gradient` (filter gradient). All are of `dtype`, and so is the result, except that a filter
+    gradient by product is float32; sums are float32.
 
     Attributes:
         part: which part, a `Part`.
         dtype: "float32" or "bfloat16".
         x, kernel, y: shapes of input, kernel and output.
         strides: of the window, (height, width).
-        padding: ((top, bottom), (left, right)).
+        padding: ((top, bottom), (left, right)); for a filter gradient by product, `x` has it already.
     """
 
     kind: ClassVar[str] = "convolution"
@@ -75,7 +95,9 @@ class Convolution:
     def build(self, builder: Builder) -> Primitives:
         """Build the primitives: kernels are brought into the library's own layout, and their gradients out of it."""
         plain = builder.describe(self._kernel_sizes(), self._data_type, self._kernel_tag())
-        if self.part == Part.FILTER_GRADIENT:
+        if self.part == Part.FILTER_GRADIENT_BY_PRODUCT:
+            self._build_product(builder)
+        elif self.part == Part.FILTER_GRADIENT:
             self._build_filter_gradient(builder, Value(plain, result(0)))
         else:
             self._build_images(builder, Value(plain, operand(1)))
@@ -85,24 +107,17 @@ class Convolution:
         """Build the forward pass or the input gradient: each task computes some of the images."""
         free = builder.describe(self._kernel_sizes(), self._data_type, Tag.ANY)
         parts = pieces(self.x[0], TASKS_PER_THREAD * builder.library.num_threads)
-        own: Value | None = None
-        found: dict[int, tuple[Primitive, Descriptor, Descriptor]] = {}
-        for size in sorted({size for _, size in parts}, reverse=True):
-            x, y = self._describe(builder, size)
-            descriptor = self._find(builder, x, free if own is None else own.layout, y)
-            # All tasks read the kernel in the layout that suits the largest number of images.
-            own = own or builder.reordered(kernel, builder.layout(descriptor, Query.WEIGHTS), self._kernel_parts())
-            found[size] = builder.create(descriptor), x, y
+        sized, layout = builder.create_sizes(parts, partial(self._find, builder), free, Query.WEIGHTS)
+        own = builder.reordered(kernel, layout, self._kernel_parts())
         is_forward = self.part == Part.FORWARD
         tasks = []
         for start, size in parts:
-            primitive, x, y = found[size]
+            primitive, (x, y) = sized[size]
             of_x = (operand(0) if is_forward else result(0)).after(start * self._image_bytes(self.x))
             of_y = (result(0) if is_forward else operand(0)).after(start * self._image_bytes(self.y))
-            arguments: dict[int, Value] = {} if own is None else {Arg.WEIGHTS: own}
-            arguments[Arg.SOURCE if is_forward else Arg.SOURCE_GRADIENT] = Value(x, of_x)
-            arguments[Arg.RESULT if is_forward else Arg.RESULT_GRADIENT] = Value(y, of_y)
-            tasks.append(builder.task(primitive, arguments))
+            image: dict[int, Value] = {Arg.SOURCE if is_forward else Arg.SOURCE_GRADIENT: Value(x, of_x)}
+            image[Arg.RESULT if is_forward else Arg.RESULT_GRADIENT] = Value(y, of_y)
+            tasks.append(builder.task(primitive, {Arg.WEIGHTS: own, **image}))
         builder.run(tasks)
 
     def _build_filter_gradient(self, builder: Builder, gradient: Value) -> None:
@@ -111,17 +126,12 @@ class Convolution:
         parts = pieces(self.x[0], max(2, most))
         # Sums of several tasks are added before they are rounded.
         dtype = self._data_type if len(parts) == 1 else DataType.FLOAT32
-        own = builder.describe(self._kernel_sizes(), dtype, Tag.ANY)
-        found: dict[int, tuple[Primitive, Descriptor, Descriptor]] = {}
-        for size in sorted({size for _, size in parts}, reverse=True):
-            x, y = self._describe(builder, size)
-            descriptor = self._find(builder, x, own, y)
-            own = builder.layout(descriptor, Query.WEIGHTS_GRADIENT) if not found else own
-            found[size] = builder.create(descriptor), x, y
+        free = builder.describe(self._kernel_sizes(), dtype, Tag.ANY)
+        sized, own = builder.create_sizes(parts, partial(self._find, builder), free, Query.WEIGHTS_GRADIENT)
         sums = [builder.reserve(own) for _ in parts]
         tasks = []
         for (start, size), total in zip(parts, sums, strict=True):
-            primitive, x, y = found[size]
+            primitive, (x, y) = sized[size]
             of_x = Value(x, operand(0).after(start * self._image_bytes(self.x)))
             of_y = Value(y, operand(1).after(start * self._image_bytes(self.y)))
             tasks.append(
@@ -132,29 +142,51 @@ class Convolution:
             builder.add(sums, sums[0], builder.library.num_threads)
         builder.reorder(sums[0], gradient, self._kernel_parts())
 
-    def _find(self, builder: Builder, x: Descriptor, kernel: Descriptor, y: Descriptor) -> Any:
-        """Return the descriptor of the primitive for some images, with the layout of the kernel or its gradient."""
-        window = self._window()
-        dtype = self._data_type
+    def _build_product(self, builder: Builder) -> None:
+        """Build the float32 filter gradient as one product, summed over positions, of patches and gradient."""
+        patches, row = self._patches(builder), math.prod(self.kernel[:3])
+        positions, K = math.prod(self.y[:3]), self.y[3]
+        gradient = Value(builder.describe((positions, K), self._data_type, Tag.AB), operand(1))
+        builder.run_by_rows(patches, (row, positions), (1, row), self._data_type, gradient, K)
+
+    def _patches(self, builder: Builder) -> Place:
+        """Append a phase that copies the receptive fields, `[B,P,Q,kh,kw,C]`, and return where they lie."""
+        (B, H, W, C), (_, P, Q, _), (kh, kw) = self.x, self.y, self.kernel[:2]
+        (sh, sw), row, size = self.strides, kh * kw * C, self._data_type.num_bytes
+        if row == C and (H, W) == (P, Q):
+            return operand(0)
+        place = builder.reserve(builder.describe((B * P * Q, row), self._data_type, Tag.AB)).place
+        shape = (B, P, Q, C)
+        met = builder.describe_strided(shape, self._data_type, (H * W * C, sh * W * C, sw * C, 1))
+        kept = builder.describe_strided(shape, self._data_type, (P * Q * row, Q * row, row, 1))
+        copies = []
+        for tap in range(kh * kw):
+            source = operand(0).after((tap // kw * W + tap % kw) * C * size)
+            copies.append(builder.copy(Value(met, source), Value(kept, place.after(tap * C * size))))
+        builder.run(copies)
+        return place
+
+    def _find(self, builder: Builder, num_images: int, kernel: Descriptor) -> tuple[Any, tuple[Descriptor, ...]]:
+        """Return the descriptor of the primitive for so many images, and the layouts of their input and output.
+
+        `kernel` is the layout of the kernel or its gradient.
+        """
+        window, dtype = self._window(), self._data_type
+        shapes = ((num_images, shape[3], shape[1], shape[2]) for shape in (self.x, self.y))
+        x, y = layouts = tuple(builder.describe(shape, dtype, Tag.NHWC) for shape in shapes)
         # The hint describes the forward pass, whose kernel is of the operands' element type.
         hint_kernel = builder.describe(self._kernel_sizes(), dtype, Tag.ANY)
         forward_kernel = kernel if self.part == Part.FORWARD else hint_kernel
         forward = builder.find("convolution_forward", _TRAINING, _DIRECT, x, forward_kernel, NO_BIAS, y, *window)
         if self.part == Part.FORWARD:
-            return forward
+            return forward, layouts
         if self.part == Part.INPUT_GRADIENT:
-            return builder.find("convolution_backward_data", _DIRECT, x, kernel, y, *window, forward)
-        return builder.find("convolution_backward_weights", _DIRECT, x, kernel, NO_BIAS, y, *window, forward)
+            return builder.find("convolution_backward_data", _DIRECT, x, kernel, y, *window, forward), layouts
+        return builder.find("convolution_backward_weights", _DIRECT, x, kernel, NO_BIAS, y, *window, forward), layouts
 
     @property
     def _data_type(self) -> DataType:
         return DataType.of(self.dtype)
-
-    def _describe(self, builder: Builder, num_images: int) -> tuple[Descriptor, Descriptor]:
-        """Return the layouts of so many images of input and output."""
-        shapes = ((num_images, shape[3], shape[1], shape[2]) for shape in (self.x, self.y))
-        x, y = (builder.describe(shape, self._data_type, Tag.NHWC) for shape in shapes)
-        return x, y
 
     def _image_bytes(self, shape: tuple[int, ...]) -> int:
         return self._data_type.num_bytes * math.prod(shape[1:])

@@ -8,7 +8,7 @@ is split into tasks by its images. Which thread runs which task makes no differe
 
 import ctypes
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ _USER_SCRATCHPAD = 1
 _MAX_DIMS = 12
 TASKS_PER_THREAD = 4
 """So many tasks for each thread, so that a thread that has to wait for its core delays the others by little."""
+# The library sums in another order for a single row, which a large number of threads must not lead to.
+_LEAST_ROWS = 16
+_LEAST_TASKS = 2
 NO_BIAS = None
 """The argument of a primitive that has no bias."""
 
@@ -132,6 +135,13 @@ class Primitive(NamedTuple):
     executable: ctypes.c_void_p
 
 
+class Sized(NamedTuple):
+    """A primitive for parts of one size, and the layouts of the values of such a part."""
+
+    primitive: Primitive
+    layouts: tuple[Descriptor, ...]
+
+
 class Primitives(NamedTuple):
     """A sequence that is ready to run.
 
@@ -210,6 +220,31 @@ class Builder:
         self._names[(name.value or b"").decode()] = None
         return Primitive(descriptor, self._new("primitive_create", "create a primitive", descriptor))
 
+    def create_sizes(
+        self,
+        parts: Iterable[tuple[int, int]],
+        find: Callable[[int, Descriptor], tuple[ctypes.c_void_p, tuple[Descriptor, ...]]],
+        layout: Descriptor,
+        query: Query,
+    ) -> tuple["dict[int, Sized]", Descriptor]:
+        """Create a primitive for each size of a part; all share one operand or result in the layout of the largest.
+
+        Args:
+            parts: start and size of each part.
+            find: from a size and the shared layout, returns a primitive's descriptor and the layouts of its own values.
+            layout: what the shared layout may be at first.
+            query: asks a primitive for the shared layout.
+
+        Returns:
+            The primitives by size, and the shared layout.
+        """
+        found: dict[int, Sized] = {}
+        for size in sorted({size for _, size in parts}, reverse=True):
+            descriptor, layouts = find(size, layout)
+            layout = layout if found else self.layout(descriptor, query)
+            found[size] = Sized(self.create(descriptor), layouts)
+        return found, layout
+
     def layout(self, descriptor: ctypes.c_void_p, query: Query) -> Descriptor:
         """Return the layout that a primitive expects or gives; 0 if it has no such argument."""
         return self.library.short.dnnl_primitive_desc_query_md(descriptor, query, 0) or 0
@@ -260,19 +295,24 @@ class Builder:
             source, target: the value before and after.
             parts: what each task copies; empty if one task copies all.
         """
-        engine, tasks = self.library.engine, []
+        tasks = []
         for part in parts or (None,):
             one, other = (
                 value if part is None else Value(self._part(value.layout, *part), value.place)
                 for value in (source, target)
             )
-            descriptor = self._new(
-                "reorder_primitive_desc_create",
-                "find a kernel for reorder",
-                *(one.layout, engine, other.layout, engine, self._attributes),
-            )
-            tasks.append(self.task(self.create(descriptor), {Arg.SOURCE: one, Arg.RESULT: other}))
+            tasks.append(self.copy(one, other))
         self.run(tasks)
+
+    def copy(self, source: Value, target: Value) -> Task:
+        """Return a task that copies a value from one layout and element type into another."""
+        engine = self.library.engine
+        descriptor = self._new(
+            "reorder_primitive_desc_create",
+            "find a kernel for reorder",
+            *(source.layout, engine, target.layout, engine, self._attributes),
+        )
+        return self.task(self.create(descriptor), {Arg.SOURCE: source, Arg.RESULT: target})
 
     def _part(self, layout: Descriptor, corner: Sequence[int], shape: Sequence[int]) -> Descriptor:
         what = f"describe a part of shape {tuple(shape)}"
@@ -297,6 +337,35 @@ class Builder:
                 for number, term in enumerate(terms)
             }
             tasks.append(self.task(primitive, {**sources, Arg.RESULT: Value(part, target.place.after(4 * start))}))
+        self.run(tasks)
+
+    def run_by_rows(
+        self, x: Place, shape: tuple[int, int], strides: tuple[int, int], dtype: DataType, y: Value, columns: int
+    ) -> None:
+        """Append a phase that multiplies two matrices into the first result, as float32: each task some rows of `x`.
+
+        Each task brings all of `y` into the layout of its kernel, so there are no more of them than threads. For all
+        rows at once the library would choose another kernel, with other bits, so one thread has two tasks as well.
+
+        Args:
+            x, shape, strides: where the first matrix lies, its rows and columns, and how many elements apart they are.
+            dtype: of both matrices.
+            y: the second matrix.
+            columns: its columns.
+        """
+        rows, depth = shape
+        parts = pieces(rows, min(max(_LEAST_TASKS, self.library.num_threads), rows // _LEAST_ROWS))
+        found: dict[int, tuple[Primitive, Descriptor, Descriptor]] = {}
+        for size in {size for _, size in parts}:
+            part = self.describe_strided((size, depth), dtype, strides)
+            z = self.describe((size, columns), DataType.FLOAT32, Tag.AB)
+            found[size] = self.create(self.find("matmul", part, y.layout, NO_BIAS, z)), part, z
+        tasks = []
+        for start, size in parts:
+            primitive, part, z = found[size]
+            of_x = Value(part, x.after(start * strides[0] * dtype.num_bytes))
+            of_z = Value(z, result(0).after(start * columns * DataType.FLOAT32.num_bytes))
+            tasks.append(self.task(primitive, {Arg.SOURCE: of_x, Arg.WEIGHTS: y, Arg.RESULT: of_z}))
         self.run(tasks)
 
     def finish(self) -> Primitives:
