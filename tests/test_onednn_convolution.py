@@ -1,5 +1,6 @@
 """oneDNN's convolutions: each part against float64 within the rounding of its sums, for every shape that is in use."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,6 +142,19 @@ def test_a_convolution_in_a_program_is_that_of_xlas_forms(shape, window, stride,
         np.testing.assert_allclose(found, reference, rtol=0, atol=1e-5 * np.abs(reference).max())
 
 
+@pytest.mark.parametrize(("window", "stride"), [((3, 3), 1), ((3, 3), 2), ((1, 1), 2)])
+def test_products_of_few_positions_have_narrow_operands(window, stride):
+    padding = SAME if window == (3, 3) else NONE
+    problem = Problem((4, 4, 4, 32), (*window, 32, 48), Geometry((stride, stride), padding), "bfloat16")
+    step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding))
+    with using_kernels("onednn"):
+        lowered = jax.jit(step).lower(problem.x, problem.kernel, problem.gradient).as_text()
+    products = re.findall(r"stablehlo.dot_general.*: \((tensor<[^)]*)\) -> (\S+)", lowered)
+    assert len(products) == 2
+    assert all(operands.count("xbf16>") == 2 and result.endswith("xf32>") for operands, result in products), products
+    assert len(re.findall(rf"custom_call @{TARGET}", lowered)) == 1
+
+
 @pytest.mark.parametrize(
     ("x", "kernel", "stride", "padding", "by_product"),
     [
@@ -149,6 +163,9 @@ def test_a_convolution_in_a_program_is_that_of_xlas_forms(shape, window, stride,
         ((8, 13, 11, 32), (3, 3, 32, 48), 2, SAME, True),
         ((8, 15, 16, 64), (1, 1, 64, 32), 1, NONE, True),
         ((8, 15, 16, 64), (1, 1, 64, 32), 2, NONE, True),  # an odd height, whose last stride is not whole
+        ((9, 15, 16, 64), (1, 1, 64, 32), 2, NONE, True),
+        ((16, 2, 2, 64), (3, 3, 64, 48), 1, SAME, True),  # few positions
+        ((8, 5, 4, 64), (1, 1, 64, 48), 2, NONE, True),
     ],
 )
 def test_a_bfloat16_convolution_in_a_program_is_exact_up_to_rounding(x, kernel, stride, padding, by_product):

@@ -77,8 +77,11 @@ def test_second_derivatives_are_those_of_xlas_forms(layer, dtype, shapes, has_ca
             found[kernels] = [np.asarray(each, np.float32) for each in lowered.compile()(*operands)]
     for own, expected in zip(found[ONEDNN], found[XLA], strict=True):
         assert np.abs(expected).max() > 1
-        # Sums of float32 in another order, or the same bits.
-        np.testing.assert_allclose(own, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+        # Sums of float32 in another order, or the same bits, except that XLA may leave out some roundings to bfloat16.
+        largest = np.abs(expected).max()
+        is_rounded_otherwise = np.abs(own - expected) > 1e-5 * largest
+        assert is_rounded_otherwise.mean() < (0.01 if dtype == "bfloat16" else 1e-9)
+        np.testing.assert_allclose(own, expected, rtol=0, atol=2.0**-8 * largest)
 
 
 def test_a_hessian_is_multiplied_by_a_vector_in_forward_mode():

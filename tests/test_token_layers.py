@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from models.kernels import ONEDNN, XLA, using_kernels
 from models.layers.attention import self_attention
-from models.layers.gelu import gelu
+from models.layers.gelu import gelu, quick_gelu
 from models.layers.layer_norm import layer_norm
 from models.layers.linear import linear, patch_linear
 from tests.block_references import gelu as numpy_gelu
@@ -20,6 +21,22 @@ from tests.test_precision import operations
 
 def normal(seed, shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [("float32", XLA), ("float32", ONEDNN), ("bfloat16", ONEDNN)])
+def test_quick_gelu_and_its_gradient_are_rounded_once(dtype, kernels):
+    x = jnp.asarray(np.linspace(-12, 12, 2001), dtype)
+    exact = np.asarray(x, np.float64)
+    share = 1 / (1 + np.exp(-1.702 * exact))
+    with using_kernels(kernels):
+        y, pullback = jax.vjp(quick_gelu, x)
+        (gradient,) = pullback(jnp.full_like(x, 0.75))
+    assert y.dtype == gradient.dtype == x.dtype
+    # Half the distance of neighbouring numbers of bfloat16, beside that of float32's exponential.
+    rounding = 2.0**-8 if dtype == "bfloat16" else 0
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact * share, rtol=rounding * 1.01, atol=4e-6)
+    derivative = 0.75 * (share + 1.702 * exact * share * (1 - share))
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), derivative, rtol=rounding * 1.01, atol=4e-6)
 
 
 def test_gelu_is_exact_from_end_to_end():

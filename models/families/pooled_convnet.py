@@ -26,6 +26,7 @@ import numpy as np
 from models.layers.batch_norm import RunningStats, batch_norm
 from models.layers.bfloat16_bits import round_by_bits
 from models.layers.convolution import convolution
+from models.layers.gelu import quick_gelu
 from models.layers.head import dense
 from models.layers.pooling import max_pool
 from models.layers.widening import widen
@@ -34,8 +35,6 @@ from models.model import BatchStats, Params
 LOGIT_SCALE = 0.125
 # The learned bias is multiplied by this, so that under SGD the product changes faster by the square of this factor.
 BIAS_GAIN = 8.0
-# x·sigmoid(1.702·x) approximates GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2).
-SILU_SLOPE = 1.702
 PLACES = (1, 2)
 STEM_SIZE = 2
 MOST_STEM_CHANNELS = 2 * 3 * STEM_SIZE**2
@@ -203,7 +202,7 @@ def _apply_layer(
     with jax.named_scope("norm"):
         x, moved = batch_norm(x, jnp.ones_like(bias), bias, running, train=train)
     with jax.named_scope("act"):
-        return x * jax.nn.sigmoid(SILU_SLOPE * x), {"norm": moved._asdict()}
+        return quick_gelu(x), {"norm": moved._asdict()}
 
 
 def apply(

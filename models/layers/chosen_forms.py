@@ -87,7 +87,7 @@ def is_kernel_call(equation: Any) -> bool:
 def _by_onednn(
     x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], geometry: Geometry, dtype: str
 ) -> tuple[ChosenForm | None, ...]:
-    """Return the forms of the parts that oneDNN computes, None for the others, as the layer itself decides."""
+    """Return the forms of the parts that differ from those without oneDNN, None for the others."""
     size = geometry.output_size(_size(x_shape), (kernel_shape[0], kernel_shape[1]))
     x, kernel, y = (
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -98,7 +98,13 @@ def _by_onednn(
         (INPUT_GRADIENT, onednn.input_gradient, (x, kernel, y)),
         (FILTER_GRADIENT, onednn.filter_gradient, (x, kernel, y)),
     )
-    return tuple(_traced_kernel(part, partial(layer, geometry), operands) for part, layer, operands in parts)
+    found = tuple(_traced_kernel(part, partial(layer, geometry), operands) for part, layer, operands in parts)
+    if not onednn.is_narrow_product(geometry, x_shape, kernel_shape, dtype):
+        return found
+    names = (_NAMES[forms.forward_patches], _NAMES[forms.input_gradient_columns])
+    why = "few positions: one product of bfloat16 operands"
+    narrow = (ChosenForm(part, name, why) for part, name in zip((FORWARD, INPUT_GRADIENT), names, strict=True))
+    return (*(own or form for own, form in zip(found, narrow, strict=False)), found[2])
 
 
 def _traced_kernel(part: str, layer: Callable[..., Any], operands: tuple[Any, ...]) -> ChosenForm | None:

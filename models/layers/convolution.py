@@ -17,6 +17,7 @@ from models.kernels.choice import XLA, kernels_in_use
 from models.layers import convolution_forms as forms
 from models.layers import grouped_forms as grouped
 from models.layers import onednn_convolution as onednn
+from models.layers.bfloat16_bits import round_by_bits
 from models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
 from models.layers.form_derivative import with_derivative_of
 from models.layers.widening import widen
@@ -225,7 +226,15 @@ def _gradients_grouped(
 
 def _forward_onednn(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
     y = onednn.forward(geometry, x, kernel)
-    return _forward_cpu(geometry, x, kernel) if y is None else y
+    if y is not None:
+        return y
+    if _is_narrow_product(geometry, x, kernel):
+        return round_by_bits(forms.forward_patches(x, kernel, geometry), x.dtype)
+    return _forward_cpu(geometry, x, kernel)
+
+
+def _is_narrow_product(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> bool:
+    return onednn.is_narrow_product(geometry, x.shape, kernel.shape, str(x.dtype))
 
 
 def _gradients_onednn(
@@ -239,11 +248,14 @@ def _gradients_onednn(
 def _gradients_where_faster(
     geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    found = onednn.input_gradient(geometry, x, kernel, gradient), onednn.filter_gradient(geometry, x, kernel, gradient)
+    of_x = onednn.input_gradient(geometry, x, kernel, gradient)
+    if of_x is None and _is_narrow_product(geometry, x, kernel):
+        of_x = round_by_bits(forms.input_gradient_columns(gradient, kernel, geometry, image_size(x)), x.dtype)
+    found = of_x, onednn.filter_gradient(geometry, x, kernel, gradient)
     # XLA removes the form of a part that is not used.
     forms_of_parts = _gradients_cpu(geometry, x, kernel, gradient)
-    of_x, of_kernel = (form if own is None else own for own, form in zip(found, forms_of_parts, strict=True))
-    return of_x, of_kernel
+    first, second = (form if own is None else own for own, form in zip(found, forms_of_parts, strict=True))
+    return first, second
 
 
 def channels_on_cards(C: int, K: int) -> int:

@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from models.layers.widening import wide_dtype
+
 type Pair = tuple[int, int]
 type Padding = tuple[Pair, Pair]
+
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -73,6 +76,11 @@ def patches(x: jax.Array, window: Pair, geometry: Geometry) -> jax.Array:
     return rows(jnp.concatenate(taps(x, window, geometry), axis=-1))
 
 
+def _product(x: jax.Array, y: jax.Array, y_axis: int = 0) -> jax.Array:
+    """Return the product of two matrices, summed over an axis of `y`, in at least float32."""
+    return lax.dot_general(x, y, (((1,), (y_axis,)), ((), ())), preferred_element_type=wide_dtype(x))
+
+
 def _turned_padding(window: Pair, geometry: Geometry, input_size: Pair, output_size: Pair) -> Padding:
     """Return the padding for which the output, convolved with the rotated kernel, has the input's size (stride 1)."""
     vertical, horizontal = (
@@ -101,10 +109,13 @@ def forward_lax(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Arra
 
 
 def forward_patches(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
-    """Multiply the patches by the kernel. For a 1×1 kernel, the patches are the (strided) input itself, not a copy."""
+    """Multiply the patches by the kernel. For a 1×1 kernel, the patches are the (strided) input itself, not a copy.
+
+    Sums and the result are at least float32.
+    """
     window, K = window_size(kernel), kernel.shape[3]
     P, Q = geometry.output_size(image_size(x), window)
-    return (patches(x, window, geometry) @ kernel.reshape(-1, K)).reshape(x.shape[0], P, Q, K)
+    return _product(patches(x, window, geometry), kernel.reshape(-1, K)).reshape(x.shape[0], P, Q, K)
 
 
 # Input gradient: (gradient [B,P,Q,K], kernel [kh,kw,C,K], geometry, (H, W)) -> [B,H,W,C]
@@ -126,10 +137,13 @@ def input_gradient_correlation(
 
 
 def input_gradient_columns(gradient: jax.Array, kernel: jax.Array, geometry: Geometry, input_size: Pair) -> jax.Array:
-    """Compute the patch gradients as one product, then add each kernel element's part at its position (col2im)."""
+    """Compute the patch gradients as one product, then add each kernel element's part at its position (col2im).
+
+    Sums and the result are at least float32.
+    """
     (kh, kw, C, K), (B, P, Q, _), (sh, sw) = kernel.shape, gradient.shape, geometry.strides
     (top, _), (left, _) = geometry.padding
-    columns = (rows(gradient) @ kernel.reshape(-1, K).T).reshape(B, P, Q, kh * kw, C)
+    columns = _product(rows(gradient), kernel.reshape(-1, K), 1).reshape(B, P, Q, kh * kw, C)
     total = None
     for tap in range(kh * kw):
         above, before = tap // kw - top, tap % kw - left

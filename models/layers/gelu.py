@@ -1,4 +1,7 @@
-"""The exact Gaussian error linear unit. The derivative is written by hand so that only the input is kept for it."""
+"""The Gaussian error linear unit, exact and approximated.
+
+Derivatives are written by hand so that only the input is kept for them.
+"""
 
 import math
 from functools import partial
@@ -7,8 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.kernels.choice import kernels_in_use, using_kernels
+from models.kernels.choice import ONEDNN, kernels_in_use, using_kernels
 from models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
+
+# x·sigmoid(1.702·x) approximates GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2).
+_SIGMOID_SLOPE = 1.702
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -45,3 +51,34 @@ def _gelu_backward(kernels: str, x: jax.Array, gradient: jax.Array) -> tuple[jax
 
 
 _gelu.defvjp(_gelu_forward, _gelu_backward)
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """Return x·sigmoid(1.702·x), an approximation of GELU, elementwise, in the dtype of `x`.
+
+    In bfloat16 each operation is rounded; beside oneDNN's kernels it is computed in float32 and rounded once.
+    """
+    return _quick_gelu(x) if converts_by_bits(x.dtype) else x * jax.nn.sigmoid(_SIGMOID_SLOPE * x)
+
+
+@jax.custom_vjp
+def _quick_gelu(x: jax.Array) -> jax.Array:
+    with using_kernels(ONEDNN):
+        wide = widen_by_bits(x)
+        return round_by_bits(wide * jax.nn.sigmoid(_SIGMOID_SLOPE * wide), x.dtype)
+
+
+def _quick_gelu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _quick_gelu(x), x
+
+
+def _quick_gelu_backward(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    """Multiply by the derivative, s + 1.702·x·s·(1 - s) with s = sigmoid(1.702·x)."""
+    with using_kernels(ONEDNN):
+        scaled = _SIGMOID_SLOPE * widen_by_bits(x)
+        share = jax.nn.sigmoid(scaled)
+        derivative = share * (1.0 + scaled * (1.0 - share))
+        return (round_by_bits(derivative * widen_by_bits(gradient), x.dtype),)
+
+
+_quick_gelu.defvjp(_quick_gelu_forward, _quick_gelu_backward)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from models.kernels.onednn.convolutions import Convolution, Part, padding_of_product
-from models.kernels.onednn.library import load_library
+from models.kernels.onednn.library import Isa, load_library
 from models.kernels.onednn.operations import call_operation, has_fast_kernel
 from models.layers.bfloat16_bits import round_by_bits
 from models.layers.convolution_forms import Geometry, image_size, pad, window_size
@@ -67,9 +67,14 @@ from models.layers.convolution_forms import Geometry, image_size, pad, window_si
 # Steps became 1.15 (ResNet-50 64 px), 1.09 (convnet8) and 1.06 times (ResNet-50 224 px) as fast; maps of up to 14
 # positions a side made ResNet-8 0.88 times as fast. Without AMX (emulated) and in float32 neither is faster.
 #
-# Where positions are few, bringing the kernel into oneDNN's layout takes longer than the products. With AMX too:
-# with 64 positions by oneDNN's convolutions, ResNet-50 at 64 px was 0.9 times as fast.
+# Where positions are few, bringing the kernel into oneDNN's layout takes longer than the products. In bfloat16, forward
+# and by input, XLA's products of patches then have narrow operands, at 500 to 1,000 GFLOP/s with AMX; of widened ones,
+# steps were 0.86 (ResNet-50 64 px) and 0.82 times (ResNet-18 64 px) as fast. With AMX, steps with 256 instead of 512 as
+# the limit were 0.93 and 0.96 times as fast, and with 1,024 instead of 512, 0.93 and 0.88 times.
 _FEW_POSITIONS = {"float32": 512, "bfloat16": 256}
+_FEW_POSITIONS_AMX = 512
+# The input gradient of a 1×1 kernel with a stride, in bfloat16, is one without it and zeros between its positions:
+# oneDNN's own is slow with AMX. Steps became 1.01 to 1.04 times as fast.
 _FEW_POSITIONS_1X1_INPUT_GRADIENT = 4097
 _FEW_CHANNELS = 32
 _FEW_CHANNELS_1X1 = 128
@@ -89,7 +94,28 @@ def forward(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array | 
 
 def input_gradient(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> jax.Array | None:
     """Return the gradient with respect to `x`, or None if oneDNN has no faster kernel."""
+    if _is_faster_without_strides(geometry, x, kernel):
+        return _input_gradient_without_strides(geometry, x, kernel, gradient)
     return _call(_operation(Part.INPUT_GRADIENT, geometry, x, kernel, gradient), (gradient, kernel), x)
+
+
+def _is_faster_without_strides(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> bool:
+    """Return whether the input gradient of a 1×1 kernel is faster if oneDNN computes only the positions it meets."""
+    is_pointwise = window_size(kernel) == (1, 1) and geometry.padding == (_NONE, _NONE)
+    return is_pointwise and max(geometry.strides) > 1 and x.dtype == jnp.bfloat16
+
+
+def _input_gradient_without_strides(
+    geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
+) -> jax.Array | None:
+    (H, W), (P, Q), (sh, sw) = image_size(x), image_size(gradient), geometry.strides
+    met = jax.ShapeDtypeStruct((x.shape[0], P, Q, x.shape[3]), x.dtype)
+    without = Geometry((1, 1), (_NONE, _NONE))
+    found = _call(_operation(Part.INPUT_GRADIENT, without, met, kernel, gradient), (gradient, kernel), met)
+    if found is None:
+        return None
+    after = (0, H - 1 - (P - 1) * sh), (0, W - 1 - (Q - 1) * sw)
+    return pad(found, after, geometry.strides)
 
 
 def filter_gradient(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> jax.Array | None:
@@ -143,6 +169,18 @@ def _is_depthwise(x: tuple[int, ...], kernel: tuple[int, ...]) -> bool:
     return kernel[2] == 1 < x[3]
 
 
+def is_narrow_product(geometry: Geometry, x: tuple[int, ...], kernel: tuple[int, ...], dtype: str) -> bool:
+    """Return whether, forward and by input, XLA's products of bfloat16 operands are fastest for these operands."""
+    is_dense, is_narrow = kernel[2] == x[3], dtype == "bfloat16"
+    positions = x[0] * math.prod(geometry.output_size((x[1], x[2]), (kernel[0], kernel[1])))
+    return is_dense and is_narrow and load_library().supports(dtype) and _are_few(positions, dtype)
+
+
+def _are_few(positions: int, dtype: str) -> bool:
+    has_amx = dtype == "bfloat16" and load_library().has(Isa.AMX)
+    return positions < (_FEW_POSITIONS_AMX if has_amx else _FEW_POSITIONS[dtype])
+
+
 def is_faster(operation: Convolution) -> bool:
     """Return whether oneDNN's kernel for a part of a convolution is faster here than the form of that part."""
     if not load_library().supports(operation.dtype):
@@ -155,7 +193,7 @@ def is_faster(operation: Convolution) -> bool:
         )
     positions = math.prod(operation.y[:3])
     return (
-        positions >= _FEW_POSITIONS[operation.dtype]
+        not _are_few(positions, operation.dtype)
         and (operation.part != Part.INPUT_GRADIENT or _has_faster_input_gradient(operation, positions))
         and has_fast_kernel(operation)
     )
@@ -173,7 +211,7 @@ def _has_faster_input_gradient(operation: Convolution, positions: int) -> bool:
 def _operation(
     part: Part,
     geometry: Geometry,
-    x: jax.Array,
+    x: jax.Array | jax.ShapeDtypeStruct,
     kernel: jax.Array | jax.ShapeDtypeStruct,
     y: jax.Array | jax.ShapeDtypeStruct,
 ) -> Convolution:
