@@ -18,6 +18,13 @@ from models.kernels.onednn.products import BatchedProduct, Product
 #   by weights: rows, C → K   1,576, 384→1,152  6,272, 384→96  520, 192→192  128, 2,048→1,000  128, 256→100  128, 64→10
 #     float32                     178 / 203        96 / 190     109 / 190       171 / 186         65 / 73       29 / 4
 #     bfloat16                    184 / 322        92 / 290     117 / 232       173 / 386         74 / 191      37 / 3
+#
+# With AMX (two cores of an otherwise idle Xeon), in bfloat16, oneDNN's speed divided by XLA's:
+#
+#   rows, C → K          1,576, 192→768  1,576, 384→1,152  6,272, 96→384  520, 192→768  128, 2,048→1,000  128, 256→100
+#     forward                 1.3              1.0             1.1            0.9              0.9              0.5
+#     by input                1.2              1.2             1.0            1.2              0.9              0.5
+#     by weights              4.1              4.0             3.9            3.2              1.7              1.5
 _FEWEST_MULTIPLICATIONS = 2**21
 # Attention: the speed of oneDNN's products divided by that of XLA's, by processor time, other work beside. Products are
 # Q·Kᵀ, P·V and dSᵀ·Q of M matrices; N tokens, d channels.
