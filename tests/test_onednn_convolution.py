@@ -142,6 +142,14 @@ def test_a_convolution_in_a_program_is_that_of_xlas_forms(shape, window, stride,
         np.testing.assert_allclose(found, reference, rtol=0, atol=1e-5 * np.abs(reference).max())
 
 
+@pytest.mark.parametrize("window", [(1, 1), (3, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradients_of_no_images_are_zero(window, dtype):
+    x, kernel = jnp.zeros((0, 4, 4, 64), dtype), jnp.ones((*window, 64, 32), dtype)
+    for part in of_kernels("onednn", jax.grad(lambda x, kernel: convolution(x, kernel).sum(), (0, 1)), x, kernel):
+        np.testing.assert_array_equal(part, 0)
+
+
 @pytest.mark.parametrize(("window", "stride"), [((3, 3), 1), ((3, 3), 2), ((1, 1), 2)])
 def test_products_of_few_positions_have_narrow_operands(window, stride):
     padding = SAME if window == (3, 3) else NONE

@@ -131,7 +131,7 @@ def _is_faster_as_product(x: jax.Array, kernel: jax.Array, gradient: jax.Array) 
     """Return whether a filter gradient is faster as one product of patches and gradient."""
     is_narrow, is_dense = x.dtype == jnp.bfloat16, kernel.shape[2] == x.shape[3]
     has_few_copies = window_size(kernel) == (1, 1) or max(image_size(gradient)) <= _SMALL_MAP
-    is_large = math.prod(kernel.shape[:3]) >= _LEAST_PATCH
+    is_large = math.prod(kernel.shape[:3]) >= _LEAST_PATCH and gradient.size > 0
     return is_narrow and is_dense and is_large and has_few_copies and load_library().supports(str(x.dtype))
 
 
