@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from models.kernels import ONEDNN
+from models.kernels.onednn.library import Isa, load_library
 from models.layers import convolution as module
 from models.layers.chosen_forms import chosen_forms
 from models.layers.convolution_forms import Geometry
+from tests.kernels import needs_instructions
 
 # B, size, kernel, stride, C, K, groups, and the names of the three forms on a CPU.
 CASES = [
@@ -88,3 +91,12 @@ def test_groups_are_joined_in_blocks():
 def test_other_devices_take_xlas_own(platform, dtype, C, form):
     forms = chosen_forms((8, 32, 32, C), (3, 3, C, 64), Geometry((1, 1), ((1, 1), (1, 1))), dtype, platform)
     assert [each.form for each in forms] == [form] * 3
+
+
+@needs_instructions(Isa.AVX512_BF16)
+def test_the_forms_of_few_positions_in_bfloat16_are_named():
+    geometry = Geometry((1, 1), ((1, 1), (1, 1)))
+    found = chosen_forms((2, 4, 4, 64), (3, 3, 64, 48), geometry, "bfloat16", "cpu", ONEDNN)
+    assert [each.form for each in found[:2]] == ["patches", "columns"]
+    assert {each.reason for each in found[:2]} == {"few positions: one product of bfloat16 operands"}
+    assert (found[2].form == "oneDNN") == load_library().has(Isa.AMX)

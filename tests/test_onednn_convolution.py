@@ -15,10 +15,11 @@ from models.families.convnext import ConvNeXt
 from models.kernels import MissingKernelsError, using_kernels
 from models.kernels.onednn.convolutions import Part
 from models.kernels.onednn.handler import TARGET
-from models.kernels.onednn.library import load_library
+from models.kernels.onednn.library import Isa, load_library
 from models.kernels.onednn.primitives import Builder
 from models.layers.convolution import convolution
 from models.layers.convolution_forms import Geometry
+from models.layers.onednn_convolution import is_narrow_product
 from models.registry import at_image_size, family_of, networks
 from tests.direct_operations import DTYPES, PARTS, Problem, normal, run_part, run_primitives
 from tests.test_convolution import problems, value_and_gradients
@@ -150,17 +151,34 @@ def test_the_gradients_of_no_images_are_zero(window, dtype):
         np.testing.assert_array_equal(part, 0)
 
 
+@needs_instructions(Isa.AVX512_BF16)
 @pytest.mark.parametrize(("window", "stride"), [((3, 3), 1), ((3, 3), 2), ((1, 1), 2)])
 def test_products_of_few_positions_have_narrow_operands(window, stride):
     padding = SAME if window == (3, 3) else NONE
-    problem = Problem((4, 4, 4, 32), (*window, 32, 48), Geometry((stride, stride), padding), "bfloat16")
+    problem = Problem((4, 4, 4, 64), (*window, 64, 48), Geometry((stride, stride), padding), "bfloat16")
     step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding))
     with using_kernels("onednn"):
         lowered = jax.jit(step).lower(problem.x, problem.kernel, problem.gradient).as_text()
     products = re.findall(r"stablehlo.dot_general.*: \((tensor<[^)]*)\) -> (\S+)", lowered)
-    assert len(products) == 2
-    assert all(operands.count("xbf16>") == 2 and result.endswith("xf32>") for operands, result in products), products
-    assert len(re.findall(rf"custom_call @{TARGET}", lowered)) == 1
+    narrow = [result for operands, result in products if operands.count("xbf16>") == 2]
+    assert len(narrow) == 2
+    assert all(result.endswith("xf32>") for result in narrow), products
+    has_amx = load_library().has(Isa.AMX)
+    assert (len(products) - len(narrow), len(re.findall(rf"custom_call @{TARGET}", lowered))) == (
+        (0, 1) if has_amx else (1, 0)
+    )
+
+
+def test_patches_of_large_windows_and_of_many_images_stay_as_they_were():
+    """Each tap of a window would be a slice of its own, and the memory of patches is kept."""
+    patch = Geometry((16, 16), ((0, 0), (0, 0)))
+    assert not is_narrow_product(patch, (2, 224, 224, 3), (16, 16, 3, 192), "bfloat16")
+    for images, fits in ((128, True), (1024, False)):
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((images, 7, 7, 512), (3, 3, 512, 512))]
+        with using_kernels("onednn"):
+            gradient = jax.grad(lambda x, kernel: convolution(x, kernel, padding=SAME).sum().astype(jnp.float32), 1)
+            text = jax.jit(gradient).lower(*shapes).as_text()
+        assert (str(Part.FILTER_GRADIENT_BY_PRODUCT) in text) == (fits and load_library().has(Isa.AMX))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +199,8 @@ def test_a_bfloat16_convolution_in_a_program_is_exact_up_to_rounding(x, kernel, 
     step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding))
     arguments = problem.x, problem.kernel, problem.gradient
     with using_kernels("onednn"):
-        assert (str(Part.FILTER_GRADIENT_BY_PRODUCT) in jax.jit(step).lower(*arguments).as_text()) == by_product
+        is_named = str(Part.FILTER_GRADIENT_BY_PRODUCT) in jax.jit(step).lower(*arguments).as_text()
+    assert is_named == (by_product and load_library().has(Isa.AMX))
     exact, sums = problem.expected()
     for part, found in zip(PARTS, of_kernels("onednn", step, *arguments), strict=True):
         assert found.dtype == jnp.bfloat16
@@ -261,6 +280,7 @@ def test_a_wide_convolution_stays_xlas():
     [
         ((19, 8, 8, 16), (3, 3, 16, 24), 1),
         ((6, 15, 15, 8), (1, 1, 8, 64), 2),
+        ((1, 7, 7, 40), (3, 3, 40, 1), 1),
         ((11, 12, 9, 17), (3, 3, 1, 17), 1),
         ((5, 8, 9, 32), (7, 3, 1, 32), 1),
     ],
@@ -274,6 +294,6 @@ def test_bits_do_not_depend_on_the_number_of_threads(x, kernel, stride, dtype):
             library = replace(load_library(), num_threads=num_threads)
             with library.one_thread():
                 primitives = problem.operation(part).build(Builder(library))
-            shape, dtype = problem.result_shape(part), problem.result_dtype(part)
-            found.add(run_primitives(primitives, problem.operands(part), shape, dtype=dtype)[0].tobytes())
+            shape, result_dtype = problem.result_shape(part), problem.result_dtype(part)
+            found.add(run_primitives(primitives, problem.operands(part), shape, dtype=result_dtype)[0].tobytes())
         assert len(found) == 1, part

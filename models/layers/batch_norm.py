@@ -277,12 +277,12 @@ def _normalise_forward(
     relu: bool, groups: NormGroups, kernels: str, x: jax.Array, scale: jax.Array, bias: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]]:
     with using_kernels(kernels):
-        x = _read_often(x)
+        x = _stored_for_sums(x)
     y, mean, var = _normalise(relu, groups, kernels, x, scale, bias)
     return (y, mean, var), (x, scale, bias, mean, var)
 
 
-def _read_often(x: jax.Array) -> jax.Array:
+def _stored_for_sums(x: jax.Array) -> jax.Array:
     """Return `x` stored, beside oneDNN's kernels in bfloat16, before sums and an elementwise pass read it.
 
     XLA would compute a pooling, a sum of gradients or the derivative of an activation again for the sums, where it
@@ -300,7 +300,7 @@ def _normalise_backward(
     gradients: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     with using_kernels(kernels):
-        return _gradients(relu, groups, residuals, _read_often(gradients[0]))
+        return _gradients(relu, groups, residuals, _stored_for_sums(gradients[0]))
 
 
 def _gradients(

@@ -250,12 +250,11 @@ def _gradients_where_faster(
 ) -> tuple[jax.Array, jax.Array]:
     of_x = onednn.input_gradient(geometry, x, kernel, gradient)
     if of_x is None and _is_narrow_product(geometry, x, kernel):
-        of_x = round_by_bits(forms.input_gradient_columns(gradient, kernel, geometry, image_size(x)), x.dtype)
-    found = of_x, onednn.filter_gradient(geometry, x, kernel, gradient)
+        of_x = forms.input_gradient_columns(gradient, kernel, geometry, image_size(x)).astype(x.dtype)
+    of_kernel = onednn.filter_gradient(geometry, x, kernel, gradient)
     # XLA removes the form of a part that is not used.
-    forms_of_parts = _gradients_cpu(geometry, x, kernel, gradient)
-    first, second = (form if own is None else own for own, form in zip(found, forms_of_parts, strict=True))
-    return first, second
+    form_of_x, form_of_kernel = _gradients_cpu(geometry, x, kernel, gradient)
+    return form_of_x if of_x is None else of_x, form_of_kernel if of_kernel is None else of_kernel
 
 
 def channels_on_cards(C: int, K: int) -> int:

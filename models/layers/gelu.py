@@ -1,6 +1,7 @@
 """The Gaussian error linear unit, exact and approximated.
 
-Derivatives are written by hand so that only the input is kept for them.
+Derivatives are written by hand so that only the input is kept for them, that of the approximation only in bfloat16
+beside oneDNN's kernels.
 """
 
 import math

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from models.kernels.onednn.convolutions import Convolution, Part, padding_of_product
 from models.kernels.onednn.library import Isa, load_library
 from models.kernels.onednn.operations import call_operation, has_fast_kernel
-from models.layers.bfloat16_bits import round_by_bits
 from models.layers.convolution_forms import Geometry, image_size, pad, window_size
 
 # The choice, measured inside `while_loop` on two cores of an AMD EPYC with AVX-512 and its bfloat16, beside other work,
@@ -57,30 +56,34 @@ from models.layers.convolution_forms import Geometry, image_size, pad, window_si
 #
 # In bfloat16, the filter gradient of a 1×1 kernel or of a small map is one product of patches and gradient. The kernel
 # for AMX sums over a row of positions at a time, of which 3 to 7 fill a small part of a tile. On two cores of an
-# Intel Xeon with AMX, otherwise idle, the filter gradient / the product, in ms:
+# Intel Xeon with AMX, otherwise idle, the filter gradient / the product without the copies of patches, in ms:
 #
-#     8×56   64→256   1×1  1.7 / 1.7        8×7   512→512   3×3        4.7 / 1.9 without copies
-#     8×28  128→512   1×1  1.6 / 1.1       16×4   256→256   3×3        2.0 / 0.6 without copies
-#     8×7   512→2048  1×1  2.2 / 1.0       16×2   512→512   3×3        5.6 / 1.0 without copies
-#    16×4   256→1024  1×1  1.0 / 0.5        8×14 1024→2048  1×1, s. 2  7.1 / 2.0 without copies
+#     8×56   64→256   1×1  1.7 / 1.7        8×7   512→512   3×3        4.7 / 1.9
+#     8×28  128→512   1×1  1.6 / 1.1       16×4   256→256   3×3        2.0 / 0.6
+#     8×7   512→2048  1×1  2.2 / 1.0       16×2   512→512   3×3        5.6 / 1.0
+#    16×4   256→1024  1×1  1.0 / 0.5        8×14 1024→2048  1×1, s. 2  7.1 / 2.0
 #
 # Steps became 1.15 (ResNet-50 64 px), 1.09 (convnet8) and 1.06 times (ResNet-50 224 px) as fast; maps of up to 14
-# positions a side made ResNet-8 0.88 times as fast. Without AMX (emulated) and in float32 neither is faster.
+# positions a side made ResNet-8 0.88 times as fast. Without AMX (emulated) and in float32 neither is faster, so it is
+# used with AMX only. It has been measured on two cores only.
 #
-# Where positions are few, bringing the kernel into oneDNN's layout takes longer than the products. In bfloat16, forward
-# and by input, XLA's products of patches then have narrow operands, at 500 to 1,000 GFLOP/s with AMX; of widened ones,
-# steps were 0.86 (ResNet-50 64 px) and 0.82 times (ResNet-18 64 px) as fast. With AMX, steps with 256 instead of 512 as
-# the limit were 0.93 and 0.96 times as fast, and with 1,024 instead of 512, 0.93 and 0.88 times.
+# Where positions are few, bringing the kernel into oneDNN's layout takes longer than the products.
 _FEW_POSITIONS = {"float32": 512, "bfloat16": 256}
+# In bfloat16, forward and by input, XLA then multiplies patches of bfloat16, at 500 to 1,000 GFLOP/s with AMX. If their
+# operands were widened first, steps would be 0.86 (ResNet-50 64 px) and 0.82 times (ResNet-18 64 px) as fast. With AMX,
+# steps with 256 instead of 512 as the limit were 0.93 and 0.96 times as fast, with 1,024 instead of 512 0.93 and 0.88.
+# Larger windows have so many slices that a program takes seconds to compile.
 _FEW_POSITIONS_AMX = 512
-# The input gradient of a 1×1 kernel with a stride, in bfloat16, is one without it and zeros between its positions:
-# oneDNN's own is slow with AMX. Steps became 1.01 to 1.04 times as fast.
+_MOST_TAPS = 9
 _FEW_POSITIONS_1X1_INPUT_GRADIENT = 4097
 _FEW_CHANNELS = 32
 _FEW_CHANNELS_1X1 = 128
 _DEPTHWISE_COLUMNS = 3
-_LEAST_PATCH = 32
-_SMALL_MAP = 7
+# By product: the patches of a larger map take longer to copy, a smaller kernel has too few rows for two threads, and
+# the memory of larger patches is never given back.
+_SMALL_MAP_BY_PRODUCT = 7
+_LEAST_ROWS_BY_PRODUCT = 64
+_MOST_PATCH_BYTES = 2**26
 _NONE = (0, 0)
 _DEPTHWISE_KERNELS = "_dw:"
 
@@ -100,9 +103,16 @@ def input_gradient(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient
 
 
 def _is_faster_without_strides(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> bool:
-    """Return whether the input gradient of a 1×1 kernel is faster if oneDNN computes only the positions it meets."""
+    """Return whether the input gradient of a 1×1 kernel is faster if oneDNN computes only the positions it meets.
+
+    oneDNN's own is slow with AMX: steps became 1.01 to 1.04 times as fast without it.
+    """
     is_pointwise = window_size(kernel) == (1, 1) and geometry.padding == (_NONE, _NONE)
-    return is_pointwise and max(geometry.strides) > 1 and x.dtype == jnp.bfloat16
+    return is_pointwise and max(geometry.strides) > 1 and _has_amx(str(x.dtype))
+
+
+def _has_amx(dtype: str) -> bool:
+    return dtype == "bfloat16" and load_library().has(Isa.AMX)
 
 
 def _input_gradient_without_strides(
@@ -119,7 +129,7 @@ def _input_gradient_without_strides(
 
 
 def filter_gradient(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> jax.Array | None:
-    """Return the gradient with respect to `kernel`, or None if oneDNN has no faster kernel."""
+    """Return the gradient with respect to `kernel`, or None if that of `convolution_forms.py` is as fast."""
     if _is_depthwise(x.shape, kernel.shape) and kernel.shape[1] > _DEPTHWISE_COLUMNS:
         return _filter_gradient_by_columns(geometry, x, kernel, gradient)
     if _is_faster_as_product(x, kernel, gradient):
@@ -129,10 +139,11 @@ def filter_gradient(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradien
 
 def _is_faster_as_product(x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> bool:
     """Return whether a filter gradient is faster as one product of patches and gradient."""
-    is_narrow, is_dense = x.dtype == jnp.bfloat16, kernel.shape[2] == x.shape[3]
-    has_few_copies = window_size(kernel) == (1, 1) or max(image_size(gradient)) <= _SMALL_MAP
-    is_large = math.prod(kernel.shape[:3]) >= _LEAST_PATCH and gradient.size > 0
-    return is_narrow and is_dense and is_large and has_few_copies and load_library().supports(str(x.dtype))
+    window, row, positions = window_size(kernel), math.prod(kernel.shape[:3]), math.prod(gradient.shape[:3])
+    is_dense, is_large = kernel.shape[2] == x.shape[3], row >= _LEAST_ROWS_BY_PRODUCT and positions > 0
+    has_few_copies = window == (1, 1) or max(image_size(gradient)) <= _SMALL_MAP_BY_PRODUCT
+    fits = positions * row * x.dtype.itemsize <= _MOST_PATCH_BYTES or window == (1, 1)
+    return is_dense and is_large and has_few_copies and fits and _has_amx(str(x.dtype))
 
 
 def _filter_gradient_by_product(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -141,7 +152,7 @@ def _filter_gradient_by_product(geometry: Geometry, x: jax.Array, kernel: jax.Ar
     operation = _operation(
         Part.FILTER_GRADIENT_BY_PRODUCT, Geometry(geometry.strides, padding), padded, kernel, gradient
     )
-    return round_by_bits(call_operation(operation, [wide], padded, gradient)[0], kernel.dtype)
+    return call_operation(operation, [wide], padded, gradient)[0].astype(kernel.dtype)
 
 
 def _filter_gradient_by_columns(
@@ -171,14 +182,14 @@ def _is_depthwise(x: tuple[int, ...], kernel: tuple[int, ...]) -> bool:
 
 def is_narrow_product(geometry: Geometry, x: tuple[int, ...], kernel: tuple[int, ...], dtype: str) -> bool:
     """Return whether, forward and by input, XLA's products of bfloat16 operands are fastest for these operands."""
-    is_dense, is_narrow = kernel[2] == x[3], dtype == "bfloat16"
+    is_dense, has_few_taps = kernel[2] == x[3], math.prod(kernel[:2]) <= _MOST_TAPS
+    is_narrow = dtype == "bfloat16" and load_library().supports(dtype)
     positions = x[0] * math.prod(geometry.output_size((x[1], x[2]), (kernel[0], kernel[1])))
-    return is_dense and is_narrow and load_library().supports(dtype) and _are_few(positions, dtype)
+    return is_dense and has_few_taps and is_narrow and _are_few(positions, dtype)
 
 
 def _are_few(positions: int, dtype: str) -> bool:
-    has_amx = dtype == "bfloat16" and load_library().has(Isa.AMX)
-    return positions < (_FEW_POSITIONS_AMX if has_amx else _FEW_POSITIONS[dtype])
+    return positions < (_FEW_POSITIONS_AMX if _has_amx(dtype) else _FEW_POSITIONS[dtype])
 
 
 def is_faster(operation: Convolution) -> bool:

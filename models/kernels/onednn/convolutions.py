@@ -107,7 +107,7 @@ class Convolution:
         """Build the forward pass or the input gradient: each task computes some of the images."""
         free = builder.describe(self._kernel_sizes(), self._data_type, Tag.ANY)
         parts = pieces(self.x[0], TASKS_PER_THREAD * builder.library.num_threads)
-        sized, layout = builder.create_sizes(parts, partial(self._find, builder), free, Query.WEIGHTS)
+        sized, layout = builder.create_for_each_size(parts, partial(self._find, builder), free, Query.WEIGHTS)
         own = builder.reordered(kernel, layout, self._kernel_parts())
         is_forward = self.part == Part.FORWARD
         tasks = []
@@ -127,7 +127,7 @@ class Convolution:
         # Sums of several tasks are added before they are rounded.
         dtype = self._data_type if len(parts) == 1 else DataType.FLOAT32
         free = builder.describe(self._kernel_sizes(), dtype, Tag.ANY)
-        sized, own = builder.create_sizes(parts, partial(self._find, builder), free, Query.WEIGHTS_GRADIENT)
+        sized, own = builder.create_for_each_size(parts, partial(self._find, builder), free, Query.WEIGHTS_GRADIENT)
         sums = [builder.reserve(own) for _ in parts]
         tasks = []
         for (start, size), total in zip(parts, sums, strict=True):
@@ -147,7 +147,7 @@ class Convolution:
         patches, row = self._patches(builder), math.prod(self.kernel[:3])
         positions, K = math.prod(self.y[:3]), self.y[3]
         gradient = Value(builder.describe((positions, K), self._data_type, Tag.AB), operand(1))
-        builder.run_by_rows(patches, (row, positions), (1, row), self._data_type, gradient, K)
+        builder.multiply_by_rows(patches, (row, positions), (1, row), self._data_type, gradient, K)
 
     def _patches(self, builder: Builder) -> Place:
         """Append a phase that copies the receptive fields, `[B,P,Q,kh,kw,C]`, and return where they lie."""

@@ -20,7 +20,7 @@ _MAX_DIMS = 12
 TASKS_PER_THREAD = 4
 """So many tasks for each thread, so that a thread that has to wait for its core delays the others by little."""
 # The library sums in another order for a single row, which a large number of threads must not lead to.
-_LEAST_ROWS = 16
+_LEAST_ROWS = 32
 _LEAST_TASKS = 2
 NO_BIAS = None
 """The argument of a primitive that has no bias."""
@@ -135,7 +135,7 @@ class Primitive(NamedTuple):
     executable: ctypes.c_void_p
 
 
-class Sized(NamedTuple):
+class SizedPrimitive(NamedTuple):
     """A primitive for parts of one size, and the layouts of the values of such a part."""
 
     primitive: Primitive
@@ -220,13 +220,13 @@ class Builder:
         self._names[(name.value or b"").decode()] = None
         return Primitive(descriptor, self._new("primitive_create", "create a primitive", descriptor))
 
-    def create_sizes(
+    def create_for_each_size(
         self,
         parts: Iterable[tuple[int, int]],
         find: Callable[[int, Descriptor], tuple[ctypes.c_void_p, tuple[Descriptor, ...]]],
         layout: Descriptor,
         query: Query,
-    ) -> tuple["dict[int, Sized]", Descriptor]:
+    ) -> tuple[dict[int, SizedPrimitive], Descriptor]:
         """Create a primitive for each size of a part; all share one operand or result in the layout of the largest.
 
         Args:
@@ -238,11 +238,11 @@ class Builder:
         Returns:
             The primitives by size, and the shared layout.
         """
-        found: dict[int, Sized] = {}
+        found: dict[int, SizedPrimitive] = {}
         for size in sorted({size for _, size in parts}, reverse=True):
             descriptor, layouts = find(size, layout)
             layout = layout if found else self.layout(descriptor, query)
-            found[size] = Sized(self.create(descriptor), layouts)
+            found[size] = SizedPrimitive(self.create(descriptor), layouts)
         return found, layout
 
     def layout(self, descriptor: ctypes.c_void_p, query: Query) -> Descriptor:
@@ -339,13 +339,14 @@ class Builder:
             tasks.append(self.task(primitive, {**sources, Arg.RESULT: Value(part, target.place.after(4 * start))}))
         self.run(tasks)
 
-    def run_by_rows(
+    def multiply_by_rows(
         self, x: Place, shape: tuple[int, int], strides: tuple[int, int], dtype: DataType, y: Value, columns: int
     ) -> None:
         """Append a phase that multiplies two matrices into the first result, as float32: each task some rows of `x`.
 
-        Each task brings all of `y` into the layout of its kernel, so there are no more of them than threads. For all
-        rows at once the library would choose another kernel, with other bits, so one thread has two tasks as well.
+        Each task brings all of `y` into the layout of its kernel, so there is one for each thread, with enough rows to
+        be worth that, but there are at least two: for the whole matrix the library chooses another kernel, which sums
+        in another order.
 
         Args:
             x, shape, strides: where the first matrix lies, its rows and columns, and how many elements apart they are.

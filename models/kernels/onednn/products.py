@@ -47,7 +47,7 @@ class Product:
         strides = (self.x[1], 1) if self.x_axis else (1, self.x[1])
         dtype = DataType.of(self.dtype)
         y = Value(builder.describe((depth, columns), dtype, Tag.BA if self.y_axis else Tag.AB), operand(1))
-        builder.run_by_rows(operand(0), (rows, depth), strides, dtype, y, columns)
+        builder.multiply_by_rows(operand(0), (rows, depth), strides, dtype, y, columns)
         return builder.finish()
 
 
