@@ -22,6 +22,7 @@ from models.layers.convolution_forms import Geometry
 from models.layers.onednn_convolution import is_narrow_product
 from models.registry import at_image_size, family_of, networks
 from tests.direct_operations import DTYPES, PARTS, Problem, normal, run_part, run_primitives
+from tests.kernels import needs_instructions
 from tests.test_convolution import problems, value_and_gradients
 
 try:
