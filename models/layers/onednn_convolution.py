@@ -69,6 +69,10 @@ from models.layers.convolution_forms import Geometry, image_size, pad, window_si
 #
 # Where positions are few, bringing the kernel into oneDNN's layout takes longer than the products.
 _FEW_POSITIONS = {"float32": 512, "bfloat16": 256}
+# Forward, a kernel larger than 1×1 has more products for each number that is brought there. In float32, 8×14 512→512
+# 3×3 with stride 2 took 6.3 ms by oneDNN and 16.5 by XLA on the Xeon above, with stride 1 5.5 and 6.1. Steps became
+# 1.016 (ResNet-50 224 px), 1.016 (ResNet-18 64 px) and 1.003 times (ResNet-50 64 px) as fast.
+_FEW_POSITIONS_FORWARD = 256
 # In bfloat16, forward and by input, XLA then multiplies patches of bfloat16, at 500 to 1,000 GFLOP/s with AMX. If their
 # operands were widened first, steps would be 0.86 (ResNet-50 64 px) and 0.82 times (ResNet-18 64 px) as fast. With AMX,
 # steps with 256 instead of 512 as the limit were 0.93 and 0.96 times as fast, with 1,024 instead of 512 0.93 and 0.88.
@@ -204,10 +208,16 @@ def is_faster(operation: Convolution) -> bool:
         )
     positions = math.prod(operation.y[:3])
     return (
-        not _are_few(positions, operation.dtype)
+        (not _are_few(positions, operation.dtype) or _is_fast_forward(operation, positions))
         and (operation.part != Part.INPUT_GRADIENT or _has_faster_input_gradient(operation, positions))
         and has_fast_kernel(operation)
     )
+
+
+def _is_fast_forward(operation: Convolution, positions: int) -> bool:
+    """Return whether few positions are still enough for a float32 forward pass."""
+    is_forward, is_pointwise = operation.part == Part.FORWARD, operation.kernel[:2] == (1, 1)
+    return operation.dtype == "float32" and is_forward and not is_pointwise and positions >= _FEW_POSITIONS_FORWARD
 
 
 def _has_faster_input_gradient(operation: Convolution, positions: int) -> bool:
