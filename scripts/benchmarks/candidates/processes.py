@@ -83,5 +83,7 @@ def main(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+    # An installed package has compiled Python files; without them imports would take 0.4 s longer.
+    for name in ("JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE"):
+        os.environ.pop(name, None)
     main(sys.argv[1])
