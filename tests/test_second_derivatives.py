@@ -1,4 +1,4 @@
-"""Second derivatives of layers, such as of a gradient penalty, beside oneDNN's kernels: those of XLA's forms."""
+"""Gradients of layers beside oneDNN's kernels, pulled back elsewhere, and second derivatives, as of a penalty."""
 
 from functools import partial
 
@@ -55,23 +55,23 @@ IMAGES = (4, 16, 15, 16)
 TOKENS = (2, 5, 36)
 
 
-@pytest.mark.parametrize(
-    ("layer", "dtype", "shapes", "has_calls"),
-    [
-        pytest.param(convolution, "float32", (IMAGES, (3, 3, 16, 16)), True, id="convolution"),
-        pytest.param(convolution, "bfloat16", (IMAGES, (3, 3, 16, 16)), True, id="convolution in bfloat16"),
-        pytest.param(
-            partial(convolution, stride=2), "bfloat16", ((4, 32, 32, 64), (1, 1, 64, 64)), True, id="strided 1×1 kernel"
-        ),
-        pytest.param(partial(dense, bias=jnp.float32(0)), "float32", ((128, 256), (256, 100)), True, id="dense layer"),
-        pytest.param(partial(norm, train=True), "bfloat16", (IMAGES,), False, id="norm"),
-        pytest.param(partial(norm, train=False), "bfloat16", (IMAGES,), False, id="norm in evaluation"),
-        pytest.param(gelu, "bfloat16", (IMAGES,), False, id="GELU"),
-        pytest.param(pool, "bfloat16", (IMAGES,), False, id="max-pooling"),
-        pytest.param(attention, "float32", (TOKENS,), True, id="attention"),
-        pytest.param(stored_relu, "bfloat16", (IMAGES, IMAGES), False, id="residual sum"),
-    ],
-)
+LAYERS = [
+    pytest.param(convolution, "float32", (IMAGES, (3, 3, 16, 16)), True, id="convolution"),
+    pytest.param(convolution, "bfloat16", (IMAGES, (3, 3, 16, 16)), True, id="convolution in bfloat16"),
+    pytest.param(
+        partial(convolution, stride=2), "bfloat16", ((4, 32, 32, 64), (1, 1, 64, 64)), True, id="strided 1×1 kernel"
+    ),
+    pytest.param(partial(dense, bias=jnp.float32(0)), "float32", ((128, 256), (256, 100)), True, id="dense layer"),
+    pytest.param(partial(norm, train=True), "bfloat16", (IMAGES,), False, id="norm"),
+    pytest.param(partial(norm, train=False), "bfloat16", (IMAGES,), False, id="norm in evaluation"),
+    pytest.param(gelu, "bfloat16", (IMAGES,), False, id="GELU"),
+    pytest.param(pool, "bfloat16", (IMAGES,), False, id="max-pooling"),
+    pytest.param(attention, "float32", (TOKENS,), True, id="attention"),
+    pytest.param(stored_relu, "bfloat16", (IMAGES, IMAGES), False, id="residual sum"),
+]
+
+
+@pytest.mark.parametrize(("layer", "dtype", "shapes", "has_calls"), LAYERS)
 def test_second_derivatives_are_those_of_xlas_forms(layer, dtype, shapes, has_calls):
     operands = [normal(number, shape, dtype) for number, shape in enumerate(shapes)]
     found = {}
@@ -84,7 +84,26 @@ def test_second_derivatives_are_those_of_xlas_forms(layer, dtype, shapes, has_ca
         assert np.abs(expected).max() > 1
         # Sums of float32 in another order, or the same bits; of convolutions in bfloat16 three results, each rounded.
         is_narrow = has_calls and dtype == "bfloat16"
-        np.testing.assert_allclose(own, expected, rtol=0, atol=(3 * 2**-8 if is_narrow else 1e-5) * np.abs(expected).max())
+        np.testing.assert_allclose(
+            own, expected, rtol=0, atol=(3 * 2**-8 if is_narrow else 1e-5) * np.abs(expected).max()
+        )
+
+
+@pytest.mark.parametrize(("layer", "dtype", "shapes", "has_calls"), LAYERS)
+def test_a_gradient_uses_the_kernels_of_its_forward_pass(layer, dtype, shapes, has_calls):
+    """Whichever are chosen where it is pulled back."""
+    operands = [normal(number, shape, dtype) for number, shape in enumerate(shapes)]
+
+    def gradients(is_outside, *operands):
+        with using_kernels(ONEDNN):
+            y, pull = jax.vjp(layer, *operands)
+            if not is_outside:
+                return pull(y)
+        return pull(y)
+
+    inside, outside = (jax.jit(partial(gradients, each)).lower(*operands).as_text() for each in (False, True))
+    assert inside == outside
+    assert (TARGET in outside) == has_calls
 
 
 def test_second_derivatives_of_the_approximate_gelu_are_nearer_to_float32_than_xlas():
