@@ -17,6 +17,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 import weakref
 from dataclasses import dataclass
 from functools import lru_cache
@@ -138,10 +139,11 @@ class _Guard:
                 return
         except BaseException:  # noqa: BLE001 - no exception can leave a handler; the previous handler gets the signal
             pass
-        # Restore the previous handler. The instruction raises a fault again; any other signal is sent again here.
+        # Restore the previous handler. The instruction raises a fault again; any other signal is sent again here, to
+        # this thread: it is blocked here until the handler returns, and another thread would take it at any later time.
         _LIBC.sigaction(number, ctypes.byref(self._before), None)
         if not is_fault:
-            os.kill(os.getpid(), number)
+            signal.pthread_kill(threading.get_ident(), number)
 
     def _tear_region(self, address: int) -> bool:
         for region in list(self.regions.values()):
