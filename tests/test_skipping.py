@@ -1,5 +1,6 @@
 """Skips: what counts as finite, how skips are counted, and when there were too many."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,6 +28,15 @@ def test_finite_numbers_pass(value):
 def test_a_norm_beyond_float32_is_not_finite_though_its_numbers_are():
     assert not has_finite_norm(tree_with(1e20))
     assert all_finite(tree_with(1e20))
+
+
+def test_a_program_checks_a_tree_once_however_many_leaves_depend_on_it():
+    def step(tree, before):
+        return choose(all_finite(tree), tree, before)
+
+    tree = {str(n): jnp.full(3 + n, 1.0) for n in range(20)}
+    program = jax.jit(step).lower(tree, tree).compile().as_text() or ""
+    assert 0 < program.count(" and(") < 40
 
 
 def test_a_tree_without_leaves_is_finite():

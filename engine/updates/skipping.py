@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from engine.keys import is_key
 from engine.updates.clipping import global_norm
+from models.layers.stored import stored
 
 
 class Skips(NamedTuple):
@@ -65,7 +66,10 @@ def all_finite(tree: Any) -> jax.Array:
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)]
     finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
-    return jnp.all(jnp.stack(finite)) if finite else jnp.ones((), jnp.bool)
+    # Stored, because XLA would fuse the conjunction of all leaves with each select that reads it, which was two fifths
+    # of the program of ResNet-50.
+    found: jax.Array = stored(jnp.all(jnp.stack(finite))) if finite else jnp.ones((), jnp.bool)
+    return found
 
 
 def choose(condition: jax.Array, tree: Any, otherwise: Any) -> Any:
