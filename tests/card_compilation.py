@@ -101,7 +101,7 @@ def traced_program(
     found: list[Any] = []
     transport, fake = fake_transport()
 
-    def trace_ahead(function: Any, *arguments: Any, donate: Any = ()) -> NoReturn:
+    def trace_ahead(function: Any, *arguments: Any, donate: Any = (), platform: str) -> NoReturn:
         found.append((jax.jit(function, donate_argnums=donate), arguments))
         raise TracedError
 

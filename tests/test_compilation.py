@@ -129,6 +129,21 @@ def test_a_program_is_traced_once_and_its_memory_and_work_are_reported(tmp_path)
     assert (tmp_path / "program.optimised.hlo").stat().st_size
 
 
+def test_a_program_for_a_known_platform_has_only_its_forms_and_the_same_bits():
+    model = build_model("resnet8", num_classes=10, image_size=32)
+    weights = jax.jit(model.init)(jax.random.key(0))
+    images = jax.random.normal(jax.random.key(1), (4, 32, 32, 3))
+
+    def gradients(params, batch_stats, images):
+        return jax.grad(lambda params: model.apply(params, batch_stats, images, train=True)[0].sum())(params)
+
+    for_all, for_one = (trace_ahead(gradients, *weights, images, platform=platform) for platform in (None, "cpu"))
+    assert "platform_index" in str(for_all.jaxpr)
+    assert "platform_index" not in str(for_one.jaxpr)
+    one, other = (compile_traced(each).call(*weights, images) for each in (for_all, for_one))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
 @pytest.mark.parametrize("collects", [True, False])
 def test_garbage_collection_is_paused_during_tracing_and_restored(collects):
     seen = []

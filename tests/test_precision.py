@@ -17,6 +17,7 @@ from models.families import resnet
 from models.layers.batch_norm import batch_norm
 from models.layers.convolution import convolution
 from models.layers.head import dense
+from models.layers.platform_forms import tracing_for
 from models.layers.pooling import max_pool
 from models.registry import build_model
 from tests.toy import Linear, toy_batch, toy_config
@@ -57,7 +58,7 @@ class TracedError(Exception):
 
 
 def trace_step(monkeypatch, **settings):
-    """Return the training step of a run with these settings, traced as in the run."""
+    """Return the training step of a run with these settings, traced as in the run, but for all platforms."""
     found: list[Step] = []
     logits: list[jnp.dtype] = []
     updates: list[Any] = []
@@ -65,7 +66,8 @@ def trace_step(monkeypatch, **settings):
     originals = {name: getattr(home, name) for name, home in homes.items()}
 
     def train_step(model, statics, *arguments):
-        jaxpr = jax.make_jaxpr(lambda *given: originals["train_step"](model, statics, *given))(*arguments)
+        with tracing_for(None):
+            jaxpr = jax.make_jaxpr(lambda *given: originals["train_step"](model, statics, *given))(*arguments)
         found.append(Step(jaxpr, updates[0], logits))
         raise TracedError
 

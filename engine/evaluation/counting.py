@@ -112,7 +112,8 @@ def _compile(
     ranked: RankedClasses | None,
 ) -> Compiled:
     """Trace the program on the calling thread, whose jax settings apply, and compile it on a worker thread."""
-    kernels = settle_kernels(subject.config, this_platform()).kernels
+    platform = this_platform()
+    kernels = settle_kernels(subject.config, platform).kernels
     model = CheckedModel(subject.model, subject.num_classes, source, kernels)
 
     def program(weights: Weights, num_batches: jax.Array, scale: PixelScale) -> tuple[Tally, jax.Array]:
@@ -131,7 +132,7 @@ def _compile(
         )
 
     with caching_compilations(subject.config.compilation_cache):
-        traced = trace_ahead(program, subject.weights, *_numbers(subject, source))
+        traced = trace_ahead(program, subject.weights, *_numbers(subject, source), platform=platform)
         deterministic = subject.config.deterministic
         return call_on_worker(partial(compile_traced, traced, deterministic=deterministic, keeps=transport))
 

@@ -83,7 +83,7 @@ def explain_parts(
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
     with open_run(_as_new(config), parts, notify, is_dry=True) as run:
-        planned = run.plan(by_metadata=True)
+        planned = run.plan(is_explained=True)
     if rates is None:
         notify("measuring the device for a second")
         rates = measure_this_device(planned.facts.config)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from models.layers.platform_forms import on_platform
+
 NUM_BUCKETS = 64
 # Arrays of one size share their operations, each of which costs time to compile; small ones are padded to few sizes.
 _LARGEST_PADDED = 1 << 16
@@ -135,5 +137,5 @@ def _count_at_least(rows: jax.Array, edges: jax.Array) -> jax.Array:
         counts = jnp.zeros((*edges.shape, _LANES), jnp.int32)
         return jnp.sum(lax.fori_loop(0, rows.shape[1], add, counts), axis=2, dtype=jnp.int32)
 
-    counts: jax.Array = lax.platform_dependent(rows, edges, cpu=by_lanes, default=in_one_pass)
+    counts: jax.Array = on_platform(rows, edges, cpu=by_lanes, default=in_one_pass)
     return counts

@@ -18,6 +18,7 @@ from engine.hlo.kernels import kernel_flops
 from engine.records.whole_file import make_folder, write_whole
 from engine.run.cache_faults import reporting_cache_faults
 from engine.run.garbage_collector import without_collector
+from models.layers.platform_forms import tracing_for
 from models.user_cache import user_cache_folder
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -82,16 +83,19 @@ class Compiled:
         return sum(sizes.get(part, 0) for part in parts) - sizes.get("reused", 0)
 
 
-def trace_ahead(function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> Traced:
+def trace_ahead(
+    function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), platform: str | None = None
+) -> Traced:
     """Trace and lower `function` once, on the calling thread, so that this thread's jax settings apply.
 
     Args:
         function: the function to compile.
         arguments: pytrees of arrays or jax.ShapeDtypeStruct.
         donate: positions of the arguments whose memory the program may reuse.
+        platform: the only platform for which the forms of layers are traced, such as "cpu"; None traces those of all.
     """
     started = time.perf_counter()
-    with without_collector():
+    with without_collector(), tracing_for(platform):
         traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
         lowered = traced.lower()
     return Traced(lowered, time.perf_counter() - started, traced.jaxpr)

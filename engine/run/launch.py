@@ -220,8 +220,12 @@ class Launch:
         """Compile the program, traced already or not, without creating its initial state."""
         return self._start_compiling(traced)()
 
-    def trace(self) -> Traced:
-        """Trace the program on this thread, whose jax settings then apply, and warn about its convolutions."""
+    def trace(self, *, in_all_forms: bool = False) -> Traced:
+        """Trace the program on this thread, whose jax settings then apply, and warn about its convolutions.
+
+        Args:
+            in_all_forms: whether layers are traced in their forms for all platforms, not only in that of the run's.
+        """
         self._notify("compiling the training program, or loading it from the cache")
         program = make_program(
             self._checked_model(self._notify),
@@ -234,7 +238,8 @@ class Launch:
         arguments: Any = (self._state_shape, self._values())
         if self._is_elsewhere:
             arguments = shapes_on(arguments, self._devices)
-        traced = trace_ahead(program, *arguments, donate=(0,))
+        platform = None if in_all_forms else self._platform
+        traced = trace_ahead(program, *arguments, donate=(0,), platform=platform)
         if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
             self._notify(warning)
         return traced

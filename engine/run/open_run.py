@@ -252,17 +252,19 @@ class OpenRun:
             start_step=launch.start.step,
         )
 
-    def plan(self, *, by_metadata: bool = False) -> DryRun:
+    def plan(self, *, is_explained: bool = False) -> DryRun:
         """Compile the program, and return it together with what the run needs beside it.
 
         Args:
-            by_metadata: whether a program in the cache must have the same scopes and source lines.
+            is_explained: whether the program is to be read: a program in the cache must then have the same scopes and
+                source lines, and layers are traced in their forms for all platforms, one of which says what they
+                compute.
         """
         launch = self._launch
         if self._recorded is not None and self._place.path is not None:
             find_cuts(self._place.path, launch.start)
-        with caching_compilations(self.config.compilation_cache, self._notify, by_metadata=by_metadata):
-            traced = launch.trace()
+        with caching_compilations(self.config.compilation_cache, self._notify, by_metadata=is_explained):
+            traced = launch.trace(in_all_forms=is_explained)
             compiled = launch.compile(traced)
         return DryRun(compiled, self.facts, traced)
 

@@ -10,6 +10,7 @@ from models.kernels.choice import XLA, kernels_in_use, using_kernels
 from models.layers import onednn_product
 from models.layers.bfloat16_bits import round_by_bits, widen_by_bits
 from models.layers.form_derivative import with_derivative_of
+from models.layers.platform_forms import on_platform
 from models.layers.widening import wide_dtype
 
 
@@ -42,7 +43,7 @@ def _product(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, dtype: DTypeL
     if kernels_in_use() == XLA or not onednn_product.has_faster_batch(x, x_axis):
         return form(x, y)
     kernel = partial(onednn_product.batch, x_axis=x_axis, y_axis=y_axis, dtype=dtype or wide_dtype(x))
-    return jax.lax.platform_dependent(x, y, cpu=partial(with_derivative_of, form, kernel), default=form)
+    return on_platform(x, y, cpu=partial(with_derivative_of, form, kernel), default=form)
 
 
 def _sums(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, dtype: DTypeLike) -> jax.Array:

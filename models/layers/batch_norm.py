@@ -15,6 +15,7 @@ from jax import lax
 
 from models.kernels.choice import ONEDNN, kernels_in_use, using_kernels
 from models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
+from models.layers.platform_forms import on_platform
 from models.layers.stored import stored
 from models.layers.widening import widen
 
@@ -122,9 +123,7 @@ def _sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
     memory first; the reduction runs at the speed of memory if the arrays are first folded into one of `PARTS` parts.
     On a GPU one kernel then adds the partial sums of the thread blocks for both.
     """
-    return lax.platform_dependent(
-        first, second, cpu=_folded_sums, cuda=partial(_pair_sums, (0, 1, 2)), default=_plain_sums
-    )
+    return on_platform(first, second, cpu=_folded_sums, cuda=partial(_pair_sums, (0, 1, 2)), default=_plain_sums)
 
 
 def _plain_sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -170,7 +169,7 @@ def _estimate_mean(wide: jax.Array) -> jax.Array:
     it is √n off. The variance is then lost, but only of a channel that is zero everywhere else.
     """
     count, (_, H, W, _) = _count(wide), wide.shape
-    estimate = lax.platform_dependent(
+    estimate = on_platform(
         wide,
         cuda=lambda wide: wide[0, H // 2, W // 2],
         default=lambda wide: wide.reshape(count, -1)[: -(-count // SAMPLED)].mean(0),

@@ -21,6 +21,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from models.kernels.choice import ONEDNN, kernels_in_use
+from models.layers.platform_forms import on_platform
 from models.layers.widening import widen
 
 _FRACTION_BITS, _EXPONENT_BITS = 7, 8
@@ -49,12 +50,12 @@ def read_twice(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.custom_vjp
 def _widened(x: jax.Array) -> jax.Array:
-    return lax.platform_dependent(x, cpu=_widen, default=widen)
+    return on_platform(x, cpu=_widen, default=widen)
 
 
 @jax.custom_vjp
 def _rounded(x: jax.Array) -> jax.Array:
-    return lax.platform_dependent(x, cpu=_round, default=_convert)
+    return on_platform(x, cpu=_round, default=_convert)
 
 
 @jax.custom_vjp

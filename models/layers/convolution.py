@@ -20,6 +20,7 @@ from models.layers import onednn_convolution as onednn
 from models.layers.bfloat16_bits import round_by_bits
 from models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
 from models.layers.form_derivative import with_derivative_of
+from models.layers.platform_forms import on_platform
 from models.layers.widening import widen
 
 type Forward = Callable[[jax.Array, jax.Array, Geometry], jax.Array]
@@ -294,7 +295,7 @@ def _gradients_of(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _convolution(kernels: str, geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return lax.platform_dependent(
+    return on_platform(
         x,
         kernel,
         cpu=partial(_forward_cpu if kernels == XLA else _forward_onednn, geometry),
@@ -313,7 +314,7 @@ def _convolution_backward(
     kernels: str, geometry: Geometry, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, kernel = residuals
-    return lax.platform_dependent(
+    return on_platform(
         x,
         kernel,
         gradient,

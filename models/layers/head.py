@@ -8,6 +8,7 @@ from models.kernels.choice import XLA, kernels_in_use, using_kernels
 from models.layers import onednn_product
 from models.layers.bfloat16_bits import round_by_bits, widen_by_bits
 from models.layers.form_derivative import with_derivative_of
+from models.layers.platform_forms import on_platform
 from models.layers.widening import wide_dtype
 
 
@@ -59,7 +60,7 @@ def _kernel_gradient(kernels: str, x: jax.Array, gradient: jax.Array) -> jax.Arr
     if kernels == XLA or not onednn_product.has_faster_kernel(x, gradient):
         return product(x, gradient)
     own = partial(with_derivative_of, product, onednn_product.kernel_gradient)
-    return jax.lax.platform_dependent(x, gradient, cpu=own, default=product)
+    return on_platform(x, gradient, cpu=own, default=product)
 
 
 _product.defvjp(_product_forward, _product_backward)

@@ -10,6 +10,8 @@ from typing import Any
 
 from jax import lax
 
+from models.layers.platform_forms import on_platform
+
 
 def stored(values: Any, *, on_cards: bool = False) -> Any:
     """Return a pytree of arrays unchanged. On a CPU, an optimization barrier makes XLA store the arrays in memory.
@@ -19,4 +21,4 @@ def stored(values: Any, *, on_cards: bool = False) -> Any:
         on_cards: whether to store them on NVIDIA GPUs too.
     """
     form = {"cpu": lax.optimization_barrier} | ({"cuda": lax.optimization_barrier} if on_cards else {})
-    return lax.platform_dependent(values, default=lambda values: values, **form)
+    return on_platform(values, default=lambda values: values, **form)

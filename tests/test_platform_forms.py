@@ -1,0 +1,70 @@
+"""Forms by platform: which ones are traced, and what they return."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine import TrainConfig, train
+from engine.run import compilation, launch
+from models.layers.platform_forms import on_platform, tracing_for
+
+SUMMANDS = {"cpu": 1, "cuda": 2, "default": 3}
+
+
+def adding(traced):
+    """Return a function whose forms each add another number, and note their names in `traced`."""
+
+    def form(name):
+        def add(x):
+            traced.append(name)
+            return x + SUMMANDS[name]
+
+        return add
+
+    return jax.jit(lambda x: on_platform(x, **{name: form(name) for name in SUMMANDS}))
+
+
+@pytest.mark.parametrize(("platform", "name"), [("cpu", "cpu"), ("cuda", "cuda"), ("tpu", "default")])
+def test_only_the_form_of_a_known_platform_is_traced(platform, name):
+    traced: list[str] = []
+    with tracing_for(platform):
+        assert adding(traced)(jnp.float32(10)) == 10 + SUMMANDS[name]
+    assert traced == [name]
+
+
+def test_without_a_known_platform_the_device_decides():
+    traced: list[str] = []
+    assert adding(traced)(jnp.float32(10)) == 10 + SUMMANDS[jax.default_backend()]
+    assert sorted(traced) == sorted(SUMMANDS)
+
+
+def test_what_was_traced_for_one_platform_is_not_taken_for_another():
+    add = adding([])
+    for platform in ("cpu", "tpu", None, "cpu"):
+        with tracing_for(platform):
+            name = jax.default_backend() if platform is None else "default" if platform == "tpu" else platform
+            assert add(jnp.float32(10)) == 10 + SUMMANDS[name]
+
+
+def test_the_derivative_is_traced_for_the_platform_too():
+    def square(x):
+        return on_platform(x, cpu=lambda x: x * x, default=lambda x: x**3)
+
+    with tracing_for("cpu"):
+        jaxpr = jax.make_jaxpr(jax.grad(square))(3.0)
+        np.testing.assert_array_equal(jax.grad(square)(3.0), 6)
+    assert "cond" not in str(jaxpr)
+
+
+def test_a_run_is_traced_for_its_platform(monkeypatch):
+    traced = []
+
+    def trace_ahead(*arguments, **options):
+        traced.append(compilation.trace_ahead(*arguments, **options))
+        return traced[-1]
+
+    monkeypatch.setattr(launch, "trace_ahead", trace_ahead)
+    train(TrainConfig(steps=1, batch=4, synthetic=True, image_size=8, num_classes=10, model="resnet8"))
+    assert len(traced) == 2  # the training program and that of the initial state
+    assert [each for each in traced if "platform_index" in str(each.jaxpr)] == []
