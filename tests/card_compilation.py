@@ -145,6 +145,7 @@ def compile_program(
     from engine.run.compilation import compiler_options
     from engine.sizing.absent_cards import absent_cards, compiling_without_cards
     from engine.sizing.cards import CARDS
+    from models.layers.platform_forms import tracing_for
     from models.registry import networks
     from tests.normed_network import Normed
 
@@ -160,7 +161,8 @@ def compile_program(
             model=Normed() if is_normed else None,
             is_evaluated=is_evaluated,
         )
-        lowered = function.lower(*shapes_on(arguments, cards))
+        with tracing_for("cuda"):  # as a run on a card is traced
+            lowered = function.lower(*shapes_on(arguments, cards))
     options: dict[str, Any] = compiler_options(lowered, "gpu", deterministic=settings.get("deterministic", True))
     # LLVM's work on each kernel, which comes behind all that is returned here.
     options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine import TrainConfig, train
-from engine.run import compilation, launch
+from engine.run import compilation, host_side, launch
 from models.layers.platform_forms import on_platform, tracing_for
 
 SUMMANDS = {"cpu": 1, "cuda": 2, "default": 3}
@@ -39,6 +39,12 @@ def test_without_a_known_platform_the_device_decides():
     assert sorted(traced) == sorted(SUMMANDS)
 
 
+@pytest.mark.parametrize("name", ["gpu", "CPU", "banana"])
+def test_an_unknown_platform_is_refused(name):
+    with pytest.raises(ValueError, match=f"must be one of cpu, cuda, rocm, tpu, or None for all, got {name!r}"):
+        tracing_for(name)
+
+
 def test_what_was_traced_for_one_platform_is_not_taken_for_another():
     add = adding([])
     for platform in ("cpu", "tpu", None, "cpu"):
@@ -57,14 +63,18 @@ def test_the_derivative_is_traced_for_the_platform_too():
     assert "cond" not in str(jaxpr)
 
 
-def test_a_run_is_traced_for_its_platform(monkeypatch):
-    traced = []
+def test_a_run_is_traced_for_the_platform_of_its_device(monkeypatch):
+    traced, platforms = [], []
 
     def trace_ahead(*arguments, **options):
+        platforms.append(options.get("platform"))
         traced.append(compilation.trace_ahead(*arguments, **options))
         return traced[-1]
 
     monkeypatch.setattr(launch, "trace_ahead", trace_ahead)
-    train(TrainConfig(steps=1, batch=4, synthetic=True, image_size=8, num_classes=10, model="resnet8"))
-    assert len(traced) == 2  # the training program and that of the initial state
-    assert [each for each in traced if "platform_index" in str(each.jaxpr)] == []
+    # As where the default device is a processor, but jax's default backend that of a card.
+    monkeypatch.setattr(host_side, "this_platform", lambda: "cuda")
+    settings = {"synthetic": True, "image_size": 8, "num_classes": 10, "model": "resnet8", "kernels": "xla"}
+    train(TrainConfig(steps=1, batch=4, transport="callback", **settings))
+    assert platforms[0] == "cpu"
+    assert "platform_index" not in str(traced[0].jaxpr)

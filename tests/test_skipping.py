@@ -36,7 +36,8 @@ def test_a_program_checks_a_tree_once_however_many_leaves_depend_on_it():
 
     tree = {str(n): jnp.full(3 + n, 1.0) for n in range(20)}
     program = jax.jit(step).lower(tree, tree).compile().as_text() or ""
-    assert 0 < program.count(" and(") < 40
+    # One for each leaf or two; with the conjunction in each of the 20 selects there were 400.
+    assert 0 < program.count(" and(") < 100
 
 
 def test_a_tree_without_leaves_is_finite():

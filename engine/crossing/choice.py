@@ -45,9 +45,14 @@ def this_platform() -> str:
             "install the cuda extra and check that nvidia-smi lists the GPU (docs/nvidia.md); otherwise, unset the "
             "variable"
         ) from error
-    if platform != "gpu":
-        return platform
-    return "cuda" if "cuda" in jax.devices()[0].client.platform_version.lower() else "rocm"
+    return platform if platform != "gpu" else platform_of(jax.devices()[0])
+
+
+def platform_of(device: jax.Device) -> str:
+    """Return the platform of a device that is here, such as "cpu", "cuda", "rocm" or "tpu"."""
+    if device.platform != "gpu":
+        return str(device.platform)
+    return "cuda" if "cuda" in device.client.platform_version.lower() else "rocm"
 
 
 def this_device() -> jax.Device:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.control.board import ControlBoard
-from engine.crossing.choice import choose_chunk, choose_transport, make_infeed, this_platform
+from engine.crossing.choice import choose_chunk, choose_transport, make_infeed, platform_of, this_device, this_platform
 from engine.crossing.infeed import BatchInfeed
 from engine.crossing.transport import Transport
 from engine.evaluation.result import ImagePredictions
@@ -112,8 +112,7 @@ def _compile(
     ranked: RankedClasses | None,
 ) -> Compiled:
     """Trace the program on the calling thread, whose jax settings apply, and compile it on a worker thread."""
-    platform = this_platform()
-    kernels = settle_kernels(subject.config, platform).kernels
+    kernels = settle_kernels(subject.config, this_platform()).kernels
     model = CheckedModel(subject.model, subject.num_classes, source, kernels)
 
     def program(weights: Weights, num_batches: jax.Array, scale: PixelScale) -> tuple[Tally, jax.Array]:
@@ -132,7 +131,7 @@ def _compile(
         )
 
     with caching_compilations(subject.config.compilation_cache):
-        traced = trace_ahead(program, subject.weights, *_numbers(subject, source), platform=platform)
+        traced = trace_ahead(program, subject.weights, *_numbers(subject, source), platform=platform_of(this_device()))
         deterministic = subject.config.deterministic
         return call_on_worker(partial(compile_traced, traced, deterministic=deterministic, keeps=transport))
 

@@ -12,6 +12,7 @@ import jax
 from jax import lax
 
 _UNKNOWN = None
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # jax keeps what it has traced for each value separately.
 _platform = jax.make_user_context(_UNKNOWN)
 
@@ -23,7 +24,12 @@ def tracing_for(platform: str | None) -> AbstractContextManager[None]:
 
     Args:
         platform: a name such as "cpu", "cuda" or "tpu", as `lax.platform_dependent` takes it; None traces all forms.
+
+    Raises:
+        ValueError: if there is no platform of that name, such as "gpu".
     """
+    if platform is not None and platform not in _PLATFORMS:
+        raise ValueError(f"platform must be one of {', '.join(_PLATFORMS)}, or None for all, got {platform!r}")
     context: AbstractContextManager[None] = _platform(platform)
     return context
 
