@@ -76,7 +76,13 @@ def test_a_run_is_traced_for_the_platform_of_its_device(monkeypatch):
     monkeypatch.setattr(launch, "trace_ahead", trace_ahead)
     # As where the default device is a processor, but jax's default backend that of a card.
     monkeypatch.setattr(host_side, "this_platform", lambda: "cuda")
-    settings: dict[str, Any] = {"synthetic": True, "image_size": 8, "num_classes": 10, "model": "resnet8", "kernels": "xla"}
+    settings: dict[str, Any] = {
+        "synthetic": True,
+        "image_size": 8,
+        "num_classes": 10,
+        "model": "resnet8",
+        "kernels": "xla",
+    }
     train(TrainConfig(steps=1, batch=4, transport="callback", **settings))
     assert platforms[0] == "cpu"
     assert "platform_index" not in str(traced[0].jaxpr)
