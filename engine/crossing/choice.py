@@ -45,13 +45,15 @@ def this_platform() -> str:
             "install the cuda extra and check that nvidia-smi lists the GPU (docs/nvidia.md); otherwise, unset the "
             "variable"
         ) from error
-    return platform if platform != "gpu" else platform_of(jax.devices()[0])
+    return platform if platform != "gpu" else _gpu_platform(jax.devices()[0])
 
 
 def platform_of(device: jax.Device) -> str:
     """Return the platform of a device that is here, such as "cpu", "cuda", "rocm" or "tpu"."""
-    if device.platform != "gpu":
-        return str(device.platform)
+    return str(device.platform) if device.platform != "gpu" else _gpu_platform(device)
+
+
+def _gpu_platform(device: jax.Device) -> str:
     return "cuda" if "cuda" in device.client.platform_version.lower() else "rocm"
 
 
