@@ -1,5 +1,6 @@
 """Forms by platform: which ones are traced, and what they return."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine import TrainConfig, train
+from engine.crossing.choice import traced_platform
 from engine.run import compilation, host_side, launch
 from models.layers.platform_forms import on_platform, tracing_for
 
@@ -45,6 +47,23 @@ def test_without_a_known_platform_the_device_decides():
 def test_an_unknown_platform_is_refused(name):
     with pytest.raises(ValueError, match=f"must be one of cpu, cuda, rocm, tpu, or None for all, got {name!r}"):
         tracing_for(name)
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "traced"),
+    [
+        ("cpu", "", "cpu"),
+        ("gpu", "PJRT C API\ncuda 13000", "cuda"),
+        ("gpu", "rocm 60300", "rocm"),
+        ("tpu", "", "tpu"),
+        ("METAL", "", None),  # a backend of somebody else's, on which all forms are traced, as jax decides
+    ],
+)
+def test_the_platform_of_a_device_can_be_traced_for(platform, version, traced):
+    device: Any = SimpleNamespace(platform=platform, client=SimpleNamespace(platform_version=version))
+    assert traced_platform(device) == traced
+    with tracing_for(traced_platform(device)):
+        pass
 
 
 def test_what_was_traced_for_one_platform_is_not_taken_for_another():

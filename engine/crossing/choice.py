@@ -16,6 +16,7 @@ from engine.crossing.infeed import BatchInfeed, Infeed, WordsOf
 from engine.crossing.observer import PullObserver
 from engine.crossing.transport import CallbackTransport, InplaceTransport, Transport
 from engine.feed.feeder import Allocate, Feeder
+from models.layers.platform_forms import PLATFORMS
 from preprocess.quantities import quantity
 
 type MakeFeeder = Callable[[Allocate | None], Feeder]
@@ -48,9 +49,14 @@ def this_platform() -> str:
     return platform if platform != "gpu" else _gpu_platform(jax.devices()[0])
 
 
-def platform_of(device: jax.Device) -> str:
-    """Return the platform of a device that is here, such as "cpu", "cuda", "rocm" or "tpu"."""
-    return str(device.platform) if device.platform != "gpu" else _gpu_platform(device)
+def traced_platform(device: jax.Device) -> str | None:
+    """Return the platform for which layers are traced on a device that is here, as `tracing_for` takes it.
+
+    It may differ from `this_platform` where a default device is set. On a platform of another backend of jax it is
+    None, so that layers are traced in all forms.
+    """
+    platform = device.platform if device.platform != "gpu" else _gpu_platform(device)
+    return platform if platform in PLATFORMS else None
 
 
 def _gpu_platform(device: jax.Device) -> str:

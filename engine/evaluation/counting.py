@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.control.board import ControlBoard
-from engine.crossing.choice import choose_chunk, choose_transport, make_infeed, platform_of, this_device, this_platform
+from engine.crossing.choice import (
+    choose_chunk,
+    choose_transport,
+    make_infeed,
+    this_device,
+    this_platform,
+    traced_platform,
+)
 from engine.crossing.infeed import BatchInfeed
 from engine.crossing.transport import Transport
 from engine.evaluation.result import ImagePredictions
@@ -131,7 +138,9 @@ def _compile(
         )
 
     with caching_compilations(subject.config.compilation_cache):
-        traced = trace_ahead(program, subject.weights, *_numbers(subject, source), platform=platform_of(this_device()))
+        traced = trace_ahead(
+            program, subject.weights, *_numbers(subject, source), platform=traced_platform(this_device())
+        )
         deterministic = subject.config.deterministic
         return call_on_worker(partial(compile_traced, traced, deterministic=deterministic, keeps=transport))
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.config import TrainConfig
-from engine.crossing.choice import platform_of, wasted_steps_warning
+from engine.crossing.choice import traced_platform, wasted_steps_warning
 from engine.crossing.outfeed import Outfeed
 from engine.crossing.push_meter import PushMeter
 from engine.feed.batches import CheckedSource
@@ -238,10 +238,8 @@ class Launch:
         arguments: Any = (self._state_shape, self._values())
         if self._is_elsewhere:
             arguments = shapes_on(arguments, self._devices)
-        # The default device may be of another platform than jax's default backend.
-        lowered_for = self._platform if self._is_elsewhere else platform_of(self._devices[0])
-        platform = None if in_all_forms else lowered_for
-        traced = trace_ahead(program, *arguments, donate=(0,), platform=platform)
+        platform = self._platform if self._is_elsewhere else traced_platform(self._devices[0])
+        traced = trace_ahead(program, *arguments, donate=(0,), platform=None if in_all_forms else platform)
         if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
             self._notify(warning)
         return traced

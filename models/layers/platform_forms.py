@@ -11,10 +11,11 @@ from typing import Any
 import jax
 from jax import lax
 
-_UNKNOWN = None
-_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+"""The platforms for which operations can be traced alone."""
+
 # jax keeps what it has traced for each value separately.
-_platform = jax.make_user_context(_UNKNOWN)
+_platform = jax.make_user_context(None)
 
 
 def tracing_for(platform: str | None) -> AbstractContextManager[None]:
@@ -28,8 +29,8 @@ def tracing_for(platform: str | None) -> AbstractContextManager[None]:
     Raises:
         ValueError: if there is no platform of that name, such as "gpu".
     """
-    if platform is not None and platform not in _PLATFORMS:
-        raise ValueError(f"platform must be one of {', '.join(_PLATFORMS)}, or None for all, got {platform!r}")
+    if platform is not None and platform not in PLATFORMS:
+        raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, or None for all, got {platform!r}")
     context: AbstractContextManager[None] = _platform(platform)
     return context
 
@@ -43,6 +44,6 @@ def on_platform(*operands: Any, default: Callable[..., Any], **forms: Callable[.
         forms: forms by the name of their platform; all return arrays of the same shapes and dtypes.
     """
     platform = _platform.value
-    if platform is _UNKNOWN:
+    if platform is None:
         return lax.platform_dependent(*operands, default=default, **forms)
     return forms.get(platform, default)(*operands)
