@@ -73,6 +73,24 @@ def copied_run(chained_run, tmp_path) -> Path:
     return Path(shutil.copytree(chained_run, tmp_path / "run"))
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def platform(request):
+    """Run a test twice: with the forms of the models for the CPU, and with those for an NVIDIA card, on the CPU."""
+    from models.layers.platform_forms import tracing_for
+
+    with tracing_for(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def on_a_card():
+    """Trace the forms of the models for an NVIDIA card, which the CPU computes."""
+    from models.layers.platform_forms import tracing_for
+
+    with tracing_for("cuda"):
+        yield
+
+
 @pytest.fixture
 def untraced_blocks():
     """Clear the traces of residual blocks before and after a test that replaces their parts."""

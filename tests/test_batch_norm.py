@@ -9,15 +9,6 @@ from hypothesis import strategies as st
 
 from models.layers.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm, stored_relu
 from models.layers.convolution import convolution
-from tests.card_forms import use_card_forms
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def platform(request, monkeypatch):
-    """The one whose forms are computed."""
-    if request.param == "cuda":
-        use_card_forms(monkeypatch)
-    return request.param
 
 
 def normal(seed, shape, dtype=np.float32):
@@ -87,9 +78,9 @@ def test_variance_keeps_its_digits_wherever_the_outliers_lie(count, seed, where)
     np.testing.assert_allclose(running.mean, [0.1 * exact.mean()], rtol=1e-6, atol=1e-4)
 
 
-def test_on_a_card_a_channel_with_a_single_outlier_stays_finite(monkeypatch):
+@pytest.mark.usefixtures("on_a_card")
+def test_on_a_card_a_channel_with_a_single_outlier_stays_finite():
     """The worst that the one value may be: all digits of the variance may go, and nothing else."""
-    use_card_forms(monkeypatch)
     x = jnp.zeros((4, 33, 33, 1)).at[0, 16, 16].set(3.3)
     y, running = batch_norm(x, jnp.ones(1), jnp.zeros(1), RunningStats(*jnp.zeros((2, 1))), train=True)
     assert np.isfinite(y).all()
@@ -97,10 +88,10 @@ def test_on_a_card_a_channel_with_a_single_outlier_stays_finite(monkeypatch):
     np.testing.assert_allclose(running.mean, [0.1 * 3.3 / x.size], atol=1e-4)
 
 
+@pytest.mark.usefixtures("on_a_card")
 @pytest.mark.parametrize(("deviations", "lost"), [(0, 1), (3, 10), (15, 226)])
-def test_on_a_card_the_loss_of_digits_matches_the_size_of_the_outlier(monkeypatch, deviations, lost):
+def test_on_a_card_the_loss_of_digits_matches_the_size_of_the_outlier(deviations, lost):
     """The sums cancel to one in 1 + deviations²; added up one by one, they lose up to 20 roundings before."""
-    use_card_forms(monkeypatch)
     values = np.random.default_rng(0).standard_normal((1, 1, 256, 1)).astype(np.float32)
     values[0, 0, 128] = deviations
     _, running = batch_norm(

@@ -15,12 +15,13 @@ from jax import lax
 
 from models.families import resnet
 from models.families.resnet import ResNet
+from models.kernels import ONEDNN, XLA, using_kernels
 from models.layers import convolution_forms as forms
 from models.layers.convolution import convolution, filter_gradient_form, forward_form, input_gradient_form
 from models.layers.convolution_forms import Geometry
 from models.model import Model
 from models.registry import build_model
-from tests.card_forms import use_card_forms
+from tests.kernels import needs_onednn
 from tests.loop_hlo import slow_convolutions, training_loop
 
 # Sums of at most a few thousand float32 products, in another order.
@@ -153,13 +154,11 @@ def test_the_chosen_forms_are_xlas_convolution(shape, window, stride, K, padding
         assert_close(found, reference)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.usefixtures("platform")
 @pytest.mark.parametrize(("C", "K"), [(7, 5), (3, 32), (3, 16), (8, 8)])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_bfloat16_is_rounded_once(monkeypatch, stride, C, K, platform):
+def test_bfloat16_is_rounded_once(stride, C, K):
     """Sums are float32, so each result is within half a unit in its last of eight bits: 2⁻⁸ of the exact value."""
-    if platform == "cuda":
-        use_card_forms(monkeypatch)
     x, kernel = normal(0, (2, 8, 9, C), jnp.bfloat16), normal(1, (3, 3, C, K), jnp.bfloat16)
     gradient = normal(2, (2, -(-8 // stride), -(-9 // stride), K), jnp.bfloat16)
     ours = value_and_gradients(partial(convolution, stride=stride), x, kernel, gradient)
@@ -227,7 +226,7 @@ def test_groups_are_the_textbooks_convolutions_of_their_channels(problem, groups
         assert_close(each, wanted, name=f"{problem} {groups}")
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.usefixtures("platform")
 @pytest.mark.parametrize(
     ("C", "K", "groups", "stride"),
     [
@@ -237,9 +236,7 @@ def test_groups_are_the_textbooks_convolutions_of_their_channels(problem, groups
         (80, 4, 2, 2),  # a group wider than a block
     ],
 )
-def test_groups_are_xlas(monkeypatch, C, K, groups, stride, platform):
-    if platform == "cuda":
-        use_card_forms(monkeypatch)
+def test_groups_are_xlas(C, K, groups, stride):
     x, kernel = normal(0, (2, 9, 8, C), jnp.bfloat16), normal(1, (3, 3, C // groups, K), jnp.bfloat16)
     wide = [operand.astype(jnp.float32) for operand in (x, kernel)]
 
@@ -270,6 +267,26 @@ def test_groups_in_a_loop_keep_only_fast_convolutions(C, groups):
     hlo = loop.lower(normal(0, (2, 9, 8, C)), normal(1, (3, 3, C // groups, C))).compile().as_text() or ""
     assert "while(" in hlo
     assert slow_convolutions(hlo) == []
+
+
+@pytest.mark.parametrize(("C", "groups", "stride"), [(6, 6, 1), (6, 6, 2), (48, 12, 1)])
+def test_the_gradients_of_groups_of_no_images_are_zero(C, groups, stride):
+    x, kernel = jnp.zeros((0, 5, 5, C)), jnp.ones((3, 3, C // groups, C))
+    convolve = partial(convolution, stride=stride, groups=groups)
+    of_x, of_kernel = jax.grad(lambda *pair: convolve(*pair).sum(), (0, 1))(x, kernel)
+    assert of_x.shape == x.shape
+    np.testing.assert_array_equal(of_kernel, jnp.zeros_like(kernel))
+
+
+@pytest.mark.parametrize("kernels", [XLA, pytest.param(ONEDNN, marks=needs_onednn)])
+def test_stride_and_padding_may_be_numbers_of_numpy(kernels):
+    x, kernel = normal(0, (8, 8, 8, 16)), normal(1, (3, 3, 16, 16))
+    one, two = np.int64(1), np.int32(2)
+    with using_kernels(kernels):
+        wanted = convolution(x, kernel, stride=2, padding=((1, 2), (2, 1)))
+        for stride in (two, (two, two)):
+            found = convolution(x, kernel, stride=stride, padding=((one, two), (two, one)))
+            np.testing.assert_array_equal(found, wanted)
 
 
 def parts(form):

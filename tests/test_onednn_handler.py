@@ -276,6 +276,28 @@ assert not thread.is_alive()
 print("forked")
 """
 
+FORK_WHILE_LOADING = """
+import os, threading
+from models.kernels.onednn import handler, library
+from models.kernels.onednn.operations import prepare
+
+loading, may_end = threading.Event(), threading.Event()
+
+def hold():
+    with library._loading, handler._registering:
+        loading.set()
+        may_end.wait(30)
+
+threading.Thread(target=hold).start()
+assert loading.wait(30)
+if not os.fork():
+    handler.register(prepare)
+    os._exit(0)
+assert os.wait()[1] == 0
+may_end.set()
+handler.register(prepare)
+"""
+
 
 @pytest.fixture(params=["CompiledHandler", "PythonHandler"])
 def environment(request, tmp_path):
@@ -300,6 +322,11 @@ def test_a_child_of_a_fork_exits_and_the_program_goes_on(environment, program):
     code, output = in_process(["-c", RUNNING + program], **variables)
     assert code == 0, output
     assert output.split()[:2] == [name, "forked"]
+
+
+def test_a_child_of_a_fork_loads_what_another_thread_was_loading():
+    code, output = in_process(["-c", FORK_WHILE_LOADING])
+    assert code == 0, output
 
 
 DEVICES = """

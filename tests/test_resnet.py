@@ -11,8 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from models.families import resnet
 from models.families.resnet import ResNet
+from models.layers.platform_forms import tracing_for
 from models.registry import build_model, find_network, model_names
-from tests.card_forms import use_card_forms
 
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
 
@@ -44,14 +44,13 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.integration
-@pytest.mark.usefixtures("untraced_blocks")
-def test_a_whole_network_gives_the_same_by_the_forms_for_a_card(monkeypatch):
+def test_a_whole_network_gives_the_same_by_the_forms_for_a_card():
     model = build_model("resnet8", num_classes=7, image_size=18)
     state = *jax.jit(model.init)(jax.random.key(0)), normal(0, (32, 18, 17, 3))
     wanted = jax.jit(lambda *state: loss_and_gradients(model, *state))(*state)
-    use_card_forms(monkeypatch)
-    resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
-    assert_same(jax.jit(lambda *state: loss_and_gradients(model, *state))(*state), wanted)
+    with tracing_for("cuda"):
+        found = jax.jit(lambda *state: loss_and_gradients(model, *state))(*state)
+    assert_same(found, wanted)
 
 
 @pytest.mark.integration

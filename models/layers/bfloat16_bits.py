@@ -24,8 +24,8 @@ from models.kernels.choice import ONEDNN, kernels_in_use
 from models.layers.platform_forms import on_platform
 from models.layers.widening import widen
 
-_FRACTION_BITS, _EXPONENT_BITS = 7, 8
-_LOWER_HALF = np.uint32(16)
+_LOWER_HALF, _BELOW_A_TIE = np.uint32(16), np.uint32(0x7FFF)
+_SIGN, _QUIET_NAN = np.uint32(0x80000000), np.uint32(0x7FC00000)
 
 
 def converts_by_bits(dtype: DTypeLike) -> bool:
@@ -81,5 +81,8 @@ def _widen(x: jax.Array) -> jax.Array:
 
 
 def _round(x: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(lax.reduce_precision(x, _EXPONENT_BITS, _FRACTION_BITS), jnp.uint32)
-    return lax.bitcast_convert_type((bits >> _LOWER_HALF).astype(jnp.uint16), jnp.bfloat16)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    # What carries into the upper half: more than a half, or a half where the upper half is odd.
+    rounded = bits + (_BELOW_A_TIE + ((bits >> _LOWER_HALF) & np.uint32(1)))
+    kept = jnp.where(jnp.isnan(x), (bits & _SIGN) | _QUIET_NAN, rounded)
+    return lax.bitcast_convert_type((kept >> _LOWER_HALF).astype(jnp.uint16), jnp.bfloat16)

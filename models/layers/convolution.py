@@ -6,7 +6,8 @@ the three parts of a convolution uses one of the forms of `convolution_forms.py`
 all use XLA's own convolution, on an NVIDIA GPU with channels padded for its tensor cores.
 """
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -87,7 +88,7 @@ def _check_channels(x: jax.Array, kernel: jax.Array, groups: int) -> None:
 def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str | Padding, groups: int) -> Geometry:
     """Check the operands and return their geometry, with the padding converted to numbers."""
     _check_channels(x, kernel, groups)
-    strides = (stride, stride) if isinstance(stride, int) else stride
+    strides = _pair(stride)
     if min(strides) < 1:
         raise ValueError(f"a convolution's stride must be at least 1, got {stride}")
     window = window_size(kernel)
@@ -95,7 +96,8 @@ def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str 
         if padding not in ("SAME", "VALID"):
             raise ValueError(f'padding must be "SAME", "VALID" or ((top, bottom), (left, right)), got {padding!r}')
         top_bottom, left_right = lax.padtype_to_pads(x.shape[1:3], window, strides, padding)
-        padding = ((int(top_bottom[0]), int(top_bottom[1])), (int(left_right[0]), int(left_right[1])))
+        padding = (top_bottom, left_right)
+    padding = (_pair(padding[0]), _pair(padding[1]))
     if min(map(min, padding)) < 0:
         raise ValueError(f"a convolution's padding must be at least 0, got {padding}; crop the input instead")
     geometry = Geometry(strides, padding)
@@ -105,6 +107,12 @@ def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str 
             f"{padding}; use larger images"
         )
     return geometry
+
+
+def _pair(numbers: int | Sequence[int]) -> Pair:
+    """Return two integers, or one twice, as Python's own, which the text of a kernel's call can hold."""
+    first, second = numbers if isinstance(numbers, Sequence) else (numbers, numbers)
+    return operator.index(first), operator.index(second)
 
 
 # The choice of forms, measured inside `while_loop` on two AVX-512 cores in float32, with the forms interleaved.

@@ -67,7 +67,7 @@ def depthwise_input_gradient(
         wide = input_gradient_correlation(forward, gradient, kernel, geometry, input_size)
     else:
         wide = _phases(gradient, kernel, geometry, input_size)
-    return wide.reshape(*wide.shape[:3], C, -1).sum(-1)
+    return wide.reshape(*wide.shape[:3], C, wide.shape[3] // C).sum(-1)
 
 
 def _phases(gradient: jax.Array, kernel: jax.Array, geometry: Geometry, input_size: Pair) -> jax.Array:
@@ -122,12 +122,12 @@ def groups_per_block(groups: int, channels: int) -> int:
 
 def split_channels(x: jax.Array, blocks: int) -> jax.Array:
     """Return `x [B,H,W,C]` as `[blocks,B,H,W,C/blocks]`."""
-    return jnp.moveaxis(x.reshape(*x.shape[:3], blocks, -1), 3, 0)
+    return jnp.moveaxis(x.reshape(*x.shape[:3], blocks, x.shape[3] // blocks), 3, 0)
 
 
 def join_channels(x: jax.Array) -> jax.Array:
     """Return `x [blocks,B,H,W,C/blocks]` as `[B,H,W,C]`."""
-    return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1)
+    return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], x.shape[0] * x.shape[4])
 
 
 def block_kernels(kernel: jax.Array, groups: int, per_block: int) -> jax.Array:

@@ -8,8 +8,6 @@ a Python function that ctypes presents as a C function.
 
 import atexit
 import ctypes
-import os
-import threading
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -19,6 +17,7 @@ import jax
 from jax import ffi, lax
 
 from models.kernels.onednn.compiled import CompiledHandler, Prepare
+from models.kernels.onednn.fork_safe_lock import ForkSafeLock
 from models.kernels.onednn.library import Library, load_library
 from models.kernels.onednn.primitives import Primitives
 from models.kernels.onednn.team import PythonTeam
@@ -89,8 +88,7 @@ class PythonHandler:
     def __init__(self, library: Library, prepare: Prepare) -> None:
         self._prepare = prepare
         self._prepared: dict[bytes, Primitives] = {}
-        self._preparing = threading.Lock()
-        os.register_at_fork(after_in_child=self._after_fork)
+        self._preparing = ForkSafeLock()
         self._team = PythonTeam(library)
         # Called by threads of XLA, which do not have Python's lock.
         self.function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(self._handle)
@@ -98,10 +96,6 @@ class PythonHandler:
     def refuse(self, reason: str) -> None:
         """Wait until the operation that runs has ended, and fail all later ones with this reason."""
         self._team.refuse(reason)
-
-    def _after_fork(self) -> None:
-        # Another thread may have held it.
-        self._preparing = threading.Lock()
 
     def _handle(self, address: int) -> int | None:
         """Handle a call of XLA; return the address of an error, or None."""
@@ -155,7 +149,7 @@ def _error(api: int, message: str) -> int | None:
     return created
 
 
-_registering = threading.Lock()
+_registering = ForkSafeLock()
 
 
 def register(prepare: Prepare) -> CompiledHandler | PythonHandler:

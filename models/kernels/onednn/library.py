@@ -8,7 +8,6 @@ import ctypes
 import os
 import platform
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from models.kernels.onednn.fork_safe_lock import ForkSafeLock
 
 DISTRIBUTION = "onednn-cpu-gomp"
 """The wheel that holds the library."""
@@ -116,7 +117,7 @@ class Library:
             raise RuntimeError(f"oneDNN {self.version} failed to {what} (status {status}, dnnl_status_t)")
 
 
-_loading = threading.Lock()
+_loading = ForkSafeLock()
 
 
 def load_library() -> Library:

@@ -1,8 +1,8 @@
 /* The handler of the custom call `feedloop_onednn`, and the team of threads that runs the primitives of oneDNN.
 
-   `handler.py` describes the call and `team.py` does the same in Python, for machines without a compiler; `compiled.py`
-   builds this file. Results do not depend on which of them runs, since both run the same tasks. Nothing here calls
-   Python, except `prepare` at the first call of an operation.
+   `handler.py` describes the call and `team.py` does the same in Python, for machines without a compiler;
+   `team_library.py` builds this file. Results do not depend on which of them runs, since both run the same tasks.
+   Nothing here calls Python, except `prepare` at the first call of an operation.
 
    The team is the thread that XLA calls and the threads of XLA's pool, which the program's other operations use too:
    these look for work for a moment before they sleep, so they are there at once, and with threads of our own there
@@ -18,7 +18,7 @@
 
 enum { OPERAND = 0, RESULT = 1, ARENA = 2, ALIGNED = 64, MESSAGE_BYTES = 1024 };
 
-/* The structures that `team.py` fills in. */
+/* The structures that `compiled.py` fills in. */
 typedef struct {
   void *memory;
   int64_t kind, number, offset;
