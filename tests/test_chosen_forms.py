@@ -8,8 +8,10 @@ import pytest
 
 from models.kernels import ONEDNN
 from models.kernels.onednn.library import Isa, load_library
+from models.kernels.onednn.operations import build, operation_of
 from models.layers import convolution as module
-from models.layers.chosen_forms import chosen_forms
+from models.layers import onednn_convolution as onednn
+from models.layers.chosen_forms import chosen_forms, is_kernel_call
 from models.layers.convolution_forms import Geometry
 from tests.kernels import needs_instructions
 
@@ -70,6 +72,21 @@ def test_the_names_are_those_of_what_is_traced(case, names):
     assert of_input.count("conv_general_dilated") == (names[1] in ("correlation", "phases"))
 
 
+@pytest.mark.parametrize(
+    ("size", "window", "reason"),
+    [
+        ((8, 8), 9, "the kernel is larger than the map"),
+        ((4, 4), 3, "a map of at most 7 px"),
+        ((9, 9), 1, "a 1×1 kernel is one product"),
+    ],
+)
+def test_the_reason_of_columns_is_what_chose_them(size, window, reason):
+    low = window // 2
+    geometry = Geometry((1, 1), ((low, low), (low, low)))
+    found = chosen_forms((2, *size, 8), (window, window, 8, 8), geometry, "float32", "cpu")
+    assert (found[1].form, found[1].reason) == ("columns", reason)
+
+
 def test_groups_are_joined_in_blocks():
     forms = chosen_forms((8, 16, 16, 64), (3, 3, 4, 64), Geometry((1, 1), ((1, 1), (1, 1))), "float32", "cpu")
     assert [each.form for each in forms] == [
@@ -100,3 +117,20 @@ def test_the_forms_of_few_positions_in_bfloat16_are_named():
     assert [each.form for each in found[:2]] == ["patches", "columns"]
     assert {each.reason for each in found[:2]} == {"few positions: one product of bfloat16 operands"}
     assert (found[2].form == "oneDNN") == load_library().has(Isa.AMX)
+
+
+@needs_instructions(Isa.AVX512)
+def test_the_primitives_of_all_calls_of_a_part_are_named():
+    """The gradient of a wide depthwise kernel is computed by columns: three, three and one."""
+    geometry = Geometry((1, 1), ((3, 3), (3, 3)))
+    found = chosen_forms((8, 28, 28, 64), (7, 7, 1, 64), geometry, "float32", "cpu", ONEDNN)[2]
+    sizes = {operation.kernel for operation in operations(geometry)}
+    assert len(sizes) == 2
+    named = found.reason.removeprefix("its primitives are ").split(", ")
+    assert set(named) == {name for operation in operations(geometry) for name in build(operation).names}
+
+
+def operations(geometry):
+    x, kernel, y = (jnp.zeros(shape) for shape in ((8, 28, 28, 64), (7, 7, 1, 64), (8, 28, 28, 64)))
+    calls = jax.make_jaxpr(partial(onednn.filter_gradient, geometry))(x, kernel, y).eqns
+    return [operation_of(dict(call.params["attributes"])["operation"]) for call in calls if is_kernel_call(call)]

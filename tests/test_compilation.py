@@ -25,7 +25,7 @@ def calling_program(*, is_kept):
     def program(x):
         return transport.call(answer, (jax.ShapeDtypeStruct((), jnp.int32),), x)[0]
 
-    traced = trace_ahead(program, jnp.int32(0))
+    traced = trace_ahead(program, jnp.int32(0), platform="cpu")
     return compile_traced(traced, keeps=transport if is_kept else None), weakref.ref(transport)
 
 
@@ -55,13 +55,13 @@ def test_the_second_compilation_comes_from_the_folder(tmp_path):
 
     x = jnp.ones((17, 17))
     with caching_compilations(str(tmp_path)):
-        first = compile_traced(trace_ahead(make_function(), x))
-        second = compile_traced(trace_ahead(make_function(), x))
+        first = compile_traced(trace_ahead(make_function(), x, platform="cpu"))
+        second = compile_traced(trace_ahead(make_function(), x, platform="cpu"))
     assert (first.from_cache, second.from_cache) == (False, True)
     assert list(tmp_path.iterdir())
     assert np.array_equal(first.call(x), second.call(x))
     with caching_compilations("off"):
-        assert not compile_traced(trace_ahead(make_function(), x)).from_cache
+        assert not compile_traced(trace_ahead(make_function(), x, platform="cpu")).from_cache
 
 
 def test_a_cached_program_can_be_required_to_have_the_same_scopes(tmp_path):
@@ -71,7 +71,7 @@ def test_a_cached_program_can_be_required_to_have_the_same_scopes(tmp_path):
                 return jnp.cos(x) @ x
 
         with caching_compilations(str(tmp_path), by_metadata=by_metadata):
-            found = compile_traced(trace_ahead(function, jnp.ones((5, 5))))
+            found = compile_traced(trace_ahead(function, jnp.ones((5, 5)), platform="cpu"))
         return found.from_cache, f"/{name}/" in (found.call.as_text() or "")
 
     # In one line, because the lines of all callers are among the metadata.
@@ -85,7 +85,7 @@ def test_off_disables_the_cache_and_creates_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with caching_compilations("off"):
         assert jax.config.jax_compilation_cache_dir is None
-        compile_traced(trace_ahead(lambda x: jnp.cos(x) @ x, jnp.ones((19, 19))))
+        compile_traced(trace_ahead(lambda x: jnp.cos(x) @ x, jnp.ones((19, 19)), platform="cpu"))
     assert not list(tmp_path.iterdir())
 
 
@@ -119,7 +119,7 @@ def test_a_program_is_traced_once_and_its_memory_and_work_are_reported(tmp_path)
     model = Linear()
     shape = jax.eval_shape(model.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((64, 4, 4, 3), jnp.float32)
-    traced = trace_ahead(partial(model.apply, train=True), *shape, images)
+    traced = trace_ahead(partial(model.apply, train=True), *shape, images, platform="cpu")
     compiled = compile_traced(traced, dump_folder=tmp_path)
     assert model.traces == [True]
     assert compiled.memory_bytes["arguments"] == 4 * (48 * 3 + 3 + 1 + 64 * 48)
@@ -156,9 +156,9 @@ def test_garbage_collection_is_paused_during_tracing_and_restored(collects):
 
     (gc.enable if collects else gc.disable)()
     try:
-        trace_ahead(function, jnp.zeros(()))
+        trace_ahead(function, jnp.zeros(()), platform="cpu")
         with pytest.raises(KeyError):
-            trace_ahead(function, jnp.zeros(1))
+            trace_ahead(function, jnp.zeros(1), platform="cpu")
         assert gc.isenabled() == collects
     finally:
         gc.enable()
@@ -166,7 +166,7 @@ def test_garbage_collection_is_paused_during_tracing_and_restored(collects):
 
 
 def test_a_gpu_program_is_deterministic_unless_disabled():
-    traced = trace_ahead(jnp.sin, jnp.zeros(1))
+    traced = trace_ahead(jnp.sin, jnp.zeros(1), platform="cpu")
     options = compiler_options(traced.lowered, "gpu", deterministic=True)
     assert options == {
         "xla_gpu_exclude_nondeterministic_ops": True,
@@ -192,7 +192,9 @@ def test_a_network_in_bfloat16_equals_float32_up_to_rounding(name, train):
             return model.apply(params, batch_stats, images, train=train)[0]
 
         return np.asarray(
-            compile_traced(trace_ahead(apply, params, batch_stats, images)).call(params, batch_stats, images)
+            compile_traced(trace_ahead(apply, params, batch_stats, images, platform="cpu")).call(
+                params, batch_stats, images
+            )
         )
 
     wide = logits("float32")
@@ -204,7 +206,7 @@ def test_a_cache_that_cannot_be_written_is_one_warning_and_no_cache(tmp_path, re
     (tmp_path / "file").touch()
     heard: list[str] = []
     with caching_compilations(str(tmp_path / "file" / "cache"), heard.append):
-        compiled = compile_traced(trace_ahead(lambda x: jnp.tan(x) @ x, jnp.ones((21, 21))))
+        compiled = compile_traced(trace_ahead(lambda x: jnp.tan(x) @ x, jnp.ones((21, 21)), platform="cpu"))
     assert not compiled.from_cache
     (told,) = heard
     assert told.startswith(f"warning: the compilation cache {tmp_path}/file/cache cannot be written (")

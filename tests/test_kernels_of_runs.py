@@ -101,7 +101,7 @@ def trace_step(kernels):
     """Trace the step that `check_step` makes, which it does not lower as a whole."""
     with open_run(config_of(kernels), OwnParts(model=Network(), batches=toy_batch), print, is_dry=True) as run:
         program = _step_program(run.launch)
-        return compilation.trace_ahead(program.looped, jnp.int32(1), *program.arguments)
+        return compilation.trace_ahead(program.looped, jnp.int32(1), *program.arguments, platform="cpu")
 
 
 # What applies the model, given the kernels and the folder of a run that was trained with them.

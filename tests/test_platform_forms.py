@@ -8,11 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine import TrainConfig, train
+from engine import TrainConfig, evaluate, train
 from engine.crossing.choice import traced_platform
+from engine.evaluation import counting
 from engine.run import compilation, host_side, launch
 from models.layers.platform_forms import on_platform, tracing_for
 
+SETTINGS: dict[str, Any] = {
+    "batch": 4,
+    "transport": "callback",
+    "synthetic": True,
+    "image_size": 8,
+    "num_classes": 10,
+    "model": "resnet8",
+    "kernels": "xla",
+}
 SUMMANDS = {"cpu": 1, "cuda": 2, "default": 3}
 
 
@@ -84,7 +94,8 @@ def test_the_derivative_is_traced_for_the_platform_too():
     assert "cond" not in str(jaxpr)
 
 
-def test_a_run_is_traced_for_the_platform_of_its_device(monkeypatch):
+@pytest.mark.parametrize("what", ["run", "evaluation"])
+def test_a_program_is_traced_for_the_platform_of_its_device(monkeypatch, tmp_path, what):
     traced, platforms = [], []
 
     def trace_ahead(*arguments, **options):
@@ -92,16 +103,15 @@ def test_a_run_is_traced_for_the_platform_of_its_device(monkeypatch):
         traced.append(compilation.trace_ahead(*arguments, **options))
         return traced[-1]
 
-    monkeypatch.setattr(launch, "trace_ahead", trace_ahead)
+    if what == "evaluation":
+        run = tmp_path / "run"
+        train(TrainConfig(steps=1, run_dir=run, **SETTINGS))
+    monkeypatch.setattr(launch if what == "run" else counting, "trace_ahead", trace_ahead)
     # As where the default device is a processor, but jax's default backend that of a card.
     monkeypatch.setattr(host_side, "this_platform", lambda: "cuda")
-    settings: dict[str, Any] = {
-        "synthetic": True,
-        "image_size": 8,
-        "num_classes": 10,
-        "model": "resnet8",
-        "kernels": "xla",
-    }
-    train(TrainConfig(steps=1, batch=4, transport="callback", **settings))
+    if what == "run":
+        train(TrainConfig(steps=1, **SETTINGS))
+    else:
+        evaluate(run, evaluation=(np.zeros((4, 8, 8), np.uint32), np.zeros(4, np.int32)))
     assert platforms[0] == "cpu"
     assert "platform_index" not in str(traced[0].jaxpr)

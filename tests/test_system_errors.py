@@ -138,7 +138,7 @@ def test_an_error_of_an_image_encoder_gets_the_name_of_the_file():
 
 def multiply(folder, heard):
     with caching_compilations(str(folder), heard.append):
-        return compile_traced(trace_ahead(lambda x: jnp.tan(x) @ x, jnp.ones((22, 22)))).from_cache
+        return compile_traced(trace_ahead(lambda x: jnp.tan(x) @ x, jnp.ones((22, 22)), platform="cpu")).from_cache
 
 
 def test_a_cache_entry_that_cannot_be_written_is_one_notice_and_leaves_no_part(tmp_path, recwarn):

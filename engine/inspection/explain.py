@@ -108,7 +108,7 @@ def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
     compiled, facts, platform = planned.compiled, planned.facts, this_platform()
     program = parse_hlo(compiled.call.as_text() or "")
     steps = Steps(program)
-    traced = trace_work(planned.traced.jaxpr, platform, kernels_on(facts.config, platform))
+    traced = trace_work(planned.in_all_forms, platform, kernels_on(facts.config, platform))
     carry, moves = read_carry(steps), find_moves(steps, least_bytes=_LEAST_MOVED)
     in_products, in_convolutions = product_flops(steps, TRAIN)
     return ProgramReport(

@@ -84,7 +84,7 @@ class Compiled:
 
 
 def trace_ahead(
-    function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), platform: str | None = None
+    function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), platform: str | None
 ) -> Traced:
     """Trace and lower `function` once, on the calling thread, so that this thread's jax settings apply.
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from engine.crossing.choice import traced_platform
 from engine.crossing.infeed import Batch
 from engine.program.one_batch import OneBatch, pull_one_batch
 from engine.program.train_state import RunValues
@@ -54,7 +55,7 @@ def look_at_first_batch(launch: Launch, look: LookAt) -> Any:
         record=lambda _: None,
     )
     arguments = jnp.int32(launch.start.pulls), parts.values
-    traced = trace_ahead(replicate(program, parts.devices), *arguments)
+    traced = trace_ahead(replicate(program, parts.devices), *arguments, platform=traced_platform(parts.devices[0]))
     compiled = compile_traced(traced, deterministic=config.deterministic, keeps=parts.transport)
     with parts.transport.running(), ExitStack() as stack:
         stack.callback(parts.infeed.close)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.config import TrainConfig
-from engine.crossing.choice import traced_platform, wasted_steps_warning
+from engine.crossing.choice import this_device, traced_platform, wasted_steps_warning
 from engine.crossing.outfeed import Outfeed
 from engine.crossing.push_meter import PushMeter
 from engine.feed.batches import CheckedSource
@@ -220,13 +220,23 @@ class Launch:
         """Compile the program, traced already or not, without creating its initial state."""
         return self._start_compiling(traced)()
 
-    def trace(self, *, in_all_forms: bool = False) -> Traced:
-        """Trace the program on this thread, whose jax settings then apply, and warn about its convolutions.
-
-        Args:
-            in_all_forms: whether layers are traced in their forms for all platforms, not only in that of the run's.
-        """
+    def trace(self) -> Traced:
+        """Trace the program on this thread, whose jax settings then apply, and warn about its convolutions."""
         self._notify("compiling the training program, or loading it from the cache")
+        platform = self._platform if self._is_elsewhere else traced_platform(self._devices[0])
+        program, arguments = self._whole_program()
+        traced = trace_ahead(program, *arguments, donate=(0,), platform=platform)
+        if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
+            self._notify(warning)
+        return traced
+
+    def trace_all_forms(self) -> Any:
+        """Return the jaxpr of the program with layers in their forms for all platforms, not only that of the run."""
+        program, arguments = self._whole_program()
+        return jax.make_jaxpr(program)(*arguments)
+
+    def _whole_program(self) -> tuple[Callable[..., Any], Any]:
+        """Return the training program on all devices, and the shapes of its arguments."""
         program = make_program(
             self._checked_model(self._notify),
             self._statics,
@@ -234,15 +244,10 @@ class Launch:
             self._outfeed,
             self.infeeds.evaluation,
         )
-        program = replicate(program, self._devices)
         arguments: Any = (self._state_shape, self._values())
-        if self._is_elsewhere:
-            arguments = shapes_on(arguments, self._devices)
-        platform = self._platform if self._is_elsewhere else traced_platform(self._devices[0])
-        traced = trace_ahead(program, *arguments, donate=(0,), platform=None if in_all_forms else platform)
-        if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
-            self._notify(warning)
-        return traced
+        return replicate(program, self._devices), (
+            shapes_on(arguments, self._devices) if self._is_elsewhere else arguments
+        )
 
     def _checked_model(self, notify: Callable[[str], None] = lambda _: None) -> CheckedModel:
         """Return the model as the programs of the launch apply it."""
@@ -295,7 +300,7 @@ class Launch:
             self.start = replace(self.start, snapshot=None)
             return call_on_worker(lambda: jax.block_until_ready(jax.tree.map(partial(jnp.array, copy=True), saved)))
         words = seed_words(self.config.seed)
-        draw = compile_traced(trace_ahead(self._draw, words))
+        draw = compile_traced(trace_ahead(self._draw, words, platform=traced_platform(this_device())))
         self._note_program("initial state", draw)
         return call_on_worker(
             lambda: jax.block_until_ready(put_given_weights(self._given, draw.call(words), self._statics.rule))

@@ -257,16 +257,16 @@ class OpenRun:
 
         Args:
             is_explained: whether the program is to be read: a program in the cache must then have the same scopes and
-                source lines, and layers are traced in their forms for all platforms, one of which says what they
-                compute.
+                source lines, and the program is traced once more with layers in their forms for all platforms, one of
+                which says what they compute.
         """
         launch = self._launch
         if self._recorded is not None and self._place.path is not None:
             find_cuts(self._place.path, launch.start)
         with caching_compilations(self.config.compilation_cache, self._notify, by_metadata=is_explained):
-            traced = launch.trace(in_all_forms=is_explained)
+            traced = launch.trace()
             compiled = launch.compile(traced)
-        return DryRun(compiled, self.facts, traced)
+        return DryRun(compiled, self.facts, traced, launch.trace_all_forms() if is_explained else None)
 
     def _train_unrecorded(self, sinks: Sequence[Sink]) -> TrainResult:
         """Run the program without writing to disk."""

@@ -93,8 +93,10 @@ class DryRun:
         compiled: the program, with XLA's analysis of memory and work.
         facts: what the run needs beside it.
         traced: the program before XLA optimised it.
+        in_all_forms: the jaxpr of the program with layers in their forms for all platforms, if it was asked for.
     """
 
     compiled: Compiled
     facts: RunFacts
     traced: Traced
+    in_all_forms: Any = None

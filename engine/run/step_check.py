@@ -169,7 +169,7 @@ def _is_number(leaf: Any) -> bool:
 
 def _run_looped(program: StepProgram, *, deterministic: bool) -> _Observed:
     arguments = jnp.int32(1), *program.arguments
-    compiled = compile_traced(trace_ahead(program.looped, *arguments), deterministic=deterministic)
+    compiled = compile_traced(trace_ahead(program.looped, *arguments, platform=None), deterministic=deterministic)
     results, samples = call_on_worker(lambda: jax.block_until_ready(compiled.call(*arguments)))
     state, outcome = program.name_results(results)
     return _Observed({value: np.asarray(each) for value, each in samples.items()}, _results_of(state, outcome.loss))

@@ -108,12 +108,12 @@ def _by_onednn(
 
 
 def _traced_kernel(part: str, layer: Callable[..., Any], operands: tuple[Any, ...]) -> ChosenForm | None:
-    for equation in jax.make_jaxpr(layer)(*operands).eqns:
-        if is_kernel_call(equation):
-            operation = operation_of(dict(equation.params["attributes"])["operation"])
-            names = ", ".join(build(operation).names)
-            return ChosenForm(part, "oneDNN", f"its primitives are {names}")
-    return None
+    calls = [equation for equation in jax.make_jaxpr(layer)(*operands).eqns if is_kernel_call(equation)]
+    if not calls:
+        return None
+    operations = [operation_of(dict(call.params["attributes"])["operation"]) for call in calls]
+    names = dict.fromkeys(name for operation in operations for name in build(operation).names)
+    return ChosenForm(part, "oneDNN", f"its primitives are {', '.join(names)}")
 
 
 def _by_xla(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], geometry: Geometry) -> tuple[ChosenForm, ...]:
@@ -151,9 +151,11 @@ def _why_forward(form: Callable[..., Any], input_size: Pair, window: Pair) -> st
         return "a canonical convolution, for which Eigen is fast in a loop too"
     if window == (1, 1):
         return "a 1×1 kernel multiplies the pixels as they are"
-    if max(input_size) <= SMALL_MAP:
-        return f"a map of at most {SMALL_MAP} px"
-    return "the kernel is larger than the map"
+    return _why_patches(input_size)
+
+
+def _why_patches(size: Pair) -> str:
+    return f"a map of at most {SMALL_MAP} px" if max(size) <= SMALL_MAP else "the kernel is larger than the map"
 
 
 def _why_input(form: Callable[..., Any], output_size: Pair, window: Pair, strides: Pair) -> str:
@@ -163,7 +165,7 @@ def _why_input(form: Callable[..., Any], output_size: Pair, window: Pair, stride
     if kind is forms.input_gradient_phases:
         return f"a stride, and at most {FEW_CHANNELS} input channels"
     if forward_form(output_size, window) is forms.forward_patches:
-        return "a 1×1 kernel is one product" if window == (1, 1) else f"a map of at most {SMALL_MAP} px"
+        return "a 1×1 kernel is one product" if window == (1, 1) else _why_patches(output_size)
     return f"stride {strides[0]}×{strides[1]}, and more than {FEW_CHANNELS} input channels"
 
 
