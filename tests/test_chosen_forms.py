@@ -8,10 +8,8 @@ import pytest
 
 from models.kernels import ONEDNN
 from models.kernels.onednn.library import Isa, load_library
-from models.kernels.onednn.operations import build, operation_of
 from models.layers import convolution as module
-from models.layers import onednn_convolution as onednn
-from models.layers.chosen_forms import chosen_forms, is_kernel_call
+from models.layers.chosen_forms import chosen_forms
 from models.layers.convolution_forms import Geometry
 from tests.kernels import needs_instructions
 
@@ -117,20 +115,3 @@ def test_the_forms_of_few_positions_in_bfloat16_are_named():
     assert [each.form for each in found[:2]] == ["patches", "columns"]
     assert {each.reason for each in found[:2]} == {"few positions: one product of bfloat16 operands"}
     assert (found[2].form == "oneDNN") == load_library().has(Isa.AMX)
-
-
-@needs_instructions(Isa.AVX512)
-def test_the_primitives_of_all_calls_of_a_part_are_named():
-    """The gradient of a wide depthwise kernel is computed by columns: three, three and one."""
-    geometry = Geometry((1, 1), ((3, 3), (3, 3)))
-    found = chosen_forms((8, 28, 28, 64), (7, 7, 1, 64), geometry, "float32", "cpu", ONEDNN)[2]
-    sizes = {operation.kernel for operation in operations(geometry)}
-    assert len(sizes) == 2
-    named = found.reason.removeprefix("its primitives are ").split(", ")
-    assert set(named) == {name for operation in operations(geometry) for name in build(operation).names}
-
-
-def operations(geometry):
-    x, kernel, y = (jnp.zeros(shape) for shape in ((8, 28, 28, 64), (7, 7, 1, 64), (8, 28, 28, 64)))
-    calls = jax.make_jaxpr(partial(onednn.filter_gradient, geometry))(x, kernel, y).eqns
-    return [operation_of(dict(call.params["attributes"])["operation"]) for call in calls if is_kernel_call(call)]
