@@ -233,6 +233,30 @@ def test_a_depthwise_convolution_in_a_program_is_exact_up_to_rounding(x, window,
         problem.check(part, np.asarray(found), exact, sums)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("x", "kernel", "stride", "calls"),
+    [
+        ((6, 15, 14, 96), (3, 3, 8, 48), 2, 3),
+        ((8, 12, 11, 34), (5, 5, 2, 34), 1, 3),
+        ((4, 16, 16, 96), (1, 1, 32, 48), 1, 3),
+        ((16, 3, 3, 64), (7, 7, 16, 64), 1, 3),  # a kernel larger than the map
+        ((2, 6, 6, 24), (3, 3, 8, 24), 1, 0),  # too few products
+        ((8, 14, 14, 48), (3, 3, 1, 96), 1, 0),  # two output channels a group
+    ],
+)
+def test_a_grouped_convolution_in_a_program_is_exact_up_to_rounding(x, kernel, stride, calls, dtype):
+    low = kernel[0] // 2
+    padding, groups = ((low, low), (low, low)), x[3] // kernel[2]
+    problem = Problem(x, kernel, Geometry((stride, stride), padding), dtype)
+    step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding, groups=groups))
+    arguments = problem.x, problem.kernel, problem.gradient
+    assert custom_calls(step, *arguments) == calls
+    exact, sums = problem.expected()
+    for part, found in zip(PARTS, of_kernels("onednn", step, *arguments), strict=True):
+        problem.check(part, np.asarray(found), exact, sums)
+
+
 def test_the_gradients_are_finite_differences():
     """A convolution is linear in each operand, so that a difference over any distance is its derivative."""
     problem = Problem((4, 16, 16, 64), (3, 3, 64, 64), Geometry((1, 1), SAME), "float32")

@@ -54,6 +54,20 @@ from models.layers.convolution_forms import Geometry, image_size, pad, window_si
 #
 # Its gradient of a depthwise kernel is fast (100 GFLOP/s a core instead of 5 to 8) for up to three columns.
 #
+# Groups of more than one channel, with the same two cores of an Intel Xeon with AMX, otherwise idle, in ms, XLA's forms /
+# oneDNN's kernels; fewer than about a million multiplications are faster by XLA (a 1×1 kernel, 64×1 512, 32 groups: 0.66
+# to 0.76 times by oneDNN):
+#
+#   B×size C     groups    float32                                    bfloat16
+#     8×56  128    32      26.3 / 5.0   24.9 / 4.6   39.8 / 6.3       22.7 / 6.2   20.7 / 6.6   36.7 / 35.3
+#     8×56  256    32 s.2  ×6.3         ×8.4         ×7.8             ×4.4         ×6.0         ×9.2
+#     8×28  256    32      ×4.7         ×4.9         ×5.6             ×3.2         ×3.3         ×7.4
+#     8×14  512    32      ×5.0         ×5.2         ×6.2             ×7.9         ×7.9         ×9.5
+#     8×7  1024    32      ×3.3         ×4.2         ×3.3             ×7.1         ×8.9         ×4.7
+#   128×16   64     4      ×4.3         ×3.7         ×6.3             ×5.3         ×5.0         ×9.3
+#    16×4   256    32      ×5.2         ×3.7         ×2.7             ×5.3         ×3.4         ×1.8
+#    16×2   512    32      ×3.9         ×1.8         ×2.3             ×3.9         ×1.5         ×1.5
+#
 # In bfloat16, the filter gradient of a 1×1 kernel or of a small map is one product of patches and gradient. The kernel
 # for AMX sums over a row of positions at a time, of which 3 to 7 fill a small part of a tile. On two cores of an
 # Intel Xeon with AMX, otherwise idle, the filter gradient / the product without the copies of patches, in ms:
@@ -90,6 +104,7 @@ _LEAST_ROWS_BY_PRODUCT = 64
 _MOST_PATCH_BYTES = 2**26
 _NONE = (0, 0)
 _DEPTHWISE_KERNELS = "_dw:"
+_LEAST_GROUPED_PRODUCTS = 2**20
 
 
 def forward(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array | None:
@@ -200,13 +215,11 @@ def is_faster(operation: Convolution) -> bool:
     """Return whether oneDNN's kernel for a part of a convolution is faster here than the form of that part."""
     if not load_library().supports(operation.dtype):
         return False
-    if operation.kernel[2] != operation.x[3]:
-        return (
-            _is_depthwise(operation.x, operation.kernel)
-            and math.prod(operation.y[1:3]) > 1
-            and has_fast_kernel(operation, _DEPTHWISE_KERNELS)
-        )
     positions = math.prod(operation.y[:3])
+    if _is_depthwise(operation.x, operation.kernel):
+        return math.prod(operation.y[1:3]) > 1 and has_fast_kernel(operation, _DEPTHWISE_KERNELS)
+    if operation.kernel[2] != operation.x[3]:
+        return positions * math.prod(operation.kernel) >= _LEAST_GROUPED_PRODUCTS and has_fast_kernel(operation)
     return (
         (not _are_few(positions, operation.dtype) or _is_fast_forward(operation, positions))
         and (operation.part != Part.INPUT_GRADIENT or _has_faster_input_gradient(operation, positions))
