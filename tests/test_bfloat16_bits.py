@@ -68,7 +68,8 @@ def test_rounding_is_xlas_for_numbers_between_ties_and_at_them():
     results = by_both(lambda x: round_by_bits(x, jnp.bfloat16), numbers)
     assert results[0].dtype == results[1].dtype == jnp.bfloat16
     # NaNs too, of which some have an upper half that alone would be infinity.
-    np.testing.assert_array_equal(*(np.asarray(jax.lax.bitcast_convert_type(each, jnp.uint16)) for each in results))
+    one, other = (np.asarray(jax.lax.bitcast_convert_type(each, jnp.uint16)) for each in results)
+    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("has_shortcut", [False, True])

@@ -281,7 +281,8 @@ def test_the_gradients_of_groups_of_no_images_are_zero(C, groups, stride):
 @pytest.mark.parametrize("kernels", [XLA, pytest.param(ONEDNN, marks=needs_onednn)])
 def test_stride_and_padding_may_be_numbers_of_numpy(kernels):
     x, kernel = normal(0, (8, 8, 8, 16)), normal(1, (3, 3, 16, 16))
-    one, two = np.int64(1), np.int32(2)
+    one: Any = np.int64(1)
+    two: Any = np.int32(2)
     with using_kernels(kernels):
         wanted = convolution(x, kernel, stride=2, padding=((1, 2), (2, 1)))
         for stride in (two, (two, two)):

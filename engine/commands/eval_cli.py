@@ -217,7 +217,7 @@ def _evaluate_folder(
     from engine.crossing.choice import this_platform
     from engine.evaluation.run import evaluate
     from engine.evaluation.trained_run import run_settings
-    from engine.program.kernels import settle_kernels
+    from engine.program.kernels import refuse_missing_kernels
     from engine.records.recorded_run import read_recorded
 
     recorded = run_settings(run)
@@ -230,9 +230,7 @@ def _evaluate_folder(
     if recorded.eval_split == "off":
         # The run had no evaluations; an evaluation requested now uses the default split.
         settings = {"eval_split": None} | settings
-    if "kernels" in settings:
-        # The run's own kernels are replaced where they are missing; those that the user names are refused.
-        settle_kernels(replace(recorded, kernels=settings["kernels"]), this_platform())
+    refuse_missing_kernels(recorded, settings, this_platform())
     return evaluate(
         replace(recorded, **settings),
         model=parts.model,

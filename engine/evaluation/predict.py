@@ -26,7 +26,7 @@ from engine.evaluation.subject import (
     run_subject,
 )
 from engine.evaluation.trained_run import TrainedRun, read_run
-from engine.program.kernels import settle_kernels
+from engine.program.kernels import refuse_missing_kernels
 from engine.program.statics import NO_OWN_FUNCTIONS
 from engine.program.train_state import TrainModel
 from engine.records.stored.reading import local_copy, naming_in, with_weights
@@ -137,9 +137,7 @@ def _predict(
     elif model is not None:
         raise ValueError(f"a model can be given only with a run, got the file {path}: give the folder of the run")
     config = replace(TrainConfig() if recorded is None else recorded.config, **given)
-    if "kernels" in given:
-        # The run's own kernels are replaced where they are missing; those that the caller names are refused.
-        settle_kernels(config, this_platform())
+    refuse_missing_kernels(config, given, this_platform())
     # The labels of photographs are unknown: the loss is not used.
     config = replace(config, loss="cross-entropy", label_smoothing=0.0)
     if "reader_threads" not in given:

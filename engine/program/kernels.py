@@ -69,14 +69,27 @@ def changed_kernels_notice(recorded: Mapping[str, Any], now: Mapping[str, Any]) 
     return f"the run used {before} and goes on with {found}: other rounding"
 
 
+def refuse_missing_kernels(config: TrainConfig, given: Mapping[str, Any], platform: str) -> None:
+    """Raise SettingError if a user names kernels for an evaluation of a run that cannot be used here.
+
+    Args:
+        config: the settings of the run.
+        given: the settings that the user gives for the evaluation; without kernels among them, nothing is refused,
+            since those of the run are replaced where they are missing.
+        platform: the platform of the evaluation.
+    """
+    if "kernels" in given:
+        settle_kernels(replace(config, kernels=given["kernels"]), platform)
+
+
 def replace_missing_kernels(
     config: TrainConfig, recorded: TrainConfig, platform: str, notify: Callable[[str], None]
 ) -> TrainConfig:
     """Return the settings for an evaluation of a run, with XLA's kernels if the run's own cannot be used here.
 
     Args:
-        config: the settings of the evaluation. Kernels that a user names for it must be checked by `settle_kernels`
-            before: here they cannot be told from those of the run.
+        config: the settings of the evaluation. Kernels that a user names for it must be checked by
+            `refuse_missing_kernels` before: here they cannot be told from those of the run.
         recorded: those of the run.
         platform: the platform of the evaluation.
         notify: called with a line about the replaced kernels.

@@ -245,6 +245,21 @@ class Builder:
             found[size] = SizedPrimitive(self.create(descriptor), layouts)
         return found, layout
 
+    def create_products(
+        self, parts: Iterable[tuple[int, int]], describe: Callable[[int], tuple[Descriptor, Descriptor, Descriptor]]
+    ) -> dict[int, SizedPrimitive]:
+        """Create a matrix product for each size of a part.
+
+        Args:
+            parts: start and size of each part.
+            describe: from a size, returns the layouts of both factors and of the result.
+        """
+        found = {}
+        for size in {size for _, size in parts}:
+            x, y, z = describe(size)
+            found[size] = SizedPrimitive(self.create(self.find("matmul", x, y, NO_BIAS, z)), (x, y, z))
+        return found
+
     def layout(self, descriptor: ctypes.c_void_p, query: Query) -> Descriptor:
         """Return the layout that a primitive expects or gives; 0 if it has no such argument."""
         return self.library.short.dnnl_primitive_desc_query_md(descriptor, query, 0) or 0
@@ -356,14 +371,15 @@ class Builder:
         """
         rows, depth = shape
         parts = pieces(rows, min(max(_LEAST_TASKS, self.library.num_threads), rows // _LEAST_ROWS))
-        found: dict[int, tuple[Primitive, Descriptor, Descriptor]] = {}
-        for size in {size for _, size in parts}:
+
+        def describe(size: int) -> tuple[Descriptor, Descriptor, Descriptor]:
             part = self.describe_strided((size, depth), dtype, strides)
-            z = self.describe((size, columns), DataType.FLOAT32, Tag.AB)
-            found[size] = self.create(self.find("matmul", part, y.layout, NO_BIAS, z)), part, z
+            return part, y.layout, self.describe((size, columns), DataType.FLOAT32, Tag.AB)
+
+        sized = self.create_products(parts, describe)
         tasks = []
         for start, size in parts:
-            primitive, part, z = found[size]
+            primitive, (part, _, z) = sized[size]
             of_x = Value(part, x.after(start * strides[0] * dtype.num_bytes))
             of_z = Value(z, result(0).after(start * columns * DataType.FLOAT32.num_bytes))
             tasks.append(self.task(primitive, {Arg.SOURCE: of_x, Arg.WEIGHTS: y, Arg.RESULT: of_z}))

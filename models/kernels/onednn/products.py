@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from models.kernels.onednn.primitives import (
-    NO_BIAS,
     Arg,
     Builder,
     DataType,
     Descriptor,
-    Primitive,
     Primitives,
     Tag,
     Value,
@@ -80,15 +78,18 @@ class BatchedProduct:
         of_x, of_y = math.prod(self.x[1:]), math.prod(self.y[1:])
         x_strides = (of_x, self.x[2], 1) if self.x_axis == 2 else (of_x, 1, self.x[2])
         y_strides = (of_y, self.y[2], 1) if self.y_axis == 1 else (of_y, 1, self.y[2])
-        found: dict[int, tuple[Primitive, Descriptor, Descriptor, Descriptor]] = {}
-        for size in {size for _, size in parts}:
-            x = builder.describe_strided((size, rows, self.x[self.x_axis]), dtype, x_strides)
-            y = builder.describe_strided((size, self.y[self.y_axis], columns), dtype, y_strides)
-            z = builder.describe_strided((size, rows, columns), rounded, (rows * columns, columns, 1))
-            found[size] = builder.create(builder.find("matmul", x, y, NO_BIAS, z)), x, y, z
+
+        def describe(size: int) -> tuple[Descriptor, Descriptor, Descriptor]:
+            return (
+                builder.describe_strided((size, rows, self.x[self.x_axis]), dtype, x_strides),
+                builder.describe_strided((size, self.y[self.y_axis], columns), dtype, y_strides),
+                builder.describe_strided((size, rows, columns), rounded, (rows * columns, columns, 1)),
+            )
+
+        sized = builder.create_products(parts, describe)
         tasks = []
         for start, size in parts:
-            primitive, x, y, z = found[size]
+            primitive, (x, y, z) = sized[size]
             arguments: dict[int, Value] = {
                 Arg.SOURCE: Value(x, operand(0).after(start * of_x * dtype.num_bytes)),
                 Arg.WEIGHTS: Value(y, operand(1).after(start * of_y * dtype.num_bytes)),
