@@ -16,6 +16,7 @@ from models.kernels import MissingKernelsError, using_kernels
 from models.kernels.onednn.convolutions import Part
 from models.kernels.onednn.handler import TARGET
 from models.kernels.onednn.library import Isa, load_library
+from models.kernels.onednn.operations import build, has_fast_kernel
 from models.kernels.onednn.primitives import Builder
 from models.layers.convolution import convolution
 from models.layers.convolution_forms import Geometry
@@ -255,6 +256,41 @@ def test_a_grouped_convolution_in_a_program_is_exact_up_to_rounding(x, kernel, s
     exact, sums = problem.expected()
     for part, found in zip(PARTS, of_kernels("onednn", step, *arguments), strict=True):
         problem.check(part, np.asarray(found), exact, sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("x", "kernel", "stride", "across"),
+    [
+        ((600, 1, 1, 8), (3, 3, 8, 32), 1, (1, 1)),
+        ((300, 4, 1, 16), (3, 3, 16, 32), 2, (1, 1)),
+        ((300, 2, 2, 32), (5, 4, 32, 16), 3, (0, 2)),
+        ((700, 4, 1, 16), (3, 3, 4, 32), 2, (1, 1)),  # four groups
+        ((16, 3, 3, 64), (7, 7, 16, 64), 1, (3, 3)),  # four groups
+        ((9, 5, 1, 22), (3, 3, 1, 22), 2, (1, 1)),  # depthwise
+    ],
+)
+def test_the_gradient_of_a_column_that_meets_only_padding_is_zero(x, kernel, stride, across, dtype):
+    low = kernel[0] // 2
+    padding, groups = ((low, low), across), x[3] // kernel[2]
+    problem = Problem(x, kernel, Geometry((stride, stride), padding), dtype)
+    step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding, groups=groups))
+    arguments = problem.x, problem.kernel, problem.gradient
+    # The memory that the kernels share now holds numbers that no gradient may contain: a kernel in another layout.
+    of_kernels("onednn", convolution, jnp.ones((4, 16, 16, 256), dtype), jnp.full((3, 3, 256, 256), np.nan, dtype))
+    exact, sums = problem.expected()
+    assert (exact[Part.FILTER_GRADIENT] == 0).all((0, 2, 3)).any()
+    for part, found in zip(PARTS, of_kernels("onednn", step, *arguments), strict=True):
+        problem.check(part, np.asarray(found), exact, sums)
+
+
+def test_a_filter_gradient_that_the_library_computes_wrong_is_refused():
+    narrow = Problem((2, 4, 1, 16), (3, 3, 16, 32), Geometry((2, 2), SAME), "bfloat16")
+    operation = narrow.operation(Part.FILTER_GRADIENT)
+    with pytest.raises(RuntimeError, match="narrower than the stride is wrong in bfloat16"):
+        build(operation)
+    assert not has_fast_kernel(operation)
+    assert has_fast_kernel(replace(operation, dtype="float32"))
 
 
 def test_the_gradients_are_finite_differences():

@@ -71,7 +71,7 @@ def build(operation: Operation) -> Primitives:
     """Build the sequence of primitives of an operation, once per process; it takes some milliseconds.
 
     Raises:
-        RuntimeError: if the library has no kernel for it.
+        RuntimeError: if the library has no kernel for it, or only a wrong one.
     """
     library = load_library()
     with library.one_thread():
@@ -79,7 +79,7 @@ def build(operation: Operation) -> Primitives:
 
 
 def has_fast_kernel(operation: Operation, among: str = "") -> bool:
-    """Return whether the library has more than its reference code for an operation, which is built for that.
+    """Return whether the library has a right kernel for an operation, not only reference code; it is built for that.
 
     Args:
         operation: what is computed.
