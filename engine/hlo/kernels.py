@@ -36,10 +36,9 @@ def kernel_flops(text: str) -> int:
 
 def operation_products(operation: Mapping[str, Any]) -> int:
     """Return the multiply-accumulates of an operation, those with padding left out; 0 for one that has none."""
-    if operation.get("kind") == "product":
-        return int(math.prod(operation["x"]) * operation["y"][1 - operation["y_axis"]])
-    if operation.get("kind") == "batched product":
-        return int(math.prod(operation["x"]) * operation["y"][3 - operation["y_axis"]])
+    if operation.get("kind") in ("product", "batched product"):
+        others = [size for axis, size in enumerate(operation["y"]) if axis != operation["y_axis"]]
+        return int(math.prod(operation["x"]) * others[-1])
     if operation.get("kind") != "convolution":
         return 0
     images, height, width, _ = operation["x"]
