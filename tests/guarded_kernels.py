@@ -35,6 +35,7 @@ PROBLEMS = [
     ((3, 6, 6, 32), (3, 3, 8, 16), (1, 1), SAME),
     ((2, 19, 17, 3), (7, 7, 3, 64), (2, 2), ((3, 3), (3, 3))),
 ]
+NUM_WIDE = 60
 PRODUCTS = [(3, 17, 5), (37, 129, 33), (64, 128, 96), (130, 64, 10)]
 # Matrices, rows, depth and columns; the last one is split into tasks.
 BATCHES = [(1, 1, 1, 1), (3, 5, 17, 3), (7, 65, 16, 65), (70, 33, 129, 40)]
@@ -86,9 +87,22 @@ def run_guarded(operation: Any, operands: tuple[np.ndarray, ...], like: np.ndarr
     return result.bytes.copy().view(like.dtype).reshape(like.shape)
 
 
+def wide_problems() -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int], Any]]:
+    """Return random convolutions with wide strides and padding; in half of them columns on the right are never read."""
+    draws, found = np.random.default_rng(0), []
+    for number in range(NUM_WIDE):
+        groups, C, K = (int(size) for size in draws.choice([1, 2, 4, 8, 16], 3))
+        (kh, kw), strides = draws.integers(1, 9, 2).tolist(), tuple(draws.integers(1, 9, 2).tolist())
+        left, right, Q = draws.integers(0, 8), draws.integers(0, 2), draws.integers(1, 5)
+        W = kw + (Q - 1) * strides[1] if number % 2 else kw + draws.integers(0, 20)
+        shape = 2, kh + int(draws.integers(0, 3)), int(W), groups * C
+        found.append((shape, (kh, kw, C, groups * K), strides, ((1, 1), (int(left), int(right)))))
+    return found
+
+
 def run_convolutions(dtype: str, at_end: bool) -> int:
     num_runs = 0
-    for shape, kernel, strides, padding in PROBLEMS:
+    for shape, kernel, strides, padding in [*PROBLEMS, *wide_problems()]:
         problem = Problem(shape, kernel, Geometry(strides, padding), dtype)
         exact, sums = problem.expected()
         for part in problem.parts:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from engine.signal_bursts import BURST_S
 from tests.toy import toy_batch
 
 pytestmark = pytest.mark.integration  # whole programs, or large networks
@@ -93,7 +94,7 @@ def test_a_second_signal_quits_at_once(tmp_path):
     with BlockedRun(tmp_path, "tests.test_blocked_terminal:stuck") as run:
         run.wait_for_steps(3000)
         run.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)  # two signals at the same instant are one
+        time.sleep(2 * BURST_S)
         run.process.send_signal(signal.SIGTERM)
         code, errors = run.finish()
         assert code == 130, errors

@@ -25,6 +25,7 @@ from engine.recipes import load_recipe, recipe_names
 from engine.records.run_folder import RunFolder
 from engine.run.result import TrainResult
 from engine.runtime.record import LaunchRuntime, RunGoodput, RuntimeReport
+from engine.signal_bursts import BURST_S
 from models.registry import model_names
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
@@ -191,10 +192,10 @@ STUCK_STEP = """
 class Endless(Linear):
     def apply(self, params, batch_stats, images, train):
         logits, stats = super().apply(params, batch_stats, images, train)
-        turns = lax.while_loop(lambda turns: turns < 2**31 - 1, lambda turns: turns + 1, jnp.int32(len(images)))
+        turns = lax.while_loop(lambda turns: turns >= 0, lambda turns: (turns + 1) % 1000, jnp.int32(len(images)))
         return logits, {"batches": stats["batches"] + turns}
 def batches(step):
-    if step == 1: print("stuck", flush=True)  # it is read ahead: step 0 is being made, and takes minutes
+    if step == 1: print("stuck", flush=True)  # it is read ahead: step 0 is being made, and never ends
     return toy_batch(step)
 model = Endless()
 """
@@ -240,6 +241,7 @@ def test_a_second_signal_quits_at_once_even_in_a_long_step():
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     read_until(process, "stopping at the next step")
+    time.sleep(2 * BURST_S)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=30)
     assert out.splitlines() == ["quit"]

@@ -284,13 +284,66 @@ def test_the_gradient_of_a_column_that_meets_only_padding_is_zero(x, kernel, str
         problem.check(part, np.asarray(found), exact, sums)
 
 
-def test_a_filter_gradient_that_the_library_computes_wrong_is_refused():
-    narrow = Problem((2, 4, 1, 16), (3, 3, 16, 32), Geometry((2, 2), SAME), "bfloat16")
-    operation = narrow.operation(Part.FILTER_GRADIENT)
-    with pytest.raises(RuntimeError, match="narrower than the stride is wrong in bfloat16"):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("x", "kernel", "strides", "padding"),
+    [
+        ((600, 8, 9, 16), (5, 5, 16, 16), (4, 4), ((2, 2), (3, 0))),  # three columns on the right are never read
+        ((600, 8, 9, 16), (5, 5, 4, 24), (4, 4), ((2, 2), (3, 0))),
+        ((600, 8, 13, 16), (8, 8, 4, 32), (5, 5), ((2, 2), (4, 0))),
+        ((9, 8, 9, 16), (5, 5, 1, 16), (4, 4), ((2, 2), (3, 0))),
+        ((4, 11, 48, 512), (2, 3, 512, 16), (3, 1), NONE),  # each third row is never read
+        ((16, 14, 14, 48), (2, 2, 48, 24), (2, 2), NONE),  # two columns as 96 channels
+        ((16, 24, 24, 16), (4, 4, 16, 24), (4, 4), NONE),  # four columns as 64 channels
+    ],
+)
+def test_what_the_library_computes_wrong_is_right_in_a_program(x, kernel, strides, padding, dtype):
+    problem, groups = Problem(x, kernel, Geometry(strides, padding), dtype), x[3] // kernel[2]
+    step = partial(value_and_gradients, partial(convolution, stride=strides, padding=padding, groups=groups))
+    exact, sums = problem.expected()
+    found = of_kernels("onednn", step, problem.x, problem.kernel, problem.gradient)
+    for part, array in zip(PARTS, found, strict=True):
+        problem.check(part, np.asarray(array), exact, sums)
+
+
+WRONG = [
+    # part, x, kernel, strides, padding
+    (Part.FILTER_GRADIENT, (2, 4, 1, 16), (3, 3, 16, 32), (2, 2), SAME),
+    (Part.FILTER_GRADIENT, (2, 4, 2, 16), (1, 3, 4, 32), (1, 3), SAME),
+    (Part.FORWARD, (2, 8, 9, 16), (5, 5, 16, 16), (4, 4), ((2, 2), (3, 0))),
+    (Part.FORWARD, (2, 8, 13, 16), (8, 8, 4, 8), (5, 5), ((2, 2), (4, 0))),
+    (Part.FORWARD, (2, 12, 48, 512), (2, 3, 512, 16), (3, 1), NONE),
+    (Part.FORWARD, (2, 4, 48, 320), (1, 8, 320, 16), (4, 8), ((0, 2), (0, 0))),
+    (Part.FORWARD, (2, 8, 8, 48), (2, 2, 48, 16), (2, 2), NONE),
+    (Part.FORWARD, (2, 8, 8, 16), (4, 4, 16, 16), (4, 4), NONE),
+    (Part.FORWARD, (2, 8, 8, 24), (1, 8, 24, 16), (1, 4), NONE),
+]
+
+
+@pytest.mark.parametrize(("part", "x", "kernel", "strides", "padding"), WRONG)
+def test_what_the_library_computes_wrong_in_bfloat16_is_refused(part, x, kernel, strides, padding):
+    operation = Problem(x, kernel, Geometry(strides, padding), "bfloat16").operation(part)
+    with pytest.raises(RuntimeError, match="oneDNN computes this wrong in bfloat16; use XLA's form: Convolution"):
         build(operation)
     assert not has_fast_kernel(operation)
-    assert has_fast_kernel(replace(operation, dtype="float32"))
+    assert not replace(operation, dtype="float32").is_wrong_in_library()
+
+
+@pytest.mark.parametrize(
+    ("part", "x", "kernel", "strides", "padding"),
+    [
+        (Part.FILTER_GRADIENT, (2, 2, 2, 16), (3, 3, 16, 32), (2, 2), SAME),
+        (Part.FORWARD, (2, 8, 224, 3), (7, 7, 3, 64), (4, 4), ((3, 3), (3, 3))),
+        (Part.FORWARD, (2, 8, 32, 16), (3, 3, 16, 16), (2, 2), SAME),
+        (Part.FORWARD, (2, 8, 31, 16), (3, 3, 16, 16), (2, 2), SAME),
+        (Part.FORWARD, (2, 8, 31, 48), (1, 1, 48, 16), (2, 2), NONE),
+        (Part.FORWARD, (2, 8, 8, 96), (2, 2, 96, 16), (2, 2), NONE),
+        (Part.FORWARD, (2, 8, 8, 16), (2, 2, 16, 16), (2, 2), NONE),
+        (Part.FORWARD, (2, 224, 224, 3), (4, 4, 3, 96), (4, 4), NONE),
+    ],
+)
+def test_what_the_library_computes_right_in_bfloat16_is_not_refused(part, x, kernel, strides, padding):
+    assert not Problem(x, kernel, Geometry(strides, padding), "bfloat16").operation(part).is_wrong_in_library()
 
 
 def test_the_gradients_are_finite_differences():

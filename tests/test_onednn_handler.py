@@ -213,7 +213,7 @@ def in_process(program, *arguments, **environment):
 @pytest.mark.integration
 def test_nothing_is_read_or_written_beside_the_buffers():
     code, output = in_process(["-m", "tests.guarded_kernels"])
-    assert (code, output.split()) == (0, ["264"]), output
+    assert (code, output.split()) == (0, ["924"]), output
 
 
 RUNNING = """

@@ -32,6 +32,11 @@ def _handlers():
             signal.signal(number, old)
 
 
+@pytest.fixture
+def each_signal_counts(monkeypatch):
+    monkeypatch.setattr("engine.signal_bursts.BURST_S", 0.0)
+
+
 def raise_signal(number):
     signal.raise_signal(number)
 
@@ -52,6 +57,7 @@ def send_soon(number):
 
 @pytest.mark.parametrize("first", SIGNALS)
 @pytest.mark.parametrize("second", SIGNALS)
+@pytest.mark.usefixtures("each_signal_counts")
 def test_the_first_signal_requests_a_stop_and_the_second_ends_at_once(first, second):
     board = ControlBoard()
     told: list[str] = []
@@ -65,6 +71,21 @@ def test_the_first_signal_requests_a_stop_and_the_second_ends_at_once(first, sec
             raise_signal(second)
     assert board.stop_reason == first.name
     assert len(told) == 1
+
+
+def test_a_signal_that_is_sent_twice_is_one_request(monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr("engine.signal_bursts.time.monotonic", lambda: now_s[0])
+    told: list[str] = []
+    with StopSignals(ControlBoard(), told.append) as signals:
+        signals.launched()
+        for passed_s in (0.0, 0.0, 0.3, 0.1):
+            now_s[0] += passed_s
+            raise_signal(signal.SIGINT)
+        assert len(told) == 1
+        now_s[0] += 0.2
+        with pytest.raises(KeyboardInterrupt):
+            raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", SIGNALS)

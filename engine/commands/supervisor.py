@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 from engine.commands.child_program import child_program
 from engine.commands.command_end import say_to_stderr
 from engine.peers import BEAT_FILE, SEES_ALL, describe_fault, is_supervised, signals_file
+from engine.signal_bursts import SignalBursts
 
 _LOOK_EVERY_S = 0.2
 # Between a request to end and the end by force.
@@ -304,7 +305,7 @@ def _end(children: Sequence[_Child]) -> None:
 
 
 class _Forwarding:
-    """Inside the block, SIGINT and SIGTERM of this process are sent to all children instead.
+    """Inside the block, SIGINT and SIGTERM of this process are sent to all children instead, one for each request.
 
     Args:
         stops: other signals, which are sent as SIGTERM.
@@ -315,7 +316,7 @@ class _Forwarding:
 
     def __init__(self, stops: Sequence[int]) -> None:
         self.received: set[int] = set()
-        self._stops, self._children = stops, list[_Child]()
+        self._stops, self._children, self._bursts = stops, list[_Child](), SignalBursts()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "_Forwarding":
@@ -336,7 +337,8 @@ class _Forwarding:
 
     def _forward(self, number: int, _: object) -> None:
         self.received.add(number)
-        self._send(number)
+        if self._bursts.is_new():
+            self._send(number)
 
     def _send(self, number: int) -> None:
         for child in self._children:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from engine.control.board import ControlBoard
 from engine.peers import is_supervised, num_supervisor_signals
+from engine.signal_bursts import SignalBursts
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How soon a signal is handled while the main thread waits.
@@ -23,8 +24,9 @@ class StopSignals:
     """A context manager that turns SIGINT and SIGTERM into a clean stop; it does nothing outside the main thread.
 
     Before the program is launched, and after it has failed, a signal raises KeyboardInterrupt, since nothing would be
-    lost. In between, the first signal requests a stop at the next step, and the second raises KeyboardInterrupt. Under
-    a supervisor, which passes on what a scheduler sends to all processes, only the signals from it are counted.
+    lost. In between, the first signal requests a stop at the next step, and the second raises KeyboardInterrupt, unless
+    it comes so soon that one sender has sent it twice. Under a supervisor, which passes on what a scheduler sends to
+    all processes, only the signals from it are counted.
 
     Args:
         board: receives the request, with the signal's name as its reason.
@@ -36,7 +38,7 @@ class StopSignals:
         self._board, self._say, self._where = board, say, where
         self._before: dict[signal.Signals, Any] = {}
         self._is_launched = False
-        self._num_seen = 0
+        self._num_seen, self._bursts = 0, SignalBursts()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -59,7 +61,7 @@ class StopSignals:
         self._is_launched = False
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        num_seen = max(1, num_supervisor_signals()) if is_supervised() else self._num_seen + 1
+        num_seen = max(1, num_supervisor_signals()) if is_supervised() else self._num_seen + self._bursts.is_new()
         if num_seen == self._num_seen:
             return
         self._num_seen = num_seen

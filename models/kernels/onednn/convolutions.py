@@ -39,6 +39,8 @@ _CHANNEL_BLOCK = 192
 _POSITIONS_PER_SUM = 1024
 _IMAGES_PER_SUM = 2
 _MOST_SUMS = 16
+# A row of a tile of AMX holds so many bfloat16 numbers.
+_TILE_CHANNELS = 32
 
 
 class Part(StrEnum):
@@ -98,10 +100,8 @@ class Convolution:
         Raises:
             RuntimeError: if the library has no kernel for it, or only a wrong one.
         """
-        if self._is_wrong_in_library():
-            raise RuntimeError(
-                f"oneDNN's filter gradient of images narrower than the stride is wrong in bfloat16: {self}"
-            )
+        if self.is_wrong_in_library():
+            raise RuntimeError(f"oneDNN computes this wrong in bfloat16; use XLA's form: {self}")
         plain = builder.describe(self._kernel_sizes(), self._data_type, self._kernel_tag())
         if self.part == Part.FILTER_GRADIENT_BY_PRODUCT:
             self._build_product(builder)
@@ -111,14 +111,36 @@ class Convolution:
             self._build_images(builder, Value(plain, operand(1)))
         return builder.finish()
 
-    def _is_wrong_in_library(self) -> bool:
-        """Return whether this is a filter gradient that the library's kernels for bfloat16 do not compute.
+    def is_wrong_in_library(self) -> bool:
+        """Return whether the library's kernel for bfloat16 is wrong for this operation; those for float32 are right.
 
-        In images narrower than the stride, a column of the kernel may meet nothing but padding. They leave its gradient
-        as whatever the memory held before. Wider images, other parts and float32 are right.
+        These rules cover what was wrong when random convolutions, between canaries, were compared with float64:
+
+        - Filter gradients (`brgconv_bwd_w`, `jit_bf16`): in images narrower than the stride, a column of the kernel may
+          meet nothing but padding. Its gradient stays whatever the memory held before.
+        - Forward (`brgconv:avx512_core_bf16`, with AMX too): where as many columns on the right are never read as there
+          is padding on the left, from three on, results are wrong, and the memory behind them is overwritten.
+        - Forward (`brgconv:avx512_core_amx`): with a stride larger than a kernel of several rows, or than one row with
+          padding, the library asks for too small a scratchpad, and overwrites those of other tasks.
+        - Forward (the same): where the width of the kernel and the stride have a common factor, several columns become
+          channels, to fill a row of a tile. If they fill more than one row, results are wrong.
         """
-        is_narrow = self.x[2] < self.strides[1]
-        return self.part == Part.FILTER_GRADIENT and self.dtype == "bfloat16" and is_narrow
+        if self.dtype != "bfloat16":
+            return False
+        W, Q, (kh, kw), left = self.x[2], self.y[2], self.kernel[:2], self.padding[1][0]
+        down, across = self.strides
+        if self.part == Part.FILTER_GRADIENT:
+            return across > W
+        is_plain = (kh, kw) == (1, 1) and not any(map(any, self.padding))
+        leaves_columns = left > 0 and W + left > kw + (Q - 1) * across
+        skips_pixels = down > kh or across > kw
+        return self.part == Part.FORWARD and not is_plain and (leaves_columns or skips_pixels or self._joins_columns())
+
+    def _joins_columns(self) -> bool:
+        """Return whether so many columns may become channels that these fill several rows of a tile."""
+        C, factor = self.kernel[2], math.gcd(self.kernel[1], self.strides[1])
+        joined = (C * columns for columns in range(2, factor + 1) if factor % columns == 0)
+        return C % _TILE_CHANNELS > 0 and any(size > _TILE_CHANNELS and size % _TILE_CHANNELS == 0 for size in joined)
 
     def _build_images(self, builder: Builder, kernel: Value) -> None:
         """Build the forward pass or the input gradient: each task computes some of the images."""
