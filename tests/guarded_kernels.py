@@ -87,7 +87,7 @@ def run_guarded(operation: Any, operands: tuple[np.ndarray, ...], like: np.ndarr
     return result.bytes.copy().view(like.dtype).reshape(like.shape)
 
 
-def wide_problems() -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int], Any]]:
+def wide_problems() -> list[Any]:
     """Return random convolutions with wide strides and padding; in half of them columns on the right are never read."""
     draws, found = np.random.default_rng(0), []
     for number in range(NUM_WIDE):
