@@ -53,7 +53,7 @@ ODD = [
 ]
 
 
-def check(x, kernel, geometry, may_be_refused=True):
+def check(x, kernel, geometry, *, may_be_refused=True):
     for dtype in DTYPES:
         problem = Problem(x, kernel, geometry, dtype)
         assert may_be_refused or set(PARTS) <= set(problem.parts)
