@@ -16,6 +16,7 @@ from jax import lax
 from models.families import resnet
 from models.families.resnet import ResNet
 from models.kernels import ONEDNN, XLA, using_kernels
+from models.kernels.onednn.handler import TARGET
 from models.layers import convolution_forms as forms
 from models.layers.convolution import convolution, filter_gradient_form, forward_form, input_gradient_form
 from models.layers.convolution_forms import Geometry
@@ -280,14 +281,38 @@ def test_the_gradients_of_groups_of_no_images_are_zero(C, groups, stride):
 
 @pytest.mark.parametrize("kernels", [XLA, pytest.param(ONEDNN, marks=needs_onednn)])
 def test_stride_and_padding_may_be_numbers_of_numpy(kernels):
-    x, kernel = normal(0, (8, 8, 8, 16)), normal(1, (3, 3, 16, 16))
+    x, kernel = normal(0, (64, 8, 8, 16)), normal(1, (3, 3, 16, 16))
     one: Any = np.int64(1)
     two: Any = np.int32(2)
     with using_kernels(kernels):
         wanted = convolution(x, kernel, stride=2, padding=((1, 2), (2, 1)))
-        for stride in (two, (two, two)):
-            found = convolution(x, kernel, stride=stride, padding=((one, two), (two, one)))
-            np.testing.assert_array_equal(found, wanted)
+        strides: list[Any] = [two, (two, two), np.array([2, 2])]
+        paddings: list[Any] = [((one, two), (two, one)), np.array([[1, 2], [2, 1]])]
+        for stride in strides:
+            for padding in paddings:
+                convolve = jax.jit(partial(convolution, stride=stride, padding=padding))
+                assert (TARGET in convolve.lower(x, kernel).as_text()) == (kernels == ONEDNN)
+                np.testing.assert_array_equal(convolve(x, kernel), wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"stride": (1, 2, 3)}, "stride must be an integer or (height, width), got (1, 2, 3)"),
+        ({"stride": 1.5}, "stride must be an integer or (height, width), got 1.5"),
+        ({"stride": "SAME"}, "stride must be an integer or (height, width), got 'SAME'"),
+        ({"stride": (2, 0)}, "stride must be at least 1, got (2, 0)"),
+        ({"padding": 1}, "((top, bottom), (left, right)) in whole pixels, got 1"),
+        ({"padding": (1, 2)}, "((top, bottom), (left, right)) in whole pixels, got (1, 2)"),
+        ({"padding": ((1, 1), (1, 1), (5, 5))}, "got ((1, 1), (1, 1), (5, 5))"),
+        ({"padding": ((1, 1), (1, 0.5))}, "got ((1, 1), (1, 0.5))"),
+        ({"padding": "same"}, "in whole pixels, got 'same'"),
+        ({"padding": ((0, 0), (0, -1))}, "padding must be at least 0, got ((0, 0), (0, -1)); crop the input instead"),
+    ],
+)
+def test_another_stride_or_padding_is_refused(given, rule):
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        convolution(normal(0, (2, 8, 8, 4)), normal(1, (3, 3, 4, 4)), **given)
 
 
 def parts(form):

@@ -277,7 +277,7 @@ print("forked")
 """
 
 FORK_WHILE_LOADING = """
-import os, threading
+import os, signal, threading
 from models.kernels.onednn import handler, library
 from models.kernels.onednn.operations import prepare
 
@@ -291,6 +291,7 @@ def hold():
 threading.Thread(target=hold).start()
 assert loading.wait(30)
 if not os.fork():
+    signal.alarm(20)
     handler.register(prepare)
     os._exit(0)
 assert os.wait()[1] == 0

@@ -224,21 +224,24 @@ class Launch:
         """Trace the program on this thread, whose jax settings then apply, and warn about its convolutions."""
         self._notify("compiling the training program, or loading it from the cache")
         platform = self._platform if self._is_elsewhere else traced_platform(self._devices[0])
-        program, arguments = self._whole_program()
+        program, arguments = self._whole_program(self._notify)
         traced = trace_ahead(program, *arguments, donate=(0,), platform=platform)
         if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
             self._notify(warning)
         return traced
 
     def trace_all_forms(self) -> Any:
-        """Return the jaxpr of the program with layers in their forms for all platforms, not only that of the run."""
-        program, arguments = self._whole_program()
+        """Return the jaxpr of the program with layers in their forms for all platforms, not only that of the run.
+
+        What the model warns about, `trace` has said.
+        """
+        program, arguments = self._whole_program(lambda _: None)
         return jax.make_jaxpr(program)(*arguments)
 
-    def _whole_program(self) -> tuple[Callable[..., Any], Any]:
+    def _whole_program(self, notify: Callable[[str], None]) -> tuple[Callable[..., Any], Any]:
         """Return the training program on all devices, and the shapes of its arguments."""
         program = make_program(
-            self._checked_model(self._notify),
+            self._checked_model(notify),
             self._statics,
             self.infeeds.training,
             self._outfeed,

@@ -7,11 +7,13 @@ all use XLA's own convolution, on an NVIDIA GPU with channels padded for its ten
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from models.kernels.choice import XLA, kernels_in_use
@@ -71,6 +73,8 @@ def _check_channels(x: jax.Array, kernel: jax.Array, groups: int) -> None:
         raise ValueError(f"a convolution's groups must be at least 1, got {groups}")
     if x.ndim != 4 or kernel.ndim != 4 or x.shape[3] != kernel.shape[2] * groups:
         shape, of_groups = ("C", "") if groups == 1 else ("C/groups", f" and {groups} groups")
+        if groups > 1 and x.ndim == 4 and x.shape[3] % groups == 0:
+            of_groups += f", for which C/groups is {x.shape[3] // groups}"
         raise ValueError(
             f"convolution needs x [B,H,W,C] and a kernel [kh,kw,{shape},K] with the same C, got {x.shape} and "
             f"{kernel.shape}{of_groups}"
@@ -88,16 +92,14 @@ def _check_channels(x: jax.Array, kernel: jax.Array, groups: int) -> None:
 def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str | Padding, groups: int) -> Geometry:
     """Check the operands and return their geometry, with the padding converted to numbers."""
     _check_channels(x, kernel, groups)
-    strides = _pair(stride)
+    strides = _strides(stride)
     if min(strides) < 1:
         raise ValueError(f"a convolution's stride must be at least 1, got {stride}")
     window = window_size(kernel)
-    if isinstance(padding, str):
-        if padding not in ("SAME", "VALID"):
-            raise ValueError(f'padding must be "SAME", "VALID" or ((top, bottom), (left, right)), got {padding!r}')
-        top_bottom, left_right = lax.padtype_to_pads(x.shape[1:3], window, strides, padding)
-        padding = (top_bottom, left_right)
-    padding = (_pair(padding[0]), _pair(padding[1]))
+    if isinstance(padding, str) and padding in ("SAME", "VALID"):
+        padding = _padding(lax.padtype_to_pads(x.shape[1:3], window, strides, padding))
+    else:
+        padding = _padding(padding)
     if min(map(min, padding)) < 0:
         raise ValueError(f"a convolution's padding must be at least 0, got {padding}; crop the input instead")
     geometry = Geometry(strides, padding)
@@ -109,10 +111,23 @@ def _geometry(x: jax.Array, kernel: jax.Array, stride: int | Pair, padding: str 
     return geometry
 
 
-def _pair(numbers: int | Sequence[int]) -> Pair:
-    """Return two integers, or one twice, as Python's own, which the text of a kernel's call can hold."""
-    first, second = numbers if isinstance(numbers, Sequence) else (numbers, numbers)
-    return operator.index(first), operator.index(second)
+def _strides(stride: Any) -> Pair:
+    """Return the stride of both axes as Python's own integers, which the text of a kernel's call can hold."""
+    try:
+        down, across = (stride, stride) if np.ndim(stride) == 0 else stride
+        return operator.index(down), operator.index(across)
+    except (TypeError, ValueError):
+        raise ValueError(f"a convolution's stride must be an integer or (height, width), got {stride!r}") from None
+
+
+def _padding(padding: Any) -> Padding:
+    """Return padding as Python's own integers."""
+    try:
+        (top, bottom), (left, right) = padding
+        return (operator.index(top), operator.index(bottom)), (operator.index(left), operator.index(right))
+    except (TypeError, ValueError):
+        rule = 'padding must be "SAME", "VALID" or ((top, bottom), (left, right)) in whole pixels'
+        raise ValueError(f"{rule}, got {padding!r}") from None
 
 
 # The choice of forms, measured inside `while_loop` on two AVX-512 cores in float32, with the forms interleaved.

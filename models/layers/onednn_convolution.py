@@ -54,8 +54,9 @@ from models.layers.convolution_forms import Geometry, image_size, pad, window_si
 #
 # Its gradient of a depthwise kernel is fast (100 GFLOP/s a core instead of 5 to 8) for up to three columns.
 #
-# Groups of more than one channel, on the same Xeon with AMX, in ms, XLA's forms / oneDNN's kernels. Fewer than about a
-# million multiplications are faster by XLA (a 1×1 kernel, 64×1 512, 32 groups: 0.66 to 0.76 times by oneDNN):
+# Groups of more than one channel, on two cores of an Intel Xeon with AMX, in ms, XLA's forms / oneDNN's kernels. Fewer
+# than about a million multiplications are faster by XLA (a 1×1 kernel, 64×1 512, 32 groups: 0.66 to 0.76 times by
+# oneDNN):
 #
 #   B×size C     groups    float32                                    bfloat16
 #     8×56  128    32      26.3 / 5.0   24.9 / 4.6   39.8 / 6.3       22.7 / 6.2   20.7 / 6.6   36.7 / 35.3

@@ -5,7 +5,10 @@ import threading
 
 
 class ForkSafeLock:
-    """A lock for `with`, which is free in a forked child: there the thread that held it does not exist."""
+    """A lock for `with`, which is free in a forked child: there the thread that held it does not exist.
+
+    The thread that holds it must not fork.
+    """
 
     def __init__(self) -> None:
         self._renew()
