@@ -36,7 +36,7 @@ from engine.sizing.planning import plan_here
 from models import convolution
 from models.kernels import ONEDNN, XLA
 from models.kernels.onednn.handler import TARGET
-from models.kernels.onednn.library import load_library
+from models.kernels.onednn.library import Isa, load_library
 from models.kernels.onednn.operations import call_operation
 from tests.kernels import NO_LIBRARY, needs_onednn, onednn_for_all_shapes, without_library
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
@@ -256,23 +256,30 @@ def test_an_evaluation_refuses_missing_kernels_only_if_it_names_them(runs, monke
 
 
 @needs_onednn
-def test_a_run_says_which_kernels_it_uses(monkeypatch):
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_a_run_says_which_kernels_it_uses(monkeypatch, has_amx):
+    library = replace(load_library(), isa=Isa.AMX if has_amx else Isa.AVX512)
+    monkeypatch.setattr("engine.program.kernels.load_library", lambda: library)
     said: list[str] = []
     train(config_of(AUTO), model=Linear(), batches=toy_batch, notify=said.append)
     (line,) = (each for each in said if each.startswith("kernels: "))
-    assert re.fullmatch(r"kernels: oneDNN 3\.2\.0 \((AVX-512|AVX-512, bfloat16|AMX)\)", line)
-    xla = describe_kernels(XLA, "cpu")
-    assert xla == "kernels: XLA's; on this processor oneDNN's are faster: start a run with --kernels onednn"
-    assert describe_kernels(XLA, "cuda") is describe_kernels(ONEDNN, "cuda") is None
+    used = "(AMX); only bfloat16 uses AMX: --precision bfloat16 is faster" if has_amx else "(AVX-512)"
+    assert line == f"kernels: oneDNN 3.2.0 {used}"
+    half = replace(config_of(ONEDNN), precision="bfloat16")
+    assert describe_kernels(half, "cpu") == f"kernels: oneDNN 3.2.0 ({'AMX' if has_amx else 'AVX-512'}), in bfloat16"
+    assert describe_kernels(config_of(XLA), "cpu") == (
+        "kernels: XLA's; on this processor oneDNN's are faster: start a run with --kernels onednn"
+    )
+    assert describe_kernels(config_of(XLA), "cuda") is describe_kernels(config_of(ONEDNN), "cuda") is None
 
 
 def test_a_run_says_how_to_get_the_faster_kernels_where_they_can_be_had(monkeypatch):
     without_library(monkeypatch)
-    assert describe_kernels(XLA, "cpu") == (
+    assert describe_kernels(config_of(XLA), "cpu") == (
         "kernels: XLA's; on this processor oneDNN's are faster: pip install 'feedloop[kernels]'"
     )
     monkeypatch.setattr(NO_LIBRARY, "remedy", "")
-    assert describe_kernels(XLA, "cpu") is None
+    assert describe_kernels(config_of(XLA), "cpu") is None
 
 
 @needs_onednn

@@ -104,6 +104,7 @@ SLOW = (SlowOperation("convolution", "conv1", "f32[8]", "its kernel is turned", 
         (replace(LAUNCH, pulls=replace(LAUNCH.pulls, copy_s=40)), LOCAL, "copying", ["50 % of the time, at 0.0 GB/s"]),
         (LAUNCH, LOCAL, "device", ["bound by the device: it computed for 100 %", "waited 0 % of it", "use a GPU"]),
         (LAUNCH, replace(LOCAL, is_cpu=False), "device", ["--precision bfloat16"]),
+        (LAUNCH, replace(LOCAL, has_faster_half=True), "device", ["has AMX (--precision bfloat16), use a GPU, or"]),
         (replace(LAUNCH, slow_operations=SLOW), LOCAL, "device", ["3 operations (convolutions) have no fast kernel"]),
         (replace(LAUNCH, goodput=Goodput(steps=48, evaluation=24, snapshots=8)), LOCAL, "nothing", [
             "nothing dominated the run: device 60 %, evaluation 30 %, snapshots 10 %"]),

@@ -7,7 +7,7 @@ from typing import Any
 from engine.config import TrainConfig
 from engine.settings import SettingError
 from models.kernels import ONEDNN, XLA, MissingKernelsError
-from models.kernels.onednn.library import load_library
+from models.kernels.onednn.library import Isa, load_library
 
 AUTO = "auto"
 """The value of the setting `kernels` that stands for the fastest kernels of the machine."""
@@ -104,11 +104,11 @@ def replace_missing_kernels(
     return replace(config, kernels=XLA)
 
 
-def describe_kernels(kernels: str, platform: str) -> str | None:
+def describe_kernels(config: TrainConfig, platform: str) -> str | None:
     """Return the line about a run's kernels; None where there is no choice.
 
     Args:
-        kernels: their name, `ONEDNN` or `XLA`.
+        config: the settled settings.
         platform: the platform of the run's devices.
     """
     if platform != _CPU:
@@ -117,9 +117,23 @@ def describe_kernels(kernels: str, platform: str) -> str | None:
         library = load_library()
     except MissingKernelsError as error:
         return f"kernels: XLA's; on this processor oneDNN's are faster: {error.remedy}" if error.remedy else None
-    if kernels == ONEDNN:
-        return f"kernels: {library.describe()}"
-    return f"kernels: XLA's; on this processor oneDNN's are faster: start a run with --kernels {ONEDNN}"
+    if config.kernels != ONEDNN:
+        return f"kernels: XLA's; on this processor oneDNN's are faster: start a run with --kernels {ONEDNN}"
+    of_half = ", in bfloat16" if config.precision == "bfloat16" else ""
+    if uses_amx_in_bfloat16(config, platform):
+        of_half = "; only bfloat16 uses AMX: --precision bfloat16 is faster"
+    return f"kernels: {library.describe()}{of_half}"
+
+
+def uses_amx_in_bfloat16(config: TrainConfig, platform: str) -> bool:
+    """Return whether a run in float32 would be faster in bfloat16, because oneDNN's kernels then use AMX.
+
+    Args:
+        config: the settled settings.
+        platform: the platform of the run's devices.
+    """
+    is_wide = config.precision == "float32" and kernels_on(config, platform) == ONEDNN
+    return is_wide and load_library().has(Isa.AMX)
 
 
 def _why_not_onednn(platform: str) -> str:

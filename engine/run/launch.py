@@ -187,7 +187,7 @@ class Launch:
             + describe_chunk(self._chunk, runs_ahead=self.transport.runs_ahead)
         )
         wasted = wasted_steps_warning(self.config, self._chunk) if self.transport.runs_ahead else None
-        for message in filter(None, (describe_kernels(self.config.kernels, self._platform), wasted)):
+        for message in filter(None, (describe_kernels(self.config, self._platform), wasted)):
             self._notify(message)
 
     @property

@@ -16,6 +16,7 @@ from engine.crossing.push_meter import PushMeter
 from engine.feed.feed_meter import MOST_STALLS, FeedMeter, WaitNow
 from engine.feed.feeder import Feeder
 from engine.processes import this_process
+from engine.program.kernels import uses_amx_in_bfloat16
 from engine.records.run_folder import recorded_versions
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.records.topology import Topology
@@ -313,6 +314,7 @@ class LaunchMeter:
             snapshot_every_steps=config.snapshot_every_steps,
             precision=config.precision,
             is_cpu=jax.default_backend() == "cpu",
+            has_faster_half=uses_amx_in_bfloat16(config, jax.default_backend()),
         )
 
     def _find_slow_operations(self) -> None:

@@ -31,6 +31,7 @@ class Circumstances:
         snapshot_every_steps: the setting.
         precision: the setting.
         is_cpu: whether the devices are of the processor.
+        has_faster_half: whether bfloat16 is known to be faster on this processor.
     """
 
     description: str
@@ -44,6 +45,7 @@ class Circumstances:
     snapshot_every_steps: int
     precision: str
     is_cpu: bool
+    has_faster_half: bool = False
 
 
 def judge(launch: LaunchRuntime, about: Circumstances) -> Verdict:
@@ -198,6 +200,7 @@ def _of_device(launch: LaunchRuntime, about: Circumstances, share: float) -> Ver
         kinds = " and ".join(dict.fromkeys(f"{each.kind}s" for each in launch.slow_operations))
         return Verdict("device", evidence, f"{quantity(count, 'operation')} ({kinds}) have no fast kernel")
     if about.is_cpu:
-        return Verdict("device", evidence, "use a GPU, or a smaller model or image size")
+        half = "compute in bfloat16, for which this processor has AMX (--precision bfloat16), " * about.has_faster_half
+        return Verdict("device", evidence, f"{half}use a GPU, or a smaller model or image size")
     half = "--precision bfloat16, or " if about.precision == "float32" else ""
     return Verdict("device", evidence, f"{half}more devices")
