@@ -242,6 +242,8 @@ def test_a_depthwise_convolution_in_a_program_is_exact_up_to_rounding(x, window,
         ((6, 15, 14, 96), (3, 3, 8, 48), 2, 3),
         ((8, 12, 11, 34), (5, 5, 2, 34), 1, 3),
         ((4, 16, 16, 96), (1, 1, 32, 48), 1, 3),
+        ((9, 14, 13, 48), (3, 3, 3, 64), 1, 3),  # two blocks of eight groups
+        ((9, 14, 13, 24), (3, 3, 6, 24), 1, 3),  # one block
         ((16, 3, 3, 64), (7, 7, 16, 64), 1, 3),  # a kernel larger than the map
         ((2, 6, 6, 24), (3, 3, 8, 24), 1, 0),  # too few products
         ((8, 14, 14, 48), (3, 3, 1, 96), 1, 0),  # two output channels a group

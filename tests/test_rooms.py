@@ -50,6 +50,7 @@ FLOORS = (
     "engine.patterns",
     "engine.replicas",
     "engine.hlo",
+    "engine.signal_bursts",
     "engine.peers",
     "engine.processes",
     "engine.durations",

@@ -9,6 +9,14 @@ from models.kernels.onednn.convolutions import Convolution, Part, padding_of_pro
 from models.kernels.onednn.library import Isa, load_library
 from models.kernels.onednn.operations import call_operation, has_fast_kernel
 from models.layers.convolution_forms import Geometry, image_size, pad, window_size
+from models.layers.grouped_forms import (
+    block_kernels,
+    groups_per_block,
+    join_channels,
+    kernel_of_blocks,
+    num_groups,
+    split_channels,
+)
 
 # The choice, measured inside `while_loop` on two cores of an AMD EPYC with AVX-512 and its bfloat16, beside other work,
 # with the two interleaved: the speed of oneDNN's kernel divided by that of the form in use without it, forward, by
@@ -68,6 +76,16 @@ from models.layers.convolution_forms import Geometry, image_size, pad, window_si
 #    16×4   256    32      ×5.2         ×3.7         ×2.7             ×5.3         ×3.4         ×1.8
 #    16×2   512    32      ×3.9         ×1.8         ×2.3             ×3.9         ×1.5         ×1.5
 #
+# With AMX, in bfloat16, groups of fewer than 16 channels fill a small part of a tile. As many as have 32 channels are
+# computed as one, with zeros in the kernel, in ms, apart / joined:
+#
+#   128×32   64     8        14.8 / 5.5   15.4 / 5.6    7.9 /  6.0
+#   128×32  128    16 s.2    14.1 / 9.5    9.7 / 8.1   12.9 / 10.8
+#     8×56  128    32         4.8 / 1.3    5.0 / 1.4   36.0 /  3.0
+#     8×56  256    32 s.2     3.1 / 1.8    3.1 / 2.6    4.0 /  2.9
+#     8×28  256    32         2.4 / 0.8    2.4 / 0.7    1.5 /  1.3
+#   128×16   48    16         1.9 / 1.0    2.0 / 1.1    2.8 /  1.4
+#
 # In bfloat16, the filter gradient of a 1×1 kernel or of a small map is one product of patches and gradient. The kernel
 # for AMX sums over a row of positions at a time, of which 3 to 7 fill a small part of a tile. On two cores of an
 # Intel Xeon with AMX, otherwise idle, the filter gradient / the product without the copies of patches, in ms:
@@ -105,10 +123,12 @@ _MOST_PATCH_BYTES = 2**26
 _NONE = (0, 0)
 _DEPTHWISE_KERNELS = "_dw:"
 _LEAST_GROUPED_PRODUCTS = 2**20
+_FEWEST_CHANNELS_AMX = 16
 
 
 def forward(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array | None:
     """Return the convolution `[B,P,Q,K]`, or None if oneDNN has no faster kernel."""
+    kernel = _with_joined_groups(x, kernel)
     P, Q = geometry.output_size(image_size(x), window_size(kernel))
     y = jax.ShapeDtypeStruct((x.shape[0], P, Q, kernel.shape[3]), x.dtype)
     return _call(_operation(Part.FORWARD, geometry, x, kernel, y), (x, kernel), y)
@@ -116,9 +136,25 @@ def forward(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array | 
 
 def input_gradient(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> jax.Array | None:
     """Return the gradient with respect to `x`, or None if oneDNN has no faster kernel."""
+    kernel = _with_joined_groups(x, kernel)
     if _is_faster_without_strides(geometry, x, kernel):
         return _input_gradient_without_strides(geometry, x, kernel, gradient)
     return _call(_operation(Part.INPUT_GRADIENT, geometry, x, kernel, gradient), (gradient, kernel), x)
+
+
+def _groups_to_join(x: jax.Array, kernel: jax.Array) -> int:
+    """Return how many neighbouring groups are computed as one whose kernel has zeros between them: 1 for none."""
+    groups, channels = num_groups(x, kernel), kernel.shape[2]
+    is_narrow = groups > 1 and 1 < channels < _FEWEST_CHANNELS_AMX
+    return groups_per_block(groups, channels) if is_narrow and _has_amx(str(x.dtype)) else 1
+
+
+def _with_joined_groups(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return a kernel `[kh,kw,C/groups,K]` with as many joined groups as `_groups_to_join` says, one after another."""
+    per_block = _groups_to_join(x, kernel)
+    if per_block == 1:
+        return kernel
+    return join_channels(block_kernels(kernel, num_groups(x, kernel), per_block))
 
 
 def _is_faster_without_strides(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> bool:
@@ -149,6 +185,11 @@ def _input_gradient_without_strides(
 
 def filter_gradient(geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> jax.Array | None:
     """Return the gradient with respect to `kernel`, or None if that of `convolution_forms.py` is as fast."""
+    is_enough = math.prod(gradient.shape[:3]) * math.prod(kernel.shape) >= _LEAST_GROUPED_PRODUCTS
+    if is_enough and (per_block := _groups_to_join(x, kernel)) > 1:
+        of_blocks = filter_gradient(geometry, x, jax.eval_shape(_with_joined_groups, x, kernel), gradient)
+        blocks = num_groups(x, kernel) // per_block
+        return None if of_blocks is None else kernel_of_blocks(split_channels(of_blocks, blocks), per_block)
     if _is_depthwise(x.shape, kernel.shape) and kernel.shape[1] > _DEPTHWISE_COLUMNS:
         return _filter_gradient_by_columns(geometry, x, kernel, gradient)
     if _is_faster_as_product(x, kernel, gradient):
