@@ -118,6 +118,8 @@ def test_a_recipe_and_an_own_part_of_one_program(monkeypatch, place):
     assert (code, told) == (130, "explain-program: stopped\n")
     assert seen[0].name == "demo --model resnet14"
     assert (seen[0].config.model, seen[0].parts.model) == ("resnet14", None)
+    invoke(monkeypatch, place, "--recipe", "demo", "--compare", "--model explained:model --batch 4", "--batch 4")
+    assert seen[1].name == "demo --model explained:model --batch 4"
 
 
 def test_help_loads_neither_jax_nor_numpy():

@@ -234,7 +234,7 @@ def _described(context: click.Context, part_names: Mapping[str, str], outer: Opt
         loaded = load_recipe(recipe)
         sources.insert(0, OptionSource(f"recipe {loaded.name}", loaded.settings))
     config = TrainConfig(**merge_options(*sources).settings)
-    given = [f"{option_spelling(name)} {value}" for name, value in own.settings.items()]
+    given = [f"{option_spelling(name)} {part_names.get(name, value)}" for name, value in own.settings.items()]
     return _Described(" ".join(filter(None, (run, recipe, *given))) or "the default settings", config, parts)
 
 
