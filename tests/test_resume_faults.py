@@ -21,6 +21,7 @@ from engine.records.json_lines import JsonLines
 from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps
 from engine.run.resume import StartingPoint, find_cuts, rewind_run
+from engine.signal_bursts import BURST_S
 from tests.test_resume import EVALUATED, StoppingEvaluation, run
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -180,7 +181,7 @@ def test_an_abandoned_run_keeps_its_folder_until_the_process_ends(tmp_path):
         if step == 3:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.3)
+                time.sleep(2 * BURST_S)
             time.sleep(1)
         return toy_batch(step)
 

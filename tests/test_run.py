@@ -20,6 +20,7 @@ from engine.program.kernels import settle_kernels
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.run.launch import Launch
 from engine.run.train import plan_run
+from engine.signal_bursts import BURST_S
 from preprocess.shards.reader import ShardError, ShardSplit
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
@@ -392,7 +393,7 @@ def test_an_abandoned_run_names_the_reason_and_how_to_resume(tmp_path):
             while not (tmp_path / "snapshots/4").exists() and time.monotonic() < deadline:
                 time.sleep(0.005)
             for _ in range(2):
-                time.sleep(0.3)
+                time.sleep(2 * BURST_S)
                 os.kill(os.getpid(), signal.SIGINT)
             go_on.wait(60)
 
