@@ -49,7 +49,8 @@ def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
     """List the runs in the folder DIR ("runs" by default) and below, the one that changed last at the end.
 
     Shows the state of each run, its step, last loss, best top-1 accuracy and speed, when it changed last, and the
-    settings in which the listed runs differ. On a terminal, columns that do not fit are left out.
+    settings in which the listed runs differ. The speed is the median of the last 64 steps. On a terminal, columns that
+    do not fit are left out.
 
     DIR may be the URL of runs in an object store.
 
