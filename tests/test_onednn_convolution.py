@@ -127,6 +127,23 @@ def of_kernels(kernels, function, *arguments):
         return jax.jit(function)(*arguments)
 
 
+def step_of(problem):
+    """Return the program of a problem, which takes `x`, `kernel` and `gradient` and returns all parts."""
+    strides, padding = problem.geometry
+    return partial(value_and_gradients, partial(convolution, stride=strides, padding=padding, groups=problem.groups))
+
+
+def operands_of(problem):
+    return problem.x, problem.kernel, problem.gradient
+
+
+def check_in_program(problem):
+    exact, sums = problem.expected()
+    for part, found in zip(PARTS, of_kernels("onednn", step_of(problem), *operands_of(problem)), strict=True):
+        assert found.dtype == problem.x.dtype
+        problem.check(part, np.asarray(found), exact, sums)
+
+
 def custom_calls(function, *arguments):
     with using_kernels("onednn"):
         return jax.jit(function).lower(*arguments).as_text().count(TARGET)
@@ -199,15 +216,10 @@ def test_patches_of_large_windows_and_of_many_images_stay_as_they_were():
 )
 def test_a_bfloat16_convolution_in_a_program_is_exact_up_to_rounding(x, kernel, stride, padding, by_product):
     problem = Problem(x, kernel, Geometry((stride, stride), padding), "bfloat16")
-    step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding))
-    arguments = problem.x, problem.kernel, problem.gradient
     with using_kernels("onednn"):
-        is_named = str(Part.FILTER_GRADIENT_BY_PRODUCT) in jax.jit(step).lower(*arguments).as_text()
-    assert is_named == (by_product and load_library().has(Isa.AMX))
-    exact, sums = problem.expected()
-    for part, found in zip(PARTS, of_kernels("onednn", step, *arguments), strict=True):
-        assert found.dtype == jnp.bfloat16
-        problem.check(part, np.asarray(found), exact, sums)
+        text = jax.jit(step_of(problem)).lower(*operands_of(problem)).as_text()
+    assert (str(Part.FILTER_GRADIENT_BY_PRODUCT) in text) == (by_product and load_library().has(Isa.AMX))
+    check_in_program(problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -227,12 +239,8 @@ def test_a_depthwise_convolution_in_a_program_is_exact_up_to_rounding(x, window,
     (top, bottom), (left, right) = ((size // 2, (size - 1) // 2) for size in window)
     padding = (top, bottom), (left, right)
     problem = Problem(x, (*window, 1, x[3]), Geometry((stride, stride), padding), dtype)
-    step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding, groups=x[3]))
-    arguments = problem.x, problem.kernel, problem.gradient
-    assert custom_calls(step, *arguments) == calls
-    exact, sums = problem.expected()
-    for part, found in zip(PARTS, of_kernels("onednn", step, *arguments), strict=True):
-        problem.check(part, np.asarray(found), exact, sums)
+    assert custom_calls(step_of(problem), *operands_of(problem)) == calls
+    check_in_program(problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -251,14 +259,10 @@ def test_a_depthwise_convolution_in_a_program_is_exact_up_to_rounding(x, window,
 )
 def test_a_grouped_convolution_in_a_program_is_exact_up_to_rounding(x, kernel, stride, calls, dtype):
     low = kernel[0] // 2
-    padding, groups = ((low, low), (low, low)), x[3] // kernel[2]
+    padding = (low, low), (low, low)
     problem = Problem(x, kernel, Geometry((stride, stride), padding), dtype)
-    step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding, groups=groups))
-    arguments = problem.x, problem.kernel, problem.gradient
-    assert custom_calls(step, *arguments) == calls
-    exact, sums = problem.expected()
-    for part, found in zip(PARTS, of_kernels("onednn", step, *arguments), strict=True):
-        problem.check(part, np.asarray(found), exact, sums)
+    assert custom_calls(step_of(problem), *operands_of(problem)) == calls
+    check_in_program(problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -275,16 +279,12 @@ def test_a_grouped_convolution_in_a_program_is_exact_up_to_rounding(x, kernel, s
 )
 def test_the_gradient_of_a_column_that_meets_only_padding_is_zero(x, kernel, stride, across, dtype):
     low = kernel[0] // 2
-    padding, groups = ((low, low), across), x[3] // kernel[2]
+    padding = (low, low), across
     problem = Problem(x, kernel, Geometry((stride, stride), padding), dtype)
-    step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding, groups=groups))
-    arguments = problem.x, problem.kernel, problem.gradient
     # The memory that the kernels share now holds numbers that no gradient may contain: a kernel in another layout.
     of_kernels("onednn", convolution, jnp.ones((4, 16, 16, 256), dtype), jnp.full((3, 3, 256, 256), np.nan, dtype))
-    exact, sums = problem.expected()
-    assert (exact[Part.FILTER_GRADIENT] == 0).all((0, 2, 3)).any()
-    for part, found in zip(PARTS, of_kernels("onednn", step, *arguments), strict=True):
-        problem.check(part, np.asarray(found), exact, sums)
+    assert (problem.expected()[0][Part.FILTER_GRADIENT] == 0).all((0, 2, 3)).any()
+    check_in_program(problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -301,12 +301,7 @@ def test_the_gradient_of_a_column_that_meets_only_padding_is_zero(x, kernel, str
     ],
 )
 def test_what_the_library_computes_wrong_is_right_in_a_program(x, kernel, strides, padding, dtype):
-    problem, groups = Problem(x, kernel, Geometry(strides, padding), dtype), x[3] // kernel[2]
-    step = partial(value_and_gradients, partial(convolution, stride=strides, padding=padding, groups=groups))
-    exact, sums = problem.expected()
-    found = of_kernels("onednn", step, problem.x, problem.kernel, problem.gradient)
-    for part, array in zip(PARTS, found, strict=True):
-        problem.check(part, np.asarray(array), exact, sums)
+    check_in_program(Problem(x, kernel, Geometry(strides, padding), dtype))
 
 
 WRONG = [
