@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Buffer, Sequence
 from pathlib import Path
 
 # Not every system has all of these flags. Windows needs O_BINARY, and has no pipes in its file system.
@@ -86,6 +87,43 @@ def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
     if left < 0:
         raise _too_large(path, max_bytes)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_at(descriptor: int, size: int, offset: int) -> bytes:
+    """Read ``size`` bytes of an open file at ``offset``; fewer only if the file ends before.
+
+    One call of `pread` may return fewer bytes at any time, and does on network and FUSE file systems.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    part = os.pread(descriptor, size, offset)
+    if len(part) == size or not part:
+        return part
+    parts, num_bytes = [part], len(part)
+    while num_bytes < size and (part := os.pread(descriptor, size - num_bytes, offset + num_bytes)):
+        parts.append(part)
+        num_bytes += len(part)
+    return b"".join(parts)
+
+
+def read_into(descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
+    """Fill ``buffers`` one after another from an open file at ``offset``, and return the number of bytes read.
+
+    As with `read_at`, fewer bytes than the buffers hold are read only if the file ends before.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    views = [memoryview(each).cast("B") for each in buffers]
+    num_bytes = 0
+    while views and (count := os.preadv(descriptor, views, offset + num_bytes)):
+        num_bytes += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if views:
+            views[0] = views[0][count:]
+    return num_bytes
 
 
 def _too_large(path: str | os.PathLike[str], max_bytes: int) -> OSError:

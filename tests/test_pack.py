@@ -483,6 +483,21 @@ def test_a_source_that_goes_away_and_comes_back_is_packed_whole(tmp_path):
     assert files_of(tmp_path / "again") == files_of(tmp_path / "expected")
 
 
+def test_short_reads_leave_no_image_out(tmp_path, monkeypatch):
+    source = fake_source(4)
+    for index, image in enumerate(source.images):
+        path = tmp_path / "source" / "abc"[source.labels[index]] / f"{index:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    pread = os.pread
+    for name in ("whole", "short"):
+        with open_source(tmp_path / "source") as opened:
+            where = open_location(str(tmp_path / name)).child("train")
+            assert pack_split(opened.splits["train"], where, settings_for(source)).failures == ()
+        monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 64), at))
+    assert files_of(tmp_path / "short") == files_of(tmp_path / "whole")
+
+
 def test_no_thread_remains_after_packing(tmp_path, source):
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):

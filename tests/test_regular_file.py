@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.regular_file import IrregularFileError, is_regular, open_regular, read_regular
+from preprocess.regular_file import IrregularFileError, is_regular, open_regular, read_at, read_into, read_regular
 
 
 def test_reads_a_file_whole(tmp_path):
@@ -89,3 +89,35 @@ def test_leaks_no_descriptor(tmp_path):
         with pytest.raises(IrregularFileError):
             open_regular(tmp_path / "pipe")
     assert len(list(descriptors.iterdir())) == before
+
+
+@pytest.fixture
+def short_reads(monkeypatch):
+    """Let each system call read at most 5 bytes, as network and FUSE file systems may."""
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: pread(file, min(size, 5), offset))
+
+    def preadv(file, buffers, offset):
+        part = pread(file, min(sum(map(len, buffers)), 5), offset)
+        left = part
+        for each in buffers:
+            each[: len(left)], left = left[: len(each)], left[len(each) :]
+        return len(part)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+@pytest.mark.usefixtures("short_reads")
+def test_short_reads_are_continued(tmp_path):
+    content = bytes(range(32))
+    (tmp_path / "file").write_bytes(content)
+    file = open_regular(tmp_path / "file")
+    first, second, third = bytearray(3), bytearray(11), bytearray(13)
+    assert read_at(file, 20, 7) == content[7:27]
+    assert read_at(file, 20, 30) == content[30:]
+    assert read_at(file, 20, 40) == b""
+    assert read_into(file, (first, second, third), 2) == 27
+    assert bytes(first + second + third) == content[2:29]
+    assert read_into(file, (first, second), 28) == 4
+    assert bytes(first + second[:1]) == content[28:]
+    os.close(file)

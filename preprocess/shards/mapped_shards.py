@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preprocess.read_meter import CHECK, OPEN, Reading, ReadMeter
-from preprocess.regular_file import FileIdentity, identity_of, open_regular
+from preprocess.regular_file import FileIdentity, identity_of, open_regular, read_into
 from preprocess.shards.arrays import shard_key
 from preprocess.shards.checksum import crc32c
 from preprocess.shards.chunk_marks import ChunkMarks
@@ -96,7 +96,7 @@ class MappedShard:
         into = (chunk,) if self.checksums is None else (chunk, checksum)
         num_bytes = self.chunks.strides[0]
         try:
-            if os.preadv(self.file.descriptor, into, slot * num_bytes) != num_bytes:
+            if read_into(self.file.descriptor, into, slot * num_bytes) != num_bytes:
                 return False
         except OSError:  # the store will raise it too, and its message names the file
             return False

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from preprocess.printable import printable
 from preprocess.quantities import quantity
-from preprocess.regular_file import IrregularFileError, open_regular
+from preprocess.regular_file import IrregularFileError, open_regular, read_at
 from preprocess.sources.listing import SourceError
 
 BLOCK = 512
@@ -94,17 +94,13 @@ class TarFile:
         Raises:
             OSError: the archive cannot be read, or is too short.
         """
-        parts = []
-        while size > 0:
-            part = os.pread(self.descriptor, size, offset)
-            if not part:
-                raise OSError(
-                    f"{printable(self.path)} ends at byte {offset}, {quantity(size, 'byte')} too early; "
-                    "download it again"
-                )
-            parts.append(part)
-            offset, size = offset + len(part), size - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        content = read_at(self.descriptor, size, offset)
+        if len(content) < size:
+            raise OSError(
+                f"{printable(self.path)} ends at byte {offset + len(content)}, "
+                f"{quantity(size - len(content), 'byte')} too early; download it again"
+            )
+        return content
 
 
 @dataclass(frozen=True, slots=True)

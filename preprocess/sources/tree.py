@@ -6,6 +6,7 @@ that fan out would double the images at each level. Folders may be at most `MAX_
 Pipes, sockets and devices are refused.
 """
 
+import errno
 import os
 import stat
 from collections import Counter
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from preprocess.printable import printable
 from preprocess.quantities import quantity
-from preprocess.regular_file import IrregularFileError, open_regular, read_regular
+from preprocess.regular_file import IrregularFileError, open_regular, read_at, read_regular
 from preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
 
 # Name of a split folder to name of the split.
@@ -45,9 +46,8 @@ class FolderStore:
         """Return the content of the file `root/name`.
 
         Raises:
-            OSError: the file cannot be read.
-            SourceError: it is no longer a file of `size` bytes, as when it was listed, or it is a link that led nowhere
-                even then.
+            OSError: the file cannot be read, or is no longer a file of `size` bytes, as when it was listed.
+            SourceError: it is a link that led nowhere even then.
         """
         try:
             descriptor = open_regular(f"{self.root}/{name}")
@@ -57,29 +57,29 @@ class FolderStore:
                 raise SourceError("the symbolic link leads to a file or folder that does not exist") from error
             raise
         except IrregularFileError as error:
-            raise SourceError(
-                "the file has changed since it was listed: it is no longer a regular file; run the command again"
-            ) from error
+            raise _changed("it is no longer a regular file") from error
         try:
             found_bytes = os.fstat(descriptor).st_size
             if found_bytes != size:
-                raise _changed(size, found_bytes)
-            content = os.read(descriptor, size)
+                raise _resized(size, found_bytes)
+            content = read_at(descriptor, size, 0)
         finally:
             os.close(descriptor)
         if len(content) != size:
-            raise _changed(size, len(content))
+            raise _resized(size, len(content))
         return content
 
     def close(self) -> None:
         """Do nothing, because each file is closed as soon as it is read."""
 
 
-def _changed(listed_bytes: int, found_bytes: int) -> SourceError:
-    return SourceError(
-        f"the file has changed since it was listed: {quantity(listed_bytes, 'byte')} then, {found_bytes} now; "
-        "run the command again"
-    )
+def _resized(listed_bytes: int, found_bytes: int) -> OSError:
+    return _changed(f"{quantity(listed_bytes, 'byte')} then, {found_bytes} now")
+
+
+def _changed(how: str) -> OSError:
+    # Not a fault of the image: if it were recorded as one, the image would be left out of the pack for good.
+    return OSError(errno.ESTALE, f"the file has changed since it was listed: {how}")
 
 
 def is_hidden(name: str) -> bool:
