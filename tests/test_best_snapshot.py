@@ -35,6 +35,7 @@ def test_the_best_step_has_the_best_number_and_is_the_earliest_of_equals(metric,
         record(4, top1=0.75, loss=float("nan"), metrics={"error": 1.0}),
         record(5, top1=1.0, loss=0.0, metrics={"error": 0.0}),  # without a snapshot
         record(6, top1=0.75, loss=0.5, metrics={"error": 1.0}),
+        record(8, top1=float("nan"), loss=float("-inf"), metrics={"error": float("inf")}),  # null in the log
     ]
     assert best_step(evaluations, [2, 4, 6, 8], parse_metric(metric)) == expected
 

@@ -108,6 +108,56 @@ def test_binned_average_precision_is_near_the_exact_one():
     assert value_of(mean_average_precision(K), 50 * (2 * is_positive - 1.0), is_positive) == 1
 
 
+NAN_LOGITS = np.array([[2, 0, 0], [np.nan, 1, 0], [0, 2, 0], [np.nan] * 3, [0, 0, 2]], np.float32)
+"""Logits of five images of the classes 0, 0, 1, 2 and 2: three are right, two have NaN."""
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        (top_k(1), 3 / 5),
+        (top_k(3), 3 / 5),
+        (balanced_accuracy(3), (1 / 2 + 1 + 1 / 2) / 3),
+        (confusion_matrix(3), np.eye(3, dtype=int)),  # the images with NaN are in no column
+        (expected_calibration_error(), np.nan),
+    ],
+)
+def test_an_image_with_nan_logits_is_wrong_and_predicted_as_no_class(metric, expected, parts):
+    found = value_of(metric, NAN_LOGITS, np.array([0, 0, 1, 2, 2]), batch=2, parts=parts)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("labels", [np.eye(3)[[0, 0, 1, 2, 2]], np.ones((5, 3)), np.zeros((5, 3))])
+def test_average_precision_with_nan_logits_is_undefined_unless_in_padding(labels, parts):
+    metric = mean_average_precision(3)
+    assert np.isnan(value_of(metric, NAN_LOGITS, labels, batch=2, parts=parts))
+    logits = jnp.asarray(NAN_LOGITS)[:2]
+    state = metric.update(metric.init(), logits, jnp.ones((2, 3)), jnp.array([1.0, 0.0]))
+    assert metric.finish(state) == 1  # the second image, with NaN, is padding
+
+
+@pytest.mark.parametrize(
+    ("metric", "labels"),
+    [
+        (top_k(1), jnp.zeros(2, jnp.int32)),
+        (balanced_accuracy(3), jnp.zeros(2, jnp.int32)),
+        (expected_calibration_error(), jnp.zeros(2, jnp.int32)),
+        (mean_average_precision(3), jnp.ones((2, 3))),
+        (mean_of(lambda outputs, _: outputs[:, 0]), None),
+    ],
+)
+def test_a_metric_of_no_images_is_undefined(metric, labels):
+    assert np.isnan(metric.finish(metric.init()))
+    state = metric.update(metric.init(), jnp.zeros((2, 3)), labels, jnp.zeros(2))
+    assert np.isnan(metric.finish(metric.merge(state, metric.init())))
+
+
+def test_average_precision_without_positives_is_undefined():
+    assert np.isnan(value_of(mean_average_precision(K), data()[0], np.zeros((N, K))))
+
+
 def test_a_mean_keeps_its_digits_over_many_batches_and_ignores_padding():
     metric = mean_of(lambda outputs, labels: outputs)
     state, _ = jax.lax.scan(

@@ -192,6 +192,21 @@ def test_class_numbers_keep_their_accuracy_with_an_own_loss():
     assert np.trace(record.metrics["confusion"]) == 20
 
 
+def test_a_metric_without_a_derivative_measures_the_training_steps(tmp_path):
+    def right(outputs, labels):
+        shape = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
+        return jax.pure_callback(
+            lambda outputs, labels: (np.argmax(outputs, axis=1) == labels).astype(np.float32), shape, outputs, labels
+        )
+
+    config = toy_config(steps=4, eval_every_steps=2, run_dir=tmp_path)
+    metrics: dict[str, Any] = {"on_host": right, "top1": top_k(1)}
+    train(config, model=Linear(), batches=toy_batch, evaluation=toy_batch(99, batch=20), metrics=metrics)
+    found = [line["metrics"] for name in ("loss", "eval") for line in lines(tmp_path / f"{name}.jsonl")]
+    assert len(found) == 6
+    assert [each["on_host"] for each in found] == [each["top1"] for each in found]
+
+
 def test_the_default_loss_takes_the_logits_among_other_outputs():
     class WithFeatures(Linear):
         def apply(self, params, batch_stats, images, train):

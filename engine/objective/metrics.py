@@ -139,14 +139,14 @@ def rank_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def confusion_matrix(num_classes: int) -> Metric:
     """Return the confusion matrix, int32 [K, K]: row = class of the label, column = class with the largest logit.
 
-    Labels that are not classes do not count. Counts are exact up to 2³¹ - 1.
+    Labels that are not classes do not count, and an example with a NaN logit, which has no largest one, is in no
+    column. Counts are exact up to 2³¹ - 1.
     """
 
     def update(state: jax.Array, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
-        predicted = jnp.argmax(logits.astype(jnp.float32), axis=1)
         classes = jnp.arange(num_classes)
         rows = (labels[:, None] == classes) & (weights > 0)[:, None]
-        columns = predicted[:, None] == classes
+        columns = _predicted(logits)[:, None] == classes
         # A product of one-hot matrices: a scatter is slow, or not deterministic, on GPUs. Exact below 2²⁴ per batch.
         added = jnp.einsum("bi,bj->ij", rows.astype(jnp.float32), columns.astype(jnp.float32), precision="highest")
         return state + added.astype(jnp.int32)
@@ -154,16 +154,29 @@ def confusion_matrix(num_classes: int) -> Metric:
     return Metric(_counts((num_classes, num_classes)), update, jnp.add, lambda state: state)
 
 
+def _predicted(logits: jax.Array) -> jax.Array:
+    """Return the class with the largest logit, int32 [B], the first of equal ones; -1 if a logit is NaN."""
+    logits = logits.astype(jnp.float32)
+    return jnp.where(jnp.isnan(logits).any(axis=1), -1, jnp.argmax(logits, axis=1).astype(jnp.int32))
+
+
 def balanced_accuracy(num_classes: int) -> Metric:
-    """Return the mean, over the classes that have examples, of the fraction that is classified correctly."""
-    matrix = confusion_matrix(num_classes)
+    """Return the mean, over the classes that have examples, of the fraction that is classified correctly.
+
+    An example with a NaN logit is not correct. Without examples the metric is NaN.
+    """
+
+    def update(state: jax.Array, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+        member = (labels[:, None] == jnp.arange(num_classes)) & (weights > 0)[:, None]
+        is_correct = (_predicted(logits) == labels)[:, None]
+        return state + jnp.stack([member.sum(axis=0), (member & is_correct).sum(axis=0)]).astype(jnp.int32)
 
     def finish(state: jax.Array) -> jax.Array:
-        totals, correct = state.sum(axis=1), jnp.diagonal(state)
+        totals, correct = state
         recalls = correct.astype(jnp.float32) / jnp.maximum(totals, 1).astype(jnp.float32)
-        return recalls.sum() / jnp.maximum((totals > 0).sum(), 1).astype(jnp.float32)
+        return recalls.sum() / (totals > 0).sum().astype(jnp.float32)
 
-    return matrix._replace(finish=finish)
+    return Metric(_counts((2, num_classes)), update, jnp.add, finish)
 
 
 class _Bins(NamedTuple):
@@ -178,7 +191,7 @@ def expected_calibration_error(num_bins: int = 15) -> Metric:
     """Return the expected calibration error with bins of equal width (Guo et al., 2017, arXiv:1706.04599).
 
     It is the mean distance, weighted by the number of examples in a bin, between accuracy and mean confidence, where
-    the confidence is the largest softmax probability.
+    the confidence is the largest softmax probability. It is NaN without examples, and if a logit is NaN.
     """
 
     def init() -> _Bins:
@@ -200,7 +213,7 @@ def expected_calibration_error(num_bins: int = 15) -> Metric:
 
     def finish(state: _Bins) -> jax.Array:
         gaps = jnp.abs(state.num_correct.astype(jnp.float32) - state.confidence)
-        return gaps.sum() / jnp.maximum(state.num_examples.sum(), 1).astype(jnp.float32)
+        return gaps.sum() / state.num_examples.sum().astype(jnp.float32)
 
     return Metric(init, update, lambda one, other: jax.tree.map(jnp.add, one, other), finish)
 
@@ -210,24 +223,29 @@ def mean_average_precision(num_labels: int, num_bins: int = 200) -> Metric:
 
     The sigmoid of each logit falls into one of `num_bins` bins of equal width; examples in the same bin count as tied.
     A label's average precision is the sum over the bins, from the highest score, of precision · increase in recall.
-    Labels without a positive example are left out of the mean. The exact value needs all scores at once; with 200 bins
-    the difference is below 0.01 unless most scores fall into a few bins.
+    Labels without a positive example are left out of the mean. The metric is NaN if no label has a positive example,
+    and if a logit is NaN. The exact value needs all scores at once; with 200 bins the difference is below 0.01 unless
+    most scores fall into a few bins.
     """
 
     def update(state: jax.Array, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
         scores = jax.nn.sigmoid(logits.astype(jnp.float32))
         bins = jnp.clip((scores * num_bins).astype(jnp.int32), 0, num_bins - 1)
-        member = (bins[:, :, None] == jnp.arange(num_bins)) & (weights > 0)[:, None, None]
+        # One more bin counts the scores that are NaN.
+        bins = jnp.where(jnp.isnan(scores), num_bins, bins)
+        member = (bins[:, :, None] == jnp.arange(num_bins + 1)) & (weights > 0)[:, None, None]
         is_positive = labels.astype(jnp.bool)[:, :, None]
         return state + jnp.stack([(member & is_positive).sum(axis=0), (member & ~is_positive).sum(axis=0)])
 
     def finish(state: jax.Array) -> jax.Array:
-        positives, negatives = (jnp.cumsum(each[:, ::-1], axis=1).astype(jnp.float32) for each in state)
+        counted = state[:, :, :num_bins]
+        positives, negatives = (jnp.cumsum(each[:, ::-1], axis=1).astype(jnp.float32) for each in counted)
         precision = positives / jnp.maximum(positives + negatives, 1)
         num_positive = positives[:, -1]
         gained = jnp.diff(positives, axis=1, prepend=0)
         average = (precision * gained).sum(axis=1) / jnp.maximum(num_positive, 1)
         has_positive = num_positive > 0
-        return jnp.where(has_positive, average, 0).sum() / jnp.maximum(has_positive.sum(), 1)
+        mean = jnp.where(has_positive, average, 0).sum() / has_positive.sum()
+        return jnp.where(state[:, :, num_bins].any(), jnp.nan, mean)
 
-    return Metric(_counts((2, num_labels, num_bins)), update, jnp.add, finish)
+    return Metric(_counts((2, num_labels, num_bins + 1)), update, jnp.add, finish)

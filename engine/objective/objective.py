@@ -56,10 +56,8 @@ class Objective(NamedTuple):
 
     def training_loss(
         self, outputs: Any, words: jax.Array, own_share: jax.Array | None, smoothing: jax.Array
-    ) -> tuple[jax.Array, dict[str, Any]]:
-        """Return the mean loss of a training batch, float32 [], and the state of each metric after that batch.
-
-        The metrics see the labels of the images themselves, also where images are mixed.
+    ) -> jax.Array:
+        """Return the mean loss of a training batch, float32 [].
 
         Args:
             outputs: the model's outputs.
@@ -68,17 +66,29 @@ class Objective(NamedTuple):
             smoothing: float32 [], see `smooth_targets`; only the cross entropy smooths.
         """
         labels, weights = self.read_labels(words)
-        metrics = self.update_metrics(self.init_metrics(), outputs, labels, weights)
         if self.loss is not None:
             losses = self._mixed_losses(self.loss, outputs, labels, weights, own_share)
-            return weighted_mean(losses, weights), metrics
+            return weighted_mean(losses, weights)
         logits = logits_of(outputs)
         if self.has_classes:
             targets = make_targets(labels, own_share, logits.shape[-1])
         else:
             targets = widen(labels)
             targets = targets if own_share is None else mix_targets(targets, own_share)
-        return cross_entropy(logits, smooth_targets(targets, smoothing)), metrics
+        return cross_entropy(logits, smooth_targets(targets, smoothing))
+
+    def training_metrics(self, outputs: Any, words: jax.Array) -> dict[str, Any]:
+        """Return the state of each metric after one training batch.
+
+        The metrics see the labels of the images themselves, also where images are mixed. They are no part of what is
+        differentiated, so they may use what has no derivative, such as `jax.pure_callback`.
+
+        Args:
+            outputs: the model's outputs.
+            words: the labels as pulled, int32 [b] or [b, words].
+        """
+        labels, weights = self.read_labels(words)
+        return self.update_metrics(self.init_metrics(), outputs, labels, weights)
 
     def init_metrics(self) -> dict[str, Any]:
         """Return the state of each metric before the first batch."""

@@ -340,15 +340,17 @@ def train_step(
 
     trained, frozen = split_frozen(state.params, statics.rule.frozen)
 
-    def loss_of(trained: Any) -> tuple[jax.Array, tuple[Any, dict[str, Any]]]:
+    def loss_of(trained: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         params = join_frozen(trained, frozen)
         with jax.named_scope(FORWARD), normalising_over(statics.norm_groups):
             outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True, **keys)
         with jax.named_scope(LOSS):
-            loss, metrics = statics.objective.training_loss(outputs, batch.labels, own_share, values.smoothing)
-        return loss, (batch_stats, metrics)
+            loss = statics.objective.training_loss(outputs, batch.labels, own_share, values.smoothing)
+        return loss, (batch_stats, outputs)
 
-    (loss, (batch_stats, metrics)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)
+    (loss, (batch_stats, outputs)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)
+    with jax.named_scope(LOSS):
+        metrics = statics.objective.training_metrics(outputs, batch.labels)
     batch_stats = keep_frozen(batch_stats, state.batch_stats, statics.rule.frozen)
     hyperparams = values.update.hyperparams
     factor = hyperparams.learning_rate * learning_rate_factor

@@ -26,9 +26,9 @@ class BestMetric(NamedTuple):
         return self.name not in _READY_MADE
 
     def value(self, record: EvaluationRecord) -> float:
-        """Return the number of an evaluation, or NaN if it has none."""
+        """Return the number of an evaluation, or NaN if it has none that is finite."""
         found = record.metrics.get(self.name) if self.is_own else getattr(record, self.name)
-        return float(found) if isinstance(found, int | float) else math.nan
+        return float(found) if isinstance(found, int | float) and math.isfinite(found) else math.nan
 
 
 def parse_metric(text: str) -> BestMetric:
