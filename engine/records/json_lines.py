@@ -12,7 +12,7 @@ from pathlib import Path
 from engine.records.digests import LogState, RunningDigest
 from engine.records.file_errors import LostFileError, name_file
 from engine.records.limits import LONGEST_LINE_BYTES
-from preprocess.regular_file import check_regular, open_regular
+from preprocess.regular_file import check_regular, open_regular, read_at
 
 # How often an append checks that the file is still in its place: the check takes 2 µs, and an append 10.
 _CHECK_EVERY_S = 1.0
@@ -44,8 +44,9 @@ class JsonLines:
         """Open the file for appending, and remove the last line if a crash truncated it.
 
         Raises:
-            ValueError: if the file does not consist of lines, or its size differs from that of `begun`.
-            OSError: if it cannot be opened, or is a pipe or a device.
+            ValueError: if the file does not consist of lines, or their size differs from that of `begun`; the file is
+                then unchanged.
+            OSError: if it cannot be opened or read, or is a pipe or a device.
         """
         try:
             self._file = os.open(self._path, _FLAGS, 0o666)
@@ -53,39 +54,38 @@ class JsonLines:
             name_file(error, self._path)
             raise
         try:
-            check_regular(os.fstat(self._file), self._path)
-            self._length = self._complete_lines_size()
-            if self._length < os.fstat(self._file).st_size:
+            status = os.fstat(self._file)
+            check_regular(status, self._path)
+            self._length = end_of_lines(self._file, 0, status.st_size)
+            self._continue_digest(status.st_size - self._length)
+            # Cut last, once the lines that are kept have been read and compared.
+            if self._length < status.st_size:
                 os.ftruncate(self._file, self._length)
-            self._continue_digest()
+        except OSError as error:
+            self.close()
+            if error.filename is None:
+                name_file(error, self._path)
+            raise
         except BaseException:
             self.close()
             raise
 
-    def _continue_digest(self) -> None:
+    def _continue_digest(self, torn_bytes: int) -> None:
+        """Compute the digest of the complete lines, or compare their size; `torn_bytes` is that of the rest."""
         if self._begun is None:
+            if torn_bytes > LONGEST_LINE_BYTES:
+                raise ValueError(
+                    f"{self._path} must be a log of a run, but its last line is longer than any line of such a log: "
+                    "choose another file"
+                )
             self._digest = RunningDigest()
-            while part := os.pread(self._file, _READ_BYTES, self._digest.num_bytes):
-                self._digest.update(part)
+            while (left := self._length - self._digest.num_bytes) > 0:
+                self._digest.update(_read_whole(self._file, min(_READ_BYTES, left), self._digest.num_bytes))
         elif self._begun.num_bytes != self._length:
             raise ValueError(
                 f"{self._path} must contain the {self._begun.num_bytes:,} bytes that this run wrote to it, but "
                 f"contains {self._length:,}: do not let another program write to it during the run"
             )
-
-    def _complete_lines_size(self) -> int:
-        """Return the size of the file up to the end of its last complete line."""
-        size = os.fstat(self._file).st_size
-        if size == 0:
-            return 0
-        start = max(0, size - LONGEST_LINE_BYTES)
-        end = os.pread(self._file, size - start, start)
-        if start and b"\n" not in end:
-            raise ValueError(
-                f"{self._path} must be a log of a run, but its last line is longer than any line of such a log: "
-                "choose another file"
-            )
-        return start + end.rfind(b"\n") + 1
 
     def append(self, text: str) -> None:
         """Append a line; `text` does not include the newline.
@@ -101,7 +101,8 @@ class JsonLines:
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError as error:
-            if os.fstat(self._file).st_size > self._length:
+            # Cut only what this call can have written.
+            if self._length < os.fstat(self._file).st_size <= self._length + len(line):
                 os.ftruncate(self._file, self._length)
             name_file(error, self._path)
             raise
@@ -165,3 +166,26 @@ class JsonLines:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def end_of_lines(file: int, start: int, stop: int) -> int:
+    """Return where the last complete line of an open file ends, `start` if none ends in its bytes start … stop.
+
+    Raises:
+        OSError: if the file cannot be read, or ends before `stop`.
+    """
+    while stop > start:
+        begin = max(start, stop - _READ_BYTES)
+        newline = _read_whole(file, stop - begin, begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        stop = begin
+    return start
+
+
+def _read_whole(file: int, num_bytes: int, start: int) -> bytes:
+    """Return bytes of an open file; raise OSError if it ends before them, because its other bytes must not be lost."""
+    content = read_at(file, num_bytes, start)
+    if len(content) < num_bytes:
+        raise OSError(errno.EIO, f"it ends after {start + len(content):,} bytes, before its size")
+    return content

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.records.limits import LONGEST_LINE_BYTES
 from engine.runtime.record import Goodput, LaunchRuntime, RunGoodput
-from preprocess.regular_file import open_regular
+from preprocess.regular_file import open_regular, read_at
 
 _OF_THE_LOOP = ("steps", "evaluation", "snapshots", "waiting")
 _PARTS = (*_OF_THE_LOOP, "compilation", "other")
@@ -114,7 +114,7 @@ def _last_line(log: Path, size: int | None) -> tuple[int, float] | None:
     with suppress(FileNotFoundError), os.fdopen(open_regular(log), "rb", buffering=0) as file:
         stop = os.fstat(file.fileno()).st_size if size is None else size
         begin = max(0, stop - LONGEST_LINE_BYTES)
-        lines = os.pread(file.fileno(), stop - begin, begin).rpartition(b"\n")[0].split(b"\n")
+        lines = read_at(file.fileno(), stop - begin, begin).rpartition(b"\n")[0].split(b"\n")
         with suppress(ValueError, KeyError, TypeError):
             values = json.loads(lines[-1])
             return int(values["step"]), float(values["time"])

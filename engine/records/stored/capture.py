@@ -15,10 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.records.file_errors import LostFileError
+from engine.records.json_lines import end_of_lines
 from engine.records.run_folder import CONFIG, PROFILE, RESULT, RUNTIME, SNAPSHOTS, STALLS, WEIGHTS, WRITTEN_HERE
 from engine.records.snapshot import snapshot_steps
 from engine.records.stored.state import PART_BYTES, Part, StoredState
-from preprocess.regular_file import open_regular
+from preprocess.regular_file import open_regular, read_at
 
 LOGS = tuple(name for name in WRITTEN_HERE if name.endswith(".jsonl"))
 # A smaller object is replaced rather than followed by another.
@@ -115,7 +116,7 @@ class FolderCapture:
             read, size = sum(part.size for part in parts), os.fstat(file.fileno()).st_size
             if size < read:
                 raise LostFileError.of(self._run / name)
-            if (size := _end_of_lines(file.fileno(), read, size)) > read:
+            if (size := end_of_lines(file.fileno(), read, size)) > read:
                 kept = _num_kept(parts, size - read, self._part_bytes)
                 start = sum(part.size for part in parts[:kept])
                 self._logs[name] = (*parts[:kept], *map(put, self._blocks(file.fileno(), start, size)))
@@ -169,7 +170,7 @@ class FolderCapture:
         """Yield the bytes of an open file from `start` to `stop`, or its end, in pieces of at most one part."""
         while stop is None or start < stop:
             size = self._part_bytes if stop is None else min(self._part_bytes, stop - start)
-            block = _read_at(file, start, size)
+            block = read_at(file, size, start)
             if block:
                 yield block
             if len(block) < size:
@@ -230,22 +231,3 @@ def _same_beginning(path: Path, parts: tuple[Part, ...]) -> tuple[Part, ...]:
                 break
             kept.append(part)
     return tuple(kept)
-
-
-def _end_of_lines(file: int, start: int, stop: int) -> int:
-    """Return where the last complete line of an open file ends, `start` if none ends in its bytes start … stop."""
-    while stop > start:
-        begin = max(start, stop - _LEAST_BYTES)
-        newline = _read_at(file, begin, stop - begin).rfind(b"\n")
-        if newline >= 0:
-            return begin + newline + 1
-        stop = begin
-    return start
-
-
-def _read_at(file: int, start: int, size: int) -> bytes:
-    """Return up to `size` bytes of an open file; fewer only at its end."""
-    content = b""
-    while len(content) < size and (more := os.pread(file, size - len(content), start + len(content))):
-        content += more
-    return content
