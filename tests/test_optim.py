@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from engine.config import OptimizerName
+from engine.patterns import Group
 from engine.updates.optim import (
     Hyperparams,
     every_leaf,
@@ -153,6 +154,20 @@ def run(name, params, gradients, values, **masks):
     return loop(carry, stacked, named(values), name=name, masks=tuple(masks.items()))[1]
 
 
+def mlperf_local_rate(decay, coefficient, mask, gradients, params):
+    """Equation 6 of You et al. (2017) as MLPerf's reference has it, in float64; optax divides by ‖g + λw‖."""
+
+    def scaled(gradient, param, is_kernel):
+        gradient, param = np.asarray(gradient, np.float64), np.asarray(param, np.float64)
+        if not is_kernel:
+            return jnp.float32(gradient)
+        weights, gradients = np.linalg.norm(param), np.linalg.norm(gradient)
+        ratio = coefficient * weights / (gradients + decay * weights) if weights > 0 and gradients > 0 else 1.0
+        return jnp.float32(ratio * (gradient + decay * param))
+
+    return jax.tree.map(scaled, gradients, params, mask(params))
+
+
 def optax_own(name, values, mask):
     """optax's own optimiser of Python floats."""
     v = TOY | {"beta2": 0.999, "epsilon": 1e-8, "trust_coefficient": 1e-3, "clip_norm": math.inf} | values
@@ -162,7 +177,11 @@ def optax_own(name, values, mask):
         "sgd": lambda: optax.chain(optax.add_decayed_weights(decay, mask), optax.sgd(rate, momentum)),
         "nesterov": lambda: optax.chain(optax.add_decayed_weights(decay, mask), optax.sgd(rate, momentum, True)),
         "adamw": lambda: optax.adamw(rate, **adam),
-        "lars": lambda: optax.lars(rate, decay, mask, v["trust_coefficient"], 0.0, mask, momentum),
+        "lars": lambda: optax.chain(
+            optax.stateless(partial(mlperf_local_rate, decay, v["trust_coefficient"], mask)),
+            optax.scale_by_learning_rate(rate),
+            optax.trace(momentum),
+        ),
         "lamb": lambda: optax.lamb(rate, **adam),
         "adam": lambda: optax.chain(
             optax.add_decayed_weights(decay, mask), optax.adam(rate, b1=momentum, b2=v["beta2"], eps=v["epsilon"])
@@ -232,11 +251,38 @@ def masked_reference(name, params, gradients):
             direction = np.asarray(own.update(one, own.init(one), one)[0][leaf], np.float64) + decayed
         if name == "nesterov":
             direction = direction * (1 + TOY["momentum"])
-        if kernel and name in ("lars", "lamb"):
+        if kernel and name == "lamb":
             direction = direction * np.linalg.norm(param) / np.linalg.norm(direction)
-            direction = direction * (1e-3 if name == "lars" else 1.0)
+        if kernel and name == "lars":
+            direction = np.asarray(mlperf_local_rate(decay, 1e-3, kernels_only, {leaf: gradient}, {leaf: param})[leaf])
         moved[leaf] = param - rate * direction
     return moved
+
+
+@pytest.mark.parametrize(
+    ("gradient", "weights", "expected"),
+    [
+        # ‖w‖ = 5, ‖g‖ = λ·‖w‖ = 0.5, g ⊥ w: 0.001 · 5 / (0.5 + 0.5) of g + λ·w. Over ‖g + λ·w‖ it is √2 times that.
+        ([-0.4, 0.3], [3.0, 4.0], [0.0005, -0.0035]),
+        ([0.3, 0.4], [3.0, 4.0], [-0.003, -0.004]),  # parallel: both rules agree
+        ([0.0, 0.0], [3.0, 4.0], [-0.3, -0.4]),
+        ([0.3, 0.4], [0.0, 0.0], [-0.3, -0.4]),
+    ],
+)
+def test_the_local_rate_of_lars_is_that_of_the_paper(gradient, weights, expected):
+    optimizer = make_optimizer("lars", hyperparams(1.0, 0.0, 0.1))
+    params = {"kernel": jnp.asarray([weights])}
+    updates, _ = optimizer.update({"kernel": jnp.asarray([gradient])}, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["kernel"], [expected], rtol=1e-6)
+
+
+def test_the_local_rate_of_lars_follows_the_decay_of_each_group():
+    groups = (Group("kernel", weight_decay=3.0),)
+    params, gradients = {"kernel": jnp.asarray(drawn(0)["kernel"])}, {"kernel": jnp.asarray(drawn(1)["kernel"])}
+    found = make_optimizer("lars", hyperparams(1.0, 0.0, 0.1), groups=groups)
+    expected = make_optimizer("lars", hyperparams(1.0, 0.0, 0.3))
+    updates, others = (each.update(gradients, each.init(params), params)[0] for each in (found, expected))
+    np.testing.assert_allclose(updates["kernel"], others["kernel"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)

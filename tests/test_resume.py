@@ -322,6 +322,35 @@ def test_averaging_can_be_neither_enabled_nor_disabled(before, now):
     check_settings(toy_config(ema_decay=0.5), toy_config(ema_decay=0.9))
 
 
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ({"optimizer": "lars"}, "the local rate of lars, which divided by ‖g + λ·w‖ in the version that made"),
+        ({"loss": "binary-cross-entropy"}, "the gradient of binary-cross-entropy, which was off by half at logits of"),
+    ],
+)
+def test_a_run_of_another_rule_is_refused_by_its_name_and_its_weights_are_not(tmp_path, monkeypatch, values, rule):
+    def batches(step):
+        pixels, labels = toy_batch(step)
+        return pixels, (np.eye(3, dtype=np.float32)[labels] if "loss" in values else labels)
+
+    path = tmp_path / "run"
+    config = toy_config(steps=2, run_dir=path, **values)
+    train(config, model=Linear(), batches=batches)
+    train(replace(config, steps=3, resume=True), model=Linear(), batches=batches)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("engine.run.open_run.rules_of", lambda *_: {})
+        train(replace(config, run_dir=tmp_path / "old"), model=Linear(), batches=batches)
+    before = contents(tmp_path / "old")
+    with pytest.raises(ValueError, match=re.escape(rule) + r".*--init-from with its model\.safetensors"):
+        train(replace(config, steps=3, run_dir=tmp_path / "old", resume=True), model=Linear(), batches=batches)
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        replay_run(tmp_path / "old", from_step=0, model=Linear(), batches=batches)
+    assert contents(tmp_path / "old") == before
+    weights = tmp_path / "old/model.safetensors"
+    train(replace(config, run_dir=tmp_path / "new", init_from=weights), model=Linear(), batches=batches)
+
+
 def contents(path):
     return {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != ".lock"}
 

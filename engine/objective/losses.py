@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from engine.objective.cross_entropy import without_zero_weights
 from models.layers.widening import widen
 
 type Loss = Callable[[Any, Any, jax.Array], jax.Array]
@@ -29,7 +30,8 @@ def cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax.Array)
     """
     log_probabilities = jax.nn.log_softmax(widen(logits))
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        return -jnp.sum(widen(labels) * log_probabilities, axis=-1)
+        targets = widen(labels)
+        return -jnp.sum(targets * without_zero_weights(log_probabilities, targets), axis=-1)
     num_classes = logits.shape[-1]
     # A one-hot product, because a gather's gradient is a scatter, which is slow or not deterministic on GPUs.
     picked = jnp.sum(jnp.where(labels[:, None] == jnp.arange(num_classes), log_probabilities, 0), axis=-1)
@@ -39,7 +41,8 @@ def cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax.Array)
 def binary_cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:  # noqa: ARG001
     """Return the mean binary cross entropy of the K labels of each example, float32 [B], in nats (multi-label).
 
-    As PyTorch's `binary_cross_entropy_with_logits`, averaged over K.
+    As PyTorch's `binary_cross_entropy_with_logits`, averaged over K. A logit of infinity on the side of a certain label
+    costs 0.
 
     Args:
         logits: [B, K] of any float dtype; computed in float32.
@@ -55,8 +58,10 @@ def binary_cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax
             f"{list(logits.shape)} for labels {list(labels.shape)}: change its last layer"
         )
     logits, targets = widen(logits), widen(labels)
-    # log(1 + exp(-|x|)) does not overflow.
-    losses = jnp.maximum(logits, 0) - logits * targets + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+    # Each softplus is accurate and has the sigmoid as its derivative, at 0 too, where that of abs is one-sided.
+    if_true, if_false = jax.nn.softplus(-logits), jax.nn.softplus(logits)
+    losses = targets * without_zero_weights(if_true, targets)
+    losses += (1 - targets) * without_zero_weights(if_false, 1 - targets)
     return losses.reshape(len(losses), -1).mean(axis=1)
 
 

@@ -15,7 +15,7 @@ from engine.feed.batches import PADDING_LABEL
 from engine.feed.label_form import LabelForm
 from engine.images.augment import make_targets
 from engine.images.mixing import WHOLE, mix_targets, swap_partners
-from engine.objective.cross_entropy import cross_entropy
+from engine.objective.cross_entropy import cross_entropy, without_zero_weights
 from engine.objective.logits import logits_of
 from engine.objective.losses import Loss, weighted_mean
 from engine.objective.metrics import Metric
@@ -140,7 +140,7 @@ class Objective(NamedTuple):
             return own
         partners = checked_losses(loss(outputs, jax.tree.map(swap_partners, labels), weights), len(weights))
         share = own_share.astype(jnp.float32) * jnp.float32(1 / WHOLE)
-        return share * own + (1 - share) * partners
+        return share * without_zero_weights(own, share) + (1 - share) * without_zero_weights(partners, 1 - share)
 
 
 CROSS_ENTROPY = Objective()

@@ -34,6 +34,7 @@ from engine.records.topology import describe_promise
 from engine.replay.checked_files import CheckedFiles, check_files, describe_check
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
+from engine.run.changed_rules import check_rules
 from engine.run.changes import versions_warning
 from engine.run.compilation import caching_compilations
 from engine.run.data import open_data
@@ -202,6 +203,7 @@ def _replay(
             opened = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=False)
             launch = Launch(config, resolve(config, parts, opened), host, stack, start, notify)
             check_data(launch.resolved, stretch.recorded)
+            check_rules(launch.config, launch.resolved, stretch.recorded.resolved)
             check_given_weights(launch.given_digest, stretch.recorded)
             sinks = [comparison, *([] if display is None else [display(piece.stop_step, _images_per_step(piece))])]
             state = _replay_piece(launch, state, sinks, start.events)

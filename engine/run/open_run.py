@@ -23,6 +23,7 @@ from engine.records.run_folder import RunFolder, check_folder
 from engine.records.topology import Topology
 from engine.records.weights_metadata import WEIGHTS_METADATA
 from engine.run.callbacks import Callback, Callbacks, RunHandle
+from engine.run.changed_rules import RULES, check_rules, rules_of
 from engine.run.changes import (
     check_same_everywhere,
     check_settings,
@@ -209,6 +210,7 @@ class OpenRun:
             resolved = {
                 **launch.resolved.to_json(),
                 **launch.crossings,
+                **({RULES: rules} if (rules := rules_of(self.config, launch.resolved)) else {}),
                 "learning_rate": self.config.peak_learning_rate,
                 GIVEN_WEIGHTS: _given_digest(launch, recorded),
                 WEIGHTS_METADATA: recorded_metadata(launch),
@@ -315,6 +317,7 @@ def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
 def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[str], None]) -> None:
     """Raise ValueError if data, model or initial weights changed; report changed settings and learning-rate factors."""
     check_data(launch.resolved, recorded)
+    check_rules(launch.config, launch.resolved, recorded.resolved)
     check_given_weights(launch.given_digest, recorded)
     for message in (
         describe_changes(launch.config, recorded.config),

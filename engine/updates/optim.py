@@ -16,7 +16,7 @@ import optax.contrib
 
 from engine.config import OptimizerName
 from engine.patterns import Group
-from engine.updates.clipping import clip_gradient
+from engine.updates.clipping import clip_gradient, global_norm
 from engine.updates.moments import keeping, scale_by_adam, trace
 from engine.updates.selection import groups_of, scale_leaves
 from models.layers.widening import widen
@@ -91,8 +91,9 @@ def make_optimizer(
       parameter, as torch.optim.SGD with dampening 0.
     - "nesterov": the same with g + momentum · m (the new m) instead of m, as torch.optim.SGD with nesterov=True.
     - "adamw": Loshchilov and Hutter (2019), arXiv:1711.05101, as torch.optim.AdamW.
-    - "lars": You et al. (2017), arXiv:1708.03888. The learning rate multiplies before the momentum accumulates, so
-      that a falling learning rate does not shrink what was accumulated under a higher one.
+    - "lars": You et al. (2017), arXiv:1708.03888, with the local rate of equation 6, as in MLPerf's reference. The
+      learning rate multiplies before the momentum accumulates, so that a falling learning rate does not shrink what was
+      accumulated under a higher one.
     - "lamb": You et al. (2020), arXiv:1904.00962, without a bound on the trust ratio.
     - "adam": Kingma and Ba (2014), arXiv:1412.6980, as torch.optim.Adam, with the decay added to the gradient.
     - "lion": Chen et al. (2023), arXiv:2302.06675, as optax.lion.
@@ -149,8 +150,8 @@ def _parts(
     if name in ("sgd", "nesterov"):
         return decay, trace(momentum, nesterov=name == "nesterov", made=made), rate
     if name == "lars":
-        ratio = optax.scale_by_trust_ratio(trust_coefficient=hyperparams.trust_coefficient)
-        return decay, optax.masked(ratio, trust_mask), rate, trace(momentum, nesterov=False, made=made)
+        local = _local_rate(hyperparams.trust_coefficient, decay, trust_mask)
+        return local, rate, trace(momentum, nesterov=False, made=made)
     beta2, epsilon = jnp.asarray(hyperparams.beta2), jnp.asarray(hyperparams.epsilon)
     if name == "lion":
         return keeping(optax.scale_by_lion(b1=momentum, b2=beta2), made=made), decay, rate
@@ -162,6 +163,28 @@ def _parts(
     if name == "adamw":
         return adam, decay, rate
     return adam, decay, optax.masked(optax.scale_by_trust_ratio(), trust_mask), rate
+
+
+def _local_rate(
+    coefficient: jax.Array | np.float32, decay: optax.GradientTransformation, trust_mask: Mask
+) -> optax.GradientTransformation:
+    """Return the decay and the local rate of LARS, η·‖w‖ / (‖g‖ + λ·‖w‖) times g + λ·w, of each selected leaf.
+
+    The rate of a leaf without weights or without gradient is 1, as in MLPerf's reference.
+    """
+
+    def scale(gradient: jax.Array, term: jax.Array, param: jax.Array, is_scaled: bool) -> jax.Array:
+        if not is_scaled:
+            return gradient + term
+        weights, gradients, decayed = map(global_norm, (param, gradient, term))
+        is_still = (weights == 0) | (gradients == 0)
+        return (gradient + term) * jnp.where(is_still, 1, coefficient * weights / (gradients + decayed))
+
+    def update(updates: Any, params: Any) -> Any:
+        terms, _ = decay.update(jax.tree.map(jnp.zeros_like, updates), decay.init(params), params)
+        return jax.tree.map(scale, updates, terms, params, trust_mask(params))
+
+    return optax.stateless(update)
 
 
 def _muon_direction(

@@ -1,0 +1,57 @@
+"""The rules of training whose results changed since runs were first recorded.
+
+A run records the number of each such rule that it uses, so that a run of an earlier version is never continued or
+replayed by another rule: it is refused by name. A rule that is missing in a record has the number 1.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from engine.config import TrainConfig
+from engine.run.resolve import Resolved
+
+RULES = "rules"
+"""The key of the numbers of a run's rules in the resolved part of `config.json`."""
+
+
+class ChangedRule(NamedTuple):
+    """A rule that changed: its number now, and what it was and is, for the message that refuses earlier runs."""
+
+    number: int
+    was: str
+    now: str
+
+
+_CHANGED_RULES = {
+    "the local rate of lars": ChangedRule(2, "divided by ‖g + λ·w‖", "divides by ‖g‖ + λ·‖w‖"),
+    "the gradient of binary-cross-entropy": ChangedRule(
+        2, "was off by half at logits of exactly 0", "is the sigmoid less the target everywhere"
+    ),
+}
+
+
+def rules_of(config: TrainConfig, resolved: Resolved) -> dict[str, int]:
+    """Return the numbers of the changed rules that a run uses, by name."""
+    used = {
+        "the local rate of lars": config.optimizer == "lars" and resolved.parts.optimizer is None,
+        "the gradient of binary-cross-entropy": config.loss == "binary-cross-entropy",
+    }
+    return {name: _CHANGED_RULES[name].number for name, is_used in used.items() if is_used}
+
+
+def check_rules(config: TrainConfig, resolved: Resolved, recorded: Mapping[str, Any]) -> None:
+    """Raise ValueError if a run was recorded with another number of a rule that it uses.
+
+    Args:
+        config, resolved: of the launch.
+        recorded: the resolved part of the run's `config.json`.
+    """
+    before = recorded.get(RULES, {})
+    for name, number in rules_of(config, resolved).items():
+        if before.get(name, 1) != number:
+            was, now = _CHANGED_RULES[name][1:]
+            raise ValueError(
+                f"a resumed or replayed run must keep its rules, but {name}, which {was} in the version that made this "
+                f"run, now {now}: start another run from its weights (--init-from with its model.safetensors), or "
+                "install that version"
+            )
