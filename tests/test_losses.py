@@ -83,6 +83,6 @@ def test_of_a_pair_that_is_not_mixed_only_the_own_label_counts(loss):
     """The first image's logit of its partner's class is minus infinity, and its own share is whole."""
     logits, labels = jnp.array([[0.0, -INF, 1.0], [0.5, 1.0, 0.0]]), jnp.array([2, 1], jnp.int32)
     objective, unsmoothed = Objective(loss=loss), jnp.float32(0)
-    plain = objective.training_loss(logits, labels, None, unsmoothed)[0]
-    mixed = objective.training_loss(logits, labels, jnp.full(2, WHOLE), unsmoothed)[0]
+    plain = objective.training_loss(logits, labels, None, unsmoothed)
+    mixed = objective.training_loss(logits, labels, jnp.full(2, WHOLE), unsmoothed)
     assert float(mixed) == float(plain) == pytest.approx(0.5 * (0.3132616875 + 0.6802696706), rel=1e-6)
