@@ -2,9 +2,13 @@
 
 import json
 import math
+import os
+from dataclasses import replace
 
 import pytest
 
+from engine.records import evaluation_log
+from engine.records.best_snapshot import best_step, parse_metric
 from engine.records.evaluation_log import EvaluationLog
 from engine.records.run_folder_sink import RunFolderSink
 from engine.stream.sinks import EvaluationRecord
@@ -28,6 +32,55 @@ def test_a_growing_log_is_read_back(tmp_path):
     assert math.isnan(log.read()[2].loss)
     (tmp_path / "eval.jsonl").unlink()
     assert log.read() == ()
+
+
+def test_a_log_of_long_lists_is_read_once_and_only_the_newest_lists_are_kept(tmp_path, monkeypatch):
+    """70 MB, more than was read before: neither memory nor a limit on the size may end what reads evaluations."""
+    path, rows = tmp_path / "eval.jsonl", [[0.125] * 100] * 400
+    first = replace(evaluation(1, top1=0.75), metrics={"confusion": rows, "f1": 0.5}).to_json() + "\n"
+    with path.open("w") as file:
+        for step in range(1, 251):
+            line = first.replace('"step": 1,', f'"step": {step},')
+            file.write(line if step == 1 else line.replace("0.75", "0.5", 1))
+    assert path.stat().st_size > 1 << 26
+    parsed: list[bytes] = []
+    real = evaluation_log._parse
+
+    def parse(line):
+        parsed.append(line[:10])
+        return real(line)
+
+    monkeypatch.setattr(evaluation_log, "_parse", parse)
+    log = EvaluationLog(path)
+    assert best_step(log.read(), range(100, 300), parse_metric("top1")) == 100
+    assert best_step(log.read(), range(300), parse_metric("top1")) == 1
+    assert [each.metrics for each in log.read()[-2:]] == [{"f1": 0.5}, {"confusion": rows, "f1": 0.5}]
+    with path.open("a") as file:
+        file.write(evaluation(251).to_json() + "\n")
+    assert [len(log.read()), len(parsed), log.read()[-2].metrics] == [251, 251, {"f1": 0.5}]
+
+
+def test_a_log_that_was_cut_and_written_again_is_read_from_its_start(tmp_path):
+    path = tmp_path / "eval.jsonl"
+    path.write_text("".join(evaluation(step).to_json() + "\n" for step in (10, 20)))
+    log = EvaluationLog(path)
+    assert [each.step for each in log.read()] == [10, 20]
+    with path.open("r+") as file:
+        file.truncate(len(evaluation(10).to_json()) + 1)
+        file.seek(0, os.SEEK_END)
+        for step in (15, 25, 35):
+            file.write(replace(evaluation(step), time=2.5).to_json() + "\n")
+    assert [each.step for each in log.read()] == [10, 15, 25, 35]
+
+
+def test_a_line_that_is_too_long_is_skipped(tmp_path):
+    path = tmp_path / "eval.jsonl"
+    with path.open("wb") as file:
+        file.write(evaluation(10).to_json().encode() + b"\n" + b"x" * 3_000_000 + b"\n")
+        file.write(evaluation(20).to_json().encode() + b"\n")
+        file.truncate(1 << 40)  # a hole
+    log = EvaluationLog(path)
+    assert [each.step for each in log.read()] == [10, 20]
 
 
 def test_a_log_that_is_replaced_is_read_from_its_start(tmp_path):

@@ -564,3 +564,50 @@ def test_losses_without_number_take_no_memory():
     # By 130,000 losses: a Python float for each would be 32 bytes, a number in an array 4; what is held in memory, 4
     # bytes for each of 65,536, comes and goes.
     assert grown < 300_000
+
+
+def listed(step, num_numbers):
+    values = {"confusion": [[step] * num_numbers], "f1": 0.5}
+    return PushedEvaluation(step, num_images=8, top1=2, top5=6, loss=1.5, time=100.0 + step, metrics=values)
+
+
+def test_evaluations_with_long_lists_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(loss_stream, "MOST_LISTED_NUMBERS", 100)
+    stream, sink = make_stream(), RecordingSink()
+    stream.start([sink])
+    for step in range(1, 21):
+        stream.receive(listed(step, 30))
+    stream.receive(listed(21, 200))
+    stream.close()
+    assert [each.metrics for each in sink.records] == [listed(step, 30).metrics for step in range(1, 21)] + [
+        listed(21, 200).metrics
+    ]
+    assert [each.num_listed for each in stream.evaluations] == [0] * 20 + [200]
+    assert [each.without_lists() for each in sink.records] == [each.without_lists() for each in stream.evaluations]
+    assert {each.metrics["f1"] for each in stream.evaluations} == {0.5}
+
+
+def test_few_lists_are_all_kept(monkeypatch):
+    monkeypatch.setattr(loss_stream, "MOST_LISTED_NUMBERS", 100)
+    stream = make_stream()
+    stream.start([])
+    for step in range(1, 8):
+        stream.receive(listed(step, 30))
+    assert [each.num_listed for each in stream.evaluations] == [0, 0, 0, 0, 30, 30, 30]
+
+
+def test_a_sink_that_is_behind_with_long_lists_is_waited_for(monkeypatch):
+    monkeypatch.setattr(lane, "_MOST_LISTED_NUMBERS", 100)
+    gate = threading.Event()
+    stream, sink = make_stream(), RecordingSink(gate=gate)
+    stream.start([sink])
+    for step in range(1, 4):
+        stream.receive(listed(step, 30))
+    waiting = threading.Thread(target=lambda: stream.receive(listed(4, 30)), daemon=True)
+    waiting.start()
+    wait_until(lambda: stream.blocked_by == "RecordingSink")
+    gate.set()
+    waiting.join(SOON_S)
+    assert not waiting.is_alive()
+    stream.close()
+    assert sink.steps == [1, 2, 3, 4]

@@ -122,8 +122,11 @@ class LoggerSink:
         if self._is_off:
             return
         self._end_if_stuck()
-        is_large = isinstance(record, _LARGE)
-        has_room = self._num_large_put - self._num_large_taken < _MOST_LARGE or not is_large
+        is_full = self._num_large_put - self._num_large_taken >= _MOST_LARGE
+        if is_full and isinstance(record, EvaluationRecord):
+            record = record.without_lists()
+        is_large = _is_large(record)
+        has_room = not is_full or not is_large
         if has_room and self._records.qsize() < _MOST_QUEUED:
             self._num_large_put += is_large
             self._records.put(record)
@@ -161,7 +164,7 @@ class LoggerSink:
             while (record := records.get()) is not None:
                 if isinstance(record, LossRecord):
                     last_step = record.step
-                self._num_large_taken += isinstance(record, _LARGE)
+                self._num_large_taken += _is_large(record)
                 self._call(partial(log_record, log, record, last_step, self._run.classes))
                 if records.empty():
                     self._call(log.flush)
@@ -181,3 +184,7 @@ class LoggerSink:
             return function()
         finally:
             self._called_at = None
+
+
+def _is_large(record: Logged) -> bool:
+    return isinstance(record, _LARGE) or (isinstance(record, EvaluationRecord) and record.num_listed > 0)

@@ -17,13 +17,9 @@ from typing import Any
 from engine.control.event import ControlEvent
 from engine.control.request import parse_fields
 from engine.records.digests import SEAL, LogState, RunningDigest, json_digest
-from engine.records.json_lines import JsonLines
-from preprocess.regular_file import read_regular
+from engine.records.json_lines import JsonLines, read_lines
 
 CONTROL_LOG_NAME = "control.jsonl"
-
-# Some hundred thousand requests.
-_MOST_BYTES = 1 << 26
 
 
 class ControlLog:
@@ -82,14 +78,11 @@ def read_events(path: Path) -> tuple[ControlEvent, ...]:
 
     Raises:
         ControlLogError: if a line is not a valid event, or has changed since it was written; names file and line.
+        ValueError: if a line is longer than any event.
         OSError: if the file cannot be read.
     """
-    try:
-        content = read_regular(path, max_bytes=_MOST_BYTES)
-    except FileNotFoundError:
-        return ()
     events, before, must_be_sealed = [], hashlib.sha256(), False
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         is_sealed = must_be_sealed or b'"%s"' % SEAL.encode() in line
         try:
             events.append(_read_sealed(line, before.hexdigest()) if is_sealed else ControlEvent.from_json(line))
@@ -99,7 +92,7 @@ def read_events(path: Path) -> tuple[ControlEvent, ...]:
             ) from error
         # Once a line has a digest, all later lines have one.
         must_be_sealed = is_sealed
-        before.update(line + b"\n")
+        before.update(line)
     return tuple(events)
 
 

@@ -4,17 +4,14 @@ Owns the comparison of these digests with the current content of the files. It d
 does not protect against recomputed digests.
 """
 
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.records.digests import LogState, RunningDigest, digest_file
-from engine.records.limits import LONGEST_LINE_BYTES
+from engine.records.json_lines import read_lines
 from preprocess.quantities import quantity
-from preprocess.regular_file import open_regular
 
 
 @dataclass(frozen=True)
@@ -105,12 +102,12 @@ def whole_lines_digest(path: Path) -> RunningDigest:
     """Return the digest of a log's complete lines, ignoring a truncated last line; treat a missing file as empty.
 
     Raises:
+        ValueError: if a line is longer than any line of a log.
         OSError: if the file cannot be read.
     """
     found = RunningDigest()
-    with suppress(FileNotFoundError), os.fdopen(open_regular(path), "rb") as file:
-        while (line := file.readline(LONGEST_LINE_BYTES)).endswith(b"\n"):
-            found.update(line)
+    for line in read_lines(path):
+        found.update(line)
     return found
 
 

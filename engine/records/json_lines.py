@@ -7,6 +7,8 @@ a line means.
 import errno
 import os
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from engine.records.digests import LogState, RunningDigest
@@ -166,6 +168,24 @@ class JsonLines:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the complete lines of a log with their newlines, one at a time, because a log may be large.
+
+    A missing file has none. A last line without a newline is left out: it is being written, or a crash truncated it.
+
+    Raises:
+        ValueError: if a line is longer than any line of a log.
+        OSError: if the file cannot be read.
+    """
+    with suppress(FileNotFoundError), os.fdopen(open_regular(path), "rb") as file:
+        while (line := file.readline(LONGEST_LINE_BYTES)).endswith(b"\n"):
+            yield line
+        if len(line) == LONGEST_LINE_BYTES:
+            raise ValueError(
+                f"{path} must have lines of at most {LONGEST_LINE_BYTES:,} bytes, but one is longer: restore that file"
+            )
 
 
 def end_of_lines(file: int, start: int, stop: int) -> int:

@@ -102,7 +102,7 @@ class LossLog:
             restarted = self._rewind_if_another_file(file)
             file.seek(self._offset)
             chunk = file.read(self._chunk_bytes)
-            hole_stop = _end_of_hole(file) if chunk and not chunk.strip(b"\0") else 0
+            hole_stop = end_of_hole(file) if chunk and not chunk.strip(b"\0") else 0
         full = len(chunk) == self._chunk_bytes
         stop = chunk.rfind(b"\n") + 1
         if stop == 0 and full:
@@ -131,7 +131,7 @@ class LossLog:
         return restarted
 
 
-def _end_of_hole(file: Any) -> int:
+def end_of_hole(file: Any) -> int:
     """Return the offset of the next data in a sparse file; holes, which can span terabytes, contain no lines."""
     here = file.tell()
     if not hasattr(os, "SEEK_DATA"):

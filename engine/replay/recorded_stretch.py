@@ -5,7 +5,8 @@ meanwhile. Must not know: the loop.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,13 +14,15 @@ from typing import Any
 
 from engine.config import COUNTED_IN_EPOCHS, SETTINGS, TrainConfig
 from engine.records.control_log import CONTROL_LOG_NAME, read_events
+from engine.records.json_lines import read_lines
+from engine.records.limits import LONGEST_LINE_BYTES
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
 from engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
 from engine.records.topology import Topology
 from engine.run.resume import StartingPoint, start_at
 from engine.settings import OnResume
-from preprocess.regular_file import read_regular
+from preprocess.regular_file import open_regular, read_regular
 
 _MOST_LOG_BYTES = 1 << 36  # a few hundred million steps
 LOSS_NUMBERS = ("loss", "lr")
@@ -68,7 +71,7 @@ class RecordedStretch:
     start: StartingPoint
     to_step: int
     losses: dict[int, Numbers]
-    evaluations: dict[int, Numbers]
+    evaluations: Mapping[int, Numbers]
     snapshot: Snapshot | None
     pieces: tuple[Piece, ...]
     is_evaluated: bool
@@ -96,7 +99,7 @@ def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Recor
     events = tuple(replace(event, snapshot=False) for event in read_events(run / CONTROL_LOG_NAME))
     start = start_at(read_snapshot(run / SNAPSHOTS, from_step), events) if from_step else StartingPoint(events=events)
     snapshot = read_snapshot(run / SNAPSHOTS, to_step) if to_step in saved_steps else None
-    evaluations = _evaluations(run / EVALUATION_LOG)
+    evaluations = RecordedEvaluations.of(run / EVALUATION_LOG)
     # An evaluation that a stop interrupted after a snapshot's step is repeated when the run resumes from it.
     first = from_step if _owes_evaluation(start.snapshot) else from_step + 1
     last = to_step - 1 if _owes_evaluation(snapshot) else to_step
@@ -106,7 +109,7 @@ def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Recor
         start=start,
         to_step=to_step,
         losses=_losses(run / LOSS_LOG, lines, from_step, to_step),
-        evaluations={step: numbers for step, numbers in evaluations.items() if first <= step <= last},
+        evaluations=evaluations.between(first, last),
         snapshot=snapshot,
         pieces=_pieces(
             run, recorded, from_step, to_step, snapshot, is_end_evaluated=to_step in evaluations or to_step < len(lines)
@@ -209,17 +212,50 @@ def _losses(path: Path, lines: Sequence[bytes], from_step: int, to_step: int) ->
     return losses
 
 
-def _evaluations(path: Path) -> dict[int, Numbers]:
-    evaluations: dict[int, Numbers] = {}
-    for number, line in enumerate(_read_lines(path), start=1):
-        step, numbers = _numbers(path, number, line, EVALUATION_NUMBERS)
-        if evaluations and step <= max(evaluations):
-            raise ValueError(
-                f"{path} must have its steps in order, but has step {step} in line {number} after {max(evaluations)}: "
-                "restore that file"
-            )
-        evaluations[step] = numbers
-    return evaluations
+class RecordedEvaluations(Mapping[int, Numbers]):
+    """The evaluations of a run by step, in ascending order. Each is read when it is asked for: it may have long lists.
+
+    Args:
+        path: the log.
+        places: for each step, the number of its line, from 1, and where the line begins in the file.
+    """
+
+    def __init__(self, path: Path, places: Mapping[int, tuple[int, int]]) -> None:
+        self._path, self._places = path, places
+
+    @classmethod
+    def of(cls, path: Path) -> "RecordedEvaluations":
+        """Look through a log, and check each of its lines; raise ValueError for one that is not an evaluation's."""
+        places: dict[int, tuple[int, int]] = {}
+        begin, last = 0, -1
+        for number, line in enumerate(read_lines(path), start=1):
+            step, _ = _numbers(path, number, line, EVALUATION_NUMBERS)
+            if step <= last:
+                raise ValueError(
+                    f"{path} must have its steps in order, but has step {step} in line {number} after {last}: "
+                    "restore that file"
+                )
+            places[step], last = (number, begin), step
+            begin += len(line)
+        return cls(path, places)
+
+    def between(self, first: int, last: int) -> "RecordedEvaluations":
+        """Return those of the steps `first` … `last`."""
+        return RecordedEvaluations(
+            self._path, {step: place for step, place in self._places.items() if first <= step <= last}
+        )
+
+    def __getitem__(self, step: int) -> Numbers:
+        number, begin = self._places[step]
+        with os.fdopen(open_regular(self._path), "rb") as file:
+            file.seek(begin)
+            return _numbers(self._path, number, file.readline(LONGEST_LINE_BYTES), EVALUATION_NUMBERS)[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def _numbers(path: Path, line_number: int, line: bytes, names: Sequence[str]) -> tuple[int, Numbers]:

@@ -145,6 +145,7 @@ class RecordedLaunch:
             find_best=self._find_best_snapshot,
             on_written=self._note_snapshot,
         )
+        self._evaluations = EvaluationLog(folder.evaluation_log)
         self._on_snapshot = on_snapshot
         self._monitor: RuntimeMonitor | None = None
         self.rollback = Rollback()
@@ -242,8 +243,7 @@ class RecordedLaunch:
         """Return which of the snapshots was evaluated best, according to `eval.jsonl`; None without `keep_best`."""
         if self._config.keep_best is None:
             return None
-        evaluations = EvaluationLog(self._folder.evaluation_log).read()
-        return best_step(evaluations, steps, parse_metric(self._config.keep_best))
+        return best_step(self._evaluations.read(), steps, parse_metric(self._config.keep_best))
 
     def _take_snapshot(self, snapshot: PushedSnapshot) -> None:
         self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._synced_state())

@@ -22,7 +22,8 @@ class TrainResult:
     Attributes:
         params, batch_stats: the trained model's pytrees; with ema_decay, their average.
         losses: float32 [updates done by this call], each step's mean loss.
-        evaluations: the evaluations of this call, in order.
+        evaluations: the evaluations of this call, in order. If the lists among their metrics have more than a million
+            numbers together, those of the oldest are left out; `eval.jsonl` has them all.
         steps_done: updates done.
         stopped_by: "steps" if all steps were done, "top1" at `stop_at_top1`, else the signal's name, "control-run",
             "callback" or "another process".

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from engine.records.folder_state import (
     digest_log,
     whole_lines_digest,
 )
-from engine.records.limits import LONGEST_LINE_BYTES
+from engine.records.json_lines import read_lines
 from engine.records.recorded_end import read_result
 from engine.records.recorded_run import RecordedRun
 from engine.records.run_folder import (
@@ -40,7 +41,6 @@ from engine.run.data import RunData
 from engine.run.parts import OwnParts
 from engine.run.resolve import Resolved, recorded_own_parts
 from preprocess.quantities import listed, quantity
-from preprocess.regular_file import open_regular
 
 if TYPE_CHECKING:
     from engine.records.snapshot import Snapshot
@@ -298,11 +298,9 @@ def _digest_of_lines(path: Path, num_lines: int) -> RunningDigest:
 def _lines(path: Path, count: int) -> Iterator[bytes]:
     """Yield the first `count` complete lines of a file without loading the whole file, because a log may be large."""
     found = 0
-    if count and path.exists():
-        with os.fdopen(open_regular(path), "rb") as file:
-            while found < count and (line := file.readline(LONGEST_LINE_BYTES)).endswith(b"\n"):
-                found += 1
-                yield line
+    for line in islice(read_lines(path), count):
+        found += 1
+        yield line
     if found < count:
         raise ValueError(
             f"{path} must have the {quantity(count, 'line')} written before the newest snapshot, but has "

@@ -21,6 +21,8 @@ from engine.stream.sinks import (
 
 # A sink this far behind (a terminal paused by Ctrl-S, a dead network disk) first slows the run, then stops it.
 MOST_QUEUED = 65_536
+# Nor may what is queued fill the memory with the lists of evaluations: 130 MB.
+_MOST_LISTED_NUMBERS = 1 << 22
 # Histograms and images are sent only to a sink that is at most this far behind, so that they never fill the memory.
 _MOST_BEFORE_LARGE = 64
 # How long a sink's thread sleeps when it has caught up. Waking up for every record would cost a fast program more than
@@ -55,6 +57,7 @@ class Lane:
         self.shows_progress, self.takes_profile = isinstance(sink, ShowsProgress), isinstance(sink, TakesProfile)
         self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self.num_taken = 0
+        self._num_listed_put = self._num_listed_taken = 0
         self.is_left_out = self.is_given_up = False
         self._has_snapshot = threading.Event()
         self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
@@ -77,14 +80,21 @@ class Lane:
         self._has_snapshot.set()
         return True
 
+    def put(self, record: Record) -> None:
+        """Queue a record that the sink accepts; called on one thread at a time."""
+        self._num_listed_put += _num_listed(record)
+        self.records.put(record)
+
     @property
     def most_queued(self) -> int:
         """The limit of the queue."""
         return MOST_QUEUED
 
     def is_behind(self) -> bool:
-        """Return whether the queue exceeds its limit and the sink still receives records."""
-        return not self.is_left_out and self.records.qsize() > self.most_queued
+        """Return whether the queue exceeds one of its limits and the sink still receives records."""
+        is_full = self.records.qsize() > self.most_queued
+        is_large = self._num_listed_put - self._num_listed_taken > _MOST_LISTED_NUMBERS
+        return not self.is_left_out and (is_full or is_large)
 
     def give_up(self) -> None:
         """Abandon the sink; if it ever continues, it gets the queued records and is closed."""
@@ -122,6 +132,7 @@ class Lane:
             while (record := self.records.get()) is not None:
                 self._write(record)
                 self.num_taken += 1
+                self._num_listed_taken += _num_listed(record)
                 if self.records.empty():
                     time.sleep(_REST_S)
         except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks continue, whatever it was
@@ -131,3 +142,7 @@ class Lane:
             self._sink.close()
         except BaseException as error:  # noqa: BLE001 - raised on the caller's thread, once the other sinks are closed
             self._keep(error)
+
+
+def _num_listed(record: Record) -> int:
+    return record.num_listed if isinstance(record, EvaluationRecord) else 0

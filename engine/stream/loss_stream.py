@@ -43,6 +43,8 @@ _STOP_PATIENCE_S = 3.0
 _LEAST_END_S = 0.1
 # How soon a wait notices a stop or room in a queue. The queue is so long that a slow sink never runs out of records.
 _LOOK_EVERY_S = 0.05
+MOST_LISTED_NUMBERS = 1 << 20
+"""How many numbers the lists of evaluations that are kept in memory may have, which then take 40 MB."""
 
 
 class LossStream:
@@ -62,7 +64,8 @@ class LossStream:
 
     Attributes:
         first_nonfinite_step: the first step (updates done, from 1) whose loss is NaN or infinite, or None.
-        evaluations: every evaluation so far, in order.
+        evaluations: every evaluation so far, in order; the oldest without the lists among their metrics, if the lists
+            of all have more than `MOST_LISTED_NUMBERS` numbers.
         num_evaluation_pulls: how often the program asked for batches of an evaluation.
         wait_s: seconds waited for batches so far.
         waits: how long each step waited for its batches.
@@ -92,6 +95,7 @@ class LossStream:
         self._losses = SpooledLosses()
         self.first_nonfinite_step: int | None = None
         self.evaluations: list[EvaluationRecord] = []
+        self._num_listed, self._first_listed = 0, 0
         self.wait_s, self.waits = 0.0, Durations()
         self.blocked_s: dict[str, float] = {}
         self.blocked_by: str | None = None
@@ -147,7 +151,7 @@ class LossStream:
         for record in self._records(pushed):
             lanes = [lane for lane in self._lanes if not lane.is_left_out and lane.accepts(record)]
             for lane in lanes:
-                lane.records.put(record)
+                lane.put(record)
             for lane in lanes:
                 if lane.is_behind():
                     started, self.blocked_by = time.perf_counter(), lane.name
@@ -259,11 +263,21 @@ class LossStream:
                 time=pushed.time,
                 metrics=pushed.metrics or {},
             )
-            self.evaluations.append(evaluation)
+            self._keep_evaluation(evaluation)
             # The next step's images/s must not include the time of the evaluation.
             self._last_time = pushed.time
             return [evaluation]
         return self._loss_records(pushed)
+
+    def _keep_evaluation(self, evaluation: EvaluationRecord) -> None:
+        """Keep an evaluation, and leave out the lists of the oldest ones if all lists have too many numbers."""
+        self.evaluations.append(evaluation)
+        self._num_listed += evaluation.num_listed
+        while self._num_listed > MOST_LISTED_NUMBERS and self._first_listed < len(self.evaluations) - 1:
+            oldest = self.evaluations[self._first_listed]
+            self._num_listed -= oldest.num_listed
+            self.evaluations[self._first_listed] = oldest.without_lists()
+            self._first_listed += 1
 
     def _loss_records(self, pushed: PushedLosses) -> list[LossRecord]:
         num_images = self._batch * len(pushed.losses)

@@ -6,7 +6,7 @@ A sink gets each record once, in order, on one thread. Does not depend on queues
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
@@ -70,6 +70,19 @@ class EvaluationRecord:
     def to_json(self) -> str:
         """Return the record as one line of JSON, without the newline; NaN and infinity become null."""
         return _line(asdict(self))
+
+    @property
+    def num_listed(self) -> int:
+        """How many numbers the lists among the metrics have."""
+        return sum(_count_numbers(each) for each in self.metrics.values() if isinstance(each, list))
+
+    def without_lists(self) -> "EvaluationRecord":
+        """Return the record with only those metrics that are numbers."""
+        return replace(self, metrics={name: each for name, each in self.metrics.items() if not isinstance(each, list)})
+
+
+def _count_numbers(values: list[Any]) -> int:
+    return sum(_count_numbers(each) if isinstance(each, list) else 1 for each in values)
 
 
 @dataclass(frozen=True)

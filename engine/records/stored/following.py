@@ -5,7 +5,7 @@ The copy grows like the run folder itself: lines are appended, and a file is rep
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from engine.records.stored.state import Part, StoredRunError, StoredState, read_
 from preprocess.shards.location import Location, open_location
 
 _TRIES = 10
+_BLOCK_BYTES = 1 << 20
 _REFRESH_EVERY_S = UPLOAD_EVERY_S / 2
 
 
@@ -75,18 +76,24 @@ class _LogCopy:
         while num_kept < min(len(before), len(now)) and before[num_kept] == now[num_kept]:
             num_kept += 1
         start = sum(part.size for part in now[:num_kept])
-        contents = read_parts(self._location, now[num_kept:])
-        if before and path.suffix == ".jsonl":
-            with path.open("r+b") as file:
-                file.seek(start)
-                old, new = file.read(), b"".join(contents)
-                if new.startswith(old):
-                    file.write(new[len(old) :])
-                    return
-                contents = iter([new])
+        if before and path.suffix == ".jsonl" and _append(path, start, read_parts(self._location, now[num_kept:])):
+            return
         beside = path.with_name(f".{path.name}.new")
         with beside.open("wb") as file:
-            with suppress(FileNotFoundError):
-                file.write(path.read_bytes()[:start])
-            file.writelines(contents)
+            with suppress(FileNotFoundError), path.open("rb") as old:
+                while block := old.read(min(_BLOCK_BYTES, start - file.tell())):
+                    file.write(block)
+            file.writelines(read_parts(self._location, now[num_kept:]))
         beside.replace(path)
+
+
+def _append(path: Path, start: int, contents: Iterable[bytes]) -> bool:
+    """Append to a log what it lacks of its content from `start` on; return False if it has something else there."""
+    with path.open("r+b") as file:
+        file.seek(start)
+        for content in contents:
+            old = file.read(len(content))
+            if not content.startswith(old):
+                return False
+            file.write(content[len(old) :])
+        return not file.read(1)

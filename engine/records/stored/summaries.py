@@ -58,6 +58,7 @@ def _copy_ends(run: Location, state: StoredState, folder: Path) -> None:
             parts: Sequence[Part] = state.files[name]
             # A line may be divided between two objects.
             wanted = parts[-2:] if name == LOSS_LOG else parts
-            (folder / name).write_bytes(b"".join(read_parts(run, wanted)))
+            with (folder / name).open("wb") as file:
+                file.writelines(read_parts(run, wanted))
             os.utime(folder / name, (state.time, state.time))
     os.utime(folder, (state.time, state.time))
