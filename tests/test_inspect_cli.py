@@ -61,6 +61,21 @@ def test_verify_names_what_is_damaged_and_exits_2(data):
     assert run(data, "--verify", "--split", "val").exit_code == 2
 
 
+def test_lost_files_are_named_without_verify(data):
+    (data / "train/pixels/c/1/0/0").unlink()
+    os.truncate(data / "train/labels/c/0", 10)
+    result = run(data)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "train: 2 files are missing or damaged. Restore the files below, or run the command again that packed the "
+        "split, which packs them again",
+        "  train/labels/c/0: the shard file is truncated",
+        "  train/pixels/c/1/0/0: the file is missing",
+    ]
+    assert run(data, "--split", "val").exit_code == 0
+    assert run(data, "--json").exit_code == 2
+
+
 def test_json_holds_manifests_and_damages(data):
     (data / "train/pixels/c/0/0/0").unlink()
     result = run(data, "--json", "--verify")

@@ -107,6 +107,7 @@ def _run(
         for name, manifest in manifests.items():
             click.echo("\n".join(_describe(name, manifest)))
     damages = _verify(dest, names, stored) if verify else {}
+    lost = {} if verify else _find_lost(location, manifests)
     if as_json:
         _print_json(dest, manifests, damages if verify else None)
     elif verify:
@@ -115,7 +116,7 @@ def _run(
         _draw(dest, names[0], grid, stored, is_quiet=as_json)
     # Flush here, where a closed output pipe is distinguished from other errors.
     sys.stdout.flush()
-    return not any(damages.values()) and not broken
+    return not any(damages.values()) and not any(lost.values()) and not broken
 
 
 def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[str, ...]:
@@ -153,6 +154,24 @@ def _verify(dest: str, names: tuple[str, ...], stored: dict[str, str]) -> dict[s
 
             damages[name] = verify_split(dest, name, storage_options=stored, on_progress=show)
     return damages
+
+
+def _find_lost(location: Location, manifests: dict[str, Manifest]) -> dict[str, tuple[Damage, ...]]:
+    """Return the files that each split lacks, and print them."""
+    from preprocess.shards.verify import find_lost_files
+
+    lost = {name: find_lost_files(location.child(name), manifest) for name, manifest in manifests.items()}
+    for name, found in lost.items():
+        if found:
+            are = "1 file is" if len(found) == 1 else f"{len(found):,} files are"
+            click.echo(
+                f"{name}: {are} missing or damaged. Restore the files below, or run the command again that packed the "
+                "split, which packs them again",
+                err=True,
+            )
+        for each in found:
+            click.echo(f"  {name}/{each}", err=True)
+    return lost
 
 
 def _draw(dest: str, name: str, grid: Path, stored: dict[str, str], *, is_quiet: bool) -> None:
@@ -249,7 +268,8 @@ def _print_damages(damages: dict[str, tuple[Damage, ...]], manifests: dict[str, 
         places = "1 place" if len(found) == 1 else f"{len(found):,} places"
         click.echo(
             f"{name}: damaged in {places}. Restore the files below, or pack again with --overwrite and the original "
-            "options (--size, --holdout, …)."
+            "options (--size, --holdout, …). Without --overwrite, only files that are missing or truncated are packed "
+            "again."
         )
         for each in found:
             click.echo(f"  {name}/{each}")

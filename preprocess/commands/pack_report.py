@@ -80,7 +80,11 @@ def summarise(name: str, result: PackResult, location: Location) -> None:
     """Print what was packed of the split `name`, and what was left out."""
     manifest = result.manifest
     note = ""
-    if result.was_complete:
+    if result.repaired:
+        shown = ", ".join(result.repaired[:_FAILURES_SHOWN])
+        more = f" and {len(result.repaired) - _FAILURES_SHOWN:,} more" if len(result.repaired) > _FAILURES_SHOWN else ""
+        note = f" (already, but files were missing or damaged and were packed again: {shown}{more})"
+    elif result.was_complete:
         note = " (already complete)"
     elif result.num_resumed:
         note = f" (continued after image {result.num_resumed:,})"

@@ -17,6 +17,7 @@ from preprocess.packing.journal import Failure, Journal, read_failures
 from preprocess.packing.owner import Owner
 from preprocess.packing.pipeline import decode_in_order
 from preprocess.packing.plan import PackSettings, check_same_plan, make_plan
+from preprocess.packing.repair import repair_split
 from preprocess.packing.shard_writer import ShardWriter
 from preprocess.packing.split_state import (
     CLEARING,
@@ -28,6 +29,7 @@ from preprocess.packing.split_state import (
 from preprocess.shards.location import Location
 from preprocess.shards.manifest import MANIFEST_KEY, Manifest
 from preprocess.shards.split_files import JOURNAL, delete_lock_files, delete_split_files, split_files
+from preprocess.shards.verify import find_lost_files
 
 if TYPE_CHECKING:
     from preprocess.shards.targets import SplitTargets
@@ -52,12 +54,14 @@ class PackResult:
         failures: the images left out, in source order.
         was_complete: whether the split was already complete with the same settings.
         num_resumed: number of source images processed by an earlier, interrupted run.
+        repaired: the files of a complete split that were missing or damaged and were packed again.
     """
 
     manifest: Manifest
     failures: tuple[Failure, ...]
     was_complete: bool
     num_resumed: int
+    repaired: tuple[str, ...] = ()
 
 
 def pack_split(
@@ -93,7 +97,7 @@ def pack_split(
     if not overwrite and targets is None:
         plan["format_version"] = version_to_pack(location)
     manifest = None if overwrite else find_complete(location, plan)
-    if manifest is not None and not location.list_keys(JOURNAL):
+    if manifest is not None and is_whole(location, manifest):
         return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
     # Checked before the first file is written, so that a folder with other files stays unchanged.
     check_ours(location)
@@ -113,8 +117,9 @@ def _pack(
 ) -> PackResult:
     manifest = _begin(location, journal, plan, overwrite=overwrite)
     if manifest is not None:
+        repaired = make_whole(source, targets, location, journal, settings, manifest, on_progress)
         journal.delete()
-        return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
+        return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0, repaired=repaired)
     records = journal.records(plan)
     num_resumed = records[-1].stop if records else 0
     total = len(source)
@@ -140,6 +145,32 @@ def _pack(
     manifest = write_manifest(source, targets, location, journal, plan, settings, writer.records)
     journal.delete()
     return PackResult(manifest, failures_of(writer.records), was_complete=False, num_resumed=num_resumed)
+
+
+def is_whole(location: Location, manifest: Manifest) -> bool:
+    """Return whether a split with a manifest has all its files and no journal."""
+    return not location.list_keys(JOURNAL) and not find_lost_files(location, manifest)
+
+
+def make_whole(
+    source: SourceSplit,
+    targets: SplitTargets | None,
+    location: Location,
+    journal: Journal,
+    settings: PackSettings,
+    manifest: Manifest,
+    on_progress: Callable[[PackProgress], None] | None,
+) -> tuple[str, ...]:
+    """Pack the lost files of a split with a manifest again, and return their names; raise ShardError if impossible."""
+    lost = find_lost_files(location, manifest)
+    if not lost:
+        return ()
+
+    def show(done: int, total: int) -> None:
+        if on_progress is not None:
+            on_progress(PackProgress(done, total, 0))
+
+    return repair_split(source, targets, location, journal, settings, manifest, lost, show)
 
 
 def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwrite: bool) -> Manifest | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from preprocess.packing.finish import failures_of, write_manifest
 from preprocess.packing.journal import BLOCK_RECORDS, Journal, ShardRecord, read_failures
 from preprocess.packing.owner import OWNER_KEY, BusyError, Owner, PartOwner
-from preprocess.packing.pack import PackProgress, PackResult
+from preprocess.packing.pack import PackProgress, PackResult, is_whole, make_whole
 from preprocess.packing.part import Part, block_range, describe_parts
 from preprocess.packing.pipeline import DecodeBudgets, decode_in_order
 from preprocess.packing.plan import PackSettings, check_same_plan, describe_count, make_plan
@@ -26,7 +26,7 @@ from preprocess.quantities import quantity
 from preprocess.shards.arrays import PIXELS, shard_key
 from preprocess.shards.location import Location, ShardError
 from preprocess.shards.manifest import Manifest
-from preprocess.shards.split_files import JOURNAL, LOCK_SUFFIX, PARTS, delete_lock_files, delete_split_files
+from preprocess.shards.split_files import LOCK_SUFFIX, PARTS, delete_lock_files, delete_split_files
 
 if TYPE_CHECKING:
     from preprocess.shards.targets import SplitTargets
@@ -255,14 +255,15 @@ def finish_job(job: SplitJob, on_progress: OnProgress | None = None) -> PackResu
     """
     location = job.location
     manifest = job.manifest()
-    if manifest is not None and not location.list_keys(JOURNAL):
+    if manifest is not None and is_whole(location, manifest):
         return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
     with Owner(location) as owner:
         journal = Journal(location, owner)
         manifest = job.manifest()
         if manifest is not None:
+            repaired = make_whole(job.source, job.targets, location, journal, job.settings, manifest, on_progress)
             _clean_up(job, journal, manifest)
-            return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
+            return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0, repaired=repaired)
         num_parts = _num_parts(job)
         recorded = job.recorded()
         _check_none_missing(job, num_parts)

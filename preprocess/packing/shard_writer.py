@@ -7,7 +7,7 @@ memory and written by TensorStore.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -102,6 +102,8 @@ class ShardWriter:
         replaces_blocks: whether shard files replace existing ones, from which their own images may have been read. The
             journal then records a shard once its file is about to be replaced, because the images cannot be read again
             afterwards; see `preprocess.packing.recut`.
+        expected_digests: the digests that shards must have to be written, by their numbers; see
+            `preprocess.packing.repair`.
     """
 
     def __init__(
@@ -113,8 +115,10 @@ class ShardWriter:
         records: Sequence[ShardRecord],
         *,
         replaces_blocks: bool = False,
+        expected_digests: Mapping[int, str] | None = None,
     ) -> None:
         self.records = list(records)
+        self._expected_digests = expected_digests or {}
         self._location = location
         self._journal = journal
         self._settings, self._shard_images = settings, settings.resolved_shard_images
@@ -228,6 +232,11 @@ class ShardWriter:
             digest=self._digest.hexdigest(),
             checksums=np.array(self._checksums, np.uint32),
         )
+        if record.digest != self._expected_digests.get(self._number, record.digest):
+            raise ShardError(
+                f"{self._name(self._number)} is missing or damaged and can't be packed again: the images of the source "
+                "now have other pixels; restore it, or pack the split again with --overwrite"
+            )
         commit = None
         if self._replaces_blocks:
             self._journal.append(self._number, record)
@@ -259,10 +268,13 @@ class ShardWriter:
         self._writing = None
         self.records.append(record)
 
+    def _name(self, shard: int) -> str:
+        return f"{self._location.display}{PIXELS}/{shard_key(shard, 3)}"
+
     @contextmanager
     def _naming_shard(self, shard: int) -> Iterator[None]:
         """Convert write errors into a ShardError that names the shard file."""
-        name = f"{self._location.display}{PIXELS}/{shard_key(shard, 3)}"
+        name = self._name(shard)
         try:
             yield
         except TimeoutError as error:

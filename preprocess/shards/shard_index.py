@@ -31,3 +31,13 @@ def shard_index(num_images: int, shard_images: int, stored_bytes: int) -> bytes:
     index[:num_images, 0] = stored_bytes * np.arange(num_images, dtype=np.uint64)
     index[:num_images, 1] = stored_bytes
     return index.tobytes() + crc32c(index).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def end_of_chunks(index: bytes) -> int | None:
+    """Return where the last chunk ends in a shard with this index and its checksum; None if the index is damaged."""
+    entries, checksum = index[:-CHECKSUM_BYTES], int.from_bytes(index[-CHECKSUM_BYTES:], "little")
+    if crc32c(np.frombuffer(entries, np.uint8)) != checksum:
+        return None
+    chunks = np.frombuffer(entries, "<u8").reshape(-1, 2)
+    there = chunks[chunks[:, 0] != _MISSING]
+    return int(there.sum(axis=1).max()) if len(there) else 0

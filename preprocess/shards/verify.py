@@ -34,6 +34,7 @@ from preprocess.shards.arrays import (
 )
 from preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError, open_location
 from preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
+from preprocess.shards.shard_sizes import describe_wrong_size
 from preprocess.shards.split_arrays import label_metadata, open_pixels
 from preprocess.shards.split_files import JOURNAL
 from preprocess.shards.splits import read_manifest
@@ -110,7 +111,47 @@ def verify_split(
     return (*(each for each in rest if each.file not in reported), *contents)
 
 
-def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
+def find_lost_files(location: Location, manifest: Manifest) -> tuple[Damage, ...]:
+    """Check whether a split has all its files, without reading pixels.
+
+    Shard files must exist and, if they are local, have the right size; all other files must be as they were
+    written.
+
+    Args:
+        location: the folder of the split.
+        manifest: its manifest.
+
+    Returns:
+        The damage found, once a file; empty if nothing is missing.
+    """
+    found = {each.file: each for each in _check_required(location, manifest, set(location.list_keys()))}
+    unreadable = set(found)
+    for shard in range(manifest.num_shards):
+        file = f"{PIXELS}/{shard_key(shard, 3)}"
+        if file not in found and (what := describe_wrong_size(location, manifest, shard)) is not None:
+            found[file] = Damage(file, what)
+    for each in (
+        *_check_failures(location, manifest, unreadable),
+        *_check_numbers(location, manifest, manifest.label_array, unreadable),
+        *_check_numbers(location, manifest, CHECKSUMS, unreadable),
+        *_check_metadata(location, manifest, unreadable),
+    ):
+        found.setdefault(each.file, each)
+    # Other bytes in the manifest, with the same values, are no loss.
+    found.pop(MANIFEST_KEY, None)
+    return tuple(found[file] for file in sorted(found))
+
+
+def _check_required(location: Location, manifest: Manifest, found: set[str]) -> Iterator[Damage]:
+    """Yield the damage of each file that a split must have and that is missing or can't be read."""
+    max_bytes = _max_bytes(manifest)
+    for key in sorted(max_bytes):
+        if (damage := _file_damage(location, key, max_bytes[key], is_listed=key in found)) is not None:
+            yield damage
+
+
+def _max_bytes(manifest: Manifest) -> dict[str, int]:
+    """Return the keys of all files that a split must have, and the largest size of each in bytes."""
     expected = {MANIFEST_KEY, FAILURES_KEY, *(f"{name}/{METADATA_KEY}" for name in _arrays(manifest))}
     max_bytes = dict.fromkeys(expected, MAX_VALUE_BYTES)
     images = [f"{PIXELS}/{shard_key(shard, 3)}" for shard in range(manifest.num_shards)]
@@ -119,17 +160,19 @@ def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
         shards = _shards_of(manifest, name)
         parts = range(shards.num_parts(manifest.num_images))
         max_bytes |= dict.fromkeys([f"{name}/{shard_key(part, shards.rank)}" for part in parts], MAX_NUMBERS_BYTES)
+    return max_bytes
+
+
+def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
     found = set(location.list_keys())
-    for key in sorted(max_bytes):
-        if (damage := _file_damage(location, key, max_bytes[key], is_listed=key in found)) is not None:
-            yield damage
+    yield from _check_required(location, manifest, found)
     if any(key.startswith(JOURNAL) for key in found):
         yield Damage(
             JOURNAL,
             "the folder belongs to a preprocess-imagenet command that is still running or was killed just before it "
             "finished; run the same command again to remove the folder",
         )
-    for key in sorted(key for key in found - max_bytes.keys() if not key.startswith(JOURNAL)):
+    for key in sorted(key for key in found - _max_bytes(manifest).keys() if not key.startswith(JOURNAL)):
         yield Damage(printable(key), "the file does not belong to the split")
 
 

@@ -1,0 +1,174 @@
+"""Packs again what a finished split has lost: missing or truncated files.
+
+A file is only written if its content is that which the manifest records, so the split is byte-identical to the one that
+was packed, or a ShardError says why it cannot be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preprocess.packing.journal import Journal, read_failures
+from preprocess.packing.numbers import Numbers, checksum_numbers, create_metadata, label_numbers, target_numbers
+from preprocess.packing.pipeline import decode_in_order
+from preprocess.packing.plan import PackSettings
+from preprocess.packing.shard_writer import ShardWriter, transfer_timeout_s
+from preprocess.shards.arrays import CHECKSUMS, METADATA_KEY, PIXELS, shard_key
+from preprocess.shards.checksum import crc32c
+from preprocess.shards.location import Location, ShardError
+from preprocess.shards.manifest import FAILURES_KEY, Manifest
+from preprocess.shards.split_arrays import open_pixels, pixel_metadata
+from preprocess.shards.verify import Damage
+
+if TYPE_CHECKING:
+    from preprocess.shards.targets import SplitTargets
+    from preprocess.sources.listing import SourceSplit
+
+_READ_BYTES = 16 << 20
+
+
+def repair_split(
+    source: SourceSplit,
+    targets: SplitTargets | None,
+    location: Location,
+    journal: Journal,
+    settings: PackSettings,
+    manifest: Manifest,
+    damages: Sequence[Damage],
+    on_image: Callable[[int, int], None],
+) -> tuple[str, ...]:
+    """Pack the files of ``damages`` again, and return their names.
+
+    Args:
+        source, targets, settings: as for `preprocess.packing.pack.pack_split`; their plan is that of the split.
+        location: the folder of the split.
+        journal: the journal of this process, which owns the split.
+        manifest: the manifest of the split.
+        damages: what `preprocess.shards.verify.find_lost_files` found.
+        on_image: called with the number of images that were decoded again, and that of all that must be.
+
+    Raises:
+        ShardError: the source no longer gives what was packed, or the store can't be read or written.
+    """
+    files = {each.file for each in damages}
+    if FAILURES_KEY in files:
+        if manifest.num_failures:
+            raise _lost(location, FAILURES_KEY, "its content can't be made again without all images")
+        location.write(FAILURES_KEY, b"")
+    failed = [failure.index for failure in read_failures(location)]
+    packed = np.delete(np.arange(len(source)), np.array(failed, np.int64))
+    _write_metadata(location, manifest, files)
+    shards = [shard for shard in range(manifest.num_shards) if f"{PIXELS}/{shard_key(shard, 3)}" in files]
+    if shards:
+        _pack_shards(source, location, journal, settings, manifest, packed, shards, on_image)
+    if any(each.split("/")[0] == manifest.label_array for each in files):
+        if targets is None:
+            labels = np.array([source.image(index).label for index in packed.tolist()], np.uint16)
+            numbers = label_numbers(labels, manifest.num_classes)
+        else:
+            numbers = target_numbers(targets, packed, manifest.num_classes)
+        if numbers.manifest_fields["labels_digest"] != manifest.labels_digest:
+            raise _lost(location, manifest.label_array, "the source now has others")
+        _write_numbers(location, journal, numbers, files)
+    if any(each.split("/")[0] == CHECKSUMS for each in files):
+        numbers = checksum_numbers(_checksums(location, manifest))
+        if numbers.digests != manifest.checksum_digests:
+            raise _lost(location, CHECKSUMS, "the images in the shard files are not those that were packed")
+        _write_numbers(location, journal, numbers, files)
+    return tuple(sorted(files))
+
+
+def _write_numbers(location: Location, journal: Journal, numbers: Numbers, files: set[str]) -> None:
+    journal.check_owner()
+    _delete(location, [each for each in files if each.startswith(f"{numbers.name}/c/")])
+    numbers.write(location)
+
+
+def _delete(location: Location, keys: Sequence[str]) -> None:
+    """Delete damaged files, because TensorStore reads a file before it writes a part of it."""
+    location.delete_keys(keys)
+
+
+def _write_metadata(location: Location, manifest: Manifest, files: set[str]) -> None:
+    """Write the lost metadata of the pixels; the other arrays are written whole."""
+    key = f"{PIXELS}/{METADATA_KEY}"
+    if key not in files:
+        return
+    digest = create_metadata(location, PIXELS, pixel_metadata(manifest))
+    if manifest.metadata_digests and digest != manifest.metadata_digests[PIXELS]:
+        raise _lost(location, key, "this version of TensorStore writes it in another form")
+
+
+def _pack_shards(
+    source: SourceSplit,
+    location: Location,
+    journal: Journal,
+    settings: PackSettings,
+    manifest: Manifest,
+    packed: NDArray[np.int64],
+    shards: Sequence[int],
+    on_image: Callable[[int, int], None],
+) -> None:
+    if manifest.codec != "raw":
+        _delete(location, [f"{PIXELS}/{shard_key(shard, 3)}" for shard in shards])
+    indices = [packed[slice(*manifest.shard_range(shard))] for shard in shards]
+    total, done = sum(map(len, indices)), 0
+    outcomes = decode_in_order(
+        source,
+        settings.rule,
+        ranges=[each for shard in indices for each in _runs(shard)],
+        num_workers=settings.num_workers,
+        layout=settings.layout,
+    )
+    expected = {shard: manifest.shard_digests[shard] for shard in shards}
+    writer = ShardWriter(location, journal, settings, manifest.num_images, [], expected_digests=expected)
+    left = iter(zip(shards, indices, strict=True))
+    stop = 0
+    with writer, closing(outcomes):
+        for block in outcomes:
+            if stop == 0:
+                shard, inside = next(left)
+                writer.begin_block(shard, int(inside[0]))
+                stop = int(inside[-1]) + 1
+            for outcome in block:
+                writer.take(outcome)
+            done += len(block)
+            on_image(done, total)
+            if block[-1].index + 1 == stop:
+                writer.end_block(stop)
+                stop = 0
+        writer.finish(0)
+
+
+def _runs(indices: NDArray[np.int64]) -> Iterator[range]:
+    """Yield the runs of consecutive numbers in ascending ``indices``."""
+    for run in np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1):
+        yield range(int(run[0]), int(run[-1]) + 1)
+
+
+def _checksums(location: Location, manifest: Manifest) -> NDArray[np.uint32]:
+    """Return the CRC-32C, uint32 ``[N]``, of all images in the shard files."""
+    array: Any = open_pixels(location, manifest)
+    step = max(1, _READ_BYTES // manifest.image_bytes)
+    timeout_s = transfer_timeout_s(location, step * manifest.image_bytes)
+    found = np.empty(manifest.num_images, np.uint32)
+    for start in range(0, manifest.num_images, step):
+        stop = min(start + step, manifest.num_images)
+        try:
+            words = array[start:stop].read().result(timeout=timeout_s)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise _lost(location, CHECKSUMS, f"the images can't be read; {location.remedy}") from error
+        found[start:stop] = [crc32c(np.ascontiguousarray(each, "<u4")) for each in words]
+    return found
+
+
+def _lost(location: Location, key: str, why: str) -> ShardError:
+    return ShardError(
+        f"{location.display}{key} is missing or damaged and can't be packed again: {why}; restore it, or pack the "
+        "split again with --overwrite"
+    )

@@ -1,0 +1,43 @@
+"""The size that a local shard file must have, which shows a truncated file without reading its pixels."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from preprocess.regular_file import open_regular, read_at
+from preprocess.shards.arrays import PIXELS, describe_truncation, shard_key
+from preprocess.shards.location import Location
+from preprocess.shards.manifest import Manifest
+from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY, end_of_chunks
+
+
+def describe_wrong_size(location: Location, manifest: Manifest, shard: int) -> str | None:
+    """Return what is wrong with the size of an existing shard file; None if it is right, or the store is remote.
+
+    The manifest determines the size of a raw shard, and the index at its end that of a compressed one.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    if location.local_path is None:
+        return None
+    path = location.local_path / PIXELS / shard_key(shard, 3)
+    found, expected = path.stat().st_size, manifest.shard_bytes(shard)
+    if expected is None:
+        return None if _ends_with_index(path, found, manifest.shard_images) else "the shard file is truncated"
+    if found > expected:
+        return f"the shard file has {found:,} bytes, not {expected:,}"
+    return describe_truncation(found, expected)
+
+
+def _ends_with_index(path: Path, num_bytes: int, shard_images: int) -> bool:
+    index_bytes = shard_images * ENTRY.size + CHECKSUM_BYTES
+    if num_bytes < index_bytes:
+        return False
+    file = open_regular(path)
+    try:
+        index = read_at(file, index_bytes, num_bytes - index_bytes)
+    finally:
+        os.close(file)
+    return end_of_chunks(index) == num_bytes - index_bytes
