@@ -33,8 +33,8 @@ class CountedReads:
     """Stands for the store of a split's pixels and notes which images it is asked for."""
 
     def __init__(self, split):
-        self._stored, self.asked = split._pixels, []
-        split._pixels = self
+        self._stored, self.asked = split._pixels.array, []
+        split._pixels.array = self
 
     def __getitem__(self, indices):
         self.asked += np.atleast_1d(indices).tolist()

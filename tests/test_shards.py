@@ -15,7 +15,7 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.shards import reader as shards
+from preprocess.shards import stored_pixels
 from preprocess.shards.arrays import NUMBERS_PER_CHUNK, NUMBERS_PER_SHARD
 from preprocess.shards.location import open_location
 from preprocess.shards.manifest import Manifest
@@ -240,7 +240,7 @@ def test_numbers_of_a_store_that_does_not_answer_end_at_the_time_limit(data, mon
 def test_pixels_of_a_store_that_does_not_answer_end_at_the_time_limit(tmp_path, source, monkeypatch):
     pack(source, tmp_path, codec="blosc")  # the store reads these
     silent = Silent()
-    monkeypatch.setattr(shards, "start_reading", lambda *_: silent.read())
+    monkeypatch.setattr(stored_pixels, "start_reading", lambda *_: silent.read())
     with open_split(str(tmp_path), "train") as split:
         start = time.monotonic()
         with pytest.raises(

@@ -12,18 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors import SafetensorError, deserialize, safe_open
+from safetensors.numpy import load, save
 
 from engine.keys import like_leaf, plain_key
 from engine.records.digests import SEAL, describe_array, json_digest
 from engine.updates.update import Weights
 from models.torchvision_names import COUNTER, describe_mismatches, from_torchvision, to_torchvision
-from preprocess.regular_file import open_regular
+from preprocess.regular_file import open_regular, read_at
 
 type Tensors = dict[str, NDArray[Any]]
 
 _DIGEST_THREADS = 4
+# A safetensors file begins with the length of its header.
+_LENGTH_BYTES = 8
 # The key that announces a digest, so that a damaged digest key is detected.
 _KIND = "digest"
 # safetensors' names of the types that NumPy supports, including those that jax adds.
@@ -129,15 +131,36 @@ def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
 
 
 def _load(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str]]:
-    with safe_open(path, framework="np") as file:
+    try:
+        file = safe_open(path, framework="np")
+    except OSError:
+        return _load_unmapped(path)  # safetensors maps the file, which some file systems can't
+    with file:
         names = list(file.keys())
         for name in names:
-            if (kind := file.get_slice(name).get_dtype()) not in _READABLE:
-                raise ValueError(
-                    f"weights must be floats of 16 to 64 bits, but {name} of {os.fspath(path)} is {kind}: "
-                    "save it as float32"
-                )
+            _check_kind(path, name, file.get_slice(name).get_dtype())
         return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
+
+
+def _load_unmapped(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str]]:
+    """Read a safetensors file without mapping it; raise OSError if it can't be read."""
+    file = open_regular(path)
+    try:
+        content = read_at(file, os.fstat(file).st_size, 0)
+    finally:
+        os.close(file)
+    for name, entry in deserialize(content):
+        _check_kind(path, name, entry["dtype"])
+    num_bytes = int.from_bytes(content[:_LENGTH_BYTES], "little")
+    header = json.loads(content[_LENGTH_BYTES : _LENGTH_BYTES + num_bytes])
+    return load(content), header.get("__metadata__", {})
+
+
+def _check_kind(path: str | os.PathLike[str], name: str, kind: str) -> None:
+    if kind not in _READABLE:
+        raise ValueError(
+            f"weights must be floats of 16 to 64 bits, but {name} of {os.fspath(path)} is {kind}: save it as float32"
+        )
 
 
 @contextmanager

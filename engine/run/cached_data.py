@@ -58,7 +58,8 @@ def open_cached_split(
         ShardError: as `preprocess.shards.reader.open_split`.
         SettingError: the cache is smaller than one shard.
     """
-    split = stack.enter_context(open_split(data, name, storage_options=storage_options_of(config), cache=cache))
+    options = storage_options_of(config)
+    split = stack.enter_context(open_split(data, name, storage_options=options, cache=cache, notify=notify))
     copies, where = split.copies, f"{data}/{name}"
     if cache is None or copies is None:
         return split

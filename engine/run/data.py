@@ -190,7 +190,7 @@ def _open_packed(
     is_new: bool,
     has_own_loss: bool,
 ) -> RunData:
-    choice = choose_data(config.data)
+    choice, notify = choose_data(config.data), _once(notify)
     # The data of a resumed run may be those of its record.
     is_given = config.data is not None
     notify(f"data: {choice.data}" if is_given and not is_new else f"data: {choice.data} ({choice.reason})")
@@ -237,6 +237,18 @@ def _open_packed(
         evaluation=SequentialBatches(eval_split, batch=config.batch),
         eval_manifest_digest=manifest_digest_of(eval_split.manifest),
     )
+
+
+def _once(notify: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that passes each text on once, because both splits may give the same warning."""
+    said: set[str] = set()
+
+    def say(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            notify(text)
+
+    return say
 
 
 def _order_batches(

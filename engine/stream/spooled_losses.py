@@ -7,6 +7,8 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.regular_file import read_at
+
 # Losses kept in memory, 256 KiB: most runs have fewer steps and never touch the disk.
 _MOST_IN_MEMORY = 1 << 16
 
@@ -53,14 +55,26 @@ class SpooledLosses:
         self._file, self._num_spooled, self._tail = None, 0, array("f")
 
     def to_array(self) -> NDArray[np.float32]:
-        """Return all losses so far as float32 [n]; losses in the file are memory-mapped copy-on-write, not read."""
+        """Return all losses so far as float32 [n]; losses in the file are memory-mapped copy-on-write, not read.
+
+        If the file system can't map the file, they are read.
+        """
+        tail = np.array(self._tail, np.float32)
         if self._file is None or not self._num_spooled:
-            return np.array(self._tail, np.float32)
+            return tail
         self._file.seek(self._num_spooled * self._tail.itemsize)
         try:
-            self._file.write(self._tail.tobytes())
-            mapped = np.memmap(self._file, np.float32, "c", shape=(len(self),))
-        except (OSError, ValueError):
-            mapped = np.memmap(self._file, np.float32, "c", shape=(self._num_spooled,))
-            return np.concatenate([mapped, np.array(self._tail, np.float32)])
-        return mapped.view(np.ndarray)
+            is_whole = self._file.write(self._tail.tobytes()) == tail.nbytes
+        except OSError:
+            is_whole = False
+        if is_whole:
+            return _map_or_read(self._file, len(self))
+        return np.concatenate([_map_or_read(self._file, self._num_spooled), tail])
+
+
+def _map_or_read(file: IO[bytes], num_losses: int) -> NDArray[np.float32]:
+    try:
+        return np.memmap(file, np.float32, "c", shape=(num_losses,)).view(np.ndarray)
+    except OSError:
+        content = read_at(file.fileno(), num_losses * np.dtype(np.float32).itemsize, 0)
+        return np.frombuffer(bytearray(content), np.float32)

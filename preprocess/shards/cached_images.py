@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from preprocess.read_meter import CHECK, READ, ReadMeter
 from preprocess.shards.arrays import PIXELS, shard_key, start_reading
 from preprocess.shards.decoded_checks import DecodedChecks
+from preprocess.shards.file_maps import can_map_files
 from preprocess.shards.location import Location, ShardError, open_location
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.mapped_images import MappedImages
@@ -55,7 +56,7 @@ class CachedImages:
         self.copies = ShardCopies(cache, split, manifest, digest)
         self._folder, self._manifest = cache.pack_folder(digest), manifest
         self._images: MappedImages | _DecodedImages
-        if MappedImages.is_mappable(manifest):
+        if MappedImages.is_mappable(manifest) and can_map_files(cache.folder):
             self._images = MappedImages(self._folder, manifest, expected, meter)
         else:
             self._images = _DecodedImages(self._folder, manifest, meter)
@@ -115,7 +116,7 @@ class CachedImages:
 
 
 class _DecodedImages:
-    """Copies of compressed shard files, decoded by TensorStore at every read; with the methods of `MappedImages`."""
+    """Copies of compressed or unmappable shard files, read by TensorStore; with the methods of `MappedImages`."""
 
     lends = False
 

@@ -17,8 +17,10 @@ import mmap
 import os
 import signal
 import sys
+import tempfile
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -95,6 +97,17 @@ def map_file(file: int, size_bytes: int) -> FileMap:
     array = np.frombuffer(memory, np.uint8)
     array.flags.writeable = False
     return FileMap(array, region)
+
+
+def can_map_files(folder: Path) -> bool:
+    """Return whether a new file in a folder can be mapped; True if that is unknown, because no file can be made."""
+    with suppress(OSError), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(b"x")
+        try:
+            map_file(file.fileno(), 1)
+        except OSError:
+            return False
+    return True
 
 
 def _unmap(region: _Region, guard: _Guard | None) -> None:

@@ -6,7 +6,7 @@ Knows nothing of order, batches or devices; splits are written by `preprocess.pa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from preprocess.printable import printable
 from preprocess.quantities import quantity
 from preprocess.read_meter import CHECK, READ, ReadMeter
-from preprocess.shards.arrays import PIXELS, damage, describe_truncation, shard_key, start_reading
+from preprocess.shards.arrays import PIXELS, damage, describe_truncation, shard_key
 from preprocess.shards.cached_images import CachedImages
 from preprocess.shards.decoded_checks import DecodedChecks
 from preprocess.shards.file_maps import WatchedFolder
@@ -30,10 +30,11 @@ from preprocess.shards.mapped_shards import ChangedFileError, MappedShard
 from preprocess.shards.read_arguments import check_buffer, check_indices
 from preprocess.shards.shard_cache import ShardCache
 from preprocess.shards.shard_copies import ShardCopies
-from preprocess.shards.split_arrays import open_checksums, open_pixels
+from preprocess.shards.split_arrays import open_checksums
 from preprocess.shards.split_labels import SplitLabels
 from preprocess.shards.splits import list_splits, read_manifest
 from preprocess.shards.store_errors import reason
+from preprocess.shards.stored_pixels import StoredPixels, without_maps
 
 __all__ = [
     "ChangedShardError",
@@ -95,7 +96,13 @@ class ShardSplit:
         ShardError: an array can't be opened.
     """
 
-    def __init__(self, location: Location, manifest: Manifest, cache: ShardCache | None = None) -> None:
+    def __init__(
+        self,
+        location: Location,
+        manifest: Manifest,
+        cache: ShardCache | None = None,
+        notify: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.manifest = manifest
         self.location = location
         self.meter = ReadMeter(lambda shard: f"{self._name()}/{PIXELS}/{shard_key(shard, 3)}")
@@ -106,9 +113,9 @@ class ShardSplit:
         self.num_classes = manifest.num_classes
         self.target_words = manifest.target_words
         # Decoded images are not cached: a cache only adds a copy (measured), and the page cache already has the file.
-        self._pixels: ts.TensorStore | None = open_pixels(location, manifest)
-        self._labels: SplitLabels | None = SplitLabels(location, manifest)
-        self._checksums = open_checksums(location, manifest)
+        self._pixels: StoredPixels | None = StoredPixels(location, manifest, notify)
+        self._labels: SplitLabels | None = SplitLabels(without_maps(location), manifest)
+        self._checksums = open_checksums(without_maps(location), manifest)
         self._decoded = DecodedChecks(location, manifest)
         self._mapped: MappedImages | CachedImages | None = None
         folder = location.local_path
@@ -273,7 +280,7 @@ class ShardSplit:
 
     def _read_stored(
         self,
-        stored: ts.TensorStore,
+        stored: StoredPixels,
         indices: NDArray[np.int64],
         pixels: NDArray[np.uint32],
         rows: NDArray[np.intp],
@@ -287,7 +294,7 @@ class ShardSplit:
         before = self._decoded.identify(shards)
         num_torn = 0 if self._watch is None else self._watch.num_torn
         try:
-            start_reading(stored, indices, pixels, rows).result(timeout=max(0.0, deadline - time.monotonic()))
+            stored.read(indices, pixels, rows, deadline)
         except TimeoutError:
             raise ShardError(self._timeout_message(indices, timeout_s)) from None
         except _READ_ERRORS as error:
@@ -315,7 +322,7 @@ class ShardSplit:
         """Return the shape of one image's labels in the caller's buffer."""
         return (self.target_words,) if self.target_words else ()
 
-    def _open_array(self) -> ts.TensorStore:
+    def _open_array(self) -> StoredPixels:
         if self._pixels is None:
             raise ShardError(self._closed_message())
         return self._pixels
@@ -341,7 +348,7 @@ class ShardSplit:
             if (truncation := self._truncation(index // self.manifest.shard_images)) is not None:
                 return f"{self._name()}: image {index} in {self._shard_file(index)}: {truncation}; {self._remedy()}"
             try:
-                stored[index].read().result(timeout=max(0.0, deadline - time.monotonic()))
+                stored.array[index].read().result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 return f"{self._name()}: {damage(error)}; {self._remedy()}"
             except _READ_ERRORS as cause:
@@ -386,6 +393,7 @@ def open_split(
     context: ts.Context | None = None,
     storage_options: Mapping[str, str] | None = None,
     cache: ShardCache | None = None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> ShardSplit:
     """Open the complete split ``split`` of the pack at ``data``.
 
@@ -395,10 +403,11 @@ def open_split(
         context: TensorStore's shared resources; needed only for ``memory://``.
         storage_options: how to reach a remote store, such as ``{"endpoint": "http://127.0.0.1:9000"}``.
         cache: keeps copies of the shard files of a remote store; no effect on a folder of this machine.
+        notify: called once, from any thread, with a line of text if files of this machine can't be mapped.
 
     Raises:
         ShardError: the split does not exist, is unfinished (has no manifest), has a newer format version, or can't be
             accessed.
     """
     location = open_location(data, context=context, memory_mapped=True, storage_options=storage_options)
-    return ShardSplit(location.child(split), read_manifest(location, split), cache)
+    return ShardSplit(location.child(split), read_manifest(location, split), cache, notify)
