@@ -21,6 +21,7 @@ FLOORS = (
     "preprocess.suggestions",
     "preprocess.quantities",
     "preprocess.file_lock",
+    "preprocess.synced_folders",
     "preprocess.pixels",
     "preprocess.read_meter",
     "preprocess.storage_options",

@@ -77,12 +77,12 @@ def test_a_file_has_its_name_once_it_is_on_the_disk(tmp_path, monkeypatch):
         synced.append(path.exists())
         fsync(file)
 
-    replace_calls(monkeypatch, fsync=sync)
+    monkeypatch.setattr(os, "fsync", sync)
     shard = ShardFile(path, shard_images=1)
     shard.add(drawn(1, 2, 2)[0], 0)
     assert not path.exists()
     shard.commit().result(timeout=30)
-    assert synced == [False, True]  # the file, then its folder
+    assert synced == [False, False, True]  # the folder of its folder, the file, then its folder
     assert [each.name for each in path.parent.iterdir()] == ["own"]
 
 

@@ -11,6 +11,7 @@ from engine.records.weights import read_weights
 from engine.stream.spooled_losses import SpooledLosses
 from preprocess.shards import file_maps, stored_pixels
 from preprocess.shards.reader import open_split
+from preprocess.shards.split_arrays import open_pixels
 from tests.fake_source import fake_source, pack, packed_words
 
 
@@ -18,7 +19,7 @@ from tests.fake_source import fake_source, pack, packed_words
 def nothing_maps(request, monkeypatch):
     """Let every mapping of a file fail: Feedloop's own and, as its error reads, TensorStore's."""
     number = request.param
-    map_memory, read, open_pixels = file_maps._map, stored_pixels._read, stored_pixels.open_pixels
+    map_memory, read = file_maps._map, stored_pixels._read
 
     def refuse(address, size_bytes, flags, file):
         if file >= 0:
@@ -46,7 +47,7 @@ def nothing_maps(request, monkeypatch):
 
 @pytest.mark.parametrize("values", [{}, {"codec": "blosc"}], ids=str)
 def test_packs_are_read_with_one_warning(tmp_path, nothing_maps, values):
-    source, said = fake_source(9), []
+    source, said = fake_source(9), list[str]()
     pack(source, tmp_path, **values)
     words, labels = packed_words(source)
     with open_split(str(tmp_path), "train", notify=said.append) as split:
@@ -83,7 +84,7 @@ def test_a_folder_in_which_nothing_maps_is_found(tmp_path, nothing_maps):
 
 def test_weights_are_read(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
-    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array(7, np.int64)}
+    tensors: dict[str, np.ndarray] = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array(7, np.int64)}
     path.write_bytes(weights.weights_file(tensors, {"note": "ü"})[0])
     mapped = read_weights(path)
 

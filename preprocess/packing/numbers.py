@@ -22,6 +22,7 @@ from preprocess.shards.arrays import (
     create_array,
     labels_metadata,
     row_shards,
+    shard_key,
     targets_metadata,
     words_digest,
     write_array,
@@ -64,7 +65,8 @@ class Numbers:
         digest = create_metadata(location, self.name, self.metadata)
         array = write_array(location, self.name, self.metadata)
         timeout_s = transfer_timeout_s(location, self.values.nbytes)
-        for start, stop in self.shards.ranges(len(self.values)):
+        for part, (start, stop) in enumerate(self.shards.ranges(len(self.values))):
+            location.make_folder(f"{self.name}/{shard_key(part, self.shards.rank)}")
             try:
                 with ts.Transaction() as transaction:
                     array.with_transaction(transaction)[start:stop].write(self.values[start:stop]).result(

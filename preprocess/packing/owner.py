@@ -20,6 +20,7 @@ from typing import Self
 from preprocess.packing.part import Part
 from preprocess.shards.location import Location, ShardError
 from preprocess.shards.split_files import JOURNAL, delete_split_files
+from preprocess.synced_folders import make_folders
 
 OWNER_KEY = "journal/owner"
 LOCK_KEY = "journal/lock"
@@ -101,7 +102,7 @@ class Owner:
 
         for _ in range(_LOCK_TRIES):
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folders(path.parent)
                 return lock_file(path)
             except FileNotFoundError:
                 continue  # another process has just removed the folder

@@ -30,6 +30,7 @@ from preprocess.shards.location import Location
 from preprocess.shards.manifest import MANIFEST_KEY, Manifest
 from preprocess.shards.split_files import JOURNAL, delete_lock_files, delete_split_files, split_files
 from preprocess.shards.verify import find_lost_files
+from preprocess.synced_folders import sync_folder
 
 if TYPE_CHECKING:
     from preprocess.shards.targets import SplitTargets
@@ -197,5 +198,7 @@ def _clear(location: Location, journal: Journal) -> None:
     """Delete the pack but no other files; after an interruption, the next run continues the deletion."""
     journal.begin(CLEARING)
     delete_split_files(location, [MANIFEST_KEY])
+    if location.local_path is not None:
+        sync_folder(location.local_path)
     delete_split_files(location, [key for key in split_files(location) if not key.startswith(JOURNAL)])
     journal.delete()

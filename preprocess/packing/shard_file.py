@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from preprocess.shards.shard_index import CHECKSUM_BYTES, shard_index
 from preprocess.shards.split_files import LOCK_SUFFIX
+from preprocess.synced_folders import make_folders, sync_folder
 
 
 class ShardFile:
@@ -32,7 +33,7 @@ class ShardFile:
     """
 
     def __init__(self, path: Path, *, shard_images: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         self._path, self._shard_images = path, shard_images
         self._num_images = self._size_bytes = 0
         self._is_done = False
@@ -92,7 +93,7 @@ class ShardFile:
             raise
         self._is_done = True
         os.close(self._file)
-        _sync_folder(self._path.parent)
+        sync_folder(self._path.parent)
 
     def _is_own(self) -> bool:
         """Return whether the unfinished file is the one that this object created."""
@@ -103,11 +104,3 @@ class ShardFile:
         self._size_bytes += len(left)
         while left:
             left = left[os.write(self._file, left) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

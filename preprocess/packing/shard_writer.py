@@ -208,6 +208,7 @@ class ShardWriter:
             first, key = self._number * self._shard_images, f"{PIXELS}/{shard_key(self._number, 3)}"
             if self._memory is not None:
                 return _RewrittenShard(self._memory, self._location, key, self._array, first, self._words)
+            self._location.make_folder(key)
             return _StoredShard(self._array, first, self._words)
         path = self._folder / PIXELS / shard_key(self._number, 3)
         return ShardFile(path, shard_images=self._shard_images)

@@ -151,6 +151,7 @@ def _numbers_metadata(num_images: int, shards: NumberShards, *, dtype: str, fill
 def create_array(location: Location, name: str, metadata: dict[str, Any]) -> ts.TensorStore:
     """Write the metadata of the array ``name``, replacing any existing metadata, and open the array."""
     path = location.child(name)
+    path.make_folder(METADATA_KEY)
     path.delete(METADATA_KEY)
     return _open(location, name, {"metadata": metadata}, ts.OpenMode(create=True, open=True))
 

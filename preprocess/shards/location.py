@@ -27,6 +27,7 @@ from preprocess.storage_options import (
     timeout_of,
     with_environment,
 )
+from preprocess.synced_folders import make_folders
 from preprocess.system_errors import system_reason
 
 STORE_TIMEOUT_S = 120.0
@@ -167,11 +168,29 @@ class Location:
         Raises:
             ShardError: the store can't be written (full, read-only, access refused).
         """
+        self.make_folder(key)
         self._wait(f"write {key}", lambda store: store.write(key, value), timeout_s)
+
+    def make_folder(self, key: str) -> None:
+        """Create the folder for ``key`` on a mounted file system, so that it survives a power failure with the value.
+
+        TensorStore syncs the folder of a file that it writes, but not those in which it creates that folder.
+
+        Raises:
+            ShardError: as `write`.
+        """
+        if self.local_path is not None:
+            try:
+                make_folders((self.local_path / key).parent)
+            except OSError as error:
+                raise ShardError(
+                    f"{self.display}: can't write {key}: {system_reason(error)}; {remedy_for(error)}"
+                ) from error
 
     def replace(self, key: str, value: bytes) -> bool:
         """Write ``value`` at ``key`` and return True; return False if another process writes there at the same time."""
         self.check_regular(key)
+        self.make_folder(key)
 
         def start(store: ts.KvStore) -> ts.Future[ts.KvStore.TimestampedStorageGeneration]:
             found = store.read(key).result(timeout=self.timeout_s)
@@ -234,6 +253,7 @@ class Location:
         # Asked first, because such a store would overwrite it.
         if self.read(key) is not None:
             return False
+        self.make_folder(key)
         written = self._conditionally()._wait(f"write {key}", lambda store: store.write(key, value, if_equal=_ABSENT))
         return bool(written.generation)
 

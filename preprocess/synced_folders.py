@@ -1,0 +1,42 @@
+"""Makes folders that survive a power failure, together with the files in them.
+
+POSIX promises that a new file or folder can be found again only once the folder that contains it is synced.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+# A file system that can't sync a folder keeps its entries in another way, or not at all.
+_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+def make_folders(folder: Path) -> None:
+    """Create a folder and those above it that do not exist, and sync each folder that gets a new entry.
+
+    Raises:
+        OSError: a folder can't be created or synced.
+    """
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync_folder(each.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the entries of a folder to its disk; do nothing on a file system that does not support that.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,60 @@
+"""Folders survive a power failure: each is synced after what is created in it."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from preprocess.synced_folders import make_folders, sync_folder
+from tests.fake_source import fake_source, pack
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """The folders in the order in which they are synced, each with the names in it at that time."""
+    found, fsync = [], os.fsync
+
+    def note(file):
+        path = Path(f"/proc/self/fd/{file}").readlink()
+        if path.is_dir():
+            found.append((path, {each.name for each in path.iterdir()}))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", note)
+    return found
+
+
+def test_new_folders_are_synced_from_above(tmp_path, synced):
+    make_folders(tmp_path / "a/b/c")
+    make_folders(tmp_path / "a/b/c")
+    assert synced == [(tmp_path, {"a"}), (tmp_path / "a", {"b"}), (tmp_path / "a/b", {"c"})]
+
+
+def test_a_file_in_the_way_is_an_error(tmp_path):
+    (tmp_path / "a").touch()
+    with pytest.raises(NotADirectoryError):
+        make_folders(tmp_path / "a/b")
+
+
+def test_only_a_failing_disk_is_an_error(tmp_path, monkeypatch):
+    def fail(number):
+        def fsync(_file):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    for number in (errno.EINVAL, errno.ENOTSUP):
+        fail(number)
+        sync_folder(tmp_path)
+    fail(errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        sync_folder(tmp_path)
+
+
+@pytest.mark.parametrize("codec", ["raw", "blosc"])
+def test_every_folder_of_a_pack_is_synced_before_its_manifest(tmp_path, synced, codec):
+    pack(fake_source(9), tmp_path / "new/pack", codec=codec)
+    before = [(path, names) for path, names in synced if not (path.name == "train" and "manifest.json" in names)]
+    for folder in [each for each in tmp_path.rglob("*") if each.is_dir()]:
+        assert any(path == folder.parent and folder.name in names for path, names in before), folder
