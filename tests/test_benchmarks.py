@@ -331,6 +331,38 @@ def test_failed_candidates_are_rows_with_the_reason_and_the_others_continue(scri
     assert "a case: round 3 of 3" in said
 
 
+def test_without_time_candidates_and_rounds_are_left_out_with_the_reason(scripts, settings):
+    scripts(honest=HONEST)
+    case = Case("c", IMAGES_PER_S, "a", (Candidate("a", "honest.py"), Candidate("b", "honest.py")))
+    result = run_case(case, settings, say=lambda _: None, until=time.monotonic() + 3 * case.round_s)
+    reason = "left out, because its preparation would leave no time for the rounds"
+    assert [row.measured.reason for row in result.rows] == [reason] * 2
+    order: list[tuple[str, int]] = []
+    results = {name: Measured(amount=1.0) for name in "ab"}
+    runners = {"a": FakeRunner("a", 1.0, order), "b": FakeRunner("b", 1.0, order)}
+    measure(runners, results, repeats=3, round_s=1.0, timeouts_s={"a": 9, "b": 9}, until=time.monotonic())
+    assert [each.reason for each in results.values()] == ["left out, because no time was left for a round"] * 2
+    assert order == [("a", 1), ("b", 1)]  # calibration, in which a worker would fail
+
+
+def test_candidates_find_the_packages_that_this_process_finds(scripts, settings, monkeypatch, tmp_path):
+    scripts(
+        finds="""
+        import found_elsewhere
+        from protocol import Channel
+        Channel().ready(1, facts={"from": found_elsewhere.__name__})
+        input()
+    """
+    )
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/found_elsewhere.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    case = Case("c", IMAGES_PER_S, "a", (Candidate("a", "finds.py"),))
+    (row,) = run_case(case, replace(settings, repeats=1), say=lambda _: None).rows
+    assert row.ready
+    assert row.ready.facts == {"from": "found_elsewhere"}
+
+
 def test_if_the_data_cannot_be_created_every_row_has_that_reason(settings):
     def prepare(_say):
         raise OSError("no space left")
@@ -419,7 +451,7 @@ def test_the_benchmarks_are_listed():
     assert done.exit_code == 0
     listed = [line.split()[0] for line in done.output.splitlines()]
     reading = ["step", "loop", "infeed", "stream", "reader", "latency"]
-    assert listed == [*reading, "pack", "startup", "scaling", "devices", "profile", "card"]
+    assert listed == [*reading, "pack", "startup", "scaling", "devices", "profile", "card", "card-rehearsal"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from tests.card_program import HOST_CALL, CardProgram, size_of
 COMPILER = Path(sys.prefix) / COMPILER_FOLDER
 CHUNK = 7
 EVALUATION_CHUNK = 10  # `crossings.choose_chunk`
+# How much more the oldest supported XLA reads and writes, as it fuses less.
+OLDER = 1.12 if version("jaxlib").startswith("0.11.") else 1.0
 SETTINGS = {"steps": 100, "batch": 256, "image_size": 32, "precision": "bfloat16", "chunk_batches": CHUNK}
 EVERYTHING = {
     "model": "convnet8",
@@ -125,7 +127,7 @@ def test_a_step_on_a_card_is_few_kernels_and_few_passes_over_memory(
     filter_gradients = [kernel for kernel in convolutions if kernel.target == "__cudnn$convBackwardFilter"]
     given = sum(size_of(kernel.operands[1:2]) for kernel in filter_gradients)
     assert len(step) <= most_kernels
-    assert sum(kernel.num_bytes for kernel in step) <= most_passes * given
+    assert sum(kernel.num_bytes for kernel in step) <= OLDER * most_passes * given
     for kernel in convolutions:
         *arrays, scratch = kernel.operands + kernel.results
         assert scratch[0] == "u8"

@@ -16,7 +16,7 @@ from engine import train
 from engine.crossing.choice import choose_transport, this_platform
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[1]
 RUN_TRAIN = "import sys; sys.argv[0] = 'run-train'; from engine.commands.cli import main; main()"
 SETTINGS = ("--synthetic", "--image-size", "32", "--num-classes", "10", "--model", "resnet8", "--batch", "128")
@@ -31,7 +31,8 @@ def _needs_a_card():
 def run_train(folder, *arguments, platform="cuda", **environment):
     """Trains in a process of its own; gives the losses as they were written."""
     command = [sys.executable, "-c", RUN_TRAIN, *SETTINGS, "--run-dir", str(folder), *arguments]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platform} | environment
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    variables = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": platform} | environment
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line)["loss"] for line in (folder / "loss.jsonl").read_text().splitlines()]

@@ -112,6 +112,7 @@ class Settings:
         repeats: number of rounds.
         case: substring of the names of the cases to measure; empty selects all.
         round_s: target duration of a candidate's round in seconds; None uses the case's own.
+        limit_s: time for everything, in seconds; what does not fit is left out. None is no limit.
     """
 
     folder: Path
@@ -120,6 +121,7 @@ class Settings:
     repeats: int = 7
     case: str = ""
     round_s: float | None = None
+    limit_s: float | None = None
 
 
 @dataclass(frozen=True)

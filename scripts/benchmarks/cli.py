@@ -1,7 +1,9 @@
 """The command behind scripts/bench."""
 
+import math
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,8 @@ from scripts.benchmarks.bench import Bench, Settings
 from scripts.benchmarks.report import describe_run, print_about, print_case, write_json
 from scripts.benchmarks.session import ROOT, CaseResult, run_case
 
-BENCHES: tuple[Bench, ...] = tuple(
-    module.BENCH
-    for module in (step, loop, infeed, stream, reader, latency, pack, startup, scaling, devices, profile, card)
-)
+_MODULES = (step, loop, infeed, stream, reader, latency, pack, startup, scaling, devices, profile, card)
+BENCHES: tuple[Bench, ...] = (*(module.BENCH for module in _MODULES), card.REHEARSAL)
 FOLDER = ROOT / ".bench"
 _PIPED_WIDTH = 160
 
@@ -43,6 +43,9 @@ _PIPED_WIDTH = 160
 @click.option("--repeats", type=click.IntRange(1, 1000), default=7, show_default=True, help="Rounds of each case.")
 @click.option("--case", default="", metavar="SUBSTRING", help="Measure only cases whose name contains SUBSTRING.")
 @click.option("--round-s", type=click.FloatRange(0, min_open=True), help="Seconds per candidate and round.")
+@click.option(
+    "--limit-s", type=click.FloatRange(0, min_open=True), help="Seconds for everything; what does not fit is left out."
+)
 @click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Class folders of JPEGs.")
 def main(
     names: tuple[str, ...],
@@ -51,16 +54,19 @@ def main(
     repeats: int,
     case: str,
     round_s: float | None,
+    limit_s: float | None,
     images: Path | None,
 ) -> None:
-    """Run the benchmarks NAME… ("all": every one except card) and print a table per case; without NAME, list them."""
+    """Run the benchmarks NAME… ("all": every one except those of a card); without NAME, list them."""
+    until = time.monotonic() + (limit_s or math.inf)
     if not names:
         for bench in BENCHES:
-            click.echo(f"{bench.name:10}{bench.summary}")
+            click.echo(f"{bench.name:16}{bench.summary}")
         return
     signal.signal(signal.SIGTERM, _end)  # so that SIGTERM unwinds the stack too, and the candidates are killed
     FOLDER.mkdir(exist_ok=True)
-    settings = Settings(FOLDER, None if images is None else images.absolute(), peers, repeats, case, round_s)
+    pictures = None if images is None else images.absolute()
+    settings = Settings(FOLDER, pictures, peers, repeats, case, round_s, limit_s)
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise click.UsageError(f"--json must name a file in an existing folder, got {json_path}")
     benches = _chosen(names)
@@ -72,7 +78,7 @@ def main(
     about, results = describe_run(settings), list[tuple[Bench, CaseResult]]()
     print_about(console, about)
     for bench, each in cases:
-        result = run_case(each, settings, say=_say)
+        result = run_case(each, settings, say=_say, until=until)
         print_case(console, bench, result)
         results.append((bench, result))
         # After each case, so that the results of a long run are not lost if it is stopped.
@@ -86,7 +92,7 @@ def main(
 def _chosen(names: tuple[str, ...]) -> list[Bench]:
     known = {bench.name: bench for bench in BENCHES}
     if "all" in names:
-        return [bench for bench in BENCHES if bench is not card.BENCH]
+        return [bench for bench in BENCHES if bench not in (card.BENCH, card.REHEARSAL)]
     for name in names:
         if name not in known:
             raise click.UsageError(f"NAME must be one of {', '.join(known)} or all, got {name!r}")

@@ -4,7 +4,9 @@ In each round every candidate runs once, in a rotating order, so that other load
 Ratios are computed within each round; their median and quartiles over the rounds are reported.
 """
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -107,9 +109,12 @@ def measure(
     repeats: int,
     round_s: float,
     timeouts_s: Mapping[str, float],
+    until: float = math.inf,
     on_round: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Measure all runners for `repeats` rounds; a runner that fails is left out from then on, with the reason.
+
+    A round that would not end in time, judging by the one before, is not begun.
 
     Args:
         runners: runners by name.
@@ -117,21 +122,35 @@ def measure(
         repeats: number of rounds.
         round_s: target duration of a runner's round, in seconds.
         timeouts_s: time limit of a runner's round, in seconds, by name.
+        until: the time at which all must have ended, by `time.monotonic`.
         on_round: called with the number of each round (from 0) before it starts.
     """
     for name, runner in runners.items():
         try:
-            results[name].num_units = calibrate(runner, round_s, timeouts_s[name])
+            results[name].num_units = calibrate(runner, round_s, _limited(timeouts_s[name], until))
         except WorkerError as error:
             results[name].reason = str(error)
+    longest_s = 0.0
     for round_number in range(repeats):
+        started = time.monotonic()
+        if started + longest_s >= until:
+            break
         on_round(round_number)
         for name in rotated(list(runners), round_number):
             result = results[name]
             sample = None
             if not result.reason:
                 try:
-                    sample = runners[name].run(result.num_units, timeouts_s[name])
+                    sample = runners[name].run(result.num_units, _limited(timeouts_s[name], until))
                 except WorkerError as error:
                     result.reason = str(error)
             result.samples.append(sample)
+        longest_s = max(longest_s, time.monotonic() - started)
+    for name in runners:
+        if not results[name].reason and not results[name].samples:
+            results[name].reason = "left out, because no time was left for a round"
+
+
+def _limited(timeout_s: float, until: float) -> float:
+    """Return a time limit that ends at ``until`` at the latest."""
+    return min(timeout_s, max(0.0, until - time.monotonic()))

@@ -41,6 +41,7 @@ def describe_run(settings: Settings) -> dict[str, Any]:
             "peers": settings.peers,
             "case": settings.case,
             "round_s": settings.round_s,
+            "limit_s": settings.limit_s,
             "images": None if settings.images is None else str(settings.images),
         },
     }

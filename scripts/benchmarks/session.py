@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from scripts.benchmarks.peers import PeerError, ensure_peer
 from scripts.benchmarks.worker import Ready, Worker, WorkerError
 
 ROOT = Path(__file__).parents[2]
+# The time kept for the rounds, while candidates are prepared in a limited time, relative to the rounds' own.
+_ROUNDS_MARGIN = 1.5
 
 
 @dataclass
@@ -113,8 +116,12 @@ class CaseResult:
         }
 
 
-def run_case(case: Case, settings: Settings, *, say: Callable[[str], None]) -> CaseResult:
-    """Prepare, measure and kill the candidates of a case; a failed candidate gets a row with the reason."""
+def run_case(case: Case, settings: Settings, *, say: Callable[[str], None], until: float = math.inf) -> CaseResult:
+    """Prepare, measure and kill the candidates of a case; a failed candidate gets a row with the reason.
+
+    ``until`` is the time at which all must have ended, by `time.monotonic`: a candidate whose preparation would leave
+    no time for the rounds gets the reason, and rounds that do not fit are left out.
+    """
     rows = [Row(candidate, Measured(amount=1.0), None) for candidate in case.candidates]
     try:
         case.prepare(say)
@@ -124,13 +131,14 @@ def run_case(case: Case, settings: Settings, *, say: Callable[[str], None]) -> C
         return CaseResult(case, rows)
     load_before = load_average()
     with ExitStack() as stack:
-        runners = _prepare(case, rows, settings, stack, say)
+        runners = _prepare(case, rows, settings, stack, say, until)
         measure(
             runners,
             {row.candidate.name: row.measured for row in rows},
             repeats=settings.repeats,
             round_s=case.round_s,
             timeouts_s={candidate.name: candidate.round_timeout_s for candidate in case.candidates},
+            until=until,
             on_round=lambda number: say(f"{case.name}: round {number + 1} of {settings.repeats}"),
         )
     summarise(case, rows)
@@ -138,7 +146,7 @@ def run_case(case: Case, settings: Settings, *, say: Callable[[str], None]) -> C
 
 
 def _prepare(
-    case: Case, rows: list[Row], settings: Settings, stack: ExitStack, say: Callable[[str], None]
+    case: Case, rows: list[Row], settings: Settings, stack: ExitStack, say: Callable[[str], None], until: float
 ) -> dict[str, Runner]:
     """Start the candidates of a case, and return those that are ready by name; the others get their reason."""
     runners: dict[str, Runner] = {}
@@ -153,10 +161,15 @@ def _prepare(
             else:
                 row.measured.reason = f"{alone} was not ready"
         else:
+            rounds_s = _ROUNDS_MARGIN * settings.repeats * case.round_s * (len(runners) + 1)
+            limit_s = min(row.candidate.prepare_timeout_s, until - time.monotonic() - rounds_s)
+            if limit_s <= 0:
+                row.measured.reason = "left out, because its preparation would leave no time for the rounds"
+                continue
             say(f"{case.name}: preparing {name}")
             try:
                 worker = _start(row.candidate, case, settings, stack, say)
-                row.ready = worker.wait_ready(row.candidate.prepare_timeout_s)
+                row.ready = worker.wait_ready(limit_s)
                 runners[name] = worker
             except (WorkerError, PeerError, OSError) as error:
                 row.measured.reason = str(error)
@@ -194,7 +207,9 @@ def _start(
     candidate: Candidate, case: Case, settings: Settings, stack: ExitStack, say: Callable[[str], None]
 ) -> Worker:
     logs = settings.folder / "logs"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    # What this process has on its path, such as packages in a folder of their own, the candidates need too.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     environment |= dict(candidate.environment)
     if candidate.peer:
         python = ensure_peer(candidate.peer, settings.folder, say=say)

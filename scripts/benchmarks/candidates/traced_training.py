@@ -1,7 +1,8 @@
 """A training on a card under jax's profiler: `WARM_STEPS`, then `TRACED_STEPS` that are traced, then `LAST_STEPS`.
 
 A gate holds back the source, so that the profiler starts and stops while the program waits for batches, and only whole
-steps are traced, each from its first kernel on. A process traces once.
+steps are traced, each from its first kernel on. A process traces once. With the word "rehearse" the profile is only
+listed, because a processor's has no streams of kernels.
 """
 
 import sys
@@ -39,7 +40,7 @@ def count_waits() -> dict[str, Waits]:
     return waits
 
 
-def main(model: str, size: int, batch: int, num_classes: int, precision: str) -> None:
+def main(model: str, size: int, batch: int, num_classes: int, precision: str, rehearse: str = "") -> None:
     """Train, trace, and print the results of the trace."""
     waits = count_waits()
     gate, sink, ended = GatedBatches(ReadyBatches(batch, size)), LastLoss(), threading.Event()
@@ -79,11 +80,17 @@ def main(model: str, size: int, batch: int, num_classes: int, precision: str) ->
         if failures:
             raise failures[0]
         (written,) = Path(folder).rglob("*.xplane.pb")
-        trace = read_trace(jax.profiler.ProfileData.from_file(str(written)))
+        profile = jax.profiler.ProfileData.from_file(str(written))
+        if rehearse:
+            print(
+                f"rehearsal: the profile of {TRACED_STEPS} steps has {', '.join(each.name for each in profile.planes)}"
+            )
+            return
+        trace = read_trace(profile)
     print(f"trace of {model} {size} px b{batch} {precision}, batches at hand")
     for line in describe(trace, seen, TRACED_STEPS):
         print(f"  {line}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
