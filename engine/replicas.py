@@ -84,17 +84,20 @@ class Replicas:
         joined: T = lax.all_gather(tree, AXIS, tiled=True)
         return joined
 
-    def on_first(self, action: Callable[[], None], when: jax.Array | None = None) -> None:
-        """Perform an action, such as a call to the host, on the first device alone, and only if `when` (bool []) holds.
+    def on_first[T](self, action: Callable[[T], T], carried: T, when: jax.Array | None = None) -> T:
+        """Return what `action`, such as a call to the host, makes of `carried` on the first device.
 
-        None stands for always.
+        The other devices return `carried` unchanged, and so does the first unless `when` (bool []) holds; None stands
+        for always.
         """
         is_first = None if self.count == 1 else self.this_device() == 0
         flags = [flag for flag in (when, is_first) if flag is not None]
         if not flags:
-            action()
-        else:
-            lax.cond(flags[0] if len(flags) == 1 else flags[0] & flags[1], action, lambda: None)
+            return action(carried)
+        done: T = lax.cond(
+            flags[0] if len(flags) == 1 else flags[0] & flags[1], action, lambda unchanged: unchanged, carried
+        )
+        return done
 
 
 ALONE = Replicas()

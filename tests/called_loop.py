@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from engine.crossing.token import first_token
+
 RESULTS = (jax.ShapeDtypeStruct((2, 3), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
 
 
@@ -20,11 +22,12 @@ def check_calls(transport):
 
     def program(steps):
         def body(carry):
-            step, total, negative = carry
-            table, number = transport.call(host, RESULTS, step, jnp.array([0.5, 2.0]) * step)
-            return step + 1, total + table.sum(), negative + number
+            token, step, total, negative = carry
+            token, (table, number) = transport.call(host, RESULTS, token, step, jnp.array([0.5, 2.0]) * step)
+            return token, step + 1, total + table.sum(), negative + number
 
-        return lax.while_loop(lambda carry: carry[0] < steps, body, (jnp.int32(0), jnp.uint32(0), jnp.int32(0)))
+        before = first_token(), jnp.int32(0), jnp.uint32(0), jnp.int32(0)
+        return lax.while_loop(lambda carry: carry[1] < steps, body, before)[1:]
 
     with transport.running():
         _, total, negative = jax.block_until_ready(jax.jit(program)(jnp.int32(4)))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from engine.crossing.token import first_token
 from engine.crossing.transport import InplaceTransport
 from engine.run.compilation import caching_compilations, compile_traced, compiler_options, trace_ahead
 from models.registry import build_model
@@ -23,7 +24,7 @@ def calling_program(*, is_kept):
         results[0][...] = operands[0] + 1
 
     def program(x):
-        return transport.call(answer, (jax.ShapeDtypeStruct((), jnp.int32),), x)[0]
+        return transport.call(answer, (jax.ShapeDtypeStruct((), jnp.int32),), first_token(), x)[1][0]
 
     traced = trace_ahead(program, jnp.int32(0), platform="cpu")
     return compile_traced(traced, keeps=transport if is_kept else None), weakref.ref(transport)

@@ -13,6 +13,7 @@ from jax import lax
 
 from engine.crossing.cuda import transport as cuda_transport
 from engine.crossing.cuda.driver import CudaError
+from engine.crossing.token import first_token
 from tests.called_loop import check_calls
 from tests.fake_xla import fake_transport
 
@@ -38,25 +39,25 @@ def test_what_is_emitted_arrives_in_order_before_the_end(eagerness):
     seen: list[tuple[object, ...]] = []
 
     def program(steps):
-        def body(step):
-            transport.emit(lambda arrays: seen.append(("number", int(arrays[0]))), step)
-            transport.emit(
+        def body(carry):
+            token, step = carry
+            token = transport.emit(lambda arrays: seen.append(("number", int(arrays[0]))), token, step)
+            token = transport.emit(
                 lambda arrays: seen.append(("arrays", arrays[0].tolist(), arrays[1].dtype)),
+                token,
                 step + jnp.arange(2),
                 step > 1,
             )
-            return step + 1
+            return token, step + 1
 
-        return lax.while_loop(lambda step: step < steps, body, jnp.int32(0))
+        return lax.while_loop(lambda carry: carry[1] < steps, body, (first_token(), jnp.int32(0)))
 
     with transport.running():
         jax.block_until_ready(jax.jit(program)(jnp.int32(600)))
     expected = []
     for step in range(600):
         expected += [("number", step), ("arrays", [step, step + 1], np.bool)]
-    assert sorted(seen[:2]) == sorted(expected[:2])  # which of two that know nothing of each other is first is XLA's
-    assert [entry for entry in seen if entry[0] == "number"] == expected[::2]
-    assert [entry for entry in seen if entry[0] == "arrays"] == expected[1::2]
+    assert seen == expected
     check_clean(fake)
 
 
@@ -67,7 +68,12 @@ def test_the_arrays_of_one_block_are_aligned():
 
     def program(x):
         transport.emit(
-            lambda arrays: starts.extend(each.ctypes.data for each in arrays), x > 0, x, (x > 0)[:3], jnp.float32(1)
+            lambda arrays: starts.extend(each.ctypes.data for each in arrays),
+            first_token(),
+            x > 0,
+            x,
+            (x > 0)[:3],
+            jnp.float32(1),
         )
         return x
 
@@ -88,11 +94,11 @@ def test_a_slow_receiver_is_waited_for(monkeypatch):
         seen.append(int(arrays[0]))
 
     def program(steps):
-        def body(step):
-            transport.emit(take, step)
-            return step + 1
+        def body(carry):
+            token, step = carry
+            return transport.emit(take, token, step), step + 1
 
-        return lax.while_loop(lambda step: step < steps, body, jnp.int32(0))
+        return lax.while_loop(lambda carry: carry[1] < steps, body, (first_token(), jnp.int32(0)))[1]
 
     threading.Timer(0.3, released.set).start()
     with transport.running():
@@ -109,14 +115,14 @@ def test_a_hanging_receiver_ends_the_program_in_time(monkeypatch):
     released = threading.Event()
 
     def program(step):
-        transport.emit(lambda _: released.wait(30), step)
-        transport.emit(lambda _: None, step)
+        token = transport.emit(lambda _: released.wait(30), first_token(), step)
+        token = transport.emit(lambda _: None, token, step)
 
-        def body(step):
-            transport.emit(lambda _: released.wait(30), step)
-            return step + 1
+        def body(carry):
+            token, step = carry
+            return transport.emit(lambda _: released.wait(30), token, step), step + 1
 
-        return lax.while_loop(lambda step: step < 4, body, step)
+        return lax.while_loop(lambda carry: carry[1] < 4, body, (token, step))
 
     compiled = jax.jit(program).lower(jnp.int32(0)).compile()
     threading.Timer(1.0, released.set).start()
@@ -167,11 +173,11 @@ def test_a_receiver_that_hangs_at_the_end_keeps_its_memory(monkeypatch):
 
 def emitting(transport, take=lambda _: None):
     def program(steps):
-        def body(step):
-            transport.emit(take, step)
-            return step + 1
+        def body(carry):
+            token, step = carry
+            return transport.emit(take, token, step), step + 1
 
-        return lax.while_loop(lambda step: step < steps, body, jnp.int32(0))
+        return lax.while_loop(lambda carry: carry[1] < steps, body, (first_token(), jnp.int32(0)))[1]
 
     return program
 
@@ -204,7 +210,7 @@ class LazyXla:
 
     def call(self, number, outputs=(), inputs=()):
         with self.fake.as_xla():
-            self.calls[number](None, outputs, *inputs)
+            self.calls[number](None, [None, *outputs], None, *inputs)  # the token first
 
     def write(self, address, value):
         """A kernel that writes a number."""
@@ -216,12 +222,12 @@ class LazyXla:
 def test_emitted_values_are_those_at_their_place_in_the_stream(monkeypatch, seed):
     """XLA's buffer is written again by the next step, long before the host is told of this one."""
     xla, seen = LazyXla(monkeypatch, seed), []
-    xla.transport.emit(lambda arrays: seen.append(int(arrays[0])), jax.ShapeDtypeStruct((), jnp.int32))
+    xla.transport.emit(lambda arrays: seen.append(int(arrays[0])), first_token(), jax.ShapeDtypeStruct((), jnp.int32))
     buffer = xla.fake.new_memory(4)
     with xla.transport.running():
         for step in range(40):
             xla.write(buffer, step)
-            xla.call(0, [xla.fake.new_memory(4)], [buffer])
+            xla.call(0, [], [buffer])
             xla.write(buffer, 999)
     assert seen == list(range(40))
     assert xla.fake.violations == []
@@ -236,7 +242,7 @@ def test_a_call_reads_what_the_stream_has_written_before_it_and_its_results_come
         results[0][...] = 2 * operands[0]
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    xla.transport.call(host, (number,), number)
+    xla.transport.call(host, (number,), first_token(), number)
     source, target = xla.fake.new_memory(4), xla.fake.new_memory(4)
     doubled = []
     with xla.transport.running():

@@ -14,6 +14,7 @@ from jax import lax
 
 from engine import train
 from engine.crossing.choice import choose_transport, this_platform
+from engine.crossing.token import first_token
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.gpu
@@ -47,12 +48,15 @@ def test_calls_and_what_is_emitted_carry_their_values():
 
     def program(steps):
         def body(carry):
-            step, total = carry
-            (table,) = transport.call(host, (jax.ShapeDtypeStruct((2, 3), jnp.uint32),), step)
-            transport.emit(lambda arrays: emitted.append((int(arrays[0]), arrays[1].tolist())), step, table[0] * 2)
-            return step + 1, total + table.sum()
+            token, step, total = carry
+            token, (table,) = transport.call(host, (jax.ShapeDtypeStruct((2, 3), jnp.uint32),), token, step)
+            token = transport.emit(
+                lambda arrays: emitted.append((int(arrays[0]), arrays[1].tolist())), token, step, table[0] * 2
+            )
+            return token, step + 1, total + table.sum()
 
-        return lax.while_loop(lambda carry: carry[0] < steps, body, (jnp.int32(0), jnp.uint32(0)))
+        before = first_token(), jnp.int32(0), jnp.uint32(0)
+        return lax.while_loop(lambda carry: carry[1] < steps, body, before)[1:]
 
     with transport.running():
         _, total = jax.block_until_ready(jax.jit(program)(jnp.int32(300)))

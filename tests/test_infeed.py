@@ -12,6 +12,7 @@ import pytest
 from engine.control.board import ControlBoard
 from engine.control.request import ControlRequest
 from engine.crossing.infeed import Infeed
+from engine.crossing.token import first_token
 from engine.crossing.transport import InplaceTransport
 from engine.feed.batches import FunctionBatches
 from engine.feed.feeder import Feeder
@@ -32,10 +33,10 @@ def make_infeed(batches, *, stop_step=4, num_shards=1, timeout_s=5.0, chunk=1, t
     board = ControlBoard()
     infeed = Infeed(feeder, board, InplaceTransport(), words_of=board.words, chunk=chunk, times_waits=times_waits)
     none = jnp.int32(0)
-    pull = jax.jit(infeed.pull).lower(none, none, none).compile()
+    pull = jax.jit(infeed.pull).lower(first_token(), none, none, none).compile()
 
     def pull_chunk(step, shard=0, num_batches=chunk):
-        return pull(jnp.int32(step), jnp.int32(shard), jnp.int32(num_batches))
+        return pull(first_token(), jnp.int32(step), jnp.int32(shard), jnp.int32(num_batches))[1]
 
     return infeed, feeder, board, pull_chunk
 
@@ -177,13 +178,14 @@ def test_the_batches_of_a_chunk_are_taken_in_in_order_until_it_is_over(over_at):
         count, pixels, labels = seen
         return count + 1, pixels.at[count].set(batch.pixels), labels.at[count].set(batch.labels)
 
-    def emit(seen):
+    def emit(token, seen):
         emitted.append(seen)
-        return seen
+        return token, seen
 
     def take_all(pulled):
         nothing = jnp.int32(0), jnp.zeros((3, BATCH, SIZE, SIZE), jnp.uint32), jnp.zeros((3, BATCH), jnp.int32)
-        return infeed.for_each(pulled, take_in, nothing, is_over=lambda seen: seen[0] >= over_at, emit=emit)
+        over = {"is_over": lambda seen: seen[0] >= over_at, "emit": emit}
+        return infeed.for_each(first_token(), pulled, take_in, nothing, **over)[1:]
 
     (count, pixels, labels), num_taken = jax.jit(take_all)(pulled)
     assert count == num_taken == min(over_at, 3)

@@ -11,16 +11,18 @@ from jax import lax
 
 from engine.control.board import ControlBoard
 from engine.crossing.outfeed import Outfeed
+from engine.crossing.token import first_token
 from engine.crossing.transport import InplaceTransport
 
 
 def push_steps(outfeed, steps):
-    def body(step):
+    def body(carry):
+        token, step = carry
         numbers = jnp.array([[1.0 / (step + 1), 0.25]], jnp.float32)
-        outfeed.push_losses(step + 1, jnp.int32(1), numbers)
-        return step + 1
+        return outfeed.push_losses(token, step + 1, jnp.int32(1), numbers), step + 1
 
-    jax.block_until_ready(jax.jit(lambda: lax.while_loop(lambda step: step < steps, body, jnp.int32(0)))())
+    before = first_token(), jnp.int32(0)
+    jax.block_until_ready(jax.jit(lambda: lax.while_loop(lambda carry: carry[1] < steps, body, before))())
 
 
 def test_each_loss_arrives_once_in_order_with_its_time():
@@ -40,7 +42,7 @@ def test_a_push_may_hold_several_losses_or_none(num_updates):
     received: list[Any] = []
     outfeed = Outfeed(received.append, ControlBoard(), InplaceTransport())
     numbers = jnp.array([[2.5, 0.1], [1.5, 0.2], [jnp.nan, 0.3], [0.5, 0.4]], jnp.float32)
-    jax.block_until_ready(jax.jit(outfeed.push_losses)(jnp.int32(10), jnp.int32(num_updates), numbers))
+    jax.block_until_ready(jax.jit(outfeed.push_losses)(first_token(), jnp.int32(10), jnp.int32(num_updates), numbers))
     (pushed,) = received
     assert pushed.first_step == 10 - num_updates + 1
     np.testing.assert_array_equal(pushed.losses, numbers[:num_updates, 0])

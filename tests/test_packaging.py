@@ -30,6 +30,11 @@ CROSSINGS = {
 KERNEL_CALLS = {"ffi_call", "register_ffi_target", "pycapsule"}
 KERNELS = "models.kernels"
 TRANSPORTS = {"engine.crossing.transport", "engine.crossing.cuda.transport"}
+TOKEN = "engine.crossing.token"
+BEGIN_CHAINS = {"engine.program.loop", "engine.program.one_batch", "engine.evaluation.counting"}
+# The methods that cross: of transports, infeeds and outfeeds, and what calls them on one device.
+PUSHES = {f"push_{what}" for what in ("losses", "evaluation", "snapshot", "histograms", "images")}
+CROSSES = PUSHES | {"emit", "enqueue", "pull", "for_each", "on_first"}
 # They hand the crossings the transport that these call.
 CHOOSE_TRANSPORT = {
     "engine.crossing.choice",
@@ -148,6 +153,23 @@ def test_only_the_two_crossings_reach_the_host(path: Path) -> None:
         assert "transport.call(" not in source
     elif module not in CROSSINGS:
         assert "engine.crossing.transport" not in imports_of(path)
+
+
+def test_the_crossings_of_a_program_are_one_chain() -> None:
+    """A program begins with the first token, and whoever makes a crossing passes on the token that it returns."""
+    texts = {module_name(path): path.read_text(encoding="utf-8") for path in SOURCES}
+    assert {module for module, text in texts.items() if "first_token()" in text} == BEGIN_CHAINS | {TOKEN}
+    dropped = [
+        f"{module}:{statement.lineno}"
+        for module, text in texts.items()
+        if module.startswith("engine.")
+        for statement in ast.walk(ast.parse(text))
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and isinstance(statement.value.func, ast.Attribute)
+        and statement.value.func.attr in CROSSES
+    ]
+    assert dropped == []
 
 
 def test_the_calls_of_kernels_are_found() -> None:

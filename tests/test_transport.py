@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from engine.crossing.token import first_token
 from engine.crossing.transport import CallbackTransport, InplaceTransport
 from tests.called_loop import RESULTS, check_calls
 
@@ -21,7 +22,7 @@ def test_the_state_of_a_thread_is_kept_before_anything_else_of_a_call(monkeypatc
     monkeypatch.setattr(type(transport._thread_state), "keep", lambda _: calls.append("kept"))
 
     def program(value):
-        return transport.call(lambda *_: calls.append("called"), RESULTS[1:], value)
+        return transport.call(lambda *_: calls.append("called"), RESULTS[1:], first_token(), value)
 
     for _ in range(2):
         jax.block_until_ready(jax.jit(program)(jnp.float32(1)))
@@ -33,7 +34,7 @@ def test_a_call_whose_results_nobody_uses_is_still_made(transport):
     seen = []
 
     def program(value):
-        transport.call(lambda operands, _: seen.append(float(operands[0])), RESULTS[1:], value)
+        transport.call(lambda operands, _: seen.append(float(operands[0])), RESULTS[1:], first_token(), value)
         return value + 1
 
     jax.block_until_ready(jax.jit(program)(jnp.float32(2.5)))
@@ -52,7 +53,7 @@ def test_arrays_that_the_host_keeps_are_never_taken_for_those_of_a_later_call(tr
         results[0][...] = operands[0] + operands[1]
 
     def program(number):
-        return transport.call(host, RESULTS[1:], number, number * 7)[0]
+        return transport.call(host, RESULTS[1:], first_token(), number, number * 7)[1][0]
 
     compiled = jax.jit(program).lower(jnp.int32(0)).compile()
     sums = []

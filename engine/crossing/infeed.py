@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from engine.control.board import ControlBoard
 from engine.control.word import CONTROL_WORDS, STOP, ControlWord, ControlWords, decode_control, stop_at_once
 from engine.crossing.observer import PullObserver
+from engine.crossing.token import Token
 from engine.crossing.transport import Array, Transport
 from engine.feed.batches import Labels, Pixels
 from engine.feed.feeder import Feeder
@@ -72,10 +73,13 @@ class BatchInfeed(Protocol):
     failure: BaseException | None
     feeder: Feeder
 
-    def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
+    def pull(
+        self, token: Token, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array
+    ) -> tuple[Token, Pulled]:
         """Pull one shard of each of several batches; called while tracing.
 
         Args:
+            token: the token of the crossing before; that of this one is returned.
             batch_index: int32 [], index of the first batch, from 0.
             shard: int32 [], index of the shard.
             num_batches: int32 [], number of batches wanted, at most n.
@@ -84,25 +88,27 @@ class BatchInfeed(Protocol):
 
     def for_each[C](
         self,
+        token: Token,
         pulled: Pulled,
         process_batch: Callable[[C, Batch], C],
         carry: C,
         *,
         is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
-        emit: Callable[[C], C] = lambda carry: carry,
-    ) -> tuple[C, jax.Array]:
+        emit: Callable[[Token, C], tuple[Token, C]] = lambda token, carry: (token, carry),
+    ) -> tuple[Token, C, jax.Array]:
         """Process the batches of a pull in order; called while tracing.
 
         Args:
+            token: the token of the crossing before, such as of `pull`.
             pulled: the result of `pull`.
-            process_batch: (carry, batch) → carry.
+            process_batch: (carry, batch) → carry; makes no crossing.
             carry: the initial carry, a pytree of arrays.
             is_over: carry → bool [], whether to skip the remaining batches.
-            emit: carry → carry; emits the results of at most `num_together` batches.
+            emit: (token, carry) → (token, carry); emits the results of at most `num_together` batches.
 
         Returns:
-            The final carry, and the number of batches processed (int32 []): fewer than `pulled` states if `is_over`
-            became true or the host ran out of batches.
+            The token of the last crossing, the final carry, and the number of batches processed (int32 []): fewer than
+            `pulled` states if `is_over` became true or the host ran out of batches.
         """
         ...
 
@@ -195,21 +201,24 @@ class Infeed:
         """Stop reading ahead; see `BatchInfeed.close`."""
         self.feeder.close()
 
-    def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
+    def pull(
+        self, token: Token, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array
+    ) -> tuple[Token, Pulled]:
         """Pull one shard of each of several batches; see `BatchInfeed.pull`."""
         address = jnp.stack([batch_index, shard, num_batches])
-        pixels, labels, words = self._transport.call(self._answer, self._results, address)
-        return Pulled(decode_control(words), Batch(pixels, labels))
+        token, (pixels, labels, words) = self._transport.call(self._answer, self._results, token, address)
+        return token, Pulled(decode_control(words), Batch(pixels, labels))
 
     def for_each[C](
         self,
+        token: Token,
         pulled: Pulled,
         process_batch: Callable[[C, Batch], C],
         carry: C,
         *,
         is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
-        emit: Callable[[C], C] = lambda carry: carry,
-    ) -> tuple[C, jax.Array]:
+        emit: Callable[[Token, C], tuple[Token, C]] = lambda token, carry: (token, carry),
+    ) -> tuple[Token, C, jax.Array]:
         """Process the batches of a pull in order; see `BatchInfeed.for_each`.
 
         If a stop comes instead of batches, the loop has no iterations. The loop updates the carry in place, whereas
@@ -227,7 +236,7 @@ class Infeed:
             return process_batch(carry, self._batch(batches, num_taken)), num_taken + 1
 
         carry, num_taken = lax.while_loop(condition, body, (carry, jnp.zeros((), jnp.int32)))
-        return emit(carry), num_taken
+        return *emit(token, carry), num_taken
 
     @jax.named_scope(UNPACK)
     def _batch(self, batches: Batch, number: jax.Array) -> Batch:

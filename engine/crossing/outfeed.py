@@ -25,6 +25,7 @@ from engine.crossing.pushed import (
     PushedLosses,
     PushedSnapshot,
 )
+from engine.crossing.token import Token
 from engine.crossing.transport import Array, Transport
 from engine.images.mixing import WHOLE
 from engine.keys import plain_keys
@@ -60,11 +61,12 @@ class Outfeed:
         self.failure: BaseException | None = None
 
     def push_losses(
-        self, step: jax.Array, num_updates: jax.Array, numbers: jax.Array, names: Sequence[str] = ()
-    ) -> None:
+        self, token: Token, step: jax.Array, num_updates: jax.Array, numbers: jax.Array, names: Sequence[str] = ()
+    ) -> Token:
         """Emit the losses of the most recent updates; called while tracing.
 
         Args:
+            token: the token of the crossing before; that of this one is returned.
             step: int32 [], number of updates done, including these.
             num_updates: int32 [], number of updates emitted, at most n.
             numbers: float32 [n, 2 + metrics], loss, learning rate and metrics of each.
@@ -77,12 +79,13 @@ class Outfeed:
             metrics = dict(zip(names, values, strict=True))
             return PushedLosses(step - num_updates + 1, losses, learning_rates, time.time(), metrics)
 
-        self._push(read, jnp.stack([step, num_updates]), numbers)
+        return self._push(read, token, jnp.stack([step, num_updates]), numbers)
 
-    def push_evaluation(self, step: jax.Array, tally: Tally, metrics: dict[str, jax.Array]) -> None:
+    def push_evaluation(self, token: Token, step: jax.Array, tally: Tally, metrics: dict[str, jax.Array]) -> Token:
         """Emit the result of an evaluation; called while tracing.
 
         Args:
+            token: the token of the crossing before; that of this one is returned.
             step: int32 [], number of updates done before the evaluation.
             tally: its final tally.
             metrics: the values of the metrics by name, arrays of any shape.
@@ -103,10 +106,17 @@ class Outfeed:
                 metrics={name: value.tolist() for name, value in zip(names, values, strict=True)},
             )
 
-        self._push(read, step, tally.num_images, tally.loss_sum, *ranked, *metrics.values())
+        return self._push(read, token, step, tally.num_images, tally.loss_sum, *ranked, *metrics.values())
 
-    def push_snapshot(self, step: jax.Array, pulls: jax.Array, state: Any) -> None:
-        """Emit `state`, any pytree, after `step` updates and `pulls` batches (int32 [] each); called while tracing."""
+    def push_snapshot(self, token: Token, step: jax.Array, pulls: jax.Array, state: Any) -> Token:
+        """Emit the state; called while tracing.
+
+        Args:
+            token: the token of the crossing before; that of this one is returned.
+            step: int32 [], updates done.
+            pulls: int32 [], batches taken.
+            state: any pytree.
+        """
         leaves, structure = jax.tree.flatten(plain_keys(state))
 
         def read(step: Array, pulls: Array, *leaves: Array) -> PushedSnapshot:
@@ -114,12 +124,15 @@ class Outfeed:
             copies = [np.array(leaf) for leaf in leaves]
             return PushedSnapshot(int(step), int(pulls), jax.tree.unflatten(structure, copies))
 
-        self._push(read, step, pulls, *leaves)
+        return self._push(read, token, step, pulls, *leaves)
 
-    def push_histograms(self, step: jax.Array, names: Sequence[str], histograms: tuple[jax.Array, ...]) -> None:
+    def push_histograms(
+        self, token: Token, step: jax.Array, names: Sequence[str], histograms: tuple[jax.Array, ...]
+    ) -> Token:
         """Emit the histograms of several arrays; called while tracing.
 
         Args:
+            token: the token of the crossing before; that of this one is returned.
             step: int32 [], updates done.
             names: the name of each array, n of them.
             histograms: float32 [n, 65] edges, int32 [n, 64] counts, float32 [n] means and standard deviations, and
@@ -132,14 +145,15 @@ class Outfeed:
             found = [Histogram(*each) for each in zip(edges, counts, *numbers, strict=True)]
             return PushedHistograms(int(step), time.time(), dict(zip(names, found, strict=True)))
 
-        self._push(read, step, *histograms)
+        return self._push(read, token, step, *histograms)
 
     def push_images(
-        self, step: jax.Array, images: jax.Array, labels: jax.Array | None, own_shares: jax.Array | None
-    ) -> None:
+        self, token: Token, step: jax.Array, images: jax.Array, labels: jax.Array | None, own_shares: jax.Array | None
+    ) -> Token:
         """Emit some images of a batch; called while tracing.
 
         Args:
+            token: the token of the crossing before; that of this one is returned.
             step: int32 [], updates done.
             images: uint8 [k, h, w, 3].
             labels: int32 [k], or None if they are not class numbers.
@@ -153,10 +167,11 @@ class Outfeed:
             shares = found[0].astype(np.float64) / WHOLE if found else None
             return PushedImages(int(step), time.time(), np.array(images), labels, shares)
 
-        self._push(read, step, images, *(each for each in (labels, own_shares) if each is not None))
+        optional = (each for each in (labels, own_shares) if each is not None)
+        return self._push(read, token, step, images, *optional)
 
-    def _push(self, read: Callable[..., Pushed], *operands: jax.Array) -> None:
-        self._transport.emit(partial(self._accept, read), *operands)
+    def _push(self, read: Callable[..., Pushed], token: Token, *operands: jax.Array) -> Token:
+        return self._transport.emit(partial(self._accept, read), token, *operands)
 
     def _accept(self, read: Callable[..., Pushed], operands: Sequence[Array]) -> None:
         """Pass an emitted record to the receiver; runs on a thread of XLA's runtime or of the transport."""

@@ -14,11 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 from numpy.typing import NDArray
+
+from engine.crossing.token import TOKEN_SHAPE, Token
 
 type Array = NDArray[Any]
 type HostFunction = Callable[[Sequence[Array], Sequence[Array]], None]
@@ -42,25 +43,29 @@ class Transport(Protocol):
     failure: BaseException | None
 
     def call(
-        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """Insert a call to `function` into the program; called while tracing.
+        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], token: Token, *operands: jax.Array
+    ) -> tuple[Token, tuple[jax.Array, ...]]:
+        """Insert a call to `function` into the program, after the crossing that returned `token`; called while tracing.
 
         Args:
             function: called on a thread of XLA's runtime with the operands' values and the arrays to write.
             results: shapes and dtypes of the arrays that it writes.
+            token: the token of the crossing before.
             operands: traced arrays of any shape, of NumPy's own dtypes.
 
         Returns:
-            One traced array for each of `results`.
+            The token for the next crossing, and one traced array for each of `results`.
         """
         ...
 
-    def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
+    def emit(self, function: Callable[[Sequence[Array]], None], token: Token, *operands: jax.Array) -> Token:
         """Insert into the program a call to `function` with the values of the operands; called while tracing.
 
-        Calls come in the program's order, one at a time, at once or later, but before the end of `running`. When the
-        function returns, the operands' memory belongs to the program again.
+        Calls come in the order of the tokens, one at a time, at once or later, but before the end of `running`. When
+        the function returns, the operands' memory belongs to the program again.
+
+        Returns:
+            The token for the next crossing.
         """
         ...
 
@@ -80,19 +85,14 @@ class _PromptTransport(ABC):
 
     @abstractmethod
     def call(
-        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
-    ) -> tuple[jax.Array, ...]:
+        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], token: Token, *operands: jax.Array
+    ) -> tuple[Token, tuple[jax.Array, ...]]:
         """Insert a call to `function` into the program; see `Transport.call`."""
 
-    def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
-        """Insert a call to `function` that has no results; see `Transport.emit`."""
-
-        def take(operands: Sequence[Array], results: Sequence[Array]) -> None:
-            results[0][...] = 0
-            function(operands)
-
-        # Some backends drop a call without a result; one byte keeps it.
-        self.call(take, (jax.ShapeDtypeStruct((), jnp.uint8),), *operands)
+    def emit(self, function: Callable[[Sequence[Array]], None], token: Token, *operands: jax.Array) -> Token:
+        """Insert a call to `function` that has no results but the token; see `Transport.emit`."""
+        token, _ = self.call(lambda operands, _: function(operands), (), token, *operands)
+        return token
 
     def running(self) -> AbstractContextManager[None]:
         """Return a context that does nothing, because there is nothing to open; see `Transport.running`."""
@@ -154,18 +154,20 @@ class InplaceTransport(_PromptTransport):
         self._thread_state = ThreadState()
 
     def call(
-        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
-    ) -> tuple[jax.Array, ...]:
+        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], token: Token, *operands: jax.Array
+    ) -> tuple[Token, tuple[jax.Array, ...]]:
         """Insert a call to `function` into the program; see `Transport.call`."""
         find, thread_state = self._called.enter(function), self._thread_state
 
         # Not `np.asarray`: jaxlib would register an address on this thread's stack as a live object, and as long as
         # that array lives, a later call whose buffer is at the same address gets the old array.
-        def cross(_context: Any, outputs: Sequence[Any], *inputs: Any) -> None:
+        def cross(_context: Any, outputs: Sequence[Any], _token: Any, *inputs: Any) -> None:
             thread_state.keep()
-            find()([np.from_dlpack(value) for value in inputs], [np.from_dlpack(buffer) for buffer in outputs])
+            find()([np.from_dlpack(value) for value in inputs], [np.from_dlpack(buffer) for buffer in outputs[1:]])
 
-        return tuple(buffer_callback(cross, tuple(results), has_side_effect=True)(*operands))
+        called = buffer_callback(cross, (TOKEN_SHAPE, *results), has_side_effect=True)
+        byte, *values = called(token.byte, *operands)
+        return Token(byte), tuple(values)
 
 
 class CallbackTransport(_PromptTransport):
@@ -174,15 +176,16 @@ class CallbackTransport(_PromptTransport):
     name = "callback"
 
     def call(
-        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
-    ) -> tuple[jax.Array, ...]:
+        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], token: Token, *operands: jax.Array
+    ) -> tuple[Token, tuple[jax.Array, ...]]:
         """Insert a call to `function` into the program; see `Transport.call`."""
         find = self._called.enter(function)
 
-        def cross(*inputs: Any) -> tuple[Array, ...]:
+        def cross(token: Any, *inputs: Any) -> tuple[Array, ...]:
             written = tuple(np.zeros(result.shape, result.dtype) for result in results)
             find()([np.asarray(value) for value in inputs], written)
-            return written
+            return np.asarray(token), *written
 
-        # Unordered, because the address in the loop's carry already fixes the order without a token in the loop.
-        return tuple(io_callback(cross, tuple(results), *operands, ordered=False))
+        # Unordered for jax, whose own tokens are slower and do not pass through `shard_map`.
+        byte, *values = io_callback(cross, (TOKEN_SHAPE, *results), token.byte, *operands, ordered=False)
+        return Token(byte), tuple(values)

@@ -24,6 +24,7 @@ from engine.crossing.choice import (
     traced_platform,
 )
 from engine.crossing.infeed import BatchInfeed
+from engine.crossing.token import first_token
 from engine.crossing.transport import Transport
 from engine.evaluation.result import ImagePredictions
 from engine.evaluation.subject import (
@@ -126,16 +127,18 @@ def _compile(
         num_logits = _num_logits(model, weights, subject, source) if per_class or ranked else 0
         rows = None if ranked is None else empty_predictions(ranked.num_images, min(ranked.num_classes, num_logits))
         first_pull = jnp.zeros((), jnp.int32)
-        return evaluate_split(
+        _, tally, is_incomplete = evaluate_split(
             model,
             statics,
             weights,
             infeed,
+            first_token(),
             first_pull,
             num_batches,
             scale,
             start=empty_tally(num_logits if per_class else None, statics.evaluated_objective, rows),
         )
+        return tally, is_incomplete
 
     with caching_compilations(subject.config.compilation_cache):
         traced = trace_ahead(

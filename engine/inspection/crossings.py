@@ -1,14 +1,17 @@
 """What a compiled program does beside computing: calls of the host, fusions, and copies and transposes."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.hlo.program import Instruction, Source
+from engine.hlo.program import Array, Instruction, Source
 from engine.hlo.work import bytes_of, fused_into
 from engine.inspection.steps import Steps
 from engine.scopes import SNAPSHOT, TRAIN, VALID
 
 _MOVES = frozenset({"copy", "transpose", "copy-start"})
+# `engine.crossing.token.Token`, which every crossing takes and returns first.
+_TOKEN = "u8[]"
 # What a fusion may contain, beside a copy or transpose, and still compute nothing.
 _NOTHING = frozenset({"parameter", "constant", "bitcast", "reshape", "broadcast", "convert", "tuple", "slice"})
 
@@ -22,7 +25,7 @@ class HostCall:
         scope: what it is for, such as "train/draw".
         target: what is called.
         when: how often: "each batch", "each pull", "at boundaries", "once", and ", if due" in a branch.
-        bytes_to_host, bytes_from_host: what one call passes.
+        bytes_to_host, bytes_from_host: what one call passes, without the token that orders the calls.
         source: the line of code that it comes from.
     """
 
@@ -82,13 +85,18 @@ def find_host_calls(steps: Steps) -> tuple[HostCall, ...]:
             scope=steps.name_of(each),
             target=each.target,
             when=_when(steps, each),
-            bytes_to_host=sum(operand.num_bytes for operand in program.operands_of(each)),
-            bytes_from_host=each.num_bytes,
+            bytes_to_host=_passed_bytes([array for operand in program.operands_of(each) for array in operand.results]),
+            bytes_from_host=_passed_bytes(each.results),
             source=steps.source_of(each),
         )
         for each in program.instructions.values()
         if each.opcode == "custom-call" and "callback" in each.target
     )
+
+
+def _passed_bytes(arrays: Sequence[Array]) -> int:
+    """Return the bytes of the arrays; the first is the token if it looks like one."""
+    return sum(each.num_bytes for each in arrays[1 if str(arrays[0]) == _TOKEN else 0 :]) if arrays else 0
 
 
 def find_fusions(steps: Steps, *, most: int = 5) -> Fusions:

@@ -1,6 +1,7 @@
 """The loop over the batches of a split that is evaluated, inside the program, and the pull that all loops share."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax import lax
 
 from engine.control.word import ControlWord
 from engine.crossing.infeed import Batch, BatchInfeed, Pulled
+from engine.crossing.token import Token
 from engine.images.augment import prepare_for_evaluation
 from engine.images.unpack import PixelScale
 from engine.objective.tally import Tally, empty_tally, merge_tallies, tally_outputs
@@ -19,14 +21,16 @@ from engine.updates.update import Weights
 
 
 @jax.named_scope(DRAW)
-def pull_part(infeed: BatchInfeed, batch_index: jax.Array, num_batches: jax.Array, replicas: Replicas) -> Pulled:
+def pull_part(
+    infeed: BatchInfeed, token: Token, batch_index: jax.Array, num_batches: jax.Array, replicas: Replicas
+) -> tuple[Token, Pulled]:
     """Pull this device's rows of several batches, with a control word that is the same on all devices.
 
     A stop of any device stops all of them, after the batches that all of them have; requests are the first device's.
     """
-    pulled = infeed.pull(batch_index, replicas.this_device(), num_batches)
+    token, pulled = infeed.pull(token, batch_index, replicas.this_device(), num_batches)
     if replicas.count == 1:
-        return pulled
+        return token, pulled
     control, is_first = pulled.control, replicas.this_device() == 0
     # As the largest of integers, so that one small reduction carries all; the factor is positive, and so are its bits.
     factor = lax.bitcast_convert_type(control.learning_rate_factor, jnp.int32)
@@ -36,7 +40,23 @@ def pull_part(infeed: BatchInfeed, batch_index: jax.Array, num_batches: jax.Arra
     )
     stop, snapshot, evaluate = (flag > 0 for flag in flags)
     agreed = lax.bitcast_convert_type(factor, jnp.float32)
-    return pulled._replace(control=ControlWord(stop, snapshot, evaluate, agreed, -fewest))
+    return token, pulled._replace(control=ControlWord(stop, snapshot, evaluate, agreed, -fewest))
+
+
+class _SplitCarry(NamedTuple):
+    """The carry of the loop over the pulls of a split.
+
+    Attributes:
+        token: the token of the last crossing.
+        batch: int32 [], batches counted.
+        stopped: bool [], whether the host requested a stop.
+        tally: the tally so far.
+    """
+
+    token: Token
+    batch: jax.Array
+    stopped: jax.Array
+    tally: Tally
 
 
 def evaluate_split(
@@ -44,12 +64,13 @@ def evaluate_split(
     statics: Statics,
     weights: Weights,
     infeed: BatchInfeed,
+    token: Token,
     first_pull: jax.Array,
     num_batches: jax.Array,
     scale: PixelScale,
     *,
     start: Tally | None = None,
-) -> tuple[Tally, jax.Array]:
+) -> tuple[Token, Tally, jax.Array]:
     """Evaluate a model on a whole split, using the running statistics in `weights`.
 
     Args:
@@ -57,25 +78,26 @@ def evaluate_split(
         statics: the static settings; those used are the image size and whether to evaluate mirror images too.
         weights: the model's parameters and statistics.
         infeed: infeed of the split's batches.
+        token: the token of the crossing before.
         first_pull: int32 [], address of the first batch.
         num_batches: int32 [], number of batches.
         scale: mean and standard deviation of the pixels.
         start: the tally before the first batch; None is an empty tally without classes.
 
     Returns:
-        The tally, and whether it is incomplete because the host requested a stop (bool []).
+        The token of the last crossing, the tally, and whether it is incomplete because the host requested a stop (bool
+        []).
     """
 
-    def continues(carry: tuple[jax.Array, jax.Array, Tally]) -> jax.Array:
-        batch, stopped, _ = carry
-        return (batch < num_batches) & ~stopped
+    def continues(carry: _SplitCarry) -> jax.Array:
+        return (carry.batch < num_batches) & ~carry.stopped
 
-    def one_pull(carry: tuple[jax.Array, jax.Array, Tally]) -> tuple[jax.Array, jax.Array, Tally]:
-        batch, _, tally = carry
+    def one_pull(carry: _SplitCarry) -> _SplitCarry:
+        batch = carry.batch
         num_wanted = jnp.minimum(num_batches - batch, infeed.chunk)
-        pulled = pull_part(infeed, first_pull + batch, num_wanted, statics.replicas)
-        tally, num_taken = infeed.for_each(pulled, count, tally)
-        return batch + num_taken, num_taken < num_wanted, tally
+        token, pulled = pull_part(infeed, carry.token, first_pull + batch, num_wanted, statics.replicas)
+        token, tally, num_taken = infeed.for_each(token, pulled, count, carry.tally)
+        return _SplitCarry(token, batch + num_taken, num_taken < num_wanted, tally)
 
     def count(tally: Tally, batch: Batch) -> Tally:
         images = prepare_for_evaluation(batch.pixels, statics.augmentation.size, scale)
@@ -89,14 +111,12 @@ def evaluate_split(
         with jax.named_scope(LOSS):
             return tally_outputs(statics.evaluated_objective, tally, logits, batch.labels)
 
-    before = (
-        jnp.zeros((), jnp.int32),
-        jnp.zeros((), jnp.bool),
-        start or empty_tally(objective=statics.evaluated_objective),
-    )
-    _, stopped, tally = lax.while_loop(continues, one_pull, before)
+    empty = start or empty_tally(objective=statics.evaluated_objective)
+    before = _SplitCarry(token, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool), empty)
+    after = lax.while_loop(continues, one_pull, before)
     with jax.named_scope(LOSS):
-        return statics.replicas.merge(partial(merge_tallies, statics.evaluated_objective), tally), stopped
+        tally = statics.replicas.merge(partial(merge_tallies, statics.evaluated_objective), after.tally)
+    return after.token, tally, after.stopped
 
 
 def _mean_of_halves(outputs: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jax import lax
 from engine.control.word import ControlWord
 from engine.crossing.infeed import Batch, BatchInfeed
 from engine.crossing.outfeed import Outfeed
+from engine.crossing.token import Token, first_token
 from engine.objective.tally import Tally, empty_tally
 from engine.program.augmented_batch import augment_batch
 from engine.program.evaluate_split import evaluate_split, pull_part
@@ -40,12 +41,14 @@ class _Carry(NamedTuple):
         stopped: bool [], whether to leave the loops.
         snapshot: bool [], whether the host requested a snapshot after the current update.
         observed: what the last update showed.
+        token: the token of the last crossing; all crossings are one chain, in the order of this file.
     """
 
     state: TrainState
     stopped: jax.Array
     snapshot: jax.Array
     observed: Observed
+    token: Token
 
 
 class _ChunkCarry(NamedTuple):
@@ -100,7 +103,7 @@ class _Program:
             return ~carry.stopped & ~_is_done(carry.state, values)
 
         no = jnp.zeros((), jnp.bool)
-        start = _Carry(self._split_gathered(state), no, no, self._init_observed(state))
+        start = _Carry(self._split_gathered(state), no, no, self._init_observed(state), first_token())
         return self._join_gathered(lax.while_loop(continues, partial(self._segment, values), start).state)
 
     def _init_observed(self, state: TrainState) -> Observed:
@@ -147,17 +150,17 @@ class _Program:
             return (carry.state.step < boundary) & ~carry.stopped & ~requested
 
         carry = lax.while_loop(continues, partial(self._one_pull, values, boundary), carry)
-        self._push_observed(values, step_before, carry)
-        return self._push_snapshot(values, self._evaluate(values, carry))
+        return self._push_snapshot(values, self._evaluate(values, self._push_observed(values, step_before, carry)))
 
     @jax.named_scope(TRAIN)
     def _one_pull(self, values: RunValues, boundary: jax.Array, carry: _Carry) -> _Carry:
         """Train on one pull's batches, up to update `boundary`, and emit the losses of the updates that were due."""
         requested = carry.state.owes_evaluation | carry.snapshot
         num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values.update, self.infeed.chunk)
-        pulled = pull_part(self.infeed, carry.state.pulls, num_wanted, self.statics.replicas)
+        token, pulled = pull_part(self.infeed, carry.token, carry.state.pulls, num_wanted, self.statics.replicas)
         control = pulled.control
-        chunk, num_taken = self.infeed.for_each(
+        token, chunk, num_taken = self.infeed.for_each(
+            token,
             pulled,
             partial(self._train_on_batch, values, control),
             _empty_chunk(carry, self.infeed.num_together, len(self.statics.objective.metrics)),
@@ -170,7 +173,7 @@ class _Program:
         if self.evaluation_infeed is not None:
             state = state._replace(owes_evaluation=state.owes_evaluation | (control.evaluate & is_heeded))
         stopped = control.stop | chunk.gives_up | (num_taken < control.num_batches)
-        return _Carry(state, stopped, carry.snapshot | (control.snapshot & is_heeded), chunk.observed)
+        return _Carry(state, stopped, carry.snapshot | (control.snapshot & is_heeded), chunk.observed, token)
 
     def _train_on_batch(self, values: RunValues, control: ControlWord, chunk: _ChunkCarry, batch: Batch) -> _ChunkCarry:
         """Train on the next batch of a pull."""
@@ -193,34 +196,39 @@ class _Program:
         )
 
     @jax.named_scope(PUSH)
-    def _push_losses(self, chunk: _ChunkCarry) -> _ChunkCarry:
+    def _push_losses(self, token: Token, chunk: _ChunkCarry) -> tuple[Token, _ChunkCarry]:
         names = tuple(self.statics.objective.metrics)
-        self.statics.replicas.on_first(
-            lambda: self.outfeed.push_losses(chunk.state.step, chunk.num_updates, chunk.numbers, names)
+        token = self.statics.replicas.on_first(
+            lambda token: self.outfeed.push_losses(token, chunk.state.step, chunk.num_updates, chunk.numbers, names),
+            token,
         )
-        return chunk._replace(num_updates=jnp.zeros_like(chunk.num_updates))
+        return token, chunk._replace(num_updates=jnp.zeros_like(chunk.num_updates))
 
     @jax.named_scope(TRAIN)
     @jax.named_scope(PUSH)
-    def _push_observed(self, values: RunValues, step_before: jax.Array, carry: _Carry) -> None:
+    def _push_observed(self, values: RunValues, step_before: jax.Array, carry: _Carry) -> _Carry:
         """Emit histograms and images if they are due after the last update since `step_before`."""
-        state, (gradients, images) = carry.state, carry.observed
+        state, (gradients, images), token = carry.state, carry.observed, carry.token
 
         def is_due(every: jax.Array) -> jax.Array:
             return (state.step > step_before) & _is_multiple(state.step, every)
 
         if gradients is not None and values.histogram_every_steps is not None:
             leaves = named_leaves("weights", state.params) | named_leaves("gradients", gradients)
-            self.statics.replicas.on_first(
-                lambda: self.outfeed.push_histograms(
-                    state.step, list(leaves), compute_histograms(list(leaves.values()))
+            token = self.statics.replicas.on_first(
+                lambda token: self.outfeed.push_histograms(
+                    token, state.step, list(leaves), compute_histograms(list(leaves.values()))
                 ),
+                token,
                 is_due(values.histogram_every_steps),
             )
         if images is not None and values.log_images_every_steps is not None:
-            self.statics.replicas.on_first(
-                lambda: self.outfeed.push_images(state.step, *images), is_due(values.log_images_every_steps)
+            token = self.statics.replicas.on_first(
+                lambda token: self.outfeed.push_images(token, state.step, *images),
+                token,
+                is_due(values.log_images_every_steps),
             )
+        return carry._replace(token=token)
 
     @jax.named_scope(VALID)
     def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
@@ -233,18 +241,24 @@ class _Program:
         on_time = (state.step >= values.stop_step) | _is_multiple(state.step, every)
         due = ~carry.stopped & (state.owes_evaluation | on_time)
 
-        def evaluate(weights: Weights) -> tuple[Tally, jax.Array]:
+        def evaluate(token: Token, weights: Weights) -> tuple[Token, Tally, jax.Array]:
             num_batches = values.num_eval_batches
             first_pull = state.num_evaluations * num_batches
-            return evaluate_split(self.model, self.statics, weights, infeed, first_pull, num_batches, values.scale)
+            return evaluate_split(
+                self.model, self.statics, weights, infeed, token, first_pull, num_batches, values.scale
+            )
 
         none = empty_tally(objective=self.statics.evaluated_objective), jnp.zeros((), jnp.bool)
-        tally, is_interrupted = lax.cond(due, evaluate, lambda _: none, state.evaluated)
+        token, tally, is_interrupted = lax.cond(
+            due, evaluate, lambda token, _: (token, *none), carry.token, state.evaluated
+        )
         done = due & ~is_interrupted
         with jax.named_scope(LOSS):
             metrics = self.statics.evaluated_objective.finish_metrics(tally.metrics)
         with jax.named_scope(PUSH):
-            self.statics.replicas.on_first(lambda: self.outfeed.push_evaluation(state.step, tally, metrics), done)
+            token = self.statics.replicas.on_first(
+                lambda token: self.outfeed.push_evaluation(token, state.step, tally, metrics), token, done
+            )
         correct = jnp.zeros((), jnp.int32) if tally.top1 is None else tally.top1
         top1 = correct.astype(jnp.float32) / jnp.maximum(tally.num_images, 1).astype(jnp.float32)
         state = state._replace(
@@ -252,7 +266,7 @@ class _Program:
             num_evaluations=state.num_evaluations + done.astype(jnp.int32),
             top1=jnp.where(done, top1, state.top1),
         )
-        return carry._replace(state=state, stopped=carry.stopped | is_interrupted)
+        return carry._replace(state=state, stopped=carry.stopped | is_interrupted, token=token)
 
     def _push_snapshot(self, values: RunValues, carry: _Carry) -> _Carry:
         """Emit the state if a snapshot is due, except at the end of the run, when the host receives it anyway."""
@@ -260,8 +274,10 @@ class _Program:
         wanted = carry.snapshot | _is_multiple(state.step, values.snapshot_every_steps)
         due = wanted & ~carry.stopped & ~_is_done(state, values)
         with jax.named_scope(TRAIN), jax.named_scope(SNAPSHOT):
-            self.statics.replicas.on_first(lambda: self.outfeed.push_snapshot(state.step, state.pulls, state), due)
-        return carry._replace(snapshot=jnp.zeros((), jnp.bool))
+            token = self.statics.replicas.on_first(
+                lambda token: self.outfeed.push_snapshot(token, state.step, state.pulls, state), carry.token, due
+            )
+        return carry._replace(snapshot=jnp.zeros((), jnp.bool), token=token)
 
 
 def _empty_chunk(carry: _Carry, num_together: int, num_metrics: int) -> _ChunkCarry:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from engine.crossing.infeed import Batch, BatchInfeed
+from engine.crossing.token import first_token
 from engine.program.evaluate_split import pull_part
 from engine.replicas import Replicas
 
@@ -33,10 +34,10 @@ def pull_one_batch(infeed: BatchInfeed, replicas: Replicas, shapes: Batch, pulls
         shapes: the shapes and dtypes of this device's part.
         pulls: the number of the batch, from 0.
     """
-    pulled = pull_part(infeed, pulls, jnp.ones((), jnp.int32), replicas)
+    token, pulled = pull_part(infeed, first_token(), pulls, jnp.ones((), jnp.int32), replicas)
     empty: Batch = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
     none = jnp.zeros((), jnp.bool)
-    (batch, is_there), _ = infeed.for_each(
-        pulled, lambda _, batch: (batch, jnp.ones((), jnp.bool)), (empty, none), is_over=lambda carry: carry[1]
+    _, (batch, is_there), _ = infeed.for_each(
+        token, pulled, lambda _, batch: (batch, jnp.ones((), jnp.bool)), (empty, none), is_over=lambda carry: carry[1]
     )
     return OneBatch(batch, pulled.control.learning_rate_factor, is_there)

@@ -22,6 +22,7 @@ from engine.crossing.cuda.ring import DeviceRing, Places, Stopwatch
 from engine.crossing.cuda.transport import CudaTransport
 from engine.crossing.infeed import Batch, Pulled, WordsOf, make_batch
 from engine.crossing.observer import PullObserver
+from engine.crossing.token import Token
 from engine.crossing.transport import Array
 from engine.feed.feeder import Allocate, Feeder
 from engine.scopes import DRAW, UNPACK
@@ -94,34 +95,41 @@ class StreamedInfeed:
         self.feeder.close()
         self._read_stopwatches()
 
-    def pull(self, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array) -> Pulled:
+    def pull(
+        self, token: Token, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array
+    ) -> tuple[Token, Pulled]:
         """Pull only the control words of a chunk; see `BatchInfeed.pull`."""
         address = jnp.stack([batch_index, shard, num_batches])
-        (words,) = self._transport.call(self._answer, (jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),), address)
-        return Pulled(decode_control(words), None)
+        results = (jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),)
+        token, (words,) = self._transport.call(self._answer, results, token, address)
+        return token, Pulled(decode_control(words), None)
 
     def for_each[C](
         self,
+        token: Token,
         pulled: Pulled,
         process_batch: Callable[[C, Batch], C],
         carry: C,
         *,
         is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
-        emit: Callable[[C], C] = lambda carry: carry,
-    ) -> tuple[C, jax.Array]:
+        emit: Callable[[Token, C], tuple[Token, C]] = lambda token, carry: (token, carry),
+    ) -> tuple[Token, C, jax.Array]:
         """Process a pull's batches; discard the results of iterations without a batch. See `BatchInfeed.for_each`."""
         form = PackedForm.of(carry)
 
-        def body(_: jax.Array, loop_carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-            packed, num_taken = loop_carry
+        def body(
+            _: jax.Array, loop_carry: tuple[Token, list[jax.Array], jax.Array]
+        ) -> tuple[Token, list[jax.Array], jax.Array]:
+            token, packed, num_taken = loop_carry
             carry = form.unpack(packed)
-            batch, exists = self._next_batch(pulled.control, num_taken)
+            token, batch, exists = self._next_batch(token, pulled.control, num_taken)
             is_taken = exists & ~is_over(carry)
-            carry = emit(choose(is_taken, process_batch(carry, batch), carry))
-            return form.pack(carry), num_taken + is_taken.astype(jnp.int32)
+            token, carry = emit(token, choose(is_taken, process_batch(carry, batch), carry))
+            return token, form.pack(carry), num_taken + is_taken.astype(jnp.int32)
 
-        packed, num_taken = lax.fori_loop(0, self.chunk, body, (form.pack(carry), jnp.zeros((), jnp.int32)))
-        return form.unpack(packed), num_taken
+        before = token, form.pack(carry), jnp.zeros((), jnp.int32)
+        token, packed, num_taken = lax.fori_loop(0, self.chunk, body, before)
+        return token, form.unpack(packed), num_taken
 
     def take_wait_s(self, batch_index: int) -> float:
         """Return how long the stream waited for a batch, by the device's clock; see `BatchInfeed.take_wait_s`."""
@@ -135,13 +143,14 @@ class StreamedInfeed:
             self.feeder.meter.attribute(batch_index, wait_s)
         return wait_s
 
-    def _next_batch(self, control: ControlWord, num_taken: jax.Array) -> tuple[Batch, jax.Array]:
-        """Return the next batch of the chunk, and whether it exists (bool [])."""
-        # The operands determine the order of the call in the loop: after the pull, and after the previous batch.
+    def _next_batch(self, token: Token, control: ControlWord, num_taken: jax.Array) -> tuple[Token, Batch, jax.Array]:
+        """Return the next batch of the chunk, and whether it exists (bool []), after the token of this crossing."""
+        # The operands too keep XLA from moving the call out of the loop.
+        operands = control.num_batches, num_taken
         with jax.named_scope(DRAW):
-            pixels, labels, exists = self._transport.enqueue(self._give, self._results, control.num_batches, num_taken)
+            token, (pixels, labels, exists) = self._transport.enqueue(self._give, self._results, token, *operands)
         with jax.named_scope(UNPACK):
-            return make_batch(self.feeder, pixels, labels), exists != 0
+            return token, make_batch(self.feeder, pixels, labels), exists != 0
 
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
         """Answer a pull on the host."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from engine.crossing.cuda.arena import Arena
 from engine.crossing.cuda.collector import Collector
 from engine.crossing.cuda.driver import CudaDriver
+from engine.crossing.token import TOKEN_SHAPE, Token
 from engine.crossing.transport import Array, Called, HostFunction, ThreadState
 
 type Handler = Callable[[int, Sequence[int], Sequence[int]], None]
@@ -126,8 +126,8 @@ class CudaTransport:
         arena.close()
 
     def call(
-        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
-    ) -> tuple[jax.Array, ...]:
+        self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], token: Token, *operands: jax.Array
+    ) -> tuple[Token, tuple[jax.Array, ...]]:
         """Insert a call that first waits until the stream has computed the operands; see `Transport.call`."""
         given, wanted = _Layout(operands), _Layout(results)
         blocks: list[_Block] = []
@@ -145,10 +145,10 @@ class CudaTransport:
             function(given.arrays(operand_block), wanted.arrays(result_block))
             wanted.copy_to_device(self.driver, targets, result_block, stream)
 
-        return self.enqueue(handle, results, *operands)
+        return self.enqueue(handle, results, token, *operands)
 
-    def emit(self, function: Callable[[Sequence[Array]], None], *operands: jax.Array) -> None:
-        """Insert a call that the collector's thread makes later, in the program's order; see `Transport.emit`."""
+    def emit(self, function: Callable[[Sequence[Array]], None], token: Token, *operands: jax.Array) -> Token:
+        """Insert a call that the collector's thread makes later, in the order of tokens; see `Transport.emit`."""
         layout = _Layout(operands)
         free = _Blocks(layout.num_bytes)
 
@@ -163,13 +163,19 @@ class CudaTransport:
 
             self.collector.put(block.event, arrived)
 
-        # A call without a result is dropped; this result is never read.
-        self.enqueue(handle, (jax.ShapeDtypeStruct((), jnp.uint8),), *operands)
+        token, _ = self.enqueue(handle, (), token, *operands)
+        return token
 
     def enqueue(
-        self, handler: Handler, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """Insert a call to `handler` into the program and return its results; called while tracing."""
+        self, handler: Handler, results: Sequence[jax.ShapeDtypeStruct], token: Token, *operands: jax.Array
+    ) -> tuple[Token, tuple[jax.Array, ...]]:
+        """Insert a call to `handler` into the program; called while tracing.
+
+        XLA makes the call when it enqueues the kernels around it, so the tokens order what is enqueued.
+
+        Returns:
+            The token for the next crossing, and one traced array for each of `results`.
+        """
         buffers, driver = self._buffers, self.driver
 
         def handle(context: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -191,10 +197,12 @@ class CudaTransport:
 
         find = self._crossings.enter(handle)
 
-        def cross(context: Any, outputs: Sequence[Any], *inputs: Any) -> None:
-            find()(context, outputs, inputs)
+        def cross(context: Any, outputs: Sequence[Any], _token: Any, *inputs: Any) -> None:
+            find()(context, outputs[1:], inputs)
 
-        return tuple(buffer_callback(cross, tuple(results), has_side_effect=True)(*operands))
+        called = buffer_callback(cross, (TOKEN_SHAPE, *results), has_side_effect=True)
+        byte, *values = called(token.byte, *operands)
+        return Token(byte), tuple(values)
 
 
 class _Layout:

@@ -21,6 +21,7 @@ from engine.control.board import ControlBoard
 from engine.control.word import CONTROL_WORDS
 from engine.crossing.choice import choose_transport
 from engine.crossing.infeed import Infeed
+from engine.crossing.token import first_token
 from engine.feed.batches import Labels, Pixels
 from engine.feed.feeder import Feeder, ring_depth
 
@@ -62,7 +63,8 @@ def make_pull(transport_name: Any, kind: str, batch: int, size: int) -> tuple[Ca
         )
 
         def call(step: jax.Array) -> Any:
-            return transport.call(lambda _operands, _results: None, shapes, step, jnp.int32(0))
+            _, values = transport.call(lambda _operands, _results: None, shapes, first_token(), step, jnp.int32(0))
+            return values
 
         return call, lambda _start, _stop: None
     board = ControlBoard()
@@ -79,7 +81,7 @@ def make_pull(transport_name: Any, kind: str, batch: int, size: int) -> tuple[Ca
     infeed.start()
 
     def pull(step: jax.Array) -> Any:
-        pulled = infeed.pull(step, jnp.int32(0), jnp.int32(1))
+        _, pulled = infeed.pull(first_token(), step, jnp.int32(0), jnp.int32(1))
         assert pulled.batches is not None
         return *pulled.batches, pulled.control.stop
 
