@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from models.layers.pooling import average_pool, max_pool
+from models.layers.pooling import average_pool, global_max_pool, max_pool
 
 
 def xla_max_pool(x, window, stride, padding):
@@ -41,6 +41,26 @@ def test_pool_and_gradient_are_xlas_where_most_windows_hold_ties(data):
 def test_a_tie_goes_to_the_first_in_row_major_order():
     gradient = jax.grad(lambda x: max_pool(x, window=3, stride=3, padding=0).sum())(jnp.zeros((1, 3, 3, 1)))
     np.testing.assert_array_equal(gradient[0, :, :, 0], [[1, 0, 0], [0, 0, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [(1, 1), (3, 3), (2, 5), (17, 4)])
+def test_a_global_pool_is_a_pool_of_the_whole_image_ties_included(size, dtype):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-1, 2, (3, *size, 5)), dtype)
+    gradient = jnp.asarray(rng.integers(-9, 9, (3, 5)), dtype)
+    flat = x.reshape(3, -1, 5)
+    first = np.argmax(flat, axis=1)
+    expected = np.zeros(flat.shape)
+    np.put_along_axis(expected, first[:, None], np.asarray(gradient)[:, None], axis=1)
+    found, pullback = jax.vjp(jax.jit(global_max_pool), x)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, np.max(flat, axis=1))
+    np.testing.assert_array_equal(pullback(gradient)[0].reshape(flat.shape), expected)
+    # Forward mode: the tangent at the first maximum.
+    tangents = jnp.asarray(rng.integers(-9, 9, x.shape), dtype)
+    taken = np.take_along_axis(np.asarray(tangents).reshape(flat.shape), first[:, None], axis=1)[:, 0]
+    np.testing.assert_array_equal(jax.jvp(global_max_pool, (x,), (tangents,))[1], taken)
 
 
 def test_undifferentiated_and_bfloat16():

@@ -9,6 +9,7 @@ import signal
 import time
 from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps, write_snapshot
 from engine.records.snapshot_writer import SnapshotWriter
 from engine.records.topology import Topology, describe_promise
+from engine.run.changed_rules import rules_of
 from engine.run.changes import (
     HOST_SETTINGS,
     RUNTIME_SETTINGS,
@@ -34,6 +36,7 @@ from engine.run.changes import (
     note_changes,
 )
 from engine.run.nonfinite import NonFiniteError
+from engine.run.parts import OwnParts
 from engine.run.resume import StartingPoint, find_cuts
 from engine.run.train import plan_run
 from tests.fake_source import fake_source, leave_unfinished_split, pack
@@ -349,6 +352,17 @@ def test_a_run_of_another_rule_is_refused_by_its_name_and_its_weights_are_not(tm
     assert contents(tmp_path / "old") == before
     weights = tmp_path / "old/model.safetensors"
     train(replace(config, run_dir=tmp_path / "new", init_from=weights), model=Linear(), batches=batches)
+
+
+def test_the_rule_of_the_global_maximum_is_that_of_the_networks_that_have_one():
+    used = {name: rules_of(toy_config(), resolved_for(name)) for name in ("convnet8", "convnet8-wide", "resnet8")}
+    assert used == {name: {"the gradient of the global maximum": 2} for name in ("convnet8", "convnet8-wide")} | {
+        "resnet8": {}
+    }
+
+
+def resolved_for(name) -> Any:
+    return SimpleNamespace(registry_name=name, parts=OwnParts())
 
 
 def contents(path):

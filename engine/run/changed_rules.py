@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from engine.config import TrainConfig
 from engine.run.resolve import Resolved
+from models.families.pooled_convnet import PooledConvNet
+from models.registry import networks
 
 RULES = "rules"
 """The key of the numbers of a run's rules in the resolved part of `config.json`."""
@@ -27,6 +29,9 @@ _CHANGED_RULES = {
     "the gradient of binary-cross-entropy": ChangedRule(
         2, "was off by half at logits of exactly 0", "is the sigmoid less the target everywhere"
     ),
+    "the gradient of the global maximum": ChangedRule(
+        2, "went to all positions that equal it, of which XLA may find none", "goes to its first position"
+    ),
 }
 
 
@@ -35,6 +40,7 @@ def rules_of(config: TrainConfig, resolved: Resolved) -> dict[str, int]:
     used = {
         "the local rate of lars": config.optimizer == "lars" and resolved.parts.optimizer is None,
         "the gradient of binary-cross-entropy": config.loss == "binary-cross-entropy",
+        "the gradient of the global maximum": isinstance(networks().get(resolved.registry_name or ""), PooledConvNet),
     }
     return {name: _CHANGED_RULES[name].number for name, is_used in used.items() if is_used}
 

@@ -28,14 +28,12 @@ from models.layers.bfloat16_bits import round_by_bits
 from models.layers.convolution import convolution
 from models.layers.gelu import quick_gelu
 from models.layers.head import dense
-from models.layers.pooling import max_pool
-from models.layers.widening import widen
+from models.layers.pooling import global_max_pool, max_pool
 from models.model import BatchStats, Params
 
 LOGIT_SCALE = 0.125
 # The learned bias is multiplied by this, so that under SGD the product changes faster by the square of this factor.
 BIAS_GAIN = 8.0
-PLACES = (1, 2)
 STEM_SIZE = 2
 MOST_STEM_CHANNELS = 2 * 3 * STEM_SIZE**2
 
@@ -226,7 +224,6 @@ def apply(
         with jax.named_scope("/".join(layer.path)):
             x, stats = _apply_layer(layer, params, batch_stats, x, train)
         _set(new_stats, layer.path, stats)
-    # In float32, because the derivative counts the positions that share a maximum: a bfloat16 sum saturates at 256.
     with jax.named_scope("head"):
-        features = widen(x).max(PLACES).astype(dtype)
+        features = global_max_pool(x)
         return LOGIT_SCALE * dense(features, params["fc"]["kernel"], params["fc"]["bias"]), new_stats

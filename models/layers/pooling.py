@@ -5,6 +5,7 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from models.kernels.choice import kernels_in_use, using_kernels
 from models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
@@ -52,6 +53,53 @@ def average_pool(x: jax.Array, window: int) -> jax.Array:
     return (total / np.multiply.outer(down, across)[:, :, None].astype(wide.dtype)).astype(x.dtype)
 
 
+def global_max_pool(x: jax.Array) -> jax.Array:
+    """Return the largest value `[B,C]` of each channel of `x [B,H,W,C]`, in the dtype of `x`.
+
+    The derivative is that of the value at the first maximum in row-major order, as of PyTorch's max-pooling. It goes by
+    that position: one that looks for the positions that equal the maximum finds none if XLA computes `x` again for it
+    with another rounding.
+    """
+    return _global_max_pool(kernels_in_use(), x)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _global_max_pool(kernels: str, x: jax.Array) -> jax.Array:
+    with using_kernels(kernels):
+        return _find_global_maxima(x)[0]
+
+
+@_global_max_pool.defjvp
+def _global_max_pool_derivative(
+    kernels: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (x,), (tangent,) = primals, tangents
+    (_, H, W, _) = x.shape
+    with using_kernels(kernels):
+        best, row, column = _find_global_maxima(x)
+        is_winner = jnp.equal(jnp.arange(H)[:, None, None], row[:, None, None])
+        is_winner &= jnp.equal(jnp.arange(W)[:, None], column[:, None, None])
+        return best, jnp.where(is_winner, tangent, 0).sum((1, 2)).astype(x.dtype)
+
+
+def _find_global_maxima(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the maximum of each channel, in the dtype of `x`, and its row and column, int32, each `[B,C]`."""
+    wide = widen_by_bits(x) if converts_by_bits(x.dtype) else x
+    of_rows, columns = _first_maximum([wide[:, :, column] for column in range(x.shape[2])], jnp.int32)
+    best, row = _first_maximum([of_rows[:, row] for row in range(x.shape[1])], jnp.int32)
+    column = jnp.take_along_axis(columns, row[:, None], axis=1)[:, 0]
+    return round_by_bits(best, x.dtype), *stored((row, column))
+
+
+def _first_maximum(values: list[jax.Array], dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Return the elementwise maximum of some arrays, and the number of the first that has it, in an integer dtype."""
+    best, winner = values[0], jnp.zeros(values[0].shape, dtype)
+    for number, value in enumerate(values[1:], start=1):
+        winner = jnp.where(value > best, jnp.asarray(number, dtype), winner)
+        best = jnp.maximum(best, value)
+    return best, winner
+
+
 def _shifted(window: int, stride: int, padding: int, x: jax.Array) -> list[jax.Array]:
     # XLA:CPU converts each operand of each comparison.
     x = widen_by_bits(x) if converts_by_bits(x.dtype) else x
@@ -70,19 +118,9 @@ def _max_pool_forward(
     kernels: str, window: int, stride: int, padding: int, x: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     with using_kernels(kernels):
-        best, winner = _find_maxima(window, stride, padding, x)
+        best, winner = _first_maximum(_shifted(window, stride, padding, x), jnp.uint8)
         # The backward pass needs only the shape of x, so an array without elements is kept.
         return round_by_bits(best, x.dtype), (winner, jnp.zeros((0, *x.shape[1:3]), x.dtype))
-
-
-def _find_maxima(window: int, stride: int, padding: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the maximum of each window, and its position there as uint8."""
-    first, *others = _shifted(window, stride, padding, x)
-    best, winner = first, jnp.zeros(first.shape, jnp.uint8)
-    for tap, value in enumerate(others, start=1):
-        winner = jnp.where(value > best, jnp.uint8(tap), winner)
-        best = jnp.maximum(best, value)
-    return best, winner
 
 
 def _max_pool_backward(
