@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,16 @@ def needs_instructions(isa: Isa) -> pytest.MarkDecorator:
     """Return the mark of a test of layers that use oneDNN only with these instruction sets."""
     is_missing = bool(why_missing()) or not load_library().has(isa)
     return pytest.mark.skipif(is_missing, reason=f"oneDNN's kernels are missing, or the processor has no {isa.name}")
+
+
+@contextmanager
+def choosing_for(isa: Isa) -> Iterator[None]:
+    """Let the layers choose among their forms as on a processor with these instruction sets, and run as on this one."""
+    library = replace(load_library(), isa=isa)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("onednn_convolution", "onednn_product"):
+            patch.setattr(f"models.layers.{module}.load_library", lambda: library)
+        yield
 
 
 @contextmanager

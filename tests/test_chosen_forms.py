@@ -1,17 +1,16 @@
-"""The forms that convolutions are said to take, against the primitives that they are traced to on each platform."""
+"""The forms that convolutions are said to take on each platform, against those that compute them."""
 
-from functools import partial
+from functools import partial, wraps
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from models.kernels import ONEDNN
-from models.kernels.onednn.library import Isa, load_library
+from models.kernels import ONEDNN, XLA
 from models.layers import convolution as module
+from models.layers import convolution_forms
 from models.layers.chosen_forms import chosen_forms
 from models.layers.convolution_forms import Geometry
-from tests.kernels import needs_instructions
+from tests.kernels import needs_onednn
 
 # B, size, kernel, stride, C, K, groups, and the names of the three forms on a CPU.
 CASES = [
@@ -26,48 +25,53 @@ CASES = [
 ]
 
 
-def primitives(function, *shapes):
-    """Return the names of all primitives that a function is traced to, and how many products there are."""
-    jaxpr = jax.make_jaxpr(function)(*(jnp.zeros(shape) for shape in shapes))
-    found: list[str] = []
+FORMS = {
+    "forward_lax": "XLA's own",
+    "forward_patches": "patches",
+    "input_gradient_columns": "columns",
+    "input_gradient_correlation": "correlation",
+    "input_gradient_phases": "phases",
+    "filter_gradient_taps": "taps",
+    "filter_gradient_input_rows": "input rows",
+    "filter_gradient_output_rows": "output rows",
+    "filter_gradient_tiles": "in tiles",
+}
 
-    def walk(jaxpr):
-        for equation in jaxpr.eqns:
-            found.append(equation.primitive.name)
-            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda each: hasattr(each, "eqns")):
-                if hasattr(value, "eqns"):
-                    walk(value)
 
-    walk(jaxpr)
-    return found
+def recorded(form, name, names):
+    @wraps(form)
+    def record(*arguments):
+        names.add(name)
+        return form(*arguments)
+
+    return record
 
 
 @pytest.mark.parametrize(("case", "names"), CASES, ids=[" ".join(map(str, case)) for case, _ in CASES])
-def test_the_names_are_those_of_what_is_traced(case, names):
+def test_the_forms_that_are_named_compute_the_parts(case, names, monkeypatch):
     B, size, window, stride, C, K, groups = case
-    x, kernel = (B, size, size, C), (window, window, C // groups, K)
     low = window // 2
     geometry = Geometry((stride, stride), ((low, low), (low, low)))
-    found = chosen_forms(x, kernel, geometry, "float32", "cpu")
+    shapes = (B, size, size, C), (window, window, C // groups, K)
+    found = chosen_forms(*shapes, geometry, "float32", "cpu")
     assert tuple(each.form for each in found) == names
     assert all(each.reason for each in found)
 
-    forward = primitives(partial(module._forward_cpu, geometry), x, kernel)
-    assert ("conv_general_dilated" in forward) == (names[0] == "XLA's own")
-    assert ("dot_general" in forward) == (names[0] == "patches")
-    size_of_y = geometry.output_size((size, size), (window, window))
-    of_input, of_filter = (
-        primitives(
-            lambda *operands, part=part: module._gradients_cpu(geometry, *operands)[part], x, kernel, (B, *size_of_y, K)
-        )
-        for part in (0, 1)
+    ran: set[str] = set()
+    for form, name in FORMS.items():
+        monkeypatch.setattr(convolution_forms, form, recorded(getattr(convolution_forms, form), name, ran))
+    x, kernel, gradient = (
+        jax.ShapeDtypeStruct(shape, "float32")
+        for shape in (*shapes, (B, *geometry.output_size((size, size), (window, window)), K))
     )
-    # Both gradients are traced each time: what remains is told by how many of each there are.
-    dots = {"taps": window * window, "input rows": window, "output rows": window, "depthwise sums": window * window}
-    expected = dots[names[2].removesuffix(" in tiles")] + (names[1] == "columns")
-    assert of_filter.count("dot_general") == expected
-    assert ("scan" in of_filter) == names[2].endswith("in tiles")
-    assert of_input.count("conv_general_dilated") == (names[1] in ("correlation", "phases"))
+    jax.eval_shape(partial(module._forward_cpu, geometry), x, kernel)
+    assert ran == {names[0]} - {"depthwise sums"}
+    ran.clear()
+    jax.eval_shape(partial(module._gradients_cpu, geometry), x, kernel, gradient)
+    # These two convolve in their turn.
+    inner = {"XLA's own"} if names[1] in ("correlation", "phases") else set()
+    name, _, tiles = names[2].partition(" in ")
+    assert ran == {names[1], name, *(["in tiles"] if tiles else [])} - {"depthwise sums"} | inner
 
 
 @pytest.mark.parametrize(
@@ -108,10 +112,10 @@ def test_other_devices_take_xlas_own(platform, dtype, C, form):
     assert [each.form for each in forms] == [form] * 3
 
 
-@needs_instructions(Isa.AVX512_BF16)
-def test_the_forms_of_few_positions_in_bfloat16_are_named():
-    geometry = Geometry((1, 1), ((1, 1), (1, 1)))
-    found = chosen_forms((2, 4, 4, 64), (3, 3, 64, 48), geometry, "bfloat16", "cpu", ONEDNN)
-    assert [each.form for each in found[:2]] == ["patches", "columns"]
-    assert {each.reason for each in found[:2]} == {"few positions: one product of bfloat16 operands"}
-    assert (found[2].form == "oneDNN") == load_library().has(Isa.AMX)
+@needs_onednn
+def test_a_part_whose_kernel_is_missing_in_the_end_is_not_said_to_use_it():
+    """The gradient of a 5×4 kernel with stride 2 has a fast kernel for its first three columns only."""
+    x, kernel, geometry = (2, 11, 9, 17), (5, 4, 1, 17), Geometry((2, 2), ((2, 2), (2, 1)))
+    found, xlas = (chosen_forms(x, kernel, geometry, "float32", "cpu", kernels) for kernels in (ONEDNN, XLA))
+    assert [each.form for each in found] == ["oneDNN", "oneDNN", "depthwise sums"]
+    assert found[2] == xlas[2]

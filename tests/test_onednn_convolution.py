@@ -1,6 +1,5 @@
 """oneDNN's convolutions: each part against float64 within the rounding of its sums, for every shape that is in use."""
 
-import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 
 from models.families.convnext import ConvNeXt
-from models.kernels import MissingKernelsError, using_kernels
+from models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
 from models.kernels.onednn.convolutions import Part
-from models.kernels.onednn.handler import TARGET
 from models.kernels.onednn.library import Isa, load_library
 from models.kernels.onednn.operations import build, has_fast_kernel
 from models.kernels.onednn.primitives import Builder
+from models.layers.chosen_forms import chosen_forms
 from models.layers.convolution import convolution
 from models.layers.convolution_forms import Geometry
 from models.layers.onednn_convolution import is_narrow_product
 from models.registry import at_image_size, family_of, networks
 from tests.direct_operations import DTYPES, PARTS, Problem, normal, run_part, run_primitives
-from tests.kernels import needs_instructions
+from tests.kernels import choosing_for
 from tests.test_convolution import problems, value_and_gradients
 
 try:
@@ -144,9 +143,16 @@ def check_in_program(problem):
         problem.check(part, np.asarray(found), exact, sums)
 
 
-def custom_calls(function, *arguments):
-    with using_kernels("onednn"):
-        return jax.jit(function).lower(*arguments).as_text().count(TARGET)
+def forms_of(problem):
+    """Return the chosen form of each part of a problem with oneDNN's kernels."""
+    return chosen_forms(problem.x.shape, problem.kernel.shape, problem.geometry, problem.dtype, "cpu", ONEDNN)
+
+
+def check_chosen(problem, parts):
+    """Assert that oneDNN computes these parts, F(orward), I(nput) and K(ernel), where it is fast for the dtype."""
+    is_fast = load_library().supports(problem.dtype)
+    names = "".join(name for name, each in zip("FIK", forms_of(problem), strict=True) if each.form == "oneDNN")
+    assert names == (parts if is_fast else "")
 
 
 @pytest.mark.parametrize(
@@ -171,22 +177,25 @@ def test_the_gradients_of_no_images_are_zero(window, dtype):
         np.testing.assert_array_equal(part, 0)
 
 
-@needs_instructions(Isa.AVX512_BF16)
-@pytest.mark.parametrize(("window", "stride"), [((3, 3), 1), ((3, 3), 2), ((1, 1), 2)])
-def test_products_of_few_positions_have_narrow_operands(window, stride):
+PRODUCT = "one product of patches and gradient"
+FEW = "few positions: one product of bfloat16 operands"
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "xlas"), [((3, 3), 1, "output rows"), ((3, 3), 2, "taps"), ((1, 1), 2, "taps")]
+)
+def test_few_positions_in_bfloat16_are_products_chosen_by_instruction_set(window, stride, xlas):
+    """The filter gradient is one product with AMX only: where it was measured without, it was no faster."""
     padding = SAME if window == (3, 3) else NONE
     problem = Problem((4, 4, 4, 64), (*window, 64, 48), Geometry((stride, stride), padding), "bfloat16")
-    step = partial(value_and_gradients, partial(convolution, stride=stride, padding=padding))
-    with using_kernels("onednn"):
-        lowered = jax.jit(step).lower(problem.x, problem.kernel, problem.gradient).as_text()
-    products = re.findall(r"stablehlo.dot_general.*: \((tensor<[^)]*)\) -> (\S+)", lowered)
-    narrow = [result for operands, result in products if operands.count("xbf16>") == 2]
-    assert len(narrow) == 2
-    assert all(result.endswith("xf32>") for result in narrow), products
-    has_amx = load_library().has(Isa.AMX)
-    assert (len(products) - len(narrow), len(re.findall(rf"custom_call @{TARGET}", lowered))) == (
-        (0, 1) if has_amx else (1, 0)
-    )
+    for isa in (Isa.AVX512, Isa.AVX512_BF16, Isa.AMX):
+        with choosing_for(isa):
+            forward, of_input, of_filter = forms_of(problem)
+        assert (forward.form, of_input.form) == ("patches", "columns")
+        assert (forward.reason == FEW, of_input.reason == FEW) == ((isa != Isa.AVX512,) * 2)
+        assert of_filter.form == ("oneDNN" if isa == Isa.AMX else xlas)
+        assert of_filter.reason.startswith(PRODUCT) == (isa == Isa.AMX)
+    check_in_program(problem)
 
 
 def test_patches_of_large_windows_and_of_many_images_stay_as_they_were():
@@ -194,11 +203,11 @@ def test_patches_of_large_windows_and_of_many_images_stay_as_they_were():
     patch = Geometry((16, 16), ((0, 0), (0, 0)))
     assert not is_narrow_product(patch, (2, 224, 224, 3), (16, 16, 3, 192), "bfloat16")
     for images, fits in ((128, True), (1024, False)):
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((images, 7, 7, 512), (3, 3, 512, 512))]
-        with using_kernels("onednn"):
-            gradient = jax.grad(lambda x, kernel: convolution(x, kernel, padding=SAME).sum().astype(jnp.float32), 1)
-            text = jax.jit(gradient).lower(*shapes).as_text()
-        assert (str(Part.FILTER_GRADIENT_BY_PRODUCT) in text) == (fits and load_library().has(Isa.AMX))
+        shapes = (images, 7, 7, 512), (3, 3, 512, 512)
+        for isa in (Isa.AVX512_BF16, Isa.AMX):
+            with choosing_for(isa):
+                found = chosen_forms(*shapes, Geometry((1, 1), SAME), "bfloat16", "cpu", ONEDNN)[2]
+            assert found.reason.startswith(PRODUCT) == (fits and isa == Isa.AMX)
 
 
 @pytest.mark.parametrize(
@@ -216,52 +225,52 @@ def test_patches_of_large_windows_and_of_many_images_stay_as_they_were():
 )
 def test_a_bfloat16_convolution_in_a_program_is_exact_up_to_rounding(x, kernel, stride, padding, by_product):
     problem = Problem(x, kernel, Geometry((stride, stride), padding), "bfloat16")
-    with using_kernels("onednn"):
-        text = jax.jit(step_of(problem)).lower(*operands_of(problem)).as_text()
-    assert (str(Part.FILTER_GRADIENT_BY_PRODUCT) in text) == (by_product and load_library().has(Isa.AMX))
+    for isa in (Isa.AVX512_BF16, Isa.AMX):
+        with choosing_for(isa):
+            assert forms_of(problem)[2].reason.startswith(PRODUCT) == (by_product and isa == Isa.AMX)
     check_in_program(problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("x", "window", "stride", "calls"),
+    ("x", "window", "stride", "parts"),
     [
-        ((2, 9, 8, 17), (3, 3), 1, 3),
-        ((1, 9, 8, 3), (3, 3), 2, 3),
-        ((2, 9, 10, 32), (7, 7), 1, 5),  # three calls for the gradient of seven columns
-        ((3, 4, 3, 48), (7, 7), 1, 5),  # a kernel larger than the map
-        ((2, 11, 9, 17), (5, 4), 2, 2),  # no fast kernel for this gradient of the kernel
-        ((2, 1, 1, 32), (7, 7), 1, 0),
-        ((2, 9, 8, 16), (3, 3), 3, 3),
+        ((2, 9, 8, 17), (3, 3), 1, "FIK"),
+        ((1, 9, 8, 3), (3, 3), 2, "FIK"),
+        ((2, 9, 10, 32), (7, 7), 1, "FIK"),  # the gradient of seven columns, three at a time
+        ((3, 4, 3, 48), (7, 7), 1, "FIK"),  # a kernel larger than the map
+        ((2, 11, 9, 17), (5, 4), 2, "FI"),  # no fast kernel for this gradient of the kernel
+        ((2, 1, 1, 32), (7, 7), 1, ""),
+        ((2, 9, 8, 16), (3, 3), 3, "FIK"),
     ],
 )
-def test_a_depthwise_convolution_in_a_program_is_exact_up_to_rounding(x, window, stride, calls, dtype):
+def test_a_depthwise_convolution_in_a_program_is_exact_up_to_rounding(x, window, stride, parts, dtype):
     (top, bottom), (left, right) = ((size // 2, (size - 1) // 2) for size in window)
     padding = (top, bottom), (left, right)
     problem = Problem(x, (*window, 1, x[3]), Geometry((stride, stride), padding), dtype)
-    assert custom_calls(step_of(problem), *operands_of(problem)) == calls
+    check_chosen(problem, parts)
     check_in_program(problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("x", "kernel", "stride", "calls"),
+    ("x", "kernel", "stride", "parts"),
     [
-        ((6, 15, 14, 96), (3, 3, 8, 48), 2, 3),
-        ((8, 12, 11, 34), (5, 5, 2, 34), 1, 3),
-        ((4, 16, 16, 96), (1, 1, 32, 48), 1, 3),
-        ((9, 14, 13, 48), (3, 3, 3, 64), 1, 3),  # two blocks of eight groups
-        ((9, 14, 13, 24), (3, 3, 6, 24), 1, 3),  # one block
-        ((16, 3, 3, 64), (7, 7, 16, 64), 1, 3),  # a kernel larger than the map
-        ((2, 6, 6, 24), (3, 3, 8, 24), 1, 0),  # too few products
-        ((8, 14, 14, 48), (3, 3, 1, 96), 1, 0),  # two output channels a group
+        ((6, 15, 14, 96), (3, 3, 8, 48), 2, "FIK"),
+        ((8, 12, 11, 34), (5, 5, 2, 34), 1, "FIK"),
+        ((4, 16, 16, 96), (1, 1, 32, 48), 1, "FIK"),
+        ((9, 14, 13, 48), (3, 3, 3, 64), 1, "FIK"),  # two blocks of eight groups
+        ((9, 14, 13, 24), (3, 3, 6, 24), 1, "FIK"),  # one block
+        ((16, 3, 3, 64), (7, 7, 16, 64), 1, "FIK"),  # a kernel larger than the map
+        ((2, 6, 6, 24), (3, 3, 8, 24), 1, ""),  # too few products
+        ((8, 14, 14, 48), (3, 3, 1, 96), 1, ""),  # two output channels a group
     ],
 )
-def test_a_grouped_convolution_in_a_program_is_exact_up_to_rounding(x, kernel, stride, calls, dtype):
+def test_a_grouped_convolution_in_a_program_is_exact_up_to_rounding(x, kernel, stride, parts, dtype):
     low = kernel[0] // 2
     padding = (low, low), (low, low)
     problem = Problem(x, kernel, Geometry((stride, stride), padding), dtype)
-    assert custom_calls(step_of(problem), *operands_of(problem)) == calls
+    check_chosen(problem, parts)
     check_in_program(problem)
 
 
@@ -381,7 +390,11 @@ def test_the_same_operands_give_the_same_bits_again(dtype):
 def test_a_wide_convolution_stays_xlas():
     with jax.enable_x64(True):
         x, kernel = normal(0, (4, 8, 8, 64), "float64"), normal(1, (3, 3, 64, 64), "float64")
-        assert custom_calls(convolution, x, kernel) == 0
+        forms = [
+            chosen_forms(x.shape, kernel.shape, Geometry((1, 1), SAME), "float64", "cpu", kernels)
+            for kernels in (ONEDNN, XLA)
+        ]
+        assert forms[0] == forms[1]
         found, wanted = (of_kernels(kernels, convolution, x, kernel) for kernels in ("onednn", "xla"))
     np.testing.assert_array_equal(found, wanted)
 

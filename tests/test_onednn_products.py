@@ -17,7 +17,9 @@ from models.kernels.onednn.primitives import Builder
 from models.kernels.onednn.products import BatchedProduct, Product
 from models.layers.attention import self_attention
 from models.layers.head import dense
+from models.layers.onednn_product import has_faster_batch, has_faster_kernel
 from tests.direct_operations import DTYPES, normal, python_team
+from tests.kernels import choosing_for
 
 try:
     load_library()
@@ -103,22 +105,22 @@ def gradients(x, kernel, bias, gradient):
 
 def of_kernels(kernels, function, *arguments):
     with using_kernels(kernels):
-        lowered = jax.jit(function).lower(*arguments)
-        return lowered.as_text().count(TARGET), jax.jit(function)(*arguments)
+        return jax.jit(function)(*arguments)
 
 
-# Elsewhere XLA's products stay.
-needs_isa = pytest.mark.skipif(not load_library().has(Isa.AVX512_BF16), reason="needs AVX-512 with bfloat16")
+ISAS = {Isa.AVX512: {"float32"}, Isa.AVX512_BF16: set(DTYPES), Isa.AMX: set(DTYPES)}
 
 
-@needs_isa
-@pytest.mark.parametrize(("dtype", "K", "calls"), [("bfloat16", 130, 1), ("float32", 130, 1), ("bfloat16", 10, 0)])
-def test_the_gradients_of_a_dense_layer_are_xlas(dtype, K, calls):
+@pytest.mark.parametrize(
+    ("dtype", "K", "is_large"), [("bfloat16", 130, True), ("float32", 130, True), ("bfloat16", 10, False)]
+)
+def test_the_gradients_of_a_dense_layer_are_xlas(dtype, K, is_large):
     x, kernel, bias = normal(0, (190, 96), dtype), normal(1, (96, K)), normal(2, (K,))
     gradient = normal(3, (190, K))
-    found_calls, ours = of_kernels("onednn", gradients, x, kernel, bias, gradient)
-    none, wanted = of_kernels("xla", gradients, x, kernel, bias, gradient)
-    assert (found_calls, none) == (calls, 0)
+    for isa, dtypes in ISAS.items():
+        with choosing_for(isa):
+            assert has_faster_kernel(jnp.asarray(x), jnp.asarray(gradient)) == (is_large and dtype in dtypes)
+    ours, wanted = (of_kernels(kernels, gradients, x, kernel, bias, gradient) for kernels in ("onednn", "xla"))
     for found, reference in zip(ours, wanted, strict=True):
         assert found.dtype == reference.dtype
         # The same rounded operands, in another order of the float32 sums.
@@ -126,13 +128,18 @@ def test_the_gradients_of_a_dense_layer_are_xlas(dtype, K, calls):
         np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(reference, np.float32), rtol=0, atol=atol)
 
 
-@needs_isa
-@pytest.mark.parametrize(("dtype", "tokens", "calls"), [("float32", 17, 6), ("bfloat16", 17, 6), ("bfloat16", 101, 2)])
-def test_attention_and_its_gradients_are_xlas(dtype, tokens, calls):
+# With many tokens only the products that sum over them, in bfloat16.
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "is_short"), [("float32", 17, True), ("bfloat16", 17, True), ("bfloat16", 101, False)]
+)
+def test_attention_and_its_gradients_are_xlas(dtype, tokens, is_short):
     qkv, gradient = normal(0, (2, tokens, 9 * 16), dtype), normal(1, (2, tokens, 3 * 16), dtype)
-    found_calls, ours = of_kernels("onednn", attention_gradients, qkv, gradient)
-    none, wanted = of_kernels("xla", attention_gradients, qkv, gradient)
-    assert (found_calls, none) == (calls, 0)
+    scores = jax.ShapeDtypeStruct((6, tokens, tokens), dtype)
+    for isa, dtypes in ISAS.items():
+        with choosing_for(isa):
+            assert has_faster_batch(scores, 1) == (dtype in dtypes)
+            assert has_faster_batch(scores, 2) == (dtype in dtypes and is_short)
+    ours, wanted = (of_kernels(kernels, attention_gradients, qkv, gradient) for kernels in ("onednn", "xla"))
     # Other orders of float32 sums; in bfloat16 they may round a weight, and then the result, to a neighbour.
     tolerance = 1e-5 if dtype == "float32" else 2.0**-7
     for found, reference in zip(ours, wanted, strict=True):
@@ -141,7 +148,6 @@ def test_attention_and_its_gradients_are_xlas(dtype, tokens, calls):
         np.testing.assert_allclose(found, reference, rtol=0, atol=tolerance * np.abs(reference).max())
 
 
-@needs_isa
 def test_a_program_for_other_platforms_has_no_call():
     with using_kernels("onednn"):
         arguments = normal(0, (190, 96)), normal(1, (96, 130)), normal(2, (130,)), normal(3, (190, 130))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from models.kernels import ONEDNN, XLA
+from models.kernels.onednn.convolutions import Convolution, Part
 from models.kernels.onednn.handler import TARGET
 from models.kernels.onednn.operations import build, operation_of
 from models.layers import convolution_forms as forms
@@ -27,6 +28,7 @@ from models.layers.grouped_forms import groups_per_block
 FORWARD, INPUT_GRADIENT, FILTER_GRADIENT = "forward", "input gradient", "filter gradient"
 """The parts of a convolution."""
 
+_ONEDNN = "oneDNN"
 _NAMES = {
     forms.forward_lax: "XLA's own",
     forms.forward_patches: "patches",
@@ -108,12 +110,17 @@ def _by_onednn(
 
 
 def _traced_kernel(part: str, layer: Callable[..., Any], operands: tuple[Any, ...]) -> ChosenForm | None:
-    calls = [equation for equation in jax.make_jaxpr(layer)(*operands).eqns if is_kernel_call(equation)]
-    if not calls:
+    traced = jax.make_jaxpr(layer)(*operands)
+    calls = [equation for equation in traced.eqns if is_kernel_call(equation)]
+    # A layer may find only after some calls that there is no kernel for the rest; it then returns nothing.
+    if not calls or not traced.out_avals:
         return None
     operations = [operation_of(dict(call.params["attributes"])["operation"]) for call in calls]
     names = dict.fromkeys(name for operation in operations for name in build(operation).names)
-    return ChosenForm(part, "oneDNN", f"its primitives are {', '.join(names)}")
+    by_product = Part.FILTER_GRADIENT_BY_PRODUCT
+    is_product = any(isinstance(each, Convolution) and each.part == by_product for each in operations)
+    why = "one product of patches and gradient, " * is_product
+    return ChosenForm(part, _ONEDNN, f"{why}its primitives are {', '.join(names)}")
 
 
 def _by_xla(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], geometry: Geometry) -> tuple[ChosenForm, ...]:

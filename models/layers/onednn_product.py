@@ -35,7 +35,7 @@ _FEWEST_MULTIPLICATIONS = 2**21
 _MOST_TOKENS = 100
 
 
-def has_faster_kernel(x: jax.Array, gradient: jax.Array) -> bool:
+def has_faster_kernel(x: jax.Array | jax.ShapeDtypeStruct, gradient: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Return whether `kernel_gradient` is faster here than XLA's product."""
     is_large = math.prod(x.shape) * gradient.shape[1] >= _FEWEST_MULTIPLICATIONS
     return is_large and load_library().supports(str(x.dtype))
@@ -49,7 +49,7 @@ def kernel_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:
     ]
 
 
-def has_faster_batch(x: jax.Array, x_axis: int) -> bool:
+def has_faster_batch(x: jax.Array | jax.ShapeDtypeStruct, x_axis: int) -> bool:
     """Return whether `batch` is faster here than XLA's products of matrices with as many rows or columns as tokens."""
     is_short = max(x.shape[1:]) <= _MOST_TOKENS
     sums_tokens = x.dtype == jnp.bfloat16 and x_axis == 1
