@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from models.layers.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm, stored_relu
 from models.layers.convolution import convolution
 
+pytestmark = pytest.mark.kernels
+
 
 def normal(seed, shape, dtype=np.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)

@@ -26,7 +26,10 @@ def _lacks_kernels() -> bool:
         return True
 
 
-pytestmark = pytest.mark.skipif(_lacks_kernels(), reason="oneDNN's kernels do not run here")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(_lacks_kernels(), reason="oneDNN's kernels do not run here"),
+]
 
 
 def bits(x):

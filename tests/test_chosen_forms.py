@@ -12,6 +12,8 @@ from models.layers.chosen_forms import chosen_forms
 from models.layers.convolution_forms import Geometry
 from tests.kernels import needs_onednn
 
+pytestmark = pytest.mark.kernels
+
 # B, size, kernel, stride, C, K, groups, and the names of the three forms on a CPU.
 CASES = [
     ((8, 16, 3, 1, 8, 16, 1), ("XLA's own", "correlation", "output rows")),

@@ -25,6 +25,8 @@ from models.registry import build_model
 from tests.kernels import needs_onednn
 from tests.loop_hlo import slow_convolutions, training_loop
 
+pytestmark = pytest.mark.kernels
+
 # Sums of at most a few thousand float32 products, in another order.
 RTOL = 1e-5
 

@@ -25,6 +25,8 @@ from models.layers.convolution_forms import Geometry
 from tests.direct_operations import Problem
 from tests.kernels import needs_onednn, onednn_for_all_shapes
 
+pytestmark = pytest.mark.kernels
+
 B, SIZE, C, K, STRIDE = 32, 11, 4, 6, 2
 X, KERNEL = jnp.ones((B, SIZE, SIZE, C)), jnp.ones((3, 3, C, K))
 

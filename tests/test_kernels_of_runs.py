@@ -41,6 +41,8 @@ from models.kernels.onednn.operations import call_operation
 from tests.kernels import NO_LIBRARY, needs_onednn, onednn_for_all_shapes, without_library
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
+pytestmark = pytest.mark.kernels
+
 RATES = DeviceRates(flops_per_s=1e11, bytes_per_s=1e10, dtype="float32", device="a device")
 IMAGES = toy_batch(99)
 

@@ -2,8 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from models.layers.head import dense, global_average_pool
+
+pytestmark = pytest.mark.kernels
 
 
 def normal(seed, shape, dtype=np.float32):

@@ -338,6 +338,8 @@ from models.kernels import using_kernels
 from models.layers.convolution import convolution
 from tests.direct_operations import normal
 
+pytestmark = pytest.mark.kernels
+
 x, kernel = normal(0, (4, 16, 17, 32)), normal(1, (3, 3, 32, 32)) / 17
 mesh = Mesh(np.array(jax.devices()), "images")
 

@@ -21,6 +21,8 @@ from models.layers.onednn_product import has_faster_batch, has_faster_kernel
 from tests.direct_operations import DTYPES, normal, python_team
 from tests.kernels import choosing_for
 
+pytestmark = pytest.mark.kernels
+
 try:
     load_library()
 except MissingKernelsError as error:

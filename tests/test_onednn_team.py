@@ -31,6 +31,8 @@ from models.kernels.onednn import handler
 from models.kernels.onednn.operations import prepare
 from models.layers.convolution import convolution
 
+pytestmark = pytest.mark.kernels
+
 @functools.cache
 def step(dtype, kernel, stride, groups):
     def loss(x, w):

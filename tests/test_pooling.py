@@ -10,6 +10,8 @@ from jax import lax
 
 from models.layers.pooling import average_pool, global_max_pool, max_pool
 
+pytestmark = pytest.mark.kernels
+
 
 def xla_max_pool(x, window, stride, padding):
     margin = ((0, 0), (padding, padding), (padding, padding), (0, 0))

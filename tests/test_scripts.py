@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from models.kernels.onednn.library import Isa, load_library
+from tests.kernels import needs_onednn
+
 ROOT = Path(__file__).parents[1]
 BASH = shutil.which("bash")
 REAL = shlex.quote(sys.executable)
@@ -288,6 +291,29 @@ def test_hooks_and_ci_run_the_same_commands() -> None:
         "scripts/gpu-check",
     ):
         assert os.access(ROOT / script, os.X_OK), script
+
+
+@needs_onednn
+def test_an_instruction_set_that_the_tests_pretend_is_the_newest_that_onednn_uses() -> None:
+    """Later ones include earlier ones, and below AVX-512 the library is refused."""
+    table = (ROOT / "scripts/test").read_text(encoding="utf-8").partition("instruction_sets='")[2].partition("'")[0]
+    names = [line.split()[1] for line in table.splitlines()]
+    assert names == ["AVX512_CORE_AMX", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2", "SSE41"]
+    expected = [[isa for isa in Isa if isa <= most and load_library().has(isa)] for most in reversed(Isa)] + [[], []]
+    show = """
+from models.kernels.onednn.library import Isa, load_library
+try:
+    print([isa for isa in Isa if load_library().has(isa)])
+except RuntimeError as error:
+    assert "no AVX-512" in str(error)
+    print([])
+"""
+    for name, isas in list(zip(names, expected, strict=True))[1:4]:
+        environment = os.environ | {"ONEDNN_MAX_CPU_ISA": name}
+        found = subprocess.run(
+            [sys.executable, "-c", show], env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert (found.stdout.strip(), found.stderr) == (str(isas), ""), name
 
 
 def test_the_compiler_for_cards_is_brought_once_and_can_be_done_without(machine: Machine) -> None:

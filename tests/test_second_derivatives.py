@@ -19,7 +19,7 @@ from models.layers.pooling import max_pool
 from tests.direct_operations import normal
 from tests.kernels import needs_onednn
 
-pytestmark = needs_onednn
+pytestmark = [pytest.mark.kernels, needs_onednn]
 
 
 def norm(x, *, train):

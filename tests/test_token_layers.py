@@ -18,6 +18,8 @@ from tests.block_references import gelu as numpy_gelu
 from tests.block_references import norm as numpy_norm
 from tests.test_precision import operations
 
+pytestmark = pytest.mark.kernels
+
 
 def normal(seed, shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
