@@ -40,3 +40,19 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Write all files below a folder, and the entries of all folders, to the disk, innermost first.
+
+    Raises:
+        OSError: the disk fails, or a file can't be opened.
+    """
+    for inner, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            descriptor = os.open(Path(inner, name), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(Path(inner))

@@ -370,13 +370,13 @@ def test_the_same_again_writes_nothing_and_another_state_or_a_damaged_one_is_rep
 
 
 def test_everything_is_synced_before_the_name_is_there(tmp_path, monkeypatch):
-    synced, sync_one = [], snapshot._sync_one
+    synced, fsync = [], os.fsync
 
-    def record(path):
-        synced.append((path, (tmp_path / "3").exists()))
-        sync_one(path)
+    def record(handle):
+        synced.append((Path(f"/proc/self/fd/{handle}").readlink(), (tmp_path / "3").exists()))
+        fsync(handle)
 
-    monkeypatch.setattr(snapshot, "_sync_one", record)
+    monkeypatch.setattr(os, "fsync", record)
     write_snapshot(tmp_path, 3, 3, small_state())
     *inner, (last, was_named) = synced
     assert (last, was_named) == (tmp_path, True)
@@ -386,7 +386,7 @@ def test_everything_is_synced_before_the_name_is_there(tmp_path, monkeypatch):
     assert {path.relative_to(root) for path, _ in inner} == expected
 
 
-@pytest.mark.parametrize("fails_in", ["save_items", "_sync", "_put_in_place"])
+@pytest.mark.parametrize("fails_in", ["save_items", "sync_tree", "_put_in_place"])
 def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, fails_in):
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(2)})
 

@@ -15,6 +15,7 @@ from engine.records.digests import LogState, RunningDigest
 from engine.records.file_errors import LostFileError, name_file
 from engine.records.limits import LONGEST_LINE_BYTES
 from preprocess.regular_file import check_regular, open_regular, read_at
+from preprocess.synced_folders import sync_folder
 
 # How often an append checks that the file is still in its place: the check takes 2 µs, and an append 10.
 _CHECK_EVERY_S = 1.0
@@ -40,6 +41,7 @@ class JsonLines:
         self._file, self._length = -1, 0
         self._checked_at = 0.0
         self._synced_bytes = 0
+        self._is_entry_synced = False
         self._sync_error: OSError | None = None
 
     def open(self) -> None:
@@ -153,6 +155,9 @@ class JsonLines:
             if self._file < 0:
                 file = open_regular(self._path)
             os.fsync(file)
+            if not self._is_entry_synced:
+                sync_folder(self._path.parent)
+                self._is_entry_synced = True
         except FileNotFoundError:
             raise LostFileError.of(self._path) from None
         except OSError as error:

@@ -25,10 +25,12 @@ from engine.records.control_log import CONTROL_LOG_NAME
 from engine.records.control_requests import CONTROL_FOLDER_NAME, remove_requests
 from engine.records.digests import SEAL, sealed
 from engine.records.file_errors import LostFileError
+from engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots, check_path_is_text
 from engine.records.folder_lock import LOCK_NAME, FolderLock
 from engine.records.versions import version_of
 from engine.records.whole_file import remove_unfinished, write_whole
 from preprocess.shards.arrays import PIXELS
+from preprocess.synced_folders import sync_folder
 
 LOSS_LOG = "loss.jsonl"
 EVALUATION_LOG = "eval.jsonl"
@@ -82,7 +84,7 @@ class RunFolder:
 
     Raises:
         ValueError: if the folder contains an earlier run that may not be overwritten, no run to resume, or other runs
-            or packed data, is in use by another process, or cannot be created.
+            or packed data, is in use by another process, cannot be created, or cannot hold snapshots.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
@@ -91,6 +93,7 @@ class RunFolder:
         self.weights_digest: str | None = None
         self._is_resumed, self._is_launched = resume, False
         self._is_cleared, self._is_kept = False, False
+        check_path_is_text(path)
         _check_content(path, resume=resume)
         self._made = _make_folder(path)
         self._lock, self._had_lock = FolderLock(path), (path / LOCK_NAME).exists()
@@ -99,6 +102,7 @@ class RunFolder:
             if not resume and not overwrite:
                 _check_is_free(path)
             self._remove_unfinished()
+            check_can_hold_snapshots(self.snapshots if self.snapshots.is_dir() else path)
             remove_requests(path)
         except BaseException:
             self._remove_made(lock=not self._had_lock)
@@ -126,6 +130,7 @@ class RunFolder:
 
     def _remove_unfinished(self) -> None:
         """Remove the temporary files left by a killed process, because an unfinished weights file can be large."""
+        shutil.rmtree(self.path / UNFINISHED, ignore_errors=True)
         for name in (CONFIG, RESULT, WEIGHTS, PROFILE, RUNTIME, STALLS):
             with suppress(OSError):  # a leftover must not stop the run
                 remove_unfinished(self.path / name)
@@ -136,6 +141,8 @@ class RunFolder:
             # All present requests are for this run: those for an earlier one were removed when the folder was locked.
             if name != CONTROL_FOLDER_NAME:
                 _remove(self.path / name)
+        with suppress(OSError):
+            sync_folder(self.path)  # a power failure must not bring back a part of it beside the files of the new run
         self._is_cleared = True
 
     def _abandon(self) -> None:
@@ -224,6 +231,8 @@ class RunFolder:
     def remove_result(self) -> None:
         """Remove `result.json`, the mark of a finished run, because the run continues."""
         (self.path / RESULT).unlink(missing_ok=True)
+        # It records what the logs contain, and so must not come back once they are cut.
+        sync_folder(self.path)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`, the record of how the run ended; once the file exists, the run writes nothing more."""
@@ -285,6 +294,7 @@ def check_folder(path: Path, *, overwrite: bool = False, resume: bool = False) -
     Raises:
         ValueError: as `RunFolder`.
     """
+    check_path_is_text(path)
     _check_content(path, resume=resume)
     existing = next(each for each in (path, *path.parents) if os.path.lexists(each))
     if not existing.is_dir():
@@ -347,6 +357,9 @@ def _make_folder(path: Path) -> tuple[Path, ...]:
             raise ValueError(
                 f"the run folder must be writable, but {path} cannot be created ({error.strerror}): choose another path"
             ) from error
+    for each in missing:
+        with suppress(OSError):  # another run that was refused may have removed it
+            sync_folder(each.parent)
     return missing
 
 

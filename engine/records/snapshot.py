@@ -10,6 +10,7 @@ leaves a whole `<step>` or none. TensorStore syncs the arrays' files to the disk
 files nor the folders that it creates and renames, so all of these are synced here, before the rename.
 """
 
+import errno
 import os
 import secrets
 import shutil
@@ -26,17 +27,18 @@ from engine.keys import is_key, like_leaf, plain_key
 from engine.records.control_log import CONTROL_LOG_NAME
 from engine.records.digests import describe_array, is_as_sealed, sealed
 from engine.records.file_errors import describe_unreadable
+from engine.records.folder_abilities import UNFINISHED, check_path_is_text
 from engine.records.folder_state import FolderState
 from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
 from engine.records.versions import version_of
 from preprocess.regular_file import check_regular
+from preprocess.synced_folders import make_folders, sync_folder, sync_tree
 from preprocess.system_errors import remedy_of, system_number, system_reason
 
 _FORMAT = 1
 # The key of the facts for the state of the run's other files.
 _FOLDER = "folder"
 _MOST_FACTS_BYTES = 1 << 26
-_UNFINISHED = ".unfinished"
 _NAMED_AT_MOST = 3
 # Besides the arrays: the facts and Orbax's own files, a few hundred bytes per array.
 _SLACK_BYTES = 1 << 20
@@ -98,15 +100,16 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: Folder
     facts = _make_facts(step, pulls, {name: array for name, (_, array) in named.items()}, state)
     if _is_written(folder, facts):
         return
-    unfinished = folder / _UNFINISHED
+    unfinished = folder / UNFINISHED
     # A unique name: TensorStore may still complete part of an earlier write that failed.
     source = unfinished / secrets.token_hex(4) / str(step)
     try:
+        make_folders(folder)
         shutil.rmtree(unfinished, ignore_errors=True)
         source.parent.mkdir(parents=True)
         _check_room(folder, sum(array.nbytes for _, array in named.values()))
         save_items(source, _nest(named), facts)
-        _sync(source)
+        sync_tree(source)
         _put_in_place(source, folder / str(step))
     except SnapshotError:
         raise
@@ -185,9 +188,10 @@ def remove_snapshot(folder: Path, step: int) -> None:
     """
     if not (folder / str(step)).exists():
         return
-    unfinished = folder / _UNFINISHED
+    unfinished = folder / UNFINISHED
     unfinished.mkdir(exist_ok=True)
     (folder / str(step)).rename(unfinished / f"removed-{step}")
+    sync_folder(folder)  # a power failure must not bring back a part of it
     shutil.rmtree(unfinished)
 
 
@@ -273,7 +277,11 @@ def _folder_state(path: Path, facts: Mapping[str, Any]) -> FolderState | None:
 
 
 def _check_files(path: Path) -> None:
-    """Raise SnapshotError if a snapshot contains a pipe or a device, which could block a reader forever."""
+    """Raise SnapshotError if a snapshot contains a pipe or a device, which could block a reader forever.
+
+    Raise ValueError if its path is not UTF-8.
+    """
+    check_path_is_text(path)
     for inner, _, names in os.walk(path):
         for name in names:
             file = Path(inner, name)
@@ -318,7 +326,7 @@ def _check_room(folder: Path, num_bytes: int) -> None:
         raise SnapshotError(
             f"a snapshot needs {num_bytes / 1e6:.1f} MB of disk space in {folder}, but only {usage.free / 1e6:.1f} MB "
             "are free: make room there"
-        )
+        ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _read_facts(path: Path, step: int) -> dict[str, Any]:
@@ -360,27 +368,7 @@ def _put_in_place(source: Path, target: Path) -> None:
         # Two renames: a crash between them loses only the replaced snapshot, which is damaged or another run's.
         target.rename(source.with_name("replaced"))
     source.rename(target)
-    _sync_one(target.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Sync every file and folder to the disk, innermost first."""
-    for inner, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            _sync_one(Path(inner, name))
-        _sync_one(Path(inner))
-
-
-def _sync_one(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        # Some network file systems refuse to sync a folder.
-        if not path.is_dir():
-            raise
-    finally:
-        os.close(handle)
+    sync_folder(target.parent)
 
 
 def _list(names: list[str]) -> str:

@@ -27,14 +27,20 @@ from engine.durations import Durations
 from engine.records.folder_state import FolderState
 from engine.records.orbax_store import load_orbax
 from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
+from preprocess.system_errors import is_out_of_room
 
 _LOOK_EVERY_S = 0.1
+
+
+class UnwritableFolderError(OSError):
+    """Raised at the end of a run in whose folder no snapshot could be written."""
 
 
 class SnapshotWriter:
     """A thread that writes snapshots one at a time; at most one snapshot is queued, and a newer snapshot replaces it.
 
-    A failure does not stop the run: it is reported, and the last good snapshot is kept.
+    A failure does not stop the run: it is reported, and the last good snapshot is kept. Only if there is none yet, and
+    the reason is not a lack of room, every snapshot to come is expected to fail, and `on_hopeless` is called.
 
     Args:
         folder: the folder of the snapshots; created if missing.
@@ -44,8 +50,10 @@ class SnapshotWriter:
             (`engine.stream.notices`).
         write: (folder, step, pulls, tree, state) → None, writes a snapshot whole or not at all.
         on_written: called on this object's thread with the step and the path of each snapshot on the disk.
+        on_hopeless: called on this object's thread if no snapshot was written yet, and none is expected to be.
 
     Attributes:
+        failure: why no snapshot was ever written, although there were some to write; None if one was.
         writes: how long writing each snapshot on the disk took.
         num_bytes: bytes of the arrays of these snapshots.
         num_skipped: number of snapshots that were dropped because a newer one came before they were written.
@@ -63,11 +71,13 @@ class SnapshotWriter:
         find_best: Callable[[list[int]], int | None] = lambda _: None,
         write: Callable[[Path, int, int, Any, FolderState | None], None] = write_snapshot,
         on_written: Callable[[int, Path], None] = lambda *_: None,
+        on_hopeless: Callable[[], None] = lambda: None,
     ) -> None:
         if keep < 0:
             raise ValueError(f"the number of snapshots to keep must be 0 (all) or more, got {keep}: choose another")
         self._folder, self._keep, self._write = folder, keep, write
-        self._say, self._on_written = say, on_written
+        self._say, self._on_written, self._on_hopeless = say, on_written, on_hopeless
+        self.failure: UnwritableFolderError | None = None
         self._find_best = find_best
         self.writes, self.num_bytes, self.num_skipped = Durations(), 0, 0
         self._changed = threading.Condition()
@@ -189,10 +199,22 @@ class SnapshotWriter:
             self._write(self._folder, submitted.step, submitted.pulls, submitted.tree, submitted.state)
         except Exception as error:  # noqa: BLE001 - a failed snapshot must not stop the run
             self._say(f"snapshot of step {submitted.step} not written: {_one_line(error)}; {self._describe_last()}")
+            if self.last_step is None:
+                self._note_failure(error)
             return False
+        self.failure = None
         self.writes.add(time.perf_counter() - started)
         self.num_bytes += sum(int(getattr(leaf, "nbytes", 0)) for leaf in jax.tree.leaves(submitted.tree))
         return True
+
+    def _note_failure(self, error: Exception) -> None:
+        """Keep the error of a first snapshot, and give up hope unless it may be for lack of room."""
+        self.failure = UnwritableFolderError(
+            f"no snapshot could be written, so the run cannot be resumed: {_one_line(error)}"
+        )
+        self.failure.__cause__ = error
+        if not is_out_of_room(error.__cause__ or error):
+            self._on_hopeless()
 
     def _remove_older(self, newest: int) -> None:
         try:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.records.file_errors import name_file
+from preprocess.synced_folders import make_folders, sync_folder
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -15,14 +16,16 @@ def write_whole(path: Path, content: bytes) -> None:
     The file's permissions follow the umask, as for any other new file.
 
     Raises:
-        OSError: if it cannot be written; the message names `path`. An old file is then unchanged.
+        OSError: if it cannot be written; the message names `path`. An old file is then unchanged, unless only the sync
+            of its folder failed.
     """
     try:
         _write_beside(path, content)
+        with suppress(PermissionError):  # a folder that may not be listed cannot be opened, and so not be synced
+            sync_folder(path.parent)
     except OSError as error:
         name_file(error, path)
         raise
-    _sync_folder(path.parent)
 
 
 def _write_beside(path: Path, content: bytes) -> None:
@@ -44,7 +47,7 @@ def _write_beside(path: Path, content: bytes) -> None:
 def make_folder(path: Path) -> None:
     """Create a folder and its parents unless it exists; raise OSError, which names `path`, if that is impossible."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folders(path)
     except OSError as error:
         name_file(error, path)
         raise
@@ -59,14 +62,3 @@ def remove_unfinished(path: Path) -> None:
     for entry in list(path.parent.iterdir()):
         if re.fullmatch(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}", entry.name):
             entry.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync a folder so that a new file in it survives a power failure; ignore errors, because the file is complete."""
-    # Some network file systems refuse to sync a folder.
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

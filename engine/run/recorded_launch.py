@@ -144,6 +144,7 @@ class RecordedLaunch:
             say=say,
             find_best=self._find_best_snapshot,
             on_written=self._note_snapshot,
+            on_hopeless=lambda: launch.board.request_stop("no snapshot can be written"),
         )
         self._evaluations = EvaluationLog(folder.evaluation_log)
         self._on_snapshot = on_snapshot
@@ -206,10 +207,11 @@ class RecordedLaunch:
         failure = launch.failure(state)
         result = result_of(launch, compiled, state, self._folder, failure, monitor.so_far())
         self._write_profile(result)
-        failure = self._keep_state(state, failure)
+        failure = self._keep_state(state, failure) or self._snapshots.failure
         end: LaunchState = "failed" if failure is not None else "done" if result.is_complete else "stopped"
         runtime = self._finish_monitor(monitor, end)
-        result = replace(result, snapshot_step=self._snapshots.last_step, runtime=runtime)
+        stopped_by = result.stopped_by if failure is None else "error"
+        result = replace(result, stopped_by=stopped_by, snapshot_step=self._snapshots.last_step, runtime=runtime)
         failure = self._write_end(result, failure)
         if failure is not None:
             self._add_resume_note(failure, result.snapshot_step)

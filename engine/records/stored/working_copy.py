@@ -19,6 +19,7 @@ from engine.records.whole_file import write_whole
 from models.user_cache import user_cache_folder
 from preprocess.regular_file import read_regular
 from preprocess.shards.location import Location
+from preprocess.synced_folders import make_folders, sync_tree
 
 _NOTE = "stored.json"
 _NO_MARKER = "none"
@@ -55,7 +56,7 @@ class WorkingCopy:
 
     def prepare(self) -> None:
         """Create the folders that are missing, and remove links to snapshots that a killed process left."""
-        self.run.mkdir(parents=True, exist_ok=True)
+        make_folders(self.run)
         shutil.rmtree(self.pins, ignore_errors=True)
         self.pins.mkdir()
 
@@ -65,6 +66,9 @@ class WorkingCopy:
         Args:
             contents: the contents of markers; None stands for a store without a marker.
         """
+        if not (self.folder / _NOTE).exists():
+            # What the note says of the run folder must not outlast a power failure that the folder does not.
+            sync_tree(self.run)
         note = {"place": self._place, "markers": [_digest(content) for content in contents]}
         write_whole(self.folder / _NOTE, json.dumps(note, indent=2).encode() + b"\n")
 
