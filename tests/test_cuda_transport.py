@@ -126,17 +126,39 @@ def test_a_hanging_receiver_ends_the_program_in_time(monkeypatch):
 
     compiled = jax.jit(program).lower(jnp.int32(0)).compile()
     threading.Timer(1.0, released.set).start()
+    run(transport, compiled, jnp.int32(0))
     with pytest.raises(TimeoutError, match=r"did not accept the program's records within 0.2 s"):
-        run(transport, compiled, jnp.int32(0))
+        raise transport.failure
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("function", ["cuMemcpyDtoHAsync_v2", "cuEventRecord"])
-def test_a_driver_that_fails_in_mid_run_ends_the_launch_with_its_own_error(function):
+def test_the_error_of_a_driver_that_refuses_one_function_is_kept_and_the_program_comes_to_its_end(function):
     transport, fake = fake_transport()
     compiled = jax.jit(emitting(transport)).lower(jnp.int32(0)).compile()
     fake.fail(function, 700, after=3)
+    assert run(transport, compiled, jnp.int32(1000)) == 1000
     with pytest.raises(CudaError, match=f"^NVIDIA's driver refused {function}: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        raise transport.failure
+    assert fake.violations == []
+
+
+@pytest.mark.timeout(60)
+def test_a_driver_that_refuses_even_zeros_ends_the_launch_with_its_own_error():
+    transport, fake = fake_transport()
+
+    def program(steps):
+        def body(carry):
+            token, step = carry
+            token, (number,) = transport.call(lambda *_: None, (jax.ShapeDtypeStruct((), jnp.int32),), token, step)
+            return token, step + 1 + 0 * number
+
+        return lax.while_loop(lambda carry: carry[1] < steps, body, (first_token(), jnp.int32(0)))[1]
+
+    compiled = jax.jit(program).lower(jnp.int32(0)).compile()
+    fake.fail("cuMemcpyDtoHAsync_v2", 700, after=3)
+    fake.fail("cuMemsetD32Async", 700)
+    with pytest.raises(CudaError, match=r"^NVIDIA's driver refused cuMemcpyDtoHAsync_v2: CUDA_ERROR_ILLEGAL_ADDRESS"):
         run(transport, compiled, jnp.int32(1000))
     assert fake.violations == []
 

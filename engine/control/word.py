@@ -23,7 +23,8 @@ class ControlWord(NamedTuple):
     """A decoded control word, on the device.
 
     Attributes:
-        stop: bool [], whether to leave the loop after the batches of this pull.
+        stop: bool [], whether to leave the loop after the batches of this pull. True if there are none, so that zeros,
+            which the host answers after a failure, end the loop.
         snapshot: bool [], whether to push a snapshot of the state after these batches.
         evaluate: bool [], whether to evaluate after these batches.
         learning_rate_factor: float32 [], multiplies the scheduled learning rate at the steps of these batches.
@@ -41,7 +42,7 @@ def decode_control(words: jax.Array) -> ControlWord:
     """Decode a uint32 [3] control word on the device."""
     flags = words[0]
     return ControlWord(
-        stop=(flags & STOP) != 0,
+        stop=((flags & STOP) != 0) | (words[2] == 0),
         snapshot=(flags & SNAPSHOT) != 0,
         evaluate=(flags & EVALUATE) != 0,
         learning_rate_factor=lax.bitcast_convert_type(words[1], jnp.float32),

@@ -253,11 +253,11 @@ class Infeed:
         batch_index, shard, num_wanted = operands[0].tolist()
         shard -= self._first_shard
         observer = self._observer if shard == 0 else None
-        if observer is not None:
-            observer.pull_began(batch_index)
         pixels, labels, words = results
         num_taken = 0
         try:
+            if observer is not None:
+                observer.pull_began(batch_index)
             asked = self._words_of(batch_index, num_wanted)
             words[...] = asked
             num_batches = asked[2]
@@ -268,16 +268,24 @@ class Infeed:
             if num_taken < num_batches:
                 _stop_after(num_taken, words)
         except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, and raised by the host
-            self.failure = error
-            _stop_after(num_taken, words)
+            self._keep(error, num_taken, words)
         if num_taken == 0:
             pixels[...], labels[...] = 0, 0
+        try:
+            if observer is not None:
+                observer.pull_ended(num_taken)
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._keep(error, num_taken, words)
         if self.failure is not None:
             # The traceback keeps the frames alive, which must not refer to the program's memory.
             traceback.clear_frames(self.failure.__traceback__)
             del operands, results, pixels, labels, words
-        if observer is not None:
-            observer.pull_ended(num_taken)
+
+    def _keep(self, error: BaseException, num_taken: int, words: NDArray[np.uint32]) -> None:
+        """Keep the first error, and have the program stop after the batches that it got."""
+        if self.failure is None:
+            self.failure = error
+        _stop_after(num_taken, words)
 
     def _take(self, batch_index: int, shard: int, pixels: Pixels, labels: Labels) -> bool:
         """Take a batch from the feeder; return False, having taken nothing, if a stop is requested first."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from engine.control.board import ControlBoard
 from engine.crossing.observer import PushObserver
+from engine.crossing.plain_types import Restore, as_plain
 from engine.crossing.push_meter import PushMeter
 from engine.crossing.pushed import (
     Histogram,
@@ -43,7 +44,7 @@ class Outfeed:
         observer: observes the pushes.
 
     Attributes:
-        failure: the first exception that `receive` raised, or None.
+        failure: the first exception of a push on the host, such as of `receive`, or None.
         meter: as given.
     """
 
@@ -171,21 +172,36 @@ class Outfeed:
         return self._push(read, token, step, images, *optional)
 
     def _push(self, read: Callable[..., Pushed], token: Token, *operands: jax.Array) -> Token:
-        return self._transport.emit(partial(self._accept, read), token, *operands)
+        plain, restores = zip(*map(as_plain, operands), strict=True)
+        if any(restores):
+            read = partial(_read_restored, read, restores)
+        return self._transport.emit(partial(self._accept, read), token, *plain)
 
     def _accept(self, read: Callable[..., Pushed], operands: Sequence[Array]) -> None:
         """Pass an emitted record to the receiver; runs on a thread of XLA's runtime or of the transport."""
         pushed = None
-        self.meter.begin()
-        if self._observer is not None:
-            self._observer.push_began()
         try:
+            self.meter.begin()
+            if self._observer is not None:
+                self._observer.push_began()
             pushed = read(*operands)
             self._receive(pushed)
         except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, and raised by the host
-            if self.failure is None:
-                self.failure = error
-            self._board.request_stop("the loss stream failed")
-        self.meter.end(pushed, operands)
-        if self._observer is not None:
-            self._observer.push_ended(pushed)
+            self._keep(error)
+        try:
+            self.meter.end(pushed, operands)
+            if self._observer is not None:
+                self._observer.push_ended(pushed)
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._keep(error)
+
+    def _keep(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+        self._board.request_stop("the loss stream failed")
+
+
+def _read_restored(read: Callable[..., Pushed], restores: Sequence[Restore | None], *operands: Array) -> Pushed:
+    """Read operands of which some crossed as another dtype."""
+    restored = (each if restore is None else restore(each) for each, restore in zip(operands, restores, strict=True))
+    return read(*restored)

@@ -1,12 +1,14 @@
 """Transports, which call host functions from inside the compiled program.
 
 Both crossings (`engine.crossing.infeed`, `engine.crossing.outfeed`) use a transport; nothing else in the project makes
-a host callback. The host function receives NumPy arrays. It must never call jax, block without a time limit, or
-raise, because each of these hangs or aborts the program.
+a host callback. The host function receives NumPy arrays. It must never call jax or block without a time limit, because
+both hang the program. No exception reaches the program, which it would abort: the first one is kept, to be raised by
+the code that launched the program, and from then on all calls are answered with zeros, which end the loops.
 """
 
 import ctypes
 import threading
+import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -24,6 +26,8 @@ from engine.crossing.token import TOKEN_SHAPE, Token
 type Array = NDArray[Any]
 type HostFunction = Callable[[Sequence[Array], Sequence[Array]], None]
 """(operands to read, results to write in place) → None."""
+type _Crossing = Callable[[Sequence[Any], Sequence[Any]], None]
+"""The same, of XLA's own buffers."""
 
 
 class Transport(Protocol):
@@ -35,7 +39,7 @@ class Transport(Protocol):
     Attributes:
         name: value of --transport.
         runs_ahead: whether the host is called when the work is enqueued, not when the device reaches it.
-        failure: the exception that prevented the delivery of emitted values, or None.
+        failure: the first exception of a call, or of the delivery of emitted values, or None.
     """
 
     name: str
@@ -81,7 +85,7 @@ class _PromptTransport(ABC):
     failure: BaseException | None = None
 
     def __init__(self) -> None:
-        self._called = Called[HostFunction]()
+        self._called = Called[_Crossing]()
 
     @abstractmethod
     def call(
@@ -93,6 +97,24 @@ class _PromptTransport(ABC):
         """Insert a call to `function` that has no results but the token; see `Transport.emit`."""
         token, _ = self.call(lambda operands, _: function(operands), (), token, *operands)
         return token
+
+    def _guard(self, function: HostFunction, to_array: Callable[[Any], Array]) -> _Crossing:
+        """Return a function of XLA's buffers that calls `function` with arrays and never raises."""
+
+        def cross(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+            try:
+                if self.failure is None:
+                    function([to_array(each) for each in inputs], [to_array(each) for each in outputs])
+                    return
+            except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, raised by the host
+                self.failure = error
+                # The traceback keeps the frames alive, which must not refer to the program's memory.
+                traceback.clear_frames(error.__traceback__)
+            for each in outputs:
+                np.asarray(each)[...] = 0
+            del inputs, outputs
+
+        return cross
 
     def running(self) -> AbstractContextManager[None]:
         """Return a context that does nothing, because there is nothing to open; see `Transport.running`."""
@@ -157,13 +179,14 @@ class InplaceTransport(_PromptTransport):
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], token: Token, *operands: jax.Array
     ) -> tuple[Token, tuple[jax.Array, ...]]:
         """Insert a call to `function` into the program; see `Transport.call`."""
-        find, thread_state = self._called.enter(function), self._thread_state
-
         # Not `np.asarray`: jaxlib would register an address on this thread's stack as a live object, and as long as
         # that array lives, a later call whose buffer is at the same address gets the old array.
+        guarded = self._guard(function, np.from_dlpack)
+        find, thread_state = self._called.enter(guarded), self._thread_state
+
         def cross(_context: Any, outputs: Sequence[Any], _token: Any, *inputs: Any) -> None:
             thread_state.keep()
-            find()([np.from_dlpack(value) for value in inputs], [np.from_dlpack(buffer) for buffer in outputs[1:]])
+            find()(inputs, outputs[1:])
 
         called = buffer_callback(cross, (TOKEN_SHAPE, *results), has_side_effect=True)
         byte, *values = called(token.byte, *operands)
@@ -179,12 +202,12 @@ class CallbackTransport(_PromptTransport):
         self, function: HostFunction, results: Sequence[jax.ShapeDtypeStruct], token: Token, *operands: jax.Array
     ) -> tuple[Token, tuple[jax.Array, ...]]:
         """Insert a call to `function` into the program; see `Transport.call`."""
-        find = self._called.enter(function)
+        find = self._called.enter(self._guard(function, np.asarray))
 
-        def cross(token: Any, *inputs: Any) -> tuple[Array, ...]:
+        def cross(_token: Any, *inputs: Any) -> tuple[Array, ...]:
             written = tuple(np.zeros(result.shape, result.dtype) for result in results)
-            find()([np.asarray(value) for value in inputs], written)
-            return np.asarray(token), *written
+            find()(inputs, written)
+            return np.zeros((), TOKEN_SHAPE.dtype), *written
 
         # Unordered for jax, whose own tokens are slower and do not pass through `shard_map`.
         byte, *values = io_callback(cross, (TOKEN_SHAPE, *results), token.byte, *operands, ordered=False)

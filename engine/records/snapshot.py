@@ -30,6 +30,7 @@ from engine.records.file_errors import describe_unreadable
 from engine.records.folder_abilities import UNFINISHED, check_path_is_text
 from engine.records.folder_state import FolderState
 from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
+from engine.records.stored_types import as_snapshot, from_snapshot
 from engine.records.versions import version_of
 from preprocess.regular_file import check_regular
 from preprocess.synced_folders import make_folders, sync_folder, sync_tree
@@ -141,6 +142,7 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
     leaves = {}
     for name, like in described.items():
         array = restored.get(name, np.zeros(like["shape"], like["dtype"]) if name not in filled else None)
+        array = None if array is None else from_snapshot(array, like["dtype"])
         if array is None or describe_array(name, array) != like:
             raise _damaged(path, f"{name} has changed since it was written")
         leaves[name] = array
@@ -248,7 +250,7 @@ def _nest(named: Mapping[str, tuple[tuple[str, ...], NDArray[Any]]]) -> dict[str
             inner = nested
             for part in parts[:-1]:
                 inner = inner.setdefault(part, {})
-            inner[parts[-1]] = array
+            inner[parts[-1]] = as_snapshot(array)
     return nested
 
 

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize, safe_open
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from engine.keys import like_leaf, plain_key
 from engine.records.digests import SEAL, describe_array, json_digest
+from engine.records.stored_types import as_weights, may_stand_for
 from engine.updates.update import Weights
 from models.torchvision_names import COUNTER, describe_mismatches, from_torchvision, to_torchvision
 from preprocess.regular_file import open_regular, read_at
@@ -29,7 +30,11 @@ _LENGTH_BYTES = 8
 # The key that announces a digest, so that a damaged digest key is detected.
 _KIND = "digest"
 # safetensors' names of the types that NumPy supports, including those that jax adds.
-_READABLE = {"F64", "F32", "F16", "BF16", "I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8", "BOOL"}
+_READABLE: dict[str, Any] = {
+    **{"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "C64": np.complex64},
+    **{"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8},
+    **{"U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool},
+}
 
 
 class StoredWeights(NamedTuple):
@@ -68,10 +73,11 @@ def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Te
     Returns:
         For a registry model, torchvision's names and layouts; otherwise the path of each leaf, `params.…` and
         `batch_stats.…`, in the model's own layout; a part that is a single array is called `params` or `batch_stats`.
+        Dtypes of at most eight bits that safetensors lacks are widened (`engine.records.stored_types`).
     """
     if registry_name is not None:
         return to_torchvision(registry_name, params, batch_stats)
-    return {name: np.asarray(plain_key(leaf)) for name, leaf in _named_leaves(params, batch_stats)}
+    return {name: as_weights(np.asarray(plain_key(leaf))) for name, leaf in _named_leaves(params, batch_stats)}
 
 
 def check_names(params: Any, batch_stats: Any) -> None:
@@ -149,11 +155,14 @@ def _load_unmapped(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str
         content = read_at(file, os.fstat(file).st_size, 0)
     finally:
         os.close(file)
+    tensors = {}
     for name, entry in deserialize(content):
         _check_kind(path, name, entry["dtype"])
+        # Not `safetensors.numpy.load`, which lacks bfloat16.
+        tensors[name] = np.frombuffer(entry["data"], _READABLE[entry["dtype"]]).reshape(entry["shape"])
     num_bytes = int.from_bytes(content[:_LENGTH_BYTES], "little")
     header = json.loads(content[_LENGTH_BYTES : _LENGTH_BYTES + num_bytes])
-    return load(content), header.get("__metadata__", {})
+    return tensors, header.get("__metadata__", {})
 
 
 def _check_kind(path: str | os.PathLike[str], name: str, kind: str) -> None:
@@ -268,17 +277,13 @@ def _place_by_path(tensors: Mapping[str, NDArray[Any]], like: Weights) -> Weight
         found = tensors[name]
         if found.shape != leaf.shape:
             others.append(f"{name} is {found.shape} instead of {leaf.shape}")
-        elif found.dtype != leaf.dtype and not _are_floats(found.dtype, leaf.dtype):
+        elif not may_stand_for(found.dtype, leaf.dtype):
             others.append(f"{name} is {found.dtype} instead of {leaf.dtype}")
     if faults := describe_mismatches(expected, tensors, others):
         raise ValueError(f"the tensors are not those of the model: {faults}; they must come from the same model")
     leaves = [like_leaf(tensors[name].astype(stored[name].dtype), leaf) for name, leaf in expected.items()]
     placed = jax.tree.unflatten(jax.tree.structure(_as_tree(*like)), leaves)
     return Weights(placed["params"], placed["batch_stats"])
-
-
-def _are_floats(*dtypes: Any) -> bool:
-    return all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
 
 
 def _as_tree(params: Any, batch_stats: Any) -> dict[str, Any]:

@@ -114,7 +114,11 @@ def _compare_exact(reference: NDArray[Any], found: NDArray[Any], disturbed: Sequ
 
 
 def _is_float(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind == "f" or dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+    try:
+        ml_dtypes.finfo(dtype)
+    except ValueError:
+        return False
+    return dtype.kind != "c"
 
 
 def _same_places(one: NDArray[np.float64], other: NDArray[np.float64]) -> bool:

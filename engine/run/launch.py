@@ -31,6 +31,7 @@ from engine.program.observed import observation_of
 from engine.program.slow_convolutions import slow_convolutions_warning
 from engine.program.statics import run_values, seed_words
 from engine.program.train_state import RunValues, TrainState
+from engine.records.stored_types import check_weight_types
 from engine.records.topology import Topology
 from engine.records.weights import check_names
 from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, shapes_on, take_copy
@@ -141,6 +142,8 @@ class Launch:
         self.num_params = count_params(self._state_shape.params)
         if self.resolved.registry_name is None:
             check_names(self._state_shape.params, self._state_shape.batch_stats)
+            if config.run_dir is not None:
+                check_weight_types(self._state_shape.params, self._state_shape.batch_stats)
         self._describe()
 
     @property

@@ -155,18 +155,19 @@ class StreamedInfeed:
     def _answer(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
         """Answer a pull on the host."""
         batch_index, _, num_wanted = operands[0].tolist()
-        if self._observer is not None:
-            self._observer.pull_began(batch_index)
         words = stop_at_once()
         try:
+            if self._observer is not None:
+                self._observer.pull_began(batch_index)
             if self.failure is None:
                 words = self._words_of(batch_index, num_wanted)
+            if self._observer is not None:
+                self._observer.pull_ended(words[2])
         except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, and raised by the host
             self._keep(error)
+            words = stop_at_once()
         self._next, self._stop = batch_index, batch_index + words[2]
         results[0][...] = words
-        if self._observer is not None:
-            self._observer.pull_ended(words[2])
 
     def _give(self, stream: int, _: Sequence[int], results: Sequence[int]) -> None:
         """Enqueue work that gives the program the iteration's batch, or zeros if there is none; runs on the host."""

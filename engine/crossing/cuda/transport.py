@@ -5,6 +5,7 @@ results; whatever the function enqueues on the stream is done in order. `call` w
 function needs values; `emit` delivers values later; `enqueue` only adds work to the stream.
 """
 
+import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ _BLOCK_TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.25
 _CLOSE_TIMEOUT_S = 60.0
 _ALIGNMENT = 16
+_WORD_BYTES = 4
 _NOT_OPEN = "the cuda transport must be open while its program runs, but is closed: run the program inside running()"
 
 
@@ -54,7 +56,7 @@ class XlaBuffers:
 class CudaTransport:
     """An `engine.crossing.transport.Transport` for NVIDIA GPUs; its `enqueue` calls the host without waiting.
 
-    If the driver refuses a call during a run, the program ends with the driver's error: the stream cannot recover.
+    If the driver refuses every call, so that not even zeros can be answered, the program ends with the driver's error.
 
     Args:
         driver: driver of the device on which the program runs.
@@ -69,7 +71,7 @@ class CudaTransport:
         self._thread_state = ThreadState()
         self._crossings = Called[Callable[..., None]]()
         self._is_called = False
-        self._raised: BaseException | None = None  # by a host function, into the program
+        self._raised: BaseException | None = None  # into the program, which has ended
         self.failure: BaseException | None = None
         self._arena: Arena | None = None
         self._collector: Collector | None = None
@@ -109,7 +111,7 @@ class CudaTransport:
             self._arena = self._collector = None
             with suppress(Exception):
                 self._end(collector, arena)
-            cause = self._raised or collector.failure
+            cause = self._raised or self.failure or collector.failure
             if cause is None or not isinstance(error, Exception):
                 raise
             raise cause from error
@@ -120,9 +122,9 @@ class CudaTransport:
             collector.close(_CLOSE_TIMEOUT_S)
         except TimeoutError as error:
             # The collector's thread still waits for events and reads memory, so the arena stays open.
-            self.failure = error
+            self.failure = self.failure or error
             return
-        self.failure = collector.failure
+        self.failure = self.failure or collector.failure
         arena.close()
 
     def call(
@@ -173,26 +175,39 @@ class CudaTransport:
 
         XLA makes the call when it enqueues the kernels around it, so the tokens order what is enqueued.
 
+        Args:
+            handler: called with the stream and the addresses of operands and results.
+            results: shapes and dtypes of the results, each of whole words of four bytes.
+            token: the token of the crossing before.
+            operands: traced arrays.
+
         Returns:
             The token for the next crossing, and one traced array for each of `results`.
         """
         buffers, driver = self._buffers, self.driver
+        sizes = [math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in results]
 
         def handle(context: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
             self._thread_state.keep()
-            if self._arena is None:
+            if self._arena is None or self._collector is None:
                 raise RuntimeError(_NOT_OPEN)
             self._is_called = True
+            stream, targets = buffers.stream_of(context), [buffers.address_of(buffer) for buffer in outputs]
+            self.failure = self.failure or self._collector.failure
+            try:
+                if self.failure is None:
+                    with driver.current():
+                        handler(stream, [buffers.address_of(buffer) for buffer in inputs], targets)
+                    return
+            except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, raised by the host
+                self.failure = error
             try:
                 with driver.current():
-                    handler(
-                        buffers.stream_of(context),
-                        [buffers.address_of(buffer) for buffer in inputs],
-                        [buffers.address_of(buffer) for buffer in outputs],
-                    )
-            except BaseException as error:
-                # XLA passes on only the text of the error.
-                self._raised = self._raised or error
+                    for target, size in zip(targets, sizes, strict=True):
+                        driver.fill_words(target, 0, size // _WORD_BYTES, stream)
+            except BaseException:
+                # There is no other way to end the program. XLA passes on only the text of the error.
+                self._raised = self._raised or self.failure
                 raise
 
         find = self._crossings.enter(handle)
