@@ -59,7 +59,7 @@ def open_place(config: TrainConfig, notify: Callable[[str], None], *, is_dry: bo
         return
     if not config.resume:
         if is_dry:
-            check_url_is_free(url, options, overwrite=config.overwrite)
+            check_url_is_free(url, options, overwrite=config.overwrite, notify=notify)
         yield RunPlace(None)
         return
     if not is_dry:

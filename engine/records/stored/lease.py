@@ -1,8 +1,10 @@
-"""The lease of a stored run: an object that names the one process that may write it, and until when.
+"""The lease of a stored run: an object that names the one process that may write it.
 
-A store has no locks, so the holder renews the lease, and another process may take over once it has expired, or at once
-if it can see that the holder has died. Owns the object, its renewal and the messages about the holder. Must not know:
-what is stored.
+A store has no locks, so the holder renews the lease, and another process may take over once the lease was not renewed
+for some time, or at once if it can see that the holder has died. No decision depends on the date: the clocks of two
+machines may differ by hours, and may be set while a run goes on. On the holder's own machine, its monotonic clock says
+how old the lease is; a process elsewhere watches by its own clock whether the lease changes. Owns the object, its
+renewal and the messages about the holder. Must not know: what is stored.
 """
 
 import json
@@ -24,6 +26,9 @@ LEASE = "writer.json"
 LEASE_S = 180.0
 """How long a lease lasts after its last renewal, in seconds; longer if requests may take longer."""
 _TRIES = 3
+_LOOK_EVERY_S = 2.0
+_LONGEST_WATCH_S = 3600.0
+"""The longest time for which the lease of a holder elsewhere is watched, in seconds."""
 
 
 class StoredRunInUseError(StoredRunError):
@@ -39,8 +44,10 @@ class Holder:
         host: the name of its machine.
         pid: its process ID.
         process: what tells the process from others with the same ID (`_process_identity`).
-        renewed: when it renewed the lease, in seconds since the Unix epoch.
+        renewed: when it renewed the lease, in seconds since the Unix epoch; only earlier releases decide by it.
         lasts_s: how long the lease lasts from then on.
+        renewed_clock: the same time by the monotonic clock of its machine, in seconds; NaN in earlier releases.
+        renewals: how often it has renewed the lease, so that its content changes each time.
     """
 
     launch: str
@@ -49,17 +56,26 @@ class Holder:
     process: str
     renewed: float
     lasts_s: float
+    renewed_clock: float = math.nan
+    renewals: int = 0
 
     @property
-    def expires(self) -> float:
-        """When the lease expires, in seconds since the Unix epoch."""
-        return self.renewed + self.lasts_s
+    def is_here(self) -> bool:
+        """Whether it runs or ran on this machine since its start, and in this container."""
+        return self.host == os.uname().nodename and self.process.split(" ")[:2] == _machine()
 
-    def has_died(self) -> bool:
-        """Return whether the process is known to have died; that of another machine or container is not known."""
-        if self.host != os.uname().nodename or self.process.split(" ")[:2] != _machine():
-            return False
-        return _process_identity(self.pid) != self.process
+    def left_s(self, clock: float) -> float | None:
+        """Return for how many more seconds it holds the lease, at least 0; None if only watching can tell.
+
+        Args:
+            clock: the monotonic clock of this machine, in seconds.
+        """
+        if not self.is_here:
+            return None
+        if _process_identity(self.pid) != self.process:
+            return 0.0
+        age_s = clock - self.renewed_clock
+        return max(0.0, self.lasts_s - age_s) if age_s >= 0 else None
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}"
@@ -70,25 +86,37 @@ class Lease:
 
     Args:
         location: the folder of the stored run.
-        now: returns the seconds since the Unix epoch.
+        clock: returns the seconds of the monotonic clock.
+        sleep: waits for some seconds.
 
     Attributes:
         launch: the identifier of this holder.
     """
 
-    def __init__(self, location: Location, *, now: Callable[[], float] = time.time) -> None:
-        self._location, self._now = location, now
+    def __init__(
+        self,
+        location: Location,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._location, self._clock, self._sleep = location, clock, sleep
+        self._renewals = 0
         self.launch = uuid.uuid4().hex
 
     def acquire(self, notify: Callable[[str], None]) -> None:
-        """Acquire the lease; `notify` is called with a warning if the store cannot exclude a simultaneous start.
+        """Acquire the lease, after it was watched for as long as it lasts if another machine may hold it.
+
+        Args:
+            notify: called before the lease is watched, and with a warning if the store cannot exclude a simultaneous
+                start.
 
         Raises:
             StoredRunInUseError: another process holds the lease.
             ShardError: the store cannot be read or written.
         """
         for _ in range(_TRIES):
-            generation = self._free_generation()
+            generation = self._free_generation(notify)
             if self._location.write_if(LEASE, self._content(), generation) is not None or self._is_ours():
                 break
         else:
@@ -104,9 +132,9 @@ class Lease:
                 "runs that are started here at the same moment: start only one"
             )
 
-    def check_free(self) -> None:
-        """Raise StoredRunInUseError if another process holds the lease, without acquiring it."""
-        self._free_generation()
+    def check_free(self, notify: Callable[[str], None]) -> None:
+        """Raise StoredRunInUseError if another process holds the lease, without acquiring it; it waits as `acquire`."""
+        self._free_generation(notify)
 
     def renew(self) -> None:
         """Renew the lease.
@@ -130,19 +158,52 @@ class Lease:
             if self._is_ours():
                 self._location.delete(LEASE)
 
-    def _free_generation(self) -> bytes:
-        """Return the generation of the lease that may be replaced; raise StoredRunInUseError if another one holds."""
+    def _free_generation(self, notify: Callable[[str], None]) -> bytes:
+        """Return the generation of the lease that may be replaced; raise StoredRunInUseError if it is held."""
         content, generation = self._location.read_stamped(LEASE)
-        if content is not None:
-            holder = _parse(content)
-            if holder is None or (holder.expires > self._now() and not holder.has_died()):
-                raise self._taken(holder)
-        return generation
+        if content is None:
+            return generation
+        holder = _parse(content)
+        left_s = None if holder is None else holder.left_s(self._clock())
+        if holder is None or left_s or holder.lasts_s > _LONGEST_WATCH_S:
+            raise self._taken(holder, left_s)
+        return generation if left_s == 0 else self._watch(content, holder, notify)
+
+    def _watch(self, content: bytes, holder: Holder, notify: Callable[[str], None]) -> bytes:
+        """Return the generation of a lease that does not change for as long as it lasts, by the clock of this machine.
+
+        A process that holds it renews it every few seconds.
+        """
+        stop = self._clock() + holder.lasts_s
+        place, limit = self._location.display, quantity(round(holder.lasts_s), "second")
+        notify(
+            f"{place} was in use by {holder}: waiting up to {limit} to see whether it still is; if it was killed, you "
+            f"can delete {place}{LEASE} instead"
+        )
+        while True:
+            # The clock is read before the lease.
+            is_over = self._clock() >= stop
+            found, generation = self._location.read_stamped(LEASE)
+            if found is not None and found != content:
+                raise self._taken(_parse(found))
+            if found is None or is_over:
+                return generation
+            self._sleep(_LOOK_EVERY_S)
 
     def _content(self) -> bytes:
         lasts_s = max(LEASE_S, 4 * self._location.timeout_s)
         pid = os.getpid()
-        holder = Holder(self.launch, os.uname().nodename, pid, _process_identity(pid), self._now(), lasts_s)
+        self._renewals += 1
+        holder = Holder(
+            launch=self.launch,
+            host=os.uname().nodename,
+            pid=pid,
+            process=_process_identity(pid),
+            renewed=time.time(),
+            lasts_s=lasts_s,
+            renewed_clock=self._clock(),
+            renewals=self._renewals,
+        )
         return json.dumps(asdict(holder), indent=2).encode() + b"\n"
 
     def _holder(self) -> Holder | None:
@@ -153,17 +214,17 @@ class Lease:
         holder = self._holder()
         return holder is not None and holder.launch == self.launch
 
-    def _taken(self, holder: Holder | None) -> StoredRunInUseError:
+    def _taken(self, holder: Holder | None, left_s: float | None = None) -> StoredRunInUseError:
         key = f"{self._location.display}{LEASE}"
         if holder is None:
             return StoredRunInUseError(
                 f"{key} does not name this process as the one that writes the run: if no other process does, delete "
                 "that object"
             )
-        left_s = max(1, round(holder.expires - self._now()))
+        again = "" if left_s is None else f"try again in {quantity(max(1, round(left_s)), 'second')}, or "
         return StoredRunInUseError(
-            f"{self._location.display} is in use by {holder}: wait for it to end, or stop it; if it was killed, try "
-            f"again in {quantity(left_s, 'second')}, or delete {key}"
+            f"{self._location.display} is in use by {holder}: wait for it to end, or stop it; if it was killed, "
+            f"{again}delete {key}"
         )
 
 
@@ -180,6 +241,8 @@ def _parse(content: bytes) -> Holder | None:
             str(values["process"]),
             float(values["renewed"]),
             float(values["lasts_s"]),
+            float(values.get("renewed_clock", math.nan)),
+            int(values.get("renewals", 0)),
         )
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None

@@ -177,14 +177,16 @@ def _upload_kept(copy: WorkingCopy, mirror: Mirror, notify: Callable[[str], None
     return True
 
 
-def check_url_is_free(url: str, storage_options: Mapping[str, str], *, overwrite: bool) -> None:
+def check_url_is_free(
+    url: str, storage_options: Mapping[str, str], *, overwrite: bool, notify: Callable[[str], None]
+) -> None:
     """Check that `stored_run` would start a run at a URL, without writing anything.
 
     Raises:
         ShardError: as `stored_run`.
     """
     location = open_location(url, storage_options=storage_options)
-    Lease(location).check_free()
+    Lease(location).check_free(notify)
     if not overwrite:
         _check_is_free(location, WorkingCopy(location), location.read(MARKER))
 
