@@ -50,7 +50,7 @@ def trained(data, small_resnets, tmp_path_factory):
 
 
 def numbers(record):
-    return record.num_images, record.top1, record.top5, record.loss
+    return record.num_images, record.top1, record.loss
 
 
 @pytest.mark.usefixtures("cards")
@@ -60,7 +60,8 @@ def test_an_evaluation_equals_the_last_one_of_the_run(trained, transport):
     result = evaluate(replace(run_settings(run), transport=transport))
     assert numbers(result.record) == numbers(found)
     assert result.record.step == found.step == 3
-    assert (result.num_top1 / NUM_EVALUATED, result.num_top5 / NUM_EVALUATED) == (found.top1, found.top5)
+    assert result.num_top1 == found.top1 * NUM_EVALUATED
+    assert result.num_top5 is None  # of three classes
     assert result.classes == ()
 
 
@@ -82,7 +83,7 @@ def test_a_program_keeps_its_callbacks_alive(trained, monkeypatch):
 def test_another_batch_counts_the_same(trained, batch):
     run, found = trained
     record = evaluate(replace(run_settings(run), batch=batch)).record
-    assert numbers(record)[:3] == numbers(found)[:3]
+    assert numbers(record)[:2] == numbers(found)[:2]
     # The same float32 sums in another order, within a network and over its images: some units of the last place.
     np.testing.assert_allclose(record.loss, found.loss, rtol=1e-5)
 
@@ -344,7 +345,7 @@ def test_nan_weights_are_reported(linear_run):
     save_file(tensors, path, with_digest(tensors, metadata))
     Path(path).with_name("result.json").unlink()  # it tells of the weights that were there
     record = evaluate(linear_run, model=Linear(), evaluation=evaluation_set(5)).record
-    assert (record.num_images, record.top1, record.top5) == (5, 0, 0)
+    assert (record.num_images, record.top1) == (5, 0)
     assert json.loads(record.to_json())["loss"] is None
 
 

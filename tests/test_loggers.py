@@ -91,7 +91,7 @@ def test_it_gets_everything_once_and_in_order():
     (evaluation,) = result.evaluations
     assert log.got[-2] == (
         6,
-        {"eval/loss": evaluation.loss, "eval/top1": evaluation.top1, "eval/top5": evaluation.top5},
+        {"eval/loss": evaluation.loss, "eval/top1": evaluation.top1},
     )
     assert log.got[-1][:2] == (6, "eval/matrix")
     assert [each[:2] for each in log.got if each[1] == "images/training"] == [(4, "images/training")]

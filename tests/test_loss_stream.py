@@ -519,6 +519,18 @@ def test_evaluations_come_in_their_order():
     assert stream.evaluations == [sinks[0].records[1]]
 
 
+def test_an_evaluation_without_images_or_top5_has_no_such_numbers():
+    stream = make_stream()
+    stream.start([])
+    stream.receive(PushedEvaluation(1, num_images=0, top1=0, top5=0, loss=math.nan, time=109.0))
+    stream.receive(PushedEvaluation(1, num_images=4, top1=1, top5=None, loss=1.0, time=109.0))
+    stream.close()
+    empty, ranked = stream.evaluations
+    assert math.isnan(empty.top1)
+    assert math.isnan(empty.top5)
+    assert (ranked.top1, math.isnan(ranked.top5)) == (0.25, True)
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_the_first_non_finite_loss_is_reported_once(loss):
     told: list[int] = []

@@ -137,7 +137,7 @@ def test_the_default_range_is_from_the_oldest_snapshot_to_the_last_step(recorded
         ("loss.jsonl", 4, {"loss": 1.5}, "loss", "step 5"),
         ("loss.jsonl", 4, {"loss": None}, "loss", "step 5"),
         ("loss.jsonl", 6, {"lr": 0.123}, "learning rate", "step 7"),
-        ("eval.jsonl", -1, {"top5": 0.0625}, "evaluation", "step 9, top5"),
+        ("eval.jsonl", -1, {"top1": 0.0625}, "evaluation", "step 9, top1"),
         ("eval.jsonl", -1, {"loss": 0.5}, "evaluation", "step 9, loss"),
         ("eval.jsonl", -1, {"num_images": 23}, "evaluation", "step 9, num_images"),
     ],

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.records.run_folder_sink import RunFolderSink
-from engine.stream.sinks import EvaluationRecord, LossRecord, PlainSink, loss_fields
+from engine.stream.sinks import EvaluationRecord, LossRecord, PlainSink, evaluation_words, loss_fields
 
 FLOAT32 = st.floats(width=32)
 
@@ -274,6 +274,14 @@ def test_a_plain_line_is_written_in_one_piece_with_its_end():
     sink.write_evaluation(EvaluationRecord(step=1, num_images=10, top1=0.5, top5=1.0, loss=0.1, time=1.0))
     assert [piece.count("\n") for piece in pieces] == [1, 1]
     assert all(piece.endswith("\n") for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("top1", "top5", "expected"), [(0.5, 0.75, "top-1 50.00 %  top-5 75.00 %  "), (0.5, math.nan, "top-1 50.00 %  ")]
+)
+def test_top5_is_printed_where_it_exists(top1, top5, expected):
+    record = EvaluationRecord(step=1, num_images=10, top1=top1, top5=top5, loss=0.1, time=1.0)
+    assert evaluation_words(record) == f"evaluation at step 1: {expected}loss 0.1000  (10 images)"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine import TrainConfig, train
 from engine.feed.batches import PADDING_LABEL
-from engine.objective.tally import empty_tally, tally_batch
+from engine.objective.tally import count_top5, empty_tally, tally_batch
 from models.registry import build_model
 from preprocess.pixels import unpack_rgb
 from preprocess.shards.reader import ShardError, open_split
@@ -44,7 +44,8 @@ def test_a_batch_is_counted_as_by_sorting_and_padding_is_not(num_images, num_cla
     top1, top5, loss = plain_count(logits, labels)
     padded = np.concatenate([logits, random.standard_normal((padding, num_classes))])
     tally = tally_compiled(empty_tally(), jnp.asarray(padded), jnp.array([*labels, *[PADDING_LABEL] * padding]))
-    assert (int(tally.num_images), int(tally.top1), int(tally.top5)) == (num_images, top1, top5)
+    assert (int(tally.num_images), int(tally.top1)) == (num_images, top1)
+    assert count_top5(int(tally.top5)) == (top5 if num_classes > 5 else None)
     np.testing.assert_allclose(tally.loss_sum, loss, rtol=1e-5)
 
 
@@ -87,7 +88,10 @@ def test_an_invalid_label_belongs_to_no_class_and_counts_as_wrong():
 
 def test_a_row_with_nan_is_wrong_and_shows_in_the_loss():
     tally = tally_batch(empty_tally(), jnp.array([[jnp.nan, 1.0, 0.0], [0.0, 1.0, 0.0]]), jnp.array([1, 1]))
-    np.testing.assert_array_equal([tally.num_images, tally.top1, tally.top5], [2, 1, 1])
+    np.testing.assert_array_equal([tally.num_images, tally.top1], [2, 1])
+    logits = jnp.zeros((2, 6)).at[0, 0].set(jnp.nan)
+    tally_of_six = tally_batch(empty_tally(), logits, jnp.array([1, 1]))
+    np.testing.assert_array_equal([tally_of_six.num_images, tally_of_six.top1, tally_of_six.top5], [2, 0, 1])
     assert np.isnan(tally.loss_sum)
 
 
@@ -97,6 +101,25 @@ def test_the_sum_of_many_losses_keeps_its_digits():
     exact = 200_000 * np.log(1 + np.exp(np.float64(np.float32(0.1))))
     assert abs(float(tally.loss_sum) / exact - 1) < 1e-6
     assert abs(float(np.float32(0.0) + np.cumsum(np.full(200_000, exact / 200_000, np.float32))[-1]) / exact - 1) > 1e-6
+
+
+class SixLogits(Linear):
+    """A network of six logits: no label has the last three, which are the largest."""
+
+    def apply(self, params, batch_stats, images, train):
+        logits, batch_stats = super().apply(params, batch_stats, images, train)
+        return jnp.concatenate([logits, jnp.full_like(logits, 100)], axis=1), batch_stats
+
+
+def test_top5_is_recorded_from_six_classes_on(tmp_path):
+    pixels, labels = evaluation_set(20)
+    config = toy_config(steps=1, learning_rate=1e-6, run_dir=tmp_path)
+    (found,) = (result := train(config, model=SixLogits(), batches=toy_batch, evaluation=(pixels, labels))).evaluations
+    images = (unpack_rgb(pixels).astype(np.float32) / 255 - 0.5) / 0.25
+    logits, _ = SixLogits().apply(result.params, result.batch_stats, images, train=False)
+    assert (found.top1, found.top5) == tuple(count / 20 for count in plain_count(logits, labels)[:2])
+    assert found.top1 == 0 < found.top5 < 1
+    assert json.loads((tmp_path / "eval.jsonl").read_text())["top5"] == found.top5
 
 
 def evaluation_set(num_images, seed=5):
@@ -122,12 +145,13 @@ def test_an_evaluation_in_the_loop_is_one_in_a_plain_loop_to_the_image(num_image
     config = toy_config(steps=7, learning_rate=0.02, eval_mirror=eval_mirror, run_dir=tmp_path)
     result = train(config, model=Linear(), batches=toy_batch, evaluation=(pixels, labels))
     (found,) = result.evaluations
-    top1, top5, loss = plain_evaluation(result, pixels, labels, eval_mirror=eval_mirror)
+    top1, _, loss = plain_evaluation(result, pixels, labels, eval_mirror=eval_mirror)
     assert (found.step, found.num_images) == (7, num_images)
-    assert (found.top1, found.top5) == (top1 / num_images, top5 / num_images)
+    assert found.top1 == top1 / num_images
     np.testing.assert_allclose(found.loss, loss / num_images, rtol=1e-5)
     (line,) = (tmp_path / "eval.jsonl").read_text().splitlines()
     assert json.loads(line)["top1"] == found.top1
+    assert json.loads(line)["top5"] is None  # of three classes
 
 
 @pytest.mark.parametrize(
@@ -183,7 +207,7 @@ def test_a_packed_validation_split_is_evaluated_with_the_running_statistics(tmp_
     model = build_model("resnet8", num_classes=3, image_size=8)
     logits, _ = model.apply(result.params, result.batch_stats, images, train=False)
     top1, _, loss = plain_count(logits, labels)
-    assert (found.num_images, found.top1, found.top5) == (11, top1 / 11, 1.0)
+    assert (found.num_images, found.top1) == (11, top1 / 11)
     np.testing.assert_allclose(found.loss, loss / 11, rtol=1e-4)  # float32 through a network, in another order
 
 

@@ -25,12 +25,13 @@ from engine.crossing.pushed import (
     PushedImages,
     PushedLosses,
     PushedSnapshot,
+    mean_of_images,
 )
 from engine.crossing.token import Token
 from engine.crossing.transport import Array, Transport
 from engine.images.mixing import WHOLE
 from engine.keys import plain_keys
-from engine.objective.tally import Tally
+from engine.objective.tally import Tally, count_top5
 
 
 class Outfeed:
@@ -95,14 +96,14 @@ class Outfeed:
         ranked = [] if tally.top1 is None or tally.top5 is None else [tally.top1, tally.top5]
 
         def read(step: Array, num_images: Array, loss_sum: Array, *rest: Array) -> PushedEvaluation:
-            top1, top5 = (int(rest[0]), int(rest[1])) if is_ranked else (None, None)
+            top1, top5 = (int(rest[0]), count_top5(int(rest[1]))) if is_ranked else (None, None)
             values = rest[2:] if is_ranked else rest
             return PushedEvaluation(
                 step=int(step),
                 num_images=int(num_images),
                 top1=top1,
                 top5=top5,
-                loss=float(loss_sum) / max(int(num_images), 1),
+                loss=mean_of_images(float(loss_sum), int(num_images)),
                 time=time.time(),
                 metrics={name: value.tolist() for name, value in zip(names, values, strict=True)},
             )

@@ -1,5 +1,6 @@
 """Records that the program emits: losses, evaluation counts, snapshots of its state, histograms and images."""
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,8 @@ class PushedEvaluation(NamedTuple):
     Attributes:
         step: updates done before the evaluation.
         num_images, top1, top5: number of images, and how many are correct in the top class and in the top five classes;
-            the last two are None if the labels are not class numbers.
+            the last two are None if the labels are not class numbers, and `top5` also if the network has fewer than six
+            classes.
         loss: mean over the images.
         time: arrival at the host, in seconds since the Unix epoch.
         metrics: values of the metrics by name, numbers or nested lists of numbers.
@@ -43,6 +45,11 @@ class PushedEvaluation(NamedTuple):
     loss: float
     time: float
     metrics: dict[str, Any] | None = None
+
+
+def mean_of_images(total: float | None, num_images: int) -> float:
+    """Return a sum over images divided by their number; NaN if there is none of either."""
+    return math.nan if total is None or num_images == 0 else total / num_images
 
 
 class PushedSnapshot(NamedTuple):

@@ -54,7 +54,8 @@ class EvaluationResult:
 
     Attributes:
         record: the numbers, as the training loop records them; the step is 0 if the weights do not record one.
-        num_top1, num_top5: the number of images whose class ranks first, or among the first five.
+        num_top1, num_top5: the number of images whose class ranks first, or among the first five. None if the labels
+            are not class numbers; `num_top5` also if the network has fewer than six classes.
         classes: the counts by label, empty unless `per_class` was set.
         data: a description of the images.
         is_mirrored: whether mirror images were evaluated too.
@@ -66,8 +67,8 @@ class EvaluationResult:
     """
 
     record: EvaluationRecord
-    num_top1: int
-    num_top5: int
+    num_top1: int | None
+    num_top5: int | None
     classes: tuple[ClassResult, ...]
     data: str
     is_mirrored: bool

@@ -3,7 +3,6 @@
 Owns the order of these steps; `engine.evaluation.counting` compiles and runs the program.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ import numpy as np
 
 from engine.config import TrainConfig
 from engine.control.board import ControlBoard
+from engine.crossing.pushed import mean_of_images
 from engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
 from engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_own
 from engine.evaluation.result import ClassResult, EvaluationResult
@@ -34,7 +34,7 @@ from engine.feed.batches import EvaluationArrays, EvaluationSource, label_form_o
 from engine.locations import storage_options_of
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
-from engine.objective.tally import Tally
+from engine.objective.tally import Tally, count_top5
 from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics
 from engine.program.train_state import TrainModel
 from engine.records.given_weights import read_given_weights, rename_head
@@ -209,15 +209,15 @@ def _count(
     counted = run_evaluation(subject, source, board, own, per_class=per_class, ranked=ranked, notify=notify)
     tally = counted.tally
     num_images = int(tally.num_images)
-    num_top1, num_top5 = (0 if each is None else int(each) for each in (tally.top1, tally.top5))
-    count = max(num_images, 1)
+    num_top1, num_top5 = (None if each is None else int(each) for each in (tally.top1, tally.top5))
+    num_top5 = count_top5(num_top5)
     return EvaluationResult(
         record=EvaluationRecord(
             step=subject.step,
             num_images=num_images,
-            top1=math.nan if tally.top1 is None else num_top1 / count,
-            top5=math.nan if tally.top5 is None else num_top5 / count,
-            loss=float(tally.loss_sum) / count,
+            top1=mean_of_images(num_top1, num_images),
+            top5=mean_of_images(num_top5, num_images),
+            loss=mean_of_images(float(tally.loss_sum), num_images),
             time=time.time(),
             metrics=_metric_values(counted.statics, tally),
         ),

@@ -32,7 +32,8 @@ class Tally(NamedTuple):
 
     Attributes:
         num_images, top1, top5: int32 [], all images, those whose class ranks first, and those whose class is among the
-            first five; the last two are None if the labels are not class numbers.
+            first five; the last two are None if the labels are not class numbers. `top5` is negative if the network has
+            fewer than six classes: it would be 1 whatever the network does. Read it with `count_top5`.
         loss_sum: float32 [], the sum of the losses.
         loss_lost: float32 [], the rounding error of `loss_sum` (Kahan summation, 1965), which would otherwise grow with
             every image.
@@ -49,6 +50,11 @@ class Tally(NamedTuple):
     classes: ClassCounts | None = None
     metrics: dict[str, Any] | None = None
     predictions: Predictions | None = None
+
+
+def count_top5(top5: int | None) -> int | None:
+    """Return `Tally.top5`, read from the device, if it says something about the network, else None."""
+    return None if top5 is None or top5 < 0 else top5
 
 
 def empty_tally(
@@ -138,12 +144,13 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
     added = jnp.where(is_image, losses, 0).sum() - tally.loss_lost
     loss_sum = tally.loss_sum + added
     is_first = is_image & (rank < 1)
+    in_five = (is_image & (rank < 5)).sum(dtype=jnp.int32) if logits.shape[1] > 5 else jnp.int32(-1)
     assert tally.top1 is not None
     assert tally.top5 is not None
     return Tally(
         num_images=tally.num_images + is_image.sum(dtype=jnp.int32),
         top1=tally.top1 + is_first.sum(dtype=jnp.int32),
-        top5=tally.top5 + (is_image & (rank < 5)).sum(dtype=jnp.int32),
+        top5=tally.top5 + in_five,
         loss_sum=loss_sum,
         loss_lost=(loss_sum - tally.loss_sum) - added,
         classes=None if tally.classes is None else _count_classes(tally.classes, is_first, labels),

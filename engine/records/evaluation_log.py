@@ -100,8 +100,9 @@ def _parse(line: bytes) -> EvaluationRecord | None:
     if not (_is_count(step) and _is_count(num_images)):
         return None
     top1, top5, loss, time_s = (_number(value.get(name)) for name in ("top1", "top5", "loss", "time"))
-    is_ranked = value.get("top1") is not None or value.get("top5") is not None
-    if is_ranked and not (0 <= top1 <= 1 and 0 <= top5 <= 1):
+    has_top1, has_top5 = (value.get(name) is not None for name in ("top1", "top5"))
+    # Below six classes there is no top-5, and without classes there is neither.
+    if ((has_top1 or has_top5) and not 0 <= top1 <= 1) or (has_top5 and not 0 <= top5 <= 1):
         return None
     metrics = value.get("metrics")
     return EvaluationRecord(

@@ -112,9 +112,9 @@ def evaluation_section(subjects: Sequence[Subject]) -> Html:
     fives = lines(lambda each: 100 * each.top5, "top-5", 1 if is_alone else None)
     if is_alone and tops:
         charts.append(Chart("Accuracy", [*tops, *fives], "%", from_zero=False, most=100.0))
-    elif tops:
-        charts.append(Chart("Top-1 accuracy", tops, "%", from_zero=False, most=100.0))
-        charts.append(Chart("Top-5 accuracy", fives, "%", from_zero=False, most=100.0))
+    else:
+        named = (("Top-1 accuracy", tops), ("Top-5 accuracy", fives))
+        charts += [Chart(title, each, "%", from_zero=False, most=100.0) for title, each in named if each]
     if losses := lines(lambda each: each.loss):
         charts.append(Chart("Loss of the evaluations", losses, from_zero=False))
     names = dict.fromkeys(name for _, records in shown for each in records for name in each.metrics)
@@ -138,11 +138,12 @@ def _evaluation_table(of_run: str, records: Sequence[EvaluationRecord]) -> Html:
     newest = records[-20:]
     own = list(dict.fromkeys(name for each in newest for name in each.metrics))[:_MOST_METRICS]
     scalar = [name for name in own if any(np.isfinite(_metric(each, name)) for each in newest)]
+    has_fives = any(np.isfinite(each.top5) for each in newest)
     rows = [
         (
             f"{each.step:,}",
             number(100 * each.top1),
-            number(100 * each.top5),
+            *([number(100 * each.top5)] if has_fives else []),
             number(each.loss),
             *(number(_metric(each, name)) for name in scalar),
             f"{each.num_images:,}",
@@ -150,7 +151,7 @@ def _evaluation_table(of_run: str, records: Sequence[EvaluationRecord]) -> Html:
         for each in newest
     ]
     left_out = [name for name in own if name not in scalar]
-    columns = ("step", "top-1 %", "top-5 %", "loss", *scalar, "images")
+    columns = ("step", "top-1 %", *(["top-5 %"] if has_fives else []), "loss", *scalar, "images")
     which = "Evaluations" if len(newest) == len(records) else f"The last {len(newest)} of {len(records):,} evaluations"
     return tag(
         "details",

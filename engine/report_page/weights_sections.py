@@ -27,8 +27,8 @@ def evaluated_section(subjects: Sequence[Subject]) -> Html:
         found = _weights(subject)
         record = found.record
         rows = [("weights", found.weights), ("images", found.data)]
-        if not math.isnan(record.top1):
-            rows += [("top-1", percent(record.top1)), ("top-5", percent(record.top5))]
+        ranks = {"top-1": record.top1, "top-5": record.top5}
+        rows += [(name, percent(rank)) for name, rank in ranks.items() if not math.isnan(rank)]
         rows.append(("loss", number(record.loss)))
         rows += [(name, number(value)) for name, value in record.metrics.items() if isinstance(value, int | float)]
         notes = [paragraph(message, class_="note") for message in found.messages]

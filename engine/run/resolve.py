@@ -269,6 +269,12 @@ def check_best_metric(config: TrainConfig, parts: OwnParts, data: RunData) -> No
             "loss or a metric of your own",
             found=metric.name,
         )
+    if metric.name == "top5" and parts.model is None and (data.num_classes or 0) < 6:
+        raise SettingError(
+            "keep_best",
+            "{setting} needs at least six classes for top5, got {count}: choose top1",
+            count=data.num_classes,
+        )
     if metric.is_own and metric.name not in Objective(metrics=as_metrics(parts.metrics)).step_metrics:
         raise SettingError(
             "keep_best",

@@ -21,6 +21,7 @@ from engine.crossing.pushed import (
     PushedImages,
     PushedLosses,
     PushedSnapshot,
+    mean_of_images,
 )
 from engine.durations import Durations
 from engine.profile.table import Profile
@@ -253,12 +254,11 @@ class LossStream:
         if isinstance(pushed, PushedSnapshot | PushedHistograms | PushedImages):
             return [pushed]
         if isinstance(pushed, PushedEvaluation):
-            count = max(pushed.num_images, 1)
             evaluation = EvaluationRecord(
                 step=pushed.step,
                 num_images=pushed.num_images,
-                top1=math.nan if pushed.top1 is None else pushed.top1 / count,
-                top5=math.nan if pushed.top5 is None else pushed.top5 / count,
+                top1=mean_of_images(pushed.top1, pushed.num_images),
+                top5=mean_of_images(pushed.top5, pushed.num_images),
                 loss=pushed.loss,
                 time=pushed.time,
                 metrics=pushed.metrics or {},

@@ -53,8 +53,8 @@ class EvaluationRecord:
         step: updates done before the evaluation.
         num_images: number of images.
         top1, top5: fractions of the images whose class ranks first, or among the first five; NaN if the labels are not
-            class numbers.
-        loss: mean over the images.
+            class numbers. `top5` is NaN also if the network has fewer than six classes, where it says nothing.
+        loss: mean over the images. All three are NaN if there are none.
         time: seconds since the Unix epoch.
         metrics: values of the user's metrics by name, numbers or nested lists of numbers.
     """
@@ -306,7 +306,8 @@ def loss_number(loss: float) -> str:
 
 def evaluation_words(record: EvaluationRecord) -> str:
     """Return a human-readable line with the step and the results of an evaluation."""
-    fields = [] if math.isnan(record.top1) else [f"top-1 {100 * record.top1:.2f} %", f"top-5 {100 * record.top5:.2f} %"]
+    ranks = {"top-1": record.top1, "top-5": record.top5}
+    fields = [f"{name} {100 * rank:.2f} %" for name, rank in ranks.items() if not math.isnan(rank)]
     fields += [f"loss {record.loss:z.4f}", *metric_fields(record.metrics)]
     return f"evaluation at step {record.step}: {'  '.join(fields)}  ({quantity(record.num_images, 'image')})"
 
