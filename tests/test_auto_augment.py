@@ -40,6 +40,8 @@ LARGEST = {
     },
 }  # fmt: skip
 POLICIES = list(LARGEST)
+TRIVIAL_PIXELS = [*range(16), *range(17, 31), 32]
+"""The translations of torchvision's TrivialAugmentWide (0.29), whose float32 `linspace` is 15.999998 at strength 15."""
 
 
 def an_image(seed):
@@ -117,6 +119,8 @@ def amount_of(policy, name, magnitude, sign):
         return 8 - round(share * largest["posterize"])
     if name == "solarize":
         return 255 - 8.5 * magnitude
+    if policy == "trivialaugment" and name.startswith("translate"):
+        return sign * TRIVIAL_PIXELS[magnitude]
     return sign * share * largest.get(name, largest["shear"])
 
 
@@ -224,6 +228,28 @@ def test_levels_are_counted_exactly():
     levels = np.random.default_rng(0).integers(0, 256, (3, 5000)) // np.array([[1], [3], [255]])
     expected = [np.bincount(channel, minlength=256) for channel in levels]
     np.testing.assert_array_equal(jax.jit(count_levels)(jnp.asarray(levels, jnp.int32)), expected)
+
+
+def pixels_of(policy, height, width):
+    """The pixels by which each magnitude moves an image to the right and down."""
+    rows = table_rows(policy, height, width).reshape(len(Operation), 31, 2, -1)
+    moves = [
+        [(2**15 - rows[operation, :, side, column]) / 2**16 * (1 - 2 * side) for side in (0, 1)]
+        for operation, column in ((Operation.TRANSLATE_X, 3), (Operation.TRANSLATE_Y, 6))
+    ]
+    for there, back in moves:
+        np.testing.assert_array_equal(there, back)
+    return [there.tolist() for there, _ in moves]
+
+
+def test_translations_are_those_of_torchvision():
+    assert pixels_of("trivialaugment", 64, 48) == [TRIVIAL_PIXELS, TRIVIAL_PIXELS]
+    # Images of a multiple of 331 pixels are moved by a whole number of them, which rounding must not pass by.
+    right, down = pixels_of("randaugment", 662, 331)
+    assert right == [5 * magnitude for magnitude in range(31)]
+    assert down == [10 * magnitude for magnitude in range(31)]
+    assert pixels_of("randaugment", 32, 224)[0][9:12] == [30, 33, 37]
+    assert pixels_of("randaugment", 32, 224)[1][9:12] == [4, 4, 5]
 
 
 def test_a_map_of_the_largest_images_does_not_overflow():

@@ -330,6 +330,7 @@ def test_averaging_can_be_neither_enabled_nor_disabled(before, now):
     [
         ({"optimizer": "lars"}, "the local rate of lars, which divided by ‖g + λ·w‖ in the version that made"),
         ({"loss": "binary-cross-entropy"}, "the gradient of binary-cross-entropy, which was off by half at logits of"),
+        ({"auto_augment": "trivialaugment"}, "the translation of trivialaugment, which moved images by 16 pixels at"),
     ],
 )
 def test_a_run_of_another_rule_is_refused_by_its_name_and_its_weights_are_not(tmp_path, monkeypatch, values, rule):
@@ -354,15 +355,33 @@ def test_a_run_of_another_rule_is_refused_by_its_name_and_its_weights_are_not(tm
     train(replace(config, run_dir=tmp_path / "new", init_from=weights), model=Linear(), batches=batches)
 
 
-def test_the_rule_of_the_global_maximum_is_that_of_the_networks_that_have_one():
-    used = {name: rules_of(toy_config(), resolved_for(name)) for name in ("convnet8", "convnet8-wide", "resnet8")}
-    assert used == {name: {"the gradient of the global maximum": 2} for name in ("convnet8", "convnet8-wide")} | {
-        "resnet8": {}
-    }
+RANDAUGMENT = {"auto_augment": "randaugment", "auto_augment_magnitude": 11}
 
 
-def resolved_for(name) -> Any:
-    return SimpleNamespace(registry_name=name, parts=OwnParts())
+@pytest.mark.parametrize(
+    ("model", "values", "rules"),
+    [
+        ("resnet8", {}, {}),
+        ("convnet8", {}, {"the gradient of the global maximum": 2}),
+        ("convnet8-wide", {}, {"the gradient of the global maximum": 2}),
+        ("resnet8", {"auto_augment": "trivialaugment"}, {"the translation of trivialaugment": 2}),
+        (
+            "resnet8",
+            {"auto_augment": "randaugment", "auto_augment_magnitude": 11},
+            {"the translation of randaugment": 2},
+        ),
+        ("resnet8", {"auto_augment": "randaugment", "auto_augment_magnitude": 10}, {}),
+        ("resnet8", {"auto_augment": "randaugment", "auto_augment_magnitude": 11, "image_size": 32}, {}),
+        ("resnet8", {"order": "windowed"}, {}),
+        ("resnet8", {"order": "windowed", "mixup": 0.2}, {"the windowed order of images that are mixed": 2}),
+        ("resnet8", {"order": "windowed", "cutmix": 1.0}, {"the windowed order of images that are mixed": 2}),
+        ("resnet8", {"mixup": 0.2}, {}),
+    ],
+)
+def test_a_run_records_only_the_changed_rules_that_it_uses(model, values, rules):
+    data = SimpleNamespace(source=SimpleNamespace(height=64, width=662), location="/packed")
+    resolved: Any = SimpleNamespace(data=data, registry_name=model, parts=OwnParts())
+    assert rules_of(toy_config(**values), resolved) == rules
 
 
 def contents(path):

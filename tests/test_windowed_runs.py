@@ -34,18 +34,19 @@ def config(data, **values) -> Any:
     return toy_config(**({"steps": STEPS, "seed": 4, "num_classes": None} | how | values))
 
 
-def test_a_run_sees_the_images_of_the_order(data):
+@pytest.mark.parametrize("mixup", [0.0, 0.4])
+def test_a_run_sees_the_images_of_the_order(data, mixup):
     pixels, labels = packed_words(fake_source(NUM_IMAGES))
-    order = WindowedOrder(NUM_IMAGES, 4, BATCH, WINDOW // 8, WINDOW)
+    order = WindowedOrder(NUM_IMAGES, 4, BATCH, WINDOW // 8, WINDOW, pairs=mixup > 0)
 
     def batches(step):
         images = order.images_at(np.arange(step * BATCH, (step + 1) * BATCH))
         return pixels[images], labels[images]
 
     said: list[str] = []
-    given = toy_config(steps=STEPS, seed=4, batch=BATCH, mean=(0.5,) * 3, std=(0.25,) * 3)
-    expected = train(given, model=Linear(), batches=batches)
-    found = train(config(data, mean=(0.5,) * 3, std=(0.25,) * 3), model=Linear(), notify=said.append)
+    scale: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "mixup": mixup}
+    expected = train(toy_config(steps=STEPS, seed=4, batch=BATCH, **scale), model=Linear(), batches=batches)
+    found = train(config(data, **scale), model=Linear(), notify=said.append)
     np.testing.assert_array_equal(found.losses, expected.losses)
     assert "order: 3 windows of up to 10 images an epoch" in said
 

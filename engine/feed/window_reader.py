@@ -50,7 +50,7 @@ class _Window:
     Attributes:
         number: number of the window.
         start: its first position.
-        rows: int64 [n], the row in memory of each of its positions; those of other processes are out of range.
+        rows: int64 [n], the row in memory of each of its positions; -1 for those of other processes.
         memory: index of its memory.
         parts: the parts that no thread has begun to read.
         num_unread: number of parts that are not read completely.
@@ -124,9 +124,7 @@ class WindowReader:
         self._shard_images = split.manifest.shard_images
         is_short = split.copies is not None and split.copies.shard_bytes <= _MOST_AWAITED_BYTES
         self._copies = split.copies if is_short else None
-        lanes = range(rows.start // order.lane_rows, -(-rows.stop // order.lane_rows))
-        self._lanes = lanes
-        most_rows = (-(-order.largest_window // order.batch) + 1) * len(lanes) * order.lane_rows
+        most_rows = (-(-order.largest_window // order.batch) + 1) * len(order.lanes_of(rows)) * order.lane_rows
         self._capacity = min(order.largest_window, most_rows)
         self._memory: list[_Memory] = []
         self._threads: list[threading.Thread] = []
@@ -248,12 +246,13 @@ class WindowReader:
         num_own = np.count_nonzero((positions >= self._rows.start) & (positions < self._rows.stop))
         if not num_own:
             return None
-        starts = order.lane_starts(number)
-        first, last = int(starts[self._lanes.start]), int(starts[self._lanes.stop])
-        parts = deque(self._parts(order.images_at_places(number, np.arange(first, last))))
+        places = order.places_of(number, self._rows)
+        memory_rows = np.full(stop - start, -1)
+        memory_rows[places] = np.arange(len(places))
+        parts = deque(self._parts(order.images_at_places(number, places)))
         if self._copies is not None:
             self._copies.request(self._shards_of(parts))
-        return _Window(number, start, order.places(number) - first, memory, parts, len(parts), int(num_own))
+        return _Window(number, start, memory_rows[order.places(number)], memory, parts, len(parts), int(num_own))
 
     def _parts(self, images: NDArray[np.int64]) -> Iterator[_Part]:
         """Yield the contiguous parts of images, int64 [n], none of them too large."""

@@ -23,6 +23,7 @@ class WindowedBatches:
         batch: images per batch, over all processes.
         seed: seed of the order.
         window_gb: memory of the windows together, over all processes, in GB.
+        pairs: whether the images at the rows 2k and 2k + 1 of a batch are mixed; see `WindowedOrder`.
         rows: the rows of each batch that this process takes; others are read one image at a time.
         first_batch: index of the first batch that is taken.
         num_threads: threads that read a local split.
@@ -46,6 +47,7 @@ class WindowedBatches:
         batch: int,
         seed: int,
         window_gb: float,
+        pairs: bool = True,
         rows: range,
         first_batch: int,
         num_threads: int,
@@ -57,7 +59,7 @@ class WindowedBatches:
         self.read_meter = split.meter
         window_images = _window_images(split, batch, window_gb)
         block_images = max(1, min(split.manifest.shard_images, window_images // _LEAST_BLOCKS))
-        self.order = WindowedOrder(split.num_images, seed, batch, block_images, window_images)
+        self.order = WindowedOrder(split.num_images, seed, batch, block_images, window_images, pairs)
         self._reader = WindowReader(
             split,
             self.order,

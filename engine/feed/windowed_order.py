@@ -5,9 +5,13 @@ number of images, the batch and the two sizes below, so that a resumed run, a re
 processes see the same images at the same positions.
 
 In each epoch, the *blocks* of the data set (a shard each, or a part of one) are drawn in a random order, which makes a
-stream. The stream is cut into *windows* of nearly equal length, and the images of a window are permuted. The rows of a
-batch belong to *lanes*: each lane of a window has a contiguous part of the window's stream, and only the images of that
-part. A process that pulls some rows of each batch therefore needs only contiguous parts of the data set.
+stream. The stream is cut into *windows* of nearly equal length. The rows of a batch belong to *lanes*: each lane of a
+window has a contiguous part of the window's stream, and only the images of that part, which are permuted. A process
+that pulls some rows of each batch therefore needs only contiguous parts of the data set. A batch has images of all
+parts of a window; the same row of the next batch mostly has an image of the same block.
+
+Where images are mixed in pairs, the rows 2k and 2k + 1 have lanes half a window apart, so that partners are of
+different blocks: with neighbouring lanes, 96 % of them were of one block. A process then needs two contiguous parts.
 """
 
 from dataclasses import dataclass
@@ -17,7 +21,7 @@ from numpy.typing import NDArray
 
 from engine.feed.order import draw_words, mix_words, permute
 
-# More lanes than processes are of no use; fewer leave larger parts of a window to permute.
+# More lanes, or pairs of lanes, than processes are of no use; fewer leave larger parts of a window to permute.
 _MOST_LANES = 64
 
 
@@ -31,6 +35,8 @@ class WindowedOrder:
         batch: B ≥ 1, images per batch over all devices.
         block_images: images that are read together, in stored order.
         window_images: the largest number of images in a window.
+        pairs: whether the images at the rows 2k and 2k + 1 of a batch are mixed, and so come from different halves of
+            a window. Has no effect on an odd batch.
 
     Raises:
         ValueError: if a number is out of range.
@@ -41,6 +47,7 @@ class WindowedOrder:
     batch: int
     block_images: int
     window_images: int
+    pairs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_images", "batch", "block_images", "window_images"):
@@ -51,12 +58,12 @@ class WindowedOrder:
 
     @property
     def num_lanes(self) -> int:
-        """The number of lanes: the largest power of two that divides the batch, at most 64."""
-        return min(_MOST_LANES, self.batch & -self.batch)
+        """The number of lanes: the largest power of two that divides the batch, at most 64, of pairs 128."""
+        return min(_MOST_LANES * (1 + self.pairs), self.batch & -self.batch)
 
     @property
     def lane_rows(self) -> int:
-        """The number of consecutive rows of a batch in each lane."""
+        """The number of rows of a batch in each lane."""
         return self.batch // self.num_lanes
 
     @property
@@ -85,6 +92,15 @@ class WindowedOrder:
         """Return int64 [lanes + 1]: lane l has the places `starts[l]` … `starts[l + 1] - 1` of the window."""
         counts = np.bincount(self._lanes(window), minlength=self.num_lanes)
         return np.concatenate([[0], np.cumsum(counts)])
+
+    def lanes_of(self, rows: range) -> NDArray[np.int64]:
+        """Return the lanes of consecutive rows of a batch, int64 [n], each once, ascending."""
+        return np.unique(self._lane_of(np.arange(rows.start, rows.stop)))
+
+    def places_of(self, window: int, rows: range) -> NDArray[np.int64]:
+        """Return the places of the lanes of consecutive rows, int64 [n], ascending: one or two contiguous parts."""
+        starts = self.lane_starts(window)
+        return np.concatenate([np.arange(starts[lane], starts[lane + 1]) for lane in self.lanes_of(rows)])
 
     def places(self, window: int) -> NDArray[np.int64]:
         """Return the place of the image of each position of a window, int64 [n], a permutation of 0 … n - 1.
@@ -134,4 +150,10 @@ class WindowedOrder:
     def _lanes(self, window: int) -> NDArray[np.int64]:
         """Return the lane of each position of a window, int64 [n]."""
         start, stop = self.bounds(window)
-        return np.arange(start % self.batch, start % self.batch + stop - start) % self.batch // self.lane_rows
+        return self._lane_of(np.arange(start % self.batch, start % self.batch + stop - start) % self.batch)
+
+    def _lane_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the lane of each row of a batch, int64 [n]."""
+        if not self.pairs or self.num_lanes == 1:
+            return rows // self.lane_rows
+        return rows % 2 * (self.num_lanes // 2) + rows // 2 // self.lane_rows

@@ -109,9 +109,9 @@ def make_row(operation: Operation, magnitude: int, sign: int, ranges: Ranges, he
         case Operation.SHEAR_Y:
             return neutral._replace(affine=_fixed(1, 0, 0, shear, 1, 0))
         case Operation.TRANSLATE_X:
-            return neutral._replace(affine=_fixed(1, 0, -int(sign * share * ranges.translate_x), 0, 1, 0))
+            return neutral._replace(affine=_fixed(1, 0, -sign * _pixels(magnitude, ranges.translate_x), 0, 1, 0))
         case Operation.TRANSLATE_Y:
-            return neutral._replace(affine=_fixed(1, 0, 0, 0, 1, -int(sign * share * ranges.translate_y)))
+            return neutral._replace(affine=_fixed(1, 0, 0, 0, 1, -sign * _pixels(magnitude, ranges.translate_y)))
         case Operation.ROTATE:
             return neutral._replace(affine=_rotation(sign * share * ranges.rotate, height, width))
         case Operation.BRIGHTNESS | Operation.COLOUR | Operation.CONTRAST | Operation.SHARPNESS:
@@ -122,6 +122,17 @@ def make_row(operation: Operation, magnitude: int, sign: int, ranges: Ranges, he
             return neutral._replace(threshold=math.ceil(255 * (NUM_MAGNITUDES - 1 - magnitude) / (NUM_MAGNITUDES - 1)))
         case _:
             return neutral
+
+
+def _pixels(magnitude: int, most: float) -> int:
+    """Return the whole pixels of a translation, cut off as torchvision cuts off an element of its float32 `linspace`.
+
+    In its second half, that counts back from the end in steps that are rounded to float32: TrivialAugment's strength 15
+    of 30 is a little less than 16 pixels, so 15.
+    """
+    most, step = float(np.float32(most)), float(np.float32(most) / np.float32(NUM_MAGNITUDES - 1))
+    back = NUM_MAGNITUDES - 1 - magnitude
+    return int(step * magnitude if magnitude < NUM_MAGNITUDES // 2 else most - step * back)
 
 
 def _rotation(degrees: float, height: int, width: int) -> tuple[int, int, int, int, int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from engine.config import TrainConfig
+from engine.run.data import mixes_pairs
 from engine.run.resolve import Resolved
 from models.families.pooled_convnet import PooledConvNet
 from models.registry import networks
@@ -32,7 +33,18 @@ _CHANGED_RULES = {
     "the gradient of the global maximum": ChangedRule(
         2, "went to all positions that equal it, of which XLA may find none", "goes to its first position"
     ),
+    "the translation of trivialaugment": ChangedRule(
+        2, "moved images by 16 pixels at strength 15 of 30", "moves them by 15, as torchvision's"
+    ),
+    "the translation of randaugment": ChangedRule(
+        2, "moved images of a multiple of 331 pixels by a pixel less at this magnitude", "moves them as torchvision's"
+    ),
+    "the windowed order of images that are mixed": ChangedRule(
+        2, "mixed neighbours of one block", "mixes images of different blocks"
+    ),
 }
+# Where a share of such a size was a whole number, and rounding passed by it.
+_SIDE, _MAGNITUDES = 331, (11, 21, 22)
 
 
 def rules_of(config: TrainConfig, resolved: Resolved) -> dict[str, int]:
@@ -41,8 +53,20 @@ def rules_of(config: TrainConfig, resolved: Resolved) -> dict[str, int]:
         "the local rate of lars": config.optimizer == "lars" and resolved.parts.optimizer is None,
         "the gradient of binary-cross-entropy": config.loss == "binary-cross-entropy",
         "the gradient of the global maximum": isinstance(networks().get(resolved.registry_name or ""), PooledConvNet),
+        "the translation of trivialaugment": config.auto_augment == "trivialaugment",
+        "the translation of randaugment": _has_moved_randaugment(config, resolved),
+        "the windowed order of images that are mixed": (
+            config.order == "windowed" and resolved.data.location is not None and mixes_pairs(config)
+        ),
     }
     return {name: _CHANGED_RULES[name].number for name, is_used in used.items() if is_used}
+
+
+def _has_moved_randaugment(config: TrainConfig, resolved: Resolved) -> bool:
+    source, size = resolved.data.source, config.image_size
+    sides = (source.height, source.width) if size is None else (size,)
+    is_rounded = config.auto_augment_magnitude in _MAGNITUDES and any(side % _SIDE == 0 for side in sides)
+    return config.auto_augment == "randaugment" and is_rounded
 
 
 def check_rules(config: TrainConfig, resolved: Resolved, recorded: Mapping[str, Any]) -> None:

@@ -251,6 +251,11 @@ def _once(notify: Callable[[str], None]) -> Callable[[str], None]:
     return say
 
 
+def mixes_pairs(config: TrainConfig) -> bool:
+    """Return whether the images at the rows 2k and 2k + 1 of a batch are mixed with each other."""
+    return config.mixup > 0 or config.cutmix > 0
+
+
 def _order_batches(
     config: TrainConfig, split: ShardSplit, first_pull: int, stack: ExitStack, notify: Callable[[str], None]
 ) -> BatchSource:
@@ -262,6 +267,7 @@ def _order_batches(
         batch=config.batch,
         seed=config.seed,
         window_gb=config.window_gb,
+        pairs=mixes_pairs(config),
         rows=_own_rows(config.batch),
         first_batch=first_pull,
         num_threads=config.reader_threads,
