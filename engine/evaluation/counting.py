@@ -34,6 +34,7 @@ from engine.feed.batches import CheckedSource, EvaluationSource, label_form_of
 from engine.feed.feeder import Feeder, ring_depth
 from engine.images.augment import prepare_for_evaluation
 from engine.images.unpack import PixelScale
+from engine.objective.batch_size_check import check_batch_size
 from engine.objective.logits import logits_of
 from engine.objective.predictions import empty_predictions
 from engine.objective.tally import Tally, empty_tally
@@ -93,7 +94,7 @@ def run_evaluation(
         chunk=choose_chunk(None, transport),
     )
     statics = statics_of(subject.config, own, evaluated_form=label_form_of(source))
-    compiled = _compile(subject, statics, source, transport, infeed, per_class=per_class, ranked=ranked)
+    compiled = _compile(subject, statics, source, transport, infeed, notify, per_class=per_class, ranked=ranked)
     notify(f"compiled the evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
     started = time.perf_counter()
     tally = _launch(compiled, subject, source, transport, infeed, board)
@@ -115,6 +116,7 @@ def _compile(
     source: EvaluationSource,
     transport: Transport,
     infeed: BatchInfeed,
+    notify: Callable[[str], None],
     *,
     per_class: bool,
     ranked: RankedClasses | None,
@@ -144,6 +146,7 @@ def _compile(
         traced = trace_ahead(
             program, subject.weights, *_numbers(subject, source), platform=traced_platform(this_device())
         )
+        check_batch_size(statics.evaluated_objective, model.outputs, notify)
         deterministic = subject.config.deterministic
         return call_on_worker(partial(compile_traced, traced, deterministic=deterministic, keeps=transport))
 

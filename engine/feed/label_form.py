@@ -148,6 +148,15 @@ class LabelForm:
             start += leaf.num_words
         return jax.tree.unflatten(self.structure, arrays), weights
 
+    def draw(self, random: np.random.Generator, num_examples: int) -> Any:
+        """Return random labels of this form: booleans and integers of 0 and 1, and floats in 0 … 1."""
+        arrays = []
+        for leaf in self.leaves:
+            shape, is_whole = (num_examples, *leaf.shape), leaf.is_bits or leaf.dtype.kind != "f"
+            drawn = random.integers(2, size=shape) if is_whole else random.uniform(size=shape)
+            arrays.append(drawn.astype(leaf.dtype))
+        return jax.tree.unflatten(self.structure, arrays)
+
     def describe(self) -> list[str]:
         """Return a line of text for each array, as recorded for a run."""
         return [f"{leaf.name}: {leaf.dtype} {list(leaf.shape)}" for leaf in self.leaves]

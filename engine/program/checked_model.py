@@ -27,7 +27,12 @@ class CheckedModel:
         source: source of the training batches.
         kernels: the name of the kernels that its layers use, as `models.kernels.using_kernels` takes it.
         notify: called with a line of text if the model returns more logits than there are classes.
+
+    Attributes:
+        outputs: the shapes and dtypes of the outputs that were traced last, of evaluations if there were any.
     """
+
+    outputs: Any = None
 
     def __init__(
         self,
@@ -74,6 +79,8 @@ class CheckedModel:
                 "apply must return batch statistics with the keys, shapes and dtypes of its argument, "
                 f"but got {before} and returned {after}"
             )
+        if not train or self.outputs is None:
+            self.outputs = jax.tree.map(_shape, outputs)
         return outputs, new_stats
 
     def _check_logits(self, logits: Any, batch: int) -> None:
@@ -97,6 +104,11 @@ class CheckedModel:
                 f"{name_of_model(self._model)} returns {num_logits:,} logits per image for {self._num_classes:,} "
                 f"classes; no label has the last {num_logits - self._num_classes:,}"
             )
+
+
+def _shape(leaf: Any) -> Any:
+    # Outputs of other types reach only a user's own loss and metrics.
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
 
 
 def _describe_result(given: Any) -> str:

@@ -23,6 +23,7 @@ from engine.crossing.push_meter import PushMeter
 from engine.feed.batches import CheckedSource
 from engine.images.unpack import LEAST_STD, PixelScale
 from engine.keys import plain_keys
+from engine.objective.batch_size_check import check_batch_size
 from engine.processes import this_process
 from engine.program.checked_model import CheckedModel
 from engine.program.kernels import describe_kernels, kernels_on, record_kernels
@@ -227,8 +228,13 @@ class Launch:
         """Trace the program on this thread, whose jax settings then apply, and warn about its convolutions."""
         self._notify("compiling the training program, or loading it from the cache")
         platform = self._platform if self._is_elsewhere else traced_platform(self._devices[0])
-        program, arguments = self._whole_program(self._notify)
+        model = self._checked_model(self._notify)
+        program, arguments = self._whole_program(model)
         traced = trace_ahead(program, *arguments, donate=(0,), platform=platform)
+        if not self._is_elsewhere:
+            statics, is_evaluated = self._statics, self.infeeds.evaluation is not None
+            objective = statics.evaluated_objective if is_evaluated else statics.objective
+            check_batch_size(objective, model.outputs, self._notify)
         if self.resolved.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
             self._notify(warning)
         return traced
@@ -238,13 +244,13 @@ class Launch:
 
         What the model warns about, `trace` has said.
         """
-        program, arguments = self._whole_program(lambda _: None)
+        program, arguments = self._whole_program(self._checked_model())
         return jax.make_jaxpr(program)(*arguments)
 
-    def _whole_program(self, notify: Callable[[str], None]) -> tuple[Callable[..., Any], Any]:
+    def _whole_program(self, model: CheckedModel) -> tuple[Callable[..., Any], Any]:
         """Return the training program on all devices, and the shapes of its arguments."""
         program = make_program(
-            self._checked_model(notify),
+            model,
             self._statics,
             self.infeeds.training,
             self._outfeed,
