@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,10 +18,10 @@ RGB = np.random.default_rng(1).integers(0, 256, (16, 16, 3), dtype=np.uint8)
 ALPHA = GREY.T.copy()
 
 
-def decoded(image, kind="PNG", **options):
+def decoded(image, kind="PNG", *, rule=RULE, **options):
     file = io.BytesIO()
     image.save(file, kind, **options)
-    return decode_image(file.getvalue(), RULE)
+    return decode_image(file.getvalue(), rule)
 
 
 def three(grey):
@@ -146,10 +147,11 @@ def test_sixteen_bit_colour_keeps_its_scale():
     assert np.abs(found - values / 257.0).max() <= 1
 
 
-def test_floats_are_scaled_from_one_or_taken_as_levels():
+def test_floats_are_scaled_from_one_or_by_the_levels():
     unit = (GREY / 255.0).astype(np.float32)
     np.testing.assert_array_equal(decoded(Image.fromarray(unit), "TIFF"), three(GREY))
-    np.testing.assert_array_equal(decoded(Image.fromarray(GREY.astype(np.float32)), "TIFF"), three(GREY))
+    rule = replace(RULE, levels="0:255")
+    np.testing.assert_array_equal(decoded(Image.fromarray(GREY.astype(np.float32)), "TIFF", rule=rule), three(GREY))
 
 
 @pytest.mark.parametrize(
@@ -157,12 +159,12 @@ def test_floats_are_scaled_from_one_or_taken_as_levels():
     [
         (
             np.full((4, 4), 70000, np.int32),
-            "integer pixel values range from 70000 to 70000, but only 0 to 65535 are supported",
+            "integer pixel values range from 70000 to 70000, but without --levels only 0 to 65535 are supported; give",
         ),
         (np.full((4, 4), -1, np.int32), "integer pixel values range from -1 to -1"),
         (
             np.full((4, 4), 256.0, np.float32),
-            "float pixel values range from 256 to 256, but only 0 to 1 or 0 to 255 are supported",
+            "float pixel values range from 256 to 256, but without --levels only 0 to 1 .* such as --levels 0:65535",
         ),
         (np.full((4, 4), np.nan, np.float32), "float pixel values range from nan to nan"),
     ],
@@ -224,8 +226,7 @@ def whole(image):
         return Image.fromarray(grey)
     if image.mode == "F":
         values = np.asarray(image)
-        levels = values * 255.0 if values.max() <= 1.0 else values
-        return Image.fromarray(np.floor(levels + 0.5).astype(np.uint8))
+        return Image.fromarray(np.floor(values * 255.0 + 0.5).astype(np.uint8))
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
@@ -241,8 +242,8 @@ def of_mode(mode, transparency):
         image = Image.frombytes(mode, shape[::-1], values.tobytes())
     elif mode == "I":
         image = Image.fromarray(rng.integers(0, 65536, shape, dtype=np.int32))
-    elif mode.startswith("F"):
-        image = Image.fromarray(rng.random(shape, dtype=np.float32) * (255 if mode == "F255" else 1))
+    elif mode == "F":
+        image = Image.fromarray(rng.random(shape, dtype=np.float32))
     elif mode == "1":
         image = Image.fromarray(rng.random(shape) < 0.5)
     elif mode == "LAB":
@@ -267,7 +268,7 @@ def of_mode(mode, transparency):
     ("mode", "transparency"),
     [
         *[(mode, None) for mode in ("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "P", "PA")],
-        *[(mode, None) for mode in ("I", "I;16", "I;16B", "F", "F255")],
+        *[(mode, None) for mode in ("I", "I;16", "I;16B", "F")],
         ("L", 7), ("RGB", (1, 2, 3)), ("P", 9), ("P", bytes(range(256))), ("1", 0),
         ("I", 300), ("I;16", 40_000), ("I;16B", 0), ("I;16", 65_535),
     ],

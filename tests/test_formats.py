@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.decoding.formats import exif_orientation, open_pixels, sniff, strip_jpeg, strip_png
+from preprocess.decoding.formats import open_pixels, sniff, strip_jpeg, strip_png
+from preprocess.decoding.orientation import choose_orientation
 
 
 def encode(image, kind, **options):
@@ -45,8 +46,8 @@ def exif_block(value, order="<", kind=3, tag=0x0112, count=1):
 @pytest.mark.parametrize("kind", [3, 4])
 @pytest.mark.parametrize("value", range(1, 9))
 def test_orientation_is_found_in_either_byte_order(order, kind, value):
-    assert exif_orientation(exif_block(value, order, kind)) == value
-    assert exif_orientation(exif_block(value, order, kind).removeprefix(b"Exif\0\0")) == value
+    assert choose_orientation(exif_block(value, order, kind), None) == value
+    assert choose_orientation(exif_block(value, order, kind).removeprefix(b"Exif\0\0"), None) == value
 
 
 @pytest.mark.parametrize(
@@ -64,13 +65,13 @@ def test_orientation_is_found_in_either_byte_order(order, kind, value):
     ],
 )
 def test_a_damaged_or_silent_block_means_upright(block):
-    assert exif_orientation(block) == 1
+    assert choose_orientation(block, None) == 1
 
 
 @given(st.binary(max_size=60))
 def test_every_block_results_in_an_orientation(junk):
     for prefix in (b"", b"II*\0\x08\0\0\0", b"Exif\0\0MM\0*\0\0\0\x08"):
-        assert 1 <= exif_orientation(prefix + junk) <= 8
+        assert 1 <= choose_orientation(prefix + junk, None) <= 8
 
 
 def test_jpeg_keeps_pixels_and_loses_metadata():
@@ -97,7 +98,7 @@ def test_jpeg_padding_and_junk_between_segments_is_stepped_over():
     assert b"Exif" not in stripped
     known = sniff(odd)
     assert known is not None
-    image, _ = open_pixels(odd, known, max_pixels=10**6)
+    image, *_ = open_pixels(odd, known, max_pixels=10**6)
     np.testing.assert_array_equal(np.asarray(image), np.asarray(Image.open(io.BytesIO(plain))))
 
 
@@ -120,7 +121,7 @@ def test_some_junk_is_stepped_over():
     known = sniff(plain)
     assert known is not None
     for filling in (b"\xff" * 60000, b"\xff\x00" * 30000, segment(0xE1, b"x" * 60000) * 20):
-        image, _ = open_pixels(plain[:2] + filling + plain[2:], known, max_pixels=10**6)
+        image, *_ = open_pixels(plain[:2] + filling + plain[2:], known, max_pixels=10**6)
         np.testing.assert_array_equal(np.asarray(image), np.asarray(Image.open(io.BytesIO(plain))))
 
 
@@ -172,7 +173,7 @@ def test_a_png_without_its_very_end_still_has_its_pixels(num_bytes):
     encoded = encode(NOISE, "PNG")[:-num_bytes]
     known = sniff(encoded)
     assert known is not None
-    image, _ = open_pixels(encoded, known, max_pixels=10**6)
+    image, *_ = open_pixels(encoded, known, max_pixels=10**6)
     np.testing.assert_array_equal(np.asarray(image), np.asarray(NOISE))
 
 
@@ -234,7 +235,7 @@ def test_an_image_that_waits_for_memory_does_not_delay_others(kind):
         other.join(20)
         sizes.append(num_pixels)
 
-    image, _ = open_pixels(encoded, known, max_pixels=10**4, admit=open_another)
+    image, *_ = open_pixels(encoded, known, max_pixels=10**4, admit=open_another)
     assert sizes == [NOISE.size, NOISE.width * NOISE.height]
     assert image.size == NOISE.size
 
@@ -242,4 +243,4 @@ def test_an_image_that_waits_for_memory_does_not_delay_others(kind):
 @pytest.mark.parametrize(("magic", "expected"), [(b"\0*", 6), (b"*\0", 6), (b"\0\1", 1), (b"\0+", 1)])
 def test_an_invalid_exif_block_is_ignored(magic, expected):
     block = b"Exif\0\0MM" + magic + struct.pack(">IHHHIHH", 8, 1, 0x0112, 3, 1, 6, 0) + bytes(4)
-    assert exif_orientation(block) == expected
+    assert choose_orientation(block, None) == expected

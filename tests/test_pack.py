@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -481,6 +482,27 @@ def test_a_source_that_goes_away_and_comes_back_is_packed_whole(tmp_path):
         assert (result.manifest.num_images, result.failures) == (14, ())
         pack_split(split, open_location(str(tmp_path / "expected")).child("train"), settings_for(source))
     assert files_of(tmp_path / "again") == files_of(tmp_path / "expected")
+
+
+def test_a_pack_of_an_earlier_version_continues_up_to_an_image_that_it_decodes_otherwise(tmp_path, monkeypatch):
+    source = fake_source(8)
+    with pytest.raises(KeyboardInterrupt):
+        pack(source.changed(raising={5: KeyboardInterrupt()}), tmp_path / "earlier")
+    plan = tmp_path / "earlier/train/journal/plan.json"
+    values = json.loads(plan.read_text())
+    assert values.pop("decoding") == 2
+    plan.write_text(json.dumps(values))
+    shutil.copytree(tmp_path / "earlier", tmp_path / "unchanged")
+    pack(source, tmp_path / "unchanged")
+    pack(source, tmp_path / "whole")
+    assert files_of(tmp_path / "unchanged") == files_of(tmp_path / "whole")
+
+    read = FakeSource.read
+    monkeypatch.setattr(FakeSource, "read", lambda self, index: read(self, index)[: -12 if index == 6 else None])
+    message = r"n1/6\.png: an earlier version began this pack, and decodes this image in another way .*--overwrite"
+    with pytest.raises(ShardError, match=message):
+        pack(source, tmp_path / "earlier")
+    assert pack(source, tmp_path / "earlier", overwrite=True).failures == ()
 
 
 def test_short_reads_leave_no_image_out(tmp_path, monkeypatch):

@@ -23,7 +23,8 @@ from preprocess.shards.location import open_location
 from preprocess.sources.open_source import open_source
 from tests.toy import Linear, toy_batch, toy_config
 
-RULE = ResizeRule(size=10, resize=12)
+RULE = ResizeRule(size=10, resize=12, levels="0:4095")
+DEEP = 4  # the number of a photograph with 12 bits in a 16-bit file
 NUM_VAL = 11
 
 
@@ -40,7 +41,8 @@ def place(small_resnets, tmp_path_factory):
             image = folder / "photos" / split / f"n{number % 3}" / f"{number:02}.{'jpg' if number % 2 else 'png'}"
             image.parent.mkdir(parents=True, exist_ok=True)
             rgb = random.integers(0, 256, (14 + number, 27 - number, 3), dtype=np.uint8) // 2 + 50 * (number % 3)
-            Image.fromarray(rgb.astype(np.uint8)).save(image)
+            deep = rgb[..., 0].astype(np.uint16) * 16
+            Image.fromarray(deep if number == DEEP else rgb.astype(np.uint8)).save(image)
     (folder / "photos/classes.txt").write_text("n0 tench\nn1 a\x1b[2Jb\n")
     with open_source(folder / "photos") as source:
         for name, listed in source.splits.items():

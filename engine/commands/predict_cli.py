@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
     "Output": ("top", "as_json", "as_csv", "traceback"),
-    "Images": ("size", "resize", "resample", "image_size"),
+    "Images": ("size", "resize", "resample", "levels", "truncated", "image_size"),
     "Weights from a file": ("model", "mean", "std"),
     "Evaluation": ("batch", "eval_mirror", "precision", "kernels"),
     "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
@@ -45,7 +45,7 @@ _GROUPS = {
 _SETTINGS = tuple(
     name for names in _GROUPS.values() for name in names if name in SETTINGS and name not in ("mean", "std")
 )
-_RULE = ("size", "resize", "resample")
+_RULE = ("size", "resize", "resample", "levels", "truncated")
 _RESAMPLERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 _COLUMNS = ("image", "rank", "label", "class", "name", "probability", "error")
 _EPILOG = """\b
@@ -87,6 +87,18 @@ _AS_RUN = "as in the run"
     type=SuggestingChoice(_RESAMPLERS),
     show_default="as recorded in the weights",
     help="Filter for resizing.",
+)
+@click.option(
+    "--levels",
+    metavar="LOW:HIGH",
+    show_default="as recorded in the weights",
+    help="Values that become black and white in photographs of more than 8 bits, e.g. 0:4095.",
+)
+@click.option(
+    "--truncated",
+    type=SuggestingChoice(("skip", "keep")),
+    show_default="as recorded in the weights",
+    help="keep: classify what is there of files that end too early.",
 )
 @overriding_option(
     "image_size",

@@ -98,7 +98,7 @@ def predict(
             model (of a file) and those of the infeed and the compilation.
         mean, std: of each channel on the scale 0 … 1; None uses those of the file or, without them, ImageNet's. Only
             for a file.
-        resize_rule: values of size, resize and resample to use instead of those that the weights record.
+        resize_rule: values of size, resize, resample, levels and truncated to use instead of those in the weights.
         notify: called with one-line messages about the weights.
         storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`.
 

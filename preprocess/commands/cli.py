@@ -5,7 +5,6 @@ Only click is imported at the top, so that ``--help`` responds immediately.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from click.core import ParameterSource
 
 from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.commands.pack_dest import check_dest
 from preprocess.commands.pack_report import announce, announce_dry_run
 from preprocess.commands.storage import open_given, storage_option
 from preprocess.commands.suggesting import SuggestingChoice
@@ -28,7 +28,6 @@ from preprocess.system_errors import describe_system_error
 
 if TYPE_CHECKING:
     from preprocess.packing.plan import PackSettings
-    from preprocess.shards.location import Location
     from preprocess.shards.targets import TargetKind
     from preprocess.sources.open_source import Source
 
@@ -47,7 +46,7 @@ Exit codes: 0 done, 2 wrong usage or data, 130 stopped."""
 
 _GROUPS = {
     "What to pack": ("split", "labels", "holdout", "limit", "demo"),
-    "Images": ("size", "resize", "resample", "on_error"),
+    "Images": ("size", "resize", "resample", "levels", "truncated", "on_error"),
     "Shards": ("shard_images", "layout", "codec", "checksum"),
     "Several machines": ("part", "finish", "executor", "scheduler"),
     "Running": ("workers", "storage_option", "overwrite", "dry_run", "traceback"),
@@ -68,6 +67,8 @@ class _Options:
     size: int
     resize: int | None
     resample: str
+    levels: str | None
+    truncated: str
     on_error: str
     shard_images: int | None
     layout: str
@@ -141,6 +142,18 @@ class _Options:
     type=SuggestingChoice(["bicubic", "bilinear", "lanczos"]),
     default="bicubic",
     help="Filter for resizing.",
+)
+@click.option(
+    "--levels",
+    metavar="LOW:HIGH",
+    show_default="those that a file names, else 0:65535, and 0:1 for floats",
+    help="Values that become black and white in images of more than 8 bits, e.g. 0:4095 for 12 bits in 16-bit files.",
+)
+@click.option(
+    "--truncated",
+    type=SuggestingChoice(["skip", "keep"]),
+    default="skip",
+    help="skip: leave out files that end too early. keep: pack what is there of them; the rest is black or grey.",
 )
 @click.option(
     "--on-error",
@@ -252,7 +265,7 @@ def _run(options: _Options) -> None:
     )
     stored = parse_pairs(options.storage_option)
     location = open_given(options.dest, stored)
-    _check_dest(options.source, location)
+    check_dest(options.source, location)
     if machines.scheduler is not None:
         settings = replace(settings, num_workers=options.workers or 1)
     from preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
@@ -282,34 +295,10 @@ def _run(options: _Options) -> None:
                 _suggest(options.dest, next((each.kind for each in source.targets.values()), None), stored)
 
 
-def _check_dest(source: str, location: Location) -> None:
-    """Raise UsageError if DEST is an in-memory store, the folder of a run, or a folder inside SOURCE."""
-    if location.spec["driver"] == "memory":
-        raise click.UsageError(
-            f"{location.display} would be lost when this command exits; use a folder, gs:// or s3:// as DEST"
-        )
-    folder = location.local_path
-    if folder is None:
-        return
-    for each in (folder, *folder.parents):
-        if (each / "config.json").is_file() and (each / "loss.jsonl").is_file():
-            where = "is" if each == folder else f"is inside {each},"
-            raise click.UsageError(
-                f"DEST {location.display} {where} the folder of a training run, which must contain only its run; "
-                "choose another folder"
-            )
-    # Path.resolve raises RuntimeError for symbolic links that form a loop.
-    inner, outer = Path(os.path.realpath(folder)), Path(os.path.realpath(source))
-    if outer.is_dir() and inner.is_relative_to(outer):
-        raise click.UsageError(
-            f"DEST {location.display} is inside SOURCE {source}, so the next run would list the shards as images; "
-            "choose a folder outside SOURCE"
-        )
-
-
 def _settings(options: _Options) -> PackSettings:
     from preprocess.cores import num_cores
     from preprocess.decoding.decode import ResizeRule
+    from preprocess.decoding.levels import Levels
     from preprocess.packing.plan import PackSettings
 
     resize = default_resize(options.size) if options.resize is None else options.resize
@@ -318,8 +307,14 @@ def _settings(options: _Options) -> PackSettings:
             f"--resize {resize} is less than --size {options.size}, so the crop would extend beyond the image; "
             f"use --resize {options.size} or more"
         )
+    try:
+        levels = None if options.levels is None else str(Levels.parse(options.levels))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--levels") from error
     return PackSettings(
-        rule=ResizeRule(size=options.size, resize=resize, resample=options.resample),
+        rule=ResizeRule(
+            options.size, resize, options.resample, levels, "keep" if options.truncated == "keep" else "skip"
+        ),
         shard_images=options.shard_images,
         layout="packed" if options.layout == "packed" else "dense",
         codec="raw" if options.codec == "raw" else "blosc",

@@ -15,6 +15,7 @@ from preprocess.printable import printable
 from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
+    from preprocess.decoding.notes import DecodeNotes
     from preprocess.packing.pack import PackResult
     from preprocess.packing.part import Part
     from preprocess.packing.parts import PartResult
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from preprocess.sources.open_source import Source
 
 _FAILURES_SHOWN = 3
+_MOST_16_BITS = 65535
 
 
 def announce(source: Source, location: Location, settings: PackSettings) -> None:
@@ -99,6 +101,7 @@ def summarise(name: str, result: PackResult, location: Location) -> None:
             "that contains the class folders",
             err=True,
         )
+    _warn_of_notes(result.notes, manifest.resize_rule.get("levels"))
     if not result.failures:
         return
     click.echo(f"  Left out: {len(result.failures):,} (all listed in {location.display}failures.jsonl):")
@@ -106,6 +109,42 @@ def summarise(name: str, result: PackResult, location: Location) -> None:
         click.echo(f"    {printable(failure.path)}: {failure.reason}")
     if len(result.failures) > _FAILURES_SHOWN:
         click.echo(f"    and {len(result.failures) - _FAILURES_SHOWN:,} more")
+
+
+def _warn_of_notes(notes: DecodeNotes, levels: int | str | None) -> None:
+    """Print what is remarkable about the range of deep images, and how many truncated images were kept."""
+    if notes.num_deep and notes.deep_max <= _MOST_16_BITS // 2:
+        share = 100 * (notes.deep_max + 1) / (_MOST_16_BITS + 1)
+        white = (1 << notes.deep_max.bit_length()) - 1
+        click.echo(
+            f"warning: {_of_16_bits(notes.num_deep)} no value over {notes.deep_max:,}, so they use "
+            f"{share:.2g} % of the range 0 to 65,535 and become dark. If {white:,} is white, pack them again with "
+            f"--levels 0:{white} --overwrite",
+            err=True,
+        )
+    if notes.num_declared and notes.white_min != notes.white_max:
+        click.echo(
+            f"warning: the files name different values for white, from {notes.white_min:,} to {notes.white_max:,}, and "
+            "each is scaled by its own. If the same values mean the same in all of them, pack them again with "
+            f"--levels 0:{notes.white_max} --overwrite",
+            err=True,
+        )
+    if notes.num_deep and notes.num_declared:
+        click.echo(
+            f"warning: {notes.num_declared:,} images are scaled by the white value that their file names, and "
+            f"{notes.num_deep:,} by 65,535, because their files name none, or have larger values. If the same values "
+            "mean the same in all of them, pack them again with --levels and --overwrite",
+            err=True,
+        )
+    if notes.num_clipped:
+        are = "1 image has" if notes.num_clipped == 1 else f"{notes.num_clipped:,} images have"
+        click.echo(f"  {are} values beyond --levels {levels}, which became black or white.")
+    if notes.num_kept:
+        click.echo(f"  Truncated, but kept (--truncated keep): {quantity(notes.num_kept, 'image')}.")
+
+
+def _of_16_bits(count: int) -> str:
+    return "1 image of 16 bits has" if count == 1 else f"{count:,} images of 16 bits have"
 
 
 def summarise_part(name: str, result: PartResult, part: Part, location: Location) -> None:

@@ -5,34 +5,73 @@ Colour profiles are not applied: the values in the file are the values in the sh
 Images are converted tile by tile, so that a conversion needs only a few MB in addition to the image and its result.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
+from preprocess.decoding.levels import Levels
+from preprocess.decoding.notes import DecodeNotes
+
 _TILE_PIXELS = 2**20
+_MOST_16_BITS = 65535
 
 
-def to_grey_or_rgb(image: Image.Image) -> Image.Image:
+@dataclass(frozen=True)
+class DeepValues:
+    """What is known of the values of an image that has more than 8 bits per channel in its file.
+
+    Attributes:
+        white: the largest value of the range that the file names; None if it names none.
+        low_bytes: the low bytes of 16-bit colour, of which the image itself has the high bytes; same mode and size.
+            None for other images, and for those that nothing scales.
+    """
+
+    white: int | None = None
+    low_bytes: Image.Image | None = None
+
+
+class LevelsError(ValueError):
+    """Error raised if only `--levels` can say which values of an image are black and white."""
+
+
+def to_grey_or_rgb(
+    image: Image.Image,
+    levels: Levels | None = None,
+    deep: DeepValues | None = None,
+    note: Callable[[DecodeNotes], None] = lambda _: None,
+) -> Image.Image:
     """Convert an image to mode "L" (8-bit grey) or "RGB".
 
     - Transparent images are composited on white, as a viewer shows them; Pillow's own `convert("RGB")` would expose the
       arbitrary colour values of transparent pixels.
     - CMYK becomes (255 − ink) · (255 − black) / 255. Pillow has already undone Adobe's inverted JPEG inks.
-    - Grey of more than 8 bits is scaled, not clipped: 0 … 65535 to 0 … 255, rounded; a 32-bit integer must be in that
-      range. For 16-bit colour and 16-bit grey with alpha, Pillow has already kept only the high byte, which differs
-      by at most one level.
-    - Floats in 0 … 1 are scaled to 0 … 255; floats in 0 … 255 are used unchanged.
+    - Values of more than 8 bits are scaled: those of ``levels`` to 0 … 255 or, without them, 0 … the largest value that
+      the file names, else 0 … 65535, rounded. A file with larger values than it names has the range 0 … 65535: PNG
+      prescribes that samples of fewer bits are scaled to 16. For 16-bit colour in this range, Pillow has already kept
+      only the high byte, which differs by at most one level.
+    - Floats in 0 … 1 are scaled to 0 … 255, or those of ``levels``.
+
+    Args:
+        image: the image.
+        levels: the values of an image of more than 8 bits, or of floats, that become black and white.
+        deep: what is known of the values if the file has more than 8 bits per channel, else None.
+        note: called with what a pack should say about the image.
 
     Raises:
-        ValueError: values are outside these ranges, or Pillow cannot convert the mode to RGB.
+        LevelsError: without ``levels``, values are outside of these ranges.
+        ValueError: a float is NaN, or Pillow cannot convert the mode to RGB.
     """
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return _from_integers(image, levels, deep or DeepValues(), note)
+    if image.mode == "F":
+        return _from_floats(image, levels, note)
+    if deep is not None and image.mode in ("RGB", "RGBA"):
+        image = _from_deep_colour(image, levels, deep, note)
     if image.mode in ("L", "RGB") and "transparency" not in image.info:
         return image
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        return _from_sixteen_bits(image)
-    if image.mode == "F":
-        return _from_floats(image)
     if image.has_transparency_data:
         return _on_white(image)
     if image.mode == "1":
@@ -58,36 +97,103 @@ def _on_white(image: Image.Image) -> Image.Image:
     return composited
 
 
-def _from_sixteen_bits(image: Image.Image) -> Image.Image:
-    low, high = _extremes(image) if image.mode == "I" else (0, 65535)
-    if low < 0 or high > 65535:
-        raise ValueError(
-            f"integer pixel values range from {low:.0f} to {high:.0f}, but only 0 to 65535 are supported; save the "
-            "image with 8 or 16 bits per channel"
-        )
-    levels = ((np.arange(65536) + 128) // 257).astype(np.uint8)  # 65535 = 255 · 257
-    transparent = image.info.get("transparency")
-    if transparent is not None and 0 <= transparent <= 65535:
-        levels[transparent] = 255
+def _from_integers(
+    image: Image.Image, levels: Levels | None, deep: DeepValues, note: Callable[[DecodeNotes], None]
+) -> Image.Image:
+    low, high = _extremes(image)
+    scale = levels or _scale_of(low, high, deep.white, note)
+    if levels is not None:
+        note(DecodeNotes(num_clipped=low < levels.low or high > levels.high))
+    if low < 0 or high > _MOST_16_BITS:
+        lookup = None
+    else:
+        lookup = scale.scale(np.arange(_MOST_16_BITS + 1))
+        transparent = image.info.get("transparency")
+        if transparent is not None and 0 <= transparent <= _MOST_16_BITS:
+            lookup[transparent] = 255
     grey = Image.new("L", image.size)
     for box in _tiles(image):
-        grey.paste(Image.fromarray(levels[np.asarray(image.crop(box))]), box[:2])
+        values = np.asarray(image.crop(box))
+        grey.paste(Image.fromarray(scale.scale(values) if lookup is None else lookup[values]), box[:2])
     return grey
 
 
-def _from_floats(image: Image.Image) -> Image.Image:
+def _scale_of(low: float, high: float, white: int | None, note: Callable[[DecodeNotes], None]) -> Levels:
+    """Return the levels of an image with integers from ``low`` to ``high``, for which none were given."""
+    if low < 0 or high > _MOST_16_BITS:
+        raise LevelsError(
+            f"integer pixel values range from {low:.0f} to {high:.0f}, but without --levels only 0 to {_MOST_16_BITS} "
+            f"are supported; give the values that are black and white in all images, such as --levels "
+            f"{low:.0f}:{max(high, low + 1):.0f}"
+        )
+    if white is not None and high <= white:
+        note(DecodeNotes(num_declared=1, white_min=white, white_max=white, num_changed=white != _MOST_16_BITS))
+        return Levels(0, white)
+    note(DecodeNotes(num_deep=1, deep_max=int(high)))
+    return Levels(0, _MOST_16_BITS)
+
+
+def _from_deep_colour(
+    image: Image.Image, levels: Levels | None, deep: DeepValues, note: Callable[[DecodeNotes], None]
+) -> Image.Image:
+    """Return colour of 16 bits, of which ``image`` has the high bytes, as 8 bits; transparency is kept."""
+    if deep.low_bytes is None:
+        if deep.white is None:
+            counts = np.array(_colour_bands(image).histogram()).reshape(3, 256).sum(axis=0)
+            note(DecodeNotes(num_deep=1, deep_max=int(np.flatnonzero(counts)[-1]) * 257))
+        return image
+    high = 0
+    for box in _tiles(image):
+        high = max(high, int(_join_bytes(image, deep.low_bytes, box).max()))
+    scale = levels or _scale_of(0, high, deep.white, note)
+    if levels is not None:
+        note(DecodeNotes(num_clipped=high > levels.high))
+    elif scale.high == _MOST_16_BITS:
+        return image
+    lookup, scaled = scale.scale(np.arange(_MOST_16_BITS + 1)), image.copy()
+    for box in _tiles(image):
+        colour = Image.fromarray(lookup[_join_bytes(image, deep.low_bytes, box)])
+        if image.mode == "RGBA":
+            colour.putalpha(image.crop(box).getchannel("A"))
+        scaled.paste(colour, box[:2])
+    return scaled
+
+
+def _colour_bands(image: Image.Image) -> Image.Image:
+    return image.convert("RGB") if image.mode == "RGBA" else image
+
+
+def _join_bytes(high: Image.Image, low: Image.Image, box: tuple[int, int, int, int]) -> NDArray[np.uint16]:
+    """Return the colours in a box as uint16 ``[h, w, 3]``."""
+    first, second = (np.asarray(_colour_bands(each.crop(box))).astype(np.uint16) for each in (high, low))
+    return (first << 8 | second).astype(np.uint16)
+
+
+def _from_floats(image: Image.Image, levels: Levels | None, note: Callable[[DecodeNotes], None]) -> Image.Image:
     low, high = _extremes(image)
-    if not (low >= 0.0 and high <= 255.0):  # also false for NaN
-        raise ValueError(
-            f"float pixel values range from {low:g} to {high:g}, but only 0 to 1 or 0 to 255 are supported; save the "
-            "image with 8 bits per channel"
+    if np.isnan(low) or (levels is None and not (np.isfinite(low) and np.isfinite(high))):
+        raise ValueError(f"float pixel values range from {low:g} to {high:g}; save the image with finite values")
+    if levels is not None:
+        note(DecodeNotes(num_clipped=low < levels.low or high > levels.high))
+    elif low < 0.0 or high > 1.0:
+        raise LevelsError(
+            f"float pixel values range from {low:g} to {high:g}, but without --levels only 0 to 1 are supported; give "
+            f"the values that are black and white in all images, such as --levels {_usual_levels(low, high)}"
         )
     grey = Image.new("L", image.size)
     for box in _tiles(image):
         values = np.asarray(image.crop(box))
-        levels = values * 255.0 if high <= 1.0 else values
-        grey.paste(Image.fromarray(np.floor(levels + 0.5).astype(np.uint8)), box[:2])
+        # Without levels in the arithmetic of their 32 bits, as in every version.
+        scaled = np.floor(values * 255.0 + 0.5).astype(np.uint8) if levels is None else levels.scale(values)
+        grey.paste(Image.fromarray(scaled), box[:2])
     return grey
+
+
+def _usual_levels(low: float, high: float) -> Levels:
+    """Return the usual range that contains the values of an image, or that of the image itself."""
+    usual = (Levels(0, 255), Levels(0, _MOST_16_BITS))
+    fitting = next((each for each in usual if low >= each.low and high <= each.high), None)
+    return fitting or Levels(float(np.floor(low)), float(np.floor(high) + 1))
 
 
 def _extremes(image: Image.Image) -> tuple[float, float]:

@@ -4,18 +4,22 @@ The geometry is torchvision's `Resize(resize)` followed by `CenterCrop(size)`, c
 resampling. A faulty file raises a `DecodeError`, whose message is the reason to write to `failures.jsonl`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from functools import cached_property
+from typing import Any, Literal, Self
 
 import numpy as np
 from PIL import Image
 
-from preprocess.decoding.colour import to_grey_or_rgb
+from preprocess.decoding.colour import LevelsError, to_grey_or_rgb
 from preprocess.decoding.default_resize import MAX_SIZE
 from preprocess.decoding.formats import FORMATS, open_pixels, sniff
+from preprocess.decoding.levels import Levels
 from preprocess.decoding.memory_budget import PIXEL_BYTES, MemoryBudget
+from preprocess.decoding.notes import DecodeNotes
+from preprocess.decoding.orientation import turn_upright
 
 RESAMPLERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -29,38 +33,41 @@ RESAMPLERS = {
 # Pillow's own threshold for a suspected decompression bomb: a quarter of a gibibyte of RGB.
 MAX_PIXELS = 89_478_485
 
+# The attributes of a rule that are not in its JSON form where they have these values.
+_LATER: Mapping[str, str | None] = {"levels": None, "truncated": "skip"}
+
 # Filters that fall to zero at their edge. With the others, float rounding decides whether an edge pixel contributes.
 _SMOOTH = frozenset({"bilinear", "hamming", "bicubic", "lanczos"})
 
-# EXIF orientation → the transposition that makes the image upright (TIFF 6.0, tag 274).
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+Truncated = Literal["skip", "keep"]
 
 
 class DecodeError(ValueError):
     """Error raised if an image file cannot be decoded; the message gives the reason but not the file name."""
 
 
+class MissingLevelsError(DecodeError):
+    """Error raised if only `--levels` can say which values are black and white, in this image and in all others."""
+
+
 @dataclass(frozen=True)
 class ResizeRule:
-    """The geometry of stored images: the central `size` × `size` pixels after resizing the shorter side to `resize`.
+    """How files become stored images: the central `size` × `size` pixels after resizing the shorter side to `resize`.
 
     Attributes:
         size: side of the stored crop in pixels, 1 to 4096.
         resize: length of the shorter side before cropping, in pixels, `size` to 4096.
         resample: filter by its Pillow name: nearest, box, bilinear, hamming, bicubic, lanczos.
+        levels: the values of images of more than 8 bits that become black and white, such as "0:4095"; None takes those
+            that a file names, else all of 16 bits, or floats from 0 to 1.
+        truncated: whether what is there of a truncated file is an image ("keep") or the file is refused ("skip").
     """
 
     size: int = 224
     resize: int = 256
     resample: str = "bicubic"
+    levels: str | None = None
+    truncated: Truncated = "skip"
 
     def __post_init__(self) -> None:
         for name in ("size", "resize"):
@@ -74,10 +81,19 @@ class ResizeRule:
             )
         if self.resample not in RESAMPLERS:
             raise ValueError(f"resample must be one of {', '.join(RESAMPLERS)}, got {self.resample!r}")
+        if self.levels is not None:
+            object.__setattr__(self, "levels", str(Levels.parse(self.levels)))
+        if self.truncated not in ("skip", "keep"):
+            raise ValueError(f"truncated must be skip or keep, got {self.truncated!r}")
+
+    @cached_property
+    def parsed_levels(self) -> Levels | None:
+        """The levels as numbers."""
+        return None if self.levels is None else Levels.parse(self.levels)
 
     def to_json(self) -> dict[str, int | str]:
-        """Return the rule as a JSON object."""
-        return asdict(self)
+        """Return the rule as a JSON object; what earlier versions did not have is left out where it is the default."""
+        return {name: value for name, value in asdict(self).items() if name not in _LATER or value != _LATER[name]}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -87,8 +103,11 @@ class ResizeRule:
             ValueError: a key is unknown or missing, or a value is invalid.
         """
         known = {field.name for field in fields(cls)}
-        if set(document) != known:
-            raise ValueError(f"a resize rule must have the keys {sorted(known)}, found {sorted(document)}")
+        if not known - _LATER.keys() <= document.keys() <= known:
+            raise ValueError(
+                f"a resize rule must have the keys {sorted(known - _LATER.keys())}, found {sorted(document)}; beside "
+                f"them it may have {' and '.join(_LATER)}"
+            )
         return cls(**document)
 
 
@@ -122,13 +141,19 @@ def decode_image(
 
 
 def decode_crop(
-    encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXELS, budget: MemoryBudget | None = None
+    encoded: bytes,
+    rule: ResizeRule,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    budget: MemoryBudget | None = None,
+    note: Callable[[DecodeNotes], None] = lambda _: None,
 ) -> Image.Image:
     """Decode an image file, resize it and return its central crop. Several threads may call this at once.
 
     The format (JPEG, PNG, WebP, GIF, BMP, TIFF, PPM) is detected from the first bytes, not from the file name. Of an
-    animation, the first frame is used. The EXIF orientation is applied; colour profiles are not. Transparent images are
-    composited on white, and 16 bits are scaled to 8 (see `preprocess.decoding.colour`). Small images are enlarged.
+    animation, the first frame is used. The orientation of EXIF or XMP is applied; colour profiles are not. Transparent
+    images are composited on white, and 16 bits are scaled to 8 (see `preprocess.decoding.colour`). Small images are
+    enlarged.
 
     Args:
         encoded: the bytes of the file.
@@ -137,6 +162,7 @@ def decode_crop(
             before it is cropped ("nearest", "box", very tall images) is also refused if its resized size has more.
         budget: the memory shared with concurrent calls; decoding waits until there is room. Without a budget an image
             takes up to 16 bytes per pixel, 1.4 GB for the largest, plus twice the size of its file.
+        note: called with what a pack should say about the image.
 
     Returns:
         An image of mode "RGB" with `size` × `size` pixels. For an upright, opaque 8-bit file it equals the result of
@@ -145,6 +171,7 @@ def decode_crop(
 
     Raises:
         DecodeError: the file is empty, truncated, too large or not an image; the message states which.
+        MissingLevelsError: it has values that only the levels of the rule can name black or white.
     """
     if not encoded:
         raise DecodeError("the file is empty")
@@ -161,14 +188,23 @@ def decode_crop(
                 if budget is not None:
                     held.enter_context(budget.held(num_pixels * PIXEL_BYTES))
 
-            image, orientation = open_pixels(encoded, known, max_pixels=max_pixels, admit=admit)
-            image = to_grey_or_rgb(image)
-            if orientation in _UPRIGHT:
-                image = image.transpose(_UPRIGHT[orientation])
-            crop = _central_crop(image, rule, max_pixels)
+            levels = rule.parsed_levels
+            opened = open_pixels(
+                encoded,
+                known,
+                max_pixels=max_pixels,
+                admit=admit,
+                levels=levels,
+                keep_truncated=rule.truncated == "keep",
+                note=note,
+            )
+            image = to_grey_or_rgb(opened.image, levels, opened.deep, note)
+            crop = _central_crop(turn_upright(image, opened.orientation), rule, max_pixels)
             return crop if crop.mode == "RGB" else crop.convert("RGB")
     except MemoryError:
         raise  # a limit of this machine, not a fault of the file, whose size has been checked
+    except LevelsError as error:
+        raise MissingLevelsError(f"cannot decode as {known.name}: {_reason(error)}") from error
     except Exception as error:  # Pillow's plugins raise all kinds of exceptions for damaged fields
         raise DecodeError(f"cannot decode as {known.name}: {_reason(error)}") from error
 

@@ -16,12 +16,16 @@ from contextlib import suppress
 
 import numpy as np
 
+from preprocess.decoding.levels import Levels
+
 _MAX_PPM_HEADER_BYTES = 2**16
 _PPM_NUMBER = rb"(?:\s|#[^\r\n]*[\r\n])*?(\d{1,10})"
 _PPM_HEADER = re.compile(rb"P([1-6])\s" + _PPM_NUMBER + _PPM_NUMBER + rb"(?:" + _PPM_NUMBER + rb")?\s")
 # Pillow reads these number by number, 3 MiB per second.
 _MAX_PLAIN_PPM_BYTES = 16 * 2**20
 _MAX_PLAIN_PPM_COMMENTS = 1_000
+
+_MOST_8_BITS, _MOST_16_BITS = 255, 65535
 
 _MAX_GIF_BLOCKS = 2**16
 
@@ -46,19 +50,21 @@ _JPEG_END = 0xD9
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 
 
-def bounded(encoded: bytes, name: str, *, max_pixels: int) -> bytes:
+def bounded(encoded: bytes, name: str, *, max_pixels: int, levels: Levels | None = None) -> bytes:
     """Check that a file is cheap to decode, and return either the file itself or an equivalent image for Pillow.
 
     Args:
         encoded: the file.
         name: the name of its format, as in `preprocess.decoding.formats.FORMATS`.
         max_pixels: the largest number of pixels allowed.
+        levels: the values that become black and white, if they are given. The values of a PPM file of more than 8 bits
+            are then those in the file: grey is left to be scaled, and colour is scaled here.
 
     Raises:
         ValueError: the file exceeds a bound.
     """
     if name == "PPM":
-        return _bounded_ppm(encoded, max_pixels)
+        return _bounded_ppm(encoded, max_pixels, levels)
     check = _CHECKS.get(name)
     if check is not None:
         with suppress(struct.error, IndexError):  # truncated: the decoder will refuse it
@@ -85,7 +91,7 @@ def check_jpeg_scans(encoded: bytes, num_pixels: int) -> None:
     raise ValueError(f"it has more than {allowed} scans for {num_pixels} pixels; save it as a baseline JPEG")
 
 
-def _bounded_ppm(encoded: bytes, max_pixels: int) -> bytes:
+def _bounded_ppm(encoded: bytes, max_pixels: int, levels: Levels | None) -> bytes:
     found = _PPM_HEADER.match(encoded, 0, _MAX_PPM_HEADER_BYTES)
     if found is None:
         if len(encoded) > _MAX_PPM_HEADER_BYTES:
@@ -98,16 +104,31 @@ def _bounded_ppm(encoded: bytes, max_pixels: int) -> bytes:
                 f"comments, but it has {len(encoded)} bytes and {encoded.count(b'#')} comments; save it in "
                 "binary form"
             )
-        return encoded
+        return encoded if levels is None else _plain_with_own_values(encoded, found)
     if found[1] == b"4" or found[4] is None:
         return encoded
-    return _at_full_range(encoded, found, max_pixels)
+    return _at_full_range(encoded, found, max_pixels, levels)
 
 
-def _at_full_range(encoded: bytes, found: re.Match[bytes], max_pixels: int) -> bytes:
-    """Return a binary PPM file with its values rescaled to a maximum of 255 or 65535 and rounded as in Pillow."""
+def _plain_with_own_values(encoded: bytes, found: re.Match[bytes]) -> bytes:
+    """Return a plain PPM file whose values Pillow does not scale, if it has more than 8 bits."""
+    if found[1] == b"1" or found[4] is None or not _MOST_8_BITS < int(found[4]) <= _MOST_16_BITS:
+        return encoded
+    if found[1] == b"3":
+        raise ValueError("colour of 16 bits in plain ASCII form cannot be scaled; save it in binary form")
+    return encoded[: found.start(4)] + str(_MOST_16_BITS).encode() + encoded[found.end(4) :]
+
+
+def _at_full_range(encoded: bytes, found: re.Match[bytes], max_pixels: int, given: Levels | None) -> bytes:
+    """Return a binary PPM file with its values rescaled to a maximum of 255 or 65535 and rounded as in Pillow.
+
+    With ``given`` levels, grey of 16 bits keeps its values, and colour of 16 bits is scaled by them.
+    """
     width, height, largest = int(found[2]), int(found[3]), int(found[4])
     is_grey = found[1] == b"5"
+    given = given if _MOST_8_BITS < largest <= _MOST_16_BITS else None
+    if given is not None and is_grey:
+        return encoded[: found.start(4)] + str(_MOST_16_BITS).encode() + encoded[found.end(4) :]
     if not 0 < largest < 65536 or largest == 255 or (is_grey and largest == 65535) or width * height > max_pixels:
         return encoded
     kind, full = (">u2", 65535) if largest > 255 else ("u1", 255)
@@ -117,6 +138,8 @@ def _at_full_range(encoded: bytes, found: re.Match[bytes], max_pixels: int) -> b
     values = np.frombuffer(encoded, kind, min(num_values, num_there), found.end())
     numbers = range(256 if kind == "u1" else 65536)
     levels = np.array([min(full, round(each / largest * full)) for each in numbers], ">u2" if full > 255 else "u1")
+    if given is not None:
+        levels = given.scale(np.arange(_MOST_16_BITS + 1))
     return b"P%b\n%d %d\n%d\n" % (found[1], width, height, full) + levels[values].tobytes()
 
 

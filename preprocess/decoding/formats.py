@@ -1,4 +1,4 @@
-"""Decodes image files with Pillow, ignoring all metadata except the EXIF orientation.
+"""Decodes image files with Pillow, ignoring all metadata except the orientation and the range of deep values.
 
 The format of a file is determined by its first bytes, not by its name.
 
@@ -15,8 +15,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from PIL import Image, ImageFile
 from PIL.BmpImagePlugin import BmpImageFile
@@ -27,16 +27,19 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from preprocess.decoding.colour import DeepValues
+from preprocess.decoding.depth import read_low_bytes, values_of_file
 from preprocess.decoding.format_bounds import bounded, check_jpeg_scans
-
-_ORIENTATION_TAG = 0x0112
-# In either byte order: cameras write both, and Pillow accepts both.
-_TIFF_MAGIC = (b"*\0", b"\0*")
-_EXIF_HEADER = b"Exif\0\0"
+from preprocess.decoding.levels import Levels
+from preprocess.decoding.notes import DecodeNotes
+from preprocess.decoding.orientation import EXIF_HEADER, XMP_HEADER, choose_orientation, png_text
+from preprocess.decoding.truncation import is_cut, salvage
 
 # The chunks that a PNG decoder needs; all others (text, profiles, animation) are metadata.
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_PIXEL_CHUNKS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
+
+_PNG_TEXTS = frozenset({b"tEXt", b"zTXt", b"iTXt"})
 
 _PNG_GREY, _PNG_RGB = 0, 2
 
@@ -91,9 +94,24 @@ def sniff(encoded: bytes) -> Format | None:
     return next((known for known in FORMATS if known.accepts(head)), None)
 
 
+class OpenedImage(NamedTuple):
+    """A decoded image: its pixels, the orientation (1 to 8) to apply, and what is known of values of over 8 bits."""
+
+    image: Image.Image
+    orientation: int
+    deep: DeepValues | None
+
+
 def open_pixels(
-    encoded: bytes, known: Format, *, max_pixels: int, admit: Callable[[int], None] = lambda _: None
-) -> tuple[Image.Image, int]:
+    encoded: bytes,
+    known: Format,
+    *,
+    max_pixels: int,
+    admit: Callable[[int], None] = lambda _: None,
+    levels: Levels | None = None,
+    keep_truncated: bool = False,
+    note: Callable[[DecodeNotes], None] = lambda _: None,
+) -> OpenedImage:
     """Decode the first frame of an image, keeping the colour mode of the file.
 
     Args:
@@ -101,37 +119,106 @@ def open_pixels(
         known: the result of `sniff`.
         max_pixels: the largest number of pixels allowed, checked before they are decoded.
         admit: called with the number of pixels before they are decoded; returns when there is memory for them.
-
-    Returns:
-        The loaded image, and the EXIF orientation (1 to 8) to apply to it.
+        levels: the values of an image of more than 8 bits that will become black and white, if they are given.
+        keep_truncated: whether what is there of a truncated file is returned.
+        note: called with what a pack should say about the image.
 
     Raises:
-        ValueError: the image is too large, or has more parts than allowed.
+        ValueError: the image is too large, truncated, or has more parts than allowed.
         Exception: Pillow's error about damaged bytes.
     """
-    orientation = 1
-    if known.name == "JPEG":
-        encoded, orientation = strip_jpeg(encoded)
-    elif known.name == "PNG":
-        encoded, orientation = strip_png(encoded)
-    else:
-        encoded = bounded(encoded, known.name, max_pixels=max_pixels)
-    quietly = _pillow_warnings_off if known.may_warn else nullcontext
-    with quietly():
-        image = known.opener(io.BytesIO(encoded))
-    width, height = image.size
-    if width * height > max_pixels:
-        raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image; make it smaller")
-    if isinstance(image, JpegImageFile) and _may_have_many_scans(image, encoded):
-        check_jpeg_scans(encoded, width * height)
-    admit(width * height)  # may wait, so it must not hold the lock that other images need
-    with quietly():
-        image.load()
-    if known.name == "PNG":
+    reader = _Reader(known, max_pixels, admit)
+    name = known.name
+    try:
+        content, exif, xmp, is_turned_anew = _without_metadata(encoded, name, max_pixels, levels)
+        image: Image.Image = reader.load(content)
+    except Exception as error:
+        if isinstance(error, MemoryError) or not is_cut(error, encoded, name):
+            raise
+        content, exif, xmp, is_turned_anew = _without_metadata(encoded, name, max_pixels, levels, is_cut=True)
+        image = _salvaged(content, name, reader, error, note, keep=keep_truncated)
+    if name == "PNG":
         _scale_transparent_grey(image, encoded)
-    if known.name == "WebP":
-        orientation = exif_orientation(image.info.get("exif", b""))
-    return image, orientation  # Pillow applies the orientation of a TIFF itself
+    if name in ("WebP", "GIF"):
+        exif, xmp = image.info.get("exif"), image.info.get("xmp")
+        is_turned_anew = choose_orientation(exif, None) != choose_orientation(exif, xmp)
+    if is_turned_anew:
+        note(DecodeNotes(num_changed=1))
+    deep = None if name == "PPM" and levels is not None else values_of_file(encoded, name, image)
+    if deep is not None and image.mode in ("RGB", "RGBA") and name != "PPM" and (levels or deep.white):
+        deep = replace(deep, low_bytes=read_low_bytes(content, reader.load))
+    # Pillow applies the orientation of a TIFF itself.
+    return OpenedImage(image, choose_orientation(exif, xmp), deep)
+
+
+def _without_metadata(
+    encoded: bytes, name: str, max_pixels: int, levels: Levels | None, *, is_cut: bool = False
+) -> tuple[bytes, bytes | None, bytes | None, bool]:
+    """Return a file for Pillow, the EXIF data and the XMP packet, and whether earlier versions turned it otherwise."""
+    if name == "JPEG":
+        content, exif, xmp = _split_jpeg(encoded)
+        return content, exif, xmp, choose_orientation(exif, None) != choose_orientation(exif, xmp)
+    if name == "PNG":
+        content, chunk, raw, xmp = _split_png(encoded, is_cut=is_cut)
+        exif = raw if chunk is None else chunk
+        return content, exif, xmp, choose_orientation(chunk, None) != choose_orientation(exif, xmp)
+    return bounded(encoded, name, max_pixels=max_pixels, levels=levels), None, None, False
+
+
+class _Reader:
+    """Opens and decodes files of one format, asking for memory only for the first."""
+
+    def __init__(self, known: Format, max_pixels: int, admit: Callable[[int], None]) -> None:
+        self._known, self._max_pixels, self._admit = known, max_pixels, admit
+        self._is_admitted = False
+
+    def load(
+        self, content: bytes, prepare: Callable[[ImageFile.ImageFile], None] = lambda _: None
+    ) -> ImageFile.ImageFile:
+        """Decode a file; ``prepare`` is called with the opened image before it is decoded."""
+        quietly = _pillow_warnings_off if self._known.may_warn else nullcontext
+        with quietly():
+            image = self._known.opener(io.BytesIO(content))
+        width, height = image.size
+        if width * height > self._max_pixels:
+            raise ValueError(
+                f"{width}×{height} is more than the {self._max_pixels} pixels allowed in one image; make it smaller"
+            )
+        if isinstance(image, JpegImageFile) and _may_have_many_scans(image, content):
+            check_jpeg_scans(content, width * height)
+        if not self._is_admitted:
+            self._admit(width * height)  # may wait, so it must not hold the lock that other images need
+            self._is_admitted = True
+        prepare(image)
+        with quietly():
+            image.load()
+        return image
+
+
+def _salvaged(
+    content: bytes,
+    name: str,
+    reader: _Reader,
+    error: Exception,
+    note: Callable[[DecodeNotes], None],
+    *,
+    keep: bool,
+) -> Image.Image:
+    """Return what is there of a truncated file; raise ValueError if there is nothing, or it is not to be kept."""
+    found = salvage(content, name, reader.load)
+    if found is not None and found.is_whole:
+        note(DecodeNotes(num_changed=1))  # only an end marker, or a checksum, is missing
+        return found.image
+    if found is None or not found.num_rows:
+        # Python's words about a header that ends too early would not help.
+        why = "" if isinstance(error, (struct.error, IndexError)) or "unpack" in str(error) else f" ({error})"
+        raise ValueError(f"it is truncated before its first row{why}; download it again") from error
+    if not keep:
+        raise ValueError(
+            f"it is truncated: {found.describe()}; download it again, or keep such images with --truncated keep"
+        ) from error
+    note(DecodeNotes(num_kept=1, num_changed=1))
+    return found.image
 
 
 def _may_have_many_scans(image: JpegImageFile, encoded: bytes) -> bool:
@@ -152,38 +239,26 @@ def _scale_transparent_grey(image: Image.Image, encoded: bytes) -> None:
         image.info["transparency"] *= 255 // (2**depth - 1)
 
 
-def exif_orientation(exif: bytes) -> int:
-    """Return the orientation (1 to 8) in an EXIF block, or 1 (upright) if the block is damaged or has none."""
-    tiff = exif.removeprefix(_EXIF_HEADER)
-    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
-    if order is None or tiff[2:4] not in _TIFF_MAGIC:
-        return 1
-    try:
-        (directory,) = struct.unpack_from(order + "I", tiff, 4)
-        (num_entries,) = struct.unpack_from(order + "H", tiff, directory)
-        for entry in range(directory + 2, directory + 2 + 12 * num_entries, 12):
-            tag, kind, count = struct.unpack_from(order + "HHI", tiff, entry)
-            if tag == _ORIENTATION_TAG and count == 1 and kind in (3, 4):
-                (value,) = struct.unpack_from(order + ("H" if kind == 3 else "I"), tiff, entry + 8)
-                return value if 1 <= value <= 8 else 1
-    except struct.error:
-        return 1
-    return 1
-
-
 def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
     """Remove the metadata segments of a JPEG file.
 
     Junk between segments is kept: Pillow skips it, and the decoder itself then refuses a damaged file.
 
     Returns:
-        The file without comments, EXIF, XMP, profiles and thumbnails, and the EXIF orientation (1 to 8).
+        The file without comments, EXIF, XMP, profiles and thumbnails, and the orientation (1 to 8).
 
     Raises:
         ValueError: there are more segments or junk bytes before the pixels than allowed.
     """
+    content, exif, xmp = _split_jpeg(encoded)
+    return content, choose_orientation(exif, xmp)
+
+
+def _split_jpeg(encoded: bytes) -> tuple[bytes, bytes | None, bytes | None]:
+    """Return a JPEG file without its metadata, its EXIF data and its XMP packet; raise ValueError as `strip_jpeg`."""
     kept = [(0, 2)]
-    orientation = None
+    exif: bytes | None = None
+    xmp: bytes | None = None
     position = copied = 2
     junk_bytes = num_segments = 0
     while position < len(encoded):
@@ -205,26 +280,42 @@ def strip_jpeg(encoded: bytes) -> tuple[bytes, int]:
         position = start + 2 + int.from_bytes(encoded[start + 2 : start + 4])
         if marker in _JPEG_METADATA_MARKERS and position <= len(encoded):
             payload = encoded[start + 4 : position]
-            if marker == _JPEG_APP1 and orientation is None and payload.startswith(_EXIF_HEADER):
-                orientation = exif_orientation(payload)
+            if marker == _JPEG_APP1 and exif is None and payload.startswith(EXIF_HEADER):
+                exif = payload
+            if marker == _JPEG_APP1 and payload.startswith(XMP_HEADER):
+                xmp = payload
             kept.append((copied, cut))
             copied = position
     kept.append((copied, len(encoded)))
-    return _joined(encoded, kept), orientation or 1
+    return _joined(encoded, kept), exif, xmp
 
 
 def strip_png(encoded: bytes) -> tuple[bytes, int]:
     """Remove the ancillary chunks of a PNG file.
 
     Returns:
-        The file with only its header, palette, transparency and pixels, and the EXIF orientation (1 to 8).
+        The file with only its header, palette, transparency and pixels, and the orientation (1 to 8).
 
     Raises:
         ValueError: a chunk is longer than the rest of the file, there are more chunks than allowed, or a 16-bit colour
             is marked as transparent, of which Pillow compares only 8 bits.
     """
+    content, exif, raw_profile, xmp = _split_png(encoded)
+    return content, choose_orientation(raw_profile if exif is None else exif, xmp)
+
+
+def _split_png(encoded: bytes, *, is_cut: bool = False) -> tuple[bytes, bytes | None, bytes | None, bytes | None]:
+    """Return a PNG file without its metadata, its EXIF data, those of its raw profile, and its XMP packet.
+
+    With ``is_cut``, a truncated pixel chunk is kept.
+
+    Raises:
+        ValueError: as `strip_png`.
+    """
     kept = [(0, len(_PNG_SIGNATURE))]
-    orientation = 1
+    exif: bytes | None = None
+    raw_profile: bytes | None = None
+    xmp: bytes | None = None
     position = len(_PNG_SIGNATURE)
     num_chunks = 0
     while position + 8 <= len(encoded):
@@ -234,7 +325,7 @@ def strip_png(encoded: bytes) -> tuple[bytes, int]:
         if num_chunks > _MAX_PARTS:
             raise ValueError(f"it has more than {_MAX_PARTS} chunks; save the image again")
         if kind in _PNG_PIXEL_CHUNKS:
-            if stop - 4 > len(encoded):
+            if stop - 4 > len(encoded) and not is_cut:
                 left = len(encoded) - position - 8
                 raise ValueError(
                     f"its chunk {kind.decode()} is truncated: its length is {length} bytes, but only {left} are left; "
@@ -242,11 +333,14 @@ def strip_png(encoded: bytes) -> tuple[bytes, int]:
                 )
             kept.append((position, stop))
         elif kind == b"eXIf":
-            orientation = exif_orientation(encoded[position + 8 : stop - 4])
+            exif = encoded[position + 8 : stop - 4]
+        elif kind in _PNG_TEXTS and stop <= len(encoded):
+            found_profile, found_xmp = png_text(kind, encoded[position + 8 : stop - 4])
+            raw_profile, xmp = found_profile or raw_profile, found_xmp or xmp
         if kind == b"tRNS" and _png_depth_and_colour(encoded) == (16, _PNG_RGB):
             raise ValueError("a 16-bit colour is marked as transparent (tRNS); save the image with an alpha channel")
         position = stop
-    return _joined(encoded, kept), orientation
+    return _joined(encoded, kept), exif, raw_profile, xmp
 
 
 def _joined(encoded: bytes, parts: Sequence[tuple[int, int]]) -> bytes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from preprocess.decoding.notes import NOTHING, DecodeNotes
 from preprocess.packing.channels import ChannelSums
 from preprocess.packing.journal import Failure, Journal, ShardRecord
 from preprocess.packing.numbers import checksum_numbers, create_metadata, label_numbers, target_numbers
@@ -108,3 +109,8 @@ def _manifest_of(
 def failures_of(records: Sequence[ShardRecord]) -> tuple[Failure, ...]:
     """Return the failures of all shards, in source order."""
     return tuple(failure for record in records for failure in record.failures)
+
+
+def notes_of(records: Iterable[ShardRecord]) -> DecodeNotes:
+    """Return what the pack should say about the images of all shards."""
+    return sum((record.notes for record in records), NOTHING)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.decoding.notes import NOTHING, DecodeNotes
 from preprocess.json_digest import json_digest
 from preprocess.packing.channels import ChannelSums
 from preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
@@ -25,7 +26,7 @@ from preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_split_files,
 
 SHARD_RECORDS = f"{JOURNAL}shards/"
 BLOCK_RECORDS = f"{JOURNAL}blocks/"
-_RECORD_DIGEST = "sha256"
+_RECORD_DIGEST, _NOTES = "sha256", "notes"
 _FEW_SHARDS = 4
 
 
@@ -84,6 +85,7 @@ class ShardRecord:
         sums: channel sums of the images in the shard file.
         digest: SHA-256 of the shard file's pixels as little-endian words, hexadecimal.
         checksums: uint32 ``[n]``, the CRC-32C of each image in the shard file; ``[0]`` if images have no checksums.
+        notes: what the pack should say about the images; on disk only if there is something to say.
 
     On disk there is one more field, the SHA-256 of all others.
     """
@@ -95,6 +97,7 @@ class ShardRecord:
     sums: ChannelSums
     digest: str
     checksums: NDArray[np.uint32]
+    notes: DecodeNotes = NOTHING
 
     def to_json(self) -> str:
         """Return the record as JSON text."""
@@ -106,7 +109,7 @@ class ShardRecord:
             "sums": asdict(self.sums),
             "digest": self.digest,
             "checksums": self.checksums.tolist(),
-        }
+        } | ({_NOTES: self.notes.to_json()} if self.notes != NOTHING else {})
         return json.dumps(values | {_RECORD_DIGEST: json_digest(values)})
 
     @classmethod
@@ -134,6 +137,7 @@ class ShardRecord:
             sums=ChannelSums(sums["num_pixels"], tuple(sums["total"]), tuple(sums["squares"])),
             digest=values["digest"],
             checksums=np.array(values.get("checksums", ()), np.uint32),
+            notes=DecodeNotes.from_json(values.get(_NOTES, {})),
         )
 
 

@@ -12,11 +12,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from preprocess.packing.finish import failures_of, write_manifest
+from preprocess.decoding.notes import NOTHING, DecodeNotes
+from preprocess.packing.finish import failures_of, notes_of, write_manifest
 from preprocess.packing.journal import Failure, Journal, read_failures
 from preprocess.packing.owner import Owner
 from preprocess.packing.pipeline import decode_in_order
-from preprocess.packing.plan import PackSettings, check_same_plan, make_plan
+from preprocess.packing.plan import PackSettings, begun_earlier, check_same_plan, make_plan
 from preprocess.packing.repair import repair_split
 from preprocess.packing.shard_writer import ShardWriter
 from preprocess.packing.split_state import (
@@ -56,6 +57,7 @@ class PackResult:
         was_complete: whether the split was already complete with the same settings.
         num_resumed: number of source images processed by an earlier, interrupted run.
         repaired: the files of a complete split that were missing or damaged and were packed again.
+        notes: what to say about the images; nothing if the split was complete.
     """
 
     manifest: Manifest
@@ -63,6 +65,7 @@ class PackResult:
     was_complete: bool
     num_resumed: int
     repaired: tuple[str, ...] = ()
+    notes: DecodeNotes = NOTHING
 
 
 def pack_split(
@@ -134,6 +137,7 @@ def _pack(
         ranges=[range(num_resumed, total)],
         num_workers=settings.num_workers,
         layout=settings.layout,
+        is_begun_earlier=begun_earlier(journal.plan() or plan),
     )
     with writer, closing(outcomes):
         done = num_resumed
@@ -145,7 +149,8 @@ def _pack(
         writer.finish(total)
     manifest = write_manifest(source, targets, location, journal, plan, settings, writer.records)
     journal.delete()
-    return PackResult(manifest, failures_of(writer.records), was_complete=False, num_resumed=num_resumed)
+    notes = notes_of(writer.records)
+    return PackResult(manifest, failures_of(writer.records), was_complete=False, num_resumed=num_resumed, notes=notes)
 
 
 def is_whole(location: Location, manifest: Manifest) -> bool:

@@ -12,13 +12,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from preprocess.packing.finish import failures_of, write_manifest
+from preprocess.packing.finish import failures_of, notes_of, write_manifest
 from preprocess.packing.journal import BLOCK_RECORDS, Journal, ShardRecord, read_failures
 from preprocess.packing.owner import OWNER_KEY, BusyError, Owner, PartOwner
 from preprocess.packing.pack import PackProgress, PackResult, is_whole, make_whole
 from preprocess.packing.part import Part, block_range, describe_parts
 from preprocess.packing.pipeline import DecodeBudgets, decode_in_order
-from preprocess.packing.plan import PackSettings, check_same_plan, describe_count, make_plan
+from preprocess.packing.plan import PackSettings, begun_earlier, check_same_plan, describe_count, make_plan
 from preprocess.packing.recut import recut
 from preprocess.packing.shard_writer import ShardWriter
 from preprocess.packing.split_state import CLEARING, check_ours, find_complete, with_existing_shard_images
@@ -186,6 +186,7 @@ def pack_blocks(
         num_workers=settings.num_workers,
         layout=settings.layout,
         budgets=budgets,
+        is_begun_earlier=begun_earlier(Journal(job.location).plan() or job.plan),
     )
     writer = ShardWriter(job.location, journal, settings, len(job.source), [])
     left = iter(zip(wanted, ranges, strict=True))
@@ -280,7 +281,9 @@ def finish_job(job: SplitJob, on_progress: OnProgress | None = None) -> PackResu
         show(total)
         manifest = write_manifest(job.source, job.targets, location, journal, job.plan, job.settings, records)
         _clean_up(job, journal, manifest)
-        return PackResult(manifest, failures_of(records), was_complete=False, num_resumed=0)
+        # Not those of the shards: images that moved to another one lost theirs.
+        notes = notes_of(blocks)
+        return PackResult(manifest, failures_of(records), was_complete=False, num_resumed=0, notes=notes)
 
 
 def _clean_up(job: SplitJob, journal: Journal, manifest: Manifest) -> None:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.decoding.decode import ResizeRule, decode_crop
+from preprocess.decoding.decode import MissingLevelsError, ResizeRule, decode_crop
 from preprocess.decoding.memory_budget import MemoryBudget, MemoryWaitError, file_budget, pixel_budget
+from preprocess.decoding.notes import NOTHING, DecodeNotes
 from preprocess.packing.channels import channel_sums
 from preprocess.packing.journal import Failure
 from preprocess.pixels import Layout, image_bytes, words_of_row
@@ -50,12 +51,14 @@ class PackedImage:
         label: its class, 0-based.
         words: its pixels, uint32 ``[H, W]``, or ``[H, 3·W/4]`` in the dense layout.
         sums: its channel sums, int64 ``[2, 3]``, see `channel_sums`.
+        notes: what the pack should say about it.
     """
 
     index: int
     label: int
     words: NDArray[np.uint32]
     sums: NDArray[np.int64]
+    notes: DecodeNotes = NOTHING
 
 
 Outcome = PackedImage | Failure
@@ -82,6 +85,7 @@ def decode_in_order(
     num_workers: int,
     layout: Layout = "packed",
     budgets: DecodeBudgets | None = None,
+    is_begun_earlier: bool = False,
 ) -> Generator[list[Outcome]]:
     """Decode the images of ``source`` whose indices are in ``ranges`` with ``num_workers`` threads.
 
@@ -95,9 +99,11 @@ def decode_in_order(
         num_workers: decoding threads.
         layout: how pixels become words.
         budgets: memory for large images, which several calls may share; by default, those of this call.
+        is_begun_earlier: whether the pack was begun by a version that decodes some images in another way.
 
     Raises:
-        ShardError: a listed image can no longer be read, or no result arrived within `IMAGE_TIMEOUT_S`.
+        ShardError: a listed image can no longer be read, no result arrived within `IMAGE_TIMEOUT_S`, an image needs
+            ``--levels``, or it is one of those images.
         Exception: any other exception of a worker, with its original traceback.
     """
     # A task costs about 50 µs of interpreter time, a third of the time for a 32 px image: a task is a block of images.
@@ -108,7 +114,7 @@ def decode_in_order(
     tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], range] | None] = queue.SimpleQueue()
     pending: deque[tuple[Future[list[Outcome]], range]] = deque()
     window = max(num_workers, min(num_workers * _BLOCKS_PER_WORKER, _WINDOW_BYTES // (block * 4 * rule.size**2)))
-    decoder = _Decoder(source, rule, layout, budgets or decode_budgets())
+    decoder = _Decoder(source, rule, layout, budgets or decode_budgets(), is_begun_earlier)
 
     def work() -> None:
         while (task := tasks.get()) is not None:
@@ -145,13 +151,14 @@ class _Decoder:
     rule: ResizeRule
     layout: Layout
     budgets: DecodeBudgets
+    is_begun_earlier: bool
 
     def outcomes(self, indices: range) -> list[Outcome]:
         sources = [self.source.image(index) for index in indices]
         decoded = [self._decode(image, index) for index, image in zip(indices, sources, strict=True)]
-        packed = self._packed([each for each in decoded if not isinstance(each, Failure)])
+        packed = self._packed([each.words for each in decoded if not isinstance(each, Failure)])
         return [
-            each if isinstance(each, Failure) else PackedImage(index, image.label, *next(packed))
+            each if isinstance(each, Failure) else PackedImage(index, image.label, *next(packed), each.notes)
             for index, image, each in zip(indices, sources, decoded, strict=True)
         ]
 
@@ -165,8 +172,7 @@ class _Decoder:
             words = np.frombuffer(b"".join(images[first : first + step]), "<u4").reshape(shape)
             yield from zip(words, channel_sums(words, self.layout), strict=True)
 
-    def _decode(self, image: SourceImage, index: int) -> bytes | Failure:
-        """Return an image's words as little-endian bytes."""
+    def _decode(self, image: SourceImage, index: int) -> _DecodedImage | Failure:
         try:
             # The file, and a copy of it without its metadata.
             with self.budgets.files.held(2 * self.source.num_bytes(index)):
@@ -179,7 +185,7 @@ class _Decoder:
         except MemoryError as error:
             raise MemoryError(f"for {printable(image.name)}") from error
 
-    def _read_and_decode(self, image: SourceImage, index: int) -> bytes | Failure:
+    def _read_and_decode(self, image: SourceImage, index: int) -> _DecodedImage | Failure:
         try:
             encoded = self.source.read(index)
         except OSError as error:
@@ -191,10 +197,32 @@ class _Decoder:
             ) from error
         except ValueError as error:
             return Failure(index, image.name, image.label, _cause(error))
+        notes: list[DecodeNotes] = []
         try:
-            return image_bytes(decode_crop(encoded, self.rule, budget=self.budgets.pixels), self.layout)
+            crop = decode_crop(encoded, self.rule, budget=self.budgets.pixels, note=notes.append)
+            decoded = _DecodedImage(image_bytes(crop, self.layout), sum(notes, NOTHING))
+        except MissingLevelsError as error:
+            # Not a fault of the image: all others need the same levels, and most would be left out.
+            raise ShardError(
+                f"{printable(image.name)}: {_cause(error)}, with --overwrite or another DEST, because this pack was "
+                "begun without"
+            ) from error
         except (OSError, ValueError) as error:
             return Failure(index, image.name, image.label, _cause(error))
+        if self.is_begun_earlier and decoded.notes.num_changed:
+            raise ShardError(
+                f"{printable(image.name)}: an earlier version began this pack, and decodes this image in another way "
+                "(its orientation, its range of values, or a missing end marker); pack with --overwrite"
+            )
+        return decoded
+
+
+@dataclass(frozen=True)
+class _DecodedImage:
+    """The words of an image as little-endian bytes, and what the pack should say about it."""
+
+    words: bytes
+    notes: DecodeNotes
 
 
 def _cause(error: Exception) -> str:

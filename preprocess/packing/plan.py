@@ -7,7 +7,7 @@ Reads no image.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +31,9 @@ OnError = Literal["skip", "fail"]
 # Only in the plan of a pack with targets.
 _TARGETS, _LABELS_FILE = "targets", "labels_file"
 _RESIZE_RULE = "resize_rule"
+_DECODING = "decoding"
+"""Only in the plan of an unfinished pack: the version of the rules by which files are decoded, see `begun_earlier`."""
+_DECODING_VERSION = 2
 # What a user calls the entries of a plan.
 _NAMES = {
     "num_candidates": "the number of images",
@@ -41,6 +44,7 @@ _NAMES = {
     "shard_images": "--shard-images",
     "tool_versions": "the set of library versions",
     "format_version": "the version of the format",
+    _DECODING: "the version of the decoding rules",
 }
 _DIFFERENCES = {
     "source_digest": (
@@ -140,6 +144,7 @@ def make_plan(source: SourceSplit, settings: PackSettings, targets: SplitTargets
         _RESIZE_RULE: settings.rule.to_json(),
         "source_digest": source.digest(),
         "tool_versions": tool_versions() | holdout_version(settings.holdout_rule),
+        _DECODING: _DECODING_VERSION,
     }
     if targets is not None:
         plan |= {"format_version": TARGETS_VERSION} | _target_plan(targets.kind, targets.labels_file)
@@ -153,6 +158,15 @@ def _target_plan(kind: str, labels_file: str) -> dict[str, Any]:
 def is_plan(values: dict[str, Any]) -> bool:
     """Return whether ``values`` is a plan of any format version."""
     return values.keys() >= {"format_version", "num_candidates", "source_digest"}
+
+
+def begun_earlier(plan: Mapping[str, Any]) -> bool:
+    """Return whether an unfinished pack was begun by a version that decodes some images in another way.
+
+    Versions without the entry ignored XMP orientations and the ranges that files name, scaled floats image by image,
+    and left out files that lack only their end marker.
+    """
+    return _DECODING not in plan
 
 
 def plan_of(manifest: Manifest) -> dict[str, Any]:
@@ -183,6 +197,8 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str, *
     Raises:
         ShardError: the plans differ; the message lists each setting that differs.
     """
+    if begun_earlier(found):  # finished, or continued with the images that are decoded as before
+        wanted = {key: value for key, value in wanted.items() if key != _DECODING}
     differing = [key for key in sorted(found.keys() | wanted.keys()) if found.get(key) != wanted.get(key)]
     if differing == [PARTS]:
         raise ShardError(f"{where}: {_other_parts(found.get(PARTS), wanted.get(PARTS))}")
@@ -218,7 +234,9 @@ def _differences(keys: Iterable[str], found: dict[str, Any], wanted: dict[str, A
         if key == _RESIZE_RULE and isinstance(was, dict) and isinstance(now, dict):
             # Its entries have the names of the options that set them.
             differences += [
-                f"--{name} was {was.get(name)}, is now {now[name]}" for name in now if was.get(name) != now[name]
+                f"--{name} was {was.get(name, 'not given')}, is now {now.get(name, 'not given')}"
+                for name in sorted(was.keys() | now.keys(), key=[*now, *was].index)
+                if was.get(name) != now.get(name)
             ]
         else:
             text = f"{_NAMES.get(key, key)} was {_shown(was)}, is now {_shown(now)}"

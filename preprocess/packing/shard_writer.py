@@ -16,6 +16,7 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
+from preprocess.decoding.notes import NOTHING
 from preprocess.packing.channels import ChannelSums
 from preprocess.packing.journal import Failure, Journal, ShardRecord
 from preprocess.packing.pipeline import Outcome, PackedImage
@@ -162,6 +163,7 @@ class ShardWriter:
             self._checksums.append(checksum)
         self._labels.append(image.label)
         self._sums += image.sums
+        self._notes += image.notes
         if len(self._labels) == self._shard_images:
             self._submit(image.index + 1)
 
@@ -217,6 +219,7 @@ class ShardWriter:
         self._labels: list[int] = []
         self._checksums: list[int] = []
         self._failures: list[Failure] = []
+        self._notes = NOTHING
         self._sums = np.zeros((2, 3), np.int64)
         self._digest = hashlib.sha256()
 
@@ -232,6 +235,7 @@ class ShardWriter:
             sums=sums,
             digest=self._digest.hexdigest(),
             checksums=np.array(self._checksums, np.uint32),
+            notes=self._notes,
         )
         if record.digest != self._expected_digests.get(self._number, record.digest):
             raise ShardError(
