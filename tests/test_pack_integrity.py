@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from engine.config import TrainConfig
 from engine.run.train import train
 from preprocess.commands.inspect_cli import main
-from preprocess.shards import arrays, decoded_checks, image_numbers, mapped_images, mapped_shards
-from preprocess.shards import reader as shards
+from preprocess.shards import arrays, decoded_checks, image_numbers, mapped_images, mapped_shards, stored_pixels
 from preprocess.shards.checksum import crc32c
 from preprocess.shards.reader import ChangedShardError, ShardError, open_split
 from preprocess.shards.splits import find_splits
@@ -121,7 +120,7 @@ def test_an_image_of_a_file_that_changes_while_it_is_read_is_compared_and_not_ma
             os.utime(shard_file(tmp_path, 0))
             return future
 
-        monkeypatch.setattr(shards, "start_reading", touch_and_read)
+        monkeypatch.setattr(stored_pixels, "start_reading", touch_and_read)
         compared = counted_checksums(monkeypatch)
         for num_compared in (1, 2):
             split.read_into(np.array([0]), pixels, labels, timeout_s=10)

@@ -12,7 +12,7 @@ from engine.feed.feed_meter import FeedMeter
 from engine.feed.windowed_batches import WindowedBatches
 from preprocess import read_meter
 from preprocess.read_meter import AWAIT, CHECK, COPY, IDLE, OPEN, READ, SOURCE, Profile, ReadMeter
-from preprocess.shards import mapped_images, mapped_shards, reader
+from preprocess.shards import mapped_images, mapped_shards, stored_pixels
 from preprocess.shards.decoded_checks import DecodedChecks
 from preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
@@ -137,7 +137,7 @@ def of_mapped_images(stage):
 
 
 def of_stored_images(stage):
-    return {READ: (reader, "start_reading"), CHECK: (DecodedChecks, "find_mismatch")}[stage]
+    return {READ: (stored_pixels, "start_reading"), CHECK: (DecodedChecks, "find_mismatch")}[stage]
 
 
 @pytest.mark.parametrize(
