@@ -9,8 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from engine.control.event import ControlEvent, events_at, factor_before
+from engine.control.recording import Recording
 from engine.control.request import CALLBACK_ORIGIN, ControlRequest, origin_of
 from engine.control.word import EVALUATE, SNAPSHOT, ControlWords, encode_control, stop_at_once
+
+# How long a pull waits for the record of an event: usually a millisecond. It doubles with each event that is late, so
+# that requests take effect on a slow disk too, while one that hangs stops the program only once.
+_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 1.0, 60.0
+# Longest waits at the end of a run, for an event that is late and for the last one.
+_END_TIMEOUT_S = 10.0
 
 
 class ControlBoard:
@@ -26,7 +33,9 @@ class ControlBoard:
         self._lock = threading.RLock()
         self._pending: list[ControlRequest] = []
         self._replayed: Sequence[ControlEvent] = ()
-        self._record: Callable[[ControlEvent], None] = lambda _: None
+        self._record: Callable[[ControlEvent], Recording | None] = lambda _: None
+        self._late: Recording | None = None
+        self._patience_s = _LEAST_PATIENCE_S
         self._pulls_per_step = 1
         self._factor = 1.0
         self.stop_reason: str | None = None
@@ -38,7 +47,7 @@ class ControlBoard:
         first_pull: int,
         pulls_per_step: int,
         replayed: Sequence[ControlEvent],
-        record: Callable[[ControlEvent], None],
+        record: Callable[[ControlEvent], Recording | None],
     ) -> None:
         """Prepare the board for a launch.
 
@@ -46,15 +55,16 @@ class ControlBoard:
             first_pull: first pull of the launch.
             pulls_per_step: pulls per update.
             replayed: events of earlier launches, which take effect again at their pulls, except for stops.
-            record: function called with each event before the program receives it; if it raises, the request is lost
-                and the run stops.
+            record: function called with each event before the program receives it. It returns the recording, if that
+                may take a while; a request that is not recorded in time takes effect at a later pull. If it raises, the
+                request is lost and the run stops.
         """
         self._record, self._pulls_per_step = record, pulls_per_step
         self._replayed = [event for event in replayed if event.pull >= first_pull]
         self._factor = factor_before(replayed, first_pull)
 
     def request(self, request: ControlRequest) -> None:
-        """Add a request, which takes effect at the program's next pull of batches."""
+        """Add a request, which takes effect at the program's next pull of batches, or once it can be recorded."""
         with self._lock:
             self._pending.append(request)
 
@@ -110,33 +120,69 @@ class ControlBoard:
             pull: the next pull, that of a run that is resumed from here.
 
         Raises:
+            TimeoutError: if they are not recorded in time.
             BaseException: any exception that `record` raises.
         """
         with self._lock:
             self._pending = [
                 request for request in self._pending if origin_of(request.id) == CALLBACK_ORIGIN and not request.stop
             ]
-        return self._record_pending(pull)
+        if not self._pending:
+            return []
+        if self._late is None or self._late.is_over(_END_TIMEOUT_S):
+            self._patience_s = _END_TIMEOUT_S
+            events = self._record_pending(pull, is_cancelled=lambda: False)
+            if not self._pending:
+                return events
+        raise TimeoutError(
+            f"requests of callbacks must be recorded in control.jsonl within {_END_TIMEOUT_S:g} s, but the disk did "
+            "not accept them: check the disk"
+        )
 
-    def _record_pending(self, pull: int) -> list[ControlEvent]:
-        """Record the pending requests as events at this pull, and return the events."""
+    def _record_pending(self, pull: int, is_cancelled: Callable[[], bool] | None = None) -> list[ControlEvent]:
+        """Record the pending requests as events at this pull, and return the events that are recorded in time.
+
+        The others stay pending, and so do all while the disk still works on a late one.
+        """
+        if self._late is not None:
+            if not self._late.is_over():
+                self._stop_if_asked(self._pending)
+                return []
+            self._late = None
         with self._lock:
             requests, self._pending = self._pending, []
         events: list[ControlEvent] = []
+        try:
+            for request in requests:
+                event = self._event(request, pull)
+                # Recorded before it takes effect: a run killed at any later instant repeats it at this pull.
+                recording = self._record(event)
+                if recording and not recording.wait(self._patience_s, is_cancelled or self.is_stop_requested):
+                    self._late = recording
+                    self._patience_s = min(2 * self._patience_s, _MOST_PATIENCE_S)
+                    with self._lock:
+                        self._pending = [*requests[len(events) :], *self._pending]
+                    return events
+                events.append(event)
+        finally:
+            self._stop_if_asked(requests)
+        self._patience_s = _LEAST_PATIENCE_S
+        return events
+
+    def _stop_if_asked(self, requests: Sequence[ControlRequest]) -> None:
+        """Stop if a request asks for that, recorded or not: a resumed run does not repeat a stop."""
         for request in requests:
-            event = ControlEvent(
-                pull=pull,
-                step=pull // self._pulls_per_step + 1,
-                learning_rate_factor=request.learning_rate_factor,
-                snapshot=request.snapshot,
-                evaluate=request.evaluate,
-                stop=request.stop,
-                request=request.id,
-                time=time.time(),
-            )
-            # Recorded before it takes effect: a run killed at any later instant repeats it at this pull.
-            self._record(event)
-            events.append(event)
             if request.stop:
                 self.request_stop(origin_of(request.id))
-        return events
+
+    def _event(self, request: ControlRequest, pull: int) -> ControlEvent:
+        return ControlEvent(
+            pull=pull,
+            step=pull // self._pulls_per_step + 1,
+            learning_rate_factor=request.learning_rate_factor,
+            snapshot=request.snapshot,
+            evaluate=request.evaluate,
+            stop=request.stop,
+            request=request.id,
+            time=time.time(),
+        )

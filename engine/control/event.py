@@ -48,6 +48,19 @@ class ControlEvent:
         """Return the event as one line of JSON, without the newline and without loss of precision."""
         return json.dumps(asdict(self), allow_nan=False)
 
+    def describe(self) -> str:
+        """Return what the event does, such as "snapshot after step 3"."""
+        parts = []
+        if self.learning_rate_factor is not None:
+            parts.append(f"learning-rate factor {self.learning_rate_factor:g} from step {self.step}")
+        if self.evaluate:
+            parts.append(f"evaluation after step {self.step}")
+        if self.snapshot:
+            parts.append(f"snapshot after step {self.step}")
+        if self.stop:
+            parts.append(f"stopping before step {self.step}")
+        return ", ".join(parts)
+
     @classmethod
     def from_json(cls, text: str | bytes) -> "ControlEvent":
         """Read an event written by `to_json`.

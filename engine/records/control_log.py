@@ -10,11 +10,13 @@ length. Lines of older runs have no digest, and a log may begin with such lines.
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.control.event import ControlEvent
+from engine.control.recording import Confirm
 from engine.control.request import parse_fields
 from engine.records.digests import SEAL, LogState, RunningDigest, json_digest
 from engine.records.json_lines import JsonLines, read_lines
@@ -22,8 +24,12 @@ from engine.records.json_lines import JsonLines, read_lines
 CONTROL_LOG_NAME = "control.jsonl"
 
 
+# How long another thread waits for the one that appends, whose disk may hang.
+_TIMEOUT_S = 10.0
+
+
 class ControlLog:
-    """An append-only log of events, for use by one thread at a time.
+    """An append-only log of events. One thread at a time may append; the other methods may be called from any thread.
 
     When `append` returns, the operating system has the line: it survives a crash of the process. If a crash truncated
     the last line, the line is removed; its event never took effect.
@@ -34,24 +40,44 @@ class ControlLog:
     """
 
     def __init__(self, path: Path, begun: RunningDigest | None = None) -> None:
-        self._lines = JsonLines(path, begun)
+        self._path, self._lines = path, JsonLines(path, begun)
         self._is_open = False
+        self._appending = threading.Lock()
 
-    def append(self, event: ControlEvent) -> None:
+    def append(self, event: ControlEvent, confirm: Confirm = lambda: True) -> bool:
         """Write an event; call this before the event takes effect.
+
+        Args:
+            event: the event.
+            confirm: called once the operating system has the line; if it returns False, the line is removed again.
+
+        Returns:
+            Whether the line stays.
 
         Raises:
             OSError: if it cannot be written; the file is then unchanged.
         """
-        if not self._is_open:
-            self._lines.open()
-            self._is_open = True
-        values = json.loads(event.to_json())
-        self._lines.append(json.dumps(values | {SEAL: _line_digest(self._lines.state().sha256, values)}))
+        with self._appending:
+            if not self._is_open:
+                self._lines.open()
+                self._is_open = True
+            self._lines.check_place()
+            values = json.loads(event.to_json())
+            line = json.dumps(values | {SEAL: _line_digest(self._lines.state().sha256, values)})
+            return self._lines.append(line, confirm)
 
     def state(self) -> LogState:
-        """Return the log's size and digest; may be called from any thread."""
-        return self._lines.state()
+        """Return the log's size and digest, between two appends: no line follows that may be removed again.
+
+        Raises:
+            TimeoutError: if the disk does not accept a line in time.
+        """
+        if not self._appending.acquire(timeout=_TIMEOUT_S):
+            raise TimeoutError(f"{self._path} must accept a line within {_TIMEOUT_S:g} s, but did not: check the disk")
+        try:
+            return self._lines.state()
+        finally:
+            self._appending.release()
 
     def sync(self) -> None:
         """Sync all appended lines to the disk, including lines from earlier launches; do nothing if there are none.
@@ -62,9 +88,11 @@ class ControlLog:
         self._lines.sync()
 
     def close(self) -> None:
-        """Close the file if it is open."""
-        self._lines.close()
-        self._is_open = False
+        """Close the file if it is open; leave it to the end of the process if the disk hangs."""
+        if self._appending.acquire(timeout=0):
+            self._lines.close()
+            self._is_open = False
+            self._appending.release()
 
 
 class ControlLogError(ValueError):

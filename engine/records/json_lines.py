@@ -7,7 +7,7 @@ a line means.
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -91,8 +91,12 @@ class JsonLines:
                 f"contains {self._length:,}: do not let another program write to it during the run"
             )
 
-    def append(self, text: str) -> None:
-        """Append a line; `text` does not include the newline.
+    def append(self, text: str, confirm: Callable[[], bool] = lambda: True) -> bool:
+        """Append a line; return whether it stays.
+
+        Args:
+            text: the line without the newline.
+            confirm: called once the system has the line; if it returns False, the line is removed again.
 
         Raises:
             OSError: if it cannot be written, in which case none of it is; LostFileError if the path no longer names the
@@ -110,10 +114,14 @@ class JsonLines:
                 os.ftruncate(self._file, self._length)
             name_file(error, self._path)
             raise
+        if not confirm():
+            os.ftruncate(self._file, self._length)
+            return False
         self._length += len(line)
         self._digest.update(line)
         if time.monotonic() >= self._checked_at + _CHECK_EVERY_S:
             self.check_place()
+        return True
 
     def state(self) -> LogState:
         """Return the size and digest of what this run appended in all its launches; may be called from any thread."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from engine.config import TrainConfig
 from engine.control.event import ControlEvent
+from engine.control.recording import Confirm, EventRecorder
 from engine.control.request import origin_of
 from engine.crossing.pushed import PushedSnapshot
 from engine.keys import plain_keys
@@ -23,7 +24,7 @@ from engine.processes import this_process
 from engine.profile.formats import to_csv
 from engine.program.train_state import TrainState
 from engine.records.best_snapshot import best_step, parse_metric
-from engine.records.control_log import ControlLog
+from engine.records.control_log import CONTROL_LOG_NAME, ControlLog
 from engine.records.control_requests import ControlMailbox
 from engine.records.digests import RunningDigest
 from engine.records.evaluation_log import EvaluationLog
@@ -160,15 +161,18 @@ class RecordedLaunch:
             begun,
         )
         self._control_log = ControlLog(folder.control_log, begun[folder.control_log])
+        self._recorder = EventRecorder(self._record_event, self._note_late)
         self._mailbox = ControlMailbox(folder.path, launch.board.request)
 
     def __enter__(self) -> Self:
         # Before anything slow: a request during compilation takes effect at the first step.
         self._mailbox.start()
+        self._recorder.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._mailbox.close()
+        self._recorder.close()
         self._control_log.close()
         # After a normal end, these are already closed; otherwise do not wait.
         self._snapshots.close(0)
@@ -182,7 +186,7 @@ class RecordedLaunch:
             first_pull=start.pulls,
             pulls_per_step=self._config.accumulate_steps,
             replayed=start.events,
-            record=self._record_event,
+            record=self._recorder.begin,
         )
         self._folder.launched()
         self._snapshots.start()
@@ -258,10 +262,16 @@ class RecordedLaunch:
         self._control_log.sync()
         return FolderState(self._folder.config_digest, logs)
 
-    def _record_event(self, event: ControlEvent) -> None:
+    def _record_event(self, event: ControlEvent, confirm: Confirm) -> None:
+        """Record an event; runs on the recorder's thread."""
         self._folder.check_kept()
-        self._control_log.append(event)
-        self._launch.notices.say(f"{origin_of(event.request)}: {_describe(event)}")
+        if self._control_log.append(event, confirm):
+            self._launch.notices.say(f"{origin_of(event.request)}: {event.describe()}")
+
+    def _note_late(self, event: ControlEvent) -> None:
+        self._launch.notices.say(
+            f"{origin_of(event.request)}: a request has no effect until the disk accepts it in {CONTROL_LOG_NAME}"
+        )
 
     def _keep_state(self, state: TrainState, failure: BaseException | None) -> BaseException | None:
         """Write a last snapshot so that the run can resume from its end; return `failure` or, if None, any OSError."""
@@ -396,16 +406,3 @@ class RecordedLaunch:
             return {**self._synced_state().to_json(), WEIGHTS_DIGEST: self._folder.weights_digest}
         except OSError:
             return None  # `result.json` records the failure that ends the run
-
-
-def _describe(event: ControlEvent) -> str:
-    parts = []
-    if event.learning_rate_factor is not None:
-        parts.append(f"learning-rate factor {event.learning_rate_factor:g} from step {event.step}")
-    if event.evaluate:
-        parts.append(f"evaluation after step {event.step}")
-    if event.snapshot:
-        parts.append(f"snapshot after step {event.step}")
-    if event.stop:
-        parts.append(f"stopping before step {event.step}")
-    return ", ".join(parts)
