@@ -141,7 +141,7 @@ def open_pixels(
         _scale_transparent_grey(image, encoded)
     if name in ("WebP", "GIF"):
         exif, xmp = image.info.get("exif"), image.info.get("xmp")
-        is_turned_anew = choose_orientation(exif, None) != choose_orientation(exif, xmp)
+        is_turned_anew = xmp is not None and _differ(exif, xmp, exif)
     if is_turned_anew:
         note(DecodeNotes(num_changed=1))
     deep = None if name == "PPM" and levels is not None else values_of_file(encoded, name, image)
@@ -157,12 +157,17 @@ def _without_metadata(
     """Return a file for Pillow, the EXIF data and the XMP packet, and whether earlier versions turned it otherwise."""
     if name == "JPEG":
         content, exif, xmp = _split_jpeg(encoded)
-        return content, exif, xmp, choose_orientation(exif, None) != choose_orientation(exif, xmp)
+        return content, exif, xmp, xmp is not None and _differ(exif, xmp, exif)
     if name == "PNG":
         content, chunk, raw, xmp = _split_png(encoded, is_cut=is_cut)
         exif = raw if chunk is None else chunk
-        return content, exif, xmp, choose_orientation(chunk, None) != choose_orientation(exif, xmp)
+        return content, exif, xmp, (exif is not chunk or xmp is not None) and _differ(exif, xmp, chunk)
     return bounded(encoded, name, max_pixels=max_pixels, levels=levels), None, None, False
+
+
+def _differ(exif: bytes | None, xmp: bytes | None, exif_before: bytes | None) -> bool:
+    """Return whether an image is turned in another way than by its EXIF data alone, as in earlier versions."""
+    return choose_orientation(exif, xmp) != choose_orientation(exif_before, None)
 
 
 class _Reader:

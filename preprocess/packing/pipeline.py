@@ -200,7 +200,7 @@ class _Decoder:
         notes: list[DecodeNotes] = []
         try:
             crop = decode_crop(encoded, self.rule, budget=self.budgets.pixels, note=notes.append)
-            decoded = _DecodedImage(image_bytes(crop, self.layout), sum(notes, NOTHING))
+            decoded = _DecodedImage(image_bytes(crop, self.layout), sum(notes, NOTHING) if notes else NOTHING)
         except MissingLevelsError as error:
             # Not a fault of the image: all others need the same levels, and most would be left out.
             raise ShardError(

@@ -163,7 +163,8 @@ class ShardWriter:
             self._checksums.append(checksum)
         self._labels.append(image.label)
         self._sums += image.sums
-        self._notes += image.notes
+        if image.notes is not NOTHING:
+            self._notes += image.notes
         if len(self._labels) == self._shard_images:
             self._submit(image.index + 1)
 
