@@ -26,6 +26,23 @@ def make_folders(folder: Path) -> None:
         sync_folder(each.parent)
 
 
+def can_sync_folders(folder: Path) -> bool:
+    """Return whether the file system of a folder, which need not exist yet, can sync folders."""
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return True  # whoever writes there will say what is wrong
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        return error.errno not in _UNSUPPORTED
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def sync_folder(folder: Path) -> None:
     """Write the entries of a folder to its disk; do nothing on a file system that does not support that.
 
@@ -50,9 +67,18 @@ def sync_tree(folder: Path) -> None:
     """
     for inner, _, names in os.walk(folder, topdown=False):
         for name in names:
-            descriptor = os.open(Path(inner, name), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_file(Path(inner, name))
         sync_folder(Path(inner))
+
+
+def sync_file(path: Path) -> None:
+    """Write the content of a file to its disk.
+
+    Raises:
+        OSError: the disk fails, or the file can't be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from preprocess.packing.pack import pack_split
+from preprocess.shards.location import open_location
+from preprocess.shards.unsynced import prepare_for_writing
 from preprocess.synced_folders import make_folders, sync_folder
-from tests.fake_source import fake_source, pack
+from tests.fake_source import fake_source, files_of, pack, settings_for
 
 
 @pytest.fixture
@@ -58,3 +61,27 @@ def test_every_folder_of_a_pack_is_synced_before_its_manifest(tmp_path, synced, 
     before = [(path, names) for path, names in synced if not (path.name == "train" and "manifest.json" in names)]
     for folder in [each for each in tmp_path.rglob("*") if each.is_dir()]:
         assert any(path == folder.parent and folder.name in names for path, names in before), folder
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_pack_is_made_where_folders_cannot_be_synced(tmp_path, monkeypatch, number):
+    fsync, files = os.fsync, set()
+
+    def only_files(file):
+        path = Path(f"/proc/self/fd/{file}").readlink()
+        if path.is_dir():
+            raise OSError(number, os.strerror(number))
+        files.add(path.name.removesuffix(".__lock"))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    location = prepare_for_writing(open_location(str(tmp_path / "new")))
+    assert location.spec["file_io_sync"] is False  # TensorStore would fail
+    source = fake_source(9)
+    pack_split(source, location.child("train"), settings_for(source, codec="blosc"))
+    assert {"0", "zarr.json", "failures.jsonl", "manifest.json"} <= files
+    monkeypatch.undo()
+    location = open_location(str(tmp_path / "usual"))
+    assert prepare_for_writing(location) is location
+    pack_split(source, location.child("train"), settings_for(source, codec="blosc"))
+    assert files_of(tmp_path / "new") == files_of(tmp_path / "usual")

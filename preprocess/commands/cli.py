@@ -258,6 +258,7 @@ def _run(options: _Options) -> None:
     settings = _settings(options)
     from preprocess.commands.pack_splits import Machines, check_machines, connect, pack_splits
     from preprocess.packing.dask_request import PackRequest
+    from preprocess.shards.unsynced import prepare_for_writing
     from preprocess.sources.open_source import open_source
 
     machines = check_machines(
@@ -266,6 +267,7 @@ def _run(options: _Options) -> None:
     stored = parse_pairs(options.storage_option)
     location = open_given(options.dest, stored)
     check_dest(options.source, location)
+    location = prepare_for_writing(location)
     if machines.scheduler is not None:
         settings = replace(settings, num_workers=options.workers or 1)
     from preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule

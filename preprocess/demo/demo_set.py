@@ -11,6 +11,7 @@ from preprocess.demo.drawing import draw_demo
 from preprocess.packing.pack import PackProgress, pack_split
 from preprocess.packing.plan import PackSettings
 from preprocess.shards.location import open_location
+from preprocess.shards.unsynced import prepare_for_writing
 from preprocess.sources.open_source import open_source
 
 DEMO_SIZE = 32
@@ -37,7 +38,7 @@ def pack_demo(
     Raises:
         ShardError: `data` contains something else, or cannot be written.
     """
-    location = open_location(data, storage_options=storage_options)
+    location = prepare_for_writing(open_location(data, storage_options=storage_options))
     rule = ResizeRule(size=DEMO_SIZE, resize=DEMO_SIZE)
     settings = PackSettings(rule=rule, num_workers=num_cores())
     with tempfile.TemporaryDirectory(prefix="feedloop-demo-") as folder:

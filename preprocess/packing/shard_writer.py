@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_a
 from preprocess.shards.checksum import crc32c
 from preprocess.shards.location import Location, ShardError, open_location
 from preprocess.shards.store_errors import write_fault
+from preprocess.shards.unsynced import is_unsynced
+from preprocess.synced_folders import sync_file
 
 SHARD_TIMEOUT_S = 1800.0
 """Time limit for writing one shard file to a mounted file system, in seconds."""
@@ -265,6 +268,8 @@ class ShardWriter:
             if commit is not None:
                 with self._naming_shard(shard):
                     commit.result(timeout=self._timeout_s)
+                if is_unsynced(self._location):
+                    sync_file(Path(self._location.spec["path"], PIXELS, shard_key(shard, 3)))
             if not self._replaces_blocks:
                 self._journal.append(shard, record)
         except Exception:
