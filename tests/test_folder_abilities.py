@@ -11,7 +11,9 @@ import pytest
 import tensorstore as ts
 
 from engine import train
+from engine.control.request import ControlRequest
 from engine.records import snapshot as snapshot_module
+from engine.records.control_requests import send_request
 from engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots
 from engine.records.run_folder import RunFolder, check_folder
 from engine.records.snapshot import read_snapshot, snapshot_steps, write_snapshot
@@ -65,6 +67,15 @@ def test_a_folder_that_can_hold_no_snapshot_is_refused_at_the_start_and_not_left
     with pytest.raises(ValueError, match=match):
         train(toy_config(run_dir=tmp_path / "runs" / "first"), model=Linear(), batches=toy_batch)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_that_comes_while_the_folder_is_tried_is_kept(tmp_path, monkeypatch):
+    def ask(*_):
+        send_request(tmp_path, ControlRequest(stop=True))
+
+    monkeypatch.setattr("engine.records.run_folder.check_can_hold_snapshots", ask)
+    with RunFolder(tmp_path) as folder:
+        assert len(list((folder.path / "control").iterdir())) == 1
 
 
 def test_a_full_disk_is_named_as_the_reason(tmp_path, monkeypatch):

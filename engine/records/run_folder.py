@@ -102,8 +102,9 @@ class RunFolder:
             if not resume and not overwrite:
                 _check_is_free(path)
             self._remove_unfinished()
-            check_can_hold_snapshots(self.snapshots if self.snapshots.is_dir() else path)
             remove_requests(path)
+            # After the requests for an earlier run are gone: those that come from now on are for this one.
+            check_can_hold_snapshots(self.snapshots if self.snapshots.is_dir() else path)
         except BaseException:
             self._remove_made(lock=not self._had_lock)
             self._lock.release()
