@@ -167,14 +167,14 @@ class TrainConfig:
     )
     skip_nonfinite: int = setting(
         0, TRAINING, _RUNTIME, _CHANGES,
-        "Skip up to N consecutive updates with a NaN or infinite gradient; one more stops the run, unless "
+        "Skip up to N consecutive updates with a NaN or infinite gradient or weight; one more stops the run, unless "
         "{stop_on_nan} is off.", between=_COUNT, unit="N",
         details="The run then ends with the last finite weights.",
     )
     stop_on_nan: bool = setting(
         True, TRAINING, _RUNTIME, _CHANGES,
-        "Stop after more than {skip_nonfinite} consecutive updates with a NaN or infinite gradient; if off, skip all "
-        "such updates.",
+        "Stop after more than {skip_nonfinite} consecutive updates with a NaN or infinite gradient or weight; if off, "
+        "skip all such updates.",
     )
     deterministic: bool = setting(
         True, TRAINING, _PROGRAM, _KEPT,

@@ -222,7 +222,7 @@ def test_updates_that_an_own_part_makes_infinite_are_skipped(tmp_path, parts, nu
         assert np.isfinite(result.losses).all()
         assert result.losses[-1] < result.losses[0]
         return
-    with pytest.raises(NonFiniteError, match=r"the update that your .* made of it was NaN or infinite at step 13"):
+    with pytest.raises(NonFiniteError, match=r"a weight that your .* would make of it, was NaN or infinite at step 13"):
         train(config, model=Linear(), batches=toy_batch, **parts)
     end = json.loads((tmp_path / "result.json").read_text())
     assert end["num_skipped"] == num_skipped

@@ -87,7 +87,7 @@ def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *,
         )
     lines = [line]
     if result.num_skipped:
-        lines.append(f"skipped: {quantity(result.num_skipped, 'update')} with NaN or infinite gradients")
+        lines.append(f"skipped: {quantity(result.num_skipped, 'update')} with NaN or infinite gradients or weights")
     lines.append(f"run folder: {result.run_dir}")
     verdict = result.runtime.verdict
     # Of a run of a few steps there is nothing to say, and the report has it, too.

@@ -26,6 +26,7 @@ from engine.program.observed import Observed, SeenImages, init_observed, named_l
 from engine.program.statics import Statics
 from engine.program.train_state import RunValues, TrainModel, TrainState
 from engine.scopes import FORWARD, LOSS, OPT_STEP, PUSH, SNAPSHOT, TRAIN, VALID
+from engine.updates.reach import UNKNOWN, Reach
 from engine.updates.selection import join_frozen, keep_frozen, split_frozen
 from engine.updates.skipping import choose
 from engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
@@ -41,6 +42,7 @@ class _Carry(NamedTuple):
         stopped: bool [], whether to leave the loops.
         snapshot: bool [], whether the host requested a snapshot after the current update.
         observed: what the last update showed.
+        reach: bounds of the weights.
         token: the token of the last crossing; all crossings are one chain, in the order of this file.
     """
 
@@ -48,6 +50,7 @@ class _Carry(NamedTuple):
     stopped: jax.Array
     snapshot: jax.Array
     observed: Observed
+    reach: Reach
     token: Token
 
 
@@ -60,6 +63,7 @@ class _ChunkCarry(NamedTuple):
         numbers: float32 [n, 2], losses and learning rates of these updates.
         gives_up: bool [], whether to leave the loops, because too many updates in a row were skipped.
         observed: what the last update showed.
+        reach: bounds of the weights.
     """
 
     state: TrainState
@@ -67,6 +71,7 @@ class _ChunkCarry(NamedTuple):
     numbers: jax.Array
     gives_up: jax.Array
     observed: Observed
+    reach: Reach
 
 
 def make_program(
@@ -103,7 +108,8 @@ class _Program:
             return ~carry.stopped & ~_is_done(carry.state, values)
 
         no = jnp.zeros((), jnp.bool)
-        start = _Carry(self._split_gathered(state), no, no, self._init_observed(state), first_token())
+        reach = jax.tree.map(jnp.asarray, UNKNOWN)
+        start = _Carry(self._split_gathered(state), no, no, self._init_observed(state), reach, first_token())
         return self._join_gathered(lax.while_loop(continues, partial(self._segment, values), start).state)
 
     def _init_observed(self, state: TrainState) -> Observed:
@@ -173,12 +179,13 @@ class _Program:
         if self.evaluation_infeed is not None:
             state = state._replace(owes_evaluation=state.owes_evaluation | (control.evaluate & is_heeded))
         stopped = control.stop | chunk.gives_up | (num_taken < control.num_batches)
-        return _Carry(state, stopped, carry.snapshot | (control.snapshot & is_heeded), chunk.observed, token)
+        snapshot = carry.snapshot | (control.snapshot & is_heeded)
+        return _Carry(state, stopped, snapshot, chunk.observed, chunk.reach, token)
 
     def _train_on_batch(self, values: RunValues, control: ControlWord, chunk: _ChunkCarry, batch: Batch) -> _ChunkCarry:
         """Train on the next batch of a pull."""
         state, outcome, metrics, images = train_step(
-            self.model, self.statics, chunk.state, batch, control.learning_rate_factor, values
+            self.model, self.statics, chunk.state, batch, control.learning_rate_factor, values, chunk.reach
         )
         with jax.named_scope(PUSH):
             numbers = jnp.stack([outcome.loss, outcome.learning_rate, *metrics.values()]).astype(jnp.float32)
@@ -193,6 +200,7 @@ class _Program:
             observed=Observed(
                 jax.tree.map(widen, outcome.gradients) if self.statics.observation.histograms else None, images
             ),
+            reach=outcome.reach,
         )
 
     @jax.named_scope(PUSH)
@@ -283,7 +291,7 @@ class _Program:
 def _empty_chunk(carry: _Carry, num_together: int, num_metrics: int) -> _ChunkCarry:
     none = jnp.zeros((), jnp.int32)
     numbers = jnp.zeros((num_together, 2 + num_metrics), jnp.float32)
-    return _ChunkCarry(carry.state, none, numbers, jnp.zeros((), jnp.bool), carry.observed)
+    return _ChunkCarry(carry.state, none, numbers, jnp.zeros((), jnp.bool), carry.observed, carry.reach)
 
 
 def _num_to_pull(boundary: jax.Array, state: TrainState, values: UpdateValues, chunk: int) -> jax.Array:
@@ -335,6 +343,7 @@ def train_step(
     batch: Batch,
     learning_rate_factor: jax.Array,
     values: RunValues,
+    reach: Reach = UNKNOWN,
 ) -> tuple[TrainState, Outcome, dict[str, jax.Array], SeenImages | None]:
     """Train on one batch: augment it, run the forward and backward passes, and make an update if one is due.
 
@@ -345,6 +354,7 @@ def train_step(
         batch: the images and their labels.
         learning_rate_factor: float32 [], multiplies the schedule's learning rate.
         values: the runtime settings.
+        reach: bounds of the weights, see `update_weights`.
 
     Returns:
         The new state, the outcome of the batch, the metrics over the batches of the update so far, and the images that
@@ -378,6 +388,7 @@ def train_step(
             Pull(loss, gradients, batch_stats),
             state.step,
             values.update._replace(hyperparams=hyperparams._replace(learning_rate=factor)),
+            reach,
             replicas,
         )
     step = state.step + outcome.due.astype(jnp.int32)

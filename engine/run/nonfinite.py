@@ -1,8 +1,8 @@
-"""The error of a run whose gradients were NaN or infinite at too many consecutive steps."""
+"""The error of a run whose gradients or updated weights were NaN or infinite at too many consecutive steps."""
 
 
 class NonFiniteError(ArithmeticError):
-    """Raised if the gradients of a run were NaN or infinite at more consecutive steps than allowed.
+    """Raised if the gradients of a run, or the weights that they would make, were not finite too often in a row.
 
     Attributes:
         first_step: the first of these consecutive steps.
@@ -14,7 +14,7 @@ class NonFiniteError(ArithmeticError):
 
 
 def nonfinite_error(step: int, num_skips: int, most_skips: int, *, has_own_part: bool = False) -> NonFiniteError | None:
-    """Return an error if NaN or infinite gradients ended the run, else None.
+    """Return an error if NaN or infinite gradients or weights ended the run, else None.
 
     Args:
         step: the last step.
@@ -25,12 +25,11 @@ def nonfinite_error(step: int, num_skips: int, most_skips: int, *, has_own_part:
     if num_skips <= most_skips:
         return None
     message = (
-        f"the gradient was NaN or infinite at step {step}"
+        f"the gradient, or a weight that it would make, was NaN or infinite at step {step}"
         + (f", the last of {num_skips} such steps in a row" if num_skips > 1 else "")
         + "; the weights are those of the last finite update. Try a lower learning rate (--learning-rate), a warm-up "
         "(--warmup-steps), a limit on the norm of the gradient (--clip-norm), or --skip-nonfinite"
     )
     if has_own_part:
-        cause = "the gradient or the update that your optimizer or schedule made of it"
-        message = message.replace("the gradient", cause, 1)
+        message = message.replace("that it would make", "that your optimizer or schedule would make of it", 1)
     return NonFiniteError(message, first_step=step - num_skips + 1)

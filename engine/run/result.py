@@ -28,7 +28,7 @@ class TrainResult:
         stopped_by: "steps" if all steps were done, "top1" at `stop_at_top1`, else the signal's name, "control-run",
             "callback" or "another process".
         num_params: number of learnable parameters.
-        num_skipped: updates skipped because a gradient was NaN or infinite.
+        num_skipped: updates skipped because a gradient, or a weight that it would make, was NaN or infinite.
         compile_s: seconds to compile the program or to load it from the cache.
         from_cache: whether the program came from the cache on disk.
         train_s: seconds from the launch to the end of the loop.

@@ -15,7 +15,6 @@ from jax.extend.core import Literal
 from engine.patterns import Group
 from engine.updates.optim import in_float32
 from engine.updates.selection import dotted_path, groups_of, scale_leaves
-from engine.updates.skipping import all_finite, choose
 from models.layers.stored import stored
 
 type OwnOptimizer = optax.GradientTransformation | Callable[[jax.Array], optax.GradientTransformation]
@@ -32,7 +31,6 @@ def make_own_optimizer(
     learning_rate: jax.Array,
     *,
     clip: optax.GradientTransformation,
-    made: jax.Array,
     groups: Sequence[Group] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """Return a user-defined optimizer as the loop needs it: in float32, with a state that keeps its form.
@@ -41,8 +39,6 @@ def make_own_optimizer(
         own: the optimizer. A transformation's updates are multiplied by `learning_rate`; a function receives it.
         learning_rate: float32 [], traced.
         clip: clips the gradient first; it has no state.
-        made: bool [], whether the update is made. If it is false, or the updates are not all finite, the state is
-            unchanged, and the updates must not be used.
         groups: factors on the updates of some parameters; static.
 
     Raises:
@@ -59,12 +55,12 @@ def make_own_optimizer(
         updates, _ = clip.update(updates, optax.EmptyState(), params)
         updates, moved = _update(inner, updates, state, params, value)
         _check_form(state, moved)
-        # Stored, so that the choice below reads the new state instead of computing it a second time.
+        # Stored, so that the caller, who chooses between them, reads both instead of computing them a second time.
         updates, moved = stored((updates, moved))
         if has_own_rate(own):
             updates = jax.tree.map(lambda leaf: leaf * learning_rate, updates)
         updates = scale_leaves(updates, [group.learning_rate for group in groups_of(updates, groups)])
-        return updates, choose(made & all_finite(updates), moved, state)
+        return updates, moved
 
     return in_float32(optax.GradientTransformationExtraArgs(init, update))
 

@@ -1,4 +1,4 @@
-"""Skipping of updates whose gradient is NaN or infinite.
+"""Skipping of updates that would make weights NaN or infinite.
 
 `optax.apply_if_finite` applies such an update after too many were skipped in a row. Here none is ever applied, and too
 many skips in a row end the loop.
@@ -38,7 +38,7 @@ def count_skips(skips: Skips, due: jax.Array, finite: jax.Array) -> Skips:
     Args:
         skips: the counts before the pull.
         due: bool [], whether an update is due.
-        finite: bool [], whether its gradient is finite.
+        finite: bool [], whether its gradient is finite, and all that it makes of finite numbers.
     """
     skipped, made = due & ~finite, due & finite
     more = skipped.astype(jnp.int32)

@@ -25,12 +25,14 @@ from engine.replicas import ALONE, Replicas
 from engine.settings import SettingError
 from engine.updates.accumulation import Accumulation, accumulate, init_accumulation
 from engine.updates.averages import init_average, update_average
-from engine.updates.clipping import clip_gradient
+from engine.updates.clipping import clip_gradient, global_norm
 from engine.updates.optim import Hyperparams, every_leaf, kernels_only, make_optimizer
 from engine.updates.own_optimizer import OwnOptimizer, has_own_rate, make_own_optimizer
+from engine.updates.reach import UNKNOWN, Reach, check_reach, following, keeps_finite
 from engine.updates.schedules import ScheduleValues, learning_rate_at, momentum_at
 from engine.updates.selection import dotted_path, join_frozen, split_frozen
 from engine.updates.skipping import Skips, all_finite, choose, count_skips, gives_up, has_finite_norm, init_skips
+from models.layers.stored import stored
 from models.layers.widening import widen
 
 type Schedule = Callable[[jax.Array], jax.Array]
@@ -143,6 +145,7 @@ class Outcome(NamedTuple):
         learning_rate: float32 [], learning rate of the update.
         gradients: mean gradient over the update's pulls so far and, if an update was due, over all devices, before it
             is clipped.
+        reach: bounds of the weights after the pull, for the next one.
     """
 
     due: jax.Array
@@ -150,6 +153,7 @@ class Outcome(NamedTuple):
     loss: jax.Array
     learning_rate: jax.Array
     gradients: Any
+    reach: Reach
 
 
 def init_update(rule: UpdateRule, weights: Weights) -> UpdateState:
@@ -190,12 +194,13 @@ def update_weights(
     pull: Pull,
     step: jax.Array,
     values: UpdateValues,
+    reach: Reach = UNKNOWN,
     replicas: Replicas = ALONE,
 ) -> tuple[Weights, UpdateState, Outcome]:
     """Process one pull, and make the update if one is due.
 
     An update with a NaN or infinite gradient is skipped: parameters, moments and average are unchanged. So is an
-    update that a user-defined optimizer or schedule makes NaN or infinite although the gradient is finite. Batch
+    update of a finite gradient that would make a finite parameter, or its average, NaN or infinite. Batch
     statistics are replaced by those of every pull whose statistics are finite, because one bad batch would spoil them
     for good.
 
@@ -206,6 +211,7 @@ def update_weights(
         pull: loss, gradients and statistics of the batch.
         step: int32 [], updates due before this pull; the caller adds `due` to it.
         values: the runtime values.
+        reach: bounds of the weights, those of the outcome of the pull before.
         replicas: the devices of which each has its own part of the batch. Loss, gradients and statistics are averaged
             over them when an update is due; until then, each device accumulates its own.
 
@@ -221,31 +227,52 @@ def update_weights(
         own = choose(all_finite(batch_stats), batch_stats, weights.batch_stats)
         with jax.named_scope("reduce"):
             loss, gradients, batch_stats = replicas.mean_if(due, (loss, gradients, own))
-    finite = has_finite_norm(gradients)
-    made = due & finite
-
     hyperparams = hyperparams_at(rule, step, values)
-    if rule.own_schedule is not None:
-        finite = finite & jnp.isfinite(hyperparams.learning_rate)
-        made = due & finite
+    finite = has_finite_norm(gradients) & jnp.isfinite(hyperparams.learning_rate)
     trained, frozen = split_frozen(weights.params, rule.frozen)
-    optimizer = optimizer_of(rule, hyperparams, made)
-    extra = {} if rule.own_optimizer is None else {"value": loss}
-    updates, opt_state = optimizer.update(gradients, state.opt_state, trained, **extra)
-    if rule.has_own_part:
-        finite = finite & all_finite(updates)
+    average = None if state.average is None else split_frozen(state.average.params, rule.frozen)[0]
+
+    def move(trained: Any, opt_state: Any, gradients: Any, made: jax.Array | np.bool) -> tuple[Any, Any]:
+        optimizer = optimizer_of(rule, hyperparams, made)
+        extra = {} if rule.own_optimizer is None else {"value": loss}
+        updates, opt_state = optimizer.update(gradients, opt_state, trained, **extra)
+        return optax.apply_updates(trained, updates), opt_state
+
+    def fits(before: tuple[Any, Any, Any], moved: tuple[Any, Any]) -> jax.Array:
+        average = before[2]
+        if average is not None:
+            average = update_average(average, moved[0], values.average_decay, step, ramp=rule.average_ramp)
+        return keeps_finite(before, (*moved, average))
+
+    before = trained, state.opt_state, average
+    if rule.own_optimizer is None:
+        norm = jnp.where(finite, global_norm(gradients), 0)
+        count = sum(leaf.size for leaf in jax.tree.leaves(trained))
+        follow = partial(following, rule.optimizer, hyperparams, rule.groups, norm=norm, count=count)
+
+        def look(before: tuple[Any, Any, Any], gradients: Any) -> jax.Array:
+            return fits(before, move(*before[:2], gradients, np.True_))
+
+        is_fit, reach = check_reach(reach, follow, before, gradients, look)
+        finite = finite & is_fit
         made = due & finite
+        moved, opt_state = move(trained, state.opt_state, gradients, made)
+    else:
+        moved, opt_state = move(trained, state.opt_state, gradients, np.True_)
+        finite = finite & stored(fits(before, (moved, opt_state)))
+        made = due & finite
+        opt_state = choose(made, opt_state, state.opt_state)
     updated = Weights(
-        join_frozen(choose(made, optax.apply_updates(trained, updates), trained), frozen),
+        join_frozen(choose(made, moved, trained), frozen),
         choose(all_finite(batch_stats), batch_stats, weights.batch_stats),
     )
     skips = count_skips(state.skips, due, finite)
-    average = state.average
-    if average is not None:
-        moved = update_average(average, updated, values.average_decay, step, ramp=rule.average_ramp)
-        average = choose(made, moved, average)
-    outcome = Outcome(due, gives_up(skips, values.most_skips), loss, hyperparams.learning_rate, gradients)
-    return updated, UpdateState(opt_state, skips, gathered, average), outcome
+    weights_average = state.average
+    if weights_average is not None:
+        followed = update_average(weights_average, updated, values.average_decay, step, ramp=rule.average_ramp)
+        weights_average = choose(made, followed, weights_average)
+    outcome = Outcome(due, gives_up(skips, values.most_skips), loss, hyperparams.learning_rate, gradients, reach)
+    return updated, UpdateState(opt_state, skips, gathered, weights_average), outcome
 
 
 def optimizer_of(
@@ -255,9 +282,7 @@ def optimizer_of(
     largest_value = hyperparams.clip_value if rule.clips_value else None
     clip = clip_gradient(hyperparams.clip_norm, rule.clip_order, largest_value)
     if rule.own_optimizer is not None:
-        return make_own_optimizer(
-            rule.own_optimizer, hyperparams.learning_rate, clip=clip, made=jnp.asarray(made), groups=rule.groups
-        )
+        return make_own_optimizer(rule.own_optimizer, hyperparams.learning_rate, clip=clip, groups=rule.groups)
     kernels = partial(kernels_only, undecayed=rule.undecayed)
     return make_optimizer(
         rule.optimizer,
