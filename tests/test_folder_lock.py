@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.records.folder_lock import LOCK_NAME, FolderInUseError, FolderLock, is_locked, was_killed
+from engine.records.folder_lock import LOCK_NAME, FolderInUseError, FolderLock, is_leftover, is_locked, was_killed
+from engine.records.whole_file import write_whole
 
 LIMIT_S = 60
 
@@ -251,6 +252,25 @@ def test_a_full_disk_does_not_prevent_locking(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", fail)
     with FolderLock(tmp_path):
         assert is_locked(tmp_path)
+
+
+@pytest.mark.parametrize("written_ns", [1, 2**62])
+def test_what_was_there_before_the_lock_is_told_without_dates(tmp_path, written_ns):
+    path = tmp_path / "result.json"
+    path.write_text("{}")
+    os.utime(path, ns=(written_ns, written_ns))
+    assert not is_leftover(tmp_path, "result.json")
+    with FolderLock(tmp_path, leftover="result.json"):
+        assert is_leftover(tmp_path, "result.json")
+        assert not is_leftover(tmp_path, "config.json")
+        write_whole(path, b"{}")
+        os.utime(path, ns=(written_ns, written_ns))
+        assert not is_leftover(tmp_path, "result.json")
+    (tmp_path / "new").mkdir()
+    with FolderLock(tmp_path / "new", leftover="result.json"):
+        (tmp_path / "new" / "result.json").write_text("{}")
+        os.utime(tmp_path / "new" / "result.json", ns=(written_ns, written_ns))
+        assert not is_leftover(tmp_path / "new", "result.json")
 
 
 def test_a_killed_holder_is_distinguished_from_working_ended_and_remote_ones(tmp_path, holder):

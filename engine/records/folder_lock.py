@@ -6,6 +6,7 @@ Knows nothing about the other contents of a run folder.
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from preprocess.regular_file import open_regular
 LOCK_NAME = ".lock"
 
 _LONGEST_RECORD_BYTES = 4096
+_LEFT = "left"
 
 
 class FolderInUseError(ValueError):
@@ -31,10 +33,11 @@ class FolderLock:
 
     Args:
         folder: an existing, writable folder.
+        leftover: the name of a file in it that, if it is there already, is an earlier holder's (`is_leftover`).
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._path = folder, folder / LOCK_NAME
+    def __init__(self, folder: Path, leftover: str | None = None) -> None:
+        self._folder, self._path, self._leftover = folder, folder / LOCK_NAME, leftover
         self._file = -1
 
     def __enter__(self) -> Self:
@@ -59,7 +62,8 @@ class FolderLock:
             raise self._in_use() from error
         except OSError as error:
             raise self._unusable(error) from error
-        _write_record(self._file)
+        left = {} if self._leftover is None else {_LEFT: _identity(self._folder / self._leftover)}
+        _write_record(self._file, left)
 
     def check(self) -> None:
         """Check that `acquire` would succeed, without creating the lock file or disturbing a holder.
@@ -110,12 +114,29 @@ class FolderLock:
         return self._file >= 0 and not self.is_in_place() and self._path.exists()
 
 
-def held_since_ns(folder: Path) -> int | None:
-    """Return when a folder's lock was acquired, in ns since the epoch, or None if the lock is not known to be held."""
-    try:
-        return (folder / LOCK_NAME).stat().st_mtime_ns if is_locked(folder) else None
-    except OSError:
-        return None
+def is_leftover(folder: Path, name: str) -> bool:
+    """Return whether a file was there before the present holder of a folder's lock acquired it; False without a holder.
+
+    The holder recorded the file as it was then: dates say nothing, because a clock may have been set meanwhile.
+    """
+    with suppress(OSError):
+        found = _identity(folder / name)
+        if not found or not is_locked(folder):
+            return False
+        record = _read_json(folder / LOCK_NAME)
+        if record is not None and _LEFT in record:
+            return bool(record[_LEFT] == found)
+        # A holder of an earlier release, or one on a full disk: the lock file was written when it acquired the lock.
+        return found[2] < (folder / LOCK_NAME).stat().st_mtime_ns
+    return False
+
+
+def _identity(path: Path) -> list[int]:
+    """Return what tells a file from one that replaced it, the time of its last change last; empty without a file."""
+    with suppress(OSError):
+        status = path.stat()
+        return [status.st_ino, status.st_size, status.st_mtime_ns]
+    return []
 
 
 def is_locked(folder: Path) -> bool:
@@ -164,9 +185,9 @@ def was_killed(folder: Path) -> bool:
     return record is not None and record[1] == os.uname().nodename and not is_locked(folder)
 
 
-def _write_record(file: int) -> None:
-    """Write the ID and host of this process to the locked file."""
-    record = json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode()
+def _write_record(file: int, more: Mapping[str, Any]) -> None:
+    """Write the ID and host of this process to the locked file, and what else is given."""
+    record = json.dumps({"pid": os.getpid(), "host": os.uname().nodename, **more}).encode()
     # The record only serves messages: the lock holds without it, for example on a full disk.
     with suppress(OSError):
         os.ftruncate(file, 0)
@@ -181,9 +202,14 @@ def _holder(path: Path) -> str:
 
 def _read_record(path: Path) -> tuple[Any, Any] | None:
     """Return the process ID and host recorded in a lock file, or None if they cannot be read."""
+    record = _read_json(path)
+    return None if record is None or not {"pid", "host"} <= record.keys() else (record["pid"], record["host"])
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             record: Any = json.loads(file.read(_LONGEST_RECORD_BYTES))
-        return record["pid"], record["host"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return record if isinstance(record, dict) else None
+    except (OSError, ValueError, RecursionError):
         return None

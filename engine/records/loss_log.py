@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from engine.records.folder_lock import held_since_ns
+from engine.records.folder_lock import is_leftover
 from engine.records.limits import LONGEST_LINE_BYTES, MOST_JSON_BYTES
 from preprocess.regular_file import open_regular, read_regular
 
@@ -276,23 +276,16 @@ def read_run_facts(run: Path) -> RunFacts:
 
 
 def read_run_end(run: Path) -> RunEnd | None:
-    """Return how a run ended, or None if `RUN/result.json` is missing, incomplete or older than RUN's lock.
+    """Return how a run ended, or None if `RUN/result.json` is missing, incomplete or from before RUN was locked.
 
     While a resumed run is in progress, the file may still contain the end of an earlier launch.
     """
-    # The time is read first, so that the content is as new, or newer.
-    held_ns, written_ns = held_since_ns(run), _written_ns(run / RESULT_NAME)
+    # Looked at first, so that the content is as new, or newer.
+    is_earlier = is_leftover(run, RESULT_NAME)
     result = _read_object(run / RESULT_NAME)
-    if result is None or (held_ns is not None and written_ns < held_ns):
+    if result is None or is_earlier:
         return None
     return RunEnd(_count(result.get("steps_done")), _text(result.get("stopped_by")), _text(result.get("error")))
-
-
-def _written_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

@@ -96,7 +96,7 @@ class RunFolder:
         check_path_is_text(path)
         _check_content(path, resume=resume)
         self._made = _make_folder(path)
-        self._lock, self._had_lock = FolderLock(path), (path / LOCK_NAME).exists()
+        self._lock, self._had_lock = FolderLock(path, leftover=RESULT), (path / LOCK_NAME).exists()
         try:
             self._lock.acquire()
             if not resume and not overwrite:
