@@ -16,6 +16,7 @@ from models.layers.layer_norm import layer_norm
 from models.layers.linear import linear, patch_linear
 from tests.block_references import gelu as numpy_gelu
 from tests.block_references import norm as numpy_norm
+from tests.kernels import needs_onednn
 from tests.test_precision import operations
 
 pytestmark = pytest.mark.kernels
@@ -25,7 +26,14 @@ def normal(seed, shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(("dtype", "kernels"), [("float32", XLA), ("float32", ONEDNN), ("bfloat16", ONEDNN)])
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    [
+        ("float32", XLA),
+        pytest.param("float32", ONEDNN, marks=needs_onednn),
+        pytest.param("bfloat16", ONEDNN, marks=needs_onednn),
+    ],
+)
 def test_quick_gelu_and_its_gradient_are_rounded_once(dtype, kernels):
     x = jnp.asarray(np.linspace(-12, 12, 2001), dtype)
     exact = np.asarray(x, np.float64)
