@@ -320,8 +320,7 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path, call):
     assert code == 0, stderr
     lines = stdout.splitlines()
     assert lines[:4] == [
-        "recipe mine: 12 % top-1; the command line overrides learning_rate 0.01 → default, batch 4 → 5, "
-        "decay_all True → False",
+        "recipe mine: the command line overrides learning_rate 0.01 → default, batch 4 → 5, decay_all True → False",
         "data: packed (as given)",
         "packed has no val or test split, so the run will not be evaluated: pack the images with --holdout 0.1, or "
         "hide this message with --eval-split off",
@@ -340,12 +339,36 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path, call):
     }
 
 
+@small_resnets()
+def test_the_expected_accuracy_is_shown_for_the_images_of_the_recipe_only(tmp_path, call):
+    for name, size in (("packed", 10), ("other", 11)):
+        pack(fake_source(size, size=8), tmp_path / name)
+        pack(fake_source(3, size=8, name="val"), tmp_path / name)
+
+    def expected(*options, data="packed"):
+        code, stdout, stderr = call("--recipe", "./mine.toml", "--data", data, *options)
+        assert code == 0, stderr
+        return [line for line in stdout.splitlines() if "expected" in line or "12 %" in line]
+
+    (tmp_path / "mine.toml").write_text(RECIPE)
+    (line,) = expected()
+    found = re.fullmatch(
+        r'the expected .* mine is for other images than these: .* write (expected_data = "\w{64}") .*', line
+    )
+    assert found is not None, line
+    (tmp_path / "mine.toml").write_text(RECIPE.replace("[settings]", found[1] + "\n[settings]"))
+    (tmp_path / "packed").rename(tmp_path / "elsewhere")
+    assert expected(data="elsewhere") == ["expected: 12 % top-1"]
+    (line,) = expected(data="other")
+    assert line.startswith("the expected accuracy of the recipe mine is for other images than these: ")
+
+
 def test_steps_on_the_command_line_replace_the_epochs_of_a_recipe(tmp_path, call):
     pack(fake_source(10, size=8), tmp_path / "packed")
     (tmp_path / "mine.toml").write_text(RECIPE)
     code, stdout, stderr = call("--steps", "1", "--recipe", "./mine.toml", "--data", "packed", "--dry-run")
     assert code == 0, stderr
-    assert stdout.splitlines()[0] == ("recipe mine: 12 % top-1; the command line overrides epochs 2 → steps 1")
+    assert stdout.splitlines()[0] == "recipe mine: the command line overrides epochs 2 → steps 1"
     assert "epochs:" not in stdout
 
 

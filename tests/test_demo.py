@@ -1,11 +1,17 @@
 """The drawn data set."""
 
+import json
+import re
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from engine.recipes import load_recipe
 from preprocess.demo import drawing as demo
 from preprocess.demo.drawing import MIN_CONTRAST, SHAPES, draw_demo, draw_image
 from preprocess.sources.open_source import open_source
@@ -94,3 +100,19 @@ def test_existing_files_are_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="train already exists; remove it or choose another folder"):
         draw_demo(tmp_path, num_images=10)
     assert files_of(tmp_path) == before
+
+
+@pytest.mark.integration
+def test_the_demo_reaches_the_accuracy_that_its_recipe_promises(tmp_path):
+    recipe = load_recipe("demo")
+    for line in recipe.command.strip().splitlines():
+        name, *arguments = line.split()
+        own = ["--run-dir", "run"] if name == "run-train" else []
+        command = [str(Path(sys.executable).parent / name), *arguments, *own]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+    assert f"expected: {recipe.expected}" in done.stdout.splitlines()
+    floor = re.match(r"at least ([\d.]+) % top-1", recipe.expected)
+    assert floor is not None
+    last = json.loads((tmp_path / "run/eval.jsonl").read_text().splitlines()[-1])
+    assert 100 * last["top1"] >= float(floor[1])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from engine.commands.cli import main as run_train
 from engine.commands.option_sources import OptionSource, command_line, merge_options
 from engine.config import OWN_BATCHES, SETTINGS, ConfigError, TrainConfig
 from engine.program.statics import statics_of, update_values
-from engine.recipes import RecipeError, load_recipe, recipe_names
+from engine.recipes import LoadedRecipe, RecipeError, load_recipe, recipe_names
+from engine.recipes.expected import expected_accuracy
 from engine.records.run_folder import RunFolder
 from engine.run.data import open_data
 from engine.run.epochs import settle_epochs, steps_of_epochs
@@ -27,6 +29,7 @@ from engine.settings import OnResume
 from engine.updates.schedules import learning_rate_at
 from models.registry import build_model
 from preprocess.commands.cli import main as preprocess_imagenet
+from preprocess.shards.manifest import Manifest
 from tests.fake_source import fake_source, pack
 
 NAMES = recipe_names()
@@ -399,3 +402,69 @@ def test_an_endless_file_is_refused(tmp_path, kind):
         path.write_text("a = " + "[" * 100_000)
     with pytest.raises(ValueError, match=r"recipe\.toml: a recipe must be "):
         load_recipe(path)
+
+
+RECIPE = LoadedRecipe("mine", {"steps": 9, "batch": 8, "flip": 0.5}, expected="12 % top-1", expected_data="a" * 64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_shown"),
+    [
+        ({}, True),
+        ({"data": "elsewhere", "prefetch": 7, "cache": "x", "snapshot_every_steps": 2, "eval_every_steps": 3}, True),
+        ({"seed": 7, "kernels": "xla"}, True),  # the text says for which it holds
+        ({"flip": 0.4}, False),
+        ({"flip": 0.0}, False),
+        ({"steps": 8}, False),
+        ({"learning_rate": 0.02}, False),
+        ({"model": "resnet8"}, False),
+        ({"precision": "bfloat16"}, False),
+        ({"eval_split": "test"}, False),
+        ({"stop_at_top1": 0.5}, False),
+        ({"init_from": "other.safetensors"}, False),
+        ({"order": "windowed"}, False),
+    ],
+)
+def test_an_expected_accuracy_is_for_the_settings_that_determine_the_result(settings, is_shown):
+    config = TrainConfig(**RECIPE.settings | settings)
+    assert expected_accuracy(RECIPE, config, "a" * 64) == ("expected: 12 % top-1",) * is_shown
+
+
+def test_an_expected_accuracy_is_for_the_images_of_the_recipe():
+    config = TrainConfig(**RECIPE.settings)
+    assert expected_accuracy(RECIPE, config, None) == ()
+    for recipe in (RECIPE, replace(RECIPE, expected_data="")):
+        (line,) = expected_accuracy(recipe, config, "b" * 64)
+        assert line.startswith("the expected accuracy of the recipe mine is for other images than these: ")
+        assert f'expected_data = "{"b" * 64}"' in line
+    for name in NAMES:
+        loaded = load_recipe(name)
+        own = TrainConfig.from_json(loaded.settings)
+        assert expected_accuracy(loaded, own, "b" * 64) == ()
+        if loaded.expected_data:
+            assert expected_accuracy(loaded, own, loaded.expected_data) == (f"expected: {loaded.expected}",)
+
+
+def test_the_digest_of_a_pack_is_that_of_its_images_and_labels(tmp_path):
+    def digest(name):
+        config = TrainConfig(steps=1, batch=2, data=str(tmp_path / name))
+        with ExitStack() as stack:
+            return open_data(config, OwnParts(), stack, lambda _: None).contents_digest
+
+    made = {
+        "one": (6, 8, 3),
+        "again": (6, 8, 3),
+        "more": (7, 8, 3),
+        "larger": (6, 12, 3),
+        "evaluated on more": (6, 8, 4),
+    }
+    for name, (number, size, val) in made.items():
+        pack(fake_source(number, size=size), tmp_path / name)
+        pack(fake_source(val, size=size, name="val"), tmp_path / name)
+    found = {name: digest(name) for name in made}
+    assert found["one"] == found["again"]
+    assert len(set(found.values())) == 4
+    manifest = tmp_path / "one/train/manifest.json"
+    read = Manifest.from_json(manifest.read_text())
+    manifest.write_text(replace(read, tool_versions={"numpy": "9"}).to_json())
+    assert digest("one") == found["one"]

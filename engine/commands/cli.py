@@ -28,6 +28,7 @@ from engine.config import NO_VALUE, SETTINGS, TrainConfig
 from engine.peers import Peers, is_of_runtime, is_supervised
 from engine.processes import check_address, join_as, leave_processes, this_process
 from engine.recipes import LoadedRecipe, load_recipe
+from engine.recipes.expected import expected_accuracy
 from engine.run.garbage_collector import keeping_imports
 from engine.settings import OnResume
 from preprocess.commands.grouped_help import GroupedCommand
@@ -78,7 +79,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
         elif is_look(context.params):
             code = _DONE if look(config, parts, context.params) else _FAILED
         else:
-            result = _train(config, parts, merged.origins, peers)
+            result = _train(config, parts, merged.origins, peers, None if context.params["resume"] else loaded)
             code, is_saved = _DONE if result.is_complete else _STOPPED, result.snapshot_step == result.steps_done
         if peers is not None:
             leave_processes(peers)
@@ -128,8 +129,7 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
             f"location of {recipe.unnamed_data}: give --data"
         )
     changed = ", ".join(merged.overrides)
-    notes = [recipe.expected] * bool(recipe.expected) + [f"the command line overrides {changed}"] * bool(changed)
-    click.echo(": ".join([f"recipe {recipe.name}", "; ".join(notes)] if notes else [f"recipe {recipe.name}"]))
+    click.echo(f"recipe {recipe.name}" + f": the command line overrides {changed}" * bool(changed))
     return merged
 
 
@@ -228,7 +228,14 @@ def _tell(peers: Peers | None, error: BaseException, message: str) -> None:
             peers.fail(message, is_by_others=is_of_runtime(error))
 
 
-def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str], peers: Peers | None) -> "TrainResult":
+def _train(
+    config: TrainConfig,
+    parts: "OwnParts",
+    origins: dict[str, str],
+    peers: Peers | None,
+    recipe: LoadedRecipe | None,
+) -> "TrainResult":
+    """Train, and return the result; `recipe` is that of a new run."""
     with keeping_imports():
         from engine.crossing.devices import split_processor
         from engine.run.open_run import open_run
@@ -248,6 +255,9 @@ def _train(config: TrainConfig, parts: "OwnParts", origins: dict[str, str], peer
     ):
         if peers is not None:
             peers.follow(lambda: run.steps_begun)
+        if recipe is not None and parts.determine_nothing and this_process().count == 1:
+            for note in expected_accuracy(recipe, config, run.contents_digest):
+                display.notify(note)
         result = run.train([display.make_sink(run.config)], origins)
     summarise(result, config.profile_format, runtime_report=config.runtime_report)
     return result

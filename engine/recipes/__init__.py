@@ -25,6 +25,7 @@ _TEXTS = {
     "summary": "what is trained, in one line",
     "command": "the commands of the run, one per line",
     "expected": "the expected accuracy",
+    "expected_data": "the digest of the images with which it was measured",
     "source": "where the accuracy and the settings come from",
     "hardware": "where it ran, and for how long",
 }
@@ -57,6 +58,7 @@ class LoadedRecipe:
         summary: what is trained, in one line.
         command: the commands of the run, one per line.
         expected: the expected accuracy, and whether it was measured with this project.
+        expected_data: `RunData.contents_digest` of the images with which it was measured.
         source: where the accuracy and the settings come from.
         hardware: where it ran, and for how long.
         settings: the settings of `engine.config.TrainConfig` that the recipe contains.
@@ -70,6 +72,7 @@ class LoadedRecipe:
     summary: str = ""
     command: str = ""
     expected: str = ""
+    expected_data: str = ""
     source: str = ""
     hardware: str = ""
     unnamed_data: str = ""

@@ -4,6 +4,7 @@ The only module that knows which data the settings select.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ class RunData:
             the packed split.
         manifest_digest: SHA-256 of the training split's manifest, None without one.
         eval_manifest_digest: likewise for the evaluation split.
+        contents_digest: SHA-256 of the images and labels of both splits in their order, whichever tools packed them and
+            wherever they are; None without a pack, or if it has no checksums.
         location: the folder or URL of the packed data set, None without one.
         classes: the classes by label, or the columns of numbers, empty if they have no names.
         resize_rule: how the images were resized and cropped when they were packed, None if unknown.
@@ -74,6 +77,7 @@ class RunData:
     std: tuple[float, float, float] = _UNKNOWN_STD
     manifest_digest: str | None = None
     eval_manifest_digest: str | None = None
+    contents_digest: str | None = None
     location: str | None = None
     classes: tuple[ImageClass, ...] = ()
     resize_rule: Mapping[str, int | str] | None = None
@@ -216,6 +220,7 @@ def _open_packed(
         mean=manifest.channel_mean,
         std=manifest.channel_std,
         manifest_digest=manifest_digest_of(manifest),
+        contents_digest=_contents_digest(manifest),
         location=choice.data,
         classes=manifest.classes,
         resize_rule=manifest.resize_rule,
@@ -236,6 +241,7 @@ def _open_packed(
         description=f"{data.description}; evaluated on {name}, {quantity(eval_split.num_images, 'image')}",
         evaluation=SequentialBatches(eval_split, batch=config.batch),
         eval_manifest_digest=manifest_digest_of(eval_split.manifest),
+        contents_digest=_contents_digest(manifest, eval_split.manifest),
     )
 
 
@@ -324,6 +330,14 @@ def _warn_of_split(
             f"warning: a batch has {config.batch:,} images, but {where} has only {split.num_images:,}, so each batch "
             f"repeats some of them: give --batch {split.num_images} or less"
         )
+
+
+def _contents_digest(*manifests: Manifest) -> str | None:
+    """Return the digest of the images and labels of splits, None if not all have checksums."""
+    if not all(each.checksum_digests for each in manifests):
+        return None
+    lists = [(each.height, each.width, each.checksum_digests, each.label_digests) for each in manifests]
+    return hashlib.sha256(json.dumps(lists).encode()).hexdigest()
 
 
 def manifest_digest_of(manifest: Manifest) -> str:

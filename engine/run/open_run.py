@@ -153,6 +153,11 @@ class OpenRun:
         self.config, self._notify = launch.config, notify
         self._launch, self._place, self._folder, self._recorded = launch, place, folder, recorded
 
+    @property
+    def contents_digest(self) -> str | None:
+        """The digest of the images and labels of the run; see `RunData`."""
+        return self._launch.resolved.data.contents_digest
+
     def train(
         self,
         sinks: Sequence[Sink] = (),

@@ -36,6 +36,12 @@ class OwnParts:
     named: Mapping[str, NamedPart] = field(default_factory=dict)
 
     @property
+    def determine_nothing(self) -> bool:
+        """Whether the trained weights and their evaluation are those without user-defined parts."""
+        own = (self.model, self.batches, self.evaluation, self.loss, self.optimizer, self.schedule, self.augment)
+        return all(each is None for each in own)
+
+    @property
     def functions(self) -> OwnFunctions:
         """The user-defined functions that are traced into the program."""
         return OwnFunctions(self.loss, self.metrics, self.optimizer, self.schedule, self.augment)
