@@ -1,12 +1,13 @@
 """Folders in stores: keys by prefix, conditional writes, and paths as users write them."""
 
+import os
 from pathlib import Path
 
 import pytest
 import tensorstore as ts
 
 from preprocess.printable import printable
-from preprocess.shards.location import open_location
+from preprocess.shards.location import ShardError, open_location
 from preprocess.shards.split_files import delete_split_files, is_split_file, split_files
 
 
@@ -69,3 +70,14 @@ def test_only_own_files_and_empty_own_folders_are_deleted(tmp_path):
 )
 def test_names_with_control_characters_are_quoted(name, shown):
     assert printable(name) == shown
+
+
+def test_a_path_that_is_not_utf8_is_refused_and_a_link_to_it_is_not(tmp_path):
+    folder = tmp_path / os.fsdecode(b"donn\xe9es")
+    folder.mkdir()
+    with pytest.raises(ShardError, match=r"must be UTF-8, but .*donn\\udce9es.*: rename that folder, or give"):
+        open_location(str(folder))
+    (tmp_path / "link").symlink_to(folder)
+    location = open_location(str(tmp_path / "link"))
+    location.write("zarr.json", b"{}")
+    assert (folder / "zarr.json").read_bytes() == location.read("zarr.json") == b"{}"

@@ -329,14 +329,15 @@ def open_location(
             environment variables give what is missing. No effect on a folder of this machine.
 
     Raises:
-        ShardError: TensorStore does not support the URL, an option is wrong, or nothing answers at its address within
-            15 s.
+        ShardError: TensorStore does not support the URL, a path is not UTF-8, an option is wrong, or nothing answers at
+            its address within 15 s.
     """
     spec = _spec_of(data)
     path = spec.get("path", "")
     if spec["driver"] == "file":
         # TensorStore does not accept "..", and the parent of a link's target is not the parent of the link.
         path = os.path.realpath(path) if ".." in Path(path).parts else str(Path(path).absolute())
+        _check_is_utf8(path)
     spec["path"] = path if path.endswith("/") or not path else f"{path}/"
     if memory_mapped and spec["driver"] == "file":
         spec["file_io_mode"] = {"mode": "memmap"}
@@ -346,6 +347,17 @@ def open_location(
         has_context=context is not None,
     )
     return _contacted(location, data)
+
+
+def _check_is_utf8(path: str) -> None:
+    """Raise ShardError unless a path of this machine is UTF-8: TensorStore takes no others."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ShardError(
+            f"the path of a pack must be UTF-8, but {printable(path)} is not: rename that folder, or give the path of "
+            "a symbolic link to it"
+        ) from None
 
 
 def reopen_location(spec: dict[str, Any], display: str, storage_options: Mapping[str, str]) -> Location:
