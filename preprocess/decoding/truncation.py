@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 type Load = Callable[[bytes, Callable[[ImageFile.ImageFile], None]], Image.Image]
@@ -35,6 +36,8 @@ _JPEG_RESTART = re.compile(rb"\xff[\xd0-\xd7]")
 _JPEG_RESTART_INTERVAL = b"\xff\xdd"
 _WEBP_TAILS = (0, 4, 16, 64, 256)
 _VP8_HEADER_BYTES = 10
+# Rows are compared in pieces, and large images with one continuation only, which bounds the memory and the time.
+_COMPARED_PIXELS, _MANY_PIXELS = 2**20, 2**24
 _TIFF_ENTRY_BYTES = {False: 12, True: 20}
 _FILLS = (0, 255)
 _DEEP_FILLS = (0, 65535)
@@ -114,14 +117,14 @@ def salvage(encoded: bytes, name: str, load: Load) -> Salvaged | None:
 def _salvage_jpeg(encoded: bytes, load: Load) -> Salvaged:
     body = encoded.rstrip(b"\xff")
     ended = load(body + _JPEG_END, _nothing)
-    starts = [b""]
+    starts, is_large = [b""], ended.width * ended.height > _MANY_PIXELS
     if _JPEG_RESTART_INTERVAL in body:
         # At the end of an interval, the decoder skips everything up to the next marker.
         starts.append(b"\xff" + bytes([0xD0 + _next_restart(body)]))
     num_rows = min(
         _num_equal_rows(ended, load(body + start + noise + _JPEG_END, _nothing))
         for start in starts
-        for noise in _JPEG_NOISE
+        for noise in _JPEG_NOISE[-1 if is_large else 0 :]
     )
     num_scans, has_all_detail = _jpeg_scans(body)
     if num_scans > 1 and not has_all_detail:
@@ -219,8 +222,7 @@ def _riff_bytes(encoded: bytes) -> int:
 def _salvage_filled(encoded: bytes, load: Load) -> Salvaged:
     """Decode onto black and onto white: the rows that are there are equal."""
     black, white = (_decode_onto(encoded, load, at) for at in (0, 1))
-    are_there = np.asarray(black) == np.asarray(white)
-    return Salvaged(black, int(are_there.reshape(black.height, -1).all(axis=1).sum()))
+    return Salvaged(black, int(_equal_rows(black, white).sum()))
 
 
 def _decode_onto(encoded: bytes, load: Load, at: int) -> Image.Image:
@@ -250,9 +252,19 @@ def _decode_onto(encoded: bytes, load: Load, at: int) -> Image.Image:
 
 def _num_equal_rows(one: Image.Image, other: Image.Image) -> int:
     """Return the number of rows before the first that differs."""
-    differ = np.asarray(one) != np.asarray(other)
-    rows = np.flatnonzero(differ.reshape(one.height, -1).any(axis=1))
-    return int(rows[0]) if len(rows) else one.height
+    are_equal = _equal_rows(one, other)
+    return len(are_equal) if are_equal.all() else int(are_equal.argmin())
+
+
+def _equal_rows(one: Image.Image, other: Image.Image) -> NDArray[np.bool_]:
+    """Return which rows of two images of the same mode and size are equal, bool ``[H]``."""
+    step = max(1, _COMPARED_PIXELS // one.width)
+    parts = []
+    for top in range(0, one.height, step):
+        box = (0, top, one.width, min(top + step, one.height))
+        are_equal = np.asarray(one.crop(box)) == np.asarray(other.crop(box))
+        parts.append(are_equal.reshape(box[3] - top, -1).all(axis=1))
+    return np.concatenate(parts)
 
 
 def _nothing(_: ImageFile.ImageFile) -> None:
