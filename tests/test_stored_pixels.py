@@ -64,6 +64,26 @@ def test_packs_are_read_with_one_warning(tmp_path, nothing_maps, values):
     ]
 
 
+def test_a_read_that_fails_after_another_thread_found_out_is_repeated(tmp_path, nothing_maps, monkeypatch):
+    del nothing_maps
+    source, said, is_first = fake_source(9), list[str](), [True]
+    pack(source, tmp_path, codec="blosc")
+    words, labels = packed_words(source)
+    refuse_read = stored_pixels._read
+
+    def read_meanwhile(array, *arguments):
+        if is_first and is_first.pop():
+            split.read_into(np.arange(9), np.zeros_like(words), np.zeros_like(labels), timeout_s=9)
+        refuse_read(array, *arguments)
+
+    with open_split(str(tmp_path), "train", notify=said.append) as split:
+        monkeypatch.setattr(stored_pixels, "_read", read_meanwhile)
+        pixels = np.zeros_like(words)
+        split.read_into(np.arange(9), pixels, np.zeros_like(labels), timeout_s=9)
+    np.testing.assert_array_equal(pixels, words)
+    assert len(said) == 1
+
+
 def test_a_damaged_shard_is_still_named(tmp_path, nothing_maps):
     del nothing_maps
     pack(fake_source(9), tmp_path)

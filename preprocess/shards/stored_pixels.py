@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +48,7 @@ class StoredPixels:
     def __init__(self, location: Location, manifest: Manifest, notify: Callable[[str], None]) -> None:
         self._location, self._manifest, self._notify = location, manifest, notify
         self._is_mapped = _IO_MODE in location.spec
+        self._lock = threading.Lock()
         try:
             self.array = open_pixels(location, manifest)
         except ShardError as error:
@@ -63,19 +65,23 @@ class StoredPixels:
             TimeoutError: not in time.
             ValueError, OSError, RuntimeError: TensorStore's error.
         """
+        # In this order: another thread may change both in the meantime, the array first.
+        is_mapped = self._is_mapped
         try:
             _read(self.array, indices, pixels, rows, deadline)
         except TimeoutError:
             raise
         except (ValueError, OSError, RuntimeError) as error:
-            if not self._is_mapped:
+            if not is_mapped:
                 raise
             plain = open_pixels(without_maps(self._location), self._manifest)
             _read(plain, indices, pixels, rows, deadline)
             self._read_plainly(plain, error)
 
     def _read_plainly(self, plain: ts.TensorStore, error: BaseException) -> None:
-        was_mapped, self._is_mapped, self.array = self._is_mapped, False, plain
+        with self._lock:
+            self.array = plain
+            was_mapped, self._is_mapped = self._is_mapped, False
         if was_mapped:
             pack = self._location.display.rstrip("/").rpartition("/")[0] or "."
             self._notify(
