@@ -69,6 +69,17 @@ _KEPT, _CHANGES, _PER_LAUNCH = OnResume.KEPT, OnResume.CHANGES, OnResume.PER_LAU
 _COUNT = (0, 2**31 - 2)
 _RATE = (0, LARGEST_FLOAT32)
 
+MOST_EVALUATIONS = 20
+"""The largest number of evaluations that a run makes by default."""
+
+
+def _in_epochs(what: str, counted: str, group: str) -> Any:
+    """Declare the number of epochs that may be given in place of the cadence `counted`, as 0.5e on the command line."""
+    return setting(
+        None, group, _HOST, _CHANGES, f"Passes over the training split between {what}, instead of {{{counted}}}.",
+        between=_COUNT, unit="E", option=(), default_text=f"set by {{{counted}}}", in_place_of=counted,
+    )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -113,10 +124,14 @@ class TrainConfig:
         False, TRAINING, _PROGRAM, _KEPT, "Average batch norms over the whole batch, whatever the devices.",
         option=("--batch-norm-sync",),
     )
-    eval_every_steps: int = setting(
-        0, TRAINING, _RUNTIME, _CHANGES, "Steps between evaluations; 0 evaluates once at the end.", between=_COUNT,
+    eval_every_steps: int | None = setting(
+        None, TRAINING, _RUNTIME, _CHANGES, "Steps between evaluations; 0 evaluates once at the end.", between=_COUNT,
         unit="STEPS", option=("--eval-every",),
+        default_text=f"an epoch, or as many epochs as give {MOST_EVALUATIONS} evaluations",
+        details="There is always an evaluation at the end, and only that by default if there is no {run_dir}, or if "
+        "the training images are endless, such as user-defined batches.",
     )
+    eval_every_epochs: float | None = _in_epochs("evaluations", "eval_every_steps", TRAINING)
     eval_mirror: bool = setting(
         False, TRAINING, _PROGRAM, _KEPT,
         "Average the logits of each evaluated image with the logits of its mirror image.",
@@ -405,10 +420,13 @@ class TrainConfig:
         False, OUTPUT, _HOST, _PER_LAUNCH, "Continue the run in {run_dir} from its newest snapshot, bit for bit.",
         option=("--resume",),
     )
-    snapshot_every_steps: int = setting(
-        0, OUTPUT, _RUNTIME, _CHANGES, "Steps between snapshots; 0 takes a single snapshot at the end.", between=_COUNT,
-        unit="STEPS", option=("--snapshot-every",),
+    snapshot_every_steps: int | None = setting(
+        None, OUTPUT, _RUNTIME, _CHANGES, "Steps between snapshots; 0 takes a single snapshot at the end.",
+        between=_COUNT, unit="STEPS", option=("--snapshot-every",), default_text="ten minutes",
+        details="By default a snapshot is taken ten minutes after the one before, or later: snapshots take at most a "
+        "twentieth of the time. With {keep_best} there is also one at each evaluation that is the best so far.",
     )
+    snapshot_every_epochs: float | None = _in_epochs("snapshots", "snapshot_every_steps", OUTPUT)
     keep_snapshots: int = setting(
         3, OUTPUT, _HOST, _CHANGES, "Number of newest snapshots to keep; 0 keeps all.", between=_COUNT, unit="N",
         option=("--keep",),
@@ -416,8 +434,8 @@ class TrainConfig:
     keep_best: str | None = setting(
         None, OUTPUT, _HOST, _CHANGES, "Also keep the snapshot with the best evaluation.", unit="METRIC",
         default_text="off",
-        details="The metric is top1, top5, loss, or a metric of your own as NAME:max or NAME:min. Only snapshots that "
-        "are evaluated at their own step are compared ({eval_every_steps}, {snapshot_every_steps}).",
+        details="The metric is top1, top5, loss, or a metric of your own as NAME:max or NAME:min. With "
+        "{snapshot_every_steps}, only the snapshots at the steps of evaluations are compared ({eval_every_steps}).",
     )
     overwrite: bool = setting(
         False, OUTPUT, _HOST, _PER_LAUNCH, "Replace the earlier run in {run_dir}.", option=("--overwrite",)
@@ -462,12 +480,14 @@ class TrainConfig:
         between=_COUNT, unit="STEPS", option=("--histogram-every",),
         details="0 compiles a different program from all larger values.",
     )
+    histogram_every_epochs: float | None = _in_epochs("histograms", "histogram_every_steps", MONITORING)
     log_images_every_steps: int = setting(
         0, MONITORING, _RUNTIME, _CHANGES,
         "Steps between pictures of augmented training images for {tensorboard} or {wandb}; 0 takes none.",
         between=_COUNT, unit="STEPS", option=("--log-images-every",),
         details="0 compiles a different program from all larger values.",
     )
+    log_images_every_epochs: float | None = _in_epochs("pictures", "log_images_every_steps", MONITORING)
 
     compilation_cache: str | None = setting(
         None, COMPILATION, _HOST, _CHANGES, "Folder of the compilation cache; off disables it.", unit="DIR|off",
@@ -516,6 +536,10 @@ class TrainConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        for epochs, steps in COUNTED_IN_EPOCHS:
+            if (given := epochs_in(getattr(self, steps))) is not None and getattr(self, epochs) is None:
+                object.__setattr__(self, epochs, given)
+                object.__setattr__(self, steps, SETTINGS[steps].default)
         for name, declared in SETTINGS.items():
             object.__setattr__(self, name, declared.checked(getattr(self, name)))
         parse_freeze(self.freeze), parse_groups(self.groups)
@@ -548,6 +572,22 @@ class TrainConfig:
         return self.batch * self.accumulate_steps * _RATE_PER_IMAGE
 
     @property
+    def snapshot_cadence(self) -> int:
+        """The steps between the snapshots that the program takes by itself, 0 for none.
+
+        With `keep_best` alone, these are at the evaluations, and only the best is written.
+        """
+        if self.keeps_best_evaluation:
+            return self.eval_every_steps or 0
+        return self.snapshot_every_steps or 0
+
+    @property
+    def keeps_best_evaluation(self) -> bool:
+        """Whether a snapshot is kept of the best of all evaluations, not only of those at the steps of snapshots."""
+        given = (self.snapshot_every_steps, self.snapshot_every_epochs)
+        return self.keep_best is not None and given == (None, None)
+
+    @property
     def most_skips(self) -> int:
         """The largest number of consecutive updates that may be skipped."""
         return self.skip_nonfinite if self.stop_on_nan else 2**31 - 1
@@ -571,6 +611,12 @@ TrainConfig.__doc__ = f"{TrainConfig.__doc__}\n{attributes_section(SETTINGS)}"
 
 COUNTED_IN_EPOCHS = tuple((each.name, each.in_place_of) for each in SETTINGS.values() if each.in_place_of is not None)
 """Pairs of settings (epochs, steps) with the same meaning; if the first is given, the second is computed from it."""
+
+
+def epochs_in(value: Any) -> float | None:
+    """Return the epochs that a value such as "0.5e" of a setting counted in steps stands for; None for others."""
+    found = re.fullmatch(r"([0-9]{1,10}(?:\.[0-9]{1,10})?)e", value) if isinstance(value, str) else None
+    return None if found is None else float(found[1])
 
 
 def settings_table() -> list[dict[str, str]]:

@@ -55,7 +55,7 @@ class Declaration:
         help_text: one or two sentences for `--help`; the name of a setting in braces is replaced by its option.
         between: the smallest and largest value, None if it is not a number.
         unit: the placeholder for the value in `--help`, None to derive it from the type.
-        option: its spelling on the command line, None to derive it from its name.
+        option: its spelling on the command line, None to derive it from its name; empty if it has none.
         default_text: a description of the default, if its value is not self-explanatory; braces as in `help_text`.
         details: additional text for the reference and the docstring; braces as in `help_text`.
         completion: the kind of value for which the shell offers completions.
@@ -146,10 +146,13 @@ class Setting(Declaration):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The setting's option and aliases on the command line; a switch is followed by a slash and its negation."""
+        """The setting's option and aliases on the command line; a switch is followed by a slash and its negation.
+
+        Empty if the setting has no option.
+        """
         dashed = self.name.replace("_", "-")
         usual = f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
-        return self.option or (usual,)
+        return (usual,) if self.option is None else self.option
 
     @property
     def kind_name(self) -> str:
@@ -301,7 +304,7 @@ def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
     return [
         {
             "name": each.name,
-            "option": ", ".join(each.options).replace("/", " / "),
+            "option": _describe_options(each, settings),
             "type": " | ".join(("choice" if each.choices else each.kind_name, *("None",) * each.is_optional)),
             "default": each.render_default(),
             "range": each.range_text,
@@ -313,6 +316,13 @@ def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
         }
         for each in settings.values()
     ]
+
+
+def _describe_options(setting: Setting, settings: Mapping[str, Setting]) -> str:
+    """Return the options of a setting, or how the option of the setting that it replaces takes epochs."""
+    if not setting.options and setting.in_place_of is not None:
+        return f"{settings[setting.in_place_of].options[0]} Ee"
+    return ", ".join(setting.options).replace("/", " / ")
 
 
 def attributes_section(settings: Mapping[str, Setting]) -> str:

@@ -109,11 +109,12 @@ def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
     assert lines[1] == (
         "infeed: batches of 4 images of 8 × 8 px from synthetic batches; 64 batches read ahead; inplace transport"
     )
-    assert lines[2] == "compiling the training program, or loading it from the cache"
-    assert lines[3].startswith("compiled training program in ")
-    assert [line.split("  ")[0] for line in lines[4:7]] == ["step 1/3", "step 2/3", "step 3/3"]
-    assert lines[7].startswith("done: 3 steps in ")
-    assert lines[8:] == ["run folder: run"]
+    assert lines[2] == "cadence: a snapshot every 10 minutes"
+    assert lines[3] == "compiling the training program, or loading it from the cache"
+    assert lines[4].startswith("compiled training program in ")
+    assert [line.split("  ")[0] for line in lines[5:8]] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert lines[8].startswith("done: 3 steps in ")
+    assert lines[9:] == ["run folder: run"]
     assert done.stderr == ""
     assert (tmp_path / "run/model.safetensors").exists()
 
@@ -143,6 +144,7 @@ def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
         (["--recipe", "imagnet"], "a recipe must be one of cifar-200, "),
         (["--recipe", "mine.toml"], "mine.toml: a recipe has no setting 'bach': did you mean batch?"),
         (["--epochs", "2"], "epochs and steps must not both be given, got --epochs 2 and --steps 1: leave one out"),
+        (["--eval-every", "1e", "--synthetic"], "--eval-every must not be given with synthetic batches, which are"),
         (["--warmup-epochs", "1", "--synthetic"], "--warmup-epochs must not be given with synthetic batches"),
     ],
 )
@@ -290,18 +292,23 @@ def test_every_model_is_named_in_the_help():
     assert set(model_names()) <= set(re.findall(r"[\w-]+", option.help))
 
 
+WITH_OPTION = [name for name, declared in SETTINGS.items() if declared.options]
+
+
 def test_every_setting_is_an_option_with_the_same_default():
     params = main.make_context("run-train", []).params
-    assert {name: params.get(name, "no option") for name in TrainConfig().to_json()} == TrainConfig().to_json()
+    with_option = {name: value for name, value in TrainConfig().to_json().items() if name in WITH_OPTION}
+    assert {name: params.get(name, "no option") for name in with_option} == with_option
+    assert all(each.in_place_of for each in SETTINGS.values() if not each.options)
 
 
 def test_every_option_is_a_setting_or_listed_as_one_of_the_command():
-    assert {param.name for param in main.params} == {*SETTINGS, *COMMAND_OPTIONS, "version"}
+    assert {param.name for param in main.params} == {*WITH_OPTION, *COMMAND_OPTIONS, "version"}
     grouped = [name for names in option_groups().values() for name in names]
-    assert sorted(grouped) == sorted([*SETTINGS, *COMMAND_OPTIONS])
+    assert sorted(grouped) == sorted([*WITH_OPTION, *COMMAND_OPTIONS])
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", WITH_OPTION)
 def test_the_help_of_an_option_is_that_of_its_setting(name):
     (option,) = (each for each in main.params if each.name == name)
     assert isinstance(option, click.Option)
@@ -310,6 +317,34 @@ def test_the_help_of_an_option_is_that_of_its_setting(name):
     assert option.help == declared.render_help(option_spelling)
     words = option.help.replace("REGEX=learning_rate:10x,weight_decay:0", "")  # the notation of --group
     assert not re.search(r"\b[a-z]+_[a-z_]+\b", words), "a setting named as in Python"
+
+
+def test_a_run_is_evaluated_each_epoch_or_as_often_as_it_is_told(tmp_path, call):
+    for name, count in (("train", 10), ("val", 4)):
+        pack(fake_source(count, size=8, name=name), tmp_path / "packed")
+
+    def evaluated(*arguments):
+        code, stdout, stderr = call("--data", "packed", "--batch", 4, "--lr", 0.01, *arguments)
+        assert code == 0, stderr
+        lines = (tmp_path / arguments[1] / "eval.jsonl").read_text().splitlines()
+        said = [line.removeprefix("cadence: ") for line in stdout.splitlines() if line.startswith("cadence: ")]
+        return [json.loads(line)["step"] for line in lines], said
+
+    by_clock = "a snapshot every 10 minutes"
+    assert evaluated("--run-dir", "a", "--steps", 7) == (
+        [3, 6, 7],
+        [f"an evaluation every epoch (3 steps), {by_clock}"],
+    )
+    recorded = json.loads((tmp_path / "a/config.json").read_text())
+    assert (recorded["config"]["eval_every_steps"], recorded["origins"]["eval_every_steps"]) == (3, "default")
+    # A resume with more steps keeps the cadence; a run recorded by a version without the default keeps having none.
+    assert evaluated("--run-dir", "a", "--resume", "--steps", 70)[0] == [3, 6, 7, *range(9, 70, 3), 70]
+    assert evaluated("--run-dir", "b", "--steps", "4e", "--eval-every", "2e", "--snapshot-every", "0.5e") == (
+        [5, 10],
+        ["an evaluation every 2 epochs (5 steps), a snapshot every 0.5 epochs (2 steps)"],
+    )
+    assert evaluated("--run-dir", "c", "--steps", 7, "--eval-every", 0, "--snapshot-every", 0) == ([7], [])
+    assert evaluated("--run-dir", "c", "--resume", "--steps", 9) == ([7, 9], [])
 
 
 def test_a_recipe_sets_what_the_command_line_does_not(tmp_path, call):
@@ -487,7 +522,7 @@ def test_a_closed_stdout_does_not_stop_a_run(tmp_path):
 
 def test_a_closed_pipe_ends_the_run_with_one_line(tmp_path):
     command = f"{sys.executable} -c '{MAIN}' {' '.join(TOY)} --steps 1000000 --run-dir run"
-    script = f"{command} | head -5; echo ${{PIPESTATUS[0]}}"
+    script = f"{command} | head -6; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "1"
     said, note = done.stderr.splitlines()

@@ -36,6 +36,9 @@ from engine.config import (
 from engine.settings import OnResume, Stage
 
 TEXT = st.text(min_size=1, max_size=20)
+CADENCES_IN_EPOCHS = [
+    *("eval_every_epochs", "snapshot_every_epochs", "histogram_every_epochs", "log_images_every_epochs"),
+]
 VALID = {
     "steps": st.integers(0, 2**31 - 2),
     "epochs": st.none() | st.floats(0, 2**31 - 2),
@@ -43,7 +46,8 @@ VALID = {
     "data": st.none() | TEXT,
     "split": TEXT,
     "eval_split": st.none() | TEXT,
-    "eval_every_steps": st.integers(0, 2**31 - 2),
+    "eval_every_steps": st.none() | st.integers(0, 2**31 - 2),
+    **dict.fromkeys(CADENCES_IN_EPOCHS, st.none() | st.floats(0, 2**31 - 2)),
     "stop_at_top1": st.none() | st.floats(1e-9, 1),
     "model": TEXT,
     "precision": st.sampled_from(["float32", "bfloat16"]),
@@ -108,7 +112,7 @@ VALID = {
     "transport": st.sampled_from(["auto", "inplace", "cuda", "callback"]),
     "run_dir": st.none() | TEXT,
     "resume": st.booleans(),
-    "snapshot_every_steps": st.integers(0, 2**31 - 2),
+    "snapshot_every_steps": st.none() | st.integers(0, 2**31 - 2),
     "keep_snapshots": st.integers(0, 2**31 - 2),
     "keep_best": st.none() | TEXT,
     "overwrite": st.booleans(),
@@ -140,6 +144,7 @@ REALS = [
     *("label_smoothing", "crop_area", "flip", "brightness", "contrast", "saturation", "hue"),
     *("mixup", "cutmix", "erasing", "stop_at_top1", "epochs", "warmup_epochs"),
     *("final_fraction", "schedule_power", "restart_growth", "clip_value", "window_gb", "cache_gb", "stall_warn_s"),
+    *CADENCES_IN_EPOCHS,
 ]
 SWITCHES = [
     "synthetic",
@@ -161,6 +166,7 @@ TEXTS += ["clip_order", "freeze", "groups", "keep_best", "devices", "storage_opt
 TEXTS += ["profile_steps", "wandb"]
 OPTIONAL = [
     *("keep_best", "devices", "batch_norm_group", "cache", "profile_steps", "wandb"),
+    *("eval_every_steps", "snapshot_every_steps", *CADENCES_IN_EPOCHS),
     "data",
     "eval_split",
     "num_classes",
@@ -213,7 +219,8 @@ def test_golden_json():
         "data": None,
         "split": "train",
         "eval_split": None,
-        "eval_every_steps": 0,
+        "eval_every_steps": None,
+        "eval_every_epochs": None,
         "eval_mirror": False,
         "stop_at_top1": None,
         "synthetic": False,
@@ -274,7 +281,8 @@ def test_golden_json():
         "transport": "auto",
         "run_dir": None,
         "resume": False,
-        "snapshot_every_steps": 0,
+        "snapshot_every_steps": None,
+        "snapshot_every_epochs": None,
         "keep_snapshots": 3,
         "keep_best": None,
         "overwrite": False,
@@ -286,7 +294,9 @@ def test_golden_json():
         "tensorboard": False,
         "wandb": None,
         "histogram_every_steps": 0,
+        "histogram_every_epochs": None,
         "log_images_every_steps": 0,
+        "log_images_every_epochs": None,
         "compilation_cache": None,
         "dump_hlo": None,
         "storage_options": None,
@@ -531,7 +541,21 @@ def test_the_reference_has_a_row_for_every_setting():
 
 
 def test_epochs_and_steps_are_pairs():
-    assert COUNTED_IN_EPOCHS == (("epochs", "steps"), ("warmup_epochs", "warmup_steps"))
+    names = ("", "eval_every_", "warmup_", "snapshot_every_", "histogram_every_", "log_images_every_")
+    assert [*COUNTED_IN_EPOCHS] == [(f"{name}epochs", f"{name}steps") for name in names]
+
+
+@pytest.mark.parametrize(("text", "epochs"), [("1e", 1.0), ("0.5e", 0.5), ("0e", 0.0), ("12.250e", 12.25)])
+@pytest.mark.parametrize(("name", "counted"), COUNTED_IN_EPOCHS)
+def test_steps_can_be_given_in_epochs(name, counted, text, epochs):
+    given: dict[str, Any] = {counted: text}
+    assert TrainConfig(**given) == configured(**{name: epochs})
+
+
+@pytest.mark.parametrize("text", ["1", "e", "1e3", "-1e", ".5e", "1 e", "1e ", "inf", "infe", "1E"])
+def test_no_other_text_is_a_number_of_epochs(text):
+    with pytest.raises(ValueError, match=r"^eval_every_steps must be of type int or None, got '"):
+        configured(eval_every_steps=text)
 
 
 def test_a_setting_cannot_be_changed():

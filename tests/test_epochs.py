@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import TrainConfig, train
-from engine.config import SETTINGS
-from engine.run.epochs import settle_epochs, steps_of_epochs
+from engine.config import MOST_EVALUATIONS, SETTINGS
+from engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations, steps_of_epochs
 from engine.run.open_run import open_run
 from engine.run.parts import OwnParts
 from tests.fake_source import fake_source, pack
@@ -144,6 +145,88 @@ def test_the_split_that_is_trained_on_is_counted(tmp_path):
     with open_run(config, OwnParts(model=Linear()), said.append, is_dry=True) as run:
         assert run.config == replace(config, steps=6, kernels=run.config.kernels)
     assert "epochs: 2 of 3 images each, 6 steps in total" in said
+
+
+@pytest.mark.parametrize(
+    ("num_images", "batch", "steps", "epochs", "every"),
+    [
+        (1_281_167, 256, 450_411, 5, 25_023),  # 90 epochs of ImageNet: 18 evaluations
+        (50_000, 128, 3_907, 1, 391),  # 10 epochs of CIFAR-10
+        (50_000, 128, 7_813, 1, 391),  # 20 epochs, and evaluations
+        (50_000, 128, 8_204, 2, 782),  # 21 epochs
+        (10, 4, 1000, 20, 50),  # 20 epochs of two and a half steps
+        (10, 10, 1000, 50, 50),
+        (3, 10, 1000, 164, 50),
+        (5_000_000, 100, 1000, 1, 50_000),  # less than an epoch: at the end alone
+        (10, 4, 0, 1, 3),
+    ],
+)
+def test_by_default_a_run_is_evaluated_each_epoch_or_twenty_times(num_images, batch, steps, epochs, every):
+    config = settle_evaluations(TrainConfig(steps=steps, batch=batch), num_images, is_evaluated=True)
+    assert (config.eval_every_epochs, config.eval_every_steps) == (epochs, every)
+    assert len({*range(every, steps + 1, every), steps}) <= MOST_EVALUATIONS
+    # Computed again from the record, also of a longer run, it is the same.
+    assert settle_epochs(config, num_images) == config
+    longer = replace(config, steps=100 * steps)
+    assert settle_evaluations(settle_epochs(longer, num_images), num_images, is_evaluated=True) == longer
+
+
+@given(
+    num_images=st.integers(1, 2**31 - 2),
+    batch=st.integers(1, 2**10),
+    accumulate=st.integers(1, 4),
+    steps=st.integers(1, 10**6),
+)
+def test_the_default_cadence_is_the_least_number_of_epochs_that_is_allowed(num_images, batch, accumulate, steps):
+    config = TrainConfig(steps=steps, batch=batch, accumulate_steps=accumulate)
+    settled = settle_evaluations(config, num_images, is_evaluated=True)
+    epochs, every = settled.eval_every_epochs, settled.eval_every_steps
+    assert epochs is not None
+    assert every is not None
+    assert epochs == int(epochs) >= 1
+    assert -(-steps // every) <= MOST_EVALUATIONS
+    if epochs > 1:
+        fewer = steps_of_epochs(epochs - 1, num_images=num_images, images_per_step=batch * accumulate)
+        assert -(-steps // fewer) > MOST_EVALUATIONS
+
+
+@pytest.mark.parametrize(
+    ("values", "num_images", "is_evaluated"),
+    [({}, None, True), ({}, 10, False), ({"eval_every_steps": 0}, 10, True), ({"eval_every_steps": 7}, 10, True)],
+)
+def test_a_given_cadence_and_runs_without_epochs_or_evaluations_stay(values, num_images, is_evaluated):
+    config = TrainConfig(**values)
+    assert settle_evaluations(config, num_images, is_evaluated=is_evaluated) == config
+
+
+def test_every_cadence_can_be_in_epochs():
+    given: dict[str, Any] = {
+        **{"eval_every_steps": "1e", "snapshot_every_steps": "0.5e", "warmup_steps": "0.3e", "steps": "6e"},
+        **{"histogram_every_steps": "2e", "log_images_every_steps": "3e"},
+    }
+    settled = settle_epochs(TrainConfig(batch=4, **given), NUM_IMAGES)
+    counts = [getattr(settled, name) for name in given]
+    assert counts == [3, 2, 1, 15, 5, 8]
+    assert settle_epochs(TrainConfig.from_json(settled.to_json()), NUM_IMAGES) == settled
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "a snapshot every 10 minutes"),
+        ({"eval_every_steps": "1e"}, "an evaluation every epoch (3 steps), a snapshot every 10 minutes"),
+        (
+            {"eval_every_steps": "0.5e", "snapshot_every_steps": "2e"},
+            "an evaluation every 0.5 epochs (2 steps), a snapshot every 2 epochs (5 steps)",
+        ),
+        ({"keep_best": "top1"}, "a snapshot after each evaluation that is the best so far, and every 10 minutes"),
+        ({"keep_best": "top1", "snapshot_every_steps": 4, "eval_every_steps": 2}, None),
+    ],
+)
+def test_the_cadence_is_named_unless_it_was_given_in_steps(values, message):
+    config = settle_epochs(TrainConfig(batch=4, **values), NUM_IMAGES)
+    said = describe_cadence(config, is_evaluated=True, has_folder=True)
+    assert said == (None if message is None else f"cadence: {message}")
 
 
 def test_a_demo_set_that_is_not_there_yet_is_made_before_it_is_counted(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from engine.commands.option_sources import (
     command_line,
     merge_options,
 )
-from engine.commands.setting_options import option_names
+from engine.commands.setting_options import option_names, setting_option
 from engine.config import PrecisionName, TrainConfig
 from engine.images.settings import Augmentation
 from engine.run.changes import check_settings
@@ -62,6 +62,19 @@ def test_epochs_and_steps_together_are_refused():
     words = raised.value.render(lambda name: f"--{name}")
     assert words == "epochs and steps must not both be given, got --epochs 2.5 and --steps 10: leave one out"
     assert given_by("--steps", "10", "--epochs", "default") == {"steps": 10, "epochs": None}
+
+
+def test_steps_can_be_given_in_epochs():
+    counted = click.Command("command")
+    setting_option("steps")(counted)
+    for text, given_here in (("2.5e", {"epochs": 2.5}), ("7", {"steps": 7})):
+        assert command_line(counted.make_context("command", ["--steps", text])).settings == given_here
+    merged = merge_options(
+        OptionSource("recipe x", {"eval_every_steps": 5}), OptionSource("y", {"eval_every_epochs": 1.0})
+    )
+    assert merged.settings == {"eval_every_epochs": 1.0}
+    result = CliRunner().invoke(counted, ["--steps", "1x"])
+    assert "'1x' is not a valid integer, nor a number of epochs such as 1e or 0.5e." in result.stderr
 
 
 def test_the_word_default_means_no_number():

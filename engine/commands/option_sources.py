@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from engine.config import COUNTED_IN_EPOCHS, NO_VALUE, SETTINGS, describe_value
+from engine.config import COUNTED_IN_EPOCHS, NO_VALUE, SETTINGS, describe_value, epochs_in
 from engine.settings import SettingError
 
 COMMAND_LINE = "command line"
@@ -64,6 +64,27 @@ class OptionalNumber(click.ParamType):  # type: ignore[type-arg]
         return None if value == NO_VALUE else self._kind.convert(value, param, ctx)
 
 
+class CountedSteps(click.ParamType):  # type: ignore[type-arg]
+    """A click type for a number of steps, or of epochs as in 0.5e, which stays text.
+
+    Args:
+        kind: the type of a value that is not in epochs.
+    """
+
+    def __init__(self, kind: click.ParamType) -> None:  # type: ignore[type-arg]
+        self._kind = kind
+        self.name = kind.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or the text if it is in epochs; reject others as click rejects invalid numbers."""
+        if epochs_in(value) is not None:
+            return value
+        try:
+            return self._kind.convert(value, param, ctx)
+        except click.BadParameter as error:
+            self.fail(f"{error.message.rstrip('.')}, nor a number of epochs such as 1e or 0.5e.", param, ctx)
+
+
 def command_line(context: click.Context) -> OptionSource:
     """Return the settings that were given as options on the command line or as environment variables.
 
@@ -79,8 +100,11 @@ def command_line(context: click.Context) -> OptionSource:
     }
     for epochs, steps in COUNTED_IN_EPOCHS:
         if given.get(epochs) is not None and steps in given:
-            found = " and ".join(f"{{{name}}} {given[name]:g}" for name in (epochs, steps))
+            found = " and ".join(f"{{{name}}} {describe_value(given[name])}" for name in (epochs, steps))
             raise SettingError(epochs, f"{epochs} and {steps} must not both be given, got {found}: leave one out")
+        if (in_epochs := epochs_in(given.get(steps))) is not None:
+            given[epochs] = in_epochs
+            del given[steps]
     return OptionSource(COMMAND_LINE, given)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from engine.commands.option_sources import OptionalNumber
-from engine.config import SETTINGS
+from engine.commands.option_sources import CountedSteps, OptionalNumber
+from engine.config import COUNTED_IN_EPOCHS, SETTINGS
 from engine.named_parts import OWN_PARTS
 from engine.settings import Setting
 from models.names import MODEL_NAMES
@@ -28,12 +28,19 @@ _COMPLETE: Mapping[str | None, Complete] = {
 
 def option_spelling(name: str) -> str:
     """Return the `run-train` option for a setting (for a switch, without its negation), or any other name unchanged."""
-    return SETTINGS[name].options[0].partition("/")[0] if name in SETTINGS else name
+    if name not in SETTINGS:
+        return name
+    if not SETTINGS[name].options and (counted := SETTINGS[name].in_place_of) is not None:
+        return option_spelling(counted)
+    return SETTINGS[name].options[0].partition("/")[0]
 
 
 def option_names(context: click.Context) -> Callable[[str], str]:
     """Return a function that maps setting names to the options of the context's command and leaves others unchanged."""
     options = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
+    options |= {
+        epochs: options[steps] for epochs, steps in COUNTED_IN_EPOCHS if epochs not in options and steps in options
+    }
     return lambda name: options.get(name, name)
 
 
@@ -103,10 +110,17 @@ def _click_type(setting: Setting) -> Any:
     number = _NUMBERS.get(setting.kind)
     if number is None:
         return click.STRING
-    return OptionalNumber(number) if setting.is_optional else number
+    kind = OptionalNumber(number) if setting.is_optional else number
+    return CountedSteps(kind) if _is_counted(setting) else kind
+
+
+def _is_counted(setting: Setting) -> bool:
+    return any(setting.name == steps for _, steps in COUNTED_IN_EPOCHS)
 
 
 def _metavar(setting: Setting) -> str | None:
+    if _is_counted(setting):
+        return f"{setting.unit}|Ee"
     if setting.unit is None and setting.between is not None:
         low, high = setting.between
         return f"{low:g}…{high:g}"

@@ -36,6 +36,7 @@ the name of your own part or of a function without arguments that returns it. Th
 directory on the path.
 
 Options override the settings of the recipe. For an optional number, the value `default` discards the recipe's value.
+A number of steps can be given in epochs: --eval-every 1e, --snapshot-every 0.5e.
 
 \b
 Examples:
@@ -49,7 +50,7 @@ Examples:
 def option_groups() -> dict[str, tuple[str, ...]]:
     """Return the headings of `--help`, in order, each with the parameter names of its options."""
     groups: dict[str, list[str]] = {"Recipes": ["recipe", "list_recipes"], DATA: []}
-    for setting in SETTINGS.values():
+    for setting in filter(lambda each: each.options, SETTINGS.values()):
         groups.setdefault(setting.group, []).append(setting.name)
     groups[SETTINGS["model"].group].append("list_models")
     groups[OWN_GROUP] = list(_ONLY_OWN)
@@ -166,7 +167,8 @@ def describing_options(names: Iterable[str]) -> Decorator:
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            function = setting_option(name)(function)
+            if SETTINGS[name].options:
+                function = setting_option(name)(function)
         function = _RECIPE(function)
         return own_part_options(_ONLY_OWN)(function)
 

@@ -36,6 +36,8 @@ class ControlBoard:
         self._record: Callable[[ControlEvent], Recording | None] = lambda _: None
         self._late: Recording | None = None
         self._patience_s = _LEAST_PATIENCE_S
+        self._is_snapshot_due: Callable[[int], bool] = lambda _: False
+        self._keeps_evaluated = False
         self._pulls_per_step = 1
         self._factor = 1.0
         self.stop_reason: str | None = None
@@ -48,6 +50,8 @@ class ControlBoard:
         pulls_per_step: int,
         replayed: Sequence[ControlEvent],
         record: Callable[[ControlEvent], Recording | None],
+        is_snapshot_due: Callable[[int], bool] = lambda _: False,
+        keeps_evaluated: bool = False,
     ) -> None:
         """Prepare the board for a launch.
 
@@ -58,10 +62,14 @@ class ControlBoard:
             record: function called with each event before the program receives it. It returns the recording, if that
                 may take a while; a request that is not recorded in time takes effect at a later pull. If it raises, the
                 request is lost and the run stops.
+            is_snapshot_due: called at each pull with the step to which it belongs, from 1; returns whether the run
+                itself wants a snapshot after that step. Such a snapshot is no event: it changes no bit of the training.
+            keeps_evaluated: whether a snapshot follows each evaluation that is requested.
         """
         self._record, self._pulls_per_step = record, pulls_per_step
         self._replayed = [event for event in replayed if event.pull >= first_pull]
         self._factor = factor_before(replayed, first_pull)
+        self._is_snapshot_due, self._keeps_evaluated = is_snapshot_due, keeps_evaluated
 
     def request(self, request: ControlRequest) -> None:
         """Add a request, which takes effect at the program's next pull of batches, or once it can be recorded."""
@@ -90,12 +98,14 @@ class ControlBoard:
             BaseException: any exception that `record` raises.
         """
         self.last_pull = pull
-        if not self._pending and not self._replayed:
+        is_due = not self.is_stop_requested() and self._is_snapshot_due(pull // self._pulls_per_step + 1)
+        if not (self._pending or self._replayed or is_due):
             return stop_at_once() if self.is_stop_requested() else encode_control(0, self._factor, num_batches)
         # Also at a stop: the launch that resumes the run applies events recorded here at this pull.
-        flags = 0
+        flags = SNAPSHOT * is_due
         for event in [*events_at(self._replayed, pull), *self._record_pending(pull)]:
-            flags |= SNAPSHOT * event.snapshot | EVALUATE * event.evaluate
+            is_kept = event.snapshot or (event.evaluate and self._keeps_evaluated)
+            flags |= SNAPSHOT * is_kept | EVALUATE * event.evaluate
             if event.learning_rate_factor is not None:
                 self._factor = event.learning_rate_factor
         self._replayed = [event for event in self._replayed if event.pull > pull]

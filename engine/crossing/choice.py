@@ -150,7 +150,7 @@ def wasted_steps_warning(config: TrainConfig, chunk: int) -> str | None:
 
     Evaluations, snapshots and the end of the run interrupt the steps, but a chunk always runs all its iterations.
     """
-    cadences = [each for each in (config.eval_every_steps, config.snapshot_every_steps) if each]
+    cadences = [each for each in (config.eval_every_steps, config.snapshot_cadence) if each]
     if not cadences and config.chunk_batches is None:
         # Only the last chunk of the run wastes steps, and the user did not choose the chunk length.
         return None

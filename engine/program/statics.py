@@ -185,10 +185,10 @@ def run_values(config: TrainConfig, num_eval_batches: int, scale: PixelScale) ->
     """
     return RunValues(
         stop_step=jnp.int32(config.steps),
-        eval_every_steps=jnp.int32(config.eval_every_steps),
+        eval_every_steps=jnp.int32(config.eval_every_steps or 0),
         num_eval_batches=jnp.int32(num_eval_batches),
         stop_at_top1=jnp.float32(_UNREACHABLE_TOP1 if config.stop_at_top1 is None else config.stop_at_top1),
-        snapshot_every_steps=jnp.int32(config.snapshot_every_steps),
+        snapshot_every_steps=jnp.int32(config.snapshot_cadence),
         update=update_values(config),
         smoothing=jnp.float32(config.label_smoothing),
         seed_words=jnp.asarray(seed_words(config.seed)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig
+from engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig, epochs_in
 from engine.named_parts import NAMED_PARTS, OWN_PARTS
 from engine.settings import ConfigError, OnResume, SettingError, suggest_setting
 from models.names import MODEL_NAMES
@@ -113,7 +113,7 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> LoadedRecipe:
                 f"{did_you_mean(text, names)}"
             )
         path = _FOLDER / f"{text}{_SUFFIX}"
-    document = _read(path)
+    document = _with_epochs(_read(path))
     if faults := tuple(_faults(document)):
         raise RecipeError(str(path), faults)
     texts = {key: document[key].strip() for key in _TEXTS if key in document}
@@ -169,6 +169,18 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:  # invalid syntax or encoding
         raise RecipeError(str(path), (f"a recipe must be TOML in UTF-8: {error}",)) from error
+
+
+def _with_epochs(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe with each number of steps that is given in epochs, as in "0.5e", under the name for epochs."""
+    if not isinstance(document.get(_TABLE), dict):
+        return document
+    settings = dict(document[_TABLE])
+    for epochs, steps in COUNTED_IN_EPOCHS:
+        if epochs not in settings and (found := epochs_in(settings.get(steps))) is not None:
+            settings[epochs] = found
+            del settings[steps]
+    return document | {_TABLE: settings}
 
 
 def _faults(document: Mapping[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ class RunFolderSink:
         leave_out: called on the program's thread with the step of a snapshot that is dropped because another one is
             still waiting for its lines.
         begun: the digest of each file's current content; a missing digest is computed from the file.
+        needs_snapshots: as in `engine.stream.sinks.NeedsSnapshots`.
 
     Attributes:
         last_step: the step of the last loss that was written, None before the first.
@@ -32,13 +33,15 @@ class RunFolderSink:
         take_snapshot: Callable[[PushedSnapshot], None] | None = None,
         leave_out: Callable[[int], None] = lambda _: None,
         begun: Mapping[Path, RunningDigest] | None = None,
+        *,
+        needs_snapshots: bool = False,
     ) -> None:
         self._losses, self._evaluations = (
             JsonLines(path, (begun or {}).get(path)) for path in (loss_log, evaluation_log)
         )
         self._names = loss_log.name, evaluation_log.name
         self._take_snapshot, self._leave_out = take_snapshot, leave_out
-        self._has_evaluations = False
+        self._has_evaluations, self.needs_snapshots = False, needs_snapshots
         self.last_step: int | None = None
         self.num_evaluations = 0
 

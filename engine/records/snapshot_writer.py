@@ -37,10 +37,11 @@ class UnwritableFolderError(OSError):
 
 
 class SnapshotWriter:
-    """A thread that writes snapshots one at a time; at most one snapshot is queued, and a newer snapshot replaces it.
+    """A thread that writes snapshots one at a time; a newer snapshot replaces the one that is queued.
 
-    A failure does not stop the run: it is reported, and the last good snapshot is kept. Only if there is none yet, and
-    the reason is not a lack of room, every snapshot to come is expected to fail, and `on_hopeless` is called.
+    Only the best one is not replaced: it stays in the queue beside the newest. A failure does not stop the run: it is
+    reported, and the last good snapshot is kept. Only if there is none yet, and the reason is not a lack of room, every
+    snapshot to come is expected to fail, and `on_hopeless` is called.
 
     Args:
         folder: the folder of the snapshots; created if missing.
@@ -51,6 +52,7 @@ class SnapshotWriter:
         write: (folder, step, pulls, tree, state) → None, writes a snapshot whole or not at all.
         on_written: called on this object's thread with the step and the path of each snapshot on the disk.
         on_hopeless: called on this object's thread if no snapshot was written yet, and none is expected to be.
+        on_ended: called on this object's thread with the seconds that each write took, successful or not.
 
     Attributes:
         failure: why no snapshot was ever written, although there were some to write; None if one was.
@@ -72,16 +74,17 @@ class SnapshotWriter:
         write: Callable[[Path, int, int, Any, FolderState | None], None] = write_snapshot,
         on_written: Callable[[int, Path], None] = lambda *_: None,
         on_hopeless: Callable[[], None] = lambda: None,
+        on_ended: Callable[[float], None] = lambda _: None,
     ) -> None:
         if keep < 0:
             raise ValueError(f"the number of snapshots to keep must be 0 (all) or more, got {keep}: choose another")
         self._folder, self._keep, self._write = folder, keep, write
-        self._say, self._on_written, self._on_hopeless = say, on_written, on_hopeless
+        self._say, self._on_written, self._on_hopeless, self._on_ended = say, on_written, on_hopeless, on_ended
         self.failure: UnwritableFolderError | None = None
-        self._find_best = find_best
+        self._find_best, self._finding = find_best, threading.Lock()
         self.writes, self.num_bytes, self.num_skipped = Durations(), 0, 0
         self._changed = threading.Condition()
-        self._waiting: _Submitted | None = None
+        self._waiting: list[_Submitted] = []
         self._writing_step: int | None = None
         self._last_step: int | None = None
         self._is_last_written = True
@@ -104,9 +107,28 @@ class SnapshotWriter:
 
     @property
     def unwritten_step(self) -> int | None:
-        """The step of the queued snapshot, or else of the snapshot being written; None if there is neither."""
+        """The step of the newest queued snapshot, or else of the one being written; None if there is neither."""
         with self._changed:
-            return self._writing_step if self._waiting is None else self._waiting.step
+            return self._waiting[-1].step if self._waiting else self._writing_step
+
+    def is_best(self, step: int) -> bool:
+        """Return whether a snapshot of this step would be the best of all on the disk and on their way there."""
+        return self._best_with(step) == step
+
+    def _best_with(self, step: int) -> int | None:
+        """Return the best of the steps on the disk, those on their way, and this one; this one after an error."""
+        with self._changed:
+            coming = [self._writing_step, *(each.step for each in self._waiting), step]
+        try:
+            return self._best_of(
+                sorted({*snapshot_steps(self._folder), *(each for each in coming if each is not None)})
+            )
+        except Exception:  # noqa: BLE001 - rather a snapshot too many than none
+            return step
+
+    def _best_of(self, steps: list[int]) -> int | None:
+        with self._finding:
+            return self._find_best(steps)
 
     def submit(self, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
         """Queue a snapshot and return at once; after `close`, drop the snapshot instead.
@@ -117,16 +139,19 @@ class SnapshotWriter:
             tree: a pytree of NumPy arrays, which must not be changed afterwards.
             state: the state of the run's other files.
         """
+        best = self._best_with(step) if self._waiting else None
         with self._changed:
             if self._is_closed:
                 self._say(f"snapshot of step {step} skipped: it was submitted after the end of the run")
                 return
-            dropped, self._waiting = self._waiting, _Submitted(step, pulls, tree, state)
+            dropped = [each.step for each in self._waiting if each.step != best]
+            self._waiting = [each for each in self._waiting if each.step == best]
+            self._waiting.append(_Submitted(step, pulls, tree, state))
             self._is_last_written = False
             self._changed.notify_all()
-        if dropped is not None:
+        for each in dropped:
             self.num_skipped += 1
-            self._say(f"snapshot of step {dropped.step} skipped: the disk is too slow for --snapshot-every")
+            self._say(f"snapshot of step {each} skipped: the disk is too slow for --snapshot-every")
 
     def count_skipped(self) -> None:
         """Count a snapshot that was dropped before it was submitted."""
@@ -153,7 +178,7 @@ class SnapshotWriter:
         while self._thread.is_alive() and (left_s := until - time.monotonic()) > 0:
             self._thread.join(min(left_s, _LOOK_EVERY_S))
         with self._changed:
-            queued = [self._writing_step, self._waiting.step if self._waiting is not None else None]
+            queued = [self._writing_step, *(each.step for each in self._waiting)]
             is_written = self._is_last_written
         if self._thread.is_alive() and (unwritten := [f"of step {step}" for step in queued if step is not None]):
             self._say(
@@ -176,17 +201,17 @@ class SnapshotWriter:
     def _write_next(self) -> bool:
         """Wait for a snapshot and write it; returning from this function frees the arrays before the next wait."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
-            submitted, self._waiting = self._waiting, None
-            if submitted is None:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            if not self._waiting:
                 return False
+            submitted = self._waiting.pop(0)
             self._writing_step = submitted.step
         is_written = self._write_one(submitted)
         with self._changed:
             self._writing_step = None
             if is_written:
                 self._last_step = submitted.step
-            if self._waiting is None:
+            if not self._waiting:
                 self._is_last_written = is_written
         if is_written:
             self._on_written(submitted.step, self._folder / str(submitted.step))
@@ -202,6 +227,8 @@ class SnapshotWriter:
             if self.last_step is None:
                 self._note_failure(error)
             return False
+        finally:
+            self._on_ended(time.perf_counter() - started)
         self.failure = None
         self.writes.add(time.perf_counter() - started)
         self.num_bytes += sum(int(getattr(leaf, "nbytes", 0)) for leaf in jax.tree.leaves(submitted.tree))
@@ -218,7 +245,7 @@ class SnapshotWriter:
 
     def _remove_older(self, newest: int) -> None:
         try:
-            best = self._find_best([step for step in snapshot_steps(self._folder) if step <= newest])
+            best = self._best_of([step for step in snapshot_steps(self._folder) if step <= newest])
             keep_newest(self._folder, self._keep, up_to=newest, best=best)
         except Exception as error:  # noqa: BLE001 - the next write reports a full disk; the run continues
             self._say(f"old snapshots not removed: {_one_line(error)}; remove them from {self._folder} by hand")

@@ -1,13 +1,16 @@
-"""Conversion of epochs (passes over the training split) to steps (updates).
+"""Conversion of epochs (passes over the training split) to steps (updates), and the cadence that follows from them.
 
-The only module that counts a run in images; everything after it reads `steps` and `warmup_steps`. Needs no jax.
+The only module that counts a run in images; everything after it reads `steps`, `warmup_steps` and the like. Needs no
+jax.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
-from engine.config import COUNTED_IN_EPOCHS, SETTINGS, TrainConfig
+from engine.config import COUNTED_IN_EPOCHS, MOST_EVALUATIONS, SETTINGS, TrainConfig
+from engine.run.snapshot_choice import MINUTES_BETWEEN_SNAPSHOTS
 from engine.settings import SettingError
 from preprocess.quantities import quantity
 
@@ -17,7 +20,7 @@ _UNCOUNTED = TrainConfig()
 def settle_epochs(
     config: TrainConfig, num_images: int | None, batches: str = "", notify: Callable[[str], None] = lambda _: None
 ) -> TrainConfig:
-    """Return the settings with `steps` and `warmup_steps` computed from `epochs` and `warmup_epochs` if given.
+    """Return the settings with each number of steps computed from the epochs that are given in its place.
 
     The epochs are kept, so that a second conversion changes nothing.
 
@@ -46,6 +49,53 @@ def settle_epochs(
     if settled != config:
         _notify_of_length(settled, num_images, notify)
     return settled
+
+
+def settle_evaluations(config: TrainConfig, num_images: int | None, *, is_evaluated: bool) -> TrainConfig:
+    """Return the settings with a cadence of evaluations: if none is given, an epoch, or more for `MOST_EVALUATIONS`.
+
+    It depends only on the settings and on N, so that equal runs are evaluated at equal steps; and it is recorded, so
+    that a run that is resumed with more steps keeps it.
+
+    Args:
+        config: the settings, converted by `settle_epochs`.
+        num_images: N of the training split; None for an endless source of batches, with which runs are evaluated only
+            at the end.
+        is_evaluated: whether there are images to evaluate on, and a run folder to record the evaluations in.
+    """
+    if config.eval_every_steps is not None or num_images is None or not is_evaluated:
+        return config
+    images_per_step = config.batch * config.accumulate_steps
+    # As many epochs as have at least `fewest` steps, where a part of a step counts as one.
+    fewest = ceil(config.steps / MOST_EVALUATIONS)
+    epochs = max((fewest - 1) * images_per_step // num_images + 1, 1)
+    every = steps_of_epochs(float(epochs), num_images=num_images, images_per_step=images_per_step)
+    if every > SETTINGS["eval_every_steps"].largest:
+        return config  # the run ends before
+    return replace(config, eval_every_epochs=float(epochs), eval_every_steps=every)
+
+
+def describe_cadence(config: TrainConfig, *, is_evaluated: bool, has_folder: bool) -> str | None:
+    """Return a message that names the cadences that were computed or are kept by the clock, or None if there are none.
+
+    Args:
+        config: the settings, converted by `settle_epochs` and `settle_evaluations`.
+        is_evaluated: whether there are images to evaluate on.
+        has_folder: whether there is a run folder, and so snapshots.
+    """
+    cadences = []
+    if config.eval_every_epochs is not None and config.eval_every_steps and is_evaluated:
+        cadences.append(f"an evaluation {_describe_epochs(config.eval_every_epochs, config.eval_every_steps)}")
+    if has_folder and config.snapshot_every_epochs is not None and config.snapshot_every_steps:
+        cadences.append(f"a snapshot {_describe_epochs(config.snapshot_every_epochs, config.snapshot_every_steps)}")
+    elif has_folder and config.snapshot_every_steps is None:
+        best = " after each evaluation that is the best so far, and" if config.keeps_best_evaluation else ""
+        cadences.append(f"a snapshot{best} every {MINUTES_BETWEEN_SNAPSHOTS} minutes")
+    return f"cadence: {', '.join(cadences)}" if cadences else None
+
+
+def _describe_epochs(epochs: float, steps: int) -> str:
+    return f"every {'epoch' if epochs == 1 else f'{epochs:g} epochs'} ({quantity(steps, 'step')})"
 
 
 def steps_of_epochs(epochs: float, *, num_images: int, images_per_step: int) -> int:

@@ -35,7 +35,7 @@ from engine.run.changes import (
 from engine.run.compilation import Compiled, caching_compilations
 from engine.run.data import open_data
 from engine.run.described_sinks import describe_run, finishing
-from engine.run.epochs import settle_epochs
+from engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations
 from engine.run.host_side import ELSEWHERE, HostSide, Placement
 from engine.run.launch import Launch
 from engine.run.launch_monitor import read_rollback, record_rollback, start_monitor
@@ -110,7 +110,12 @@ def open_run(
         if recorded is not None:
             # Before anything that is computed from the data, such as the steps of an epoch.
             check_manifest(data, recorded)
+        given = config
         config = settle_epochs(config, data.num_images, data.description, notify)
+        is_evaluated, has_folder = data.evaluation is not None, place.path is not None
+        # Of several processes, the first alone has the folder.
+        is_kept = has_folder or is_dry or this_process().count > 1
+        config = settle_evaluations(config, data.num_images, is_evaluated=is_evaluated and is_kept)
         check_same_everywhere(config, data.manifest_digest)
         if recorded is None:
             warn_of_settings(config, data, notify)
@@ -119,13 +124,15 @@ def open_run(
         resolved = resolve(config, parts, data)
         check_best_metric(config, parts, data)
         launch = Launch(config, resolved, host, stack, start, notify)
+        if (cadence := describe_cadence(config, is_evaluated=is_evaluated, has_folder=has_folder)) is not None:
+            notify(cadence)
         # The launch releases the snapshot once its arrays are on the device; this frame lives as long as the run.
         del start
         if recorded is not None:
             _check_continues(launch, recorded, notify)
         # No process may change the run folder before all have read it.
         wait_for_processes("opened")
-        yield OpenRun(launch, place, folder, recorded, notify)
+        yield OpenRun(launch, place, folder, recorded, notify, given)
 
 
 class OpenRun:
@@ -137,6 +144,7 @@ class OpenRun:
         folder: the locked run folder; None if nothing is recorded.
         recorded: the record of the resumed run, None for a new run.
         notify: called with a warning about the compilation.
+        given: the settings before epochs were converted to steps.
 
     Attributes:
         config: the settings, with `epochs` converted to `steps`.
@@ -149,8 +157,9 @@ class OpenRun:
         folder: RunFolder | None,
         recorded: RecordedRun | None,
         notify: Callable[[str], None],
+        given: TrainConfig,
     ) -> None:
-        self.config, self._notify = launch.config, notify
+        self.config, self._notify, self._given = launch.config, notify, given
         self._launch, self._place, self._folder, self._recorded = launch, place, folder, recorded
 
     @property
@@ -224,7 +233,7 @@ class OpenRun:
                 with_absolute_paths(self.config),
                 resolved,
                 launch.resolved.data.manifest_digest,
-                origins=_origins(self.config) if origins is None else origins,
+                origins=_origins(self._given) if origins is None else origins,
                 earlier=earlier,
                 continued=() if recorded is None else recorded.seals,
             )
@@ -308,7 +317,7 @@ def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
         return
     needs_one = {
         "resume": config.resume,
-        "snapshot_every_steps": config.snapshot_every_steps and not is_dry,
+        "snapshot_every_steps": (config.snapshot_every_steps or config.snapshot_every_epochs) and not is_dry,
         "keep_best": config.keep_best is not None and not is_dry,
         "tensorboard": config.tensorboard and not is_dry,
     }

@@ -91,7 +91,7 @@ def _course(config: TrainConfig, data: RunData, host: HostSide, start: StartingP
         pulls_per_step=config.accumulate_steps,
         batch=config.batch,
         epoch_images=data.num_images,
-        eval_every_steps=None if evaluated is None else config.eval_every_steps,
+        eval_every_steps=None if evaluated is None else config.eval_every_steps or 0,
         eval_batches=0 if evaluated is None else evaluated.num_batches,
         eval_batch=0 if evaluated is None else evaluated.batch,
         num_devices=len(host.team.devices),

@@ -42,6 +42,7 @@ from engine.run.launch_monitor import start_monitor
 from engine.run.nonfinite import NonFiniteError
 from engine.run.resolve import recorded_own_parts
 from engine.run.result import TrainResult
+from engine.run.snapshot_choice import SnapshotChoice
 from engine.runtime.goodput import Rollback
 from engine.runtime.monitor import RuntimeMonitor
 from engine.runtime.record import LaunchState, RuntimeReport
@@ -146,6 +147,10 @@ class RecordedLaunch:
             find_best=self._find_best_snapshot,
             on_written=self._note_snapshot,
             on_hopeless=lambda: launch.board.request_stop("no snapshot can be written"),
+            on_ended=lambda write_s: self._choice.ended(write_s),
+        )
+        self._choice = SnapshotChoice(
+            config, launch.start.events, self._snapshots.is_best, lambda: launch.push_meter.snapshot_push_s
         )
         self._evaluations = EvaluationLog(folder.evaluation_log)
         self._on_snapshot = on_snapshot
@@ -159,6 +164,7 @@ class RecordedLaunch:
             self._take_snapshot,
             self._leave_out,
             begun,
+            needs_snapshots=config.keeps_best_evaluation,
         )
         self._control_log = ControlLog(folder.control_log, begun[folder.control_log])
         self._recorder = EventRecorder(self._record_event, self._note_late)
@@ -187,7 +193,10 @@ class RecordedLaunch:
             pulls_per_step=self._config.accumulate_steps,
             replayed=start.events,
             record=self._recorder.begin,
+            is_snapshot_due=self._choice.is_due,
+            keeps_evaluated=self._config.keeps_best_evaluation,
         )
+        self._choice.start()
         self._folder.launched()
         self._snapshots.start()
         self._monitor = monitor = start_monitor(
@@ -252,7 +261,8 @@ class RecordedLaunch:
         return best_step(self._evaluations.read(), steps, parse_metric(self._config.keep_best))
 
     def _take_snapshot(self, snapshot: PushedSnapshot) -> None:
-        self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._synced_state())
+        if self._choice.is_written(snapshot.step):
+            self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._synced_state())
 
     def _synced_state(self) -> FolderState:
         """Sync the run's logs to the disk, and return the state of the folder; raise OSError if the sync fails."""
@@ -265,6 +275,7 @@ class RecordedLaunch:
     def _record_event(self, event: ControlEvent, confirm: Confirm) -> None:
         """Record an event; runs on the recorder's thread."""
         self._folder.check_kept()
+        self._choice.note_event(event)
         if self._control_log.append(event, confirm):
             self._launch.notices.say(f"{origin_of(event.request)}: {event.describe()}")
 

@@ -263,10 +263,11 @@ def _volumes(facts: RunFacts) -> list[tuple[str, Volume]]:
 def _work(facts: RunFacts) -> Work:
     config, evaluated = facts.config, facts.resolved.data.evaluation
     eval_images = _count_images(evaluated)
+    every = config.eval_every_steps or 0
     return Work(
         num_steps=max(config.steps - facts.start_step, 0),
         images_per_step=config.batch * config.accumulate_steps,
-        num_evaluations=count_evaluations(facts.start_step, config.steps, config.eval_every_steps) * bool(eval_images),
+        num_evaluations=count_evaluations(facts.start_step, config.steps, every) * bool(eval_images),
         eval_images=eval_images,
     )
 
@@ -281,12 +282,14 @@ def _count_images(evaluated: EvaluationSource | None) -> int:
 
 def _disk(facts: RunFacts, volumes: list[tuple[str, Volume]]) -> Disk:
     config = facts.config
+    # Of snapshots by the clock, as many as are kept.
+    is_by_clock = config.snapshot_every_steps is None and config.keep_snapshots > 0
     return Disk(
         volumes,
         snapshot_bytes=facts.state_bytes,
         num_snapshots=count_snapshots(
             config.steps,
-            every=config.snapshot_every_steps,
+            every=1 if is_by_clock else config.snapshot_cadence,
             keep=config.keep_snapshots,
             keeps_best=config.keep_best is not None,
         ),

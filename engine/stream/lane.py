@@ -11,6 +11,7 @@ from engine.stream.sinks import (
     EvaluationProgress,
     EvaluationRecord,
     LossRecord,
+    NeedsSnapshots,
     ShowsProgress,
     Sink,
     TakesHistograms,
@@ -95,6 +96,11 @@ class Lane:
         is_full = self.records.qsize() > self.most_queued
         is_large = self._num_listed_put - self._num_listed_taken > _MOST_LISTED_NUMBERS
         return not self.is_left_out and (is_full or is_large)
+
+    def is_full(self, record: Record) -> bool:
+        """Return whether the queue has no place for a snapshot that the sink needs."""
+        is_needed = isinstance(self._sink, NeedsSnapshots) and self._sink.needs_snapshots
+        return is_needed and isinstance(record, PushedSnapshot) and self._has_snapshot.is_set() and not self.is_left_out
 
     def give_up(self) -> None:
         """Abandon the sink; if it ever continues, it gets the queued records and is closed."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,15 +151,13 @@ class LossStream:
         if self._is_closed:
             return
         for record in self._records(pushed):
+            for lane in self._lanes:
+                self._wait_while(lane, partial(lane.is_full, record))
             lanes = [lane for lane in self._lanes if not lane.is_left_out and lane.accepts(record)]
             for lane in lanes:
                 lane.put(record)
             for lane in lanes:
-                if lane.is_behind():
-                    started, self.blocked_by = time.perf_counter(), lane.name
-                    self._wait_for_room(lane)
-                    waited_s, self.blocked_by = time.perf_counter() - started, None
-                    self.blocked_s[lane.name] = self.blocked_s.get(lane.name, 0.0) + waited_s
+                self._wait_while(lane, lane.is_behind)
 
     def report_evaluation(self, batch: int, num_batches: int) -> None:
         """Send an evaluation's progress to the sinks that show it without lagging; `batch` is the next batch index."""
@@ -236,15 +235,23 @@ class LossStream:
             working[0].thread.join(min(_LOOK_EVERY_S, ends - now))
         return []
 
-    def _wait_for_room(self, lane: Lane) -> None:
+    def _wait_while(self, lane: Lane, is_behind: Callable[[], bool]) -> None:
+        if not is_behind():
+            return
+        started, self.blocked_by = time.perf_counter(), lane.name
+        self._wait_for_room(lane, is_behind)
+        waited_s, self.blocked_by = time.perf_counter() - started, None
+        self.blocked_s[lane.name] = self.blocked_s.get(lane.name, 0.0) + waited_s
+
+    def _wait_for_room(self, lane: Lane, is_behind: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _PUSH_TIMEOUT_S
-        while lane.is_behind() and not self._board.is_stop_requested():
+        while is_behind() and not self._board.is_stop_requested():
             if time.monotonic() >= deadline:
                 lane.give_up()
                 self._keep(
                     TimeoutError(
                         f"a sink must accept a loss within {_PUSH_TIMEOUT_S:g} s, but {lane.name} did not, and "
-                        f"{lane.most_queued} records are queued: check the terminal or the disk that it writes to"
+                        f"{lane.records.qsize()} records are queued: check the terminal or the disk that it writes to"
                     )
                 )
                 return

@@ -173,6 +173,17 @@ class TakesSnapshots(Protocol):
 
 
 @runtime_checkable
+class NeedsSnapshots(Protocol):
+    """The optional interface of a sink that may need every snapshot.
+
+    Attributes:
+        needs_snapshots: whether the program waits, for a limited time, before it leaves a snapshot out.
+    """
+
+    needs_snapshots: bool
+
+
+@runtime_checkable
 class TakesProfile(Protocol):
     """The optional interface of a sink that takes the profile of the launch."""
 
