@@ -272,6 +272,22 @@ class TrainConfig:
         "Length of the warm-up in passes over the training split, instead of {warmup_steps}.", between=_COUNT, unit="E",
         default_text="set by {warmup_steps}", in_place_of="warmup_steps",
     )
+    append_epochs: float | None = setting(
+        None, OPTIMISER, _HOST, _PER_LAUNCH,
+        "With {resume}: append a cycle of the same schedule to a complete run, of so many passes over the training "
+        "split, from the last learning rate up to {learning_rate}.", between=_COUNT, unit="E", default_text="none",
+        details="The default of {learning_rate} is then a tenth of the peak before. The warm-up of the cycle has as "
+        "large a share of it as that of the run had, or a twentieth, unless another {warmup_steps} is given. In "
+        "Python, `run_settings` returns the recorded learning rate: give None for the default.",
+    )
+    cycle_start_steps: int = setting(
+        0, OPTIMISER, _RUNTIME, OnResume.COMPUTED, "Steps before the current cycle of the schedule, set by "
+        "{append_epochs}.", between=_COUNT, unit="STEPS", option=(), set_by="append_epochs",
+    )
+    cycle_start_rate: float = setting(
+        0.0, OPTIMISER, _RUNTIME, OnResume.COMPUTED, "Learning rate from which the current cycle rises, set by "
+        "{append_epochs}.", between=_RATE, unit="RATE", option=(), set_by="append_epochs",
+    )
     cycle_momentum: bool = setting(
         False, OPTIMISER, _PROGRAM, _KEPT,
         "Cycle the momentum from 0.95 to 0.85 and back while the one-cycle learning rate rises and falls.",

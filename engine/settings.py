@@ -37,6 +37,7 @@ class OnResume(Enum):
     CHANGES = "may change"
     CHANGES_IF_SET = "may change, but cannot be added or removed"
     GROWS = "may change, to more than the steps already done"
+    COMPUTED = "changes with the setting that it is computed from"
     PER_LAUNCH = "belongs to one launch, not to the run"
 
 
@@ -60,6 +61,7 @@ class Declaration:
         details: additional text for the reference and the docstring; braces as in `help_text`.
         completion: the kind of value for which the shell offers completions.
         in_place_of: the setting that is computed from this one if this one is given.
+        set_by: the setting that this one is computed from, if it has no option of its own.
         joined_by: what joins the values of an option that may be repeated; None for an option that is given once.
     """
 
@@ -74,6 +76,7 @@ class Declaration:
     details: str = ""
     completion: Completion | None = None
     in_place_of: str | None = None
+    set_by: str | None = None
     joined_by: str | None = None
 
 
@@ -319,9 +322,11 @@ def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
 
 
 def _describe_options(setting: Setting, settings: Mapping[str, Setting]) -> str:
-    """Return the options of a setting, or how the option of the setting that it replaces takes epochs."""
+    """Return the options of a setting, or how the option of another setting gives it."""
     if not setting.options and setting.in_place_of is not None:
         return f"{settings[setting.in_place_of].options[0]} Ee"
+    if setting.set_by is not None:
+        return f"set by {settings[setting.set_by].options[0]}"
     return ", ".join(setting.options).replace("/", " / ")
 
 

@@ -299,7 +299,7 @@ def test_every_setting_is_an_option_with_the_same_default():
     params = main.make_context("run-train", []).params
     with_option = {name: value for name, value in TrainConfig().to_json().items() if name in WITH_OPTION}
     assert {name: params.get(name, "no option") for name in with_option} == with_option
-    assert all(each.in_place_of for each in SETTINGS.values() if not each.options)
+    assert all(each.in_place_of or each.set_by for each in SETTINGS.values() if not each.options)
 
 
 def test_every_option_is_a_setting_or_listed_as_one_of_the_command():

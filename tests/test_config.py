@@ -63,6 +63,9 @@ VALID = {
     ),
     "warmup_steps": st.integers(0, 2**31 - 2),
     "warmup_epochs": st.none() | st.floats(0, 2**31 - 2),
+    "append_epochs": st.none() | st.floats(0, 2**31 - 2),
+    "cycle_start_steps": st.integers(0, 2**31 - 2),
+    "cycle_start_rate": st.floats(0, float(np.finfo(np.float32).max)),
     "cycle_momentum": st.booleans(),
     "beta2": st.floats(0, 1),
     "decay_all": st.booleans(),
@@ -137,7 +140,7 @@ INTEGERS = [
     *("steps", "batch", "num_classes", "image_size", "seed", "prefetch", "reader_threads", "eval_every_steps"),
     *("warmup_steps", "accumulate_steps", "skip_nonfinite", "crop_padding", "snapshot_every_steps", "keep_snapshots"),
     *("chunk_batches", "batch_norm_group", "restart_cycles", "auto_augment_ops", "auto_augment_magnitude"),
-    *("histogram_every_steps", "log_images_every_steps"),
+    *("histogram_every_steps", "log_images_every_steps", "cycle_start_steps"),
 ]
 REALS = [
     *("learning_rate", "momentum", "weight_decay", "infeed_timeout_s", "beta2", "clip_norm", "ema_decay"),
@@ -145,6 +148,7 @@ REALS = [
     *("mixup", "cutmix", "erasing", "stop_at_top1", "epochs", "warmup_epochs"),
     *("final_fraction", "schedule_power", "restart_growth", "clip_value", "window_gb", "cache_gb", "stall_warn_s"),
     *CADENCES_IN_EPOCHS,
+    *("append_epochs", "cycle_start_rate"),
 ]
 SWITCHES = [
     "synthetic",
@@ -166,7 +170,7 @@ TEXTS += ["clip_order", "freeze", "groups", "keep_best", "devices", "storage_opt
 TEXTS += ["profile_steps", "wandb"]
 OPTIONAL = [
     *("keep_best", "devices", "batch_norm_group", "cache", "profile_steps", "wandb"),
-    *("eval_every_steps", "snapshot_every_steps", *CADENCES_IN_EPOCHS),
+    *("eval_every_steps", "snapshot_every_steps", *CADENCES_IN_EPOCHS, "append_epochs"),
     "data",
     "eval_split",
     "num_classes",
@@ -237,6 +241,9 @@ def test_golden_json():
         "schedule": "constant",
         "warmup_steps": 0,
         "warmup_epochs": None,
+        "append_epochs": None,
+        "cycle_start_steps": 0,
+        "cycle_start_rate": 0.0,
         "cycle_momentum": False,
         "momentum": 0.9,
         "beta2": 0.999,

@@ -156,6 +156,8 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
         for name, value in recorded.config.to_json().items()
         if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH
     }
+    if context.params["append_epochs"] is not None:
+        del settings["learning_rate"]  # that of the cycles before
     merged = merge_options(OptionSource(_RECORDED, settings), command_line(context))
     origins = {
         name: recorded.origins.get(name, origin) if origin == _RECORDED else origin

@@ -30,8 +30,8 @@ def option_spelling(name: str) -> str:
     """Return the `run-train` option for a setting (for a switch, without its negation), or any other name unchanged."""
     if name not in SETTINGS:
         return name
-    if not SETTINGS[name].options and (counted := SETTINGS[name].in_place_of) is not None:
-        return option_spelling(counted)
+    if not SETTINGS[name].options:
+        return option_spelling(SETTINGS[name].in_place_of or SETTINGS[name].set_by or "")
     return SETTINGS[name].options[0].partition("/")[0]
 
 

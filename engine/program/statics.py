@@ -1,7 +1,7 @@
 """Conversion of a run's settings to the static settings and the runtime values of its program."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from engine.program.train_state import RunValues
 from engine.replicas import ALONE, Replicas
 from engine.updates.optim import Hyperparams
 from engine.updates.own_optimizer import OwnOptimizer
-from engine.updates.schedules import schedule_values
+from engine.updates.schedules import ONE_CYCLE_DIVISOR, ScheduleValues, schedule_values
 from engine.updates.update import Schedule, UpdateRule, UpdateValues
 from models.layers.batch_norm import NormGroups
 
@@ -148,25 +148,40 @@ def update_values(config: TrainConfig) -> UpdateValues:
         clip_norm=jnp.float32(clip_norm),
         clip_value=jnp.float32(np.inf if config.clip_value is None else config.clip_value),
     )
-    final_fraction = config.final_fraction
+    return UpdateValues(
+        hyperparams=hyperparams,
+        schedule=jax.tree.map(jnp.asarray, _schedule_values(config)),
+        accumulate_steps=jnp.int32(config.accumulate_steps),
+        average_decay=jnp.float32(config.ema_decay or 0),
+        most_skips=jnp.int32(config.most_skips),
+    )
+
+
+def _schedule_values(config: TrainConfig) -> ScheduleValues:
+    """Convert the settings to the runtime values of the schedule, which is in its current cycle if one was appended."""
+    final_fraction, peak = config.final_fraction, config.peak_learning_rate
     if final_fraction is None:
         final_fraction = _EXPONENTIAL_FINAL_FRACTION if config.schedule == "exponential" else 0.0
-    schedule = schedule_values(
-        config.peak_learning_rate,
-        config.steps,
+    num_steps = max(config.steps - config.cycle_start_steps, 0)
+    begin: dict[str, Any] = {"start_step": config.cycle_start_steps}
+    if config.cycle_start_steps and peak:
+        # The first learning rate of a cycle is that before, whether it begins with a warm-up or with the cycle's rise.
+        divisor = 1.0
+        if config.schedule == "one-cycle":
+            divisor = ONE_CYCLE_DIVISOR
+            if not config.warmup_steps and 0 < config.cycle_start_rate <= peak:
+                divisor = begin["start_divisor"] = peak / config.cycle_start_rate
+        begin["warmup_start"] = config.cycle_start_rate / (peak / divisor)
+    return schedule_values(
+        peak,
+        num_steps,
         warmup_steps=config.warmup_steps,
-        milestones=[round(fraction * config.steps) for fraction in _STEP_FRACTIONS],
+        milestones=[round(fraction * num_steps) for fraction in _STEP_FRACTIONS],
         final_fraction=final_fraction,
         power=config.schedule_power,
         restart_cycles=config.restart_cycles,
         restart_growth=config.restart_growth,
-    )
-    return UpdateValues(
-        hyperparams=hyperparams,
-        schedule=jax.tree.map(jnp.asarray, schedule),
-        accumulate_steps=jnp.int32(config.accumulate_steps),
-        average_decay=jnp.float32(config.ema_decay or 0),
-        most_skips=jnp.int32(config.most_skips),
+        **begin,
     )
 
 

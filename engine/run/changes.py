@@ -57,7 +57,7 @@ def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
     if rule is OnResume.CHANGES_IF_SET:
         # It is compiled into the program if it is set.
         return before is not None and now is not None
-    return rule is not OnResume.KEPT
+    return rule not in (OnResume.KEPT, OnResume.COMPUTED)
 
 
 def check_same_everywhere(config: TrainConfig, manifest_digest: str | None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import TrainConfig
+from engine.control.event import factor_before
 from engine.crossing.choice import this_platform
 from engine.crossing.devices import settle_devices, split_processor
 from engine.locations import with_absolute_paths
@@ -33,6 +34,7 @@ from engine.run.changes import (
     versions_warning,
 )
 from engine.run.compilation import Compiled, caching_compilations
+from engine.run.cycles import append_cycle, check_cycle, describe_rate_change
 from engine.run.data import open_data
 from engine.run.described_sinks import describe_run, finishing
 from engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations
@@ -110,6 +112,8 @@ def open_run(
         if recorded is not None:
             # Before anything that is computed from the data, such as the steps of an epoch.
             check_manifest(data, recorded)
+            config = append_cycle(config, recorded.config, start.step, data.num_images, data.description, notify)
+            check_cycle(config, start.step)
         given = config
         config = settle_epochs(config, data.num_images, data.description, notify)
         is_evaluated, has_folder = data.evaluation is not None, place.path is not None
@@ -336,6 +340,9 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
     for message in (
         describe_changes(launch.config, recorded.config),
         describe_factor(launch.start),
+        describe_rate_change(
+            launch.config, recorded.config, launch.start.step, factor_before(launch.start.events, launch.start.pulls)
+        ),
         changed_kernels_notice(recorded.resolved, launch.crossings),
     ):
         if message is not None:

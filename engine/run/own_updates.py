@@ -19,7 +19,7 @@ from engine.updates.update import UpdateRule
 _OF_THE_OPTIMIZER = ("optimizer", "momentum", "beta2", "weight_decay", "decay_all", "cycle_momentum")
 _OF_THE_SCHEDULE = (
     *("schedule", "learning_rate", "warmup_steps", "warmup_epochs"),
-    *("final_fraction", "schedule_power", "restart_cycles", "restart_growth"),
+    *("final_fraction", "schedule_power", "restart_cycles", "restart_growth", "append_epochs"),
 )
 _MOST_NAMED = 3
 

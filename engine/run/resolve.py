@@ -136,6 +136,12 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
     """
     if not isinstance(config, TrainConfig):
         raise ValueError(f"the settings must be a TrainConfig, got {type(config).__name__}: give TrainConfig(steps=…)")
+    if config.append_epochs is not None and not config.resume:
+        raise SettingError(
+            "append_epochs",
+            "{setting} appends to a complete run, got {found:g} for a new one: give {resume} and {run_dir}",
+            found=config.append_epochs,
+        )
     if config.cycle_momentum and config.schedule != "one-cycle":
         raise SettingError(
             "cycle_momentum",

@@ -17,6 +17,7 @@ from engine.config import ScheduleName
 
 NUM_MILESTONES = 4
 MOST_CYCLES = 16
+ONE_CYCLE_DIVISOR = 25.0
 # A milestone that no step reaches.
 _NEVER = 2**31 - 1
 
@@ -26,14 +27,15 @@ class ScheduleValues(NamedTuple):
 
     Attributes:
         peak: float32 [], the largest learning rate.
-        total_steps: int32 [], updates of the run, including the warm-up.
+        start_step: int32 [], updates before the current cycle: a run to which a cycle was appended begins anew there.
+        total_steps: int32 [], updates of the cycle (of the run, if none was appended), including the warm-up.
         warmup_steps: int32 [], updates of the linear rise before the schedule proper.
         warmup_start: float32 [], start of that rise as a fraction of the schedule's first learning rate.
         final_fraction: float32 [], learning rate at `total_steps` as a fraction of the peak ("cosine", "linear",
             "polynomial", "exponential", "cosine-restarts").
         drop_factor: float32 [], factor on the learning rate at each milestone ("step").
-        milestones: int32 [NUM_MILESTONES], the first step of each lower learning rate, counted from the start of the
-            run; unused ones are beyond every step ("step").
+        milestones: int32 [NUM_MILESTONES], the first step of each lower learning rate, counted from `start_step`;
+            unused ones are beyond every step ("step").
         rise_steps: int32 [], updates from the warm-up's end to the peak ("one-cycle").
         start_divisor: float32 [], the peak divided by the first learning rate ("one-cycle").
         final_divisor: float32 [], the peak divided by the last learning rate ("one-cycle").
@@ -57,6 +59,7 @@ class ScheduleValues(NamedTuple):
     momentum_low: jax.Array | np.float32
     power: jax.Array | np.float32
     restarts: jax.Array | NDArray[np.int32]
+    start_step: jax.Array | np.int32 = np.int32(0)
 
 
 def schedule_values(
@@ -69,13 +72,14 @@ def schedule_values(
     drop_factor: float = 0.1,
     milestones: Sequence[int] = (),
     rise_fraction: float = 0.25,
-    start_divisor: float = 25.0,
+    start_divisor: float = ONE_CYCLE_DIVISOR,
     final_divisor: float = 1e5,
     momentum_high: float = 0.95,
     momentum_low: float = 0.85,
     power: float = 2.0,
     restart_cycles: int = 4,
     restart_growth: float = 1.0,
+    start_step: int = 0,
 ) -> ScheduleValues:
     """Convert Python numbers to the runtime values of a schedule, on the host.
 
@@ -87,6 +91,7 @@ def schedule_values(
         power: as in `ScheduleValues`.
         restart_cycles: number of cycles, at most MOST_CYCLES.
         restart_growth: length of each cycle, divided by that of the previous one; the lengths are rounded.
+        start_step: as in `ScheduleValues`.
 
     Raises:
         ValueError: if a number is out of range, or there are too many milestones.
@@ -95,7 +100,7 @@ def schedule_values(
         ("peak", peak, 0, math.inf),
         ("total_steps", total_steps, 0, _NEVER - 1),
         ("warmup_steps", warmup_steps, 0, _NEVER - 1),
-        ("warmup_start", warmup_start, 0, 1),
+        ("warmup_start", warmup_start, 0, math.inf),
         ("final_fraction", final_fraction, 0, 1),
         ("drop_factor", drop_factor, 0, 1),
         ("rise_fraction", rise_fraction, 0, 1),
@@ -106,6 +111,7 @@ def schedule_values(
         ("power", power, 0, math.inf),
         ("restart_cycles", restart_cycles, 1, MOST_CYCLES),
         ("restart_growth", restart_growth, 1, math.inf),
+        ("start_step", start_step, 0, _NEVER - 1),
         *(("milestones", step, 0, _NEVER) for step in milestones),
     ):
         if not (low <= value <= high and math.isfinite(value)):
@@ -129,6 +135,7 @@ def schedule_values(
         momentum_low=np.float32(momentum_low),
         power=np.float32(power),
         restarts=_restarts(max(total_steps - warmup_steps, 0), restart_cycles, restart_growth),
+        start_step=np.int32(start_step),
     )
 
 
@@ -173,6 +180,7 @@ def learning_rate_at(schedule: ScheduleName, step: jax.Array, values: ScheduleVa
     if schedule not in _SHAPES:
         raise ValueError(f"schedule must be one of {', '.join(get_args(ScheduleName))}, got {schedule!r}")
     warmup = jnp.asarray(values.warmup_steps)
+    step = jnp.maximum(step - values.start_step, 0)
     shape = _SHAPES[schedule]
     after = shape(_Place(jnp.maximum(step - warmup, 0), jnp.asarray(step), values.total_steps - warmup), values)
     first = _first_rate(schedule, values)
@@ -187,6 +195,7 @@ def momentum_at(step: jax.Array, values: ScheduleValues) -> jax.Array:
     It is `momentum_high` until the warm-up is over. Then it follows half a cosine down to `momentum_low` at the peak of
     the learning rate, and half a cosine back up. `step` is as in `learning_rate_at`.
     """
+    step = jnp.maximum(step - values.start_step, 0)
     since = jnp.maximum(step - values.warmup_steps, 0)
     place = _Place(since, step, jnp.asarray(values.total_steps - values.warmup_steps))
     return _cycle(place, values, values.momentum_high, values.momentum_low, values.momentum_high)
@@ -197,8 +206,8 @@ class _Place(NamedTuple):
 
     Attributes:
         since: steps since the end of the warm-up.
-        step: steps since the start of the run.
-        length: steps from the end of the warm-up to the end of the run.
+        step: steps since the start of the cycle.
+        length: steps from the end of the warm-up to the end of the cycle.
     """
 
     since: jax.Array
