@@ -5,6 +5,7 @@ then gets its name by the rename of a folder. Not every network or FUSE file sys
 Orbax does without them. Instead of a list of such needs, this module does once what a snapshot does, with small files.
 """
 
+import os
 import secrets
 import shutil
 from pathlib import Path
@@ -70,7 +71,8 @@ def check_can_hold_snapshots(folder: Path) -> None:
 def _write(folder: Path) -> None:
     import tensorstore as ts
 
-    store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
+    # Normalised as Orbax does it: TensorStore takes no path with "..".
+    store = ts.KvStore.open({"driver": "file", "path": f"{os.path.normpath(folder)}/"}).result()
     store.write(_FILE, b"{}").result()
 
 
