@@ -21,9 +21,10 @@ from engine.commands import cli
 from engine.commands.step_report import report_lines, verdict
 from engine.program.flat_program import flatten_program
 from engine.program.looped_step import sample_of
-from engine.program.random_rounding import RandomRounding
-from engine.run.differences import MARGIN, Difference, compare, join
+from engine.program.random_rounding import RandomRounding, switches
+from engine.run.differences import LARGEST_EFFECT, MARGIN, Difference, compare, effect, join, largest_effect
 from engine.run.step_check import StepCheck
+from models.layers.pooling import global_max_pool, max_pool
 from tests.toy import Linear, toy_batch, toy_config
 
 # --- planted faults
@@ -284,6 +285,77 @@ def test_a_difference_does_not_depend_on_the_scale(sizes, factor):
     assert scaled.measured == pytest.approx(compare(one, one * (1 + factor), [one]).measured, rel=1e-9)
 
 
+def effect_beyond_switches(function, x):
+    """Return how far random rounding moves a gradient when every switch is held where it was."""
+    flat = flatten_program(jax.make_jaxpr(jax.grad(lambda x: (function(jnp.sin(x)) * WEIGHTS).sum()))(x))
+    numbers, held = switches(flat), {}
+    reference = flat.run([x], watch=lambda number, array: held.update({number: array} if number in numbers else {}))
+    return effect(reference, flat.run([x], change=RandomRounding(1, held)))
+
+
+WEIGHTS = np.linspace(1, 2, 7, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        # Half of the numbers are within a rounding of the bound.
+        lambda x: jnp.maximum(x - jnp.sin(0.5), 0).sum((0, 1, 2)),
+        lambda x: jax.nn.relu(x - jnp.sin(0.5)).sum((0, 1, 2)),
+        lambda x: jnp.abs(x - jnp.sin(0.5)).sum((0, 1, 2)),
+        lambda x: jnp.clip(x, jnp.sin(0.5), 0.7).sum((0, 1, 2)),
+        lambda x: jnp.where(x >= float(np.sin(np.float32(0.5))), x, 0.1 * x).sum((0, 1, 2)),
+        # Ties.
+        lambda x: max_pool(x, window=2, stride=2, padding=0).sum((0, 1, 2)),
+        lambda x: global_max_pool(x).sum(0),
+        lambda x: jnp.take_along_axis(x[0, 0], jnp.argmax(x[0, 0], axis=0)[None], axis=0)[0],
+    ],
+)
+def test_switches_and_ties_are_no_effect_of_rounding(function):
+    random = np.random.default_rng(0)
+    x = np.where(random.random((2, 4, 4, 7)) < 0.5, 0.5, random.normal(size=(2, 4, 4, 7))).astype(np.float32)
+    assert effect_beyond_switches(function, jnp.asarray(x)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.max((1, 2)).sum(0),
+        lambda x: jnp.where(x >= x.max((1, 2), keepdims=True), x, 0).sum((0, 1, 2)),
+        lambda x: jnp.where(x == jnp.sort(x, axis=1)[:, -1:], x, 0).sum((0, 1, 2)),
+        # All digits cancel.
+        lambda x: ((x + 1e7) - 1e7).sum((0, 1, 2)) * jnp.square((x + 1e7) - 1e7).sum((0, 1, 2)),
+    ],
+)
+def test_comparing_computed_numbers_for_equality_is_unstable(function):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4, 7)), jnp.float32)
+    assert effect_beyond_switches(function, x) > LARGEST_EFFECT
+
+
+@pytest.mark.integration
+def test_a_part_that_rounding_alone_moves_is_named():
+    found = check(Scoped(lambda x: jnp.where(x == x.max((1, 2), keepdims=True), x, 0)))
+    assert not found.is_right
+    assert next(iter(found.unstable)) == "forward/middle"
+    assert verdict(found).startswith("UNSTABLE in forward/middle and ")
+    assert not check(Scoped(global_maximum_by_index)).unstable
+
+
+def global_maximum_by_index(x):
+    return x + global_max_pool(x)[:, None, None]
+
+
+def test_how_far_rounding_moves_is_relative_to_the_norm_of_a_part():
+    ones, zeros = np.ones(4, np.float32), np.zeros(4, np.float32)
+    assert effect([ones], [ones * np.float32(1.5)]) == 0.5
+    # A sum that cancels is nothing beside the rest.
+    assert effect([ones, zeros + 1e-9], [ones, zeros - 1e-9]) < 1e-8
+    assert effect([zeros, np.arange(3)], [ones, np.arange(3) + 1]) == 0
+    assert effect([ones], [ones * np.float32(np.nan)]) == np.inf
+    assert largest_effect([np.float32, np.int32]) == LARGEST_EFFECT
+    assert largest_effect([np.float32, ml_dtypes.bfloat16]) == 0.25
+
+
 # --- the report
 
 
@@ -311,6 +383,9 @@ def test_the_verdict_on_a_right_step_states_the_rule():
     good = {"loss": difference()}
     text = verdict(StepCheck(1, 5, {"forward": difference()}, good, good))
     assert text.startswith(f"Rounding explains all differences. Allowed is {MARGIN:g} times")
+    unstable = StepCheck(1, 5, {"forward": difference()}, good, good, {"forward": 0.5, "loss": 0.1})
+    assert (unstable.is_explained, unstable.is_right) == (True, False)
+    assert "UNSTABLE in forward and 1 more part: rounding alone moves" in " ".join(report_lines(unstable))
     assert "not compared" in "\n".join(report_lines(StepCheck(1, 5, {"forward": difference()}, good, {})))
 
 

@@ -38,6 +38,17 @@ def verdict(check: "StepCheck") -> str:
         f"Allowed is {MARGIN:g} times the change (root mean square) that random rounding of each operation makes, "
         "because another order of the same operations rounds no worse."
     )
+    if check.unstable:
+        name, size = next(iter(check.unstable.items()))
+        num_others = len(check.unstable) - 1
+        others = f" and {num_others} more part{'s' * (num_others > 1)}" if num_others else ""
+        how_far = "to NaN or infinity" if size == float("inf") else f"by {size:.0%} of its norm"
+        return (
+            f"UNSTABLE in {printable_line(name)}{others}: rounding alone moves what leaves it {how_far}, and no "
+            "switch of a ReLU explains it. Either numbers cancel there, or a derivative compares numbers that XLA may "
+            "compute a second time with another rounding, as x == x.max() does: take the derivative at a stored index "
+            "(jnp.argmax, models.max_pool)."
+        )
     if check.is_explained:
         return f"Rounding explains all differences. {rule}"
     first = check.first_unexplained

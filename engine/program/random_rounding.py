@@ -2,16 +2,20 @@
 
 The changes that it causes further on show how much of a difference between two programs rounding explains (Monte Carlo
 arithmetic: Parker, Pierce and Eggert, 2000, "Monte Carlo arithmetic: how to gamble with floating point and win").
+
+A change of a number near a bound switches a ReLU, a choice between two numbers, and with it a derivative. Such switches
+can be held where they were, which shows what rounding does beyond them.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.program.flat_program import Operation
+from engine.program.flat_program import FlatProgram, Operation
 
 # These copy numbers, and so do not round.
 _EXACT = frozenset(
@@ -43,13 +47,17 @@ class RandomRounding:
 
     Args:
         seed: another seed gives other changes.
+        held: results by the number of their value, which are used in the place of those of their operations.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, held: Mapping[int, Any] | None = None) -> None:
         self._number = seed << 20
+        self._held = held or {}
 
     def __call__(self, operation: Operation, outputs: list[Any]) -> list[Any]:
         """Return the changed results of an operation."""
+        if operation.outputs and operation.outputs[0] in self._held:
+            return [self._held[operation.outputs[0]]]
         if operation.name in _EXACT:
             return outputs
         spread = math.sqrt(_num_terms(operation))
@@ -58,6 +66,33 @@ class RandomRounding:
     def _change(self, value: jax.Array, spread: float) -> jax.Array:
         self._number += 1
         return _disturb(value, np.uint32(self._number & 0xFFFFFFFF), np.float32(spread if spread > 1 else 0))
+
+
+def switches(flat: FlatProgram) -> frozenset[int]:
+    """Return the results, by number, that choose a side: of a bound, as a ReLU does, or of two numbers.
+
+    The choice between two numbers that are nearly equal matters little. Whether two computed numbers *are* equal is no
+    such choice: they may be the same number, computed twice with other roundings.
+    """
+    constant: set[int] = set()
+    extremes: set[tuple[int, int]] = set()
+    found = set()
+    for operation in flat.operations:
+        computed = [value for value in operation.inputs if value not in constant]
+        if not computed:
+            constant.update(operation.outputs)
+        elif operation.name in ("max", "min", "clamp"):
+            extremes.update((value, operation.outputs[0]) for value in computed)
+        elif operation.name in ("gt", "lt", "argmax", "argmin", "sign"):
+            found.add(operation.outputs[0])
+        elif operation.name in ("ge", "le", "eq", "ne"):
+            # The derivative of a larger of two numbers asks which of them it is; no rounding lies between.
+            is_side = operation.name in ("eq", "ne") and (
+                tuple(computed) in extremes or tuple(computed[::-1]) in extremes
+            )
+            if len(computed) == 1 or is_side:
+                found.add(operation.outputs[0])
+    return frozenset(found)
 
 
 @jax.jit

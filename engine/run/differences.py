@@ -3,7 +3,7 @@
 Owns the rule. Needs no jax.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 MARGIN = 4.0
 """How many times the effect of random rounding a difference may have."""
+LARGEST_EFFECT = 0.01
+"""How far rounding alone may move a part of a step, relative to its norm, unless its numbers are coarser."""
+_EFFECT_UNITS = 32.0  # the same in units of the coarsest numbers, for bfloat16
 _FLOOR_UNITS = 4.0  # below this many units of roundoff, a difference is rounding whatever the effect of random rounding
 _MOST_FLIPS = 2  # comparisons of floats that may turn out differently, besides those of random rounding
 
@@ -90,6 +93,30 @@ def compare(reference: Any, found: Any, disturbed: Sequence[Any]) -> Difference:
         allowed=MARGIN * max((_ratio(each, size) for each in effects), default=0.0) + _FLOOR_UNITS * unit,
         is_finite=is_finite,
     )
+
+
+def largest_effect(dtypes: Iterable[Any]) -> float:
+    """Return how far rounding alone may move a part of a step that computes with numbers of these dtypes."""
+    units = [float(ml_dtypes.finfo(dtype).eps) for dtype in map(np.dtype, dtypes) if _is_float(dtype)]
+    return max(LARGEST_EFFECT, _EFFECT_UNITS * max(units, default=0.0))
+
+
+def effect(reference: Sequence[Any], disturbed: Sequence[Any]) -> float:
+    """Return how far a disturbance moved some values together: the norm of the differences relative to their norm.
+
+    Together, because a sum that cancels, as the gradient of a bias before a norm, is nothing but rounding. Only floats
+    count; 0 if all are 0, and infinite if the disturbance makes NaN or infinity of one.
+    """
+    pairs = [[np.asarray(each) for each in pair] for pair in zip(reference, disturbed, strict=True)]
+    wide = [[each.astype(np.float64).ravel() for each in pair] for pair in pairs if _is_float(pair[0].dtype)]
+    if not wide:
+        return 0.0
+    if not all(_same_places(*pair) for pair in wide):
+        return float("inf")
+    gaps = np.concatenate([_gaps(*pair) for pair in wide])
+    numbers = np.concatenate([one[np.isfinite(one)] for one, _ in wide])
+    size = _root_mean_square(numbers) * len(numbers) ** 0.5
+    return _root_mean_square(gaps) * len(gaps) ** 0.5 / size if size else 0.0
 
 
 def join(differences: Sequence[Difference]) -> Difference:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,16 +16,18 @@ from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, Ev
 from engine.images.own_augment import OwnAugmentation
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
+from engine.program.flat_program import Operation
 from engine.program.looped_step import StepProgram, sample_of
-from engine.program.random_rounding import RandomRounding
+from engine.program.random_rounding import RandomRounding, switches
 from engine.program.train_state import TrainModel, TrainState
 from engine.run.compilation import caching_compilations, compile_traced, trace_ahead
-from engine.run.differences import Difference, compare, join
+from engine.run.differences import Difference, compare, effect, join, largest_effect
 from engine.run.first_batch import look_at_first_batch
 from engine.run.launch import Launch
 from engine.run.open_run import open_run
 from engine.run.parts import OwnParts
 from engine.run.signals import call_on_worker
+from engine.scopes import Scope
 from engine.settings import SettingError
 from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.update import Schedule
@@ -43,6 +46,8 @@ class StepCheck:
             operations.
         results: likewise for the results of that loop: "loss", "weights", "batch statistics", "optimizer".
         program: likewise for the results of the run's own program; empty if one step of it takes several batches.
+        unstable: the parts of the step, scopes and results, that rounding alone moves too far even if no ReLU and no
+            choice between two numbers switches, and how far, relative to their norm.
     """
 
     step: int
@@ -50,6 +55,12 @@ class StepCheck:
     scopes: Mapping[str, Difference]
     results: Mapping[str, Difference]
     program: Mapping[str, Difference]
+    unstable: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def is_right(self) -> bool:
+        """Whether rounding explains every difference, and moves no part of the step too far."""
+        return self.is_explained and not self.unstable
 
     @property
     def is_explained(self) -> bool:
@@ -95,8 +106,10 @@ def check_step_of(config: TrainConfig, parts: OwnParts, notify: Callable[[str], 
                                found=len(launch.team.devices))  # fmt: skip
         program = _step_program(launch)
         notify(f"running {len(program.flat.operations):,} operations one by one, {1 + _DISTURBED_RUNS} times")
-        observed = [_Observed.of(program)]
+        held = _Switches(switches(program.flat))
+        observed = [_Observed.of(program, held)]
         observed += [_Observed.of(program, RandomRounding(seed)) for seed in range(1, 1 + _DISTURBED_RUNS)]
+        unstable = _find_unstable(program, observed, held, notify)
         notify("compiling a loop of the same operations")
         looped = _run_looped(program, deterministic=config.deterministic)
         step = launch.start.step + 1
@@ -107,16 +120,51 @@ def check_step_of(config: TrainConfig, parts: OwnParts, notify: Callable[[str], 
             whole = _run_whole(run.launch, step)
     scopes: dict[str, list[Difference]] = {}
     for value, scope in program.watched.items():
-        name = "/".join(filter(None, (scope.action, scope.path)))
         samples = [each.samples[value] for each in (observed[0], looped, *observed[1:])]
-        scopes.setdefault(name, []).append(compare(samples[0], samples[1], samples[2:]))
+        scopes.setdefault(_name_of(scope), []).append(compare(samples[0], samples[1], samples[2:]))
     return StepCheck(
         step=step,
         num_operations=len(program.flat.operations),
         scopes={name: join(found) for name, found in scopes.items()},
         results=_compare_results(observed, looped.results),
         program={} if whole is None else _compare_results(observed, whole),
+        unstable=unstable,
     )
+
+
+def _name_of(scope: Scope) -> str:
+    return "/".join(filter(None, (scope.action, scope.path)))
+
+
+class _Switches:
+    """Keeps the results of switches of the first run, without changing anything."""
+
+    def __init__(self, numbers: frozenset[int]) -> None:
+        self._numbers = numbers
+        self.found: dict[int, Any] = {}
+
+    def __call__(self, operation: Operation, outputs: list[Any]) -> list[Any]:
+        self.found |= {number: each for number, each in zip(operation.outputs, outputs, strict=True)
+                       if number in self._numbers}  # fmt: skip
+        return outputs
+
+
+def _find_unstable(
+    program: StepProgram, observed: "list[_Observed]", held: _Switches, notify: Callable[[str], None]
+) -> dict[str, float]:
+    """Return the parts that random rounding moves too far; if it does, also with every switch where it was."""
+    dtypes = {value.aval.dtype for each in program.flat.operations for value in each.equation.outvars}
+    limit = largest_effect(dtype for dtype in dtypes if not jnp.issubdtype(dtype, jax.dtypes.extended))
+    reference = observed[0].parts(program)
+
+    def moved(disturbed: "_Observed") -> dict[str, float]:
+        found = {name: effect(reference[name], part) for name, part in disturbed.parts(program).items()}
+        return {name: size for name, size in found.items() if size > limit}
+
+    if not any(map(moved, observed[1:])):
+        return {}
+    notify("rounding moves a part by more than allowed: running the operations once more, with every switch held")
+    return moved(_Observed.of(program, RandomRounding(1, held.found)))
 
 
 def _step_program(launch: Launch) -> StepProgram:
@@ -150,6 +198,13 @@ class _Observed:
         results = call_on_worker(partial(program.flat.run, program.arguments, watch, change))
         state, outcome = program.name_results(results)
         return cls(samples, _results_of(state, outcome.loss))
+
+    def parts(self, program: StepProgram) -> dict[str, list[Any]]:
+        """Return what was seen of each scope, and of each result, by its name."""
+        found: dict[str, list[Any]] = {}
+        for value, scope in program.watched.items():
+            found.setdefault(_name_of(scope), []).append(self.samples[value])
+        return found | self.results
 
 
 def _results_of(state: TrainState, loss: Any) -> Results:
