@@ -110,7 +110,8 @@ def check_reach(
     rounded = jnp.float32(1 + _UPDATE_ROUNDINGS * max((float(each.eps) for each in dtypes), default=0.0))
 
     def widened(reach: Reach) -> Reach:
-        return Reach(*(each * rounded for each in follow(reach)))
+        # In float32 also where 64-bit mode computes in float64; what overflows there counts as near.
+        return Reach(*((each * rounded).astype(jnp.float32) for each in follow(reach)))
 
     def looked(before: tuple[Any, Any, Any], gradients: Any) -> tuple[jax.Array, Reach]:
         trained, opt_state, average = before
