@@ -30,9 +30,9 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 IMAGES = Path(__file__).parent / "images"
 COLUMNS = 84
-STEPS = 1000
-MIDDLE = 400
-ARGUMENTS = ["--data", "data/demo", "--steps", str(STEPS), "--batch", "128", "--eval-every", "250"]
+
+STEPS, MIDDLE = 1000, 400  # of the recipe
+ARGUMENTS = ["--recipe", "demo", "--data", "data/demo", "--eval-every", "250"]
 # An SVG that an <img> shows loads no font: any of the reader's own monospaced ones will do, set to rich's widths.
 _FONT = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
 
