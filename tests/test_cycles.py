@@ -197,6 +197,15 @@ def test_a_cycle_compiles_nothing(packed, tmp_path):
     assert train(config, model=Linear()).from_cache
 
 
+def test_a_run_with_a_cycle_is_no_model_for_a_new_one(packed, tmp_path):
+    train(settings_of(packed, tmp_path / "run", schedule="cosine", model="auto"), model=Linear())
+    train(replace(run_settings(tmp_path / "run"), resume=True, append_epochs=1), model=Linear())
+    again = replace(run_settings(tmp_path / "run"), run_dir=str(tmp_path / "new"), resume=False)
+    with pytest.raises(ValueError, match="a new run has no appended cycle, got cycle_start_steps 20: give 0, and the"):
+        train(again, model=Linear())
+    assert not list((tmp_path / "new").glob("*"))
+
+
 def test_a_run_with_a_cycle_is_not_resumed_from_before_it(packed, unhurried, tmp_path):
     train(settings_of(packed, tmp_path / "run", schedule="cosine"), model=Linear())
     train(replace(run_settings(tmp_path / "run"), resume=True, append_epochs=1), model=Linear())

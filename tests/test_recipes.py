@@ -190,6 +190,15 @@ def test_the_shipped_files_are_toml_of_lines_that_fit():
         tomllib.loads(text)
 
 
+def test_a_recipe_takes_steps_in_epochs(tmp_path):
+    (tmp_path / "mine.toml").write_text('[settings]\nsteps = "4e"\nwarmup_steps = "0.5e"\neval_every_steps = "1e"\n')
+    found = load_recipe(tmp_path / "mine.toml").settings
+    assert found == {"epochs": 4.0, "warmup_epochs": 0.5, "eval_every_epochs": 1.0}
+    (tmp_path / "mine.toml").write_text('[settings]\nepochs = 4\nsteps = "4e"\n')
+    with pytest.raises(RecipeError, match="epochs and steps must not both be given, got 4 and 4e: leave one out"):
+        load_recipe(tmp_path / "mine.toml")
+
+
 def test_a_recipe_file_of_your_own_is_accepted(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text(SOUND)
     (tmp_path / "other").write_text(SOUND)
@@ -298,11 +307,18 @@ def test_the_record_of_a_run_is_a_recipe(tmp_path):
     path = record_run(tmp_path / "run", config)
     recipe = load_recipe(path)
     assert (recipe.name, recipe.source) == ("run", str(path))
-    per_run = {name for name, each in SETTINGS.items() if each.on_resume is OnResume.PER_LAUNCH}
+    kinds = (OnResume.PER_LAUNCH, OnResume.COMPUTED)
+    per_run = {name for name, each in SETTINGS.items() if each.on_resume in kinds}
     assert recipe.settings == {name: value for name, value in config.to_json().items() if name not in per_run}
     # The steps were counted from the epochs, and so give way to them.
     merged = merge_options(OptionSource("recipe run", recipe.settings), OptionSource("command line", {"batch": 8}))
     assert TrainConfig.from_json(merged.settings) == TrainConfig(epochs=2, batch=8, learning_rate=0.5, decay_all=True)
+
+
+def test_a_run_with_an_appended_cycle_is_no_recipe(tmp_path):
+    path = record_run(tmp_path / "run", TrainConfig(cycle_start_steps=20, cycle_start_rate=0.01))
+    with pytest.raises(RecipeError, match="a recipe must have one cycle, but the run had others appended"):
+        load_recipe(path)
 
 
 def test_a_record_that_was_changed_or_has_a_model_of_your_own_is_refused(tmp_path):
@@ -412,6 +428,7 @@ RECIPE = LoadedRecipe("mine", {"steps": 9, "batch": 8, "flip": 0.5}, expected="1
     [
         ({}, True),
         ({"data": "elsewhere", "prefetch": 7, "cache": "x", "snapshot_every_steps": 2, "eval_every_steps": 3}, True),
+        ({"snapshot_every_steps": "0.5e", "eval_every_steps": "1e"}, True),
         ({"seed": 7, "kernels": "xla"}, True),  # the text says for which it holds
         ({"flip": 0.4}, False),
         ({"flip": 0.0}, False),

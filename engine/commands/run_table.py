@@ -24,7 +24,7 @@ _SETTING_RANKS, _SPEED_RANK, _AGE_RANK, _LEAST_RANK = (5, 7, 8), 6, 15, 20
 # Settings that most often tell why one run is better than another, and groups and settings that seldom do.
 _TELLING = ("learning_rate", "model", "optimizer", "schedule", "batch", "precision")
 _SELDOM_TELLING = (INFEED, OUTPUT, MONITORING, COMPILATION, DATA)
-_LESS_TELLING = ("seed", "steps", "epochs", "num_classes", "eval_every_steps")
+_LESS_TELLING = ("seed", "steps", "epochs", "num_classes", "eval_every_steps", "eval_every_epochs")
 
 
 @dataclass(frozen=True)

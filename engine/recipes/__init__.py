@@ -30,7 +30,8 @@ _TEXTS = {
     "hardware": "where it ran, and for how long",
 }
 _TABLE = "settings"
-_OF_A_RECIPE = tuple(name for name, each in SETTINGS.items() if each.on_resume is not OnResume.PER_LAUNCH)
+_NOT_OF_A_RECIPE = (OnResume.PER_LAUNCH, OnResume.COMPUTED)
+_OF_A_RECIPE = tuple(name for name, each in SETTINGS.items() if each.on_resume not in _NOT_OF_A_RECIPE)
 
 
 class RecipeError(ConfigError):
@@ -148,6 +149,11 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
     for name, part in OWN_PARTS.items():
         if any(name in recorded.resolved.get(key, ()) for key in ("own_parts", NAMED_PARTS)):
             raise RecipeError(str(path), (_NEEDS_OWN_PART.format(part=part.label.removeprefix("a ")),))
+    if recorded.config.cycle_start_steps:
+        raise RecipeError(
+            str(path),
+            ("a recipe must have one cycle, but the run had others appended (--append-epochs): use another run",),
+        )
     settings = {name: value for name, value in recorded.config.to_json().items() if name in _OF_A_RECIPE}
     unnamed_data = ""
     if settings["data"] is None:

@@ -16,6 +16,7 @@ _WITHOUT_EFFECT = {
     "cache",
     "cache_gb",
     "eval_every_steps",
+    "eval_every_epochs",
     "deterministic",
     "seed",
     "kernels",

@@ -135,14 +135,22 @@ def append_cycle(
     )
 
 
-def check_cycle(config: TrainConfig, steps_done: int) -> None:
+def check_cycle(config: TrainConfig, steps_done: int, *, is_new: bool) -> None:
     """Raise ValueError if a run would begin before the current cycle of its schedule, which does not know what was."""
-    if steps_done < config.cycle_start_steps:
-        raise ValueError(
-            f"a run with an appended cycle must be resumed from step {config.cycle_start_steps:,}, at which the cycle "
-            f"begins, or later, but its newest readable snapshot is of step {steps_done:,}: restore a later one, or "
-            "start another run"
+    if steps_done >= config.cycle_start_steps:
+        return
+    if is_new:
+        raise SettingError(
+            "cycle_start_steps",
+            "a new run has no appended cycle, got {setting} {found:,}: give 0, and the {steps} and {learning_rate} of "
+            "the whole run",
+            found=config.cycle_start_steps,
         )
+    raise ValueError(
+        f"a run with an appended cycle must be resumed from step {config.cycle_start_steps:,}, at which the cycle "
+        f"begins, or later, but its newest readable snapshot is of step {steps_done:,}: restore a later one, or start "
+        "another run"
+    )
 
 
 def _check_length_is_kept(config: TrainConfig, recorded: TrainConfig) -> None:

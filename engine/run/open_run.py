@@ -113,12 +113,12 @@ def open_run(
             # Before anything that is computed from the data, such as the steps of an epoch.
             check_manifest(data, recorded)
             config = append_cycle(config, recorded.config, start.step, data.num_images, data.description, notify)
-            check_cycle(config, start.step)
+        if recorded is not None or not is_dry:
+            check_cycle(config, start.step, is_new=recorded is None)
         given = config
         config = settle_epochs(config, data.num_images, data.description, notify)
         is_evaluated, has_folder = data.evaluation is not None, place.path is not None
-        # Of several processes, the first alone has the folder.
-        is_kept = has_folder or is_dry or this_process().count > 1
+        is_kept = has_folder or is_dry or this_process().count > 1  # of several processes, the first has the folder
         config = settle_evaluations(config, data.num_images, is_evaluated=is_evaluated and is_kept)
         check_same_everywhere(config, data.manifest_digest)
         if recorded is None:
