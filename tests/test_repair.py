@@ -109,6 +109,15 @@ def test_an_interrupted_repair_is_continued(tmp_path, source):
     assert files_of(tmp_path) == expected
 
 
+def test_a_killed_repair_of_a_pack_in_parts_is_continued(tmp_path, source):
+    location, settings = open_location(str(tmp_path)).child("train"), settings_for(source)
+    pack_part(source, location, settings, Part(1, 1))
+    expected = files_of(tmp_path)
+    (tmp_path / "train/pixels/c/1/0/0").rename(tmp_path / "train/pixels/c/1/0/0.__lock")
+    assert finish_parts(source, location, settings).repaired == ("pixels/c/1/0/0",)
+    assert files_of(tmp_path) == expected
+
+
 def test_other_pixels_of_the_source_are_not_written(tmp_path, source, monkeypatch):
     pack(source, tmp_path)
     lost = tmp_path / "train/pixels/c/1/0/0"

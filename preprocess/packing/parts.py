@@ -262,6 +262,7 @@ def finish_job(job: SplitJob, on_progress: OnProgress | None = None) -> PackResu
         journal = Journal(location, owner)
         manifest = job.manifest()
         if manifest is not None:
+            delete_lock_files(location)
             repaired = make_whole(job.source, job.targets, location, journal, job.settings, manifest, on_progress)
             _clean_up(job, journal, manifest)
             return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0, repaired=repaired)
