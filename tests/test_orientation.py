@@ -3,14 +3,16 @@
 import io
 import struct
 import zlib
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from preprocess.decoding.formats import open_pixels, sniff
+from preprocess.decoding import formats
+from preprocess.decoding.formats import open_pixels, sniff, strip_png
 from preprocess.decoding.notes import NOTHING, DecodeNotes
-from preprocess.decoding.orientation import choose_orientation, png_text, turn_upright
+from preprocess.decoding.orientation import png_text, turn_upright
 
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 10, 3), np.uint8))
 
@@ -75,10 +77,25 @@ def test_the_raw_profile_of_a_png_counts_without_a_chunk_of_its_own(orientation,
 
 def test_a_text_after_the_pixels_counts():
     plain = encoded("PNG")
-    payload = b"XML:com.adobe.xmp\0\0\0\0\0" + xmp(6).encode()
-    chunk = struct.pack(">I", len(payload)) + b"iTXt" + payload + struct.pack(">I", zlib.crc32(b"iTXt" + payload))
+    chunk = text_chunk(b"iTXt", bytes(4) + xmp(6).encode())
     end = plain.index(b"IEND") - 4
     assert check_as_pillow(plain[:end] + chunk + plain[end:]).size == (6, 10)
+
+
+@pytest.mark.parametrize("kind", [b"tEXt", b"zTXt"])
+def test_of_thousands_of_texts_only_the_last_is_unpacked(kind, monkeypatch):
+    unpack = Mock(side_effect=png_text)
+    monkeypatch.setattr(formats, "png_text", unpack)
+    plain = encoded("PNG")
+    texts = [xmp(6 if number == 999 else 3).encode() for number in range(1000)]
+    chunks = [text_chunk(kind, each if kind == b"tEXt" else b"\0" + zlib.compress(each)) for each in texts]
+    assert check_as_pillow(plain[:33] + b"".join(chunks) + plain[33:]).size == (6, 10)
+    assert unpack.call_count == 1
+
+
+def text_chunk(kind, content):
+    payload = b"XML:com.adobe.xmp\0" + content
+    return struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +103,7 @@ def test_a_text_after_the_pixels_counts():
     [
         (b"tEXt", b"Comment\0tiff:Orientation=\"6"),
         (b"tEXt", b"XML:com.adobe.xmp"),
+        (b"tEXt", b"XML:com.adobe.xmp\0"),
         (b"zTXt", b"XML:com.adobe.xmp\0\0damaged"),
         (b"zTXt", b"XML:com.adobe.xmp\0\0" + zlib.compress(bytes(2**20) + xmp(6).encode())),
         (b"iTXt", b"XML:com.adobe.xmp\0\1\0\0"),
@@ -95,4 +113,6 @@ def test_a_text_after_the_pixels_counts():
     ],
 )  # fmt: skip
 def test_a_text_without_an_orientation_is_ignored(kind, payload):
-    assert choose_orientation(*png_text(kind, payload)) == 1
+    plain = encoded("PNG")
+    chunk = struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
+    assert strip_png(plain[:33] + chunk + plain[33:]) == (plain, 1)

@@ -2,6 +2,8 @@
 
 import io
 import re
+import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from preprocess.commands.cli import main
 from preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
 from preprocess.decoding.formats import open_pixels, sniff
 from preprocess.decoding.notes import NOTHING, DecodeNotes
+from tests.test_levels import SIZE, opaque, png, tiff
 
 HEIGHT, WIDTH = 64, 80
 
@@ -128,6 +131,31 @@ def test_the_directory_of_a_tiff_may_be_at_its_end():
     whole = encoded("TIFF", compression="tiff_lzw")
     with pytest.raises(DecodeError, match="it is truncated before its first row"):
         decode_image(whole[: len(whole) // 2], ResizeRule(truncated="keep"))
+
+
+@pytest.mark.parametrize("options", [{"levels": "0:4095"}, {}], ids=["levels", "sBIT"])
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_what_is_kept_of_16_bit_colour_is_scaled(channels, options):
+    values, wanted = opaque(channels)
+    wholes = [png(values, {2: 4, 3: 2, 4: 6}[channels], None if options else [12] * channels)]
+    wholes += [tiff(values, order, None if options else 4095) for order in (b"II", b"MM") if channels > 2]
+    rule = ResizeRule(SIZE, SIZE, "nearest", truncated="keep", **options)
+    for whole in wholes:
+        found = decode_image(whole[: len(whole) * 3 // 4], rule)
+        num_equal = int((found == wanted).all(axis=(1, 2)).sum())
+        assert SIZE // 2 <= num_equal < SIZE
+        np.testing.assert_array_equal(found[:num_equal], wanted[:num_equal])
+        np.testing.assert_array_equal(decode_image(wholes[0][:-12], rule), wanted)  # without IEND
+
+
+def test_the_memory_for_a_truncated_webp_depends_on_the_file_not_on_the_size_that_it_states():
+    cut = bytearray(FILES["lossy WebP"]()[:-100])
+    cut[4:8] = cut[16:20] = struct.pack("<I", 2**28)
+    tracemalloc.start()
+    with pytest.raises(DecodeError, match="it is truncated before its first row"):
+        decode_image(bytes(cut), ResizeRule(truncated="keep"))
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
 
 
 def test_the_command_says_how_much_is_there_and_keeps_it_if_told(tmp_path):

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from PIL import Image, ImageFile
@@ -32,8 +33,15 @@ from preprocess.decoding.depth import read_low_bytes, values_of_file
 from preprocess.decoding.format_bounds import bounded, check_jpeg_scans
 from preprocess.decoding.levels import Levels
 from preprocess.decoding.notes import DecodeNotes
-from preprocess.decoding.orientation import EXIF_HEADER, XMP_HEADER, choose_orientation, png_text
-from preprocess.decoding.truncation import is_cut, salvage
+from preprocess.decoding.orientation import (
+    EXIF_HEADER,
+    PNG_KEYWORDS,
+    XMP_HEADER,
+    choose_orientation,
+    parse_raw_profile,
+    png_text,
+)
+from preprocess.decoding.truncation import Load, is_cut, load_part, salvage
 
 # The chunks that a PNG decoder needs; all others (text, profiles, animation) are metadata.
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -129,14 +137,16 @@ def open_pixels(
     """
     reader = _Reader(known, max_pixels, admit)
     name = known.name
+    load: Load = reader.load
     try:
         content, exif, xmp, is_turned_anew = _without_metadata(encoded, name, max_pixels, levels)
-        image: Image.Image = reader.load(content)
+        image = reader.load(content)
     except Exception as error:
         if isinstance(error, MemoryError) or not is_cut(error, encoded, name):
             raise
         content, exif, xmp, is_turned_anew = _without_metadata(encoded, name, max_pixels, levels, is_cut=True)
         image = _salvaged(content, name, reader, error, note, keep=keep_truncated)
+        load = partial(load_part, reader.load)
     if name == "PNG":
         _scale_transparent_grey(image, encoded)
     if name in ("WebP", "GIF"):
@@ -146,7 +156,7 @@ def open_pixels(
         note(DecodeNotes(num_changed=1))
     deep = None if name == "PPM" and levels is not None else values_of_file(encoded, name, image)
     if deep is not None and image.mode in ("RGB", "RGBA") and name != "PPM" and (levels or deep.white):
-        deep = replace(deep, low_bytes=read_low_bytes(content, reader.load))
+        deep = replace(deep, low_bytes=read_low_bytes(content, load))
     # Pillow applies the orientation of a TIFF itself.
     return OpenedImage(image, choose_orientation(exif, xmp), deep)
 
@@ -319,8 +329,7 @@ def _split_png(encoded: bytes, *, is_cut: bool = False) -> tuple[bytes, bytes | 
     """
     kept = [(0, len(_PNG_SIGNATURE))]
     exif: bytes | None = None
-    raw_profile: bytes | None = None
-    xmp: bytes | None = None
+    texts: dict[bytes, tuple[bytes, bytes]] = {}
     position = len(_PNG_SIGNATURE)
     num_chunks = 0
     while position + 8 <= len(encoded):
@@ -340,12 +349,15 @@ def _split_png(encoded: bytes, *, is_cut: bool = False) -> tuple[bytes, bytes | 
         elif kind == b"eXIf":
             exif = encoded[position + 8 : stop - 4]
         elif kind in _PNG_TEXTS and stop <= len(encoded):
-            found_profile, found_xmp = png_text(kind, encoded[position + 8 : stop - 4])
-            raw_profile, xmp = found_profile or raw_profile, found_xmp or xmp
+            for keyword in PNG_KEYWORDS:
+                if encoded.startswith(keyword + b"\0", position + 8, stop - 4):
+                    texts[keyword] = kind, encoded[position + 9 + len(keyword) : stop - 4]
         if kind == b"tRNS" and _png_depth_and_colour(encoded) == (16, _PNG_RGB):
             raise ValueError("a 16-bit colour is marked as transparent (tRNS); save the image with an alpha channel")
         position = stop
-    return _joined(encoded, kept), exif, raw_profile, xmp
+    # The last ones count. No others are unpacked, of which a small file may have thousands.
+    raw_profile, xmp = (png_text(*texts[keyword]) if keyword in texts else None for keyword in PNG_KEYWORDS)
+    return _joined(encoded, kept), exif, None if raw_profile is None else parse_raw_profile(raw_profile), xmp
 
 
 def _joined(encoded: bytes, parts: Sequence[tuple[int, int]]) -> bytes:

@@ -19,7 +19,8 @@ XMP_HEADER = b"http://ns.adobe.com/xap/1.0/\0"
 """The beginning of an APP1 segment of a JPEG file that holds an XMP packet."""
 
 _XMP = re.compile(rb'tiff:Orientation(="|>)([0-9])')
-_XMP_KEYWORD, _RAW_PROFILE_KEYWORD = b"XML:com.adobe.xmp", b"Raw profile type exif"
+PNG_KEYWORDS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
+"""The keywords of the PNG texts that hold EXIF data and an XMP packet."""
 # Pillow's limit for a text; more is no packet of a camera or an editor.
 _MAX_TEXT_BYTES = 1 << 20
 # The name, its length and the profile in hexadecimal digits, each on its own lines.
@@ -70,31 +71,30 @@ def exif_orientation(exif: bytes) -> int | None:
     return None
 
 
-def png_text(kind: bytes, payload: bytes) -> tuple[bytes | None, bytes | None]:
-    """Return the EXIF data and the XMP packet in a text chunk of a PNG file (tEXt, zTXt or iTXt), each None if absent.
+def png_text(kind: bytes, content: bytes) -> bytes | None:
+    """Return the text of a PNG text chunk (tEXt, zTXt or iTXt) whose content follows its keyword and a NUL byte.
 
-    A text that is damaged or longer than 1 MiB is ignored.
+    A text that is damaged, or longer than 1 MiB if it is compressed, is None.
     """
-    keyword, separator, rest = payload.partition(b"\0")
-    if not separator or keyword not in (_XMP_KEYWORD, _RAW_PROFILE_KEYWORD):
-        return None, None
     is_compressed = kind == b"zTXt"
+    text = content[1:] if is_compressed else content
     if kind == b"iTXt":
-        is_compressed = rest[:1] == b"\1"
-        parts = rest[2:].split(b"\0", 2)  # the language, the keyword in it, and the text
-        rest = rest[1:2] + parts[2] if len(parts) == 3 else b""
-    if is_compressed:
-        unpacked = zlib.decompressobj()
-        try:
-            text = unpacked.decompress(rest[1:], _MAX_TEXT_BYTES)
-        except zlib.error:
-            return None, None
-        if unpacked.unconsumed_tail:
-            return None, None
-    else:
-        text = rest[1:] if kind == b"iTXt" else rest
-    if keyword == _XMP_KEYWORD:
-        return None, text
+        parts = content[2:].split(b"\0", 2)  # the language, the keyword in it, and the text
+        if len(parts) < 3:
+            return None
+        is_compressed, text = content[:1] == b"\1", parts[2]
+    if not is_compressed:
+        return text
+    unpacked = zlib.decompressobj()
+    try:
+        text = unpacked.decompress(text, _MAX_TEXT_BYTES)
+    except zlib.error:
+        return None
+    return None if unpacked.unconsumed_tail else text
+
+
+def parse_raw_profile(text: bytes) -> bytes | None:
+    """Return the EXIF data in the text "Raw profile type exif", None if it is damaged."""
     with suppress(ValueError):
-        return bytes.fromhex(b"".join(text.split(b"\n")[_PROFILE_HEADER_LINES:]).decode("ascii")), None
-    return None, None
+        return bytes.fromhex(b"".join(text.split(b"\n")[_PROFILE_HEADER_LINES:]).decode("ascii"))
+    return None

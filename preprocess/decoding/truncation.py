@@ -29,12 +29,16 @@ _JPEG_NOISE = tuple(
     for first in (0x00, 0x55, 0xAA, 0xFE)
 )
 _JPEG_SCAN, _JPEG_COEFFICIENTS = 0xDA, 64
+# Matched in C, because damaged files may have millions of fill bytes.
+_JPEG_SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd9\xff]")
 _GIF_END = b";"
 # In the messages of Pillow's plugins about a file, or a header of it, that ends too early.
 _ENDS_EARLY = ("truncated", "not enough image data", "unpack", "reached eof")
 _JPEG_RESTART = re.compile(rb"\xff[\xd0-\xd7]")
 _JPEG_RESTART_INTERVAL = b"\xff\xdd"
 _WEBP_TAILS = (0, 4, 16, 64, 256)
+# The file itself says how much is missing, and the memory for that is not in any budget.
+_MAX_WEBP_MISSING_SHARE, _MAX_WEBP_MISSING_BYTES = 16, 64 * 2**20
 _VP8_HEADER_BYTES = 10
 # Rows are compared in pieces, and large images with one continuation only, which bounds the memory and the time.
 _COMPARED_PIXELS, _MANY_PIXELS = 2**20, 2**24
@@ -146,12 +150,9 @@ def _jpeg_scans(encoded: bytes) -> tuple[int, bool]:
     components: set[int] = set()
     position, num_scans = 2, 0
     is_progressive = False
-    while (position := encoded.find(b"\xff", position)) >= 0 and position + 4 <= len(encoded):
-        marker = encoded[position + 1]
-        if marker in (0x00, 0xFF, 0x01) or 0xD0 <= marker <= 0xD9:
-            position += 1 if marker == 0xFF else 2
-            continue
-        payload = encoded[position + 4 : position + 2 + int.from_bytes(encoded[position + 2 : position + 4])]
+    while (found := _JPEG_SEGMENT.search(encoded, position)) is not None and found.end() + 2 <= len(encoded):
+        marker, start = encoded[found.end() - 1], found.end() + 2
+        payload = encoded[start : found.end() + int.from_bytes(encoded[found.end() : start])]
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             is_progressive = marker in (0xC2, 0xC6, 0xCA, 0xCE)
             components = {payload[6 + 3 * at] for at in range(payload[5])}
@@ -163,7 +164,7 @@ def _jpeg_scans(encoded: bytes) -> tuple[int, bool]:
             for at in range(count):
                 for coefficient in range(first, last + 1):
                     precision[payload[1 + 2 * at], coefficient] = bits & 15
-        position += 4 + len(payload)
+        position = start + len(payload)
     wanted = {(each, coefficient) for each in components for coefficient in range(_JPEG_COEFFICIENTS)}
     return num_scans, all(precision.get(each) == 0 for each in wanted)
 
@@ -172,7 +173,7 @@ def _salvage_webp(encoded: bytes, load: Load) -> Salvaged | None:
     """Decode the file continued with zeros, and with some of its last bytes replaced by zeros, too."""
     missing = _riff_bytes(encoded) - len(encoded)
     place = _webp_picture(encoded)
-    if place is None:
+    if place is None or missing > min(_MAX_WEBP_MISSING_SHARE * len(encoded), _MAX_WEBP_MISSING_BYTES):
         return None
     kind, start, stop = place
     if stop <= len(encoded):
@@ -221,29 +222,38 @@ def _riff_bytes(encoded: bytes) -> int:
 
 def _salvage_filled(encoded: bytes, load: Load) -> Salvaged:
     """Decode onto black and onto white: the rows that are there are equal."""
-    black, white = (_decode_onto(encoded, load, at) for at in (0, 1))
+    black, white = (load_part(load, encoded, fill=fill) for fill in (0, 1))
     return Salvaged(black, int(_equal_rows(black, white).sum()))
 
 
-def _decode_onto(encoded: bytes, load: Load, at: int) -> Image.Image:
-    """Decode as much as possible of a file into an image that is filled beforehand."""
+def load_part(
+    load: Load, encoded: bytes, prepare: Callable[[ImageFile.ImageFile], None] = lambda _: None, *, fill: int = 0
+) -> Image.Image:
+    """Decode as much as possible of a file into an image that is filled beforehand, with 0 or else the largest value.
+
+    Raises:
+        Exception: as ``load``, but not because the file ends too early for its pixels.
+    """
     opened: list[Any] = []
 
-    def fill(image: ImageFile.ImageFile) -> None:
+    def prepare_filled(image: ImageFile.ImageFile) -> None:
+        prepare(image)
         opened.append(image)
-        prepare = image.load_prepare
+        make = image.load_prepare
 
-        def prepare_filled() -> None:
-            prepare()
-            value = (_DEEP_FILLS if image.mode[0] in "IF" else _FILLS)[at]
+        def make_filled() -> None:
+            make()
+            value = (_DEEP_FILLS if image.mode[0] in "IF" else _FILLS)[fill]
             bands = len(image.getbands())
             image.im.paste(value if bands == 1 else (value,) * bands, (0, 0, *image.im.size))
 
-        image.load_prepare = prepare_filled  # type: ignore[method-assign]
+        image.load_prepare = make_filled  # type: ignore[method-assign]
 
     try:
-        return load(encoded, fill)
+        return load(encoded, prepare_filled)
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error):
+        if not opened:
+            raise
         image: Image.Image = opened[-1]
         image.tile = []  # type: ignore[attr-defined] # what was decoded is all that there is
         image.load()
