@@ -1,5 +1,6 @@
 """A finished split that lost files is not called complete: they are packed again to the same bytes, or named."""
 
+import errno
 import os
 import shutil
 
@@ -10,6 +11,7 @@ import tensorstore as ts
 from preprocess.packing.pack import pack_split
 from preprocess.packing.part import Part
 from preprocess.packing.parts import finish_parts, pack_part
+from preprocess.shards import shard_sizes
 from preprocess.shards.location import ShardError, open_location
 from preprocess.shards.split_files import JOURNAL
 from preprocess.shards.targets import SplitTargets
@@ -129,6 +131,16 @@ def test_other_pixels_of_the_source_are_not_written(tmp_path, source, monkeypatc
     with pytest.raises(ShardError, match=message):
         pack(other, tmp_path)
     assert not lost.exists()
+
+
+def test_a_shard_that_cannot_be_read_is_named(tmp_path, source, monkeypatch):
+    def fail(file, size, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    pack(source, tmp_path, codec="blosc")
+    monkeypatch.setattr(shard_sizes, "read_at", fail)
+    with pytest.raises(ShardError, match=r"train/pixels/c/0/0/0 can't be read: Input/output error; restore the file"):
+        pack(source, tmp_path, codec="blosc")
 
 
 def test_lost_failures_are_named(tmp_path, source):

@@ -140,7 +140,7 @@ def open_pixels(
     load: Load = reader.load
     try:
         content, exif, xmp, is_turned_anew = _without_metadata(encoded, name, max_pixels, levels)
-        image = reader.load(content)
+        image: Image.Image = reader.load(content)
     except Exception as error:
         if isinstance(error, MemoryError) or not is_cut(error, encoded, name):
             raise

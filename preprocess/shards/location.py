@@ -130,7 +130,7 @@ class Location:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise self._unreadable(path, error) from error
+            raise self.unreadable(path, error) from error
         return identity_of(status)
 
     def _read_file(self, path: Path) -> bytes | None:
@@ -139,9 +139,10 @@ class Location:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise self._unreadable(path, error) from error
+            raise self.unreadable(path, error) from error
 
-    def _unreadable(self, path: Path, error: OSError) -> ShardError:
+    def unreadable(self, path: Path, error: OSError) -> ShardError:
+        """Return the error to raise if a file of this folder can't be read."""
         return ShardError(
             f"{printable(str(path))} can't be read: {error.strerror}; restore the file or its permissions"
         )

@@ -18,14 +18,17 @@ def describe_wrong_size(location: Location, manifest: Manifest, shard: int) -> s
     The manifest determines the size of a raw shard, and the index at its end that of a compressed one.
 
     Raises:
-        OSError: the file can't be read.
+        ShardError: the file can't be read.
     """
     if location.local_path is None:
         return None
     path = location.local_path / PIXELS / shard_key(shard, 3)
     found, expected = path.stat().st_size, manifest.shard_bytes(shard)
     if expected is None:
-        return None if _ends_with_index(path, found, manifest.shard_images) else "the shard file is truncated"
+        try:
+            return None if _ends_with_index(path, found, manifest.shard_images) else "the shard file is truncated"
+        except OSError as error:
+            raise location.unreadable(path, error) from error
     if found > expected:
         return f"the shard file has {found:,} bytes, not {expected:,}"
     return describe_truncation(found, expected)
