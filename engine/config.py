@@ -553,9 +553,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for epochs, steps in COUNTED_IN_EPOCHS:
-            if (given := epochs_in(getattr(self, steps))) is not None and getattr(self, epochs) is None:
-                object.__setattr__(self, epochs, given)
-                object.__setattr__(self, steps, SETTINGS[steps].default)
+            if (given := epochs_in(getattr(self, steps))) is None:
+                continue
+            if getattr(self, epochs) not in (None, given):
+                found = f"{getattr(self, epochs)} and {getattr(self, steps)}"
+                raise SettingError(epochs, f"{epochs} and {steps} must not both be given, got {found}: leave one out")
+            object.__setattr__(self, epochs, given)
+            object.__setattr__(self, steps, SETTINGS[steps].default)
         for name, declared in SETTINGS.items():
             object.__setattr__(self, name, declared.checked(getattr(self, name)))
         parse_freeze(self.freeze), parse_groups(self.groups)

@@ -559,6 +559,16 @@ def test_steps_can_be_given_in_epochs(name, counted, text, epochs):
     assert TrainConfig(**given) == configured(**{name: epochs})
 
 
+def test_two_numbers_of_epochs_are_refused():
+    recorded = TrainConfig(eval_every_epochs=1, eval_every_steps=5)
+    message = "^eval_every_epochs and eval_every_steps must not both be given, got 1.0 and 0.5e: leave one out$"
+    with pytest.raises(ValueError, match=message):
+        replace(recorded, eval_every_steps="0.5e")  # type: ignore[arg-type]
+    chosen = replace(recorded, eval_every_epochs=None, eval_every_steps="0.5e")  # type: ignore[arg-type]
+    assert chosen == configured(eval_every_epochs=0.5)
+    assert replace(recorded, eval_every_steps="1e") == configured(eval_every_epochs=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("text", ["1", "e", "1e3", "-1e", ".5e", "1 e", "1e ", "inf", "infe", "1E"])
 def test_no_other_text_is_a_number_of_epochs(text):
     with pytest.raises(ValueError, match=r"^eval_every_steps must be of type int or None, got '"):

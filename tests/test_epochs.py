@@ -1,7 +1,9 @@
 """Epochs are converted to steps: exactly, once, and only if there is a data set to count."""
 
+from bisect import bisect_left
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,7 +165,9 @@ def test_the_split_that_is_trained_on_is_counted(tmp_path):
 )
 def test_by_default_a_run_is_evaluated_each_epoch_or_twenty_times(num_images, batch, steps, epochs, every):
     config = settle_evaluations(TrainConfig(steps=steps, batch=batch), num_images, is_evaluated=True)
-    assert (config.eval_every_epochs, config.eval_every_steps) == (epochs, every)
+    assert config == TrainConfig(steps=steps, batch=batch, eval_every_steps=every)
+    said = describe_cadence(config, TrainConfig(), num_images, is_evaluated=True, has_folder=False)
+    assert said == f"cadence: an evaluation every {'epoch' if epochs == 1 else f'{epochs} epochs'} ({every:,} steps)"
     assert len({*range(every, steps + 1, every), steps}) <= MOST_EVALUATIONS
     # Computed again from the record, also of a longer run, it is the same.
     assert settle_epochs(config, num_images) == config
@@ -180,14 +184,14 @@ def test_by_default_a_run_is_evaluated_each_epoch_or_twenty_times(num_images, ba
 def test_the_default_cadence_is_the_least_number_of_epochs_that_is_allowed(num_images, batch, accumulate, steps):
     config = TrainConfig(steps=steps, batch=batch, accumulate_steps=accumulate)
     settled = settle_evaluations(config, num_images, is_evaluated=True)
-    epochs, every = settled.eval_every_epochs, settled.eval_every_steps
-    assert epochs is not None
+    every = settled.eval_every_steps
     assert every is not None
-    assert epochs == int(epochs) >= 1
     assert -(-steps // every) <= MOST_EVALUATIONS
+    steps_of = partial(steps_of_epochs, num_images=num_images, images_per_step=batch * accumulate)
+    epochs = 1 + bisect_left(range(1, 2**40), every, key=steps_of)
+    assert steps_of(epochs) == every
     if epochs > 1:
-        fewer = steps_of_epochs(epochs - 1, num_images=num_images, images_per_step=batch * accumulate)
-        assert -(-steps // fewer) > MOST_EVALUATIONS
+        assert -(-steps // steps_of(epochs - 1)) > MOST_EVALUATIONS
 
 
 @pytest.mark.parametrize(
@@ -197,6 +201,14 @@ def test_the_default_cadence_is_the_least_number_of_epochs_that_is_allowed(num_i
 def test_a_given_cadence_and_runs_without_epochs_or_evaluations_stay(values, num_images, is_evaluated):
     config = TrainConfig(**values)
     assert settle_evaluations(config, num_images, is_evaluated=is_evaluated) == config
+
+
+@pytest.mark.parametrize("chosen", [7, 0, "0.5e"])
+def test_another_cadence_can_be_chosen_from_the_record_of_a_default(chosen):
+    recorded = settle_evaluations(TrainConfig(steps=30, batch=4), NUM_IMAGES, is_evaluated=True)
+    settled = settle_epochs(replace(recorded, eval_every_steps=chosen), NUM_IMAGES)
+    assert settled.eval_every_steps == (2 if chosen == "0.5e" else chosen)
+    assert settle_epochs(replace(recorded, batch=8), NUM_IMAGES).eval_every_steps == recorded.eval_every_steps == 3
 
 
 def test_every_cadence_can_be_in_epochs():
@@ -224,8 +236,9 @@ def test_every_cadence_can_be_in_epochs():
     ],
 )
 def test_the_cadence_is_named_unless_it_was_given_in_steps(values, message):
-    config = settle_epochs(TrainConfig(batch=4, **values), NUM_IMAGES)
-    said = describe_cadence(config, is_evaluated=True, has_folder=True)
+    given = TrainConfig(batch=4, **values)
+    config = settle_epochs(given, NUM_IMAGES)
+    said = describe_cadence(config, given, NUM_IMAGES, is_evaluated=True, has_folder=True)
     assert said == (None if message is None else f"cadence: {message}")
 
 

@@ -55,7 +55,8 @@ def settle_evaluations(config: TrainConfig, num_images: int | None, *, is_evalua
     """Return the settings with a cadence of evaluations: if none is given, an epoch, or more for `MOST_EVALUATIONS`.
 
     It depends only on the settings and on N, so that equal runs are evaluated at equal steps; and it is recorded, so
-    that a run that is resumed with more steps keeps it.
+    that a run that is resumed with more steps keeps it. It is recorded as steps, because epochs would have to be taken
+    back by whoever chooses other steps from the record.
 
     Args:
         config: the settings, converted by `settle_epochs`.
@@ -65,27 +66,37 @@ def settle_evaluations(config: TrainConfig, num_images: int | None, *, is_evalua
     """
     if config.eval_every_steps is not None or num_images is None or not is_evaluated:
         return config
-    images_per_step = config.batch * config.accumulate_steps
-    # As many epochs as have at least `fewest` steps, where a part of a step counts as one.
-    fewest = ceil(config.steps / MOST_EVALUATIONS)
-    epochs = max((fewest - 1) * images_per_step // num_images + 1, 1)
-    every = steps_of_epochs(float(epochs), num_images=num_images, images_per_step=images_per_step)
+    epochs = _epochs_between_evaluations(config, num_images)
+    every = steps_of_epochs(epochs, num_images=num_images, images_per_step=config.batch * config.accumulate_steps)
     if every > SETTINGS["eval_every_steps"].largest:
         return config  # the run ends before
-    return replace(config, eval_every_epochs=float(epochs), eval_every_steps=every)
+    return replace(config, eval_every_steps=every)
 
 
-def describe_cadence(config: TrainConfig, *, is_evaluated: bool, has_folder: bool) -> str | None:
+def _epochs_between_evaluations(config: TrainConfig, num_images: int) -> float:
+    """Return the least whole number of epochs that makes at most `MOST_EVALUATIONS` evaluations."""
+    # As many epochs as have at least `fewest` steps, where a part of a step counts as one.
+    fewest = ceil(config.steps / MOST_EVALUATIONS)
+    return float(max((fewest - 1) * config.batch * config.accumulate_steps // num_images + 1, 1))
+
+
+def describe_cadence(
+    config: TrainConfig, given: TrainConfig, num_images: int | None, *, is_evaluated: bool, has_folder: bool
+) -> str | None:
     """Return a message that names the cadences that were computed or are kept by the clock, or None if there are none.
 
     Args:
         config: the settings, converted by `settle_epochs` and `settle_evaluations`.
+        given: the settings before they were converted.
+        num_images: N of the training split; None for an endless source of batches.
         is_evaluated: whether there are images to evaluate on.
         has_folder: whether there is a run folder, and so snapshots.
     """
-    cadences = []
-    if config.eval_every_epochs is not None and config.eval_every_steps and is_evaluated:
-        cadences.append(f"an evaluation {_describe_epochs(config.eval_every_epochs, config.eval_every_steps)}")
+    cadences, epochs = [], config.eval_every_epochs
+    if epochs is None and given.eval_every_steps is None and num_images is not None:
+        epochs = _epochs_between_evaluations(config, num_images)
+    if epochs is not None and config.eval_every_steps and is_evaluated:
+        cadences.append(f"an evaluation {_describe_epochs(epochs, config.eval_every_steps)}")
     if has_folder and config.snapshot_every_epochs is not None and config.snapshot_every_steps:
         cadences.append(f"a snapshot {_describe_epochs(config.snapshot_every_epochs, config.snapshot_every_steps)}")
     elif has_folder and config.snapshot_every_steps is None:

@@ -118,7 +118,7 @@ def open_run(
         given = config
         config = settle_epochs(config, data.num_images, data.description, notify)
         is_evaluated, has_folder = data.evaluation is not None, place.path is not None
-        is_kept = has_folder or is_dry or this_process().count > 1  # of several processes, the first has the folder
+        is_kept = config.run_dir is not None or is_dry
         config = settle_evaluations(config, data.num_images, is_evaluated=is_evaluated and is_kept)
         check_same_everywhere(config, data.manifest_digest)
         if recorded is None:
@@ -128,7 +128,8 @@ def open_run(
         resolved = resolve(config, parts, data)
         check_best_metric(config, parts, data)
         launch = Launch(config, resolved, host, stack, start, notify)
-        if (cadence := describe_cadence(config, is_evaluated=is_evaluated, has_folder=has_folder)) is not None:
+        cadence = describe_cadence(config, given, data.num_images, is_evaluated=is_evaluated, has_folder=has_folder)
+        if cadence is not None:
             notify(cadence)
         # The launch releases the snapshot once its arrays are on the device; this frame lives as long as the run.
         del start
