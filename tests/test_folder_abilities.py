@@ -33,6 +33,18 @@ def test_a_folder_that_can_hold_snapshots_is_left_as_it_was(tmp_path):
     assert [each.name for each in tmp_path.rglob("*")] == ["notes.txt"]
 
 
+def test_a_snapshot_is_whole_where_a_link_comes_before_dots(tmp_path):
+    """The parent of a folder behind a link is another one than that of the link."""
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(Path("real") / "deep")
+    path = tmp_path / "link" / ".." / "run"
+    check_can_hold_snapshots(path.parent)
+    run(path)
+    assert run(path, resume=True, steps=STEPS + 1).steps_done == STEPS + 1
+    assert read_snapshot(path / "snapshots", STEPS).leaves.keys() >= {"params.weights", "params.bias"}
+    assert {each.name for each in tmp_path.iterdir()} == {"real", "link"}
+
+
 def store_fails(code, monkeypatch):
     def write(*_):
         raise ValueError(f"UNKNOWN: Failed to lock fd [source locations='x'] [os_error_code='{code}']")

@@ -5,7 +5,6 @@ then gets its name by the rename of a folder. Not every network or FUSE file sys
 Orbax does without them. Instead of a list of such needs, this module does once what a snapshot does, with small files.
 """
 
-import os
 import secrets
 import shutil
 from pathlib import Path
@@ -22,9 +21,17 @@ _LONGEST_INNER = ("state.orbax-checkpoint-tmp", "ocdbt.process_0", "d", 32 * "0"
 _ELSEWHERE = "choose a folder on another file system (--run-dir)"
 
 
+def true_path(folder: Path) -> Path:
+    """Return the absolute path of a folder without "..".
+
+    Orbax takes ".." away together with the name before it, which leads elsewhere if that folder is a link.
+    """
+    return folder.resolve() if ".." in folder.parts else folder.absolute()
+
+
 def check_path_is_text(folder: Path) -> None:
     """Raise ValueError if the absolute path of a folder is not UTF-8, because TensorStore takes no other paths."""
-    path = str(folder.absolute())
+    path = str(true_path(folder))
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -44,7 +51,7 @@ def check_can_hold_snapshots(folder: Path) -> None:
         ValueError: if one of these is impossible; the message names it.
     """
     check_path_is_text(folder)
-    trial = folder.absolute() / UNFINISHED
+    trial = true_path(folder) / UNFINISHED
     doing = "a folder cannot be created"
     try:
         shutil.rmtree(trial, ignore_errors=True)
@@ -71,8 +78,7 @@ def check_can_hold_snapshots(folder: Path) -> None:
 def _write(folder: Path) -> None:
     import tensorstore as ts
 
-    # Normalised as Orbax does it: TensorStore takes no path with "..".
-    store = ts.KvStore.open({"driver": "file", "path": f"{os.path.normpath(folder)}/"}).result()
+    store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
     store.write(_FILE, b"{}").result()
 
 

@@ -27,7 +27,7 @@ from engine.keys import is_key, like_leaf, plain_key
 from engine.records.control_log import CONTROL_LOG_NAME
 from engine.records.digests import describe_array, is_as_sealed, sealed
 from engine.records.file_errors import describe_unreadable
-from engine.records.folder_abilities import UNFINISHED, check_path_is_text
+from engine.records.folder_abilities import UNFINISHED, check_path_is_text, true_path
 from engine.records.folder_state import FolderState
 from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
 from engine.records.stored_types import as_snapshot, from_snapshot
@@ -96,7 +96,7 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: Folder
     Raises:
         SnapshotError: if the tree contains anything else, or the snapshot cannot be written; other snapshots are kept.
     """
-    folder = folder.absolute()
+    folder = true_path(folder)
     named = _named_arrays(tree)
     facts = _make_facts(step, pulls, {name: array for name, (_, array) in named.items()}, state)
     if _is_written(folder, facts):
@@ -130,7 +130,7 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
     Raises:
         SnapshotError: if there is none, or a part of it is missing or changed; the message names the part.
     """
-    path = folder.absolute() / str(step)
+    path = true_path(folder) / str(step)
     if not path.is_dir():
         found = ", ".join(map(str, snapshot_steps(folder))) or "none"
         raise SnapshotError(f"there is no snapshot {path}: choose another step (available: {found})")
@@ -155,7 +155,7 @@ def read_folder_state(folder: Path, step: int) -> FolderState | None:
     Raises:
         SnapshotError: if it cannot be read.
     """
-    path = folder.absolute() / str(step)
+    path = true_path(folder) / str(step)
     _check_files(path)
     return _folder_state(path, _read_facts(path, step))
 
