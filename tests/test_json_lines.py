@@ -1,5 +1,6 @@
 """Logs on file systems that read less than was asked for, or nothing: no line is lost, and nothing is cut in error."""
 
+import errno
 import json
 import os
 from itertools import count
@@ -77,6 +78,43 @@ def test_a_failed_append_cuts_nothing_that_another_program_wrote(tmp_path, monke
     with pytest.raises(OSError, match="No space left"):
         lines.append("{}")
     assert path.read_bytes() == LINES
+
+
+@pytest.fixture
+def opened(tmp_path):
+    lines = JsonLines(tmp_path / "control.jsonl")
+    lines.open()
+    lines.append('{"step": 1}')
+    yield lines
+    lines.close()
+
+
+def test_a_line_that_is_removed_again_does_not_come_back_after_a_power_failure(opened, tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+
+    def fsync(file):
+        real(file)
+        synced.append((tmp_path / "control.jsonl").read_bytes())
+
+    opened.sync()
+    monkeypatch.setattr(os, "fsync", fsync)
+    opened.sync()
+    assert synced == []
+    assert not opened.append('{"step": 2}', confirm=lambda: False)
+    opened.sync()
+    assert synced == [b'{"step": 1}\n']
+
+
+def test_a_line_that_should_be_removed_but_stays_fails_each_later_sync(opened, monkeypatch):
+    def truncate(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "ftruncate", truncate)
+    with pytest.raises(OSError, match=r"error: '.*control.jsonl'"):
+        opened.append('{"step": 2}', confirm=lambda: False)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"error: '.*control.jsonl'"):
+            opened.sync()
 
 
 def test_a_run_is_resumed_whole_where_reads_are_short(tmp_path, monkeypatch):

@@ -99,8 +99,8 @@ class JsonLines:
             confirm: called once the system has the line; if it returns False, the line is removed again.
 
         Raises:
-            OSError: if it cannot be written, in which case none of it is; LostFileError if the path no longer names the
-                open file, which is checked once a second.
+            OSError: if it cannot be written, in which case none of it is, or cannot be removed; LostFileError if the
+                path no longer names the open file, which is checked once a second.
         """
         line = (text + "\n").encode()
         try:
@@ -109,19 +109,33 @@ class JsonLines:
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError as error:
-            # Cut only what this call can have written.
-            if self._length < os.fstat(self._file).st_size <= self._length + len(line):
-                os.ftruncate(self._file, self._length)
+            self._cut(len(line))
             name_file(error, self._path)
             raise
         if not confirm():
-            os.ftruncate(self._file, self._length)
+            self._cut(len(line))
             return False
         self._length += len(line)
         self._digest.update(line)
         if time.monotonic() >= self._checked_at + _CHECK_EVERY_S:
             self.check_place()
         return True
+
+    def _cut(self, most_bytes: int) -> None:
+        """Remove what follows the last line that stays, unless it is more than this object can have written.
+
+        Raises:
+            OSError: if that is impossible; each later sync raises it again, because the file has more than its digest.
+        """
+        if not self._length < os.fstat(self._file).st_size <= self._length + most_bytes:
+            return
+        self._synced_bytes = -1  # what is removed may be on the disk already
+        try:
+            os.ftruncate(self._file, self._length)
+        except OSError as error:
+            name_file(error, self._path)
+            self._sync_error = error
+            raise
 
     def state(self) -> LogState:
         """Return the size and digest of what this run appended in all its launches; may be called from any thread."""
