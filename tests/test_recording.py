@@ -1,5 +1,6 @@
 """Requests on a disk that hangs: the program goes on without them, stops on request, and repeats what took effect."""
 
+import json
 import os
 import threading
 import time
@@ -186,3 +187,24 @@ def test_a_disk_that_hangs_for_ever_does_not_hold_up_a_stop(disk, tmp_path):
     with pytest.raises(TimeoutError, match="check the disk"):
         train(config, model=Linear(), batches=paced, callbacks=[asking])
     assert 10 <= asking.steps[-1] < 1000
+
+
+def test_a_log_of_requests_that_another_program_wrote_to_costs_no_weights(tmp_path):
+    class AskingLast(Callback):
+        def on_fit_begin(self, run):
+            self._run = run
+
+        def on_step(self, record):
+            if record.step == 5:
+                self._run.request(learning_rate_factor=0.25)
+
+    def batches(step):
+        if step == 4:
+            (tmp_path / "control.jsonl").write_text("mine\n")
+        return toy_batch(step)
+
+    with pytest.raises(ValueError, match="do not let another program write to it"):
+        train(toy_config(steps=5, run_dir=tmp_path), model=Linear(), batches=batches, callbacks=[AskingLast()])
+    end = json.loads((tmp_path / "result.json").read_text())
+    assert (end["steps_done"], end["stopped_by"]) == (5, "error")
+    assert (tmp_path / "model.safetensors").exists()

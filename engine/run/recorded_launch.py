@@ -285,7 +285,7 @@ class RecordedLaunch:
         )
 
     def _keep_state(self, state: TrainState, failure: BaseException | None) -> BaseException | None:
-        """Write a last snapshot so that the run can resume from its end; return `failure` or, if None, any OSError."""
+        """Write a last snapshot, from which the run can resume; return `failure` or, if None, an error of a log."""
         try:
             self._folder.check_kept()
             if late := self._launch.board.record_late(int(state.pulls)):
@@ -295,7 +295,7 @@ class RecordedLaunch:
                     f"from here applies {them}"
                 )
             folder_state = self._synced_state()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             failure, folder_state = failure or error, None
         # After NaN or infinite gradients, the last good snapshot is the place to retry with another learning rate. And
         # if log lines are missing, a run that resumed after them would never write them.
