@@ -148,6 +148,13 @@ def test_what_is_kept_of_16_bit_colour_is_scaled(channels, options):
         np.testing.assert_array_equal(decode_image(wholes[0][:-12], rule), wanted)  # without IEND
 
 
+def test_a_lossless_webp_that_lacks_bytes_of_its_picture_is_not_whole():
+    plain = FILES["lossless WebP"]()
+    for start in range(len(plain) // 2, len(plain) - 20, 7):
+        with pytest.raises(DecodeError, match="it is truncated"):
+            decode_image(plain[:start] + plain[start + 9 :], ResizeRule())
+
+
 def test_the_memory_for_a_truncated_webp_depends_on_the_file_not_on_the_size_that_it_states():
     cut = bytearray(FILES["lossy WebP"]()[:-100])
     cut[4:8] = cut[16:20] = struct.pack("<I", 2**28)

@@ -184,7 +184,8 @@ def _salvage_webp(encoded: bytes, load: Load) -> Salvaged | None:
     decoded = list(islice((image for image in tried if image is not None), 2))
     if len(decoded) < 2:
         return None
-    found, num_rows = decoded[0], _num_equal_rows(*decoded)
+    # Bytes of the picture are missing: if all rows can be decoded, the file is damaged elsewhere, too.
+    found, num_rows = decoded[0], min(_num_equal_rows(*decoded), decoded[0].height - 1)
     if kind == b"VP8 ":
         # The first partition has the modes of all blocks. Blocks that are missing are often predicted alike, and the
         # filter at their edges changes rows above them.
