@@ -5,6 +5,7 @@ POSIX promises that a new file or folder can be found again only once the folder
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 # A file system that can't sync a folder keeps its entries in another way, or not at all.
@@ -67,7 +68,8 @@ def sync_tree(folder: Path) -> None:
     """
     for inner, _, names in os.walk(folder, topdown=False):
         for name in names:
-            sync_file(Path(inner, name))
+            with suppress(FileNotFoundError):  # deleted in the meantime, or a broken link
+                sync_file(Path(inner, name))
         sync_folder(Path(inner))
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from preprocess.packing.pack import pack_split
 from preprocess.shards.location import open_location
 from preprocess.shards.unsynced import prepare_for_writing
-from preprocess.synced_folders import make_folders, sync_folder
+from preprocess.synced_folders import make_folders, sync_folder, sync_tree
 from tests.fake_source import fake_source, files_of, pack, settings_for
 
 
@@ -80,6 +81,13 @@ def test_a_pack_is_made_where_folders_cannot_be_synced(tmp_path, monkeypatch, nu
     source = fake_source(9)
     pack_split(source, location.child("train"), settings_for(source, codec="blosc"))
     assert {"0", "zarr.json", "failures.jsonl", "manifest.json"} <= files
+    files.clear()
+    shutil.rmtree(tmp_path / "new/train/labels")
+    assert pack_split(source, location.child("train"), settings_for(source, codec="blosc")).repaired
+    assert {"0", "zarr.json"} <= files
+    (tmp_path / "new/link").symlink_to("nowhere")
+    sync_tree(tmp_path / "new")
+    (tmp_path / "new/link").unlink()
     monkeypatch.undo()
     location = open_location(str(tmp_path / "usual"))
     assert prepare_for_writing(location) is location

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +19,7 @@ from preprocess.quantities import quantity
 from preprocess.shards.arrays import CHECKSUMS, PIXELS
 from preprocess.shards.location import Location, ShardError
 from preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
-from preprocess.shards.unsynced import is_unsynced
-from preprocess.synced_folders import sync_file, sync_tree
+from preprocess.shards.unsynced import sync_written
 
 if TYPE_CHECKING:
     from preprocess.shards.targets import SplitTargets
@@ -74,11 +72,9 @@ def write_manifest(
     manifest = _manifest_of(source, plan, settings, records, len(labels), fields)
     location.write(FAILURES_KEY, noted)
     journal.check_owner()
-    if is_unsynced(location):
-        sync_tree(Path(location.spec["path"]))
+    sync_written(location)
     location.write(MANIFEST_KEY, manifest.to_json().encode())
-    if is_unsynced(location):
-        sync_file(Path(location.spec["path"], MANIFEST_KEY))
+    sync_written(location)
     return manifest
 
 

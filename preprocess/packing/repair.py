@@ -23,6 +23,7 @@ from preprocess.shards.checksum import crc32c
 from preprocess.shards.location import Location, ShardError
 from preprocess.shards.manifest import FAILURES_KEY, Manifest
 from preprocess.shards.split_arrays import open_pixels, pixel_metadata
+from preprocess.shards.unsynced import sync_written
 from preprocess.shards.verify import Damage
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def repair_split(
         if numbers.digests != manifest.checksum_digests:
             raise _lost(location, CHECKSUMS, "the images in the shard files are not those that were packed")
         _write_numbers(location, journal, numbers, files)
+    sync_written(location)
     return tuple(sorted(files))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from preprocess.shards.location import Location
-from preprocess.synced_folders import can_sync_folders
+from preprocess.synced_folders import can_sync_folders, sync_tree
 
 _SYNC = "file_io_sync"
 
@@ -20,3 +21,13 @@ def prepare_for_writing(location: Location) -> Location:
 def is_unsynced(location: Location) -> bool:
     """Return whether TensorStore does not sync the files that it writes into a folder, so that the caller must."""
     return not location.spec.get(_SYNC, True)
+
+
+def sync_written(location: Location) -> None:
+    """Sync a folder and the files in it unless TensorStore did so.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    if is_unsynced(location):
+        sync_tree(Path(location.spec["path"]))
