@@ -189,19 +189,9 @@ def pack_blocks(
         is_begun_earlier=begun_earlier(Journal(job.location).plan() or job.plan),
     )
     writer = ShardWriter(job.location, journal, settings, len(job.source), [])
-    left = iter(zip(wanted, ranges, strict=True))
-    stop = 0
     with writer, closing(outcomes):
-        for each in outcomes:
-            if stop == 0:
-                block, indices = next(left)
-                writer.begin_block(block, indices.start)
-                stop = indices.stop
-            progress.add(len(each), sum(writer.take(outcome) for outcome in each))
-            if each[-1].index + 1 == stop:
-                writer.end_block(stop)
-                stop = 0
-        writer.finish(stop)
+        begun = ((block, each.start, each.stop) for block, each in zip(wanted, ranges, strict=True))
+        writer.write_blocks(outcomes, begun, progress.add)
     return len(wanted)
 
 

@@ -87,13 +87,9 @@ def repair_split(
 
 def _write_numbers(location: Location, journal: Journal, numbers: Numbers, files: set[str]) -> None:
     journal.check_owner()
-    _delete(location, [each for each in files if each.startswith(f"{numbers.name}/c/")])
+    # Damaged files first, because TensorStore reads a file before it writes a part of it.
+    location.delete_keys([each for each in files if each.startswith(f"{numbers.name}/c/")])
     numbers.write(location)
-
-
-def _delete(location: Location, keys: Sequence[str]) -> None:
-    """Delete damaged files, because TensorStore reads a file before it writes a part of it."""
-    location.delete_keys(keys)
 
 
 def _write_metadata(location: Location, manifest: Manifest, files: set[str]) -> None:
@@ -117,9 +113,15 @@ def _pack_shards(
     on_image: Callable[[int, int], None],
 ) -> None:
     if manifest.codec != "raw":
-        _delete(location, [f"{PIXELS}/{shard_key(shard, 3)}" for shard in shards])
+        location.delete_keys([f"{PIXELS}/{shard_key(shard, 3)}" for shard in shards])
     indices = [packed[slice(*manifest.shard_range(shard))] for shard in shards]
     total, done = sum(map(len, indices)), 0
+
+    def show(num_images: int, _num_failures: int) -> None:
+        nonlocal done
+        done += num_images
+        on_image(done, total)
+
     outcomes = decode_in_order(
         source,
         settings.rule,
@@ -129,22 +131,9 @@ def _pack_shards(
     )
     expected = {shard: manifest.shard_digests[shard] for shard in shards}
     writer = ShardWriter(location, journal, settings, manifest.num_images, [], expected_digests=expected)
-    left = iter(zip(shards, indices, strict=True))
-    stop = 0
+    blocks = ((shard, int(each[0]), int(each[-1]) + 1) for shard, each in zip(shards, indices, strict=True))
     with writer, closing(outcomes):
-        for block in outcomes:
-            if stop == 0:
-                shard, inside = next(left)
-                writer.begin_block(shard, int(inside[0]))
-                stop = int(inside[-1]) + 1
-            for outcome in block:
-                writer.take(outcome)
-            done += len(block)
-            on_image(done, total)
-            if block[-1].index + 1 == stop:
-                writer.end_block(stop)
-                stop = 0
-        writer.finish(0)
+        writer.write_blocks(outcomes, blocks, show)
 
 
 def _runs(indices: NDArray[np.int64]) -> Iterator[range]:

@@ -7,7 +7,7 @@ memory and written by TensorStore.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -192,6 +192,33 @@ class ShardWriter:
             )
         self.add_failure(outcome)
         return True
+
+    def write_blocks(
+        self,
+        outcomes: Iterable[list[Outcome]],
+        blocks: Iterable[tuple[int, int, int]],
+        on_outcomes: Callable[[int, int], None],
+    ) -> None:
+        """Write the images of several shard files, and wait until they are on disk.
+
+        Args:
+            outcomes: the images, in ascending order; no list has images of two files.
+            blocks: the number of each file, its first index, and one past its last.
+            on_outcomes: called after each list with the number of its outcomes, and how many of them were failures.
+
+        Raises:
+            ShardError: as `take`.
+        """
+        left, stop = iter(blocks), 0
+        for each in outcomes:
+            if stop == 0:
+                number, start, stop = next(left)
+                self.begin_block(number, start)
+            on_outcomes(len(each), sum(self.take(outcome) for outcome in each))
+            if each[-1].index + 1 == stop:
+                self.end_block(stop)
+                stop = 0
+        self.finish(0)
 
     def begin_block(self, block: int, start: int) -> None:
         """Let the next image be the first of shard file ``block``; ``start`` is the first index of the block."""
