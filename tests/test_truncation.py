@@ -4,6 +4,7 @@ import io
 import re
 import struct
 import tracemalloc
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from preprocess.commands.cli import main
 from preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
 from preprocess.decoding.formats import open_pixels, sniff
 from preprocess.decoding.notes import NOTHING, DecodeNotes
+from preprocess.decoding.truncation import salvage
 from tests.test_levels import SIZE, opaque, png, tiff
 
 HEIGHT, WIDTH = 64, 80
@@ -123,6 +125,9 @@ def test_later_scans_refine_rows_that_are_there():
     whole = FILES["progressive JPEG"]()
     with pytest.raises(DecodeError, match=r"it is truncated: all 64 rows \(100 %\) are there, but not all of their"):
         decode_image(whole[: len(whole) // 2], ResizeRule())
+    load = Mock(side_effect=lambda content, _: Image.open(io.BytesIO(content)))
+    assert salvage(whole[: len(whole) // 2], "JPEG", load) is not None
+    assert load.call_count == 1  # the rows are not counted
     kept = opened(whole[: len(whole) // 2], keep_truncated=True)
     assert np.abs(kept.astype(float) - opened(whole)).mean() < 60
 

@@ -40,8 +40,8 @@ _WEBP_TAILS = (0, 4, 16, 64, 256)
 # The file itself says how much is missing, and the memory for that is not in any budget.
 _MAX_WEBP_MISSING_SHARE, _MAX_WEBP_MISSING_BYTES = 16, 64 * 2**20
 _VP8_HEADER_BYTES = 10
-# Rows are compared in pieces, and large images with one continuation only, which bounds the memory and the time.
-_COMPARED_PIXELS, _MANY_PIXELS = 2**20, 2**24
+# Rows are compared in pieces, and images that take long with one continuation only: this bounds memory and time.
+_COMPARED_PIXELS, _MANY_PIXELS, _MANY_SCANS = 2**20, 2**24, 16
 _TIFF_ENTRY_BYTES = {False: 12, True: 20}
 _FILLS = (0, 255)
 _DEEP_FILLS = (0, 65535)
@@ -121,7 +121,10 @@ def salvage(encoded: bytes, name: str, load: Load) -> Salvaged | None:
 def _salvage_jpeg(encoded: bytes, load: Load) -> Salvaged:
     body = encoded.rstrip(b"\xff")
     ended = load(body + _JPEG_END, _nothing)
-    starts, is_large = [b""], ended.width * ended.height > _MANY_PIXELS
+    num_scans, has_all_detail = _jpeg_scans(body)
+    if num_scans > 1 and not has_all_detail:
+        return Salvaged(ended, ended.height, has_all_detail)  # the first of several scans has all rows
+    starts, is_large = [b""], ended.width * ended.height * max(1, num_scans // _MANY_SCANS) > _MANY_PIXELS
     if _JPEG_RESTART_INTERVAL in body:
         # At the end of an interval, the decoder skips everything up to the next marker.
         starts.append(b"\xff" + bytes([0xD0 + _next_restart(body)]))
@@ -130,10 +133,7 @@ def _salvage_jpeg(encoded: bytes, load: Load) -> Salvaged:
         for start in starts
         for noise in _JPEG_NOISE[-1 if is_large else 0 :]
     )
-    num_scans, has_all_detail = _jpeg_scans(body)
-    if num_scans > 1 and not has_all_detail:
-        num_rows = ended.height  # the first of several scans has all rows
-    if num_scans > 1 and has_all_detail and num_rows < ended.height:
+    if num_scans > 1 and num_rows < ended.height:
         num_rows, has_all_detail = ended.height, False
     return Salvaged(ended, num_rows, has_all_detail)
 
