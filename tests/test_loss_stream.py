@@ -12,7 +12,7 @@ import pytest
 
 from engine.control.board import ControlBoard
 from engine.crossing.pushed import PushedEvaluation, PushedLosses, PushedSnapshot
-from engine.stream import lane, loss_stream
+from engine.stream import lane, loss_stream, sinks
 from engine.stream.loss_stream import LossStream
 from engine.stream.sinks import EvaluationProgress
 
@@ -597,6 +597,23 @@ def test_evaluations_with_long_lists_do_not_fill_the_memory(monkeypatch):
     assert [each.num_listed for each in stream.evaluations] == [0] * 20 + [200]
     assert [each.without_lists() for each in sink.records] == [each.without_lists() for each in stream.evaluations]
     assert {each.metrics["f1"] for each in stream.evaluations} == {0.5}
+
+
+def test_the_lists_of_an_evaluation_are_counted_once_whoever_gets_it(monkeypatch):
+    counted, real = [], sinks._count_numbers
+
+    def count(values):
+        counted.append(len(values))
+        return real(values)
+
+    monkeypatch.setattr(sinks, "_count_numbers", count)
+    stream = make_stream()
+    stream.start([RecordingSink(), RecordingSink()])
+    stream.receive(
+        PushedEvaluation(1, num_images=8, top1=2, top5=6, loss=1.5, time=1.0, metrics={"recalls": [0.5] * 30})
+    )
+    stream.close()
+    assert counted == [30]
 
 
 def test_few_lists_are_all_kept(monkeypatch):
