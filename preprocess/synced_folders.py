@@ -8,8 +8,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-# A file system that can't sync a folder keeps its entries in another way, or not at all.
-_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+"""The errors of file systems that can't sync a file or a folder; they keep it in another way, or not at all."""
 
 
 def make_folders(folder: Path) -> None:
@@ -38,7 +38,7 @@ def can_sync_folders(folder: Path) -> bool:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        return error.errno not in _UNSUPPORTED
+        return error.errno not in UNSUPPORTED
     finally:
         os.close(descriptor)
     return True
@@ -54,7 +54,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _UNSUPPORTED:
+        if error.errno not in UNSUPPORTED:
             raise
     finally:
         os.close(descriptor)

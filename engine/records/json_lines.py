@@ -15,13 +15,11 @@ from engine.records.digests import LogState, RunningDigest
 from engine.records.file_errors import LostFileError, name_file
 from engine.records.limits import LONGEST_LINE_BYTES
 from preprocess.regular_file import check_regular, open_regular, read_at
-from preprocess.synced_folders import sync_folder
+from preprocess.synced_folders import UNSUPPORTED, sync_folder
 
 # How often an append checks that the file is still in its place: the check takes 2 µs, and an append 10.
 _CHECK_EVERY_S = 1.0
 _READ_BYTES = 1 << 20
-# The errors of file systems that cannot sync a file.
-_NOT_OFFERED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 # O_NONBLOCK: not to wait for the reader of a pipe, which is then refused.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -183,7 +181,7 @@ class JsonLines:
         except FileNotFoundError:
             raise LostFileError.of(self._path) from None
         except OSError as error:
-            if error.errno not in _NOT_OFFERED:
+            if error.errno not in UNSUPPORTED:
                 name_file(error, self._path)
                 self._sync_error = error
         finally:
