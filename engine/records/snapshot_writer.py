@@ -151,7 +151,9 @@ class SnapshotWriter:
             self._changed.notify_all()
         for each in dropped:
             self.num_skipped += 1
-            self._say(f"snapshot of step {each} skipped: the disk is too slow for --snapshot-every")
+            self._say(
+                f"snapshot of step {each} skipped: the disk is slow, and that of step {step} came before it was written"
+            )
 
     def count_skipped(self) -> None:
         """Count a snapshot that was dropped before it was submitted."""

@@ -81,7 +81,7 @@ def check_rules(config: TrainConfig, resolved: Resolved, recorded: Mapping[str, 
         if before.get(name, 1) != number:
             was, now = _CHANGED_RULES[name][1:]
             raise ValueError(
-                f"a resumed or replayed run must keep its rules, but {name}, which {was} in the version that made this "
-                f"run, now {now}: start another run from its weights (--init-from with its model.safetensors), or "
-                "install that version"
+                f"a resumed or replayed run must keep its rules, but {name} has changed since the version that made "
+                f"this run: then it {was}, now it {now}. Start another run from its weights (--init-from with its "
+                "model.safetensors), or install that version"
             )
