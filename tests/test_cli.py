@@ -144,8 +144,8 @@ def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
         (["--recipe", "imagnet"], "a recipe must be one of cifar-200, "),
         (["--recipe", "mine.toml"], "mine.toml: a recipe has no setting 'bach': did you mean batch?"),
         (["--epochs", "2"], "epochs and steps must not both be given, got --epochs 2 and --steps 1: leave one out"),
-        (["--eval-every", "1e", "--synthetic"], "--eval-every must not be given with synthetic batches, which are"),
-        (["--warmup-epochs", "1", "--synthetic"], "--warmup-epochs must not be given with synthetic batches"),
+        (["--warmup-epochs", "1", "--synthetic"], "endless, got --warmup-epochs 1: give --warmup-steps as a number of"),
+        (["--eval-every", "1e", "--synthetic"], "endless, got --eval-every 1: give --eval-every as a number of"),
     ],
 )
 def test_wrong_usage_is_one_clear_error(arguments, message, tmp_path, call):

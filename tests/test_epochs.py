@@ -119,11 +119,14 @@ def test_the_limit_of_the_counted_setting_is_the_one_that_it_declares(name, monk
         settle_epochs(TrainConfig.from_json({name: 8, "batch": NUM_IMAGES}), NUM_IMAGES)
 
 
-@pytest.mark.parametrize("name", ["epochs", "warmup_epochs"])
+@pytest.mark.parametrize("name", ["epochs", "warmup_epochs", "eval_every_epochs"])
 def test_batches_without_an_end_have_no_epochs(name):
     config = TrainConfig.from_json({name: 2.5})
     counted = name.replace("epochs", "steps")
-    message = f"^{name} must not be given with %s, which are endless, got 2.5: give {counted}$"
+    message = (
+        f"^a number of epochs must not be given with %s, which are endless, got {name} 2.5: "
+        f"give {counted} as a number of steps$"
+    )
     with pytest.raises(ValueError, match=message % "batches of your own"):
         settle_epochs(config, None, "batches of your own")
     with pytest.raises(ValueError, match=message % "synthetic batches"):

@@ -1,6 +1,7 @@
 """The arithmetic of a plan, by hand and against brute force, and the search for the largest batch that fits."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,6 +204,11 @@ def test_synthetic_batches_stand_for_imagenet_in_a_plan():
     heard: list[str] = []
     config = TrainConfig(synthetic=True, epochs=90, warmup_epochs=5, batch=8192, image_size=32)
     settled, parts = stand_for_imagenet(config, OwnParts(), heard.append)
+    assert settled.eval_every_steps == math.ceil(5 * 1_281_167 / 8192)  # 18 evaluations, as by default on ImageNet
+    every = replace(config, eval_every_steps="0.5e", snapshot_every_steps="2e")  # type: ignore[arg-type]
+    cadences = stand_for_imagenet(every, OwnParts(), lambda _: None)[0]
+    assert (cadences.eval_every_steps, cadences.snapshot_every_steps) == (79, 313)
+    assert (cadences.eval_every_epochs, cadences.snapshot_every_epochs) == (None, None)
     assert settled.steps == math.ceil(90 * 1_281_167 / 8192)
     assert settled.warmup_steps == math.ceil(5 * 1_281_167 / 8192)
     assert (settled.epochs, settled.warmup_epochs) == (None, None)

@@ -41,7 +41,8 @@ def settle_epochs(
         name, counted = given[0]
         raise SettingError(
             name,
-            f"{{setting}} must not be given with {batches}, which are endless, got {{found:g}}: give {{{counted}}}",
+            f"a number of epochs must not be given with {batches}, which are endless, got {{setting}} {{found:g}}: "
+            f"give {{{counted}}} as a number of steps",
             found=getattr(config, name),
         )
     counts = {counted: _settled_count(config, name, counted, num_images) for name, counted in given}

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.config import SYNTHETIC_IMAGE_SIZE, TrainConfig
+from engine.config import COUNTED_IN_EPOCHS, SYNTHETIC_IMAGE_SIZE, TrainConfig
 from engine.feed.batches import Labels, Pixels
-from engine.run.epochs import settle_epochs
+from engine.run.epochs import settle_epochs, settle_evaluations
 from engine.run.parts import OwnParts
 from engine.sizing.volumes import IMAGENET_TRAIN, IMAGENET_VAL
 
@@ -15,16 +15,16 @@ def stand_for_imagenet(
 ) -> tuple[TrainConfig, OwnParts]:
     """Return a run on synthetic batches as if they were ImageNet-1k; a run on other data is returned as it is.
 
-    Its epochs are those of ImageNet-1k, and it evaluates as many images, which are black.
+    Its epochs and its default cadence of evaluations are those of ImageNet-1k, and it evaluates as many images, which
+    are black.
     """
     if not config.synthetic:
         return config, parts
-    if config.epochs is not None or config.warmup_epochs is not None:
-        settled = settle_epochs(config, IMAGENET_TRAIN, notify=notify)
-        config = replace(settled, epochs=None, warmup_epochs=None)
     if parts.evaluation is None and config.eval_split != "off":
         parts = replace(parts, evaluation=BlackImages(config))
-    return config, parts
+    config = settle_epochs(config, IMAGENET_TRAIN, notify=notify)
+    config = settle_evaluations(config, IMAGENET_TRAIN, is_evaluated=parts.evaluation is not None)
+    return TrainConfig.from_json(config.to_json() | {epochs: None for epochs, _ in COUNTED_IN_EPOCHS}), parts
 
 
 class BlackImages:
