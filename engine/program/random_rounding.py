@@ -48,11 +48,13 @@ class RandomRounding:
     Args:
         seed: another seed gives other changes.
         held: results by the number of their value, which are used in the place of those of their operations.
+        widens_sums: whether a sum is changed by the roundings of its terms; otherwise, as if it were rounded once.
     """
 
-    def __init__(self, seed: int, held: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, seed: int, held: Mapping[int, Any] | None = None, *, widens_sums: bool = True) -> None:
         self._number = seed << 20
         self._held = held or {}
+        self._widens_sums = widens_sums
 
     def __call__(self, operation: Operation, outputs: list[Any]) -> list[Any]:
         """Return the changed results of an operation."""
@@ -60,7 +62,7 @@ class RandomRounding:
             return [self._held[operation.outputs[0]]]
         if operation.name in _EXACT:
             return outputs
-        spread = math.sqrt(_num_terms(operation))
+        spread = math.sqrt(_num_terms(operation)) if self._widens_sums else 1.0
         return [self._change(value, spread) if _is_float(value) else value for value in outputs]
 
     def _change(self, value: jax.Array, spread: float) -> jax.Array:

@@ -232,8 +232,10 @@ def update_weights(
     trained, frozen = split_frozen(weights.params, rule.frozen)
     average = None if state.average is None else split_frozen(state.average.params, rule.frozen)[0]
 
-    def move(trained: Any, opt_state: Any, gradients: Any, made: jax.Array | np.bool) -> tuple[Any, Any]:
-        optimizer = optimizer_of(rule, hyperparams, made)
+    def move(
+        trained: Any, opt_state: Any, gradients: Any, made: jax.Array | np.bool, *, clips: bool = True
+    ) -> tuple[Any, Any]:
+        optimizer = optimizer_of(rule, hyperparams, made, clips=clips)
         extra = {} if rule.own_optimizer is None else {"value": loss}
         updates, opt_state = optimizer.update(gradients, opt_state, trained, **extra)
         return optax.apply_updates(trained, updates), opt_state
@@ -250,8 +252,8 @@ def update_weights(
         count = sum(leaf.size for leaf in jax.tree.leaves(trained))
         follow = partial(following, rule.optimizer, hyperparams, rule.groups, norm=norm, count=count)
 
-        def look(before: tuple[Any, Any, Any], gradients: Any) -> jax.Array:
-            return fits(before, move(*before[:2], gradients, np.True_))
+        def look(before: tuple[Any, Any, Any], gradients: Any, *, clips: bool = True) -> jax.Array:
+            return fits(before, move(*before[:2], gradients, np.True_, clips=clips))
 
         is_fit, reach = check_reach(reach, follow, before, gradients, look)
         finite = finite & is_fit
@@ -276,11 +278,11 @@ def update_weights(
 
 
 def optimizer_of(
-    rule: UpdateRule, hyperparams: Hyperparams, made: jax.Array | np.bool
+    rule: UpdateRule, hyperparams: Hyperparams, made: jax.Array | np.bool, *, clips: bool = True
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer of a rule, which first clips the gradient; `made` is as `make_optimizer` takes it."""
     largest_value = hyperparams.clip_value if rule.clips_value else None
-    clip = clip_gradient(hyperparams.clip_norm, rule.clip_order, largest_value)
+    clip = clip_gradient(hyperparams.clip_norm, rule.clip_order, largest_value) if clips else optax.identity()
     if rule.own_optimizer is not None:
         return make_own_optimizer(rule.own_optimizer, hyperparams.learning_rate, clip=clip, groups=rule.groups)
     kernels = partial(kernels_only, undecayed=rule.undecayed)
