@@ -191,7 +191,8 @@ def expected_calibration_error(num_bins: int = 15) -> Metric:
     """Return the expected calibration error with bins of equal width (Guo et al., 2017, arXiv:1706.04599).
 
     It is the mean distance, weighted by the number of examples in a bin, between accuracy and mean confidence, where
-    the confidence is the largest softmax probability. It is NaN without examples, and if a logit is NaN.
+    the confidence is the largest softmax probability. It is NaN without examples, and if a logit is NaN or +infinity,
+    of which the softmax is NaN.
     """
 
     def init() -> _Bins:
