@@ -49,6 +49,15 @@ def test_quick_gelu_and_its_gradient_are_rounded_once(dtype, kernels):
     np.testing.assert_allclose(np.asarray(gradient, np.float64), derivative, rtol=rounding * 1.01, atol=4e-6)
 
 
+@pytest.mark.parametrize("kernels", [XLA, pytest.param(ONEDNN, marks=needs_onednn)])
+def test_the_derivatives_of_the_largest_values_are_0_and_1(kernels):
+    x = jnp.asarray([-3.3e38, -2.1e38, -1e38, 1e38, 2.1e38, 3.3e38], jnp.bfloat16)
+    for function in (gelu, quick_gelu):
+        with using_kernels(kernels):
+            (gradient,) = jax.vjp(function, x)[1](jnp.ones_like(x))
+        np.testing.assert_array_equal(np.asarray(gradient, np.float64), [0, 0, 0, 1, 1, 1])
+
+
 def test_gelu_is_exact_from_end_to_end():
     x = np.linspace(-12, 12, 2001, dtype=np.float32)
     # 1 + erf has an absolute error of about 1e-7, which is multiplied by x.

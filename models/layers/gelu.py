@@ -16,6 +16,7 @@ from models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_b
 
 # x·sigmoid(1.702·x) approximates GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2).
 _SIGMOID_SLOPE = 1.702
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -76,7 +77,8 @@ def _quick_gelu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _quick_gelu_backward(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
     """Multiply by the derivative, s + 1.702·x·s·(1 - s) with s = sigmoid(1.702·x)."""
     with using_kernels(ONEDNN):
-        scaled = _SIGMOID_SLOPE * widen_by_bits(x)
+        # Finite where the product would overflow, because infinity times a share of 0 is NaN.
+        scaled = jnp.clip(_SIGMOID_SLOPE * widen_by_bits(x), -_LARGEST, _LARGEST)
         share = jax.nn.sigmoid(scaled)
         derivative = share * (1.0 + scaled * (1.0 - share))
         return (round_by_bits(derivative * widen_by_bits(gradient), x.dtype),)
