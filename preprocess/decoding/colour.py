@@ -7,6 +7,7 @@ Images are converted tile by tile, so that a conversion needs only a few MB in a
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +28,14 @@ class DeepValues:
         white: the largest value of the range that the file names; None if it names none.
         low_bytes: the low bytes of 16-bit colour, of which the image itself has the high bytes; same mode and size.
             None for other images, and for those that nothing scales.
+        is_negative: whether the smallest of grey values is white.
+        is_unsigned: whether the values are unsigned integers of 32 bits, those of the image their bits.
     """
 
     white: int | None = None
     low_bytes: Image.Image | None = None
+    is_negative: bool = False
+    is_unsigned: bool = False
 
 
 class LevelsError(ValueError):
@@ -100,7 +105,10 @@ def _on_white(image: Image.Image) -> Image.Image:
 def _from_integers(
     image: Image.Image, levels: Levels | None, deep: DeepValues, note: Callable[[DecodeNotes], None]
 ) -> Image.Image:
-    low, high = _extremes(image)
+    kind = np.uint32 if deep.is_unsigned else None
+    low, high = _extremes(image, kind)
+    if deep.is_negative or (deep.is_unsigned and high >= 2**31):
+        note(DecodeNotes(num_changed=1))
     scale = levels or _scale_of(low, high, deep.white, note)
     if levels is not None:
         note(DecodeNotes(num_clipped=low < levels.low or high > levels.high))
@@ -113,8 +121,9 @@ def _from_integers(
             lookup[transparent] = 255
     grey = Image.new("L", image.size)
     for box in _tiles(image):
-        values = np.asarray(image.crop(box))
-        grey.paste(Image.fromarray(scale.scale(values) if lookup is None else lookup[values]), box[:2])
+        values = _values(image, box, kind)
+        scaled = scale.scale(values) if lookup is None else lookup[values]
+        grey.paste(Image.fromarray(255 - scaled if deep.is_negative else scaled), box[:2])
     return grey
 
 
@@ -196,10 +205,16 @@ def _usual_levels(low: float, high: float) -> Levels:
     return fitting or Levels(float(np.floor(low)), float(np.floor(high) + 1))
 
 
-def _extremes(image: Image.Image) -> tuple[float, float]:
+def _values(image: Image.Image, box: tuple[int, int, int, int], kind: type[np.uint32] | None = None) -> NDArray[Any]:
+    """Return the values in a box, those whose bits are of another type as that type."""
+    values = np.asarray(image.crop(box))
+    return values if kind is None else values.view(kind)
+
+
+def _extremes(image: Image.Image, kind: type[np.uint32] | None = None) -> tuple[float, float]:
     """Return the smallest and the largest value of the image; both are NaN if any value is NaN."""
     low, high = np.inf, -np.inf
     for box in _tiles(image):
-        values = np.asarray(image.crop(box))
+        values = _values(image, box, kind)
         low, high = np.minimum(low, values.min()), np.maximum(high, values.max())
     return float(low), float(high)

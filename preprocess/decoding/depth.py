@@ -12,19 +12,21 @@ from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from preprocess.decoding.colour import DeepValues
+from preprocess.decoding.levels import Levels
+from preprocess.decoding.tiff_samples import bits_of, has_planes, is_negative, is_unsigned, largest, planes_remedy
 from preprocess.decoding.truncation import Load
 
 _MOST_16_BITS = 65535
 _PNG_FIRST_CHUNK, _PNG_DEPTH_AT, _PNG_COLOUR_AT = 8, 24, 25
 # PNG colour type → the number of channels whose significant bits count, without alpha.
 _PNG_COLOURS = {0: 1, 2: 3, 4: 1, 6: 3}
-_TIFF_BITS, _TIFF_MAX_VALUE = 258, 281
+_TIFF_MAX_VALUE = 281
 _PPM_MAX_VALUE = re.compile(rb"P[2356]\s(?:(?:\s|#[^\r\n]*[\r\n])*?\d{1,10}){2}(?:\s|#[^\r\n]*[\r\n])*?(\d{1,10})\s")
 _NATIVE, _OTHER = ("L", "B") if sys.byteorder == "little" else ("B", "L")
 # Pillow's raw mode for the high bytes → that for the low bytes.
 _LOW_BYTES = {
     f"{mode};16{order}": f"{mode};16{other}"
-    for mode in ("RGB", "RGBA", "RGBX")
+    for mode in ("RGB", "RGBA", "RGBX", *"RGBA")
     for order, other in (("L", "B"), ("B", "L"), ("N", _OTHER))
 }
 _GREY_ALPHA = "LA;16B"
@@ -41,14 +43,27 @@ def values_of_file(encoded: bytes, name: str, image: Image.Image) -> DeepValues 
     if name == "PNG" and encoded[_PNG_DEPTH_AT] > 8:
         return DeepValues(_png_white(encoded))
     if isinstance(image, TiffImageFile):
-        bits = _largest(image.tag_v2.get(_TIFF_BITS)) or 1
+        bits = bits_of(image)
         if bits > 8:
-            most = _largest(image.tag_v2.get(_TIFF_MAX_VALUE)) or (2**bits - 1 if bits < 16 else 0)
-            return DeepValues(most if 0 < most <= _MOST_16_BITS else None)
+            most = largest(image.tag_v2.get(_TIFF_MAX_VALUE)) or (2**bits - 1 if bits < 16 else 0)
+            white = most if 0 < most <= _MOST_16_BITS else None
+            return DeepValues(white, is_negative=is_negative(image), is_unsigned=is_unsigned(image))
     if name == "PPM" and (found := _PPM_MAX_VALUE.match(encoded, 0, 1 << 16)) is not None and int(found[1]) > 255:
         # The values have been scaled to 65535 or, of colour, to 255.
         return DeepValues(None if int(found[1]) == _MOST_16_BITS else _MOST_16_BITS)
     return None
+
+
+def needs_low_bytes(image: Image.Image, levels: Levels | None, white: int | None) -> bool:
+    """Return whether 16-bit colour cannot be scaled without its low bytes, or can be and names its largest value."""
+    if levels is None and (white == _MOST_16_BITS or white is None):
+        return white is not None and image.mode in ("RGB", "RGBA") and not _is_read_by_plane(image)
+    return image.mode in ("RGB", "RGBA", "CMYK")
+
+
+def _is_read_by_plane(image: Image.Image) -> bool:
+    """Return whether libtiff reads an image plane by plane, for which Pillow ignores the raw mode."""
+    return isinstance(image, TiffImageFile) and image.use_load_libtiff and has_planes(image)
 
 
 def read_low_bytes(content: bytes, load: Load) -> Image.Image:
@@ -62,6 +77,8 @@ def read_low_bytes(content: bytes, load: Load) -> Image.Image:
 
     def take_low_bytes(image: ImageFile.ImageFile) -> None:
         nonlocal is_grey_alpha
+        if isinstance(image, TiffImageFile) and _is_read_by_plane(image):
+            raise ValueError(f"compressed 16-bit colour with separate planes cannot be scaled; {planes_remedy(image)}")
         tiles: list[Any] = []
         for decoder, extents, offset, args in image.tile:
             rawmode = args if isinstance(args, str) else (args or ("",))[0]
@@ -99,9 +116,3 @@ def _png_white(encoded: bytes) -> int | None:
             return None
         position += 12 + length
     return None
-
-
-def _largest(value: Any) -> int:
-    """Return the largest of the integers in a TIFF tag, 0 if it has none."""
-    values = value if isinstance(value, tuple) else (value,)
-    return max((each for each in values if type(each) is int), default=0)

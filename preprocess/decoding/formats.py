@@ -29,7 +29,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from preprocess.decoding.colour import DeepValues
-from preprocess.decoding.depth import read_low_bytes, values_of_file
+from preprocess.decoding.depth import needs_low_bytes, read_low_bytes, values_of_file
 from preprocess.decoding.format_bounds import bounded, check_jpeg_scans
 from preprocess.decoding.levels import Levels
 from preprocess.decoding.notes import DecodeNotes
@@ -41,6 +41,7 @@ from preprocess.decoding.orientation import (
     parse_raw_profile,
     png_text,
 )
+from preprocess.decoding.tiff_samples import check_alpha, correct_samples
 from preprocess.decoding.truncation import Load, is_cut, load_part, salvage
 
 # The chunks that a PNG decoder needs; all others (text, profiles, animation) are metadata.
@@ -152,10 +153,10 @@ def open_pixels(
     if name in ("WebP", "GIF"):
         exif, xmp = image.info.get("exif"), image.info.get("xmp")
         is_turned_anew = xmp is not None and _differ(exif, xmp, exif)
-    if is_turned_anew:
+    if is_turned_anew or reader.is_corrected:
         note(DecodeNotes(num_changed=1))
     deep = None if name == "PPM" and levels is not None else values_of_file(encoded, name, image)
-    if deep is not None and image.mode in ("RGB", "RGBA") and name != "PPM" and (levels or deep.white):
+    if deep is not None and name != "PPM" and needs_low_bytes(image, levels, deep.white):
         deep = replace(deep, low_bytes=read_low_bytes(content, load))
     # Pillow applies the orientation of a TIFF itself.
     return OpenedImage(image, choose_orientation(exif, xmp), deep)
@@ -186,6 +187,7 @@ class _Reader:
     def __init__(self, known: Format, max_pixels: int, admit: Callable[[int], None]) -> None:
         self._known, self._max_pixels, self._admit = known, max_pixels, admit
         self._is_admitted = False
+        self.is_corrected = False
 
     def load(
         self, content: bytes, prepare: Callable[[ImageFile.ImageFile], None] = lambda _: None
@@ -204,9 +206,13 @@ class _Reader:
         if not self._is_admitted:
             self._admit(width * height)  # may wait, so it must not hold the lock that other images need
             self._is_admitted = True
+        if isinstance(image, TiffImageFile):
+            self.is_corrected = correct_samples(image)
         prepare(image)
         with quietly():
             image.load()
+        if isinstance(image, TiffImageFile):
+            check_alpha(image)
         return image
 
 

@@ -52,7 +52,7 @@ class Salvaged:
     """What is there of a truncated picture.
 
     Attributes:
-        image: the picture; what is missing is black or, in a JPEG, grey.
+        image: the picture; what is missing is 0 or, in a JPEG, grey.
         num_rows: the number of rows that are there.
         has_all_detail: false for a picture whose later scans are missing, which refine all rows.
     """
