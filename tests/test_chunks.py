@@ -81,11 +81,17 @@ def assert_same(path, reference):
         np.testing.assert_array_equal(value, expected, err_msg=name)
 
 
+def numbers_of(record):
+    """Return a record without its nulls, such as top-5 accuracy below six classes, which `approx` does not take."""
+    return {name: value for name, value in record.items() if value is not None}
+
+
 def assert_close(path, reference):
     """Assert that two runs are equal except for rounding in another order."""
     for log in ("loss.jsonl", "eval.jsonl"):
         for line, expected in zip(lines(path / log), lines(reference / log), strict=True):
-            assert line == pytest.approx(expected, rel=1e-5)
+            assert line.keys() == expected.keys()
+            assert numbers_of(line) == pytest.approx(numbers_of(expected), rel=1e-5)
     for (name, value), expected in zip(leaves(path).items(), leaves(reference).values(), strict=True):
         assert value.dtype == expected.dtype
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6, err_msg=name)
