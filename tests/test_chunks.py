@@ -306,11 +306,11 @@ def test_an_abandoned_update_ends_its_chunk(tmp_path):
     for chunk in (1, 4):
         path = tmp_path / f"{chunk}"
         with pytest.raises(
-            NonFiniteError, match="NaN or infinite at step 3; the weights are those of the last finite update"
+            NonFiniteError, match="NaN or infinite at step 2; the weights are those of the last finite update"
         ):
             run(path, chunk_batches=chunk, learning_rate=1e30)
         ends[chunk] = lines(path / "loss.jsonl")
-    assert [line["step"] for line in ends[1]] == [line["step"] for line in ends[4]] == [1, 2, 3]
+    assert [line["step"] for line in ends[1]] == [line["step"] for line in ends[4]] == [1, 2]
     # Two programs: jax 0.11.2 rounds the mean of the first batch otherwise in one of them.
     losses = [np.array([line["loss"] for line in ends[chunk]], np.float64) for chunk in (1, 4)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
