@@ -9,7 +9,7 @@ def quantity(count: int, noun: str) -> str:
         return f"1 {noun}"
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{count:,} {noun[:-1]}ies"
-    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'tch')) else 's'}"
+    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'tch', 'nch')) else 's'}"
 
 
 def listed(words: Sequence[str]) -> str:

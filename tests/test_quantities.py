@@ -17,6 +17,7 @@ from preprocess.quantities import listed, quantity
         (2, "class", "2 classes"),
         (2, "batch", "2 batches"),
         (2, "epoch", "2 epochs"),
+        (2, "launch", "2 launches"),
         (2, "entry", "2 entries"),
         (2, "array", "2 arrays"),
         (1200, "step", "1,200 steps"),

@@ -54,8 +54,10 @@ def describe_rate_change(config: TrainConfig, recorded: TrainConfig, step: int, 
     if is_appended:
         way = "rises" if config.peak_learning_rate >= before else "falls"
         length = quantity(config.steps - config.cycle_start_steps, "step")
-        why = f"a cycle of {length} is appended, in which it {way} to {rate_text(factor * config.peak_learning_rate)}"
-    elif "steps" in changed:
+        peak = rate_text(factor * config.peak_learning_rate)
+        was = f"the learning rate was {rate_text(factor * before)} at step {step:,}"
+        return f"a cycle of {length} is appended: {was}, and {way} to {peak}"
+    if "steps" in changed:
         why = f"the schedule now has {quantity(config.steps, 'step')}"
         if step >= recorded.steps:
             why += " (--append-epochs appends a cycle instead)"

@@ -311,7 +311,7 @@ class LaunchMeter:
             is_windowed=config.order == "windowed",
             reader_threads=config.reader_threads,
             prefetch=self._training.depth,
-            snapshot_every_steps=config.snapshot_cadence,
+            snapshot_every_steps=config.snapshot_every_steps or 0,
             precision=config.precision,
             is_cpu=jax.default_backend() == "cpu",
             has_faster_half=uses_amx_in_bfloat16(config, jax.default_backend()),
