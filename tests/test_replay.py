@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -340,11 +341,22 @@ def test_the_state_in_an_evaluation_that_was_cut_short_is_that_of_the_replay(tmp
     assert first.num_evaluations + second.num_evaluations == len(lines(path / "eval.jsonl")) == 3
 
 
+class Undefined(Linear):
+    """A classifier whose logits are NaN if the first image is red."""
+
+    def apply(self, params, batch_stats, images, train):
+        logits, batch_stats = super().apply(params, batch_stats, images, train)
+        return jnp.where(images[0, :, :, 0].mean() > 0, jnp.nan, logits), batch_stats
+
+
 def test_nan_losses_are_equal(tmp_path):
     path = tmp_path / "run"
-    run(path, batches=toy_batch, learning_rate=1e30, stop_on_nan=False, snapshot_every_steps=0)
-    assert None in [record["loss"] for record in lines(path / "loss.jsonl")]
-    report = replay(path, from_step=0)
+    config = toy_config(**({"steps": STEPS, "run_dir": path, "stop_on_nan": False} | SETTINGS))
+    train(config, model=Undefined(), batches=toy_batch)
+    losses = [record["loss"] for record in lines(path / "loss.jsonl")]
+    assert None in losses
+    assert set(losses) != {None}
+    report = replay(path, from_step=0, model=Undefined(), evaluation=None)
     assert report.is_same, report
 
 
