@@ -99,7 +99,7 @@ def test_the_bytes_of_a_pooled_network_are_those_of_each_layer(candidate):
         # convolution, pool and norm; convolution and norm
         total += (3 * before + 2 * whole) + (2 * whole + 2 * half) + 5 * half + 5 * half + 5 * half
         before = half
-    total += 2 * before + (3 * 256 + 2 * 10)
+    total += (2 * before + 2 * 256) + (3 * 256 + 2 * 10)
     assert candidate("work_of_models").work_of("convnet8", 32, 10).image_elements == total
 
 

@@ -62,7 +62,7 @@ def work_of(name: str, image_size: int, num_classes: int) -> Work:
       gradients at once, and writes x's, which the first layer leaves out.
     - A batch norm with its activation reads x and writes y; backward it reads x and y's gradient and writes x's. Its
       sums over the batch come from whoever wrote the array that is summed.
-    - A max-pool, or an average over the map, reads x and writes y; backward it reads y's gradient and writes x's. The
+    - A max-pool, or an average or maximum over the map, reads x and writes y; backward it reads y's gradient and writes x's. The
       places of the maxima are not counted.
     - A sum with ReLU reads two and writes one; backward it reads y and its gradient, and writes one gradient for both.
     - The two gradients of an array that is used twice are added by whoever writes the second one, for nothing.
@@ -105,6 +105,6 @@ _ELEMENTS: dict[str, Callable[[int, int], int]] = {
     "batch_norm": lambda x, y: 3 * x + 2 * y,
     "max_pool": lambda x, y: 2 * x + 2 * y,
     "global_average_pool": lambda x, y: 2 * x + 2 * y,
-    "widen": lambda x, _: 2 * x,  # the maximum over the map of `pooled_convnet`
+    "global_max_pool": lambda x, y: 2 * x + 2 * y,
     "stored_relu": lambda x, y: 3 * x + 3 * y,  # of a sum
 }
