@@ -62,8 +62,8 @@ def work_of(name: str, image_size: int, num_classes: int) -> Work:
       gradients at once, and writes x's, which the first layer leaves out.
     - A batch norm with its activation reads x and writes y; backward it reads x and y's gradient and writes x's. Its
       sums over the batch come from whoever wrote the array that is summed.
-    - A max-pool, or an average or maximum over the map, reads x and writes y; backward it reads y's gradient and writes x's. The
-      places of the maxima are not counted.
+    - A max-pool, or an average or maximum over the map, reads x and writes y; backward it reads y's gradient and writes
+      x's. The places of the maxima are not counted.
     - A sum with ReLU reads two and writes one; backward it reads y and its gradient, and writes one gradient for both.
     - The two gradients of an array that is used twice are added by whoever writes the second one, for nothing.
     """
