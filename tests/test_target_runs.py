@@ -84,7 +84,7 @@ def test_losses_evaluations_and_metrics_equal_a_plain_loop(packs, kind, tmp_path
     model, config = Linear(), config_of(packs, kind, momentum=0.9)
     metrics: dict[str, Any] = {"distance": distance}
     params = train(replace(config, steps=0), model=model, metrics=metrics).params
-    result = train(replace(config, run_dir=str(tmp_path)), model=model, metrics=metrics)
+    result = train(replace(config, run_dir=str(tmp_path), eval_every_steps=0), model=model, metrics=metrics)
     _, rgb, labels, mean, std = images_and_labels(packs, kind)
     images = (rgb / 255 - np.array(mean)) / np.array(std)
     optimizer = optax.sgd(RATE, momentum=0.9)
