@@ -27,6 +27,8 @@ from models.layers.convolution_forms import Geometry
 from tests.direct_operations import Problem, normal, python_team, run_part
 from tests.kernels import onednn_for_all_shapes
 
+pytestmark = pytest.mark.kernels
+
 try:
     load_library()
 except MissingKernelsError as error:
@@ -337,8 +339,6 @@ from jax.sharding import Mesh, PartitionSpec
 from models.kernels import using_kernels
 from models.layers.convolution import convolution
 from tests.direct_operations import normal
-
-pytestmark = pytest.mark.kernels
 
 x, kernel = normal(0, (4, 16, 17, 32)), normal(1, (3, 3, 32, 32)) / 17
 mesh = Mesh(np.array(jax.devices()), "images")

@@ -20,6 +20,8 @@ try:
 except MissingKernelsError as error:
     pytest.skip(str(error), allow_module_level=True)
 
+pytestmark = pytest.mark.kernels
+
 ROOT = Path(__file__).parents[1]
 
 # Every program is compiled once, without LLVM's optimiser: the kernels are what is compared.
@@ -30,8 +32,6 @@ from models.kernels.choice import using_kernels
 from models.kernels.onednn import handler
 from models.kernels.onednn.operations import prepare
 from models.layers.convolution import convolution
-
-pytestmark = pytest.mark.kernels
 
 @functools.cache
 def step(dtype, kernel, stride, groups):
