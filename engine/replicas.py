@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from engine.keys import like_leaf, plain_key
 from engine.settings import SettingError
 from models.layers.batch_norm import NormGroups
+from models.layers.stored import stored
 
 AXIS = "data"
 _EVERYWHERE = PartitionSpec()
@@ -43,8 +44,10 @@ class Replicas:
             return tree
         leaves, structure = jax.tree.flatten(tree)
         is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-        # One call, so that one collective carries all leaves.
-        means = iter(lax.pmean([leaf for leaf, floats in zip(leaves, is_float, strict=True) if floats], AXIS))
+        # One call, so that one collective carries all leaves. Stored, because XLA divides it on cards where one reader
+        # takes several leaves, as the check of the new weights does.
+        numbers = [leaf for leaf, floats in zip(leaves, is_float, strict=True) if floats]
+        means = iter(stored(lax.pmean(numbers, AXIS), on_cards=True))
         reduced = [next(means) if floats else leaf for leaf, floats in zip(leaves, is_float, strict=True)]
         mean: T = jax.tree.unflatten(structure, reduced)
         return mean

@@ -75,7 +75,6 @@ def test_a_non_deterministic_program_may_leave_the_order_of_sums_to_the_card(com
     assert "gemm_fusion" in program
 
 
-@pytest.mark.xfail(reason="XLA divides the reduction since the pass of the gradient's norm looks at new weights, too")
 def test_eight_cards_reduce_once_an_update_and_once_a_pull(compiler):
     settings = SETTINGS | {"model": "resnet8", "batch": 64, "eval_every_steps": 5}
     program = compiler.compile(settings, number=8, stages=[1])["hlo"]
