@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file
 
-from engine import train
+from engine import evaluate, train
 from engine.commands.export_cli import main
 from engine.objective.metrics import confusion_matrix
 from engine.records.best_snapshot import best_step, parse_metric
@@ -139,6 +139,15 @@ def test_the_best_snapshot_is_kept_beside_the_newest_and_exported(run, monkeypat
         np.testing.assert_array_equal(stored.tensors[name], tensor, strict=True)
 
 
+def test_the_best_snapshot_is_evaluated_as_the_run_did(run):
+    folder, best, _ = run
+    said: list[str] = []
+    result = evaluate(folder, model=Linear(), evaluation=evaluation_set(11), snapshot="best", notify=said.append)
+    recorded = {row["step"]: row["loss"] for row in map(json.loads, (folder / "eval.jsonl").read_text().splitlines())}
+    assert result.record.loss == recorded[best]
+    assert said[0].startswith(f"best snapshot: step {best}, loss ")
+
+
 def test_the_weights_of_the_last_step_are_the_file_of_the_run_byte_for_byte(run, monkeypatch):
     folder, _, _ = run
     code, _, err = invoke(monkeypatch, folder.parent, "run", "--snapshot", 10, "last.safetensors")
@@ -153,7 +162,7 @@ def test_the_weights_of_the_last_step_are_the_file_of_the_run_byte_for_byte(run,
     ("arguments", "message"),
     [
         (["run", "--snapshot", "3", "x"], "there is no snapshot"),
-        (["run", "--snapshot", "x", "x"], "--snapshot must be a step or best, got x"),
+        (["run", "--snapshot", "x", "x"], "must be a step or best, got x: give the number of a kept snapshot"),
         (["run", "--snapshot", "10", "--metric", "loss", "x"], "--metric can be given only with --snapshot best"),
         (["run", "--snapshot", "best", "--metric", "error:min", "x"], "none has error in eval.jsonl: choose a step"),
         (["run", "--snapshot", "10", "no/x"], "OUT must be in an existing folder, but no is missing: create it"),

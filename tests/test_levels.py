@@ -181,7 +181,7 @@ def test_a_pack_names_the_share_of_the_range_and_records_the_levels(tmp_path):
     assert dark.exit_code == 0
     assert (
         "warning: 6 images of 16 bits have no value over 4,095, so they use 6.2 % of the range 0 to 65,535 and become "
-        "dark. If 4,095 is white, pack them again with --levels 0:4095 --overwrite"
+        "dark. If 4,095 is white, run the same command again with --levels 0:4095 --overwrite"
     ) in dark.output
     for part in (1, 2):  # the notes of the parts are those of the whole
         parts = run(source, tmp_path / "parts", "--size", 16, "--shard-images", 2, "--part", f"{part}/2")

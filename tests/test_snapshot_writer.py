@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,7 +70,8 @@ def test_what_is_submitted_is_written_in_order_on_one_thread_that_is_not_the_cal
     assert words == []
 
 
-def test_a_newer_snapshot_takes_the_place_of_one_that_waits_and_the_last_is_not_lost(tmp_path):
+def test_a_newer_snapshot_takes_the_place_of_one_that_waits_and_the_last_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_writer, "_SAY_SKIPPED_EVERY_S", 0.0)
     disk = Disk(held=True)
     writer, words = make_writer(tmp_path, disk)
     writer.submit(1, 1, None)
@@ -85,6 +87,19 @@ def test_a_newer_snapshot_takes_the_place_of_one_that_waits_and_the_last_is_not_
     assert disk.steps == [1, 4]
     assert words == [f"snapshot of step {step} skipped: {SLOW.format(step + 1)}" for step in (2, 3)]
     assert writer.last_step == 4
+
+
+def test_skipped_snapshots_are_counted_and_said_at_most_once_a_minute(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(snapshot_writer, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now))
+    writer, words = make_writer(tmp_path, Disk())
+    for step in (1, 2, 3):
+        writer.skip(step, "slow")
+    now = 160.0
+    writer.skip(4, "slow")
+    assert words == ["snapshot of step 1 skipped: slow", "snapshot of step 4 skipped: slow (3 since the last such line)"]
+    assert writer.num_skipped == 4
+    writer.close(0)
 
 
 def test_a_failed_write_is_reported_once_and_the_next_one_is_tried(tmp_path):
@@ -202,7 +217,7 @@ def test_submitting_never_waits_for_a_disk_that_hangs(tmp_path):
     disk.gate.set()
     assert writer.close(SOON_S)
     assert disk.steps[-1] == 999
-    assert len(words) + len(disk.steps) == 1000
+    assert (len(words), writer.num_skipped + len(disk.steps)) == (1, 1000)
 
 
 def test_closing_without_a_snapshot_succeeds_and_later_ones_are_ignored(tmp_path):

@@ -15,10 +15,10 @@ import click
 from engine.commands.command_end import describe_error, leave, say_to_stderr
 from engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
 from engine.commands.setting_options import option_names, overriding_option, setting_option
-from engine.commands.weights_options import mean_option, model_option, std_option
+from engine.commands.weights_options import mean_option, model_option, parse_snapshot, std_option
 from engine.config import SETTINGS, TrainConfig
 from engine.named_parts import compare_named
-from preprocess.commands.completion import complete_file, complete_folder
+from preprocess.commands.completion import complete_file, complete_folder, complete_word
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.quantities import quantity
 from preprocess.storage_options import parse_text
@@ -68,10 +68,11 @@ def _or_default(name: str) -> str:
 @click.argument("run", required=False, shell_complete=complete_folder)
 @click.option(
     "--snapshot",
-    type=click.IntRange(min=0),
-    metavar="STEP",
+    metavar="STEP|best",
+    callback=parse_snapshot,
+    shell_complete=complete_word(lambda: ("best",)),
     show_default="the weights at the end of RUN, else its newest snapshot",
-    help="Evaluate the weights of this snapshot of RUN.",
+    help="Evaluate the weights of this snapshot of RUN; best is the kept one with the best evaluation.",
 )
 @click.option(
     "--weights",

@@ -9,6 +9,7 @@ import click
 
 from engine.commands.command_end import describe_error, leave, say_to_stderr
 from engine.commands.setting_options import option_names
+from engine.commands.weights_options import parse_snapshot
 from preprocess.commands.completion import complete_file, complete_folder, complete_word
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.commands.storage import storage_option
@@ -41,6 +42,7 @@ Examples:
     "--snapshot",
     required=True,
     metavar="STEP|best",
+    callback=parse_snapshot,
     shell_complete=complete_word(lambda: ("best",)),
     help="Step of the snapshot; best is the kept snapshot with the best evaluation.",
 )
@@ -58,7 +60,7 @@ Examples:
 def main(
     run: str,
     out: str,
-    snapshot: str,
+    snapshot: int | Literal["best"],
     metric: str | None,
     storage_option: tuple[str, ...],
     overwrite: bool,
@@ -75,13 +77,14 @@ def main(
     try:
         from engine.evaluation.export import export_weights
 
-        step = _step(snapshot)
-        if metric is not None and step != "best":
-            raise ValueError(f"--metric can be given only with --snapshot best, got --snapshot {step}: leave it out")
+        if metric is not None and snapshot != "best":
+            raise ValueError(
+                f"--metric can be given only with --snapshot best, got --snapshot {snapshot}: leave it out"
+            )
         done = export_weights(
             run,
             out,
-            snapshot=step,
+            snapshot=snapshot,
             metric=metric,
             overwrite=overwrite,
             notify=say_to_stderr,
@@ -98,11 +101,3 @@ def main(
         say_to_stderr(f"export-weights: {describe_error(error, option_names(click.get_current_context()))}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
     leave(code)
-
-
-def _step(text: str) -> int | Literal["best"]:
-    if text == "best":
-        return "best"
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"--snapshot must be a step or best, got {text}: give the number of a kept snapshot")
-    return int(text)

@@ -1,9 +1,25 @@
 """The options that describe a weights file, shared by the commands that read one."""
 
+from typing import Literal
+
 import click
 
 from models.names import MODEL_NAMES
 from preprocess.commands.completion import complete_word
+
+
+def parse_snapshot(
+    _context: click.Context, _parameter: click.Parameter, text: str | None
+) -> int | Literal["best"] | None:
+    """Return the snapshot of a run that an option names: its step, or "best" for the one with the best evaluation."""
+    if text is None:
+        return None
+    if text == "best":
+        return "best"
+    if not (text.isascii() and text.isdigit()):
+        raise click.BadParameter(f"must be a step or best, got {text}: give the number of a kept snapshot")
+    return int(text)
+
 
 model_option = click.option(
     "--model",

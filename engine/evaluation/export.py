@@ -5,13 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from engine.evaluation.snapshot_weights import find_best
 from engine.evaluation.trained_run import check_has_weights, read_run
-from engine.records.best_snapshot import best_step, parse_metric
-from engine.records.evaluation_log import EvaluationLog
-from engine.records.recorded_run import read_recorded
-from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
-from engine.records.snapshot import snapshot_steps
-from engine.records.stored.reading import every_file, local_copy, with_weights
+from engine.records.run_folder import CONFIG, LOSS_LOG
+from engine.records.stored.reading import local_copy, with_weights
 from engine.records.weights import weights_file
 from engine.records.whole_file import write_whole
 
@@ -54,11 +51,10 @@ def export_weights(
         OSError: if the file cannot be written.
     """
     path = Path(out)
-    # The best one is known only from the logs and the list of all.
-    with local_copy(run, storage_options, every_file if snapshot == "best" else with_weights(snapshot)) as folder:
+    with local_copy(run, storage_options, with_weights(snapshot)) as folder:
         check_has_weights(folder)
         _check_out(folder, path, overwrite)
-        step = _find_best(folder, metric, notify) if snapshot == "best" else snapshot
+        step = find_best(folder, metric, notify) if snapshot == "best" else snapshot
         content, digest = weights_file(*read_run(folder, step).weights[:2])
     write_whole(path, content)
     return ExportedWeights(path, step, digest)
@@ -83,19 +79,3 @@ def _check_out(run: Path, path: Path, overwrite: bool) -> None:
         raise ValueError(f"OUT must be a regular file, but {path} is not: choose another path")
     if path.exists() and not overwrite:
         raise ValueError(f"OUT must be a new file, but {path} exists: choose another path, or replace it (--overwrite)")
-
-
-def _find_best(run: Path, given: str | None, notify: Callable[[str], None]) -> int:
-    metric = parse_metric(given or read_recorded(run).config.keep_best or "top1")
-    steps = snapshot_steps(run / SNAPSHOTS)
-    evaluations = EvaluationLog(run / EVALUATION_LOG).read()
-    step = best_step(evaluations, steps, metric)
-    if step is None:
-        raise ValueError(
-            f"the best snapshot must have been evaluated at its own step, but of those of {run} "
-            f"({', '.join(map(str, steps)) or 'none'}) none has {metric.name} in {EVALUATION_LOG}: choose a step "
-            "(--snapshot STEP), and evaluate as often as snapshots are taken (--eval-every)"
-        )
-    value = next(metric.value(each) for each in reversed(evaluations) if each.step == step)
-    notify(f"best snapshot: step {step:,}, {metric.name} {value:g}")
-    return step

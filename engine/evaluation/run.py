@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from engine.crossing.pushed import mean_of_images
 from engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
 from engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_own
 from engine.evaluation.result import ClassResult, EvaluationResult
+from engine.evaluation.snapshot_weights import find_best
 from engine.evaluation.subject import (
     Channels,
     Subject,
@@ -56,7 +57,7 @@ def evaluate(
     metrics: Mapping[str, Metric | PerExample] | None = None,
     per_class: bool = False,
     notify: Callable[[str], None] = lambda _: None,
-    snapshot: int | None = None,
+    snapshot: int | Literal["best"] | None = None,
     predictions: bool = False,
 ) -> EvaluationResult:
     """Evaluate the weights of a run in the same way as the run's training loop did.
@@ -78,7 +79,8 @@ def evaluate(
         metrics: your own metrics, whether or not the run computed them, as for `engine.train`.
         per_class: also count each class separately.
         notify: called with one-line messages about the weights and the images.
-        snapshot: the step of the snapshot to evaluate, instead of the weights that the run wrote at its end.
+        snapshot: the step of the snapshot to evaluate, instead of the weights that the run wrote at its end; "best" is
+            the kept one with the best evaluation by `keep_best`, else by top-1.
         predictions: also return the decision on each image; the labels must be class numbers.
 
     Raises:
@@ -89,8 +91,9 @@ def evaluate(
     place = _folder_of(run)
     options = storage_options_of(run) if isinstance(run, TrainConfig) else None
     with local_copy(place, options, with_weights(snapshot)) as folder:
+        step = find_best(folder, None, notify) if snapshot == "best" else snapshot
         return _evaluate_run(
-            read_run(folder, snapshot),
+            read_run(folder, step),
             run if isinstance(run, TrainConfig) else None,
             model,
             evaluation,

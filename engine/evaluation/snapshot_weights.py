@@ -3,7 +3,7 @@
 Owns which arrays of a training state are the weights. Must not know: programs, data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.images.unpack import LEAST_STD
+from engine.records.best_snapshot import best_step, parse_metric
+from engine.records.evaluation_log import EvaluationLog
 from engine.records.folder_state import check_config_digest
-from engine.records.recorded_run import RecordedRun
-from engine.records.run_folder import CONFIG, SNAPSHOTS
+from engine.records.recorded_run import RecordedRun, read_recorded
+from engine.records.run_folder import CONFIG, EVALUATION_LOG, SNAPSHOTS
 from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
 from engine.records.weights import StoredWeights, Tensors, name_tensors, part_of
 from engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA, describe_weights
@@ -52,6 +54,33 @@ def read_snapshot_weights(run: Path, recorded: RecordedRun, step: int | None = N
         except SnapshotError as error:  # damaged, or removed in the meantime by a run in progress
             failure = failure or error
     raise failure or SnapshotError(f"there is no snapshot in {run / SNAPSHOTS}: wait for the first one")
+
+
+def find_best(run: Path, given: str | None, notify: Callable[[str], None]) -> int:
+    """Return the step of the kept snapshot with the best evaluation in `eval.jsonl`.
+
+    Args:
+        run: the run folder.
+        given: top1, top5, loss, or a metric of your own as NAME:max or NAME:min; None is the run's setting `keep_best`,
+            else top1.
+        notify: called with one line that names the step and the number.
+
+    Raises:
+        ValueError: if none of the snapshots was evaluated.
+    """
+    metric = parse_metric(given or read_recorded(run).config.keep_best or "top1")
+    steps = snapshot_steps(run / SNAPSHOTS)
+    evaluations = EvaluationLog(run / EVALUATION_LOG).read()
+    step = best_step(evaluations, steps, metric)
+    if step is None:
+        raise ValueError(
+            f"the best snapshot must have been evaluated at its own step, but of those of {run} "
+            f"({', '.join(map(str, steps)) or 'none'}) none has {metric.name} in {EVALUATION_LOG}: choose a step "
+            "(--snapshot STEP), and evaluate as often as snapshots are taken (--eval-every)"
+        )
+    value = next(metric.value(each) for each in reversed(evaluations) if each.step == step)
+    notify(f"best snapshot: step {step:,}, {metric.name} {value:g}")
+    return step
 
 
 def _read(run: Path, recorded: RecordedRun, step: int) -> SnapshotWeights:

@@ -30,6 +30,7 @@ from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
 from preprocess.system_errors import is_out_of_room
 
 _LOOK_EVERY_S = 0.1
+_SAY_SKIPPED_EVERY_S = 60.0
 
 
 class UnwritableFolderError(OSError):
@@ -88,6 +89,7 @@ class SnapshotWriter:
         self._writing_step: int | None = None
         self._last_step: int | None = None
         self._is_last_written = True
+        self._num_unsaid, self._say_again_at = 0, 0.0
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="snapshot-writer", daemon=True)
 
@@ -150,15 +152,17 @@ class SnapshotWriter:
             self._is_last_written = False
             self._changed.notify_all()
         for each in dropped:
-            self.num_skipped += 1
-            self._say(
-                f"snapshot of step {each} skipped: the disk is slow, and that of step {step} came before it was written"
-            )
+            if each != step:
+                self.skip(each, f"the disk is slow, and that of step {step} came before it was written")
 
-    def count_skipped(self) -> None:
-        """Count a snapshot that was dropped before it was submitted."""
-        with self._changed:
-            self.num_skipped += 1
+    def skip(self, step: int, why: str) -> None:
+        """Count a snapshot that is not written and say why, but at most once a minute; the next line has the number."""
+        self.num_skipped += 1
+        self._num_unsaid += 1
+        if time.monotonic() >= self._say_again_at:
+            before = f" ({self._num_unsaid:,} since the last such line)" if self._num_unsaid > 1 else ""
+            self._say(f"snapshot of step {step} skipped: {why}{before}")
+            self._num_unsaid, self._say_again_at = 0, time.monotonic() + _SAY_SKIPPED_EVERY_S
 
     def close(self, timeout_s: float) -> bool:
         """Accept no more snapshots, and wait at most `timeout_s` for pending ones to be written; can be called again.

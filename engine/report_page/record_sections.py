@@ -50,8 +50,10 @@ def _differing(recorded: Sequence[tuple[Subject, RecordedRun]]) -> Html:
 
 
 def _is_chosen(run: RecordedRun, name: str) -> bool:
-    value = getattr(run.config, name)
-    return value != SETTINGS[name].default or (value is not None and run.origins.get(name, _DEFAULT) != _DEFAULT)
+    value, origin = getattr(run.config, name), run.origins.get(name)
+    if origin is None:
+        return value != SETTINGS[name].default
+    return value is not None and origin != _DEFAULT
 
 
 def _settings(recorded: Sequence[tuple[Subject, RecordedRun]], names: Sequence[str], caption: str) -> Html:

@@ -251,8 +251,7 @@ class RecordedLaunch:
             monitor.write_soon()
 
     def _leave_out(self, step: int) -> None:
-        self._snapshots.count_skipped()
-        self._launch.notices.say(f"snapshot of step {step} skipped: the disk is too slow for the logs of the run")
+        self._snapshots.skip(step, "the disk is too slow for the logs of the run")
 
     def _find_best_snapshot(self, steps: list[int]) -> int | None:
         """Return which of the snapshots was evaluated best, according to `eval.jsonl`; None without `keep_best`."""

@@ -118,14 +118,14 @@ def _warn_of_notes(notes: DecodeNotes, levels: int | str | None) -> None:
         white = (1 << notes.deep_max.bit_length()) - 1
         click.echo(
             f"warning: {_of_16_bits(notes.num_deep)} no value over {notes.deep_max:,}, so they use "
-            f"{share:.2g} % of the range 0 to 65,535 and become dark. If {white:,} is white, pack them again with "
-            f"--levels 0:{white} --overwrite",
+            f"{share:.2g} % of the range 0 to 65,535 and become dark. If {white:,} is white, run the same "
+            f"command again with --levels 0:{white} --overwrite",
             err=True,
         )
     if notes.num_declared and notes.white_min != notes.white_max:
         click.echo(
             f"warning: the files name different values for white, from {notes.white_min:,} to {notes.white_max:,}, and "
-            "each is scaled by its own. If the same values mean the same in all of them, pack them again with "
+            "each is scaled by its own. If the same values mean the same in all of them, run the same command again with "
             f"--levels 0:{notes.white_max} --overwrite",
             err=True,
         )
@@ -133,7 +133,7 @@ def _warn_of_notes(notes: DecodeNotes, levels: int | str | None) -> None:
         click.echo(
             f"warning: {notes.num_declared:,} images are scaled by the white value that their file names, and "
             f"{notes.num_deep:,} by 65,535, because their files name none, or have larger values. If the same values "
-            "mean the same in all of them, pack them again with --levels and --overwrite",
+            "mean the same in all of them, run the same command again with --levels and --overwrite",
             err=True,
         )
     if notes.num_clipped:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from engine.records.file_errors import name_file
 from engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS
@@ -40,13 +41,15 @@ def without_snapshots(names: Sequence[str]) -> Sequence[str]:
     return [name for name in names if not name.startswith(f"{SNAPSHOTS}/")]
 
 
-def with_weights(snapshot: int | None) -> Wanted:
+def with_weights(snapshot: int | Literal["best"] | None) -> Wanted:
     """Return what chooses the files from which weights are read: of the snapshots, only one that is needed.
 
     Args:
         snapshot: the step of the snapshot whose weights to read; None reads those at the end of the run, or else those
-            of the newest snapshot.
+            of the newest snapshot. The best one is known only from the logs and all steps, so "best" takes every file.
     """
+    if snapshot == "best":
+        return every_file
 
     def wanted(names: Sequence[str]) -> Sequence[str]:
         others = without_snapshots(names)
