@@ -15,10 +15,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from engine import train
 from engine.config import TrainConfig
 from engine.records.digests import is_as_sealed
 from engine.records.folder_lock import FolderLock, is_locked
 from engine.records.run_folder import LOSS_LOG, RESULT, RunFolder, check_folder
+from tests.toy import Linear, toy_batch, toy_config
 
 WRITTEN = ["config.json", "loss.jsonl", "model.safetensors", "result.json"]
 
@@ -360,3 +362,17 @@ def test_weights_are_read_back(tmp_path):
     with safe_open(path, framework="numpy") as file:
         digest = {"digest": "sha256", "sha256": folder.weights_digest}
         assert file.metadata() == {"model": "resnet8", "steps_done": "3"} | digest
+
+
+def test_a_run_that_changes_the_working_directory_stays_in_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def moving_batch(step):
+        os.chdir("/" if step else tmp_path / "elsewhere")
+        return toy_batch(step)
+
+    result = train(toy_config(steps=4, run_dir="run", snapshot_every_steps=2), model=Linear(), batches=moving_batch)
+    assert result.run_dir == tmp_path / "run"
+    assert {*WRITTEN, "snapshots"} <= {each.name for each in (tmp_path / "run").iterdir()}
+    assert not list((tmp_path / "elsewhere").iterdir())

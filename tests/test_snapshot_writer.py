@@ -97,7 +97,10 @@ def test_skipped_snapshots_are_counted_and_said_at_most_once_a_minute(tmp_path, 
         writer.skip(step, "slow")
     now = 160.0
     writer.skip(4, "slow")
-    assert words == ["snapshot of step 1 skipped: slow", "snapshot of step 4 skipped: slow (3 since the last such line)"]
+    assert words == [
+        "snapshot of step 1 skipped: slow",
+        "snapshot of step 4 skipped: slow (3 since the last such line)",
+    ]
     assert writer.num_skipped == 4
     writer.close(0)
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -88,16 +89,24 @@ def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *,
     lines = [line]
     if result.num_skipped:
         lines.append(f"skipped: {quantity(result.num_skipped, 'update')} with NaN or infinite gradients or weights")
-    lines.append(f"run folder: {result.run_dir}")
+    place = _from_here(result.run_dir)
+    lines.append(f"run folder: {place}")
     verdict = result.runtime.verdict
     # Of a run of a few steps there is nothing to say, and the report has it, too.
     if verdict is not None and verdict.bound_by != "unknown" and not runtime_report:
         lines.append(f"verdict: {verdict.line}")
     if not result.is_complete and result.snapshot_step is not None:
-        lines.append(f"to resume: run-train --run-dir {shlex.quote(str(result.run_dir))} --resume{_processes()}")
+        lines.append(f"to resume: run-train --run-dir {shlex.quote(place)} --resume{_processes()}")
     # The summary comes last, where it stays on the screen.
     with _naming_closed_output(" after the run had ended"):
         click.echo("\n".join([*_tables(result, profile_format, runtime_report=runtime_report), *lines]))
+
+
+def _from_here(run_dir: Path | str | None) -> str:
+    """Return the path of a run folder from the working directory, if it is inside; otherwise, and a URL, unchanged."""
+    if isinstance(run_dir, Path) and run_dir.is_relative_to(here := Path.cwd()):
+        return os.fspath(run_dir.relative_to(here))
+    return str(run_dir)
 
 
 def _tables(result: "TrainResult", profile_format: ProfileFormat, *, runtime_report: bool) -> Iterator[str]:

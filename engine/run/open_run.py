@@ -383,8 +383,8 @@ def _check_length(
     check_steps(config, recorded.config, start.step)
     if start.snapshot and start.step >= config.steps:
         notify(
-            f"the run is already complete, with {quantity(config.steps, 'step')}; give a larger --steps to "
-            "train further"
+            f"the run is already complete, with {quantity(config.steps, 'step')}; give a larger --steps, or "
+            "append a cycle of the schedule (--append-epochs), to train further"
         )
     for message in (versions_warning(recorded), unchecked_notice(recorded, start)):
         if message is not None:

@@ -18,7 +18,8 @@ class RunPlace:
     """The place of a run.
 
     Attributes:
-        path: the run folder on this machine, None if there is none.
+        path: the run folder on this machine, None if there is none; absolute, as the caller may change the
+            working directory.
         url: the URL that the settings name, None if they name a path.
         stored: uploads the folder, None unless this process writes a stored run.
     """
@@ -48,7 +49,7 @@ def open_place(config: TrainConfig, notify: Callable[[str], None], *, is_dry: bo
     """
     url = config.run_dir
     if url is None or not is_url(url):
-        yield RunPlace(None if url is None else Path(url))
+        yield RunPlace(None if url is None else Path(url).absolute())
         return
     options = storage_options_of(config)
     if this_process().index == 0 and not is_dry:
