@@ -2,10 +2,9 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from engine.config import OFF, TrainConfig
-from preprocess.storage_options import as_text, is_url, parse_text, with_environment
+from preprocess.storage_options import as_text, expand_home, is_url, parse_text, with_environment
 
 DATA_VARIABLE = "FEEDLOOP_DATA"
 
@@ -43,4 +42,4 @@ def absolute_location(location: str | None) -> str | None:
     """Return a path made absolute, or a URL unchanged."""
     if location is None or is_url(location):
         return location
-    return str(Path(location).expanduser().absolute())
+    return str(expand_home(location).absolute())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from engine.peers import Peers
+from engine.xla_threads import fit_threads_to_quota
 
 PEER_TIMEOUT_S = 60.0
 JOIN_TIMEOUT_S = 120.0
@@ -33,6 +34,7 @@ def this_process() -> ThisProcess:
     """Return the number of this process and of all processes that train together, (0, 1) without others."""
     import jax
 
+    fit_threads_to_quota()
     return ThisProcess(jax.process_index(), jax.process_count())
 
 

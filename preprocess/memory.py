@@ -4,9 +4,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
-_GROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+from preprocess.control_groups import group_folders
+
+# Of cgroup v2 and v1.
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
 
 
 def host_memory_bytes() -> int | None:
@@ -32,16 +34,8 @@ def process_memory_bytes() -> int | None:
 
 
 def _group_limits() -> Iterator[int]:
-    """Yield the memory limits of this process's control group and of the groups above it (Linux, cgroup v2)."""
-    try:
-        lines = _MEMBERSHIP.read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return
-    for line in lines:
-        number, _, path = line.partition("::")
-        if number == "0":
-            group = _GROUPS / path.lstrip("/")
-            for folder in (group, *group.parents):
-                if folder.is_relative_to(_GROUPS):
-                    with suppress(OSError, ValueError):  # no such file, or its content is "max"
-                        yield int((folder / "memory.max").read_text(encoding="ascii"))
+    """Yield the memory limits of this process's control groups and of the groups above them."""
+    for folder in group_folders("memory"):
+        for name in _LIMITS:
+            with suppress(OSError, ValueError):  # no such file, or its content is "max"
+                yield int((folder / name).read_text(encoding="ascii"))

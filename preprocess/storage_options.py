@@ -278,7 +278,7 @@ def _credentials(options: Mapping[str, str]) -> dict[str, str]:
         return {"type": options["credentials"]}
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return {"type": "environment"}
-    file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
+    file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or expand_home("~/.aws/credentials"))
     if file.is_file():
         return {"type": "profile"} | ({"profile": named} if (named := os.environ.get("AWS_PROFILE")) else {})
     if any(os.environ.get(name) for name in _ROLE_VARIABLES):
@@ -302,6 +302,11 @@ def timeout_of(driver: str, options: Mapping[str, str]) -> float | None:
 def is_url(location: str) -> bool:
     """Return whether a location is the URL of a store, not a path on this machine."""
     return "://" in location
+
+
+def expand_home(location: str) -> Path:
+    """Return the path that names a file of this machine, a leading ~ expanded if there is such a home folder."""
+    return Path(os.path.expanduser(location))  # noqa: PTH111 - pathlib's raises without a home folder
 
 
 def scheme_of(driver: str) -> str:

@@ -12,6 +12,7 @@ PACKAGES = ("engine", "preprocess", "models")
 # From the ground up: a room imports itself and rooms that stand before it here, types included.
 FLOORS = (
     # preprocess: images to shards, and back
+    "preprocess.control_groups",
     "preprocess.cores",
     "preprocess.memory",
     "preprocess.printable",
@@ -52,6 +53,7 @@ FLOORS = (
     "engine.replicas",
     "engine.hlo",
     "engine.signal_bursts",
+    "engine.xla_threads",
     "engine.peers",
     "engine.processes",
     "engine.durations",

@@ -1,22 +1,89 @@
-"""The folders in which the project keeps its own files."""
+"""The folder in which the project keeps its own files, or none."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from engine.records.stored.working_copy import working_copies
+from engine.run.compilation import caching_compilations
+from engine.run.dataset import choose_data
+from models.kernels.onednn.team_library import load_team
 from models.user_cache import user_cache_folder
+from preprocess.storage_options import expand_home
 
 
 @pytest.mark.parametrize("named", [None, "", "relative/cache"])
-def test_the_cache_is_in_the_home_folder(monkeypatch, named):
-    monkeypatch.setenv("HOME", "/home/someone")
+def test_the_cache_is_in_the_home_folder(monkeypatch, tmp_path, named):
+    monkeypatch.setenv("HOME", str(tmp_path))
     if named is None:
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", named)
-    assert user_cache_folder() == Path("/home/someone/.cache/feedloop")
+    assert user_cache_folder() == tmp_path / ".cache/feedloop"
 
 
-def test_the_cache_is_where_xdg_says(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/cache")
-    assert user_cache_folder() == Path("/scratch/cache/feedloop")
+def test_the_cache_is_where_xdg_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "scratch/cache"))
+    assert user_cache_folder() == tmp_path / "scratch/cache/feedloop"
+
+
+def without_home(monkeypatch):
+    """Have neither $HOME nor an entry for the user ID."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+
+
+def with_unwritable_home(monkeypatch):
+    """Have a home folder in which nothing can be created, as the user nobody has it."""
+    monkeypatch.setenv("HOME", "/nonexistent")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != Path("/") and access(path, mode))
+
+
+@pytest.fixture(params=[without_home, with_unwritable_home])
+def no_cache(request, monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("FEEDLOOP_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    request.param(monkeypatch)
+    return tmp_path
+
+
+def test_without_a_folder_what_needs_one_says_which_variable_to_set(no_cache):
+    assert user_cache_folder() is None
+    assert load_team() is None
+    assert choose_data("given").data == "given"
+    with pytest.raises(ValueError, match=r"the demo set is used, .*: set XDG_CACHE_HOME"):
+        choose_data(None)
+    with pytest.raises(ValueError, match=r"the working copy of a run in a store .*: set XDG_CACHE_HOME"):
+        working_copies()
+    said: list[str] = []
+    with caching_compilations(None, said.append):
+        pass
+    assert len(said) == 1
+    assert said[0].startswith("warning: this user has no cache folder")
+    assert list(no_cache.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_can_still_be_read(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert user_cache_folder() is None
+    (tmp_path / "feedloop").mkdir()
+    assert user_cache_folder() == tmp_path / "feedloop"
+
+
+def test_a_file_in_the_way_is_no_cache(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert user_cache_folder() is None
+
+
+def test_a_tilde_without_a_home_stays_as_it_is(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert expand_home("~/photos") == Path("/home/someone/photos")
+    assert expand_home("~nobody-of-this-name/photos") == Path("~nobody-of-this-name/photos")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 from engine.config import OFF, TrainConfig
 from engine.locations import storage_options_of
@@ -10,6 +9,7 @@ from engine.settings import SettingError
 from preprocess.quantities import quantity
 from preprocess.shards.reader import ShardSplit, open_split
 from preprocess.shards.shard_cache import ShardCache
+from preprocess.storage_options import expand_home
 from preprocess.system_errors import system_reason
 
 _GB = 1e9
@@ -31,7 +31,7 @@ def open_cache(config: TrainConfig, data: str, notify: Callable[[str], None]) ->
     if "://" not in data or data.startswith("file://"):
         notify(f"cache: not used, because {data} is on this machine")
         return None
-    folder = Path(config.cache).expanduser().absolute()
+    folder = expand_home(config.cache).absolute()
     try:
         return ShardCache(folder, round(config.cache_gb * _GB), notify)
     except OSError as error:

@@ -19,7 +19,7 @@ from engine.records.whole_file import make_folder, write_whole
 from engine.run.cache_faults import reporting_cache_faults
 from engine.run.garbage_collector import without_collector
 from models.layers.platform_forms import tracing_for
-from models.user_cache import user_cache_folder
+from models.user_cache import CACHE_REMEDY, user_cache_folder
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 _METADATA_IN_KEY = "jax_compilation_cache_include_metadata_in_key"
@@ -178,7 +178,7 @@ def caching_compilations(
     """
     with _SETTINGS_GUARD:
         if folder is None:
-            folder = jax.config.jax_compilation_cache_dir or os.fspath(user_cache_folder() / "xla")
+            folder = jax.config.jax_compilation_cache_dir or _default_folder(notify)
         if folder != "off" and (fault := _describe_unwritable(folder)) is not None:
             notify(
                 f"warning: the compilation cache {folder} cannot be written ({fault}), so every launch compiles its "
@@ -199,6 +199,17 @@ def caching_compilations(
                 yield
         finally:
             _configure(before)
+
+
+def _default_folder(notify: Callable[[str], None]) -> str:
+    """Return the folder for programs in the user's cache folder; "off", with a warning, if there is none."""
+    if (cache := user_cache_folder()) is not None:
+        return os.fspath(cache / "xla")
+    notify(
+        "warning: this user has no cache folder that can be written, so every launch compiles its program again: "
+        f"{CACHE_REMEDY}, or give one with --compilation-cache"
+    )
+    return "off"
 
 
 def _describe_unwritable(folder: str) -> str | None:

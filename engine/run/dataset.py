@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.locations import DATA_VARIABLE
-from models.user_cache import user_cache_folder
+from models.user_cache import CACHE_REMEDY, user_cache_folder
 from preprocess.shards.reader import list_splits
 
 USUAL_PLACE = Path("data/shards")
@@ -34,14 +34,24 @@ class DataChoice(NamedTuple):
 
 
 def choose_data(data: str | None) -> DataChoice:
-    """Choose `data` if given, else $FEEDLOOP_DATA if set, else data/shards if it exists, else the demo set."""
-    demo = os.fspath(user_cache_folder() / "demo")
+    """Choose `data` if given, else $FEEDLOOP_DATA if set, else data/shards if it exists, else the demo set.
+
+    Raises:
+        ValueError: it would be the demo set, and there is no folder to keep it in.
+    """
+    cache = user_cache_folder()
+    demo = None if cache is None else os.fspath(cache / "demo")
     if data is not None:
         return DataChoice(data, "as given", is_demo=data == demo)
     if named := os.environ.get(DATA_VARIABLE):
         return DataChoice(named, f"from ${DATA_VARIABLE}", is_demo=False)
     if USUAL_PLACE.is_dir():
         return DataChoice(os.fspath(USUAL_PLACE), "found here", is_demo=False)
+    if demo is None:
+        raise ValueError(
+            f"without --data, ${DATA_VARIABLE} and {USUAL_PLACE}, the demo set is used, which is kept in the user's "
+            f"cache folder, and there is none that can be written: {CACHE_REMEDY}, or name other data"
+        )
     reason = f"no --data, no ${DATA_VARIABLE} and no {USUAL_PLACE}: the demo set"
     return DataChoice(demo, reason, is_demo=True)
 

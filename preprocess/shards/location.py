@@ -22,6 +22,7 @@ from preprocess.storage_options import (
     check_applicable,
     check_options,
     context_members,
+    expand_home,
     scheme_of,
     spec_members,
     timeout_of,
@@ -397,7 +398,7 @@ def _spec_of(data: str) -> dict[str, Any]:
                 f"{data} is not the URL of a supported store: {reason(error)}; use a path or a gs:// or s3:// URL"
             ) from error
     else:
-        spec = {"driver": "file", "path": str(Path(data).expanduser())}
+        spec = {"driver": "file", "path": str(expand_home(data))}
     if not isinstance(spec.get("path", ""), str) or "driver" not in spec:
         raise ShardError(
             f"{data} does not name a folder in a single store; use a path, gs://bucket/folder or s3://bucket/folder"

@@ -16,7 +16,7 @@ from engine.records.folder_lock import is_locked
 from engine.records.limits import MOST_JSON_BYTES
 from engine.records.run_folder import CONFIG
 from engine.records.whole_file import write_whole
-from models.user_cache import user_cache_folder
+from models.user_cache import CACHE_REMEDY, user_cache_folder
 from preprocess.regular_file import read_regular
 from preprocess.shards.location import Location
 from preprocess.synced_folders import make_folders, sync_tree
@@ -89,8 +89,17 @@ class WorkingCopy:
 
 
 def working_copies() -> Path:
-    """Return the folder of all working copies."""
-    return user_cache_folder() / "runs"
+    """Return the folder of all working copies.
+
+    Raises:
+        ValueError: the user has no cache folder.
+    """
+    if (cache := user_cache_folder()) is None:
+        raise ValueError(
+            "the working copy of a run in a store is kept in the user's cache folder, and there is none that can be "
+            f"written: {CACHE_REMEDY}"
+        )
+    return cache / "runs"
 
 
 def kept_copies(own: WorkingCopy) -> tuple[int, int]:

@@ -22,6 +22,8 @@ DISTRIBUTION = "onednn-cpu-gomp"
 """The wheel that holds the library."""
 
 _FILE = "libdnnl.so.3"
+# The threads that run primitives are those of XLA, which has so many where this is set.
+_XLA_THREADS = "PJRT_NPROC"
 _SUCCESS = 0
 _CPU = 1
 
@@ -149,7 +151,7 @@ def _load_library() -> Library:
     _declare(short)
     _declare(long)
     version = short.dnnl_version().contents
-    num_threads = len(os.sched_getaffinity(0))
+    num_threads = _num_threads()
     engine, streams = _POINTER(), tuple(_POINTER() for _ in range(num_threads))
     found = Library(
         short,
@@ -167,6 +169,12 @@ def _load_library() -> Library:
     for stream in streams:
         found.check(short.dnnl_stream_create(ctypes.byref(stream), engine, 1), "create a stream")
     return found
+
+
+def _num_threads() -> int:
+    """Return how many threads run primitives: those that XLA has, one per core of the scheduler's affinity or fewer."""
+    given = os.environ.get(_XLA_THREADS, "")
+    return min(len(os.sched_getaffinity(0)), int(given) if given.isdecimal() and int(given) else sys.maxsize)
 
 
 def _library_path() -> Path:

@@ -27,8 +27,10 @@ _LIMIT_S = 60.0
 
 def load_team() -> ctypes.CDLL | None:
     """Return the library, which is built if there is none that loads; None if it cannot be built here."""
+    if (cache := user_cache_folder()) is None:
+        return None
+    folder = cache / "kernels"
     try:
-        folder = user_cache_folder() / "kernels"
         if (built := _find(folder)) is not None:
             try:
                 return ctypes.CDLL(str(built))
@@ -37,8 +39,8 @@ def load_team() -> ctypes.CDLL | None:
                 built.unlink(missing_ok=True)
         built = _build(folder)
         return None if built is None else ctypes.CDLL(str(built))
-    except (OSError, RuntimeError, subprocess.SubprocessError):
-        # No home, no right to write or to execute, no room, no header, or a compiler that fails.
+    except (OSError, subprocess.SubprocessError):
+        # No right to write or to execute, no room, no header, or a compiler that fails.
         return None
 
 
