@@ -125,8 +125,8 @@ def _warn_of_notes(notes: DecodeNotes, levels: int | str | None) -> None:
     if notes.num_declared and notes.white_min != notes.white_max:
         click.echo(
             f"warning: the files name different values for white, from {notes.white_min:,} to {notes.white_max:,}, and "
-            "each is scaled by its own. If the same values mean the same in all of them, run the same command again with "
-            f"--levels 0:{notes.white_max} --overwrite",
+            "each is scaled by its own. If the same values mean the same in all of them, run the same command again "
+            f"with --levels 0:{notes.white_max} --overwrite",
             err=True,
         )
     if notes.num_deep and notes.num_declared:
