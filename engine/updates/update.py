@@ -227,41 +227,19 @@ def update_weights(
         own = choose(all_finite(batch_stats), batch_stats, weights.batch_stats)
         with jax.named_scope("reduce"):
             loss, gradients, batch_stats = replicas.mean_if(due, (loss, gradients, own))
-    hyperparams = hyperparams_at(rule, step, values)
-    finite = has_finite_norm(gradients) & jnp.isfinite(hyperparams.learning_rate)
+    move = _Move(rule, hyperparams_at(rule, step, values), loss, values.average_decay, step)
     trained, frozen = split_frozen(weights.params, rule.frozen)
     average = None if state.average is None else split_frozen(state.average.params, rule.frozen)[0]
-
-    def move(
-        trained: Any, opt_state: Any, gradients: Any, made: jax.Array | np.bool, *, clips: bool = True
-    ) -> tuple[Any, Any]:
-        optimizer = optimizer_of(rule, hyperparams, made, clips=clips)
-        extra = {} if rule.own_optimizer is None else {"value": loss}
-        updates, opt_state = optimizer.update(gradients, opt_state, trained, **extra)
-        return optax.apply_updates(trained, updates), opt_state
-
-    def fits(before: tuple[Any, Any, Any], moved: tuple[Any, Any]) -> jax.Array:
-        average = before[2]
-        if average is not None:
-            average = update_average(average, moved[0], values.average_decay, step, ramp=rule.average_ramp)
-        return keeps_finite(before, (*moved, average))
-
     before = trained, state.opt_state, average
+    finite = has_finite_norm(gradients) & jnp.isfinite(move.hyperparams.learning_rate)
     if rule.own_optimizer is None:
-        norm = jnp.where(finite, global_norm(gradients), 0)
-        count = sum(leaf.size for leaf in jax.tree.leaves(trained))
-        follow = partial(following, rule.optimizer, hyperparams, rule.groups, norm=norm, count=count)
-
-        def look(before: tuple[Any, Any, Any], gradients: Any, *, clips: bool = True) -> jax.Array:
-            return fits(before, move(*before[:2], gradients, np.True_, clips=clips))
-
-        is_fit, reach = check_reach(reach, follow, before, gradients, look)
+        is_fit, reach = move.check(before, gradients, finite, reach)
         finite = finite & is_fit
         made = due & finite
-        moved, opt_state = move(trained, state.opt_state, gradients, made)
+        moved, opt_state = move.make(trained, state.opt_state, gradients, made)
     else:
-        moved, opt_state = move(trained, state.opt_state, gradients, np.True_)
-        finite = finite & stored(fits(before, (moved, opt_state)))
+        moved, opt_state = move.make(trained, state.opt_state, gradients, np.True_)
+        finite = finite & stored(move.fits(before, (moved, opt_state)))
         made = due & finite
         opt_state = choose(made, opt_state, state.opt_state)
     updated = Weights(
@@ -273,8 +251,54 @@ def update_weights(
     if weights_average is not None:
         followed = update_average(weights_average, updated, values.average_decay, step, ramp=rule.average_ramp)
         weights_average = choose(made, followed, weights_average)
-    outcome = Outcome(due, gives_up(skips, values.most_skips), loss, hyperparams.learning_rate, gradients, reach)
+    outcome = Outcome(due, gives_up(skips, values.most_skips), loss, move.hyperparams.learning_rate, gradients, reach)
     return updated, UpdateState(opt_state, skips, gathered, weights_average), outcome
+
+
+@dataclass(frozen=True)
+class _Move:
+    """The move of an update, from trained parameters, state and average as they are before it.
+
+    Attributes:
+        rule, hyperparams: those of the update.
+        loss: float32 [], which a user-defined optimizer may use.
+        average_decay, step: as `update_average` takes them.
+    """
+
+    rule: UpdateRule
+    hyperparams: Hyperparams
+    loss: jax.Array
+    average_decay: jax.Array
+    step: jax.Array
+
+    def make(
+        self, trained: Any, opt_state: Any, gradients: Any, made: jax.Array | np.bool, *, clips: bool = True
+    ) -> tuple[Any, Any]:
+        """Return the parameters and the optimizer's state after the move; `made` is as `make_optimizer` takes it."""
+        optimizer = optimizer_of(self.rule, self.hyperparams, made, clips=clips)
+        extra = {} if self.rule.own_optimizer is None else {"value": self.loss}
+        updates, opt_state = optimizer.update(gradients, opt_state, trained, **extra)
+        return optax.apply_updates(trained, updates), opt_state
+
+    def fits(self, before: tuple[Any, Any, Any], moved: tuple[Any, Any]) -> jax.Array:
+        """Return whether the move, and that of the average after it, keeps every finite number finite, bool []."""
+        average = before[2]
+        if average is not None:
+            average = update_average(average, moved[0], self.average_decay, self.step, ramp=self.rule.average_ramp)
+        return keeps_finite(before, (*moved, average))
+
+    def check(
+        self, before: tuple[Any, Any, Any], gradients: Any, finite: jax.Array, reach: Reach
+    ) -> tuple[jax.Array, Reach]:
+        """Return `fits` of the move that a ready-made optimizer would make, and bounds after it."""
+        norm = jnp.where(finite, global_norm(gradients), 0)
+        count = sum(leaf.size for leaf in jax.tree.leaves(before[0]))
+        follow = partial(following, self.rule.optimizer, self.hyperparams, self.rule.groups, norm=norm, count=count)
+
+        def look(before: tuple[Any, Any, Any], gradients: Any, *, clips: bool = True) -> jax.Array:
+            return self.fits(before, self.make(*before[:2], gradients, np.True_, clips=clips))
+
+        return check_reach(reach, follow, before, gradients, look)
 
 
 def optimizer_of(
