@@ -7,24 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import click
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from engine.commands.cli import main
-from engine.commands.command_end import describe_error
-from engine.commands.run_display import summarise
 from engine.commands.setting_options import option_spelling
 from engine.commands.train_options import COMMAND_OPTIONS, option_groups
 from engine.config import SETTINGS, TrainConfig
 from engine.recipes import load_recipe, recipe_names
 from engine.records.run_folder import RunFolder
-from engine.run.result import TrainResult
-from engine.runtime.record import LaunchRuntime, RunGoodput, RuntimeReport
 from engine.signal_bursts import BURST_S
 from models.registry import model_names
 from tests.fake_source import fake_source, pack
@@ -266,16 +260,6 @@ def test_a_data_error_during_the_run_exits_with_2_and_names_the_shard(tmp_path):
     assert "read_into" in shown.stderr
 
 
-def test_a_full_disk_under_the_terminal_exits_with_1(tmp_path):
-    command = [sys.executable, "-c", MAIN, *TOY, "--steps", "100000"]
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*command, "--run-dir", "run"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
-        )
-    assert done.returncode == 1
-    assert "No space left on device" in done.stderr
-
-
 def test_the_list_of_recipes_has_the_expected_result_of_each():
     result = CliRunner().invoke(main, ["--list-recipes", "--steps", "nonsense"])
     assert result.exit_code == 0
@@ -511,68 +495,6 @@ def test_runs_that_start_in_the_same_second_get_separate_folders(tmp_path):
     assert [process.returncode for process in processes] == [0, 0, 0]
     folders = sorted((tmp_path / "runs").iterdir())
     assert [(folder / "result.json").exists() for folder in folders] == [True, True, True]
-
-
-def test_a_closed_stdout_does_not_stop_a_run(tmp_path):
-    command = f"exec {sys.executable} -c '{MAIN}' {' '.join(TOY)} --steps 2 --run-dir run >&-"
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run/result.json").read_text())["steps_done"] == 2
-
-
-def test_a_closed_pipe_ends_the_run_with_one_line(tmp_path):
-    command = f"{sys.executable} -c '{MAIN}' {' '.join(TOY)} --steps 1000000 --run-dir run"
-    script = f"{command} | head -6; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "1"
-    said, note = done.stderr.splitlines()
-    assert (
-        said == "run-train: the reader of the loss stream closed it (broken pipe), so the run stopped at its next step"
-    )
-    assert re.match(
-        r"  the last good snapshot is from step \d+; resume from it: run-train --run-dir run --resume",
-        note,
-    )
-    assert (tmp_path / "run/model.safetensors").exists()
-
-
-@pytest.fixture
-def closed_pipe():
-    """Return a stream to a pipe that nobody reads."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    stream = os.fdopen(writing, "w", encoding="utf-8")
-    yield stream
-    with suppress(BrokenPipeError):
-        stream.close()
-
-
-CLOSED = "the reader of the output closed it (broken pipe)"
-
-
-def test_a_pipe_that_is_closed_before_the_steps_is_not_said_to_have_stopped_any(tmp_path, closed_pipe):
-    assert run_train(*TOY, "--steps", 2, "--run-dir", "run", cwd=tmp_path).returncode == 0
-    before = (tmp_path / "run/result.json").read_bytes()
-    command = [sys.executable, "-c", MAIN, *TOY_MODEL, "--run-dir", "run", "--resume"]
-    for options, consequence in (([], ", so nothing was trained"), (["--dry-run"], "")):
-        done = subprocess.run(
-            [*command, *options], cwd=tmp_path, stdout=closed_pipe, stderr=subprocess.PIPE, text=True, timeout=120
-        )
-        assert (done.returncode, done.stderr) == (1, f"run-train: {CLOSED}{consequence}\n")
-    assert (tmp_path / "run/result.json").read_bytes() == before
-
-
-def test_a_pipe_that_is_closed_after_the_steps_is_not_said_to_have_stopped_any(monkeypatch, closed_pipe):
-    result = TrainResult(
-        params=(), batch_stats=(), losses=np.ones(2, np.float32), evaluations=(), steps_done=2, stopped_by="steps",
-        num_params=1, num_skipped=0, compile_s=1.0, from_cache=False, train_s=1.0, wait_s=0.0, run_dir=None,
-        runtime=RuntimeReport((LaunchRuntime(0, 1, 0, 2, "done", {}, "cpu"),), RunGoodput()),
-    )  # fmt: skip
-    monkeypatch.setattr(sys, "stdout", closed_pipe)
-    with pytest.raises(BrokenPipeError) as caught:
-        summarise(result)
-    monkeypatch.undo()
-    assert describe_error(caught.value) == f"{CLOSED} after the run had ended"
 
 
 def test_a_program_that_needs_too_much_memory_is_reported_before_the_launch(tmp_path, monkeypatch):

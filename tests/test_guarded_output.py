@@ -95,7 +95,10 @@ def test_a_guarded_stream_escapes_what_it_is_given(encoding):
     stream.flush()
     assert is_harmless(behind.buffer.getvalue())
     assert rb"\x1b]0;owned\x07" in behind.buffer.getvalue()
-    assert terminal_of(stream) is behind
+    drawn_on: Any = terminal_of(stream)
+    drawn_on.write("\x1b[2K█\n")
+    drawn_on.flush()
+    assert behind.buffer.getvalue().endswith("\x1b[2K█\n".encode(encoding, "replace"))
     assert terminal_of(behind) is behind
     assert not hasattr(stream, "buffer")
 

@@ -37,14 +37,37 @@ def _flush() -> None:
         if stream is None:  # closed by the shell
             continue
         # A full disk or a closed pipe: either this error is being reported already, or nothing can receive it.
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             stream.flush()
 
 
 def say_to_stderr(text: str) -> None:
     """Print a message to stderr; ignore the error if stderr cannot be written."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         click.echo(printable_text(text), err=True)
+
+
+def say_in_time(text: str) -> bool:
+    """Print a message to stdout, but do not wait for ever if nothing reads it; return whether it was printed.
+
+    Raises:
+        Exception: whatever printing raised.
+    """
+    failures: list[Exception] = []
+
+    def say() -> None:
+        try:
+            click.echo(text)
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    # A daemon: the end of the command does not wait for it either (`leave`).
+    speaker = threading.Thread(target=say, daemon=True)
+    speaker.start()
+    speaker.join(_FLUSH_TIMEOUT_S)
+    if failures:
+        raise failures[0]
+    return not speaker.is_alive()
 
 
 def say_on_terminal(console: "Console", text: str) -> None:

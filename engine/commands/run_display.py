@@ -5,17 +5,16 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from engine.commands.command_end import say_on_terminal
+from engine.commands.command_end import say_in_time, say_on_terminal
 from engine.config import ProfileFormat, TrainConfig
 from engine.peers import SEES_ALL
 from engine.processes import this_process
-from preprocess.commands.guarded_output import terminal_of
+from preprocess.commands.guarded_output import show_only_on_stdout, terminal_of
 from preprocess.quantities import quantity
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ class LossDisplay:
     """The display of a run on stdout: a progress line on a terminal, plain lines if stdout is redirected."""
 
     def __init__(self) -> None:
+        show_only_on_stdout()
         # One console for both, so that a notice appears above the progress line.
         self._console = _terminal() if sys.stdout is not None and sys.stdout.isatty() else None
 
@@ -36,9 +36,7 @@ class LossDisplay:
         """Print a message without disturbing the display of the losses."""
         if self._console is not None:
             say_on_terminal(self._console, line)
-            return
-        # During the steps, the errors of notices are ignored.
-        with _naming_closed_output(", so nothing was trained"):
+        else:
             click.echo(line)
 
     def make_sink(self, config: TrainConfig) -> "Sink":
@@ -98,8 +96,7 @@ def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *,
     if not result.is_complete and result.snapshot_step is not None:
         lines.append(f"to resume: run-train --run-dir {shlex.quote(place)} --resume{_processes()}")
     # The summary comes last, where it stays on the screen.
-    with _naming_closed_output(" after the run had ended"):
-        click.echo("\n".join([*_tables(result, profile_format, runtime_report=runtime_report), *lines]))
+    say_in_time("\n".join([*_tables(result, profile_format, runtime_report=runtime_report), *lines]))
 
 
 def _from_here(run_dir: Path | str | None) -> str:
@@ -119,12 +116,3 @@ def _tables(result: "TrainResult", profile_format: ProfileFormat, *, runtime_rep
         from engine.runtime.report import describe_runtime
 
         yield describe_runtime(result.runtime) + "\n"
-
-
-@contextmanager
-def _naming_closed_output(consequence: str) -> Iterator[None]:
-    """Replace a BrokenPipeError raised in the block with one whose message says that the reader of stdout closed it."""
-    try:
-        yield
-    except BrokenPipeError as error:
-        raise BrokenPipeError(f"the reader of the output closed it (broken pipe){consequence}") from error

@@ -35,6 +35,7 @@ from engine.commands.run_names import distinct_names
 from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.guarded_output import GuardedCommand, terminal_of
+from preprocess.commands.output_stream import OutputStream
 from preprocess.commands.storage import storage_option
 from preprocess.printable import printable_line
 from preprocess.system_errors import describe_system_error, is_out_of_room
@@ -137,7 +138,7 @@ def main(
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
-        _drop_stdout()
+        OutputStream(terminal_of(sys.stdout)).drop()
     except RunNotFoundError as error:
         raise _WrongRunError(printable_line(str(error))) from error
     except (RunSilentError, RunKilledError) as error:
@@ -231,14 +232,6 @@ def _show_several(
     errors = [run.error(timeout_s) for run in runs]
     if found := [error for error in errors if error is not None]:
         raise type(found[0])("; ".join(map(str, found)))
-
-
-def _drop_stdout() -> None:
-    """Redirect stdout, whose reader has closed it, to the null device; otherwise Python's flush at exit would fail."""
-    with contextlib.suppress(OSError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
 
 
 def _print_lines(ticks: "Iterator[Tick]", last: int | None, once: bool) -> None:

@@ -34,6 +34,8 @@ class ProgressSink:
         batch: images per step.
     """
 
+    is_display = True
+
     def __init__(self, console: "Console", *, steps: int, batch: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
         from rich.table import Column

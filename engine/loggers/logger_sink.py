@@ -47,6 +47,8 @@ class LoggerSink:
         finish_timeout_s: the longest time to wait for the logger once the run has ended.
     """
 
+    is_display = True
+
     def __init__(
         self,
         name: str,

@@ -116,6 +116,7 @@ class Launch:
             step=start.step,
             wait_of=self.infeeds.wait_of,
             board=self.board,
+            warn=self.notices.say,
             on_nonfinite=lambda step: self.notices.say(
                 f"warning: the loss became NaN or infinite at step {step}; a lower learning rate may help"
             ),

@@ -62,6 +62,7 @@ from engine.run.resume import (
 from engine.run.run_place import RunPlace, open_place
 from engine.runtime.record import LaunchState
 from engine.settings import SettingError
+from engine.stream.notices import outliving_display
 from engine.stream.sinks import Sink
 from preprocess.quantities import quantity
 
@@ -86,6 +87,7 @@ def open_run(
     Raises:
         ValueError: as `train`.
     """
+    notify = outliving_display(notify)
     check_arguments(config, parts)
     split_processor([config])
     _check_has_folder(config, is_dry=is_dry)

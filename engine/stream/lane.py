@@ -8,6 +8,7 @@ from collections.abc import Callable
 from engine.crossing.pushed import PushedHistograms, PushedImages, PushedSnapshot
 from engine.profile.table import Profile
 from engine.stream.sinks import (
+    Display,
     EvaluationProgress,
     EvaluationRecord,
     LossRecord,
@@ -41,20 +42,22 @@ class Lane:
 
     Args:
         sink: the sink, open.
-        keep: called with the sink's exception.
+        keep: called with the sink's exception, and this lane.
 
     Attributes:
         records: the queue, with None at the end; unbounded, because the program's last records must have room.
         num_taken: number of records that the sink has accepted.
+        is_display: whether the sink only shows the run, which goes on without it.
         shows_progress: whether the sink shows the progress of evaluations.
         takes_profile: whether the sink takes the profile of the launch.
         is_left_out: whether it gets no more records.
         is_given_up: whether `close` does not wait for it.
     """
 
-    def __init__(self, sink: Sink, keep: Callable[[BaseException], None]) -> None:
+    def __init__(self, sink: Sink, keep: Callable[[BaseException, "Lane"], None]) -> None:
         self._sink, self._keep = sink, keep
         self.name = type(sink).__name__
+        self.is_display = is_display(sink)
         self.shows_progress, self.takes_profile = isinstance(sink, ShowsProgress), isinstance(sink, TakesProfile)
         self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self.num_taken = 0
@@ -143,11 +146,16 @@ class Lane:
                     time.sleep(_REST_S)
         except BaseException as error:  # noqa: BLE001 - kept for the caller; the other sinks continue, whatever it was
             self.is_left_out = True
-            self._keep(error)
+            self._keep(error, self)
         try:
             self._sink.close()
         except BaseException as error:  # noqa: BLE001 - raised on the caller's thread, once the other sinks are closed
-            self._keep(error)
+            self._keep(error, self)
+
+
+def is_display(sink: Sink) -> bool:
+    """Return whether the result of the run does not depend on a sink."""
+    return isinstance(sink, Display) and sink.is_display
 
 
 def _num_listed(record: Record) -> int:

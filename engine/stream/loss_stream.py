@@ -26,7 +26,7 @@ from engine.crossing.pushed import (
 )
 from engine.durations import Durations
 from engine.profile.table import Profile
-from engine.stream.lane import Lane, Record
+from engine.stream.lane import Lane, Record, is_display
 from engine.stream.sinks import (
     EvaluationProgress,
     EvaluationRecord,
@@ -53,14 +53,16 @@ class LossStream:
     """A stream that passes records from the program to the sinks, each of which has its own thread.
 
     A sink that raises, or accepts nothing for too long, gets no more records; its exception is kept, and the run is
-    asked to stop. The other sinks still get every record. Sinks are written to and closed on their threads, so that
-    a sink that hangs blocks nothing for ever.
+    asked to stop, unless the sink is a display (`engine.stream.sinks.Display`): then a warning says so. The other sinks
+    still get every record. Sinks are written to and closed on their threads, so that a sink that hangs blocks nothing
+    for ever.
 
     Args:
         batch: images per step.
         step: updates done before the launch.
         wait_of: returns the seconds that the program waited for the batch of a step (from 0).
         board: asked to stop the run if a sink fails.
+        warn: called with the warning about a display that failed, from any thread: it must not block.
         on_nonfinite: called once with the first step (updates done, from 1) whose loss is NaN or infinite, on the
             program's thread: it must not block (`engine.stream.notices`).
 
@@ -84,13 +86,14 @@ class LossStream:
         step: int = 0,
         wait_of: Callable[[int], float],
         board: ControlBoard,
+        warn: Callable[[str], None] = lambda _: None,
         on_nonfinite: Callable[[int], None] | None = None,
     ) -> None:
         self._lanes: list[Lane] = []
         self._batch, self._wait_of, self._board = batch, wait_of, board
         self._last_step = step
         self.num_evaluation_pulls = 0
-        self._on_nonfinite = on_nonfinite
+        self._on_nonfinite, self._warn = on_nonfinite, warn
         self._is_closed = False
         self._last_time = time.time()
         self._failing = threading.Lock()
@@ -127,8 +130,8 @@ class LossStream:
         opened: list[Sink] = []
         try:
             for sink in sinks:
-                sink.open()
-                opened.append(sink)
+                if self._open(sink):
+                    opened.append(sink)
             self._last_time = time.time()
             for sink in opened:
                 lane = Lane(sink, self._keep)
@@ -141,6 +144,17 @@ class LossStream:
                     sink.close()
             self.close()
             raise
+
+    def _open(self, sink: Sink) -> bool:
+        """Open a sink; return False, with a warning, if it is a display that cannot be opened."""
+        try:
+            sink.open()
+        except Exception as error:
+            if not is_display(sink):
+                raise
+            self._warn_of(error, type(sink).__name__)
+            return False
+        return True
 
     def receive(self, pushed: Pushed) -> None:
         """Queue the program's output for the sinks, or drop it after `close`; called on one thread at a time.
@@ -194,10 +208,13 @@ class LossStream:
         started = time.monotonic()
         hung = self._wait_for_ends(started + timeout_s)
         self._count_end(time.monotonic() - started)
-        if hung:
+        waited_s = time.monotonic() - started
+        for lane in hung:
+            if lane.is_display:
+                self._warn_of(TimeoutError(f"it did not accept the last losses within {waited_s:.3g} s"), lane.name)
+        if hung := [lane for lane in hung if not lane.is_display]:
             names = " and ".join(lane.name for lane in hung)
-            waited_s = time.monotonic() - started
-            self._keep(
+            self._fail(
                 TimeoutError(
                     f"sinks must accept the last losses in time, but {names} did not within {waited_s:.3g} s: "
                     "check the terminal or the disk that they write to"
@@ -252,7 +269,8 @@ class LossStream:
                     TimeoutError(
                         f"a sink must accept a loss within {_PUSH_TIMEOUT_S:g} s, but {lane.name} did not, and "
                         f"{lane.records.qsize()} records are queued: check the terminal or the disk that it writes to"
-                    )
+                    ),
+                    lane,
                 )
                 return
             time.sleep(_LOOK_EVERY_S)
@@ -320,7 +338,17 @@ class LossStream:
             )
         return records
 
-    def _keep(self, error: BaseException) -> None:
+    def _keep(self, error: BaseException, lane: Lane) -> None:
+        if lane.is_display:
+            self._warn_of(error, lane.name)
+        else:
+            self._fail(error)
+
+    def _warn_of(self, error: BaseException, name: str) -> None:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        self._warn(f"warning: {name} shows nothing more ({reason}); the run is not affected")
+
+    def _fail(self, error: BaseException) -> None:
         with self._failing:
             if self.failure is None:
                 self.failure = error

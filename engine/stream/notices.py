@@ -9,6 +9,16 @@ from contextlib import suppress
 _NOTICE_TIMEOUT_S = 0.5
 
 
+def outliving_display(notify: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that passes notices on, and ignores that they cannot be written or encoded."""
+
+    def say(notice: str) -> None:
+        with suppress(OSError, UnicodeError):
+            notify(notice)
+
+    return say
+
+
 class Notices:
     """A queue of notices that are passed to `notify` in order; the run continues even if `notify` blocks or raises.
 

@@ -161,6 +161,18 @@ class ShowsProgress(Protocol):
 
 
 @runtime_checkable
+class Display(Protocol):
+    """The optional interface of a sink that only shows the run.
+
+    Attributes:
+        is_display: whether a failure of the sink, or a wait for it that has reached its limit, ends the sink alone,
+            with a warning; the result of the run does not depend on it.
+    """
+
+    is_display: bool
+
+
+@runtime_checkable
 class TakesSnapshots(Protocol):
     """The optional interface of a sink that takes snapshots of the program's state."""
 
@@ -259,6 +271,8 @@ class Finishes(Protocol):
 class PlainSink:
     """A sink that prints one plain line per step and flushes it at once, for pipes and logs."""
 
+    is_display = True
+
     def __init__(self, stream: TextIO, *, steps: int) -> None:
         self._stream, self._steps = stream, steps
 
@@ -274,14 +288,9 @@ class PlainSink:
         self._print(evaluation_words(record))
 
     def _print(self, line: str) -> None:
-        try:
-            # One write, so that another thread's output cannot come between a line and its newline.
-            self._stream.write(line + "\n")
-            self._stream.flush()
-        except BrokenPipeError as error:
-            raise BrokenPipeError(
-                "the reader of the loss stream closed it (broken pipe), so the run stopped at its next step"
-            ) from error
+        # One write, so that another thread's output cannot come between a line and its newline.
+        self._stream.write(line + "\n")
+        self._stream.flush()
 
     def close(self) -> None:
         """Do nothing, because the stream belongs to the caller."""

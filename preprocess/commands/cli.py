@@ -17,6 +17,7 @@ from click.core import ParameterSource
 
 from preprocess.commands.completion import complete_file, complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
+from preprocess.commands.guarded_output import show_only_on_stdout
 from preprocess.commands.pack_dest import check_dest
 from preprocess.commands.pack_report import announce, announce_dry_run
 from preprocess.commands.storage import open_given, storage_option
@@ -281,6 +282,8 @@ def _run(options: _Options) -> None:
         "holdout_rule": rule,
         "labels": options.labels,
     }
+    if not options.dry_run:
+        show_only_on_stdout()
     with connect(Machines() if options.dry_run else machines) as cluster:
         click.echo(f"Listing {options.source} ...", err=True)
         with open_source(options.source, **request) as source:
@@ -348,6 +351,7 @@ def _pack_demo(options: _Options) -> None:
     if options.dry_run:
         click.echo(f"Would draw the demo set and pack it into {dest}.")
         return
+    show_only_on_stdout()
     click.echo("Drawing the demo set ...", err=True)
     with ImageProgress() as progress:
         pack_demo(

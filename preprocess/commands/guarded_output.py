@@ -7,16 +7,18 @@ Text is escaped by `preprocess.printable`. This module must not know what the co
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import click
 
+from preprocess.commands.output_stream import OutputStream
 from preprocess.commands.suggesting import SuggestingCommand
 from preprocess.printable import printable_text
 
@@ -30,8 +32,8 @@ class GuardedStream:
     `terminal` is that other stream, for code that draws on a terminal and escapes its own text.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self.terminal = stream
+    def __init__(self, stream: TextIO | OutputStream) -> None:
+        self.terminal = stream if isinstance(stream, OutputStream) else OutputStream(stream)
 
     def write(self, text: str | bytes) -> int:
         """Write ``text``, escaping control characters and characters that the stream cannot encode.
@@ -42,30 +44,12 @@ class GuardedStream:
             text = text.decode("utf-8", "surrogateescape")
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        safe = printable_text(text)
-        with self.naming_output():
-            try:
-                self.terminal.write(safe)
-            except UnicodeEncodeError as error:
-                self.terminal.write(safe.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        self.terminal.write(printable_text(text), errors="backslashreplace")
         return len(text)
 
     def flush(self) -> None:
         """Flush the other stream."""
-        with self.naming_output():
-            self.terminal.flush()
-
-    @contextmanager
-    def naming_output(self) -> Iterator[None]:
-        """Add the stream's name, such as "<stdout>", to an OSError raised in the block."""
-        try:
-            yield
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            if error.errno is not None and error.filename is None:
-                error.filename = getattr(self.terminal, "name", None)
-            raise
+        self.terminal.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write each string in ``lines``, escaped as in `write`."""
@@ -88,23 +72,30 @@ def write_data(text: str) -> None:
         OSError: if stdout cannot be written.
     """
     stream = sys.stdout
-    buffer = None if stream is None or stream.isatty() else getattr(terminal_of(stream), "buffer", None)
-    if buffer is None:
+    if stream is None or stream.isatty() or not hasattr(terminal_of(stream), "buffer"):
         click.echo(text, nl=False)
         return
     content = _NO_BYTE.sub(lambda found: ascii(found[0])[1:-1], text).encode("utf-8", "surrogateescape")
-    with stream.naming_output() if isinstance(stream, GuardedStream) else nullcontext():
-        terminal_of(stream).flush()
-        buffer.write(content)
-        buffer.flush()
+    behind = stream.terminal if isinstance(stream, GuardedStream) else OutputStream(stream)
+    behind.write_bytes(content)
 
 
 def terminal_of(stream: TextIO) -> TextIO:
-    """Return the stream that ``stream`` wraps if it is a `GuardedStream`, otherwise ``stream`` itself.
+    """Return the stream on which to draw, behind ``stream`` if that is a `GuardedStream`, otherwise ``stream`` itself.
 
     Only for code that escapes its own text.
     """
-    return stream.terminal if isinstance(stream, GuardedStream) else stream
+    return cast(TextIO, stream.terminal) if isinstance(stream, GuardedStream) else stream
+
+
+def show_only_on_stdout() -> None:
+    """Say that stdout is only a display from here on, because the result of the command is elsewhere.
+
+    If it can no longer be written, the command goes on without it, after one warning on stderr.
+    """
+    if isinstance(sys.stdout, GuardedStream):
+        sys.stdout.terminal.is_display = True
+        sys.stdout.terminal.warn = lambda warning: click.echo(warning, err=True)
 
 
 class GuardedCommand(SuggestingCommand):
@@ -116,6 +107,7 @@ class GuardedCommand(SuggestingCommand):
 
     def main(self, *args: Any, **values: Any) -> Any:
         """Run the command with stdout and stderr wrapped in `GuardedStream`."""
+        _open_missing_descriptors()
         try:
             with _guarded_output():
                 return super().main(*args, **values)
@@ -130,10 +122,11 @@ class GuardedCommand(SuggestingCommand):
 @contextmanager
 def _guarded_output() -> Iterator[None]:
     guards: dict[str, Any] = {}
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
+    streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    for name, stream in streams.items():
         if stream is not None and not isinstance(stream, GuardedStream):
-            guards[name] = GuardedStream(stream)
+            # No command has its result on stderr.
+            guards[name] = GuardedStream(OutputStream(stream, is_display=name == "stderr"))
             setattr(sys, name, guards[name])
     try:
         yield
@@ -141,7 +134,20 @@ def _guarded_output() -> Iterator[None]:
         for name, guard in guards.items():
             # When the output pipe is closed, click replaces the stream with its own, which must stay.
             if getattr(sys, name) is guard:
-                setattr(sys, name, guard.terminal)
+                setattr(sys, name, streams[name])
+
+
+def _open_missing_descriptors() -> None:
+    """Open the null device for each standard stream that is closed; else a file of a run could get its number.
+
+    What a library prints would then be written into that file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free; children of this process get it too.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _print_safely(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

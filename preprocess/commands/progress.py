@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ class ImageProgress(AbstractContextManager["ImageProgress"]):
     """A context manager that shows how many images each task has processed. ``show`` may be called often."""
 
     def __init__(self) -> None:
-        self._stream = sys.stderr
+        self._stream = sys.stderr or io.StringIO()
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._began: dict[str, tuple[float, int]] = {}

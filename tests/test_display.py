@@ -1,0 +1,193 @@
+"""What is displayed decides nothing: closed and full outputs, terminals that go away, encodings."""
+
+import codecs
+import io
+import json
+import os
+import pty
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from engine import TrainConfig, train
+from engine.control.board import ControlBoard
+from engine.stream import loss_stream
+from engine.stream.loss_stream import LossStream
+from engine.stream.sinks import PlainSink
+from preprocess.commands.output_stream import OutputStream
+from tests.pseudo_terminal import Terminal
+from tests.test_loss_stream import RecordingSink, pushed
+from tests.toy import Linear, toy_batch
+
+TRAIN = [sys.executable, "-c", "from engine.commands.cli import main; main(prog_name='run-train')"]
+PACK = [sys.executable, "-c", "from preprocess.commands.cli import main; main()"]
+TOY = ["--model", "tests.toy:Linear", "--batches", "tests.toy:toy_batch", "--num-classes", "3", "--batch", "8"]
+RUN = [*TRAIN, *TOY, "--run-dir", "run"]
+LIMIT_S = 120
+HERE = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def end_of(folder):
+    result = json.loads((folder / "run/result.json").read_text())
+    lines = (folder / "run/loss.jsonl").read_text().splitlines()
+    return result["stopped_by"], result["steps_done"], len(lines)
+
+
+def shell(command, folder, **environment):
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=HERE | environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+
+GONE = "can no longer be written"
+
+
+@pytest.mark.parametrize(
+    ("redirected", "warning"),
+    [
+        ("| head -3", f"warning: <stdout> {GONE} (Broken pipe): nothing more is shown there, and the command goes on"),
+        ("> /dev/full", f"warning: <stdout> {GONE} (No space left on device)"),
+        (">&- 2>&- <&-", ""),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_one_warning_at_most_and_the_run_goes_on(tmp_path, redirected, warning):
+    done = shell(f"{shlex.join(RUN)} --steps 300 {redirected}; echo ${{PIPESTATUS[0]}} > code", tmp_path)
+    assert (tmp_path / "code").read_text() == "0\n", done.stderr
+    assert end_of(tmp_path) == ("steps", 300, 300)
+    warnings = done.stderr.splitlines()
+    assert len(warnings) == bool(warning), done.stderr
+    assert "".join(warnings).startswith(warning)
+    # A closed descriptor was given to none of the files of the run.
+    assert all(json.loads(line) for line in (tmp_path / "run/loss.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PYTHONIOENCODING": "latin-1"},
+        {"PYTHONIOENCODING": "", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_a_terminal_that_lacks_characters_shows_others(tmp_path, environment):
+    options = [*TOY, "--steps", 300, "--run-dir", tmp_path / "run"]
+    terminal = Terminal(TRAIN, options, **environment)
+    terminal._decoder = codecs.getincrementaldecoder("latin-1")()  # type: ignore[assignment]
+    assert terminal.finish() == 0, terminal.output
+    assert end_of(tmp_path) == ("steps", 300, 300)
+    assert "done: 300 steps" in terminal.output
+    assert "codec" not in terminal.output
+    assert "Traceback" not in terminal.output
+
+
+def test_a_terminal_that_goes_away_is_no_end_of_a_run(tmp_path):
+    """Under nohup: the signal is ignored, and the terminal can no longer be written."""
+    process, terminal = pty.fork()
+    if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [*RUN, "--steps", "6000"], HERE)
+    while "loss" not in os.read(terminal, 65536).decode(errors="replace"):
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert end_of(tmp_path) == ("steps", 6000, 6000)
+
+
+@pytest.mark.parametrize("redirected", ["> /dev/full 2> /dev/full", ">&- 2>&-"])
+def test_a_pack_does_not_depend_on_what_is_shown(tmp_path, redirected):
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / name / "1.png")
+    done = shell(f"{shlex.join(PACK)} photos packed --size 8 {redirected}; echo ${{PIPESTATUS[0]}} > code", tmp_path)
+    assert (tmp_path / "code").read_text() == "0\n", done.stderr
+    assert json.loads((tmp_path / "packed/train/manifest.json").read_text())["num_images"] == 2
+
+
+def test_results_that_are_printed_keep_the_meaning_of_a_closed_pipe(tmp_path):
+    for options, redirected in (("--steps 3 --dry-run", "> /dev/full"), ("--list-recipes", "> /dev/full")):
+        done = shell(f"{shlex.join([*TRAIN, *TOY])} {options} {redirected}", tmp_path)
+        assert done.returncode == 1, done.stderr
+        assert "No space left on device" in done.stderr
+
+
+class Failing(RecordingSink):
+    """A display that raises at its third record."""
+
+    is_display = True
+
+
+def test_a_display_that_fails_is_left_out_with_one_warning():
+    board, said = ControlBoard(), list[str]()
+    failing, kept = Failing(write_error=LookupError("no  such\nthing"), write_error_at=3), RecordingSink()
+    unopened = Failing(open_error=OSError(5, "Input/output error"))
+    stream = LossStream(batch=8, wait_of=lambda _: 0.0, board=board, warn=said.append)
+    stream.start([unopened, failing, kept])
+    for step in range(1, 7):
+        stream.receive(pushed(step))
+    stream.close()
+    assert (stream.failure, board.stop_reason) == (None, None)
+    assert (failing.calls[-1], len(failing.calls), kept.steps) == ("close", 5, [1, 2, 3, 4, 5, 6])
+    assert said == [
+        "warning: Failing shows nothing more ([Errno 5] Input/output error); the run is not affected",
+        "warning: Failing shows nothing more (no such thing); the run is not affected",
+    ]
+
+
+def test_a_display_that_hangs_fails_no_run(monkeypatch):
+    monkeypatch.setattr(loss_stream, "_PUSH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("engine.stream.lane.MOST_QUEUED", 3)
+    gate, said, board = threading.Event(), list[str](), ControlBoard()
+    stream = LossStream(batch=8, wait_of=lambda _: 0.0, board=board, warn=said.append)
+    full, late, kept = Failing(gate=gate), Failing(gate=gate), RecordingSink()
+    stream.start([full, kept])
+    for step in range(1, 9):
+        stream.receive(pushed(step))
+    stream.close(0.2)
+    other = LossStream(batch=8, wait_of=lambda _: 0.0, board=board, warn=said.append)
+    other.start([late])
+    other.receive(pushed(1))
+    other.close(0.2)
+    gate.set()
+    assert (stream.failure, other.failure, board.stop_reason) == (None, None, None)
+    assert kept.steps == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert ["within 0.2 s" in each for each in said] == [True, True]
+
+
+def test_a_stream_that_is_a_display_is_given_up_once():
+    class Terminal(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(5, "Input/output error")
+
+    said: list[str] = []
+    stream: Any = OutputStream(Terminal(), is_display=True, warn=said.append)
+    for _ in range(3):
+        stream.write("a")
+        stream.flush()
+    assert len(said) == 1
+    assert "Input/output error" in said[0]
+    closed = io.StringIO()
+    closed.close()
+    OutputStream(closed, is_display=True).write("a")
+    with pytest.raises(ValueError, match="closed file"):
+        OutputStream(closed).write("a")
+
+
+def test_a_call_of_train_outlives_its_sink_of_lines_and_its_notices():
+    def notify(_: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    closed = io.StringIO()
+    closed.close()
+    config = TrainConfig(steps=5, batch=8, num_classes=3, learning_rate=0.1)
+    sinks: Any = [PlainSink(closed, steps=5)]
+    result = train(config, model=cast(Any, Linear()), batches=toy_batch, sinks=sinks, notify=notify)
+    assert (result.stopped_by, result.steps_done) == ("steps", 5)
+    assert np.isfinite(result.losses).all()
