@@ -221,8 +221,8 @@ def test_a_tar_of_split_folders(tmp_path):
         ({}, "neither a folder nor a tar archive"),
         ({"1.jpg": b"", "a/2.jpg": b""}, r"contains the image 1\.jpg outside any class folder"),
         ({"notes.txt": b""}, r"contains no class folders \(its first file is notes\.txt\)"),
-        ({"train/a/1.jpg": b"", "b/2.jpg": b""}, "split folders beside the class folder b"),
-        ({"val/a/1.jpg": b"", "validation/a/1.jpg": b""}, "two folders for the split val"),
+        ({"train/a/1.jpg": b"", "b/2.jpg": b""}, r"has images in b/ beside train/, for example b/2\.jpg"),
+        ({"val/a/1.jpg": b"", "validation/a/1.jpg": b""}, "has both val/ and validation/ for the split val; keep one"),
         ({"train/a/1.jpg": b"", "val/b/2.jpg": b""}, "train has 1 class that val lacks: a"),
     ],
 )

@@ -4,6 +4,7 @@ Owns which files of a folder are photographs, and the batches. Must not know: mo
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from preprocess.decoding.decode import ResizeRule, decode_image
 from preprocess.decoding.memory_budget import file_budget, pixel_budget
 from preprocess.pixels import pack_rgb
 from preprocess.regular_file import read_regular
-from preprocess.sources.tree import IMAGE_SUFFIXES, is_hidden
+from preprocess.sources.split_names import IMAGE_SUFFIXES, is_image_name
+from preprocess.sources.system_entries import count_ignored, describe_ignored, is_hidden
 
 _MOST_FILE_BYTES = 1 << 30
 _ANY_CLASS = 0
@@ -25,8 +27,8 @@ _ANY_CLASS = 0
 def list_photographs(paths: Iterable[str | os.PathLike[str]], notify: Callable[[str], None]) -> tuple[str, ...]:
     """Return the files to classify: each given file, and the image files in each given folder and below it.
 
-    A folder's files are sorted by path. Hidden files, files whose suffix is not that of an image, and links to folders
-    are left out; the number of files left out for their suffix is reported.
+    A folder's files are sorted by path. Hidden files and those of systems and file servers, files whose suffix is not
+    that of an image, and links to folders are left out; what was left out is counted, in one line each.
 
     Raises:
         ValueError: if a path does not exist, a folder cannot be listed, or there are no files.
@@ -47,16 +49,20 @@ def _files_below(folder: str, notify: Callable[[str], None]) -> list[str]:
         raise ValueError(f"{error.filename} cannot be listed ({error.strerror}): check its permissions") from error
 
     files: list[str] = []
-    num_others = 0
+    num_others, ignored = 0, Counter[str]()
     for inner, folders, names in os.walk(folder, onerror=refuse):
+        for name in filter(is_hidden, (*folders, *names)):
+            count_ignored(name, ignored)
         folders[:] = [name for name in folders if not is_hidden(name)]
         for name in names:
             if is_hidden(name):
                 continue
-            if Path(name).suffix.lower() in IMAGE_SUFFIXES:
+            if is_image_name(name):
                 files.append(os.path.join(inner, name))  # noqa: PTH118 - keeps "./" as it was given
             else:
                 num_others += 1
+    if (line := describe_ignored(ignored)) is not None:
+        notify(f"{folder}: {line}")
     if num_others:
         notify(f"{folder}: {num_others:,} file{'s' * (num_others > 1)} left out, whose names are not those of images")
     return sorted(files, key=os.fsencode)

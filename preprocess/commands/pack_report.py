@@ -41,6 +41,8 @@ def announce(source: Source, location: Location, settings: PackSettings) -> None
         )
     if source.unread is not None:
         click.echo(f"Not read: {source.unread}.")
+    for note in source.notes:
+        click.echo(f"{note}.")
     total = 0
     for name, split in source.splits.items():
         num_shards = -(-len(split) // settings.resolved_shard_images)

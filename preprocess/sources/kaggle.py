@@ -7,6 +7,7 @@ labels and are not read.
 import csv
 import io
 import os
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,9 @@ from pathlib import Path
 from preprocess.printable import printable
 from preprocess.quantities import quantity
 from preprocess.regular_file import read_regular
+from preprocess.sources.class_names import name_classes, read_name_files
 from preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
-from preprocess.sources.tree import FolderStore, file_size, list_folder, read_class_folders, read_names
+from preprocess.sources.tree import FolderStore, file_size, list_folder, read_class_folders
 
 IMAGES = Path("ILSVRC/Data/CLS-LOC")
 SOLUTION_FILE = "LOC_val_solution.csv"
@@ -58,7 +60,8 @@ def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -
         SourceError: the table of labels is missing or damaged, has no line for an image, or its classes differ from
             those in the mapping of readable names.
     """
-    folders, files = list_folder(folder)
+    ignored: Counter[str] = Counter()
+    folders, files = list_folder(folder, ignored)
     if folders:
         return read_class_folders(root, folder, "val", names_in=names_in)
     id_of = _read_solution(top / SOLUTION_FILE)
@@ -68,17 +71,17 @@ def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -
                 f"{printable(entry.path)} has no class in {printable(top / SOLUTION_FILE)}; "
                 "remove the image or add it to the table"
             )
-    ids, names = set(id_of.values()), read_names(top)
-    if names:
-        _check_ids(ids, set(names), top)
-    classes = index_classes(ids, names, str(folder))
+    ids, name_files = set(id_of.values()), read_name_files(top)
+    if in_mapping := {word for file in name_files for word in file.first_words}:
+        _check_ids(ids, in_mapping, top)
+    classes = index_classes(ids, name_classes(name_files, ids).names, str(folder))
     label_of = {each.id: label for label, each in enumerate(classes)}
     listing = Listing(classes)
     prefix = folder.relative_to(root).as_posix()
     for entry in files:
         label = label_of[id_of[Path(entry.name).stem]]
         listing.add(f"{prefix}/", entry.name, label, file_size(entry))
-    return FoundSplit("val", classes, listing, FolderStore(root))
+    return FoundSplit("val", classes, listing, FolderStore(root), ignored=ignored)
 
 
 def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:

@@ -3,7 +3,8 @@
 Owns which files of such a source are images, and the errors of images and lines that do not match.
 """
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -13,38 +14,30 @@ from preprocess.printable import printable
 from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
 from preprocess.sources.labels_file import LabelTable
-from preprocess.sources.listing import ByteStore, FoundSplit, LabelMatch, Listing, SourceError
-from preprocess.sources.tarindex import Member, members, open_tar
-from preprocess.sources.tars import TarStore
-from preprocess.sources.tree import (
-    IMAGE_SUFFIXES,
-    SPLIT_FOLDERS,
-    FolderStore,
-    files_below,
-    is_hidden,
-    list_folder,
-    split_folders,
-)
+from preprocess.sources.listing import ByteStore, FoundSplit, LabelMatch, Layout, Listing, SourceError
+from preprocess.sources.split_names import TopFolder, choose_splits, is_image_name, split_of
+from preprocess.sources.tarindex import open_tar
+from preprocess.sources.tars import TarStore, visible_members
+from preprocess.sources.tree import FolderStore, files_below, list_folder, split_folders
 
 # The key of an image is its path below its split.
 _NO_CLASS = (ImageClass("", ""),)
 _MISSING_KEPT = 10_000
 _MAX_WRAPPING_DEPTH = 8
 
-type _Openers = dict[str, Callable[[], FoundSplit]]
 
-
-def labelled_folder(root: Path, table: LabelTable) -> tuple[str, _Openers]:
-    """Return a description of the folder and, for each split, a function that lists its images.
+def labelled_folder(root: Path, table: LabelTable) -> Layout:
+    """Return the layout of a folder of images.
 
     Raises:
         SourceError: there are images beside the folders of the splits.
     """
     folders = split_folders(root, have_classes=False)
     if not folders:
-        return "a folder of images", {"train": partial(_list_folder, root, root, "train", table)}
-    others, files = list_folder(root)
-    loose = [each.name for each in files if Path(each.name).suffix.lower() in IMAGE_SUFFIXES]
+        return Layout("a folder of images", {"train": partial(_list_folder, root, root, "train", table)})
+    ignored: Counter[str] = Counter()
+    others, files = list_folder(root, ignored)
+    loose = [each.name for each in files if is_image_name(each.name)]
     if loose:
         raise SourceError(
             f"{printable(root)} has {quantity(len(loose), 'image')} outside the folders of its splits, for example "
@@ -54,35 +47,35 @@ def labelled_folder(root: Path, table: LabelTable) -> tuple[str, _Openers]:
     description = "folders " + " and ".join(f"{each.name}/" for each in folders.values()) + " of images"
     if unread:
         description += f" (not read: {printable(unread[0])}/" + (f" and {len(unread) - 1} more)" if unread[1:] else ")")
-    return description, {name: partial(_list_folder, root, each, name, table) for name, each in folders.items()}
+    openers = {name: partial(_list_folder, root, each, name, table) for name, each in folders.items()}
+    return Layout(description, dict(openers), ignored)
 
 
-def labelled_archive(path: Path, table: LabelTable) -> tuple[str, _Openers]:
-    """Return a description of a tar archive and, for each split, a function that lists its images.
+def labelled_archive(path: Path, table: LabelTable) -> Layout:
+    """Return the layout of a tar archive of images.
 
     Raises:
-        SourceError: the archive is damaged or unsafe, or has two folders for a split.
+        SourceError: the archive is damaged or unsafe, has two folders for a split, or images beside those of splits.
     """
-    store = TarStore(open_tar(path))
+    store, ignored = TarStore(open_tar(path)), Counter[str]()
     try:
-        names = [each.name for each in _visible(store)]
+        names = [each.name for each in visible_members(store.tar, ignored)]
     finally:
         store.close()
     wrapper = _wrapper(names)
-    tops = dict.fromkeys(name[len(wrapper) :].partition("/")[0] for name in names if "/" in name[len(wrapper) :])
-    openers: _Openers = {}
-    for top in tops:
-        split = SPLIT_FOLDERS.get(top.lower())
-        if split in openers:
-            raise SourceError(
-                f"{printable(path)} has two folders for the split {split}, one of them {printable(top)}/; keep one"
-            )
-        if split is not None:
-            openers[split] = partial(_list_archive, path, f"{wrapper}{top}/", split, table)
-    if not openers:
-        return "a tar archive of images", {"train": partial(_list_archive, path, wrapper, "train", table)}
-    order = [name for name in ("train", "val", "test") if name in openers]
-    return f"a tar archive with {' and '.join(order)} folders of images", {name: openers[name] for name in order}
+    tops: dict[str, str | None] = {}
+    for name in names:
+        top, slash, _ = name[len(wrapper) :].partition("/")
+        if slash:
+            tops[top] = tops.get(top) or (name if is_image_name(name) else None)
+    folders = choose_splits(
+        [TopFolder(top, False, partial(tops.get, top)) for top in tops], str(path), have_classes=False
+    )
+    if not folders:
+        openers = {"train": partial(_list_archive, path, wrapper, "train", table)}
+        return Layout("a tar archive of images", dict(openers), ignored)
+    openers = {name: partial(_list_archive, path, f"{wrapper}{top}/", name, table) for name, top in folders.items()}
+    return Layout(f"a tar archive with {' and '.join(folders)} folders of images", dict(openers), ignored)
 
 
 def check_lines(found: Iterable[FoundSplit], table: LabelTable, root: Path) -> None:
@@ -126,7 +119,7 @@ class _Split:
         if row is not None:
             self._listing.add(folder, member, 0, size, offset)
             match.rows.append(row)
-        elif Path(member).suffix.lower() in IMAGE_SUFFIXES:
+        elif is_image_name(member):
             match.num_missing += 1
             if len(match.missing) < _MISSING_KEPT:
                 match.missing.append(path)
@@ -134,21 +127,21 @@ class _Split:
             match.num_unread += 1
             match.unread = match.unread or path
 
-    def found(self) -> FoundSplit:
-        """Return the split with all added images."""
+    def found(self, ignored: Counter[str]) -> FoundSplit:
+        """Return the split with all added images; `ignored` counts the entries that were left out."""
         classes = tuple(ImageClass(name, name) for name in self._table.names)
-        return FoundSplit(self._name, classes, self._listing, self._store, match=self._match)
+        return FoundSplit(self._name, classes, self._listing, self._store, match=self._match, ignored=ignored)
 
 
 def _list_folder(root: Path, folder: Path, split: str, table: LabelTable) -> FoundSplit:
     prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-    images = _Split(split, FolderStore(root), table)
-    for below, size in files_below(str(folder), printable(folder)):
+    images, ignored = _Split(split, FolderStore(root), table), Counter[str]()
+    for below, size in files_below(str(folder), printable(folder), ignored):
         path = f"{prefix}{below}"
         if path not in table.rows and below.rpartition("/")[2] == table.file.name and _is_same(folder / below, table):
             continue
         images.add(path, prefix, below, size)
-    return images.found()
+    return images.found(ignored)
 
 
 def _is_same(path: Path, table: LabelTable) -> bool:
@@ -162,18 +155,14 @@ def _list_archive(path: Path, folder: str, split: str, table: LabelTable) -> Fou
     store = TarStore(open_tar(path))
     try:
         images = _Split(split, store, table)
-        for member in _visible(store):
+        for member in visible_members(store.tar):
             if member.name.startswith(folder):
                 below = member.name[len(folder) :]
                 images.add(member.name, f"{path.name}!{folder}", below, member.size, member.offset)
-        return images.found()
+        return images.found(Counter())  # they were counted when the archive was recognised
     except BaseException:
         store.close()
         raise
-
-
-def _visible(store: TarStore) -> Iterable[Member]:
-    return (each for each in members(store.tar) if not any(is_hidden(part) for part in each.name.split("/")))
 
 
 def _wrapper(names: list[str]) -> str:
@@ -185,7 +174,7 @@ def _wrapper(names: list[str]) -> str:
     for _ in range(_MAX_WRAPPING_DEPTH if names else 0):
         top = names[0][len(wrapper) :].partition("/")[0]
         prefix = f"{wrapper}{top}/"
-        if top.lower() in SPLIT_FOLDERS or not all(name.startswith(prefix) for name in names):
+        if split_of(top) is not None or not all(name.startswith(prefix) for name in names):
             break
         wrapper = prefix
     return wrapper

@@ -11,7 +11,8 @@ and the digest depend on the keys.
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -241,6 +242,8 @@ class FoundSplit:
         name, classes, listing, store: as of `ListedSplit`.
         subfolder: a subfolder of a class that contains images, below the source root; None if there is none.
         match: how it matches a file of labels; None without one.
+        ignored: counts the hidden entries that were left out, by name.
+        notes: one-line messages to the user about its classes.
     """
 
     name: str
@@ -249,6 +252,23 @@ class FoundSplit:
     store: ByteStore
     subfolder: str | None = None
     match: LabelMatch | None = None
+    ignored: Counter[str] = field(default_factory=Counter)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A detected layout.
+
+    Attributes:
+        description: what was found, for messages.
+        openers: for each split, a function that lists its images.
+        ignored: counts the hidden entries that were left out beside the splits, by name.
+    """
+
+    description: str
+    openers: dict[str, Callable[[], FoundSplit]]
+    ignored: Counter[str] = field(default_factory=Counter)
 
 
 def index_classes(ids: Iterable[str], names: dict[str, str], where: str) -> tuple[ImageClass, ...]:

@@ -6,6 +6,7 @@ archive of images. `data/README.md` shows each.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -22,15 +23,15 @@ from preprocess.shards.targets import SplitTargets
 from preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
 from preprocess.sources.labelled import check_lines, labelled_archive, labelled_folder
 from preprocess.sources.labels_file import LabelTable, read_labels
-from preprocess.sources.listing import FoundSplit, ListedSplit, SourceError, SourceImage, SourceSplit
+from preprocess.sources.listing import FoundSplit, Layout, ListedSplit, SourceError, SourceImage, SourceSplit
 from preprocess.sources.selection import HOLDOUT_RULE, held_out, pack_order
+from preprocess.sources.split_names import SPLIT_ORDER
+from preprocess.sources.system_entries import describe_ignored
 from preprocess.sources.tarindex import BLOCK, is_tar, open_tar
-from preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers, tar_openers
+from preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers, tar_layout
 from preprocess.sources.tree import list_folder, split_folders, split_openers
 
 __all__ = ["ImageClass", "Source", "SourceError", "SourceImage", "SourceSplit", "open_source"]
-
-_SPLIT_ORDER = ("train", "val", "test")
 
 # gzip, xz, bzip2, zstd, zip
 _COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
@@ -46,6 +47,7 @@ class Source:
         subfolder: a subfolder of a class that contains images, below the source root; None if there is none.
         targets: the targets of each split; empty without a file of labels.
         unread: what was not read because it has no line in the file of labels; None if there is nothing.
+        notes: one-line messages to the user, such as which entries of systems and file servers are ignored.
     """
 
     layout: str
@@ -53,6 +55,7 @@ class Source:
     subfolder: str | None = None
     targets: dict[str, SplitTargets] = field(default_factory=dict)
     unread: str | None = None
+    notes: tuple[str, ...] = ()
     _closers: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def __enter__(self) -> Self:
@@ -67,14 +70,6 @@ class Source:
         """Close the archives. Reading then fails; closing again has no effect."""
         while self._closers:
             self._closers.pop()()
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A detected layout: its description and, for each split, a function that lists its images."""
-
-    description: str
-    openers: dict[str, Callable[[], FoundSplit]]
 
 
 def open_source(
@@ -116,7 +111,7 @@ def open_source(
     table = None if labels is None else read_labels(labels)
     layout = _recognise(root) if table is None else _recognise_labelled(root, table)
     _check_holdout(holdout, root, layout)
-    available = tuple(sorted({*layout.openers, *(["val"] if holdout else [])}, key=_SPLIT_ORDER.index))
+    available = tuple(sorted({*layout.openers, *(["val"] if holdout else [])}, key=SPLIT_ORDER.index))
     wanted = _wanted_splits(root, available, splits)
     found: dict[str, FoundSplit] = {}
     try:
@@ -141,8 +136,15 @@ def open_source(
         next((each.subfolder for each in found.values() if each.subfolder is not None), None),
         {} if table is None else {name: _targets_of(found, opened[name], table) for name in wanted},
         _describe_unread(found),
+        _notes(layout, found),
         [each.store.close for each in found.values()],
     )
+
+
+def _notes(layout: Layout, found: dict[str, FoundSplit]) -> tuple[str, ...]:
+    ignored = describe_ignored(sum((each.ignored for each in found.values()), layout.ignored))
+    of_classes = dict.fromkeys(note for each in found.values() for note in each.notes)
+    return (*([] if ignored is None else [ignored]), *of_classes)
 
 
 def _needed(wanted: tuple[str, ...], holdout: float) -> tuple[str, ...]:
@@ -174,7 +176,7 @@ def _recognise(root: Path) -> Layout:
     _check_exists(root)
     if not root.is_dir():
         _check_is_tar(root)
-        return Layout(*tar_openers(root))
+        return tar_layout(root)
     _refuse_shards(root)
     archives = imagenet_openers(root)
     if archives:
@@ -183,18 +185,20 @@ def _recognise(root: Path) -> Layout:
     if kaggle is not None:
         return Layout("Kaggle's ImageNet tree", kaggle_openers(root, kaggle))
     folders = split_folders(root)
-    classes, files = list_folder(root)
+    ignored: Counter[str] = Counter()
+    classes, files = list_folder(root, ignored)
     if folders:
         others = [printable(each.name) + "/" for each in classes if Path(each.path) not in folders.values()]
         description = "folders " + " and ".join(each.name + "/" for each in folders.values()) + " of class folders"
-        return Layout(description + (f" (not read: {_shown(others)})" if others else ""), split_openers(root, folders))
+        description += f" (not read: {_shown(others)})" if others else ""
+        return Layout(description, split_openers(root, folders), ignored)
     if not classes:
         raise SourceError(
             f"{printable(root)} is not a data set: expected class folders, train/ and val/ with class folders, "
             f"{TRAIN_ARCHIVE}, {VAL_ARCHIVE} or Kaggle's ILSVRC/; found {_shown([each.name for each in files])}"
         )
     for each in classes:
-        if (Path(each.path) / "train").is_dir():
+        if _is_there(Path(each.path) / "train", Path.is_dir):
             raise SourceError(
                 f"{printable(root)} is not a folder of class folders: {printable(each.name)}/ has a train/ folder; "
                 f"give {printable(each.path)}"
@@ -206,20 +210,28 @@ def _recognise_labelled(root: Path, table: LabelTable) -> Layout:
     _check_exists(root)
     if root.is_dir():
         _refuse_shards(root)
-        return Layout(*labelled_folder(root, table))
+        return labelled_folder(root, table)
     _check_is_tar(root)
-    return Layout(*labelled_archive(root, table))
+    return labelled_archive(root, table)
 
 
 def _refuse_shards(root: Path) -> None:
     """Raise SourceError for a packed data set, whose folders "labels" and "pixels" would be mistaken for classes."""
     candidates = (root, *(Path(each.path) for each in list_folder(root)[0]))
-    packed = next((each for each in candidates if (each / "pixels" / "zarr.json").is_file()), None)
+    packed = next((each for each in candidates if _is_there(each / "pixels" / "zarr.json", Path.is_file)), None)
     if packed is not None:
         raise SourceError(
             f"{printable(root)} already contains packed shards, in {printable(packed)}; train on them with "
             "run-train --data, or give the original images"
         )
+
+
+def _is_there(path: Path, is_kind: Callable[[Path], bool]) -> bool:
+    """Return whether a path is of a kind; False in a folder without permission, whose listing names the fault."""
+    try:
+        return is_kind(path)
+    except OSError:
+        return False
 
 
 def _check_exists(root: Path) -> None:

@@ -17,23 +17,14 @@ from pathlib import Path
 
 from preprocess.printable import printable
 from preprocess.quantities import quantity
-from preprocess.regular_file import IrregularFileError, open_regular, read_at, read_regular
+from preprocess.regular_file import IrregularFileError, open_regular, read_at
+from preprocess.sources.class_names import NAME_FILES, name_classes, read_name_files
 from preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
-
-# Name of a split folder to name of the split.
-SPLIT_FOLDERS = {"train": "train", "val": "val", "validation": "val", "test": "test"}
-
-NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
-
-# Only used to detect images outside class folders; inside a class folder every file is tried.
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"})
+from preprocess.sources.split_names import TopFolder, choose_splits, is_image_name, split_of
+from preprocess.sources.system_entries import count_ignored, is_hidden
 
 MAX_DEPTH = 100
 MAX_VISITS = 16
-
-_MAX_NAME_FILE_BYTES = 16 * 2**20  # ImageNet's is 32 KB
-
-_SYSTEM_FILES = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
 
 
 @dataclass(frozen=True)
@@ -82,26 +73,27 @@ def _changed(how: str) -> OSError:
     return OSError(errno.ESTALE, f"the file has changed since it was listed: {how}")
 
 
-def is_hidden(name: str) -> bool:
-    """Return whether a name denotes a hidden file or a system file (`.DS_Store`, `._x`, `Thumbs.db`)."""
-    return name.startswith(".") or name.lower() in _SYSTEM_FILES
-
-
-def list_folder(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
+def list_folder(
+    folder: Path, ignored: Counter[str] | None = None
+) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
     """Return the subfolders and the other entries of a folder, both sorted by the bytes of their names.
 
-    Hidden entries are left out.
+    Hidden entries and those of systems and file servers are left out, and counted in `ignored`.
 
     Raises:
         SourceError: the folder cannot be read.
     """
+    entries = []
     try:
         with os.scandir(folder) as found:
-            entries = sorted(
-                (each for each in found if not is_hidden(each.name)), key=lambda each: os.fsencode(each.name)
-            )
+            for each in found:
+                if not is_hidden(each.name):
+                    entries.append(each)
+                elif ignored is not None:
+                    count_ignored(each.name, ignored)
     except OSError as error:
         raise SourceError(f"{printable(folder)} cannot be listed: {error.strerror}; check its permissions") from error
+    entries.sort(key=lambda each: os.fsencode(each.name))
     are_folders = [_is_folder(each) for each in entries]
     folders = [each for each, is_folder in zip(entries, are_folders, strict=True) if is_folder]
     return folders, [each for each, is_folder in zip(entries, are_folders, strict=True) if not is_folder]
@@ -120,29 +112,34 @@ def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
 
 
 def split_folders(root: Path, *, have_classes: bool = True) -> dict[str, Path]:
-    """Return the folder of each split; the result is empty if the root itself contains the class folders.
-
-    A split folder has the name of a split and contains folders, because a class may also be called "train". Without
-    class folders (`have_classes`), any folder with the name of a split is one.
+    """Return the folder of each split, as `choose_splits` finds it; empty if the root itself has the class folders.
 
     Raises:
-        SourceError: a split has two folders, or its folder is a link that leads nowhere beside the folder of another.
+        SourceError: as `choose_splits`, or a split's folder is a link that leads nowhere beside the folder of another.
     """
-    found: dict[str, Path] = {}
     folders, others = list_folder(root)
-    for entry in folders:
-        split = SPLIT_FOLDERS.get(entry.name.lower())
-        if split is None or (have_classes and not list_folder(Path(entry.path))[0]):
-            continue
-        if split in found:
-            raise SourceError(
-                f"{printable(root)} has both {found[split].name}/ and {entry.name}/ for the split {split}; keep one"
-            )
-        found[split] = Path(entry.path)
-    broken = [each for each in others if each.name.lower() in SPLIT_FOLDERS and _leads_nowhere(each)]
+    tops = [
+        TopFolder(each.name, split_of(each.name) is not None and _has_folders(each), partial(_find_image, each))
+        for each in folders
+    ]
+    found = choose_splits(tops, str(root), have_classes=have_classes)
+    broken = [each for each in others if split_of(each.name) is not None and _leads_nowhere(each)]
     if found and broken:
         raise SourceError(f"{printable(broken[0].path)} is a link that leads nowhere; correct or remove it")
-    return {split: found[split] for split in ("train", "val", "test") if split in found}
+    return {split: root / name for split, name in found.items()}
+
+
+def _has_folders(entry: os.DirEntry[str]) -> bool:
+    return bool(list_folder(Path(entry.path))[0])
+
+
+def _find_image(entry: os.DirEntry[str]) -> str | None:
+    """Return the path of an image in a folder that is no split, below the folder that contains it; None without one."""
+    try:
+        below = (below for below, _ in files_below(entry.path, f"the folder {printable(entry.path)}"))
+        return next((f"{entry.name}/{path}" for path in below if is_image_name(path)), None)
+    except SourceError:  # such as a folder without permission: nothing is read in it
+        return None
 
 
 def split_openers(root: Path, folders: dict[str, Path]) -> dict[str, Callable[[], FoundSplit]]:
@@ -163,8 +160,9 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
     Raises:
         SourceError: there are images beside the class folders, a folder contains itself, or an entry is not a file.
     """
-    class_entries, loose = list_folder(folder)
-    outside = [each.name for each in loose if Path(each.name).suffix.lower() in IMAGE_SUFFIXES]
+    ignored: Counter[str] = Counter()
+    class_entries, loose = list_folder(folder, ignored)
+    outside = [each.name for each in loose if is_image_name(each.name)]
     if outside:
         raise SourceError(
             f"{printable(folder)} has {quantity(len(outside), 'image')} outside any class folder, for example "
@@ -172,48 +170,21 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
         )
     broken = [each for each in loose if each.name not in NAME_FILES and _leads_nowhere(each)] if class_entries else []
     ids = [each.name for each in (*class_entries, *broken)]
-    classes = index_classes(ids, read_names(*names_in), str(folder))
+    named = name_classes(read_name_files(*names_in), ids)
+    classes = index_classes(ids, named.names, str(folder))
     label_of = {each.id: label for label, each in enumerate(classes)}
     listing = Listing(classes)
     prefix = folder.relative_to(root).as_posix()
     prefix = "" if prefix == "." else prefix + "/"
     subfolder = None
     for entry in class_entries:
-        for below, size in files_below(entry.path, f"the class {printable(entry.path)}"):
+        for below, size in files_below(entry.path, f"the class {printable(entry.path)}", ignored):
             listing.add(f"{prefix}{entry.name}/", below, label_of[entry.name], size)
             if subfolder is None and "/" in below:
                 subfolder = f"{prefix}{entry.name}/{below.partition('/')[0]}"
     for entry in broken:
         listing.add(f"{prefix}{entry.name}", "", label_of[entry.name], file_size(entry))
-    return FoundSplit(split, classes, listing, FolderStore(root), subfolder)
-
-
-def read_names(*folders: Path) -> dict[str, str]:
-    """Read class names, one per line, from `classes.txt` and `LOC_synset_mapping.txt` in the given folders.
-
-    A line is the class id, white space, and the name up to the first comma ("n01440764 tench, Tinca tinca"). The order
-    of lines does not matter; blank lines and a byte order mark are ignored.
-
-    Returns:
-        Class id to readable name, "" if a line has none; includes classes that have no folder.
-
-    Raises:
-        SourceError: such a file cannot be read as UTF-8 text.
-    """
-    names: dict[str, str] = {}
-    for path in (folder / name for folder in folders for name in NAME_FILES):
-        if path.exists() and not path.is_dir():
-            try:
-                lines = read_regular(path, max_bytes=_MAX_NAME_FILE_BYTES).decode("utf-8-sig").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                reason = error.strerror if isinstance(error, OSError) else error
-                raise SourceError(
-                    f"{printable(path)} cannot be read as UTF-8 text: {reason}; correct or remove it"
-                ) from error
-            for line in lines:
-                if words := line.split(None, 1):
-                    names.setdefault(words[0], words[1].partition(",")[0].strip() if len(words) > 1 else "")
-    return names
+    return FoundSplit(split, classes, listing, FolderStore(root), subfolder, ignored=ignored, notes=named.notes)
 
 
 @dataclass(frozen=True)
@@ -225,10 +196,10 @@ class _Folder:
     above: tuple[tuple[int, int], ...]
 
 
-def files_below(top: str, place: str) -> Iterator[tuple[str, int]]:
+def files_below(top: str, place: str, ignored: Counter[str] | None = None) -> Iterator[tuple[str, int]]:
     """Yield the relative path and the size in bytes of each file below the folder `top`, called `place` in messages.
 
-    A broken link has size 0, and reading it raises SourceError.
+    A broken link has size 0, and reading it raises SourceError. Hidden entries are counted in `ignored`.
     """
     waiting = [_Folder(top, "", ())]
     visits: Counter[tuple[int, int]] = Counter()
@@ -237,7 +208,7 @@ def files_below(top: str, place: str) -> Iterator[tuple[str, int]]:
         here = _identity(folder.path)
         visits[here] += 1
         _check_reached(folder, here, visits[here], place)
-        folders, others = list_folder(Path(folder.path))
+        folders, others = list_folder(Path(folder.path), ignored)
         for entry in others:
             yield f"{folder.below}{entry.name}", file_size(entry)
         above = (*folder.above, here)
