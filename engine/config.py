@@ -398,6 +398,14 @@ class TrainConfig:
     auto_augment_magnitude: int = setting(
         9, AUGMENTATION, _PROGRAM, _KEPT, "Strength of the operations of randaugment.", between=(0, NUM_MAGNITUDES - 1),
     )
+    labels_are_invariant: bool = setting(
+        False, AUGMENTATION, _HOST, _CHANGES,
+        "Allow augmentations that move the pixels of images whose labels could be positions, which they do not move.",
+        option=("--labels-are-invariant",),
+        details="Without it, labels that are arrays of two or more dimensions for each image, such as masks, heat maps "
+        "and boxes, are refused with a random or resized {crop}, {flip}, {mixup}, {cutmix}, {auto_augment} and "
+        "{eval_mirror}.",
+    )
 
     chunk_batches: int | None = setting(
         None, INFEED, _PROGRAM, _KEPT,

@@ -89,6 +89,7 @@ VALID = {
     "batch_norm_group": st.none() | st.integers(1, 2**20),
     "batch_norm_sync": st.booleans(),
     "eval_mirror": st.booleans(),
+    "labels_are_invariant": st.booleans(),
     "crop": st.sampled_from(["centre", "random", "resized"]),
     "crop_padding": st.integers(0, 2**14),
     "padding_mode": st.sampled_from(["zeros", "reflect"]),
@@ -160,7 +161,7 @@ SWITCHES = [
     "resume",
     "stop_on_nan",
     "deterministic",
-    *("profile", "runtime_report", "tensorboard"),
+    *("profile", "runtime_report", "tensorboard", "labels_are_invariant"),
 ]
 CHANNELS = ["mean", "std"]
 CHOICES = ["transport", "optimizer", "schedule", "crop", "padding_mode", "precision", "loss", "auto_augment", "order"]
@@ -280,6 +281,7 @@ def test_golden_json():
         "auto_augment": "off",
         "auto_augment_ops": 2,
         "auto_augment_magnitude": 9,
+        "labels_are_invariant": False,
         "seed": 0,
         "chunk_batches": None,
         "prefetch": None,

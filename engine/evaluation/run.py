@@ -41,6 +41,7 @@ from engine.program.train_state import TrainModel
 from engine.records.given_weights import read_given_weights, rename_head
 from engine.records.stored.reading import local_copy, naming_in, with_weights
 from engine.run.data import label_kind
+from engine.run.label_fit import check_labels_stay
 from engine.run.signals import StopSignals, ignore_message
 from engine.settings import SettingError
 from engine.stream.sinks import EvaluationRecord
@@ -204,6 +205,7 @@ def _count(
 ) -> EvaluationResult:
     """Compile and run the evaluation, and return its result."""
     notify(f"images: {data.description}")
+    check_labels_stay(subject.config, label_form_of(data.source), is_trained=False)
     if (predictions or per_class) and label_form_of(data.source) is not None:
         what = "predictions" if predictions else "results per class"
         raise ValueError(f"{what} can be returned only for images whose labels are class numbers: leave them out")

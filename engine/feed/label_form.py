@@ -21,7 +21,7 @@ WEIGHT_WORDS = 1
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class LabelArray:
     """One array of the labels.
 
     Attributes:
@@ -35,6 +35,10 @@ class _Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     is_bits: bool = False
+
+    def describe(self) -> str:
+        """Return a line of text, as recorded for a run."""
+        return f"{self.name}: {self.dtype} {list(self.shape)}"
 
     @property
     def num_words(self) -> int:
@@ -54,7 +58,7 @@ class LabelForm:
     """
 
     structure: jax.tree_util.PyTreeDef
-    leaves: tuple[_Leaf, ...]
+    leaves: tuple[LabelArray, ...]
 
     @classmethod
     def of(cls, labels: Any, num_images: int, origin: str) -> "LabelForm":
@@ -79,7 +83,7 @@ class LabelForm:
                     f"{name} must be booleans, integers or floats [{num_images}, …], one entry for each image, but "
                     f"{origin} has {array.dtype} {list(array.shape)}"
                 )
-            leaves.append(_Leaf(name, array.shape[1:], np.dtype(_NARROWED.get(array.dtype, array.dtype))))
+            leaves.append(LabelArray(name, array.shape[1:], np.dtype(_NARROWED.get(array.dtype, array.dtype))))
         return cls(structure, tuple(leaves))
 
     @classmethod
@@ -90,7 +94,7 @@ class LabelForm:
             num_targets: K.
             are_bits: whether they cross as bits, of which each becomes 0 or 1: bit c % 32 of word c // 32 is class c.
         """
-        leaf = _Leaf("labels", (num_targets,), np.dtype(np.float32), are_bits)
+        leaf = LabelArray("labels", (num_targets,), np.dtype(np.float32), are_bits)
         return cls(jax.tree.structure(0), (leaf,))
 
     @property
@@ -159,10 +163,10 @@ class LabelForm:
 
     def describe(self) -> list[str]:
         """Return a line of text for each array, as recorded for a run."""
-        return [f"{leaf.name}: {leaf.dtype} {list(leaf.shape)}" for leaf in self.leaves]
+        return [leaf.describe() for leaf in self.leaves]
 
 
-def _converted(leaf: _Leaf, array: NDArray[Any], num_examples: int, origin: str) -> NDArray[Any]:
+def _converted(leaf: LabelArray, array: NDArray[Any], num_examples: int, origin: str) -> NDArray[Any]:
     """Return the array in the dtype of the leaf; raise ValueError if it has another form or a number does not fit."""
     narrowed = np.dtype(_NARROWED.get(array.dtype, array.dtype))
     if narrowed != leaf.dtype or array.shape != (num_examples, *leaf.shape):
@@ -176,7 +180,7 @@ def _converted(leaf: _Leaf, array: NDArray[Any], num_examples: int, origin: str)
     return converted
 
 
-def _read(leaf: _Leaf, words: jax.Array) -> jax.Array:
+def _read(leaf: LabelArray, words: jax.Array) -> jax.Array:
     """Return one array of the labels, [b, …], from its words, int32 [b, w]."""
     count = int(np.prod(leaf.shape))
     if leaf.is_bits:

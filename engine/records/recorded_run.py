@@ -15,7 +15,7 @@ from engine.records.topology import Topology, in_one_process
 from preprocess.regular_file import read_regular
 
 # What the runs of versions without a setting used, where that is not its default now.
-_OF_OLDER_RUNS = {"kernels": "xla", "eval_every_steps": 0, "snapshot_every_steps": 0}
+_OF_OLDER_RUNS = {"kernels": "xla", "eval_every_steps": 0, "snapshot_every_steps": 0, "labels_are_invariant": True}
 
 
 @dataclass(frozen=True)

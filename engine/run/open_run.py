@@ -124,7 +124,7 @@ def open_run(
         config = settle_evaluations(config, data.num_images, is_evaluated=is_evaluated and is_kept)
         check_same_everywhere(config, data.manifest_digest)
         if recorded is None:
-            warn_of_settings(config, data, notify)
+            warn_of_settings(config, data, notify, has_own_loss=parts.loss is not None)
         else:
             _check_length(config, recorded, start, notify)
         resolved = resolve(config, parts, data)

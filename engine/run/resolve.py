@@ -15,6 +15,7 @@ from engine.program.statics import Statics, statics_of
 from engine.program.train_state import TrainModel
 from engine.records.best_snapshot import parse_metric
 from engine.run.data import RunData
+from engine.run.label_fit import check_labels_stay, unmoved_labels_warning
 from engine.run.misfit_errors import too_large_image, unknown_model
 from engine.run.own_updates import check_updates
 from engine.run.parts import OwnParts, name_of
@@ -116,6 +117,7 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
             "out",
             value=config.stop_at_top1,
         )
+    _check_labels_stay(config, data)
     if config.image_size is not None and config.image_size > min(source.height, source.width):
         raise too_large_image(config.image_size, source.height, source.width)
     model: TrainModel
@@ -126,6 +128,16 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
         model, registry_name = parts.model, None
         model_name = getattr(model, "name", type(model).__name__)
     return Resolved(data, model, model_name, registry_name, parts)
+
+
+def _check_labels_stay(config: TrainConfig, data: RunData) -> None:
+    check_labels_stay(config, label_form_of(data.source), _columns(data))
+    if data.evaluation is not None:
+        check_labels_stay(config, label_form_of(data.evaluation), is_trained=False)
+
+
+def _columns(data: RunData) -> list[str]:
+    return [each.id for each in data.classes] if data.targets == "numbers" else []
 
 
 def check_arguments(config: Any, parts: OwnParts) -> None:
@@ -333,8 +345,11 @@ def _check_own_augment(augment: Any) -> None:
         )
 
 
-def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str], None]) -> None:
+def warn_of_settings(
+    config: TrainConfig, data: RunData, notify: Callable[[str], None], *, has_own_loss: bool = False
+) -> None:
     """Warn about settings of a new run that are allowed but probably not intended."""
+    _warn_of_labels(config, data, notify, has_own_loss=has_own_loss)
     if config.eval_every_steps and data.evaluation is None:
         notify(f"warning: there is no data to evaluate on; --eval-every {config.eval_every_steps} has no effect")
     if config.order == "windowed" and data.location is None:
@@ -362,6 +377,13 @@ def warn_of_settings(config: TrainConfig, data: RunData, notify: Callable[[str],
             f"warning: the default learning rate of {config.peak_learning_rate:.2g} is meant for sgd; "
             f"{config.optimizer} usually needs about 0.001: set --learning-rate"
         )
+
+
+def _warn_of_labels(config: TrainConfig, data: RunData, notify: Callable[[str], None], *, has_own_loss: bool) -> None:
+    if has_own_loss or config.loss == "mean-squared-error":
+        warning = unmoved_labels_warning(config, label_form_of(data.source), is_named=data.targets is not None)
+        if warning is not None:
+            notify(warning)
 
 
 def _build(config: TrainConfig, data: RunData) -> Model:
