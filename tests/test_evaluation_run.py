@@ -17,6 +17,7 @@ from engine.evaluation import counting
 from engine.feed.feeder import FeederError
 from engine.records.folder_lock import FolderLock
 from engine.records.weights import with_digest
+from preprocess.shards.classes import ImageClass
 from preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
 from tests.test_tally import evaluation_set
@@ -189,19 +190,59 @@ def test_other_classes_and_sizes_are_refused(trained, data, tmp_path):
     run, _ = trained
     settings = run_settings(run)
     pack(fake_source(20, size=8), tmp_path)
-    shuffled = fake_source(6, size=8, name="shuffled")
-    pack(shuffled.changed(classes=tuple(reversed(shuffled.classes))), tmp_path)
-    with pytest.raises(
-        ValueError, match=r"same classes as the training split, but .*/shuffled has different classes from .*/train"
-    ):
-        evaluate(replace(settings, data=os.fspath(tmp_path), eval_split="shuffled"))
-    fewer = fake_source(6, size=8, name="fewer")
-    pack(fewer.changed(classes=fewer.classes[:2], labels=[0, 1] * 3), tmp_path / "apart")
-    with pytest.raises(ValueError, match=r"must have 3 classes, as the weights do, but .*/fewer has 2"):
-        evaluate(replace(settings, data=os.fspath(tmp_path / "apart"), eval_split="fewer"))
+    other = fake_source(6, size=8, name="other")
+    pack(other.changed(classes=(*other.classes[:2], ImageClass("n9", "zebra"))), tmp_path)
+    with pytest.raises(ValueError, match=r"must have only classes that .* but .*/other has 1 class \(n9\) besides"):
+        evaluate(replace(settings, data=os.fspath(tmp_path), eval_split="other"))
     pack(fake_source(6, size=4, name="small"), tmp_path)
     with pytest.raises(ValueError, match=r"must have the size used in training, 6 × 6 px, .* got 4 × 4 px"):
         evaluate(replace(settings, data=os.fspath(tmp_path), eval_split="small"))
+
+
+def test_classes_are_compared_by_identifier(trained, data, tmp_path):
+    """Fewer classes, and classes in another order, give the same decisions on the same images."""
+    run, _ = trained
+    own = fake_source(NUM_EVALUATED, size=8, seed=1, name="val")
+    pack(fake_source(20, size=8), tmp_path)
+    expected = evaluate(run, per_class=True, predictions=True)
+    turned = own.changed(classes=tuple(reversed(own.classes)), labels=[2 - label for label in own.labels])
+    pack(turned, tmp_path)
+    told: list[str] = []
+    for place in (replace(run_settings(run), data=os.fspath(tmp_path)), None):
+        if place is None:
+            config = TrainConfig(data=tmp_path, batch=4, image_size=6)
+            found = evaluate_weights(
+                run / "model.safetensors", config, per_class=True, predictions=True, notify=told.append
+            )
+        else:
+            found = evaluate(place, per_class=True, predictions=True, notify=told.append)
+        assert numbers(found.record) == numbers(expected.record)
+        assert found.classes == expected.classes
+        np.testing.assert_array_equal(found.predictions.labels, expected.predictions.labels)
+    assert sum("has 3 of the 3 classes of the weights, in another order" in each for each in told) == 2
+
+    kept = [index for index, label in enumerate(own.labels) if label]
+    fewer = own.changed(
+        images=own.images[kept], labels=[own.labels[index] - 1 for index in kept], classes=own.classes[1:], name="fewer"
+    )
+    pack(fewer, tmp_path)
+    found = evaluate(
+        replace(run_settings(run), data=os.fspath(tmp_path), eval_split="fewer"), per_class=True, notify=told.append
+    )
+    assert [each.num_images for each in found.classes] == [0, *(each.num_images for each in expected.classes[1:])]
+    assert found.num_top1 == sum(each.num_top1 for each in expected.classes[1:])
+    assert any("fewer has 2 of the 3 classes of the weights" in each and "order" not in each for each in told)
+
+
+def test_weights_without_a_record_of_classes_are_taken_by_number_in_one_line(trained, data, tmp_path):
+    run, found = trained
+    tensors = load_file(run / "model.safetensors")
+    save_file(tensors, tmp_path / "w.safetensors")
+    told: list[str] = []
+    config = TrainConfig(data=data, batch=4, image_size=6, model="resnet8")
+    result = evaluate_weights(tmp_path / "w.safetensors", config, notify=told.append)
+    assert result.record.num_images == found.num_images
+    assert sum("do not record their classes" in each for each in told) == 1
 
 
 def test_larger_images_are_cropped_to_those_of_the_training(data, tmp_path):

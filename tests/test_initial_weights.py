@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine import replay_run, train
+from engine import TrainConfig, replay_run, train
 from engine.records.weights import name_tensors
+from engine.records.weights_metadata import describe_weights
 from engine.run.initial_weights import load_initial_weights
 from engine.updates.update import Weights
 from models.registry import build_model
+from preprocess.shards.classes import ImageClass
+from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -80,6 +83,80 @@ def test_another_number_of_classes_draws_the_classifier_anew_and_says_so(resnet8
     assert over_shapes.notes == ("the classifier is newly initialised: the file has 10 classes, the data have 3",)
     assert_same(over_shapes.over(fresh), wanted)
     assert_same(jax.jit(over_shapes.over)(fresh), wanted)
+
+
+def classes(ids):
+    return tuple(ImageClass(each, each.upper()) for each in ids)
+
+
+def recorded(path, name, weights, ids):
+    return saved(path, name_tensors(name, *weights), describe_classes(ids))
+
+
+def describe_classes(ids):
+    return describe_weights(model="resnet8", height=32, width=32, mean=(0.5,) * 3, std=(0.5,) * 3, classes=classes(ids))
+
+
+def test_the_same_classes_in_another_order_keep_their_rows_of_the_classifier(tmp_path):
+    params, batch_stats = drawn("resnet8", 4)
+    path = recorded(tmp_path / "w.safetensors", "resnet8", (params, batch_stats), "acb")  # and one class without a name
+    loaded = load_initial_weights(path, "resnet8", params, batch_stats, classes=classes("abc"))
+    assert loaded.notes == ("the rows of the classifier are permuted: the file has the same classes in another order",)
+    assert loaded.is_by_identifier
+    wanted = {leaf: np.stack([value[..., row] for row in (0, 2, 1, 3)], -1) for leaf, value in params["fc"].items()}
+    assert_same((loaded.params, loaded.batch_stats), (params | {"fc": wanted}, batch_stats))
+
+
+@pytest.mark.parametrize(
+    ("ids", "note"),
+    [
+        ("abz", "the file lacks 1 class (c)"),
+        ("xyz", "the file lacks 3 classes (a, b, c)"),
+        ("abcz", "the data lack 1 class (z)"),
+    ],
+)
+def test_other_classes_of_equal_number_draw_the_classifier_anew_and_say_so(tmp_path, ids, note):
+    params, batch_stats = drawn("resnet8", 4)
+    path = recorded(tmp_path / "w.safetensors", "resnet8", (params, batch_stats), ids)
+    fresh = drawn("resnet8", 4, seed=1)
+    loaded = load_initial_weights(path, "resnet8", *fresh, classes=classes("abc"))
+    assert loaded.notes == (f"the classifier is newly initialised, because the classes differ: {note}",)
+    assert_same(loaded.params, params | {"fc": fresh[0]["fc"]})
+
+
+def test_classes_that_are_the_same_or_unknown_keep_the_classifier(tmp_path):
+    weights = drawn("resnet8", 3)
+    path = recorded(tmp_path / "w.safetensors", "resnet8", weights, "abc")
+    for of_data in (classes("abc"), ()):
+        loaded = load_initial_weights(path, "resnet8", *weights, classes=of_data)
+        assert_same((loaded.params, loaded.batch_stats), weights)
+        assert loaded.notes == ()
+    path = saved(tmp_path / "other.safetensors", name_tensors("resnet8", *weights))
+    loaded = load_initial_weights(path, "resnet8", *weights, classes=classes("abc"))
+    assert loaded.notes == ("the file does not record its classes: they are taken to be those of the data, in order",)
+    assert_same((loaded.params, loaded.batch_stats), weights)
+
+
+def test_a_run_of_an_earlier_version_that_kept_rows_by_number_is_replayed_by_no_other_rule(tmp_path, monkeypatch):
+    for name, ids in (("a", "abc"), ("b", "abd")):
+        source = fake_source(8, size=8)
+        pack(source.changed(classes=classes(ids)), tmp_path / name)
+    settings = {"steps": 1, "batch": 4, "model": "resnet8", "eval_split": "off"}
+    train(TrainConfig(data=tmp_path / "a", run_dir=tmp_path / "first", **settings))
+    given = {"init_from": tmp_path / "first/model.safetensors", "data": tmp_path / "b"}
+    told: list[str] = []
+    train(TrainConfig(run_dir=tmp_path / "now", **given, **settings), notify=told.append)
+    assert any("because the classes differ: the file lacks 1 class (d)" in each for each in told)
+    assert replay_run(tmp_path / "now", from_step=0).differences == ()
+    with monkeypatch.context() as earlier:
+        earlier.setattr("engine.run.open_run.rules_of", lambda *_: {})
+        train(TrainConfig(run_dir=tmp_path / "then", **given, **settings))
+    with pytest.raises(ValueError, match="the classifier of initial weights with other classes has changed since"):
+        replay_run(tmp_path / "then", from_step=0)
+    # A resume from a snapshot does not use the file, and keeps the rule in the record.
+    for name in ("now", "then"):
+        train(TrainConfig(run_dir=tmp_path / name, **given, **(settings | {"steps": 2}), resume=True))
+    assert replay_run(tmp_path / "now", from_step=0).differences == ()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float64])

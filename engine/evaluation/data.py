@@ -8,11 +8,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.config import TrainConfig
 from engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
 from engine.feed.shard_batches import SequentialBatches
 from engine.locations import storage_options_of
 from engine.run.cached_data import open_cache, open_cached_split
+from engine.run.class_identities import lacking, places
 from engine.run.data import choose_eval_split, have_same_classes, manifest_digest_of
 from engine.run.dataset import choose_data, make_demo
 from engine.run.label_fit import check_loss_fits
@@ -32,12 +36,14 @@ class TrainedOn:
         manifest_digest, eval_manifest_digest: SHA-256 of the manifests of the training split and of the split used for
             evaluation during training; None if there was none.
         num_classes: the number of classes, K, of the weights; None if unknown.
+        classes: the classes of the weights by label; empty if they are not recorded.
     """
 
     description: str
     manifest_digest: str | None
     eval_manifest_digest: str | None
     num_classes: int | None
+    classes: tuple[ImageClass, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class EvaluationData:
     Attributes:
         source: the source of its batches.
         description: its name in messages.
-        classes: the classes by label; None for user-supplied images.
+        classes: the classes by label, those of the weights if they are recorded; None for user-supplied images.
     """
 
     source: EvaluationSource
@@ -81,6 +87,7 @@ def open_evaluation_split(
     Args:
         config: the settings with the data and the split; each is chosen automatically if it is not set.
         trained_on: the data that the weights were trained on; other images cause a warning, other classes an error.
+            Classes are compared by identifier if they are recorded: they may be fewer, and in another order.
         stack: the stack of open resources.
         notify: called with one-line messages.
         has_own_loss: whether a user-defined loss is computed, which takes any labels.
@@ -99,9 +106,45 @@ def open_evaluation_split(
     split = open_cached_split(config, data, name, open_cache(config, data, notify), stack, notify)
     check_loss_fits(config, split.manifest, f"{data}/{name}", has_own_loss=has_own_loss)
     is_known = _compare(config, data, trained_on, split.manifest, name, notify)
-    _check_num_classes(split.manifest, f"{data}/{name}", trained_on, is_subset_allowed=is_known)
     description = f"{data}/{name}, {quantity(split.num_images, 'image')}"
+    if trained_on.classes:
+        label_of = _match_classes(split.manifest, f"{data}/{name}", trained_on.classes, notify)
+        source = SequentialBatches(split, batch=config.batch, label_of=label_of)
+        return EvaluationData(source, description, trained_on.classes)
+    _check_num_classes(split.manifest, f"{data}/{name}", trained_on, is_subset_allowed=is_known)
+    if trained_on.manifest_digest is None:
+        notify("the weights do not record their classes: they are taken to be those of the data, in order")
     return EvaluationData(SequentialBatches(split, batch=config.batch), description, split.manifest.classes)
+
+
+def _match_classes(
+    manifest: Manifest, where: str, classes: tuple[ImageClass, ...], notify: Callable[[str], None]
+) -> NDArray[np.int32] | None:
+    """Return the label in the weights of each class of a split, int32 [K]; None if the labels are the same.
+
+    Raises:
+        ValueError: the weights lack a class of the split, or the columns of several labels are in another order.
+    """
+    if (missing := lacking(manifest.classes, classes)) is not None:
+        raise ValueError(
+            f"the data must have only classes that the weights were trained for, but {where} has {missing} besides: "
+            "choose other data (--data), or train on these first, with --init-from"
+        )
+    label_of = np.array(places(manifest.classes, classes), np.int32)
+    if np.array_equal(label_of, np.arange(len(classes))):
+        return None
+    is_ordered = bool((np.diff(label_of) > 0).all())
+    if manifest.targets is not None:
+        raise ValueError(
+            f"the labels must have the columns of the weights in their order, but {where} has "
+            f"{'fewer' if is_ordered else 'another order'}: pack it with a file of labels that has the same columns"
+        )
+    order = "" if is_ordered else ", in another order"
+    notify(
+        f"classes: compared by identifier: {where} has {len(label_of):,} of the {quantity(len(classes), 'class')} of "
+        f"the weights{order}"
+    )
+    return None if np.array_equal(label_of, np.arange(len(label_of))) else label_of
 
 
 def _choose(config: TrainConfig, trained_on: TrainedOn, notify: Callable[[str], None]) -> str:
@@ -140,12 +183,17 @@ def _compare(
     if config.split in list_splits(data, storage_options=stored):
         trained = read_manifest(open_location(data, storage_options=stored), config.split)
     if trained is None or manifest_digest_of(trained) != trained_on.manifest_digest:
+        matter = (
+            "classes are compared by identifier"
+            if trained_on.classes
+            else "the result is meaningful only if the classes are the same, in the same order"
+        )
         notify(
             f"warning: {data}/{name} is not known to belong to the data that the weights were trained on "
-            f"({trained_on.description}): the result is meaningful only if the classes are the same, in the same order"
+            f"({trained_on.description}): {matter}"
         )
         return False
-    if not have_same_classes(trained, manifest):
+    if not trained_on.classes and not have_same_classes(trained, manifest):
         raise ValueError(
             f"the split must have the same classes as the training split, but {data}/{name} has different classes from "
             f"{data}/{config.split}: pack both splits from the same source, or choose another split (--split)"

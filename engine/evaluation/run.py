@@ -40,6 +40,7 @@ from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics
 from engine.program.train_state import TrainModel
 from engine.records.given_weights import read_given_weights, rename_head
 from engine.records.stored.reading import local_copy, naming_in, with_weights
+from engine.records.weights_metadata import classes_of
 from engine.run.data import label_kind
 from engine.run.label_fit import check_labels_stay
 from engine.run.signals import StopSignals, ignore_message
@@ -131,7 +132,11 @@ def _evaluate_run(
             data = open_own(evaluation, batch=config.batch, num_classes=recorded.num_classes, kind=kind)
         else:
             trained_on = TrainedOn(
-                recorded.data, recorded.manifest_digest, recorded.eval_manifest_digest, recorded.num_classes
+                recorded.data,
+                recorded.manifest_digest,
+                recorded.eval_manifest_digest,
+                recorded.num_classes,
+                classes_of(recorded.weights.metadata, os.fspath(recorded.path)),
             )
             data = open_evaluation_split(config, trained_on, stack, notify, has_own_loss=loss is not None)
         subject = run_subject(recorded, config, model, data.source, notify)
@@ -174,7 +179,8 @@ def evaluate_weights(
     config = with_recorded_loss(config, stored.metadata)
     board = ControlBoard()
     with StopSignals(board, ignore_message), ExitStack() as stack:
-        trained_on = TrainedOn("unknown images", None, None, num_classes_of(name, stored.tensors))
+        num_classes = num_classes_of(name, stored.tensors)
+        trained_on = TrainedOn("unknown images", None, None, num_classes, classes_of(stored.metadata, file))
         data = open_evaluation_split(config, trained_on, stack, notify)
         subject = file_subject(file, stored, config, data.source, mean, std, notify)
         notify(f"weights: {file}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))

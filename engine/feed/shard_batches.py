@@ -78,12 +78,17 @@ class SequentialBatches:
     Attributes:
         split: the split.
         label_form: the form of the labels, float32 [K] targets; None for class numbers.
+
+    Args:
+        split: the split.
+        batch: images per batch.
+        label_of: the label to return for each class of the split, int32 [K]; None for its own labels.
     """
 
     thread_safe = True
 
-    def __init__(self, split: ShardSplit, *, batch: int) -> None:
-        self.split = split
+    def __init__(self, split: ShardSplit, *, batch: int, label_of: NDArray[np.int32] | None = None) -> None:
+        self.split, self._label_of = split, label_of
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
         self.read_meter = split.meter
@@ -103,6 +108,8 @@ class SequentialBatches:
         images = np.arange(start, start + count, dtype=np.int64)
         words = weighted(labels[:count]) if self.label_form else labels[:count]
         self.split.read_into(images, pixels[:count], words, timeout_s=timeout_s)
+        if self._label_of is not None:
+            labels[:count] = self._label_of[labels[:count]]
 
     def check_unchanged(self) -> None:
         """Raise preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""

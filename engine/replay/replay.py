@@ -203,7 +203,7 @@ def _replay(
             opened = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=False)
             launch = Launch(config, resolve(config, parts, opened), host, stack, start, notify)
             check_data(launch.resolved, stretch.recorded)
-            check_rules(launch.config, launch.resolved, stretch.recorded.resolved)
+            check_rules(launch.config, launch.resolved, stretch.recorded.resolved, launch.given)
             check_given_weights(launch.given_digest, stretch.recorded)
             sinks = [comparison, *([] if display is None else [display(piece.stop_step, _images_per_step(piece))])]
             state = _replay_piece(launch, state, sinks, start.events)

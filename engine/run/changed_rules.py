@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from engine.config import TrainConfig
 from engine.run.data import mixes_pairs
+from engine.run.initial_weights import InitialWeights
 from engine.run.resolve import Resolved
 from models.families.pooled_convnet import PooledConvNet
 from models.registry import networks
@@ -25,6 +26,7 @@ class ChangedRule(NamedTuple):
     now: str
 
 
+_CLASSIFIER = "the classifier of initial weights with other classes"
 _CHANGED_RULES = {
     "the local rate of lars": ChangedRule(2, "divided by ‖g + λ·w‖", "divides by ‖g‖ + λ·‖w‖"),
     "the gradient of binary-cross-entropy": ChangedRule(
@@ -42,13 +44,21 @@ _CHANGED_RULES = {
     "the windowed order of images that are mixed": ChangedRule(
         2, "mixed neighbours of one block", "mixes images of different blocks"
     ),
+    _CLASSIFIER: ChangedRule(
+        2, "kept the rows of the file by their number", "compares the classes by their identifiers"
+    ),
 }
 # Where a share of such a size was a whole number, and rounding passed by it.
 _SIDE, _MAGNITUDES = 331, (11, 21, 22)
 
 
-def rules_of(config: TrainConfig, resolved: Resolved) -> dict[str, int]:
-    """Return the numbers of the changed rules that a run uses, by name."""
+def rules_of(config: TrainConfig, resolved: Resolved, given: InitialWeights | None = None) -> dict[str, int]:
+    """Return the numbers of the changed rules that a launch uses, by name.
+
+    Args:
+        config, resolved: of the launch.
+        given: the initial weights that it read, None if it read none.
+    """
     used = {
         "the local rate of lars": config.optimizer == "lars" and resolved.parts.optimizer is None,
         "the gradient of binary-cross-entropy": config.loss == "binary-cross-entropy",
@@ -58,6 +68,7 @@ def rules_of(config: TrainConfig, resolved: Resolved) -> dict[str, int]:
         "the windowed order of images that are mixed": (
             config.order == "windowed" and resolved.data.location is not None and mixes_pairs(config)
         ),
+        _CLASSIFIER: given is not None and given.is_by_identifier,
     }
     return {name: _CHANGED_RULES[name].number for name, is_used in used.items() if is_used}
 
@@ -69,15 +80,17 @@ def _has_moved_randaugment(config: TrainConfig, resolved: Resolved) -> bool:
     return config.auto_augment == "randaugment" and is_rounded
 
 
-def check_rules(config: TrainConfig, resolved: Resolved, recorded: Mapping[str, Any]) -> None:
+def check_rules(
+    config: TrainConfig, resolved: Resolved, recorded: Mapping[str, Any], given: InitialWeights | None = None
+) -> None:
     """Raise ValueError if a run was recorded with another number of a rule that it uses.
 
     Args:
-        config, resolved: of the launch.
+        config, resolved, given: of the launch, as for `rules_of`.
         recorded: the resolved part of the run's `config.json`.
     """
     before = recorded.get(RULES, {})
-    for name, number in rules_of(config, resolved).items():
+    for name, number in rules_of(config, resolved, given).items():
         if before.get(name, 1) != number:
             was, now = _CHANGED_RULES[name][1:]
             raise ValueError(

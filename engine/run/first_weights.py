@@ -1,6 +1,6 @@
 """The state with which a new run begins: drawn from the seed, with the weights that the user gives put into it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -13,6 +13,7 @@ from engine.program.train_state import TrainModel, TrainState, init_state
 from engine.run.initial_weights import InitialWeights, load_initial_weights
 from engine.run.resume import StartingPoint
 from engine.updates.update import UpdateRule, Weights, init_update
+from preprocess.shards.classes import ImageClass
 
 
 def draw_state(model: TrainModel, rule: UpdateRule, objective: Objective, words: jax.Array) -> TrainState:
@@ -27,6 +28,7 @@ def read_weights_of_run(
     start: StartingPoint,
     shape: TrainState,
     notify: Callable[[str], None],
+    classes: Sequence[ImageClass] = (),
 ) -> InitialWeights | None:
     """Read the initial weights before any slow work begins; return None if the launch uses none.
 
@@ -36,6 +38,7 @@ def read_weights_of_run(
         start: where the launch begins; a snapshot has weights of its own.
         shape: shapes and dtypes of the initial state.
         notify: called with lines of text about the weights.
+        classes: the classes of the data by label.
 
     Raises:
         ValueError: the file does not fit the model.
@@ -47,6 +50,7 @@ def read_weights_of_run(
         registry_name,
         shape.params,
         shape.batch_stats,
+        classes=classes,
         storage_options=storage_options_of(config),
     )
     notify(f"weights: {config.init_from}")

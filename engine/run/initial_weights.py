@@ -6,7 +6,7 @@ Owns what such a file must contain and what may differ. Does not depend on the r
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +16,14 @@ import numpy as np
 from engine.records.downloaded_file import local_file
 from engine.records.given_weights import read_given_weights, rename_head
 from engine.records.weights import StoredWeights, Tensors, name_tensors, place_tensors
+from engine.records.weights_metadata import classes_of
+from engine.run.class_identities import have_same_order, lacking, places
 from engine.updates.update import Weights
 from models.image_sizes import image_size_of, resize_params
 from models.paths import get_at, replace_at
 from models.registry import find_network
 from preprocess.quantities import quantity
+from preprocess.shards.classes import ImageClass
 
 _MOST_NAMED = 5
 
@@ -33,12 +36,14 @@ class InitialWeights(NamedTuple):
             `load_initial_weights`.
         notes: one-line messages to the user about the file.
         digest: SHA-256 of the file's tensors and their names.
+        is_by_identifier: whether the classifier is another one than the file's because of the identifiers of classes.
     """
 
     params: Any
     batch_stats: Any
     notes: tuple[str, ...]
     digest: str
+    is_by_identifier: bool = False
 
     def over(self, drawn: Weights) -> Weights:
         """Replace the randomly initialised weights `drawn` with the weights from the file; may be called while tracing.
@@ -60,6 +65,7 @@ def load_initial_weights(
     params: Any,
     batch_stats: Any,
     *,
+    classes: Sequence[ImageClass] = (),
     storage_options: Mapping[str, str] | None = None,
 ) -> InitialWeights:
     """Read and check initial weights; this needs only the shapes of the model's arrays, so it can precede slow work.
@@ -70,16 +76,18 @@ def load_initial_weights(
             as in the `model.safetensors` of a run. Prefixes of wrappers are left out; see `read_given_weights`.
         registry_name: the model's name in the registry, None for a user-defined one.
         params, batch_stats: the model's pytrees, arrays or jax.ShapeDtypeStruct.
+        classes: the classes of the data by label, empty if they have no identifiers.
         storage_options: how to reach the store of a URL.
 
     Returns:
         The weights, with the dtypes of `params` and `batch_stats` (floats of another width are converted). If a network
-        of the registry has another number of classes than the file, its classifier is the one of `params`. If the
-        images of a vision transformer have another size, its position embedding is interpolated.
+        of the registry has other classes than the file records, or another number of them, its classifier is the one of
+        `params`; if it has the same classes in another order, so are the rows of its classifier. If the images of a
+        vision transformer have another size, its position embedding is interpolated.
 
     Raises:
-        ValueError: if the file cannot be read, a tensor is missing, unexpected or of another shape, or a value is NaN
-            or infinite.
+        ValueError: if the file cannot be read, a tensor is missing, unexpected or of another shape, a value is NaN or
+            infinite, or the record of its classes is malformed.
     """
     file, like = os.fspath(path), Weights(params, batch_stats)
     head = None if registry_name is None else find_network(registry_name).head
@@ -91,11 +99,15 @@ def load_initial_weights(
         raise ValueError(f"--init-from {file}: {error}{_hint(stored, registry_name)}") from None
     named = name_tensors(registry_name, *placed)
     _check_finite(file, named)
-    notes = [*changes, *_conversions(stored.tensors, named)]
-    if registry_name is not None and head is not None:
-        placed, fitted = _fit_to_data(registry_name, head, placed, like)
-        notes += fitted
-    return InitialWeights(placed.params, placed.batch_stats, tuple(notes), _digest(stored.tensors))
+    notes, in_file = [*changes, *_conversions(stored.tensors, named)], classes_of(stored.metadata, file)
+    if registry_name is None or head is None:
+        notes += _doubts(in_file, classes)
+        return InitialWeights(placed.params, placed.batch_stats, tuple(notes), _digest(stored.tensors))
+    params, of_classes, is_by_identifier = _fit_classifier(head, placed.params, like.params, in_file, classes)
+    params, of_size = _fit_size(registry_name, params, like.params)
+    return InitialWeights(
+        params, placed.batch_stats, (*notes, *of_classes, *of_size), _digest(stored.tensors), is_by_identifier
+    )
 
 
 def _digest(tensors: Tensors) -> str:
@@ -106,23 +118,55 @@ def _digest(tensors: Tensors) -> str:
     return found.hexdigest()
 
 
-def _fit_to_data(registry_name: str, head: str, placed: Weights, like: Weights) -> tuple[Weights, list[str]]:
-    """Fit a file's weights to the classes and the image size of `like`; return a message for each change."""
-    params, notes = placed.params, []
-    in_file, in_data = (int(get_at(weights.params, head)["bias"].shape[0]) for weights in (placed, like))
-    if in_file != in_data:
-        params = replace_at(params, head, get_at(like.params, head))
-        notes.append(
-            f"the classifier is newly initialised: the file has {quantity(in_file, 'class')}, the data have {in_data:,}"
-        )
-    of_file, of_data = (image_size_of(registry_name, weights.params) for weights in (placed, like))
-    if of_data is not None and of_file != of_data:
-        params = resize_params(registry_name, params, of_data)
-        notes.append(
-            f"the position embedding is interpolated: the file is for images of {of_file} × {of_file} px, the data "
-            f"have {of_data} × {of_data} px"
-        )
-    return placed._replace(params=params), notes
+def _doubts(in_file: Sequence[ImageClass], in_data: Sequence[ImageClass]) -> list[str]:
+    """Return a warning if a user-defined model, whose classifier is unknown, starts from weights of other classes."""
+    if not in_file or not in_data or have_same_order(in_file, in_data):
+        return []
+    how = "in another order" if not (lacking(in_data, in_file) or lacking(in_file, in_data)) else "others"
+    return [
+        f"warning: the classes of the data are {how} than the file's, whose weights are taken by number: check that"
+    ]
+
+
+def _fit_classifier(
+    head: str, params: Any, like: Any, in_file: Sequence[ImageClass], in_data: Sequence[ImageClass]
+) -> tuple[Any, list[str], bool]:
+    """Fit a file's classifier to the classes of the data.
+
+    Returns:
+        The params, a message for each change, and whether the identifiers of the classes made one.
+    """
+    num_in_file, num_in_data = (int(get_at(each, head)["bias"].shape[0]) for each in (params, like))
+    fresh, is_new = replace_at(params, head, get_at(like, head)), "the classifier is newly initialised"
+    if num_in_file != num_in_data:
+        found = quantity(num_in_file, "class")
+        return fresh, [f"{is_new}: the file has {found}, the data have {num_in_data:,}"], False
+    if not in_data or have_same_order(in_file, in_data):
+        return params, [], False
+    if not in_file:
+        return params, ["the file does not record its classes: they are taken to be those of the data, in order"], False
+    for has, lacks, words in ((in_data, in_file, "the file lacks"), (in_file, in_data, "the data lack")):
+        if (others := lacking(has, lacks)) is not None:
+            return fresh, [f"{is_new}, because the classes differ: {words} {others}"], True
+    order = [*places(in_data, in_file), *range(len(in_data), num_in_data)]
+    permuted = jax.tree.map(lambda leaf: leaf[..., np.array(order)], get_at(params, head))
+    return (
+        replace_at(params, head, permuted),
+        ["the rows of the classifier are permuted: the file has the same classes in another order"],
+        True,
+    )
+
+
+def _fit_size(registry_name: str, params: Any, like: Any) -> tuple[Any, list[str]]:
+    """Fit a file's weights to the image size of the data, and return a message for each change."""
+    of_file, of_data = (image_size_of(registry_name, each) for each in (params, like))
+    if of_data is None or of_file == of_data:
+        return params, []
+    note = (
+        f"the position embedding is interpolated: the file is for images of {of_file} × {of_file} px, the data "
+        f"have {of_data} × {of_data} px"
+    )
+    return resize_params(registry_name, params, of_data), [note]
 
 
 def _hint(stored: StoredWeights, registry_name: str | None) -> str:

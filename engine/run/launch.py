@@ -83,6 +83,7 @@ class Launch:
         train_s: seconds from the launch to the end of the loop.
         profiling: measures the profile, if one is wanted.
         infeeds, transport, push_meter, clock, compilations: what the launch consists of, and what meters it.
+        given: the initial weights that this launch read, None if it read none.
         programs: the programs that were compiled.
         has_changed_data: whether `failure` found that the data were modified during the run, so that steps may have
             been trained on other images.
@@ -140,7 +141,9 @@ class Launch:
         self._state_shape = jax.eval_shape(self._draw, seed_words(0))
         self._selected = describe_selection(config, self._state_shape.params, self._state_shape.batch_stats)
         check_own_rate(self._statics.rule, self._state_shape.params)
-        self._given = read_weights_of_run(config, resolved.registry_name, start, self._state_shape, notify)
+        self.given = read_weights_of_run(
+            config, resolved.registry_name, start, self._state_shape, notify, self._data.classes
+        )
         self.num_params = count_params(self._state_shape.params)
         if self.resolved.registry_name is None:
             check_names(self._state_shape.params, self._state_shape.batch_stats)
@@ -177,7 +180,7 @@ class Launch:
     @property
     def given_digest(self) -> str | None:
         """The SHA-256 of the initial weights that this launch read, or None if it read none."""
-        return None if self._given is None else self._given.digest
+        return None if self.given is None else self.given.digest
 
     def _describe(self) -> None:
         """Tell the user what will be trained, and warn of what has no effect."""
@@ -316,7 +319,7 @@ class Launch:
         draw = compile_traced(trace_ahead(self._draw, words, platform=traced_platform(this_device())))
         self._note_program("initial state", draw)
         return call_on_worker(
-            lambda: jax.block_until_ready(put_given_weights(self._given, draw.call(words), self._statics.rule))
+            lambda: jax.block_until_ready(put_given_weights(self.given, draw.call(words), self._statics.rule))
         )
 
     def _note_program(self, name: str, compiled: Compiled) -> None:

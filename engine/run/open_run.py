@@ -231,7 +231,7 @@ class OpenRun:
             resolved = {
                 **launch.resolved.to_json(),
                 **launch.crossings,
-                **({RULES: rules} if (rules := rules_of(self.config, launch.resolved)) else {}),
+                **({RULES: rules} if (rules := _rules(launch, recorded)) else {}),
                 "learning_rate": self.config.peak_learning_rate,
                 GIVEN_WEIGHTS: _given_digest(launch, recorded),
                 WEIGHTS_METADATA: recorded_metadata(launch),
@@ -338,7 +338,7 @@ def _check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
 def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[str], None]) -> None:
     """Raise ValueError if data, model or initial weights changed; report changed settings and learning-rate factors."""
     check_data(launch.resolved, recorded)
-    check_rules(launch.config, launch.resolved, recorded.resolved)
+    check_rules(launch.config, launch.resolved, recorded.resolved, launch.given)
     check_given_weights(launch.given_digest, recorded)
     for message in (
         describe_changes(launch.config, recorded.config),
@@ -391,6 +391,12 @@ def _check_length(
     for message in (versions_warning(recorded), unchecked_notice(recorded, start)):
         if message is not None:
             notify(message)
+
+
+def _rules(launch: Launch, recorded: RecordedRun | None) -> dict[str, int]:
+    """Return the numbers of the run's rules; one that only its beginning used is taken from the record."""
+    before = {} if recorded is None else recorded.resolved.get(RULES, {})
+    return before | rules_of(launch.config, launch.resolved, launch.given)
 
 
 def _given_digest(launch: Launch, recorded: RecordedRun | None) -> str | None:

@@ -1,0 +1,37 @@
+"""The comparison of the classes of weights with those of data, by their identifiers, never by their number.
+
+Must not know: models, files.
+"""
+
+from collections.abc import Sequence
+
+from preprocess.printable import printable
+from preprocess.quantities import quantity
+from preprocess.shards.classes import ImageClass
+
+_MOST_NAMED = 3
+
+
+def lacking(has: Sequence[ImageClass], lacks: Sequence[ImageClass]) -> str | None:
+    """Return the classes of `has` that `lacks` does not contain, such as "2 classes (cat, dog)"; None if none."""
+    known = {each.id for each in lacks}
+    found = [printable(each.id) for each in has if each.id not in known]
+    if not found:
+        return None
+    more = ", …" if len(found) > _MOST_NAMED else ""
+    return f"{quantity(len(found), 'class')} ({', '.join(found[:_MOST_NAMED])}{more})"
+
+
+def places(of: Sequence[ImageClass], among: Sequence[ImageClass]) -> list[int]:
+    """Return where each class is among others.
+
+    Raises:
+        KeyError: a class is not there.
+    """
+    number_of = {each.id: number for number, each in enumerate(among)}
+    return [number_of[each.id] for each in of]
+
+
+def have_same_order(one: Sequence[ImageClass], other: Sequence[ImageClass]) -> bool:
+    """Return whether two lists have the same identifiers in the same order."""
+    return [each.id for each in one] == [each.id for each in other]
