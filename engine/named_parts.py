@@ -114,7 +114,7 @@ def compare_named(
         before, now = recorded.get(name), named.get(name)
         if before is None or now is None:
             continue
-        if before.name != now.name:
+        if _within_file(before.name) != _within_file(now.name):
             raise ValueError(
                 f"--{name} must be the one that the run was trained with, {before.name}, got {now.name}: give that one"
             )
@@ -124,6 +124,12 @@ def compare_named(
                 f"{_short(before.sha256)}, is now {_short(now.sha256)}), so results may differ"
             )
     return warnings
+
+
+def _within_file(name: str) -> str:
+    """Return the name of a part without the packages of its module, which depend on the working directory."""
+    module, _, function = name.partition(":")
+    return f"{module.rpartition('.')[2]}:{function}"
 
 
 def _short(digest: str | None) -> str:

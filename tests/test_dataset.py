@@ -1,11 +1,18 @@
 """The data set that a run uses, and the creation of the demo set."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
-from engine.run.dataset import choose_data, make_demo
+from engine import TrainConfig, evaluate, replay_run, run_settings, train
+from engine.locations import DATA_VARIABLE
+from engine.run.dataset import choose_data, data_of_record, make_demo
 from preprocess.demo import demo_set
 from preprocess.demo import drawing as demo
 from preprocess.shards.reader import list_splits, open_split
+from tests.fake_source import fake_source, pack
+from tests.toy import Linear
 
 
 @pytest.fixture
@@ -57,3 +64,44 @@ def test_a_broken_demo_set_is_replaced_and_nothing_is_left_beside_it(tmp_path, m
     make_demo(tmp_path / "demo", lambda _: None)
     assert set(list_splits(str(tmp_path / "demo"))) == {"train", "val"}
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+
+
+def test_a_run_uses_the_data_that_it_found_wherever_it_goes_on(tmp_path, monkeypatch):
+    home, elsewhere, run = tmp_path / "home", tmp_path / "elsewhere", tmp_path / "run"
+    for name in ("train", "val"):
+        pack(fake_source(12, name=name), home / "data/shards")
+    pack(fake_source(9, seed=3), elsewhere / "data/shards")  # other data in the usual place
+    monkeypatch.delenv(DATA_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(home)
+    config = TrainConfig(steps=1, batch=4, run_dir=run)
+    train(config, model=Linear())
+    monkeypatch.chdir(elsewhere)
+    told: list[str] = []
+    result = train(replace(config, steps=2, resume=True), model=Linear(), notify=told.append)
+    assert result.steps_done == 2
+    assert f"data: {home / 'data/shards'}" in told
+    assert not any("data default" in each for each in told)
+    assert evaluate(run, model=Linear()).record.num_images == 12
+    assert replay_run(run, from_step=0, model=Linear()).differences == ()
+    assert not (tmp_path / "cache/feedloop/demo").exists()
+
+    (home / "data/shards").rename(tmp_path / "moved")
+    gone = re.escape(f"must be in {home / 'data/shards'}, which does not exist: give the folder where they are now")
+    for go_on in (
+        lambda **values: evaluate(replace(run_settings(run), **values), model=Linear()),
+        lambda **values: replay_run(run, from_step=0, model=Linear(), **values),
+        lambda **values: train(TrainConfig(steps=3, batch=4, run_dir=run, resume=True, **values), model=Linear()),
+    ):
+        with pytest.raises(ValueError, match=gone):
+            go_on()
+        go_on(data=str(tmp_path / "moved"))
+
+
+def test_a_demo_set_of_another_machine_is_that_of_this_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(DATA_VARIABLE, "where-they-are-now")
+    assert data_of_record(None, "/moved/away") is None
+    assert data_of_record(None, "/home/other/.cache/feedloop/demo") == str(tmp_path / "feedloop/demo")
+    assert data_of_record(None, "gs://bucket/data") == "gs://bucket/data"
+    assert data_of_record(None, None) is None

@@ -218,6 +218,8 @@ def test_classes_are_compared_by_identifier(trained, data, tmp_path):
             found = evaluate(place, per_class=True, predictions=True, notify=told.append)
         assert numbers(found.record) == numbers(expected.record)
         assert found.classes == expected.classes
+        assert found.predictions is not None
+        assert expected.predictions is not None
         np.testing.assert_array_equal(found.predictions.labels, expected.predictions.labels)
     assert sum("has 3 of the 3 classes of the weights, in another order" in each for each in told) == 2
 

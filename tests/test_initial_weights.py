@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,9 +142,9 @@ def test_a_run_of_an_earlier_version_that_kept_rows_by_number_is_replayed_by_no_
     for name, ids in (("a", "abc"), ("b", "abd")):
         source = fake_source(8, size=8)
         pack(source.changed(classes=classes(ids)), tmp_path / name)
-    settings = {"steps": 1, "batch": 4, "model": "resnet8", "eval_split": "off"}
+    settings: dict[str, Any] = {"steps": 1, "batch": 4, "model": "resnet8", "eval_split": "off"}
     train(TrainConfig(data=tmp_path / "a", run_dir=tmp_path / "first", **settings))
-    given = {"init_from": tmp_path / "first/model.safetensors", "data": tmp_path / "b"}
+    given: dict[str, Any] = {"init_from": tmp_path / "first/model.safetensors", "data": tmp_path / "b"}
     told: list[str] = []
     train(TrainConfig(run_dir=tmp_path / "now", **given, **settings), notify=told.append)
     assert any("because the classes differ: the file lacks 1 class (d)" in each for each in told)

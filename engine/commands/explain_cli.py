@@ -247,6 +247,7 @@ def _recorded(run: str, context: click.Context, parts: "OwnParts") -> Mapping[st
     from engine.evaluation.trained_run import check_folder
     from engine.records.recorded_run import read_recorded
     from engine.records.stored.reading import local_copy, settings_only
+    from engine.run.dataset import DATA_LOCATION, data_of_record
     from engine.run.resolve import recorded_own_parts
 
     with local_copy(run, parse_text(context.params["storage_options"]), settings_only) as folder:
@@ -261,11 +262,14 @@ def _recorded(run: str, context: click.Context, parts: "OwnParts") -> Mapping[st
         )
     for warning in compare_named(recorded.resolved, parts.named):
         say_to_stderr(warning)
-    return {
+    settings = {
         name: value
         for name, value in recorded.config.to_json().items()
         if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH
     }
+    if context.params.get("data") is None and (found_at := recorded.resolved.get(DATA_LOCATION)) is not None:
+        settings["data"] = data_of_record(settings["data"], found_at)
+    return settings
 
 
 def _explain(described: _Described, depth: int, rates: "DeviceRates | None") -> "ProgramReport":

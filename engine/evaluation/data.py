@@ -18,7 +18,7 @@ from engine.locations import storage_options_of
 from engine.run.cached_data import open_cache, open_cached_split
 from engine.run.class_identities import lacking, places
 from engine.run.data import choose_eval_split, have_same_classes, manifest_digest_of
-from engine.run.dataset import choose_data, make_demo
+from engine.run.dataset import choose_data, data_of_record, make_demo
 from engine.run.label_fit import check_loss_fits
 from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
@@ -37,6 +37,7 @@ class TrainedOn:
             evaluation during training; None if there was none.
         num_classes: the number of classes, K, of the weights; None if unknown.
         classes: the classes of the weights by label; empty if they are not recorded.
+        location: where the run that trained them found the data; None if unknown.
     """
 
     description: str
@@ -44,6 +45,7 @@ class TrainedOn:
     eval_manifest_digest: str | None
     num_classes: int | None
     classes: tuple[ImageClass, ...] = ()
+    location: str | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ def _choose(config: TrainConfig, trained_on: TrainedOn, notify: Callable[[str], 
             "the images to evaluate on must be given with --data DIR, because the weights were trained on "
             f"{trained_on.description}"
         )
-    choice = choose_data(config.data)
+    is_of_run = trained_on.location is not None
+    choice = choose_data(data_of_record(config.data, trained_on.location) if is_of_run else config.data)
     if choice.is_demo:
         if not trained_on.description.startswith(choice.data):
             raise ValueError(

@@ -137,6 +137,7 @@ def _evaluate_run(
                 recorded.eval_manifest_digest,
                 recorded.num_classes,
                 classes_of(recorded.weights.metadata, os.fspath(recorded.path)),
+                recorded.data_location,
             )
             data = open_evaluation_split(config, trained_on, stack, notify, has_own_loss=loss is not None)
         subject = run_subject(recorded, config, model, data.source, notify)

@@ -21,6 +21,7 @@ from engine.records.run_folder import CONFIG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGH
 from engine.records.snapshot import SnapshotError, read_folder_state, snapshot_steps
 from engine.records.stored.reading import local_copy, settings_only
 from engine.records.weights import StoredWeights, read_weights
+from engine.run.dataset import DATA_LOCATION
 from preprocess.storage_options import is_url
 
 
@@ -41,6 +42,7 @@ class TrainedRun:
         own_parts: the names of the user-defined functions that it trained with, by part.
         snapshot_step: the step of the snapshot that the weights are from, None if they are from the weights file.
         labels: a description of the labels of its batches, None if they were class numbers.
+        data_location: where it found its data, None if they have no place or an old record lacks it.
     """
 
     path: Path
@@ -56,6 +58,7 @@ class TrainedRun:
     own_parts: Mapping[str, Any] = field(default_factory=dict)
     snapshot_step: int | None = None
     labels: Any = None
+    data_location: str | None = None
 
 
 def run_settings(run: str | os.PathLike[str], *, storage_options: Mapping[str, str] | None = None) -> TrainConfig:
@@ -110,6 +113,7 @@ def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:
             own_parts=resolved.get("own_parts", {}),
             snapshot_step=snapshot_step,
             labels=resolved.get("labels"),
+            data_location=resolved.get(DATA_LOCATION),
         )
     except KeyError as error:
         raise _incomplete(path, error) from None

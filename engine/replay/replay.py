@@ -26,7 +26,7 @@ from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.kernels import settle_kernels
 from engine.program.train_state import TrainModel, TrainState
-from engine.records.recorded_run import read_recorded
+from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import CONFIG, SNAPSHOTS
 from engine.records.snapshot import Snapshot, snapshot_steps
 from engine.records.stored.reading import local_copy, naming_in
@@ -38,10 +38,11 @@ from engine.run.changed_rules import check_rules
 from engine.run.changes import versions_warning
 from engine.run.compilation import caching_compilations
 from engine.run.data import open_data
+from engine.run.dataset import DATA_LOCATION, data_of_record
 from engine.run.host_side import HostSide
 from engine.run.launch import Launch
 from engine.run.nonfinite import NonFiniteError
-from engine.run.parts import OwnParts
+from engine.run.parts import OwnParts, changed_sources
 from engine.run.resolve import check_arguments, recorded_own_parts, resolve
 from engine.run.resume import StartingPoint, check_data, check_given_weights
 from engine.run.signals import StopSignals, ignore_message
@@ -131,8 +132,10 @@ def _replay_folder(
         begin = stretch.start.step
         origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
         notify(f"replaying {_steps(begin + 1, stretch.to_step)} of {run} from {origin}")
-        if warning := versions_warning(stretch.recorded):
+        for warning in changed_sources(stretch.recorded.resolved, parts):
             notify(warning)
+        if (differing := versions_warning(stretch.recorded)) is not None:
+            notify(differing)
         _check_topologies(stretch, notify)
         report = _replay(stretch, parts, notify, data, display)
     return replace(report, file_faults=files.faults)
@@ -195,7 +198,8 @@ def _replay(
     """Replay a range of updates piece by piece, keeping the state in memory, and return the comparison."""
     comparison, state, start = Comparison(stretch), None, stretch.start
     for piece in stretch.pieces:
-        config = settle_kernels(_with_places_of_now(piece.config, data), this_platform(), is_kept=True)
+        config = _with_places_of_now(piece.config, data, stretch.recorded)
+        config = settle_kernels(config, this_platform(), is_kept=True)
         check_arguments(config, parts)
         board = _StopAfterPieceBoard(piece)
         with ExitStack() as stack:
@@ -215,11 +219,13 @@ def _replay(
     return comparison.report(board.stop_reason if board.was_stopped else None)
 
 
-def _with_places_of_now(config: TrainConfig, data: str | None) -> TrainConfig:
-    """Return settings with the current location of the data, if given, and without a cache that is not there."""
+def _with_places_of_now(config: TrainConfig, data: str | None, recorded: RecordedRun) -> TrainConfig:
+    """Return settings with the current location of the data, and without a cache that is not there."""
     if config.cache is not None and not Path(config.cache).is_dir():
         config = replace(config, cache=None)
-    return config if data is None else replace(config, data=data)
+    if (found_at := recorded.resolved.get(DATA_LOCATION)) is None:
+        return config if data is None else replace(config, data=data)
+    return replace(config, data=data_of_record(data or config.data, found_at))
 
 
 class _StopAfterPieceBoard(ControlBoard):

@@ -13,7 +13,7 @@ from engine.locations import storage_options_of
 from engine.records.recorded_run import RecordedRun
 from engine.report_page.absent import Absent
 from engine.run.data import choose_eval_split, manifest_digest_of
-from engine.run.dataset import choose_data
+from engine.run.dataset import DATA_LOCATION, choose_data, data_of_record
 from preprocess.printable import printable
 from preprocess.shards.location import Location, open_location
 from preprocess.shards.manifest import FAILURES_KEY, Manifest
@@ -76,8 +76,7 @@ def read_data_card(recorded: RecordedRun, data: str | None, split: str | None) -
 
 def data_place(recorded: RecordedRun, data: str | None) -> str:
     """Return the folder or URL of the packed data set of a run; `data` replaces the one that it recorded."""
-    given = data or recorded.resolved.get("data_location") or recorded.config.data
-    return choose_data(given if isinstance(given, str) else None).data
+    return choose_data(data_of_record(data or recorded.config.data, recorded.resolved.get(DATA_LOCATION))).data
 
 
 def evaluated_split(recorded: RecordedRun, place: str) -> str | None:

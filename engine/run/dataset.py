@@ -12,10 +12,15 @@ from typing import NamedTuple
 
 from engine.locations import DATA_VARIABLE
 from models.user_cache import CACHE_REMEDY, user_cache_folder
+from preprocess.printable import printable
 from preprocess.shards.reader import list_splits
+from preprocess.storage_options import is_url
 
 USUAL_PLACE = Path("data/shards")
+DATA_LOCATION = "data_location"
+"""The key of where a run found its data in the resolved part of `config.json`."""
 
+_DEMO = "demo"
 _DEMO_SPLITS = ("train", "val")
 
 
@@ -40,7 +45,7 @@ def choose_data(data: str | None) -> DataChoice:
         ValueError: it would be the demo set, and there is no folder to keep it in.
     """
     cache = user_cache_folder()
-    demo = None if cache is None else os.fspath(cache / "demo")
+    demo = None if cache is None else os.fspath(cache / _DEMO)
     if data is not None:
         return DataChoice(data, "as given", is_demo=data == demo)
     if named := os.environ.get(DATA_VARIABLE):
@@ -54,6 +59,31 @@ def choose_data(data: str | None) -> DataChoice:
         )
     reason = f"no --data, no ${DATA_VARIABLE} and no {USUAL_PLACE}: the demo set"
     return DataChoice(demo, reason, is_demo=True)
+
+
+def data_of_record(given: str | None, found_at: str | None) -> str | None:
+    """Return where the data of a recorded run are, None if `choose_data` has to choose them.
+
+    Args:
+        given: the setting `data`, of the record or given now.
+        found_at: where the run found its data, in the record; None if they have no place, or in oldest records.
+
+    Raises:
+        ValueError: the data are not there any more.
+    """
+    place = found_at if given is None else given
+    if place is None or is_url(place) or os.path.lexists(place):
+        return place
+    cache = user_cache_folder()
+    demo = None if cache is None else cache / _DEMO
+    if demo is not None and Path(place).parts[-2:] == demo.parts[-2:]:
+        return os.fspath(demo)  # which is drawn again
+    if given is None and os.environ.get(DATA_VARIABLE):
+        return None
+    raise ValueError(
+        f"the data of the run must be in {printable(place)}, which does not exist: give the folder where they are now "
+        "(--data)"
+    )
 
 
 def make_demo(folder: Path, notify: Callable[[str], None]) -> None:

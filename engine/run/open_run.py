@@ -36,12 +36,13 @@ from engine.run.changes import (
 from engine.run.compilation import Compiled, caching_compilations
 from engine.run.cycles import append_cycle, check_cycle, describe_rate_change
 from engine.run.data import open_data
+from engine.run.dataset import DATA_LOCATION, data_of_record
 from engine.run.described_sinks import describe_run, finishing
 from engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations
 from engine.run.host_side import ELSEWHERE, HostSide, Placement
 from engine.run.launch import Launch
 from engine.run.launch_monitor import read_rollback, record_rollback, start_monitor
-from engine.run.parts import OwnParts
+from engine.run.parts import OwnParts, changed_sources
 from engine.run.recorded_launch import RecordedLaunch, recorded_metadata, result_of
 from engine.run.resolve import check_arguments, check_best_metric, resolve, warn_of_settings
 from engine.run.result import DryRun, RunFacts, TrainResult
@@ -364,11 +365,11 @@ def _find_start(
     """
     if not config.resume or path is None:
         return config, None, StartingPoint()
-    recorded = read_recorded(path)
+    config, recorded = _with_recorded_data(config, read_recorded(path), parts)
     if config.kernels == AUTO:
         config = replace(config, kernels=recorded.config.kernels)
     check_own(recorded, path, parts)
-    for warning in compare_named(recorded.resolved, parts.named):
+    for warning in (*compare_named(recorded.resolved, parts.named), *changed_sources(recorded.resolved, parts)):
         notify(warning)
     check_settings(config, recorded.config)
     start = find_start(path, notify)
@@ -376,6 +377,16 @@ def _find_start(
     where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, because it has no snapshot"
     notify(f"resuming {path} from {where}")
     return config, recorded, start
+
+
+def _with_recorded_data(config: TrainConfig, recorded: RecordedRun, parts: OwnParts) -> tuple[TrainConfig, RecordedRun]:
+    """Return the settings and the record with the place of the data, wherever the run is resumed."""
+    if parts.batches is not None or config.synthetic:
+        return config, recorded
+    place = data_of_record(config.data, recorded.resolved.get(DATA_LOCATION))
+    if config.data is None:
+        recorded = replace(recorded, config=replace(recorded.config, data=place))
+    return replace(config, data=place), recorded
 
 
 def _check_length(

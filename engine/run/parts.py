@@ -1,19 +1,30 @@
-"""User-defined parts of a run, which replace the parts selected by the settings."""
+"""User-defined parts of a run, which replace the parts selected by the settings, and what identifies them."""
 
+import hashlib
+import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from engine.images.own_augment import OwnAugmentation
-from engine.named_parts import NamedPart
+from engine.named_parts import NamedPart, recorded_named_parts
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.statics import OwnFunctions
 from engine.program.train_state import TrainModel
 from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.update import Schedule
+
+OWN_SOURCES = "own_sources"
+"""The key of the digests of the parts' source texts in the resolved part of `config.json`."""
+# The module of what is in no file, which an earlier version recorded for scripts, too.
+_NO_FILE = "__main__"
+_LIBRARIES = {"site-packages", "dist-packages"}
+_OWN_PACKAGES = ("engine", "models", "preprocess")
 
 
 @dataclass(frozen=True)
@@ -56,13 +67,83 @@ class OwnParts:
             | {part: name_of(own) for part, own in functions.items() if own is not None}
         )
 
+    def sources(self) -> dict[str, str]:
+        """Return the SHA-256 of the source text of each part whose source Python finds, by part."""
+        parts = {
+            "model": self.model,
+            "batches": self.batches,
+            "loss": self.loss,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "augment": self.augment,
+        }
+        found = {part: _source_digest(_named(own)) for part, own in parts.items() if own is not None}
+        return {part: digest for part, digest in found.items() if digest is not None}
+
 
 def name_of(function: Any) -> str:
-    """Return the name of a function with its module, or of its type if it has no name itself.
+    """Return the name of a function in its file, such as "losses.squared", or of its type if it has no name itself.
 
-    A `functools.partial` has the name of its function.
+    The file counts without its folder, so that a script, a notebook that imports it, a test and a command agree. What
+    is defined in no file, as in a notebook's cell, is in `__main__`. A `functools.partial` has its function's name.
     """
+    named = _named(function)
+    return f"{_file_of(named.__module__)}.{named.__qualname__}"
+
+
+def is_same_part(before: str, now: str) -> bool:
+    """Return whether two names, of which one may be of an earlier version, are those of the same part.
+
+    Earlier versions recorded the whole module, "project.losses.squared", and `__main__` for any script.
+    """
+    for one, other in ((before, now), (now, before)):
+        if one == other or one.endswith(f".{other}"):
+            return True
+        if other.startswith(f"{_NO_FILE}.") and one.endswith(other.removeprefix(_NO_FILE)):
+            return True
+    return False
+
+
+def changed_sources(recorded: Mapping[str, Any], parts: OwnParts) -> list[str]:
+    """Return a warning for each part whose source is not that of the record; named parts are compared by their names.
+
+    Args:
+        recorded: the resolved part of the run's `config.json`.
+        parts: the parts that are given now.
+    """
+    before, compared = recorded.get(OWN_SOURCES, {}), recorded_named_parts(recorded).keys() & parts.named.keys()
+    return [
+        f"warning: the source of the {part} has changed since the run recorded it (its sha256 was "
+        f"{before[part][:12]}, is now {digest[:12]}), so results may differ"
+        for part, digest in parts.sources().items()
+        if part not in compared and before.get(part, digest) != digest
+    ]
+
+
+def _source_digest(named: Any) -> str | None:
+    """Return the SHA-256 of the source text of a function or class; None for one of a library, or without a source.
+
+    Libraries are compared by their versions.
+    """
+    module = getattr(sys.modules.get(named.__module__), "__file__", None) or ""
+    if _LIBRARIES & set(Path(module).parts) or named.__module__.partition(".")[0] in _OWN_PACKAGES:
+        return None
+    try:
+        return hashlib.sha256(inspect.getsource(named).encode()).hexdigest()
+    except (OSError, TypeError):
+        return None
+
+
+def _named(function: Any) -> Any:
+    """Return what has a name: the function of a partial, or the type of an object without a name."""
     while isinstance(function, partial):
         function = function.func
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    return function if hasattr(function, "__qualname__") else type(function)
+
+
+def _file_of(module: str) -> str:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if not isinstance(file, str):
+        return _NO_FILE if module == _NO_FILE else module.rpartition(".")[2]
+    path = Path(file)
+    return path.parent.name if path.stem == "__init__" else path.stem

@@ -15,10 +15,11 @@ from engine.program.statics import Statics, statics_of
 from engine.program.train_state import TrainModel
 from engine.records.best_snapshot import parse_metric
 from engine.run.data import RunData
+from engine.run.dataset import DATA_LOCATION
 from engine.run.label_fit import check_labels_stay, unmoved_labels_warning
 from engine.run.misfit_errors import too_large_image, unknown_model
 from engine.run.own_updates import check_updates
-from engine.run.parts import OwnParts, name_of
+from engine.run.parts import OWN_SOURCES, OwnParts, name_of
 from engine.settings import SettingError
 from models.model import Model
 from models.registry import UnknownModelError, build_model, model_names
@@ -69,7 +70,7 @@ class Resolved:
         return {
             "model": self.model_name,
             "data": data.description,
-            "data_location": absolute_location(data.location),
+            DATA_LOCATION: absolute_location(data.location),
             "num_classes": data.num_classes,
             "height": data.source.height,
             "width": data.source.width,
@@ -79,6 +80,7 @@ class Resolved:
             "num_eval_batches": data.evaluation.num_batches if data.evaluation else 0,
             **({} if (form := label_form_of(data.source)) is None else {"labels": form.describe()}),
             **({"own_parts": own} if (own := self._own_parts()) else {}),
+            **({OWN_SOURCES: sources} if (sources := self.parts.sources()) else {}),
             **record_named(self.parts.named),
         }
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.control.event import ControlEvent, factor_before
 from engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
@@ -38,7 +38,7 @@ from engine.records.run_folder import (
     RunFolder,
 )
 from engine.run.data import RunData
-from engine.run.parts import OwnParts
+from engine.run.parts import OWN_SOURCES, OwnParts, is_same_part
 from engine.run.resolve import Resolved, recorded_own_parts
 from preprocess.quantities import listed, quantity
 
@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 
 # The key of the digest of the initial weights in the resolved part of `config.json`.
 GIVEN_WEIGHTS = "init_from_sha256"
+_OWN_PARTS = "own_parts"
 _KEPT_PROPERTIES = (
     *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
-    *("labels", "own_parts"),
+    *("labels", _OWN_PARTS),
 )
 
 
@@ -72,11 +73,27 @@ def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
     check_manifest(resolved.data, recorded)
     now = json.loads(json.dumps(resolved.to_json()))
     for name in _KEPT_PROPERTIES:
-        if now.get(name) != recorded.resolved.get(name):
+        if now.get(name) != recorded.resolved.get(name) and not (
+            name == _OWN_PARTS and _have_same_parts(recorded.resolved, now)
+        ):
             raise ValueError(
                 f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, got "
                 f"{now.get(name)!r}: use the data and the model that it started with"
             )
+
+
+def _have_same_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether two records have the same user-defined functions, by their names or else by their sources."""
+    names, sources = (tuple(each.get(key, {}) for each in (before, now)) for key in (_OWN_PARTS, OWN_SOURCES))
+
+    def is_same(part: str) -> bool:
+        was, found = (each[part] for each in names)
+        if was == found or (isinstance(was, str) and isinstance(found, str) and is_same_part(was, found)):
+            return True
+        digests = [each.get(part) for each in sources]
+        return digests[0] is not None and digests[0] == digests[1]
+
+    return names[0].keys() == names[1].keys() and all(map(is_same, names[0]))
 
 
 def check_manifest(data: RunData, recorded: RecordedRun) -> None:
