@@ -14,6 +14,10 @@ AUTO = "auto"
 RECORDED = "kernels"
 """The key of oneDNN's version and instruction sets in the resolved part of `config.json`."""
 _CPU = "cpu"
+_ELSEWHERE = (
+    ". Go on where they can be used, or start another run from its weights: --init-from with its model.safetensors or, "
+    "before its end, with the file that export-weights RUN FILE --snapshot best writes"
+)
 
 
 def settle_kernels(config: TrainConfig, platform: str, *, is_kept: bool = False) -> TrainConfig:
@@ -34,8 +38,13 @@ def settle_kernels(config: TrainConfig, platform: str, *, is_kept: bool = False)
         return config
     if fault := _why_not_onednn(platform):
         run = ", which the run has used from its beginning," if is_kept else ""
+        elsewhere = _ELSEWHERE if is_kept else ""
         raise SettingError(
-            "kernels", "oneDNN's kernels ({setting}){run} cannot be used here: {fault}", run=run, fault=fault
+            "kernels",
+            "oneDNN's kernels ({setting}){run} cannot be used here: {fault}{elsewhere}",
+            run=run,
+            fault=fault,
+            elsewhere=elsewhere,
         )
     return config
 

@@ -10,6 +10,7 @@ from engine.config import TrainConfig
 from engine.records.digests import SEAL, is_as_sealed, json_digest
 from engine.records.file_errors import describe_unreadable
 from engine.records.limits import MOST_JSON_BYTES
+from engine.records.machine import MACHINE
 from engine.records.run_folder import CONFIG, CONTINUED
 from engine.records.topology import Topology, in_one_process
 from preprocess.regular_file import read_regular
@@ -29,7 +30,7 @@ class RecordedRun:
         origins: where each setting came from.
         versions: the versions of Python and of the packages.
         earlier: one entry per earlier launch, oldest first: `until_step`, and what differed up to it: the `settings`,
-            the `topology`.
+            the `topology`, the `machine`.
         digest: the digest of the file, None if it was written by a version that added none.
         continued: the digests that the file had in earlier launches, oldest first.
     """
@@ -63,6 +64,19 @@ class RecordedRun:
             if step <= launch["until_step"]:
                 found = launch.get("topology", found)
         return Topology.from_json(found)
+
+    @property
+    def machines(self) -> tuple[dict[str, str], ...]:
+        """The machines of all launches, as far as they are recorded."""
+        return tuple(found for each in (*self.earlier, self.resolved) if (found := each.get(MACHINE)) is not None)
+
+    def machine_at(self, step: int) -> dict[str, str] | None:
+        """Return the machine that update `step`, counted from 1, was made on; None in older records."""
+        found = self.resolved.get(MACHINE)
+        for launch in reversed(self.earlier):
+            if step <= launch["until_step"]:
+                found = launch.get(MACHINE, found)
+        return found
 
     def replayed_config(self, step: int) -> TrainConfig:
         """Return the settings that repeat update `step`, counted from 1, in one process on as many devices."""

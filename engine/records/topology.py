@@ -1,11 +1,12 @@
 """The devices and processes that a launch trained on, and what a replay on others can promise."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config import TrainConfig
 from preprocess.cores import num_cores
+from preprocess.quantities import listed
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,16 @@ def in_one_process(config: TrainConfig, topology: Topology) -> TrainConfig:
     return replace(config, devices=f"cpu:{count}" if topology.device == "cpu" else str(count))
 
 
-def describe_promise(recorded: Topology, device: str, num_parts: int = 0) -> str:
+def describe_promise(
+    recorded: Topology, device: str, num_parts: int = 0, differences: Sequence[str] | None = ()
+) -> str:
     """Return which agreement to expect of a replay in one process, on as many devices as the record.
 
     Args:
         recorded: where the record was made.
         device: the vendor's name of the devices of the replay.
         num_parts: number of devices into which the processor of the replay is divided; 0 for other devices.
+        differences: what else rounding depends on and is other here than in the record; None if the record lacks it.
     """
     if recorded.device != device:
         return (
@@ -70,6 +74,10 @@ def describe_promise(recorded: Topology, device: str, num_parts: int = 0) -> str
             f"recorded on {recorded}, replayed in a process with {num_parts}, more than cores, which divides the work "
             "of a device in another way: the losses may differ by rounding. Replay these steps alone (--from, --to)"
         )
+    where = f"recorded and replayed on {recorded}"
     if recorded.num_processes > 1:
-        return f"recorded on {recorded}, replayed on as many in one process: the same bits are expected"
-    return f"recorded and replayed on {recorded}: the same bits are expected"
+        where = f"recorded on {recorded}, replayed on as many in one process"
+    if differences:
+        return f"{where}, but not alike: the losses may differ by rounding, because of {listed(differences)}"
+    condition = "" if differences is not None else " on the same processor and cores, which the record lacks"
+    return f"{where}: the same bits are expected{condition}"

@@ -41,6 +41,7 @@ class Piece:
         stop_pull: the batch (from 0) before which the piece ends.
         topology: the devices and processes that made the updates.
         cuts_evaluation: whether the piece ends before an evaluation that is due after its last update.
+        machine: the machine that made the updates, as `engine.records.machine` describes it; None in older records.
     """
 
     config: TrainConfig
@@ -48,6 +49,7 @@ class Piece:
     stop_pull: int
     topology: Topology
     cuts_evaluation: bool
+    machine: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,8 @@ def _pieces(
         pulls = end * config.accumulate_steps if at_end is None else at_end.pulls
         # The last lines of a run that is still in progress, or was killed, may lack the evaluation that comes next.
         is_cut = _owes_evaluation(at_end) if at_end is not None else end == to_step and not is_end_evaluated
-        pieces.append(Piece(config, end, pulls, recorded.topology_at(begin + 1), is_cut))
+        where = recorded.topology_at(begin + 1), is_cut, recorded.machine_at(begin + 1)
+        pieces.append(Piece(config, end, pulls, *where))
     return tuple(pieces)
 
 

@@ -26,6 +26,7 @@ from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.kernels import settle_kernels
 from engine.program.train_state import TrainModel, TrainState
+from engine.records.machine import machine_differences
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import CONFIG, SNAPSHOTS
 from engine.records.snapshot import Snapshot, snapshot_steps
@@ -35,7 +36,7 @@ from engine.replay.checked_files import CheckedFiles, check_files, describe_chec
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
 from engine.run.changed_rules import check_rules
-from engine.run.changes import versions_warning
+from engine.run.changes import machine_of, versions_warning
 from engine.run.compilation import caching_compilations
 from engine.run.data import open_data
 from engine.run.dataset import DATA_LOCATION, data_of_record
@@ -49,6 +50,7 @@ from engine.run.signals import StopSignals, ignore_message
 from engine.stream.sinks import Sink
 from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.update import Schedule
+from models.kernels import ONEDNN
 from preprocess.quantities import listed
 from preprocess.regular_file import IrregularFileError
 
@@ -132,19 +134,27 @@ def _replay_folder(
         begin = stretch.start.step
         origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
         notify(f"replaying {_steps(begin + 1, stretch.to_step)} of {run} from {origin}")
-        for warning in changed_sources(stretch.recorded.resolved, parts):
+        others = changed_sources(stretch.recorded.resolved, parts)
+        doubts = ["another source of its own parts"] if others else []
+        if (other_versions := versions_warning(stretch.recorded)) is not None:
+            others.append(other_versions)
+            doubts.append("other versions")
+        for warning in others:
             notify(warning)
-        if (differing := versions_warning(stretch.recorded)) is not None:
-            notify(differing)
-        _check_topologies(stretch, notify)
+        doubts = _check_places(stretch, doubts, notify)
         report = _replay(stretch, parts, notify, data, display)
-    return replace(report, file_faults=files.faults)
+    return replace(report, file_faults=files.faults, doubts=tuple(doubts))
 
 
-def _check_topologies(stretch: RecordedStretch, notify: Callable[[str], None]) -> None:
-    """Say where each piece was recorded and what its replay promises; raise ValueError if devices are missing here."""
+def _check_places(stretch: RecordedStretch, doubts: Sequence[str], notify: Callable[[str], None]) -> list[str]:
+    """Say where each piece was recorded and what its replay promises; return all that makes the bits doubtful.
+
+    Raises:
+        ValueError: devices are missing here.
+    """
     here, first = devices(), stretch.start.step + 1
-    for topology, pieces in groupby(stretch.pieces, lambda piece: piece.topology):
+    machine, found = machine_of(jax.devices()[0]), list(doubts)
+    for (topology, before), pieces in groupby(stretch.pieces, lambda piece: (piece.topology, piece.machine)):
         if topology.num_devices > len(here):
             raise ValueError(
                 f"a replay needs as many devices as its record, {topology}, but jax has {len(here)} here "
@@ -152,9 +162,15 @@ def _check_topologies(stretch: RecordedStretch, notify: Callable[[str], None]) -
             )
         last = max(piece.stop_step for piece in pieces)
         is_all = (first, last) == (stretch.start.step + 1, stretch.to_step)
-        promise = describe_promise(topology, here[0].kind, len(here) if here[0].platform == "cpu" else 0)
+        can_set_threads = stretch.recorded.config.kernels != ONEDNN
+        differences = [*doubts, *machine_differences(before, machine, can_set_threads=can_set_threads)]
+        num_parts = len(here) if here[0].platform == "cpu" else 0
+        is_known = before is not None or differences
+        promise = describe_promise(topology, here[0].kind, num_parts, differences if is_known else None)
         notify(("" if is_all else f"{_steps(first, last)}: ") + promise)
+        found += [each for each in differences if each not in found]
         first = last + 1
+    return found
 
 
 def _steps(first: int, last: int) -> str:

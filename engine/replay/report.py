@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engine.records.snapshot import match_state
 from engine.replay.recorded_stretch import EVALUATION_NUMBERS, Numbers, RecordedStretch, flatten_metrics
 from engine.stream.sinks import EvaluationRecord, LossRecord
-from preprocess.quantities import quantity
+from preprocess.quantities import listed, quantity
 
 _MISSING = "nothing"
 
@@ -64,6 +64,7 @@ class ReplayReport:
         differences: the first difference of each kind.
         stopped_by: the signal that stopped the replay early, None if none did.
         file_faults: one line for each file that is not as the run wrote it.
+        doubts: what is other here than where the run was recorded, by which the bits may differ.
     """
 
     from_step: int
@@ -74,6 +75,7 @@ class ReplayReport:
     differences: tuple[Difference, ...]
     stopped_by: str | None = None
     file_faults: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
     @property
     def is_same(self) -> bool:
@@ -83,7 +85,8 @@ class ReplayReport:
     def __str__(self) -> str:
         if not self.is_same:
             faults = [f"not as written: {fault}" for fault in self.file_faults]
-            return "\n".join([*faults, *(f"differs: {difference}" for difference in self.differences)])
+            reasons = [f"other than in the record: {listed(self.doubts)}"] if self.differences and self.doubts else []
+            return "\n".join([*faults, *(f"differs: {difference}" for difference in self.differences), *reasons])
         counted = [_count(self.num_losses, "loss", "losses"), _count(self.num_evaluations, "evaluation", "evaluations")]
         if self.num_arrays is not None:
             counted.append(f"{_count(self.num_arrays, 'array', 'arrays')} of the snapshot of step {self.to_step:,}")

@@ -4,11 +4,15 @@ Owns the rule on which settings a resume may change, and the entries `earlier` o
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from engine.config import SETTINGS, TrainConfig, describe_value
 from engine.locations import with_absolute_paths
 from engine.processes import exchange
+from engine.records.machine import MACHINE, describe_machine
 from engine.records.recorded_run import RecordedRun
 from engine.records.run_folder import recorded_versions
 from engine.records.topology import Topology
@@ -115,17 +119,34 @@ def describe_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
     return f"resumed with {', '.join(changed)}" if changed else None
 
 
-def note_changes(recorded: RecordedRun, config: TrainConfig, step: int, topology: Topology) -> list[dict[str, Any]]:
-    """Return the record of the launches before a resume at `step`, with what changed: settings, versions, topology."""
+def note_changes(
+    recorded: RecordedRun,
+    config: TrainConfig,
+    step: int,
+    topology: Topology,
+    machine: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the record of the launches before a resume at `step`, with what changed.
+
+    That is settings, versions, the topology and, as `machine_of` describes it, the machine.
+    """
     earlier = [{**launch, "until_step": min(launch["until_step"], step)} for launch in recorded.earlier]
     changed = {name: old for name, old, _ in _differences(recorded.config, config) if name in RUNTIME_SETTINGS}
     versions = {} if recorded.versions == recorded_versions() else {"versions": recorded.versions}
     before = Topology.from_json(recorded.resolved)
-    places = {} if before == topology else {"topology": before.to_json()}
+    places: dict[str, Any] = {} if before == topology else {"topology": before.to_json()}
+    if machine is not None and (ran_on := recorded.resolved.get(MACHINE)) != machine:
+        places[MACHINE] = ran_on
     # Before the first step, nothing was done with the old settings.
     if (changed or versions or places) and step:
         earlier.append({"until_step": step, "settings": changed, **versions, **places})
     return [launch for launch in earlier if launch["until_step"]]
+
+
+def machine_of(device: jax.Device) -> dict[str, str]:
+    """Return what the rounding of a launch on a device depends on, besides its kind: as `describe_machine`."""
+    options = {"x64": jax.config.jax_enable_x64, "matmul_precision": jax.config.jax_default_matmul_precision}
+    return describe_machine(device.platform, str(getattr(device.client, "platform_version", "")), options)
 
 
 def versions_warning(recorded: RecordedRun) -> str | None:

@@ -32,10 +32,12 @@ from engine.program.observed import observation_of
 from engine.program.slow_convolutions import slow_convolutions_warning
 from engine.program.statics import run_values, seed_words
 from engine.program.train_state import RunValues, TrainState
+from engine.records.machine import MACHINE
 from engine.records.stored_types import check_weight_types
 from engine.records.topology import Topology
 from engine.records.weights import check_names
 from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, shapes_on, take_copy
+from engine.run.changes import machine_of
 from engine.run.compilation import Compiled, Traced, compile_traced, trace_ahead
 from engine.run.descriptions import describe_chunk, describe_devices, describe_infeed, describe_model
 from engine.run.first_weights import draw_state, put_given_weights, read_weights_of_run
@@ -163,13 +165,14 @@ class Launch:
 
     @property
     def crossings(self) -> dict[str, Any]:
-        """The topology, the transport, the batches per chunk and read ahead, and oneDNN, as in `config.json`."""
+        """The topology, the transport, the batches per chunk and read ahead, oneDNN and the machine, as recorded."""
         return {
             **self.topology.to_json(),
             "transport": self.transport.name,
             "chunk_batches": self._chunk,
             "prefetch": self.infeeds.depth,
             **record_kernels(self.config, self._platform),
+            MACHINE: machine_of(self._devices[0]),
         }
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engine.config import TrainConfig
 from engine.control.event import factor_before
@@ -19,6 +20,7 @@ from engine.named_parts import compare_named
 from engine.processes import this_process, wait_for_processes
 from engine.program.kernels import AUTO, changed_kernels_notice, settle_kernels
 from engine.program.train_state import TrainState
+from engine.records.machine import MACHINE, machine_warning
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
 from engine.records.topology import Topology
@@ -65,6 +67,7 @@ from engine.runtime.record import LaunchState
 from engine.settings import SettingError
 from engine.stream.notices import outliving_display
 from engine.stream.sinks import Sink
+from models.kernels import ONEDNN
 from preprocess.quantities import quantity
 
 
@@ -218,7 +221,7 @@ class OpenRun:
             return self._train_unrecorded(sinks)
         folder, launch, recorded = self._folder, self._launch, self._recorded
         cuts = None if recorded is None else find_cuts(folder.path, launch.start)
-        earlier = [] if recorded is None else note_changes(recorded, self.config, launch.start.step, launch.topology)
+        earlier = [] if recorded is None else _note_changes(launch, recorded)
         with RecordedLaunch(self.config, launch, folder, cuts, on_snapshot) as recording:
             compiled, state = self._compile()
             # Modify an existing run only now, after every check that could refuse.
@@ -348,6 +351,7 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
             launch.config, recorded.config, launch.start.step, factor_before(launch.start.events, launch.start.pulls)
         ),
         changed_kernels_notice(recorded.resolved, launch.crossings),
+        machine_warning(recorded.machines, launch.crossings[MACHINE], can_set_threads=launch.config.kernels != ONEDNN),
     ):
         if message is not None:
             notify(message)
@@ -402,6 +406,10 @@ def _check_length(
     for message in (versions_warning(recorded), unchecked_notice(recorded, start)):
         if message is not None:
             notify(message)
+
+
+def _note_changes(launch: Launch, recorded: RecordedRun) -> list[dict[str, Any]]:
+    return note_changes(recorded, launch.config, launch.start.step, launch.topology, launch.crossings[MACHINE])
 
 
 def _rules(launch: Launch, recorded: RecordedRun | None) -> dict[str, int]:
