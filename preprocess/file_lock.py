@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from preprocess.links import open_unlinked
 from preprocess.regular_file import IrregularFileError, check_regular
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
@@ -40,7 +41,7 @@ def lock_file(path: Path) -> int:
     Raises:
         FileLockedError: the lock is already held, by this process or another.
         LockRefusedError: the operating system does not lock the file.
-        OSError: the file cannot be created, or is not a regular file.
+        OSError: the file cannot be created, is a link, or is not a regular file.
     """
     for attempt in range(_TRIES):
         if attempt:
@@ -71,7 +72,7 @@ def describe_failure(path: str | os.PathLike[str], error: OSError, place: str) -
 
 def _try_to_lock(path: Path) -> int | None:
     """Open and lock the file; return None if it is locked elsewhere, or was removed by its previous holder."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    descriptor = open_unlinked(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
     is_ours = False
     try:
         check_regular(os.fstat(descriptor), path)

@@ -79,7 +79,8 @@ def sync_file(path: Path) -> None:
     Raises:
         OSError: the disk fails, or the file can't be opened.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # Not to wait for the writer of a pipe.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
     finally:

@@ -49,6 +49,8 @@ def remedy_of(error: BaseException) -> str:
         return "raise the limit on the size of a file (ulimit -f), or use another disk"
     if number in _NO_PERMISSION:
         return "grant write permission"
+    if number == errno.ELOOP:
+        return "remove that link, or put what it leads to in its place"
     if number in _NO_DESCRIPTORS:
         return "allow more open files (ulimit -n)"
     if number in _TAKEN:

@@ -58,7 +58,7 @@ def test_an_evaluation_that_was_not_written_leaves_no_snapshot_that_counts_it(tm
             (path / "eval.jsonl").symlink_to("/dev/full")
         return toy_batch(step)
 
-    with pytest.raises(OSError, match="it is a device, not a file"):
+    with pytest.raises(OSError, match="it is a link, through which nothing is written"):
         small_run(path, steps=4, batches=blocking_the_log, evaluation=EVALUATED)
     (path / "eval.jsonl").unlink()
     result = small_run(path, steps=4, evaluation=EVALUATED, resume=True)

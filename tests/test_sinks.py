@@ -137,8 +137,8 @@ def test_closing_twice_closes_no_file_of_another(tmp_path):
 def test_a_pipe_or_a_device_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/null")
-    for name, kind in (("pipe", "a pipe"), ("device", "a device")):
-        with pytest.raises(OSError, match=f"it is {kind}, not a file: '.*/{name}'"):
+    for name, fault in (("pipe", "a pipe, not a file"), ("device", "a link, through which nothing is written")):
+        with pytest.raises(OSError, match=f"it is {fault}: '.*/{name}'"):
             folder_sink(tmp_path / name).open()
 
 

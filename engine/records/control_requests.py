@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine.control.request import ControlRequest, check_request_id
 from engine.records.whole_file import write_whole
+from preprocess.links import check_unlinked
 
 CONTROL_FOLDER_NAME = "control"
 
@@ -24,9 +25,10 @@ def send_request(run: Path, request: ControlRequest) -> None:
     """Write a request file atomically for the process that is training in the run folder.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if it cannot be written; LinkedPathError if the folder of requests is a link.
     """
     folder = run / CONTROL_FOLDER_NAME
+    check_unlinked(run, folder)
     folder.mkdir(exist_ok=True)
     path, content = _path_of(folder, request.id), (request.to_json() + "\n").encode()
     try:
@@ -47,6 +49,7 @@ def withdraw(run: Path, request_id: str) -> bool:
         OSError: if it cannot be removed.
     """
     check_request_id(request_id)
+    check_unlinked(run, run / CONTROL_FOLDER_NAME)
     try:
         _path_of(run / CONTROL_FOLDER_NAME, request_id).unlink()
     except (FileNotFoundError, NotADirectoryError):
@@ -66,6 +69,7 @@ def remove_requests(run: Path) -> None:
     """
     folder = run / CONTROL_FOLDER_NAME
     with suppress(OSError):
+        check_unlinked(run, folder)
         for name in _names(folder, with_unfinished=True):
             with suppress(OSError):
                 (folder / name).unlink()
@@ -91,7 +95,7 @@ class ControlMailbox:
     """
 
     def __init__(self, run: Path, deliver: Callable[[ControlRequest], None]) -> None:
-        self._folder, self._deliver = run / CONTROL_FOLDER_NAME, deliver
+        self._run, self._folder, self._deliver = run, run / CONTROL_FOLDER_NAME, deliver
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="control-mailbox", daemon=True)
 
@@ -113,6 +117,7 @@ class ControlMailbox:
             self._closing.wait(_POLL_EVERY_S)
 
     def _poll(self) -> None:
+        check_unlinked(self._run, self._folder)
         try:
             names = _names(self._folder)
         except FileNotFoundError:

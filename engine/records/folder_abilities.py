@@ -6,9 +6,9 @@ Orbax does without them. Instead of a list of such needs, this module does once 
 """
 
 import secrets
-import shutil
 from pathlib import Path
 
+from preprocess.links import remove_tree
 from preprocess.printable import printable
 from preprocess.synced_folders import sync_folder
 from preprocess.system_errors import is_out_of_room, remedy_of, system_number, system_reason
@@ -54,7 +54,7 @@ def check_can_hold_snapshots(folder: Path) -> None:
     trial = true_path(folder) / UNFINISHED
     doing = "a folder cannot be created"
     try:
-        shutil.rmtree(trial, ignore_errors=True)
+        remove_tree(trial)
         place = trial / secrets.token_hex(4)
         written, renamed = place / "0", place / "1"
         (inner := written.joinpath(*_LONGEST_INNER)).parent.mkdir(parents=True)
@@ -72,7 +72,7 @@ def check_can_hold_snapshots(folder: Path) -> None:
             f"({system_reason(error) or _first_words(error)}): {_remedy(error)}"
         ) from error
     finally:
-        shutil.rmtree(trial, ignore_errors=True)
+        remove_tree(trial)
 
 
 def _write(folder: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from engine.records.digests import LogState, RunningDigest
 from engine.records.file_errors import LostFileError, name_file
 from engine.records.limits import LONGEST_LINE_BYTES
+from preprocess.links import open_unlinked
 from preprocess.regular_file import check_regular, open_regular, read_at
 from preprocess.synced_folders import UNSUPPORTED, sync_folder
 
@@ -21,7 +22,7 @@ from preprocess.synced_folders import UNSUPPORTED, sync_folder
 _CHECK_EVERY_S = 1.0
 _READ_BYTES = 1 << 20
 # O_NONBLOCK: not to wait for the reader of a pipe, which is then refused.
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
 
 
 class JsonLines:
@@ -48,10 +49,10 @@ class JsonLines:
         Raises:
             ValueError: if the file does not consist of lines, or their size differs from that of `begun`; the file is
                 then unchanged.
-            OSError: if it cannot be opened or read, or is a pipe or a device.
+            OSError: if it cannot be opened or read, or is a link, a pipe or a device.
         """
         try:
-            self._file = os.open(self._path, _FLAGS, 0o666)
+            self._file = open_unlinked(self._path, _FLAGS)
         except OSError as error:
             name_file(error, self._path)
             raise

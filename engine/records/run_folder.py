@@ -29,6 +29,7 @@ from engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots
 from engine.records.folder_lock import LOCK_NAME, FolderLock
 from engine.records.versions import version_of
 from engine.records.whole_file import remove_unfinished, write_whole
+from preprocess.links import LinkedPathError, check_unlinked, remove_tree
 from preprocess.shards.arrays import PIXELS
 from preprocess.synced_folders import sync_folder
 
@@ -131,7 +132,7 @@ class RunFolder:
 
     def _remove_unfinished(self) -> None:
         """Remove the temporary files left by a killed process, because an unfinished weights file can be large."""
-        shutil.rmtree(self.path / UNFINISHED, ignore_errors=True)
+        remove_tree(self.path / UNFINISHED)
         for name in (CONFIG, RESULT, WEIGHTS, PROFILE, RUNTIME, STALLS):
             with suppress(OSError):  # a leftover must not stop the run
                 remove_unfinished(self.path / name)
@@ -308,10 +309,18 @@ def check_folder(path: Path, *, overwrite: bool = False, resume: bool = False) -
 
 
 def _check_content(path: Path, *, resume: bool) -> None:
-    """Raise ValueError if a folder contains no run to resume, or contains other runs or packed data.
+    """Raise ValueError if a folder contains no run to resume, links for what a run writes, other runs or packed data.
 
-    The user then gave DIR instead of DIR/NAME.
+    In the last two cases, the user gave DIR instead of DIR/NAME.
     """
+    for name in (LOCK_NAME, *WRITTEN_HERE, UNFINISHED, TENSORBOARD, WANDB, f"{SNAPSHOTS}/{UNFINISHED}"):
+        try:
+            check_unlinked(path, path / name)
+        except LinkedPathError as error:
+            raise ValueError(
+                f"a run folder must itself contain what its run writes, but {error.filename} is a link: remove it, or "
+                "put what it leads to in its place"
+            ) from error
     if (path / CONFIG).is_file():
         return
     if resume:
@@ -386,10 +395,10 @@ def _own_entries(folder: Path) -> Iterator[Path]:
 
 def _remove(path: Path) -> None:
     """Remove a file or, if the path is a folder, what a run wrote to it, and then the folder itself if it is empty."""
-    if not path.is_dir():
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
     for entry in list(_own_entries(path)):
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        entry.unlink() if entry.is_symlink() or not entry.is_dir() else shutil.rmtree(entry)
     with suppress(OSError):  # it contains other files
         path.rmdir()

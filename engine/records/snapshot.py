@@ -32,6 +32,7 @@ from engine.records.folder_state import FolderState
 from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
 from engine.records.stored_types import as_snapshot, from_snapshot
 from engine.records.versions import version_of
+from preprocess.links import check_unlinked, remove_tree
 from preprocess.regular_file import check_regular
 from preprocess.synced_folders import make_folders, sync_folder, sync_tree
 from preprocess.system_errors import remedy_of, system_number, system_reason
@@ -96,7 +97,7 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: Folder
     Raises:
         SnapshotError: if the tree contains anything else, or the snapshot cannot be written; other snapshots are kept.
     """
-    folder = true_path(folder)
+    given, folder = folder, true_path(folder)
     named = _named_arrays(tree)
     facts = _make_facts(step, pulls, {name: array for name, (_, array) in named.items()}, state)
     if _is_written(folder, facts):
@@ -105,8 +106,9 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: Folder
     # A unique name: TensorStore may still complete part of an earlier write that failed.
     source = unfinished / secrets.token_hex(4) / str(step)
     try:
+        check_unlinked(given.parent, given)
         make_folders(folder)
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove_tree(unfinished)
         source.parent.mkdir(parents=True)
         _check_room(folder, sum(array.nbytes for _, array in named.values()))
         save_items(source, _nest(named), facts)
@@ -121,7 +123,7 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: Folder
             f"{'make room there, or grant write permission' if is_unknown else remedy_of(error)}"
         ) from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove_tree(unfinished)
 
 
 def read_snapshot(folder: Path, step: int) -> Snapshot:
@@ -191,6 +193,7 @@ def remove_snapshot(folder: Path, step: int) -> None:
     if not (folder / str(step)).exists():
         return
     unfinished = folder / UNFINISHED
+    check_unlinked(folder.parent, unfinished)
     unfinished.mkdir(exist_ok=True)
     (folder / str(step)).rename(unfinished / f"removed-{step}")
     sync_folder(folder)  # a power failure must not bring back a part of it

@@ -40,6 +40,7 @@ from engine.records.run_folder import (
 from engine.run.data import RunData
 from engine.run.parts import OWN_SOURCES, OwnParts, is_same_part
 from engine.run.resolve import Resolved, recorded_own_parts
+from preprocess.links import open_unlinked
 from preprocess.quantities import listed, quantity
 
 if TYPE_CHECKING:
@@ -283,10 +284,18 @@ def rewind_run(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, Runn
     for path, kept in cuts.items():
         try:
             if path.exists() and kept.num_bytes < path.stat().st_size:
-                os.truncate(path, kept.num_bytes)
+                _cut(path, kept.num_bytes)
         except OSError as error:
             name_file(error, path)
             raise
+
+
+def _cut(path: Path, num_bytes: int) -> None:
+    file = open_unlinked(path, os.O_WRONLY)
+    try:
+        os.ftruncate(file, num_bytes)
+    finally:
+        os.close(file)
 
 
 def _digest_of_steps(path: Path, num_steps: int) -> RunningDigest:

@@ -19,7 +19,7 @@ from typing import Self
 
 from preprocess.packing.part import Part
 from preprocess.shards.location import Location, ShardError
-from preprocess.shards.split_files import JOURNAL, delete_split_files
+from preprocess.shards.split_files import JOURNAL, check_has_no_links, delete_split_files
 from preprocess.synced_folders import make_folders
 
 OWNER_KEY = "journal/owner"
@@ -34,6 +34,8 @@ class BusyError(ShardError):
 
 class Owner:
     """A context manager that holds exclusive permission to write to the split at ``location``.
+
+    It is refused, with a ShardError, for a folder with links in the place of the split's files.
 
     Args:
         location: the folder of the split.
@@ -54,6 +56,7 @@ class Owner:
 
     def __enter__(self) -> Self:
         folder = self._location.local_path
+        check_has_no_links(self._location)
         if folder is not None:
             self._descriptor = self._lock(folder / self._lock_key)
         try:

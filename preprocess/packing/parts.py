@@ -24,9 +24,9 @@ from preprocess.packing.shard_writer import ShardWriter
 from preprocess.packing.split_state import CLEARING, check_ours, find_complete, with_existing_shard_images
 from preprocess.quantities import quantity
 from preprocess.shards.arrays import PIXELS, shard_key
-from preprocess.shards.location import Location, ShardError
+from preprocess.shards.location import LOCK_SUFFIX, Location, ShardError
 from preprocess.shards.manifest import Manifest
-from preprocess.shards.split_files import LOCK_SUFFIX, PARTS, delete_lock_files, delete_split_files
+from preprocess.shards.split_files import PARTS, delete_lock_files, delete_split_files
 
 if TYPE_CHECKING:
     from preprocess.shards.targets import SplitTargets

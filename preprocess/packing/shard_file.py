@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.shards.location import LOCK_SUFFIX
 from preprocess.shards.shard_index import CHECKSUM_BYTES, shard_index
-from preprocess.shards.split_files import LOCK_SUFFIX
 from preprocess.synced_folders import make_folders, sync_folder
 
 

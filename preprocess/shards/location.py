@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from preprocess.links import LinkedPathError, check_unlinked
 from preprocess.printable import printable
 from preprocess.regular_file import FileIdentity, check_regular, identity_of, read_regular
 from preprocess.shards.first_contact import connection_fault, contact_fault
@@ -29,7 +30,7 @@ from preprocess.storage_options import (
     with_environment,
 )
 from preprocess.synced_folders import make_folders
-from preprocess.system_errors import system_reason
+from preprocess.system_errors import remedy_of, system_reason
 
 STORE_TIMEOUT_S = 120.0
 """Time limit for one small read, write, listing or deletion on a mounted file system, in seconds."""
@@ -37,6 +38,9 @@ STORE_TIMEOUT_S = 120.0
 MAX_VALUE_BYTES = 1 << 30
 """Maximum size of a value that is read whole, enough for a ``failures.jsonl`` with several million failures."""
 
+
+LOCK_SUFFIX = ".__lock"
+"""What TensorStore appends to the name of a file that it writes until the file is whole."""
 
 _ABSENT = b"\x02"
 """The generation of a key without a value, as TensorStore numbers generations."""
@@ -56,6 +60,7 @@ class Location:
         context: the store's shared resources; it contains the data of ``memory://``.
         timeout_s: time limit for one small read, write, listing or deletion, in seconds.
         is_conditional: whether `replace` asks an S3 server other than AWS for conditional writes.
+        root: the path of the folder that the user named, in which this one is; empty in a store.
     """
 
     spec: dict[str, Any]
@@ -63,6 +68,7 @@ class Location:
     context: ts.Context
     timeout_s: float = STORE_TIMEOUT_S
     is_conditional: bool = False
+    root: str = ""
 
     @property
     def local_path(self) -> Path | None:
@@ -173,6 +179,23 @@ class Location:
         self.make_folder(key)
         self._wait(f"write {key}", lambda store: store.write(key, value), timeout_s)
 
+    def check_unlinked(self, keys: Iterable[str] = ("",)) -> None:
+        """Raise ShardError if one of ``keys`` in a local folder, or a folder in which it is, is a symbolic link.
+
+        A pack of somebody else could otherwise have files elsewhere overwritten or removed.
+        """
+        folder = self.local_path
+        if folder is None:
+            return
+        for key in keys:
+            try:
+                check_unlinked(Path(self.root or folder), folder / key)
+            except LinkedPathError as error:
+                raise ShardError(
+                    f"{printable(error.filename)} is a link, and nothing is written through links inside a pack; "
+                    f"{remedy_of(error)}"
+                ) from error
+
     def make_folder(self, key: str) -> None:
         """Create the folder for ``key`` on a mounted file system, so that it survives a power failure with the value.
 
@@ -182,6 +205,8 @@ class Location:
             ShardError: as `write`.
         """
         if self.local_path is not None:
+            # TensorStore writes a value under the second name, and renames it.
+            self.check_unlinked((key, key + LOCK_SUFFIX))
             try:
                 make_folders((self.local_path / key).parent)
             except OSError as error:
@@ -261,10 +286,12 @@ class Location:
 
     def delete(self, key: str) -> None:
         """Delete ``key`` if it exists."""
+        self.check_unlinked([str(Path(key).parent)])
         self._wait(f"delete {key}", lambda store: store.write(key, None))
 
     def delete_keys(self, keys: Sequence[str]) -> None:
         """Delete all of ``keys`` that exist, concurrently. Their folders remain."""
+        self.check_unlinked({str(Path(key).parent) for key in keys})
         self._wait("delete its files", lambda store: _Several([store.write(key, None) for key in keys]))
 
     def list_keys(self, prefix: str = "") -> list[str]:
@@ -335,16 +362,17 @@ def open_location(
             its address within 15 s.
     """
     spec = _spec_of(data)
-    path = spec.get("path", "")
+    path, root = spec.get("path", ""), ""
     if spec["driver"] == "file":
         # TensorStore does not accept "..", and the parent of a link's target is not the parent of the link.
         path = os.path.realpath(path) if ".." in Path(path).parts else str(Path(path).absolute())
         _check_is_utf8(path)
+        root = path
     spec["path"] = path if path.endswith("/") or not path else f"{path}/"
     if memory_mapped and spec["driver"] == "file":
         spec["file_io_mode"] = {"mode": "memmap"}
     location = _with_options(
-        Location(spec, data if data.endswith("/") else f"{data}/", context or ts.Context()),
+        Location(spec, data if data.endswith("/") else f"{data}/", context or ts.Context(), root=root),
         storage_options or {},
         has_context=context is not None,
     )

@@ -22,7 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from preprocess.file_lock import FileLockedError, lock_file
-from preprocess.regular_file import open_regular
+from preprocess.links import LinkedPathError, check_unlinked, open_unlinked
+from preprocess.regular_file import check_regular, open_regular, read_regular
 from preprocess.shards.arrays import PIXELS, shard_key
 from preprocess.system_errors import system_reason
 
@@ -34,8 +35,9 @@ _TOUCH_EVERY_S = 60.0
 # After a failure to make room, the files are not listed again for each shard.
 _FULL_FOR_S = 60.0
 _PACK = re.compile("[0-9a-f]{64}")
-_SHARD = re.compile("[0-9]+")
+_SHARD = re.compile("[0-9]{1,18}")
 _LOCK, _SIZE = "lock", "size"
+_MOST_SIZE_BYTES = 20
 
 
 class ShardCache:
@@ -88,12 +90,14 @@ class ShardCache:
         self._touched[pack, shard] = now
         stamp = self.folder / pack / "used" / str(shard)
         with suppress(OSError):
+            check_unlinked(self.folder, stamp)
             stamp.parent.mkdir(exist_ok=True)
             stamp.touch()
 
     def drop(self, pack: str, shard: int) -> None:
         """Remove a file, if it exists."""
         with suppress(OSError):
+            check_unlinked(self.folder, self.place(pack, shard))
             self.place(pack, shard).unlink(missing_ok=True)
 
     def add(
@@ -116,6 +120,8 @@ class ShardCache:
         if self._is_disabled:
             return self.has(pack, shard)
         try:
+            for path in (place, incoming):
+                check_unlinked(self.folder, path)
             incoming.parent.mkdir(parents=True, exist_ok=True)
             descriptor = lock_file(incoming)
         except FileLockedError:
@@ -167,7 +173,7 @@ class ShardCache:
                     self._full_until = time.monotonic() + _FULL_FOR_S
                     return False
                 # Recorded first: a kill in between makes the record too large, which is corrected before it matters.
-                (self.folder / _SIZE).write_text(str(total + num_bytes), encoding="ascii")
+                self._record_size(total + num_bytes)
                 os.ftruncate(descriptor, num_bytes)
         except FileLockedError:
             return False
@@ -183,8 +189,17 @@ class ShardCache:
 
     def _recorded_size(self) -> int | None:
         with suppress(OSError, ValueError):
-            return int((self.folder / _SIZE).read_text(encoding="ascii"))
+            return int(read_regular(self.folder / _SIZE, max_bytes=_MOST_SIZE_BYTES))
         return None
+
+    def _record_size(self, num_bytes: int) -> None:
+        file = open_unlinked(self.folder / _SIZE, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK)
+        try:
+            check_regular(os.fstat(file), self.folder / _SIZE)
+            os.ftruncate(file, 0)
+            os.pwrite(file, str(num_bytes).encode(), 0)
+        finally:
+            os.close(file)
 
     def _make_room(self, num_bytes: int) -> int:
         """Remove the files that were not used for longest until there is room; return the bytes of those that are left.
@@ -204,31 +219,38 @@ class ShardCache:
             return total
         for path in removed:
             path.unlink(missing_ok=True)
-            _stamp(path).unlink(missing_ok=True)
+            with suppress(LinkedPathError):
+                check_unlinked(self.folder, _stamp(path))
+                _stamp(path).unlink(missing_ok=True)
         return total - freed
 
     def _packs(self) -> Iterator[Path]:
         with os.scandir(self.folder) as found:
-            names = [each.name for each in found if _PACK.fullmatch(each.name)]
+            names = [each.name for each in found if _PACK.fullmatch(each.name) and not each.is_symlink()]
         for name in names:
             yield self.folder / name
 
     def _files(self) -> Iterator[Path]:
         """Yield the path of each whole file, which another process may just have removed."""
         for pack in self._packs():
-            for name in _numbers(pack / PIXELS / "c"):
-                yield pack / PIXELS / shard_key(int(name), 3)
+            for name in self._numbers(pack / PIXELS / "c"):
+                with suppress(LinkedPathError):
+                    path = pack / PIXELS / shard_key(int(name), 3)
+                    check_unlinked(self.folder, path)
+                    yield path
 
     def _incoming(self) -> Iterator[Path]:
         for pack in self._packs():
-            for name in _numbers(pack / "incoming"):
+            for name in self._numbers(pack / "incoming"):
                 yield pack / "incoming" / name
 
-
-def _numbers(folder: Path) -> list[str]:
-    with suppress(FileNotFoundError), os.scandir(folder) as found:
-        return [each.name for each in found if _SHARD.fullmatch(each.name)]
-    return []
+    def _numbers(self, folder: Path) -> list[str]:
+        """Return the names in a folder that are numbers of shards, none if the folder is missing, or is a link."""
+        with suppress(FileNotFoundError, NotADirectoryError, LinkedPathError):
+            check_unlinked(self.folder, folder)
+            with os.scandir(folder) as found:
+                return [each.name for each in found if _SHARD.fullmatch(each.name) and not each.is_symlink()]
+        return []
 
 
 def _size_of(path: Path) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from preprocess.shards.location import Location
+from preprocess.shards.location import LOCK_SUFFIX, Location
 
 _FILE = re.compile(
     r"manifest\.json|failures\.jsonl|(pixels|labels|checksums|targets)/zarr\.json|pixels/c/\d+/0/0"
@@ -18,7 +18,6 @@ _FILE = re.compile(
 _FOLDER = re.compile(
     r"pixels(/c(/\d+(/0)?)?)?|(labels|checksums)(/c)?|targets(/c(/\d+)?)?|journal(/(shards|blocks|parts))?"
 )
-LOCK_SUFFIX = ".__lock"
 # Exists while a split is being packed.
 JOURNAL = "journal/"
 PLAN_KEY = f"{JOURNAL}plan.json"
@@ -44,6 +43,22 @@ def delete_split_files(location: Location, keys: Iterable[str]) -> None:
         if _FOLDER.fullmatch(below) and not path.is_symlink():
             with suppress(OSError):
                 path.rmdir()
+
+
+def check_has_no_links(location: Location) -> None:
+    """Raise ShardError if a link is in the place of one of a split's own files or folders, or leads to the split."""
+    if location.local_path is None:
+        return
+    root = _root(location)
+    location.check_unlinked()
+    for name in ("", "pixels", "labels", "checksums", "targets", "journal"):
+        for folder, folders, files in os.walk(root / name):
+            below = [Path(folder, each).relative_to(root).as_posix() for each in (*folders, *files)]
+            location.check_unlinked(
+                each for each in below if _FOLDER.fullmatch(each) or is_split_file(each.removesuffix(LOCK_SUFFIX))
+            )
+            if not name:
+                break
 
 
 def delete_lock_files(location: Location) -> None:
