@@ -35,6 +35,7 @@ FLOORS = (
     "preprocess.commands",
     # models: pure functions
     "models.user_cache",
+    "models.trusted_folder",
     "models.names",
     "models.model",
     "models.paths",
@@ -102,6 +103,7 @@ PROGRAM_MAY_KNOW = {
     "models.layers",
     "models.names",
     "models.user_cache",
+    "models.trusted_folder",
     "preprocess.quantities",
     "preprocess.read_meter",
     "preprocess.storage_options",

@@ -142,7 +142,7 @@ def _compile(
         )
         return tally, is_incomplete
 
-    with caching_compilations(subject.config.compilation_cache):
+    with caching_compilations(subject.config.compilation_cache, notify):
         traced = trace_ahead(
             program, subject.weights, *_numbers(subject, source), platform=traced_platform(this_device())
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from engine.config import TrainConfig
+from engine.config import OFF, TrainConfig
 from engine.control.board import ControlBoard
 from engine.control.event import ControlEvent
 from engine.control.word import ControlWords
@@ -284,7 +284,8 @@ def _replay_piece(
 ) -> TrainState:
     """Replay a piece and return the final state; if `state` is None, start from the initial state of the launch."""
     config = launch.config
-    with caching_compilations(config.compilation_cache):
+    # Compiled afresh: a program in a cache may be another one, which agrees with the record because it wrote it.
+    with caching_compilations(OFF):
         compiled, state = launch.prepare() if state is None else (launch.compile(), state)
     launch.warn_of_memory(compiled)
     launch.board.prepare(

@@ -5,7 +5,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,14 @@ from engine.hlo.kernels import kernel_flops
 from engine.records.whole_file import make_folder, write_whole
 from engine.run.cache_faults import reporting_cache_faults
 from engine.run.garbage_collector import without_collector
+from models.kernels.onednn.team_library import cache_fault
 from models.layers.platform_forms import tracing_for
+from models.trusted_folder import file_fault, folder_fault, make_private_folder
 from models.user_cache import CACHE_REMEDY, user_cache_folder
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+# The names of the files of `jax._src.lru_cache`.
+_CACHE_FILES = ("-cache", "-atime", ".lockfile")
 _METADATA_IN_KEY = "jax_compilation_cache_include_metadata_in_key"
 # jax's settings are global to the process, and so is their lock: two runs that compile at once take turns.
 _SETTINGS_GUARD = threading.RLock()
@@ -171,20 +175,19 @@ def caching_compilations(
     Args:
         folder: the cache folder; None uses the one set by the caller or $JAX_COMPILATION_CACHE_DIR, or otherwise the
             user's cache folder; "off" caches nothing.
-        notify: called with a warning if the folder cannot be written, in which case nothing is cached, or an entry
-            cannot be written or read.
+        notify: called with a warning if the folder cannot be written, or can be written by other users, in which cases
+            nothing is cached, or an entry cannot be written or read.
         by_metadata: whether a program in the cache must also have the scopes and source lines of the one to compile.
             By default jax takes any program with the same instructions, whose scopes may be those of older code.
     """
     with _SETTINGS_GUARD:
         if folder is None:
             folder = jax.config.jax_compilation_cache_dir or _default_folder(notify)
-        if folder != "off" and (fault := _describe_unwritable(folder)) is not None:
-            notify(
-                f"warning: the compilation cache {folder} cannot be written ({fault}), so every launch compiles its "
-                "program again: give a writable folder, or off, with --compilation-cache"
-            )
+        if folder != "off" and (fault := _cache_fault(folder)) is not None:
+            notify(fault)
             folder = "off"
+        elif (fault := cache_fault()) is not None:
+            notify(f"warning: the library of kernels in the cache is not used, but built for this process: {fault}")
         settings = {
             "jax_compilation_cache_dir": None if folder == "off" else folder,
             # By default jax does not cache programs that compile in under a second, which take most of the time
@@ -212,19 +215,40 @@ def _default_folder(notify: Callable[[str], None]) -> str:
     return "off"
 
 
-def _describe_unwritable(folder: str) -> str | None:
-    """Return why files cannot be created in the cache folder, which is created if missing; None if they can.
+def _cache_fault(folder: str) -> str | None:
+    """Return a warning if nothing is to be cached in a folder, which is created if missing; None if it can be used.
 
-    jax itself warns only at each program, in several lines.
+    jax itself warns of a folder that cannot be written only at each program, in several lines, and runs whatever
+    programs it finds.
     """
     if "://" in folder:
         return None
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        if (fault := folder_fault(Path(folder)) or _first_file_fault(Path(folder))) is not None:
+            return (
+                f"warning: the compilation cache {folder} is not used, because the programs in it would be run, but "
+                f"{fault}, or give another folder, or off, with --compilation-cache"
+            )
+        make_private_folder(Path(folder))
         with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:
-        return error.strerror or type(error).__name__
+        return (
+            f"warning: the compilation cache {folder} cannot be written ({error.strerror or type(error).__name__}), so "
+            "every launch compiles its program again: give a writable folder, or off, with --compilation-cache"
+        )
+
+
+def _first_file_fault(folder: Path) -> str | None:
+    """Return what is wrong with a file of a cache that jax would read or write; None if nothing is."""
+    if not folder.is_dir():
+        return None
+    status = folder.stat()
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process has removed it
+            if path.name.endswith(_CACHE_FILES) and (fault := file_fault(path, status)) is not None:
+                return fault
+    return None
 
 
 def _configure(settings: dict[str, Any]) -> None:
