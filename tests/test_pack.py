@@ -623,12 +623,18 @@ def test_outcomes_come_in_source_order_within_a_bounded_window(num_workers, monk
 
 
 def test_failures_are_read_back(tmp_path, source):
-    failures = pack(source, tmp_path).failures
-    location = open_location(str(tmp_path)).child("train")
-    assert read_failures(location) == failures
-    location.write("failures.jsonl", b"{}\n")
-    with pytest.raises(ShardError, match=r"failures.jsonl is damaged"):
-        read_failures(location)
+    packed = pack(source, tmp_path)
+    location, count = open_location(str(tmp_path)).child("train"), len(packed.failures)
+    assert count
+    assert read_failures(location, packed.manifest) == packed.failures
+    line = b'{"index": %s, "path": "a", "label": 0, "reason": "b"}\n'
+    for damaged in (b"{}\n" * count, line % b"0" * (count + 1), line % b"18446744073709551616" * count):
+        location.write("failures.jsonl", damaged)
+        with pytest.raises(ShardError, match=r"failures.jsonl is damaged"):
+            read_failures(location, packed.manifest)
+    location.write("failures.jsonl", b" " * 70_000 * count)
+    with pytest.raises(ShardError, match=r"failures.jsonl can't be read: the file is larger than"):
+        read_failures(location, packed.manifest)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from engine.run.train import train
 from preprocess.commands.inspect_cli import main
 from preprocess.shards import arrays, decoded_checks, image_numbers, mapped_images, mapped_shards, stored_pixels
 from preprocess.shards.checksum import crc32c
+from preprocess.shards.manifest import Manifest
 from preprocess.shards.reader import ChangedShardError, ShardError, open_split
 from preprocess.shards.splits import find_splits
 from preprocess.shards.verify import verify_split
@@ -411,3 +413,17 @@ def test_a_shard_truncated_during_a_training_ends_it_after_writing_weights(tmp_p
         train(config, model=Linear(), sinks=[ActOnce(lambda: os.truncate(path, 5000))])
     assert (tmp_path / "run/model.safetensors").exists()
     assert "ShardError" in (tmp_path / "run/result.json").read_text()
+
+
+def test_a_pack_that_claims_far_more_than_it_stores_is_refused_before_buffers_are_made(data):
+    path = data / "train/manifest.json"
+    manifest = Manifest.from_json(path.read_bytes())
+    large = replace(manifest, height=4096, width=4096)
+    path.write_text(large.to_json())
+    claimed = manifest.num_images * 4096 * 4096 * 4
+    stored = sum(shard_file(data, number).stat().st_size for number in range(manifest.num_shards))
+    said = (
+        f"images of the first {manifest.num_shards} shard files would take {claimed:,} bytes, but these have {stored:,}"
+    )
+    with pytest.raises(ShardError, match=said):
+        open_split(str(data), "train")

@@ -21,6 +21,7 @@ FLOORS = (
     "preprocess.regular_file",
     "preprocess.suggestions",
     "preprocess.quantities",
+    "preprocess.claimed_size",
     "preprocess.links",
     "preprocess.file_lock",
     "preprocess.synced_folders",

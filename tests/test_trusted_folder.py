@@ -1,5 +1,6 @@
 """Code is loaded from a folder only if nobody but the user and root can have put it there."""
 
+import ctypes
 import grp
 import os
 import platform
@@ -151,8 +152,13 @@ def library(tmp_path, monkeypatch):
 def loaded_paths(monkeypatch):
     """Note the path of every library that is loaded from now on."""
     paths: list[str] = []
-    load = team_library.ctypes.CDLL
-    monkeypatch.setattr(team_library.ctypes, "CDLL", lambda path: paths.append(path) or load(path))
+    load = ctypes.CDLL
+
+    def noted(path):
+        paths.append(path)
+        return load(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", noted)
     return paths
 
 

@@ -30,6 +30,7 @@ from engine.records.file_errors import describe_unreadable
 from engine.records.folder_abilities import UNFINISHED, check_path_is_text, true_path
 from engine.records.folder_state import FolderState
 from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
+from engine.records.snapshot_claims import find_false_claim
 from engine.records.stored_types import as_snapshot, from_snapshot
 from engine.records.versions import version_of
 from preprocess.links import check_unlinked, remove_tree
@@ -136,9 +137,11 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
     if not path.is_dir():
         found = ", ".join(map(str, snapshot_steps(folder))) or "none"
         raise SnapshotError(f"there is no snapshot {path}: choose another step (available: {found})")
-    _check_files(path)
+    stored_bytes = _check_files(path)
     facts = _read_facts(path, step)
     described: dict[str, Any] = facts["leaves"]
+    if (fault := find_false_claim(path, described, stored_bytes)) is not None:
+        raise _damaged(path, fault)
     filled = {name: like for name, like in described.items() if 0 not in like["shape"]}
     restored = _restore_arrays(path, filled) if filled else {}
     leaves = {}
@@ -281,12 +284,16 @@ def _folder_state(path: Path, facts: Mapping[str, Any]) -> FolderState | None:
         raise _damaged(path, f"its metadata cannot be read ({describe_unreadable(error)})") from error
 
 
-def _check_files(path: Path) -> None:
-    """Raise SnapshotError if a snapshot contains a pipe or a device, which could block a reader forever.
+def _check_files(path: Path) -> int:
+    """Return the size in bytes of a snapshot's files.
 
-    Raise ValueError if its path is not UTF-8.
+    Raises:
+        SnapshotError: it contains a pipe or a device, which could block a reader forever, or a file that is read whole
+            and too large for that.
+        ValueError: its path is not UTF-8.
     """
     check_path_is_text(path)
+    num_bytes = 0
     for inner, _, names in os.walk(path):
         for name in names:
             file = Path(inner, name)
@@ -295,8 +302,11 @@ def _check_files(path: Path) -> None:
                 check_regular(status, file)
             except OSError as error:
                 raise _damaged(path, f"{file.relative_to(path)} cannot be read ({error.strerror})") from error
-            if file.relative_to(path).parts[0] == "facts" and status.st_size > _MOST_FACTS_BYTES:
+            # Of the others, which hold the arrays, a reader takes parts.
+            if file.parent.name != "d" and status.st_size > _MOST_FACTS_BYTES:
                 raise _damaged(path, f"{file.relative_to(path)} is too large ({status.st_size:,} bytes)")
+            num_bytes += status.st_size
+    return num_bytes
 
 
 def _is_written(folder: Path, facts: Mapping[str, Any]) -> bool:
@@ -338,14 +348,21 @@ def _read_facts(path: Path, step: int) -> dict[str, Any]:
     try:
         facts = restore_facts(path)
         is_whole = is_as_sealed(facts) and facts["step"] == step
+        form, written_by, leaves, pulls = (
+            facts["format"],
+            facts["versions"]["feedloop"],
+            facts["leaves"],
+            facts["pulls"],
+        )
+        if form == _FORMAT and not (isinstance(leaves, dict) and type(pulls) is int and 0 <= pulls < 1 << 63):
+            raise TypeError("they have another form")
     except Exception as error:  # Orbax and TensorStore raise exceptions of many types
         raise _damaged(path, f"its metadata cannot be read ({short_reason(error)})") from error
     if not is_whole:
         raise _damaged(path, "its metadata has changed since it was written")
-    if facts["format"] != _FORMAT:
+    if form != _FORMAT:
         raise SnapshotError(
-            f"a snapshot must have format {_FORMAT}, but {path} has format {facts['format']}: "
-            f"read it with feedloop {facts['versions']['feedloop']}"
+            f"a snapshot must have format {_FORMAT}, but {path} has format {form}: read it with feedloop {written_by}"
         )
     return facts
 

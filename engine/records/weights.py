@@ -1,8 +1,9 @@
 """Weights as named tensors, as stored in `model.safetensors`."""
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from engine.records.digests import SEAL, describe_array, json_digest
 from engine.records.stored_types import as_weights, may_stand_for
 from engine.updates.update import Weights
 from models.torchvision_names import COUNTER, describe_mismatches, from_torchvision, to_torchvision
+from preprocess.printable import printable
 from preprocess.regular_file import open_regular, read_at
 
 type Tensors = dict[str, NDArray[Any]]
@@ -27,6 +29,7 @@ type Tensors = dict[str, NDArray[Any]]
 _DIGEST_THREADS = 4
 # A safetensors file begins with the length of its header.
 _LENGTH_BYTES = 8
+_MOST_TENSORS, _MOST_AXES, _MOST_SIZES = 100_000, 32, 1 << 48
 # The key that announces a digest, so that a damaged digest key is detected.
 _KIND = "digest"
 # safetensors' names of the types that NumPy supports, including those that jax adds.
@@ -143,8 +146,10 @@ def _load(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str]]:
         return _load_unmapped(path)  # safetensors maps the file, which some file systems can't
     with file:
         names = list(file.keys())
+        _check_number(path, len(names))
         for name in names:
-            _check_kind(path, name, file.get_slice(name).get_dtype())
+            part = file.get_slice(name)
+            _check_kind(path, name, part.get_dtype(), part.get_shape())
         return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
 
 
@@ -155,9 +160,11 @@ def _load_unmapped(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str
         content = read_at(file, os.fstat(file).st_size, 0)
     finally:
         os.close(file)
-    tensors = {}
-    for name, entry in deserialize(content):
-        _check_kind(path, name, entry["dtype"])
+    tensors: Tensors = {}
+    entries = deserialize(content)
+    _check_number(path, len(entries))
+    for name, entry in entries:
+        _check_kind(path, name, entry["dtype"], entry["shape"])
         # Not `safetensors.numpy.load`, which lacks bfloat16.
         tensors[name] = np.frombuffer(entry["data"], _READABLE[entry["dtype"]]).reshape(entry["shape"])
     num_bytes = int.from_bytes(content[:_LENGTH_BYTES], "little")
@@ -165,10 +172,25 @@ def _load_unmapped(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str
     return tensors, header.get("__metadata__", {})
 
 
-def _check_kind(path: str | os.PathLike[str], name: str, kind: str) -> None:
+def _check_number(path: str | os.PathLike[str], number: int) -> None:
+    if number > _MOST_TENSORS:
+        raise ValueError(
+            f"weights must be at most {_MOST_TENSORS:,} tensors, but {os.fspath(path)} has {number:,}: save only those "
+            "of the model"
+        )
+
+
+def _check_kind(path: str | os.PathLike[str], name: str, kind: str, shape: Sequence[int]) -> None:
+    # NumPy multiplies the sizes of an empty tensor, too, those of zero left out.
+    if len(shape) > _MOST_AXES or math.prod(size or 1 for size in shape) >= _MOST_SIZES:
+        raise ValueError(
+            f"weights must be tensors of at most {_MOST_AXES} axes and 2⁴⁸ numbers, but {printable(name)} of "
+            f"{os.fspath(path)} has the shape {str(list(shape))[:80]}: save it again"
+        )
     if kind not in _READABLE:
         raise ValueError(
-            f"weights must be floats of 16 to 64 bits, but {name} of {os.fspath(path)} is {kind}: save it as float32"
+            f"weights must be floats of 16 to 64 bits, but {printable(name)} of {os.fspath(path)} is {kind}: save it "
+            "as float32"
         )
 
 

@@ -97,7 +97,7 @@ def _card(location: Location, name: str, role: str, recorded_digest: Any) -> Spl
 def _read_failures(read: Callable[[str], bytes | None]) -> tuple[tuple[str, str], ...]:
     """Return path and reason of the first failures; lines of another form are left out."""
     found = []
-    for line in (read(FAILURES_KEY) or b"").split(b"\n")[:_MOST_FAILURES]:
+    for line in (read(FAILURES_KEY) or b"").split(b"\n", _MOST_FAILURES)[:_MOST_FAILURES]:
         try:
             value = json.loads(line)
             found.append((printable(str(value["path"])), str(value["reason"])))

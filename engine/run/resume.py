@@ -204,8 +204,14 @@ def _is_control_log_recorded(run: Path) -> bool:
 
 
 def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPoint:
-    """Return the starting point of a launch that resumes from a snapshot."""
-    num_evaluations = int(snapshot.leaves["num_evaluations"])
+    """Return the starting point of a launch that resumes from a snapshot; raise ValueError if it is not of a run."""
+    counted = snapshot.leaves.get("num_evaluations")
+    if counted is None or counted.shape or counted.dtype.kind != "i":
+        raise ValueError(
+            f"the snapshot of step {snapshot.step:,} must be that of a run, but does not count its evaluations: choose "
+            "another run"
+        )
+    num_evaluations = int(counted)
     return StartingPoint(snapshot.step, snapshot.pulls, num_evaluations, snapshot, events)
 
 

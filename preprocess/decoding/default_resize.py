@@ -1,10 +1,11 @@
 """The limit of an image's size, and the size to which images are resized if nothing else is asked for.
 
-Imports nothing, so that the help of a command responds immediately.
+Imports next to nothing, so that the help of a command responds immediately.
 """
 
-MAX_SIZE = 4096
-"""The largest side of a stored image, in pixels."""
+from preprocess.claimed_size import MAX_SIDE
+
+MAX_SIZE = MAX_SIDE
 
 # Data sets whose images are this small (MNIST 28, CIFAR 32, Tiny ImageNet 64) have no margin to crop away: resizing 32
 # to 37 pixels and cropping back to 32 would blur them and cut off their edges.

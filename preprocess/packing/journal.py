@@ -20,14 +20,16 @@ from preprocess.packing.channels import ChannelSums
 from preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
 from preprocess.quantities import quantity
 from preprocess.shards.arrays import PIXELS, shard_key
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.manifest import FAILURES_KEY
+from preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError
+from preprocess.shards.manifest import FAILURES_KEY, Manifest
 from preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_split_files, split_files
 
 SHARD_RECORDS = f"{JOURNAL}shards/"
 BLOCK_RECORDS = f"{JOURNAL}blocks/"
 _RECORD_DIGEST, _NOTES = "sha256", "notes"
 _FEW_SHARDS = 4
+# A path of 4,096 bytes, each escaped, and a reason.
+_LONGEST_FAILURE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -54,22 +56,28 @@ class Failure:
     @classmethod
     def from_json(cls, line: bytes) -> Failure:
         """Parse the output of `to_json`; raise TypeError or ValueError for anything else."""
-        return cls(**json.loads(line))
+        failure = cls(**json.loads(line))
+        are_numbers = all(type(each) is int and 0 <= each < 1 << 48 for each in (failure.index, failure.label))
+        if not are_numbers or not isinstance(failure.path, str) or not isinstance(failure.reason, str):
+            raise TypeError("a line is not that of an image")
+        return failure
 
 
-def read_failures(location: Location) -> tuple[Failure, ...]:
-    """Return the failures recorded in the split at ``location``.
+def read_failures(location: Location, manifest: Manifest) -> tuple[Failure, ...]:
+    """Return the failures recorded in the split at ``location``, as many as its manifest counts.
 
     Raises:
         ShardError: ``failures.jsonl`` is missing or damaged.
     """
-    text = location.read(FAILURES_KEY)
+    text = location.read(FAILURES_KEY, max_bytes=min(MAX_VALUE_BYTES, manifest.num_failures * _LONGEST_FAILURE_BYTES))
     where = f"{location.display}{FAILURES_KEY}"
     if text is None:
         raise ShardError(f"{where} is missing; pack the split again with --overwrite")
     try:
+        if (found := text.count(b"\n")) != manifest.num_failures:
+            raise ValueError(f"it has {quantity(found, 'line')}, not {manifest.num_failures:,}")
         return tuple(Failure.from_json(line) for line in text.split(b"\n")[:-1])
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ShardError(f"{where} is damaged ({error}); pack the split again with --overwrite") from error
 
 

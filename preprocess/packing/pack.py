@@ -102,7 +102,7 @@ def pack_split(
         plan["format_version"] = version_to_pack(location)
     manifest = None if overwrite else find_complete(location, plan)
     if manifest is not None and is_whole(location, manifest):
-        return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
+        return PackResult(manifest, read_failures(location, manifest), was_complete=True, num_resumed=0)
     # Checked before the first file is written, so that a folder with other files stays unchanged.
     check_ours(location)
     with Owner(location, notify=notify) as owner:
@@ -123,7 +123,9 @@ def _pack(
     if manifest is not None:
         repaired = make_whole(source, targets, location, journal, settings, manifest, on_progress)
         journal.delete()
-        return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0, repaired=repaired)
+        return PackResult(
+            manifest, read_failures(location, manifest), was_complete=True, num_resumed=0, repaired=repaired
+        )
     records = journal.records(plan)
     num_resumed = records[-1].stop if records else 0
     total = len(source)

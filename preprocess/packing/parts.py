@@ -247,7 +247,7 @@ def finish_job(job: SplitJob, on_progress: OnProgress | None = None) -> PackResu
     location = job.location
     manifest = job.manifest()
     if manifest is not None and is_whole(location, manifest):
-        return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0)
+        return PackResult(manifest, read_failures(location, manifest), was_complete=True, num_resumed=0)
     with Owner(location) as owner:
         journal = Journal(location, owner)
         manifest = job.manifest()
@@ -255,7 +255,9 @@ def finish_job(job: SplitJob, on_progress: OnProgress | None = None) -> PackResu
             delete_lock_files(location)
             repaired = make_whole(job.source, job.targets, location, journal, job.settings, manifest, on_progress)
             _clean_up(job, journal, manifest)
-            return PackResult(manifest, read_failures(location), was_complete=True, num_resumed=0, repaired=repaired)
+            return PackResult(
+                manifest, read_failures(location, manifest), was_complete=True, num_resumed=0, repaired=repaired
+            )
         num_parts = _num_parts(job)
         recorded = job.recorded()
         _check_none_missing(job, num_parts)

@@ -61,7 +61,7 @@ def repair_split(
         if manifest.num_failures:
             raise _lost(location, FAILURES_KEY, "its content can't be made again without all images")
         location.write(FAILURES_KEY, b"")
-    failed = [failure.index for failure in read_failures(location)]
+    failed = [failure.index for failure in read_failures(location, manifest)]
     packed = np.delete(np.arange(len(source)), np.array(failed, np.int64))
     _write_metadata(location, manifest, files)
     shards = [shard for shard in range(manifest.num_shards) if f"{PIXELS}/{shard_key(shard, 3)}" in files]

@@ -94,18 +94,19 @@ class Location:
         """Return TensorStore's JSON specification of the key-value store for the array ``name`` in this folder."""
         return self.spec | {"path": f"{self.spec['path']}{name}/"}
 
-    def read(self, key: str, *, timeout_s: float | None = None) -> bytes | None:
+    def read(self, key: str, *, timeout_s: float | None = None, max_bytes: int = MAX_VALUE_BYTES) -> bytes | None:
         """Return the whole value at ``key``, or None if the key does not exist.
 
         Args:
             key: the name of the value.
             timeout_s: how long to wait for a remote store, by default `timeout_s`.
+            max_bytes: the largest size of a file of this machine.
 
         Raises:
             ShardError: the store can't be reached or refuses access.
         """
         if self.local_path is not None:
-            return self._read_file(self.local_path / key)
+            return self._read_file(self.local_path / key, max_bytes)
         value = self._wait(f"read {key}", lambda store: store.read(key), timeout_s)
         return bytes(value.value) if value.state == "value" else None
 
@@ -140,9 +141,9 @@ class Location:
             raise self.unreadable(path, error) from error
         return identity_of(status)
 
-    def _read_file(self, path: Path) -> bytes | None:
+    def _read_file(self, path: Path, max_bytes: int) -> bytes | None:
         try:
-            return read_regular(path, max_bytes=MAX_VALUE_BYTES)
+            return read_regular(path, max_bytes=max_bytes)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:

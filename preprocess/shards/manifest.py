@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from preprocess.claimed_size import MAX_SIDE
 from preprocess.json_digest import json_digest
 from preprocess.pixels import LAYOUTS, Layout, words_of_row
 from preprocess.quantities import quantity
@@ -45,9 +46,16 @@ it may not be a pack."""
 _SINCE_VERSION_2 = ("label_digests", "checksum_digests", "metadata_digests")
 # Blosc adds 16 bytes to incompressible data, the checksum 4, the index 16.
 _MAX_ADDED_BYTES = 64
+# Python converts no integer of many digits to text.
+_MOST_SHOWN_BITS = 1024
 _LISTS = ("class_counts", "channel_mean", "channel_std", "shard_digests", "label_digests", "checksum_digests")
 _DIGEST_KEY = "manifest_digest"
 _DIGEST = re.compile("[0-9a-f]{64}")
+# No image, shard file or split is larger: more would take memory for what no pack can hold.
+_COUNTS = (
+    *(("num_images", 1, 1 << 40), ("height", 1, MAX_SIDE), ("width", 1, MAX_SIDE), ("shard_images", 1, 1 << 30)),
+    ("num_failures", 0, 1 << 40),
+)
 # The keys that distinguish a split's manifest from other files of that name.
 _IDENTIFYING_KEYS = frozenset({"format_version", "num_images", "source_digest"})
 
@@ -113,12 +121,9 @@ class Manifest:
 
     def __post_init__(self) -> None:
         _check_version(self.format_version)
-        for name in ("num_images", "height", "width", "shard_images"):
-            is_valid = type(value := getattr(self, name)) is int and value >= 1
-            _require(is_valid, f"{name} must be a whole number ≥ 1", value)
-        _require(
-            type(self.num_failures) is int and self.num_failures >= 0, "num_failures must be ≥ 0", self.num_failures
-        )
+        for name, least, most in _COUNTS:
+            is_valid = type(value := getattr(self, name)) is int and least <= value <= most
+            _require(is_valid, f"{name} must be a whole number from {least} to {most:,}", value)
         known = " or ".join(map(repr, LAYOUTS.values()))
         if self.layout not in LAYOUTS.values():
             raise ShardError(
@@ -348,7 +353,8 @@ def _targets(entry: Any) -> Targets:
 
 def _require(is_satisfied: bool, rule: str, found: object) -> None:
     if not is_satisfied:
-        text = repr(found)
+        is_long = isinstance(found, int) and found.bit_length() > _MOST_SHOWN_BITS
+        text = "a larger number" if is_long else repr(found)
         text = text if len(text) <= 80 else f"{text[:77]}…"
         raise ShardError(f"{rule}, found {text}; restore the file or pack the split again with --overwrite")
 

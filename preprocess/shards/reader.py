@@ -30,6 +30,7 @@ from preprocess.shards.mapped_shards import ChangedFileError, MappedShard
 from preprocess.shards.read_arguments import check_buffer, check_indices
 from preprocess.shards.shard_cache import ShardCache
 from preprocess.shards.shard_copies import ShardCopies
+from preprocess.shards.shard_sizes import check_plausible
 from preprocess.shards.split_arrays import open_checksums
 from preprocess.shards.split_labels import SplitLabels
 from preprocess.shards.splits import list_splits, read_manifest
@@ -103,6 +104,7 @@ class ShardSplit:
         cache: ShardCache | None = None,
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
+        check_plausible(location, manifest)
         self.manifest = manifest
         self.location = location
         self.meter = ReadMeter(lambda shard: f"{self._name()}/{PIXELS}/{shard_key(shard, 3)}")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
+from preprocess.claimed_size import is_plausible
+from preprocess.quantities import quantity
 from preprocess.regular_file import open_regular, read_at
 from preprocess.shards.arrays import PIXELS, describe_truncation, shard_key
-from preprocess.shards.location import Location
+from preprocess.shards.location import Location, ShardError
 from preprocess.shards.manifest import Manifest
 from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY, end_of_chunks
+
+_NUM_COMPARED = 64
 
 
 def describe_wrong_size(location: Location, manifest: Manifest, shard: int) -> str | None:
@@ -32,6 +37,25 @@ def describe_wrong_size(location: Location, manifest: Manifest, shard: int) -> s
     if found > expected:
         return f"the shard file has {found:,} bytes, not {expected:,}"
     return describe_truncation(found, expected)
+
+
+def check_plausible(location: Location, manifest: Manifest) -> None:
+    """Raise ShardError if the first shard files of a local split are far too small for their images.
+
+    Buffers are made for images of the size that the manifest claims, before the first one is read.
+    """
+    if location.local_path is None:
+        return
+    num_shards = min(manifest.num_shards, _NUM_COMPARED)
+    claimed, stored = manifest.shard_range(num_shards - 1)[1] * manifest.image_bytes, 0
+    for shard in range(num_shards):
+        with suppress(OSError):
+            stored += (location.local_path / PIXELS / shard_key(shard, 3)).stat().st_size
+    if not is_plausible(claimed, stored):
+        raise ShardError(
+            f"{location.display}: the images of the first {quantity(num_shards, 'shard file')} would take {claimed:,} "
+            f"bytes, but these have {stored:,}; {location.remedy}"
+        )
 
 
 def _ends_with_index(path: Path, num_bytes: int, shard_images: int) -> bool:

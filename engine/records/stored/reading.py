@@ -233,7 +233,7 @@ def read_parts(location: Location, parts: Sequence[Part]) -> Iterator[bytes]:
 
 
 def _read_part(location: Location, part: Part) -> bytes:
-    content = location.read(part.key)
+    content = location.read(part.key, max_bytes=part.size)
     if content is None:
         raise GoneError(part.key)
     if Part.of(content) != part:

@@ -1,0 +1,16 @@
+"""Compares the size that a file claims with what is stored, before memory is taken for it.
+
+Compression and fill values let a small file stand for large arrays, but hardly ever more than this many times.
+"""
+
+MAX_SIDE = 4096
+"""The largest side of a stored image, in pixels."""
+MOST_RATIO = 256
+"""The largest ratio of numbers in memory to bytes in files: LZ4 reaches 255; a state of zeros is mostly weights."""
+FREE_BYTES = 1 << 28
+"""A claim of so many bytes more is never refused."""
+
+
+def is_plausible(claimed_bytes: int, stored_bytes: int) -> bool:
+    """Return whether files of `stored_bytes` may stand for numbers of `claimed_bytes`."""
+    return claimed_bytes <= MOST_RATIO * stored_bytes + FREE_BYTES

@@ -1,0 +1,148 @@
+"""What a snapshot claims is compared with its facts and its files before memory is taken for it."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from engine.records import snapshot
+from engine.records.digests import sealed
+from engine.records.snapshot import SnapshotError, read_folder_state, read_snapshot, write_snapshot
+from engine.run.resume import start_at
+from preprocess.claimed_size import FREE_BYTES, MOST_RATIO, is_plausible
+
+GB = 1 << 30
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """The folder of a snapshot of three arrays; Orbax must not read any of them."""
+    tree = {"w": np.random.default_rng(0).normal(size=(8, 5)), "step": np.int32(4), "none": np.zeros((0, 3))}
+    write_snapshot(tmp_path, 4, 8, tree)
+    assert read_snapshot(tmp_path, 4).leaves["w"].shape == (8, 5)
+
+    def must_not_read(path):
+        raise AssertionError("the arrays were read")
+
+    monkeypatch.setattr(snapshot, "restore_arrays", must_not_read)
+    return tmp_path
+
+
+def store_of(folder):
+    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/4/state"}).result()
+
+
+def claim(folder, name="w", **changes):
+    """Change what the metadata of a stored array say."""
+    store = store_of(folder)
+    metadata = json.loads(store.read(f"{name}/.zarray").result().value)
+    store.write(f"{name}/.zarray", json.dumps(metadata | changes).encode()).result()
+
+
+def change_facts(folder, **changes):
+    """Change the facts of a snapshot, and their digest, which anyone can compute."""
+    path = folder / "4/facts/metadata"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps(sealed({**facts, **changes})))
+
+
+def leaves(folder):
+    return json.loads((folder / "4/facts/metadata").read_text())["leaves"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": [6 * GB // 8], "chunks": [1 << 20], "fill_value": 1.0},
+        {"shape": [8, 5, 1 << 40], "chunks": [1, 1, 1]},
+        {"shape": [2**64, 5]},
+        {"chunks": [1 << 40, 1]},
+        {"chunks": [8]},
+        {"chunks": [0, 5]},
+        {"chunks": "many"},
+        {"shape": None},
+    ],
+)
+def test_a_stored_array_that_claims_another_shape_is_refused_unread(written, changes):
+    claim(written, **changes)
+    with pytest.raises(SnapshotError, match=r"4 is damaged .*: w does not have the shape \[8, 5\] that it was"):
+        read_snapshot(written, 4)
+
+
+def test_metadata_that_are_nested_deep_or_long_are_refused(written):
+    for text in ("[" * 100_000, " " * 100_000):
+        store_of(written).write("w/.zarray", text.encode()).result()
+        with pytest.raises(SnapshotError, match="w does not have the shape"):
+            read_snapshot(written, 4)
+
+
+def test_an_array_that_the_facts_do_not_list_is_refused_unread(written):
+    store_of(written).write("other/.zarray", b'{"shape": [1000000000000], "chunks": [1]}').result()
+    with pytest.raises(SnapshotError, match="other is not one of its arrays"):
+        read_snapshot(written, 4)
+
+
+def test_facts_and_arrays_that_agree_on_far_more_than_is_stored_are_refused_unread(written):
+    shape = [24 * GB // 8]
+    claim(written, shape=shape, chunks=[1 << 20], fill_value=1.0)
+    change_facts(written, leaves=leaves(written) | {"w": {"dtype": "float64", "shape": shape, "sha256": "0"}})
+    with pytest.raises(SnapshotError, match=r"would take 25,769,803,780 bytes, but its files have [0-9,]{5,9}$"):
+        read_snapshot(written, 4)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "match"),
+    [
+        ({"dtype": "float32", "shape": [2**64]}, r"none cannot have the shape \[18446744073709551616\]"),
+        ({"dtype": "float32", "shape": [0, 2**62]}, "none cannot have the shape"),
+        ({"dtype": "float32", "shape": [-1]}, "none cannot have the shape"),
+        ({"dtype": "float32", "shape": "3"}, "none cannot have the shape"),
+        ({"dtype": "float32", "shape": [1.5]}, "none cannot have the shape"),
+        ({"dtype": "nothing", "shape": [3]}, "its metadata do not describe none"),
+        ({"shape": [3]}, "its metadata do not describe none"),
+        (None, "its metadata do not describe none"),
+    ],
+)
+def test_facts_that_describe_no_array_are_refused(written, leaf, match):
+    change_facts(written, leaves=leaves(written) | {"none": leaf})
+    with pytest.raises(SnapshotError, match=match):
+        read_snapshot(written, 4)
+
+
+def test_a_million_empty_arrays_are_refused(written):
+    change_facts(written, leaves={f"a{number}": {"dtype": "bool", "shape": [0]} for number in range(100_001)})
+    with pytest.raises(SnapshotError, match="it lists 100,001 arrays, of at most 100,000"):
+        read_snapshot(written, 4)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"pulls": 2**64}, {"pulls": -1}, {"pulls": "8"}, {"leaves": []}, {"versions": None}, {"format": None}]
+)
+def test_other_facts_of_another_form_are_refused(written, changes):
+    change_facts(written, **changes)
+    for read in (read_snapshot, read_folder_state):
+        with pytest.raises(SnapshotError, match=r"metadata cannot be read|must have format 1"):
+            read(written, 4)
+
+
+def test_a_file_that_is_read_whole_is_not_endless(written):
+    os.truncate(written / "4/state/manifest.ocdbt", 1 << 40)
+    with pytest.raises(SnapshotError, match=r"state/manifest.ocdbt is too large \(1,099,511,627,776 bytes\)"):
+        read_snapshot(written, 4)
+
+
+def test_a_snapshot_without_what_a_run_counts_is_refused(tmp_path):
+    write_snapshot(tmp_path, 4, 8, {"w": np.zeros(3)})
+    with pytest.raises(ValueError, match="the snapshot of step 4 must be that of a run"):
+        start_at(read_snapshot(tmp_path, 4), ())
+
+
+def test_zeros_that_are_hardly_stored_are_plausible_up_to_a_bound(tmp_path):
+    zeros = np.zeros(FREE_BYTES // 8 // 16)
+    write_snapshot(tmp_path, 1, 1, {"momentum": zeros, "w": np.random.default_rng(0).normal(size=1000)})
+    assert read_snapshot(tmp_path, 1).leaves["momentum"].size == zeros.size
+    assert is_plausible(FREE_BYTES, 0)
+    assert is_plausible(MOST_RATIO * 1000 + FREE_BYTES, 1000)
+    assert not is_plausible(MOST_RATIO * 1000 + FREE_BYTES + 1, 1000)
