@@ -18,6 +18,8 @@ _FLAGS = sum(getattr(os, name, 0) for name in ("O_RDONLY", "O_NONBLOCK", "O_NOCT
 # replaced or written to, even if its modification time was reset.
 type FileIdentity = tuple[int, int, int, int]
 
+# A path that leads nowhere or may not be followed. Any other error says nothing about what is there.
+_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM})
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -131,8 +133,21 @@ def _too_large(path: str | os.PathLike[str], max_bytes: int) -> OSError:
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether ``path`` is a regular file or a link to one; False if it cannot be accessed."""
+    """Return whether ``path`` is a regular file or a link to one; False if it may not be accessed.
+
+    Raises:
+        OSError: that cannot be known, because the disk or its server failed.
+    """
     try:
         return stat.S_ISREG(path.stat().st_mode)
-    except (OSError, ValueError):
+    except ValueError:
         return False
+    except OSError as error:
+        if error.errno not in _NOT_THERE:
+            raise
+        return False
+
+
+def raise_error(error: OSError) -> None:
+    """Raise an error; for `os.walk`, which takes a folder that it cannot list for an empty one otherwise."""
+    raise error

@@ -8,6 +8,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from preprocess.regular_file import raise_error
+
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 """The errors of file systems that can't sync a file or a folder; they keep it in another way, or not at all."""
 
@@ -64,9 +66,9 @@ def sync_tree(folder: Path) -> None:
     """Write all files below a folder, and the entries of all folders, to the disk, innermost first.
 
     Raises:
-        OSError: the disk fails, or a file can't be opened.
+        OSError: the disk fails, or a file can't be opened or a folder listed.
     """
-    for inner, _, names in os.walk(folder, topdown=False):
+    for inner, _, names in os.walk(folder, topdown=False, onerror=raise_error):
         for name in names:
             with suppress(FileNotFoundError):  # deleted in the meantime, or a broken link
                 sync_file(Path(inner, name))

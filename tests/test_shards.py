@@ -1,7 +1,9 @@
 """Reading splits: golden bytes, other Zarr readers, random reads, damage, and what can't be opened."""
 
+import errno
 import hashlib
 import json
+import os
 import struct
 import threading
 import time
@@ -374,3 +376,18 @@ def test_train_comes_first(tmp_path):
     for name in ("val", "aaa", "train"):
         pack(fake_source(2, name=name), tmp_path)
     assert list_splits(str(tmp_path)) == ("train", "aaa", "val")
+
+
+@pytest.mark.parametrize("what", ["listdir", "stat"])
+def test_a_pack_that_cannot_be_looked_at_has_not_lost_a_split(data, monkeypatch, what):
+    """A file server that fails for a moment must not make a training leave out the evaluation."""
+    real, failing = getattr(os, what), data if what == "listdir" else data / "train/manifest.json"
+
+    def fail(path=".", *args, **more):
+        if os.fspath(path) == str(failing):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, what, fail)
+    with pytest.raises(ShardError, match=f"^{failing} can't be read: Stale file handle"):
+        find_splits(str(data))

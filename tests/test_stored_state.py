@@ -1,5 +1,6 @@
 """A run folder in a store: the store holds a whole state after every single write, and its readers believe no other."""
 
+import errno
 import json
 import os
 import shutil
@@ -278,6 +279,23 @@ def test_what_is_read_later_contains_what_was_read_before(tmp_path):
     assert {name.split("/")[1] for name in files if name.startswith("snapshots/")} == {"4"}
     assert "result.json" not in files
     assert {"result.json", "model.safetensors", "snapshots/8/state/d/data"} <= capture.take(put).keys()
+
+
+@pytest.mark.parametrize(("call", "failing"), [("open", "d"), ("scandir", "tensorboard")])
+def test_a_folder_that_cannot_be_listed_is_not_uploaded_as_an_empty_one(tmp_path, monkeypatch, call, failing):
+    run, real = tmp_path / "run", getattr(os, call)
+    for name in ("snapshots/8/state/d/data", "tensorboard/events"):
+        (run / name).parent.mkdir(parents=True)
+        (run / name).write_bytes(b"?")
+
+    def fail(path, *arguments, **more):
+        if isinstance(path, str | Path) and Path(path).name == failing:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *arguments, **more)
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        FolderCapture(run, tmp_path / "pins", None).take(Part.of, is_last=True)
 
 
 @pytest.mark.parametrize("lost", ["config.json", "loss.jsonl", "snapshots"])

@@ -56,6 +56,15 @@ def test_only_a_failing_disk_is_an_error(tmp_path, monkeypatch):
         sync_folder(tmp_path)
 
 
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        sync_tree(tmp_path)
+
+
 @pytest.mark.parametrize("codec", ["raw", "blosc"])
 def test_every_folder_of_a_pack_is_synced_before_its_manifest(tmp_path, synced, codec):
     pack(fake_source(9), tmp_path / "new/pack", codec=codec)

@@ -121,14 +121,21 @@ def _find_splits(location: Location) -> SplitNames:
 
 
 def _states_of_folders(location: Location) -> dict[str, _State]:
+    folder = location.local_path or Path()
     states = {}
-    for path in (location.local_path or Path()).glob("*/"):
-        if is_regular(path / MANIFEST_KEY):
-            states[path.name] = _State.COMPLETE
-        elif is_regular(path / PLAN_KEY):
-            states[path.name] = _State.UNFINISHED
-        elif any(os.path.lexists(path / key) for key in _MARKS):
-            states[path.name] = _State.BROKEN
+    try:
+        # Not `glob`, which takes a folder that cannot be listed for an empty one.
+        for path in sorted(folder.iterdir()):
+            if is_regular(path / MANIFEST_KEY):
+                states[path.name] = _State.COMPLETE
+            elif is_regular(path / PLAN_KEY):
+                states[path.name] = _State.UNFINISHED
+            elif any(os.path.lexists(path / key) for key in _MARKS):
+                states[path.name] = _State.BROKEN
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise location.unreadable(Path(error.filename or folder), error) from error
     return states
 
 

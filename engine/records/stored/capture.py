@@ -19,7 +19,7 @@ from engine.records.json_lines import end_of_lines
 from engine.records.run_folder import CONFIG, PROFILE, RESULT, RUNTIME, SNAPSHOTS, STALLS, WEIGHTS, WRITTEN_HERE
 from engine.records.snapshot import snapshot_steps
 from engine.records.stored.state import PART_BYTES, Part, StoredState
-from preprocess.regular_file import open_regular, read_at
+from preprocess.regular_file import open_regular, raise_error, read_at
 
 LOGS = tuple(name for name in WRITTEN_HERE if name.endswith(".jsonl"))
 # A smaller object is replaced rather than followed by another.
@@ -152,7 +152,7 @@ class FolderCapture:
         try:
             _link_tree(self._run / SNAPSHOTS / str(step), pinned)
             files = {}
-            for path in sorted(each for each in pinned.rglob("*") if each.is_file()):
+            for path in _files_below(pinned):
                 with path.open("rb", buffering=0) as file:
                     name = f"{SNAPSHOTS}/{step}/{path.relative_to(pinned).as_posix()}"
                     files[name] = tuple(map(put, self._blocks(file.fileno(), 0)))
@@ -162,8 +162,8 @@ class FolderCapture:
 
     def _read_others(self, put: Put) -> dict[str, tuple[Part, ...]]:
         """Return the parts of the files in the folder that the run itself does not write."""
-        names = [path.relative_to(self._run) for path in self._run.rglob("*") if path.is_file()]
-        parts = {name.as_posix(): self._read_whole(str(name), put) for name in sorted(names) if _is_other(name)}
+        names = [path.relative_to(self._run) for path in _files_below(self._run)]
+        parts = {name.as_posix(): self._read_whole(str(name), put) for name in names if _is_other(name)}
         return {name: each for name, each in parts.items() if each is not None}
 
     def _blocks(self, file: int, start: int, stop: int | None = None) -> Iterator[bytes]:
@@ -183,12 +183,18 @@ def _is_other(name: Path) -> bool:
     return name.parts[0] not in WRITTEN_HERE and not any(part.startswith(".") for part in name.parts)
 
 
+def _files_below(folder: Path) -> list[Path]:
+    """Return the files below a folder, sorted; raise OSError if a folder cannot be listed."""
+    found = (Path(inner, name) for inner, _, names in os.walk(folder, onerror=raise_error) for name in names)
+    return sorted(path for path in found if path.is_file())
+
+
 def _link_tree(source: Path, target: Path) -> None:
     """Link the files of a folder into another one; raise FileNotFoundError if the folder is removed meanwhile."""
     descriptor = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # Relative to the open folder, so that another of the same name is never read in its place.
-        for inner, _, names, folder in os.fwalk(".", dir_fd=descriptor):
+        for inner, _, names, folder in os.fwalk(".", dir_fd=descriptor, onerror=raise_error):
             (target / inner).mkdir(parents=True)
             for name in names:
                 _link(name, folder, target / inner / name)
