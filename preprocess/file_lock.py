@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from preprocess.links import open_unlinked
-from preprocess.regular_file import IrregularFileError, check_regular
+from preprocess.regular_file import IrregularFileError, check_regular, close_quietly
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """The errors of file systems without locks, including some network file systems."""
@@ -88,4 +88,4 @@ def _try_to_lock(path: Path) -> int | None:
         return descriptor if is_ours else None
     finally:
         if not is_ours:
-            os.close(descriptor)
+            close_quietly(descriptor)

@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Buffer, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 # Not every system has all of these flags. Windows needs O_BINARY, and has no pipes in its file system.
@@ -51,6 +52,16 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def close_quietly(descriptor: int) -> None:
+    """Close a file that holds nothing which is not safe: a lock, or one that was only read, or is synced.
+
+    On file servers a close may fail. The file is closed nevertheless, and the error must not hide another one, or make
+    a failure of what has succeeded.
+    """
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 def check_regular(status: os.stat_result, path: str | os.PathLike[str], *, max_bytes: int | None = None) -> None:

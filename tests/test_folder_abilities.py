@@ -172,6 +172,25 @@ def test_a_failure_that_passes_or_follows_a_good_snapshot_does_not_end_a_run(tmp
     assert writer.failure is None
 
 
+def test_a_first_snapshot_that_fails_once_is_written_at_once(tmp_path):
+    tries = []
+
+    def write(folder, step, pulls, tree, state=None):
+        tries.append(step)
+        if len(tries) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        write_snapshot(folder, step, pulls, tree, state)
+
+    hopeless: list[str] = []
+    writer = SnapshotWriter(
+        tmp_path, keep=0, say=hopeless.append, write=write, on_hopeless=lambda: hopeless.append("hopeless")
+    )
+    writer.start()
+    writer.submit(1, 1, {"weights": np.zeros(2)})
+    assert writer.close(20)
+    assert (tries, hopeless, writer.failure, writer.last_step) == ([1, 1], [], None, 1)
+
+
 def test_what_a_snapshot_needs_has_its_place_on_the_disk_before_the_snapshot_has_its_name(tmp_path, monkeypatch):
     """On a strictly POSIX file system, a new file is lost in a power failure until its folder is synced."""
     synced: dict[Path, set[str]] = {}

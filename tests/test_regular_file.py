@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from engine.records.folder_lock import FolderLock, is_locked
+from engine.records.json_lines import JsonLines
+from preprocess.packing.owner import Owner
 from preprocess.regular_file import IrregularFileError, is_regular, open_regular, read_at, read_into, read_regular
+from preprocess.shards.location import open_location
+from preprocess.shards.mapped_shards import OpenFile
 
 
 def test_reads_a_file_whole(tmp_path):
@@ -121,3 +126,29 @@ def test_short_reads_are_continued(tmp_path):
     assert read_into(file, (first, second), 28) == 4
     assert bytes(first + second[:1]) == content[28:]
     os.close(file)
+
+
+def test_a_close_that_fails_hides_no_error_and_makes_none(tmp_path, monkeypatch):
+    """On file servers a close may fail; the file is closed nevertheless."""
+    real, closed = os.close, []
+
+    def close(descriptor):
+        real(descriptor)
+        closed.append(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+    def use():
+        with FolderLock(tmp_path), Owner(open_location(str(tmp_path / "pack"))):
+            log = JsonLines(tmp_path / "log")
+            log.open()
+            mapped = OpenFile(os.open(tmp_path / "log", os.O_RDONLY))
+            monkeypatch.setattr(os, "close", close)
+            del mapped
+            log.close()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        use()
+    monkeypatch.undo()
+    assert len(closed) == 4
+    assert not is_locked(tmp_path)

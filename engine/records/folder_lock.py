@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from preprocess.file_lock import NO_LOCKS, FileLockedError, LockRefusedError, describe_failure, lock_file
-from preprocess.regular_file import open_regular
+from preprocess.regular_file import close_quietly, open_regular
 
 LOCK_NAME = ".lock"
 
@@ -100,7 +100,7 @@ class FolderLock:
                 os.ftruncate(file, 0)
                 fcntl.flock(file, fcntl.LOCK_UN)
         finally:
-            os.close(file)
+            close_quietly(file)
 
     def is_in_place(self) -> bool:
         """Return whether the lock file is in place, that is, whether the folder was neither removed nor emptied."""

@@ -15,7 +15,7 @@ from engine.records.digests import LogState, RunningDigest
 from engine.records.file_errors import LostFileError, name_file
 from engine.records.limits import LONGEST_LINE_BYTES
 from preprocess.links import open_unlinked
-from preprocess.regular_file import check_regular, open_regular, read_at
+from preprocess.regular_file import check_regular, close_quietly, open_regular, read_at
 from preprocess.synced_folders import UNSUPPORTED, sync_folder
 
 # How often an append checks that the file is still in its place: the check takes 2 µs, and an append 10.
@@ -187,12 +187,12 @@ class JsonLines:
                 self._sync_error = error
         finally:
             if file not in (-1, self._file):
-                os.close(file)
+                close_quietly(file)
 
     def close(self) -> None:
         """Close the file."""
         if self._file >= 0:
-            os.close(self._file)
+            close_quietly(self._file)  # what a snapshot or the result counts on was synced before
             self._file = -1
 
 

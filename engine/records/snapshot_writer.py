@@ -41,8 +41,8 @@ class SnapshotWriter:
     """A thread that writes snapshots one at a time; a newer snapshot replaces the one that is queued.
 
     Only the best one is not replaced: it stays in the queue beside the newest. A failure does not stop the run: it is
-    reported, and the last good snapshot is kept. Only if there is none yet, and the reason is not a lack of room, every
-    snapshot to come is expected to fail, and `on_hopeless` is called.
+    reported, and the last good snapshot is kept. Only if there is none yet, a second try fails too, and the reason is
+    not a lack of room, every snapshot to come is expected to fail, and `on_hopeless` is called.
 
     Args:
         folder: the folder of the snapshots; created if missing.
@@ -227,7 +227,7 @@ class SnapshotWriter:
     def _write_one(self, submitted: "_Submitted") -> bool:
         started = time.perf_counter()
         try:
-            self._write(self._folder, submitted.step, submitted.pulls, submitted.tree, submitted.state)
+            self._write_or_retry(submitted)
         except Exception as error:  # noqa: BLE001 - a failed snapshot must not stop the run
             self._say(f"snapshot of step {submitted.step} not written: {_one_line(error)}; {self._describe_last()}")
             if self.last_step is None:
@@ -239,6 +239,16 @@ class SnapshotWriter:
         self.writes.add(time.perf_counter() - started)
         self.num_bytes += sum(int(getattr(leaf, "nbytes", 0)) for leaf in jax.tree.leaves(submitted.tree))
         return True
+
+    def _write_or_retry(self, submitted: "_Submitted") -> None:
+        """Write a snapshot; try the first one twice, because a run does not stop for an error that passes."""
+        values = submitted.step, submitted.pulls, submitted.tree, submitted.state
+        try:
+            self._write(self._folder, *values)
+        except Exception as error:
+            if self.last_step is not None or is_out_of_room(error.__cause__ or error):
+                raise
+            self._write(self._folder, *values)
 
     def _note_failure(self, error: Exception) -> None:
         """Keep the error of a first snapshot, and give up hope unless it may be for lack of room."""

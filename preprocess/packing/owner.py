@@ -8,7 +8,6 @@ moment is still completed; `inspect-shards --verify` finds it.)
 
 from __future__ import annotations
 
-import os
 import sys
 import uuid
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from preprocess.packing.part import Part
+from preprocess.regular_file import close_quietly
 from preprocess.shards.location import Location, ShardError
 from preprocess.shards.split_files import JOURNAL, check_has_no_links, delete_split_files
 from preprocess.synced_folders import make_folders
@@ -119,7 +119,7 @@ class Owner:
 
     def _unlock(self) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            close_quietly(self._descriptor)
             self._descriptor = None
 
     def _busy(self) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.regular_file import close_quietly
 from preprocess.shards.location import LOCK_SUFFIX
 from preprocess.shards.shard_index import CHECKSUM_BYTES, shard_index
 from preprocess.synced_folders import make_folders, sync_folder
@@ -78,8 +79,7 @@ class ShardFile:
         with suppress(OSError):
             if self._is_own():
                 self._unfinished.unlink()
-        with suppress(OSError):
-            os.close(self._file)
+        close_quietly(self._file)
 
     def _finish(self) -> None:
         try:
@@ -92,7 +92,7 @@ class ShardFile:
             self.discard()
             raise
         self._is_done = True
-        os.close(self._file)
+        close_quietly(self._file)
         sync_folder(self._path.parent)
 
     def _is_own(self) -> bool:

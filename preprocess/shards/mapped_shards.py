@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preprocess.read_meter import CHECK, OPEN, Reading, ReadMeter
-from preprocess.regular_file import FileIdentity, identity_of, open_regular, read_into
+from preprocess.regular_file import FileIdentity, close_quietly, identity_of, open_regular, read_into
 from preprocess.shards.arrays import shard_key
 from preprocess.shards.checksum import crc32c
 from preprocess.shards.chunk_marks import ChunkMarks
@@ -53,7 +53,7 @@ class OpenFile:
         self.descriptor = descriptor
 
     def __del__(self) -> None:
-        os.close(self.descriptor)
+        close_quietly(self.descriptor)
 
 
 @dataclass(slots=True, eq=False)

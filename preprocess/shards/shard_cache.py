@@ -23,7 +23,7 @@ from pathlib import Path
 
 from preprocess.file_lock import FileLockedError, lock_file
 from preprocess.links import LinkedPathError, check_unlinked, open_unlinked
-from preprocess.regular_file import check_regular, open_regular, read_regular
+from preprocess.regular_file import check_regular, close_quietly, open_regular, read_regular
 from preprocess.shards.arrays import PIXELS, shard_key
 from preprocess.system_errors import system_reason
 
@@ -147,7 +147,7 @@ class ShardCache:
             incoming.unlink(missing_ok=True)
             raise
         finally:
-            os.close(descriptor)
+            close_quietly(descriptor)
         return True
 
     def _disable(self, error: OSError) -> bool:
@@ -185,7 +185,7 @@ class ShardCache:
         try:
             yield
         finally:
-            os.close(descriptor)
+            close_quietly(descriptor)
 
     def _recorded_size(self) -> int | None:
         with suppress(OSError, ValueError):
