@@ -46,7 +46,7 @@ class FakeCommands(Commands):
         super().__init__()
         self.answer, self.does = answer, does
 
-    def run(self, command, folder, *, timeout_s):
+    def run(self, command, folder, *, timeout_s, environment=None):
         self.does(command)
         return self.answer
 

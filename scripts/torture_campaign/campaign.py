@@ -44,11 +44,13 @@ class Campaign:
         base: the folder of all files of the campaign.
         report: called with each outcome.
         keeps_folders: whether the folders of cases are kept.
+        shim: a library that every command loads, which does nothing without orders (`call_faults`).
     """
 
     base: Path
     report: Callable[[Outcome, Trial], None]
     keeps_folders: bool = False
+    shim: Path | None = None
     errors: list[str] = field(default_factory=list)
     num_left: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -100,7 +102,7 @@ class Campaign:
             commands.end()
 
     def _commands(self) -> Commands:
-        commands = Commands()
+        commands = Commands(self.shim)
         self._open.append(commands)
         return commands
 

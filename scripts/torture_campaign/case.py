@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.torture_campaign.commands import Commands, Finished
 from scripts.torture_campaign.verdict import Judgement, Verdict, worst_of
 
-KINDS = ("packs", "runs", "images", "archives", "kills")
+KINDS = ("packs", "runs", "images", "archives", "kills", "calls")
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ class Trial:
     log: list[Finished] = field(default_factory=list)
     parts: list[Outcome] = field(default_factory=list)
 
-    def run(self, command: list[str], *, timeout_s: float) -> Finished:
-        """Run a command in a new working folder beside the case's files."""
+    def run(self, command: list[str], *, timeout_s: float, environment: Mapping[str, str] | None = None) -> Finished:
+        """Run a command in a new working folder beside the case's files, with more variables in its environment."""
         where = self.folder / f"cwd-{len(self.log)}"
         where.mkdir()
-        finished = self.commands.run(command, where, timeout_s=timeout_s)
+        finished = self.commands.run(command, where, timeout_s=timeout_s, environment=environment or {})
         self.log.append(finished)
         return finished
 

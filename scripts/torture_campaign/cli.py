@@ -14,15 +14,16 @@ from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 
+from scripts.torture_campaign.call_faults import build_shim
 from scripts.torture_campaign.campaign import Campaign, Kind, remove
 from scripts.torture_campaign.case import KINDS, Case, Outcome, Trial
 from scripts.torture_campaign.kinds import make_kind
 from scripts.torture_campaign.report import documented, is_clean, table
 from scripts.torture_campaign.verdict import first_line
 
-COUNTS = {"packs": 400, "runs": 150, "images": 250, "archives": 100, "kills": 40}
+COUNTS = {"packs": 400, "runs": 150, "images": 250, "archives": 100, "kills": 40, "calls": 300}
 # In a sample, the number of cases of each kind per turn, because the cost of a case differs between kinds.
-_SAMPLE_SHARES = {"packs": 6, "runs": 1, "images": 2, "archives": 4, "kills": 1}
+_SAMPLE_SHARES = {"packs": 6, "runs": 1, "images": 2, "archives": 4, "kills": 1, "calls": 2}
 _MIN_FREE_BYTES = 6 << 30
 _IN_MEMORY = Path("/dev/shm")
 
@@ -87,7 +88,15 @@ def _run(options: argparse.Namespace, base: Path) -> int:
             print(f"FAILED  {outcome}", flush=True)
 
     minutes = options.budget_minutes if options.minutes is None else options.minutes
-    campaign = Campaign(base, report, keeps_folders=options.keep is not None)
+    shim = None
+    if "calls" in options.only:
+        built = build_shim(base)
+        if isinstance(built, str):
+            print(f"calls left out: the library that makes the faults {built}", flush=True)
+            options.only.remove("calls")
+        else:
+            shim = built
+    campaign = Campaign(base, report, keeps_folders=options.keep is not None, shim=shim)
     try:
         kinds = {name: make_kind(name, base) for name in options.only}
         # Start with the slowest kinds.

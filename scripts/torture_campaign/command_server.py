@@ -96,6 +96,9 @@ def _run_command(request: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, FILE_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.chdir(request["cwd"])
+    if orders := request.get("environment"):
+        os.environ.update(orders)
+        ctypes.CDLL(None).torture_arm()  # of the shim, which read the environment when this server started
     command, *arguments = request["command"]
     sys.argv = [command, *arguments]
     sys.exit(importlib.import_module(COMMANDS.get(command, command)).main())

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -92,19 +94,29 @@ class CommandServer:
 
     Args:
         role: ``packing`` or ``training``, the modules that it has imported.
+        shim: a library that is loaded before libc (`call_faults`), if any.
     """
 
     role: str
+    shim: Path | None = None
     _process: subprocess.Popen[bytes] | None = None
     _read: bytes = b""
 
-    def start(self, command: list[str], folder: Path) -> Running:
-        """Start a command in ``folder``; its stdout and stderr are written to files beside that folder."""
+    def start(self, command: list[str], folder: Path, environment: Mapping[str, str] = MappingProxyType({})) -> Running:
+        """Start a command in ``folder``; its stdout and stderr are written to files beside that folder.
+
+        Args:
+            command: the command line.
+            folder: its working folder.
+            environment: the orders for the shim.
+        """
         if self._process is None:
             self._process = self._launch()
         assert self._process.stdin is not None
         stdout, stderr = folder.with_name(f"{folder.name}.out"), folder.with_name(f"{folder.name}.err")
-        request = {"command": command, "cwd": str(folder), "stdout": str(stdout), "stderr": str(stderr)}
+        request = {"command": command, "cwd": str(folder), "stdout": str(stdout), "stderr": str(stderr)} | {
+            "environment": dict(environment)
+        }
         self._process.stdin.write((json.dumps(request) + "\n").encode())
         self._process.stdin.flush()
         started_s = time.monotonic()
@@ -119,7 +131,7 @@ class CommandServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            env=command_environment(),
+            env=command_environment() | ({} if self.shim is None else {"LD_PRELOAD": str(self.shim)}),
             start_new_session=True,
         )
         self._process = process
@@ -169,20 +181,29 @@ class CommandServer:
 class Commands:
     """The two servers of one worker; each command runs in the server that has imported it."""
 
-    packing: CommandServer = field(default_factory=lambda: CommandServer("packing"))
-    training: CommandServer = field(default_factory=lambda: CommandServer("training"))
+    shim: Path | None = None
     has_ended: bool = False
 
-    def start(self, command: list[str], folder: Path) -> Running:
+    def __post_init__(self) -> None:
+        self.packing, self.training = CommandServer("packing", self.shim), CommandServer("training", self.shim)
+
+    def start(self, command: list[str], folder: Path, environment: Mapping[str, str] = MappingProxyType({})) -> Running:
         """Start a command in ``folder``."""
         if self.has_ended:
             raise RuntimeError("the campaign was stopped")
         server = self.packing if command[0] in _PACKING else self.training
-        return server.start(command, folder)
+        return server.start(command, folder, environment)
 
-    def run(self, command: list[str], folder: Path, *, timeout_s: float) -> Finished:
+    def run(
+        self,
+        command: list[str],
+        folder: Path,
+        *,
+        timeout_s: float,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> Finished:
         """Run a command in ``folder`` to its end, or kill it at the limit."""
-        return self.start(command, folder).wait(timeout_s)
+        return self.start(command, folder, environment).wait(timeout_s)
 
     def end(self) -> None:
         """Kill both servers permanently."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.torture_campaign.archive_kind import ArchiveKind
+from scripts.torture_campaign.call_kind import CallKind
 from scripts.torture_campaign.campaign import Kind
 from scripts.torture_campaign.image_kind import ImageKind
 from scripts.torture_campaign.kill_kind import KillKind
@@ -27,5 +28,6 @@ def make_kind(name: str, base: Path) -> Kind:
         "images": ImageKind,
         "archives": ArchiveKind,
         "kills": lambda: KillKind(cache),
+        "calls": lambda: CallKind(cache),
     }
     return makers[name]()
