@@ -50,6 +50,7 @@ NO_VALUE = "default"
 """The spelling of None in options and messages."""
 
 OFF = "off"
+_LEAST_AREA = 2.0**-126
 """The value of `cache` that disables it."""
 
 OWN_BATCHES = "batches of your own"
@@ -575,10 +576,7 @@ class TrainConfig:
             parse_devices(self.devices)
         if self.profile_steps is not None:
             parse_profile_steps(self.profile_steps)
-        if not re.fullmatch(r"inf|\d+(\.\d+)?", self.clip_order) or not float(self.clip_order) >= 1:
-            raise SettingError(
-                "clip_order", "{setting} must be a number of at least 1, or inf, got {value!r}", value=self.clip_order
-            )
+        _check_lower_bounds(self.clip_order, self.crop_area)
         if self.synthetic and self.data is not None:
             raise SettingError(
                 "data",
@@ -645,6 +643,18 @@ def epochs_in(value: Any) -> float | None:
     """Return the epochs that a value such as "0.5e" of a setting counted in steps stands for; None for others."""
     found = re.fullmatch(r"([0-9]{1,10}(?:\.[0-9]{1,10})?)e", value) if isinstance(value, str) else None
     return None if found is None else float(found[1])
+
+
+def _check_lower_bounds(clip_order: str, crop_area: float) -> None:
+    """Raise SettingError for a value below what its declaration cannot say: one of text, or just above 0."""
+    if not re.fullmatch(r"inf|[0-9]+(\.[0-9]+)?", clip_order) or not float(clip_order) >= 1:
+        raise SettingError(
+            "clip_order", "{setting} must be a number of at least 1, or inf, got {value!r}", value=clip_order
+        )
+    if crop_area < _LEAST_AREA:
+        raise SettingError(
+            "crop_area", "{setting} must be above 0 in float32, got {value}: 0.08 is usual", value=crop_area
+        )
 
 
 def settings_table() -> list[dict[str, str]]:

@@ -8,6 +8,7 @@ import re
 from typing import NamedTuple
 
 from engine.settings import LARGEST_FLOAT32, SettingError
+from preprocess.quantities import parse_float
 
 _FACTORS = ("learning_rate", "weight_decay")
 _OPENING, _CLOSING = "([{", ")]}"
@@ -70,7 +71,7 @@ def _parse_group(text: str) -> Group:
 
 def _parse_factor(name: str, value: str) -> float:
     try:
-        factor = float(value.removesuffix("x"))
+        factor = parse_float(value.removesuffix("x"))
     except ValueError:
         factor = math.nan
     if not 0 <= factor <= LARGEST_FLOAT32:

@@ -5,6 +5,7 @@ The runtime is jax's own. Must be called before anything else uses jax.
 
 import atexit
 import os
+import re
 import socket
 import sys
 import time
@@ -84,7 +85,7 @@ def check_address(coordinator: str | None, num_processes: int | None, process_id
             "the coordinator's address, the number of processes and the number of this process belong together, but "
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: give all three, or none of them"
         )
-    if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+    if coordinator is not None and not re.fullmatch("[0-9]{1,5}", coordinator.rpartition(":")[2]):
         raise ValueError(f"the coordinator must be HOST:PORT, got {coordinator!r}: give both")
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise ValueError(f"the number of this process must lie in 0 … {num_processes - 1}, got {process_id}")

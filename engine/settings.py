@@ -19,6 +19,7 @@ from preprocess.suggestions import did_you_mean, nearest
 
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _KEY = "setting"
+_MOST_SHOWN_BITS = 1024
 _WRITABLE = ("s3://", "gs://", "file://")
 
 
@@ -105,7 +106,7 @@ class SettingError(ConfigError):
         # Not the message: copying and unpickling call the constructor with these.
         super().__init__(setting, template)
         self.setting = setting
-        self._found = found
+        self._found = {name: shown(value) for name, value in found.items()}
 
     def render(self, name_setting: Callable[[str], str]) -> str:
         """Return the message; `name_setting` maps the name of each setting to the name to show, such as its option."""
@@ -113,6 +114,29 @@ class SettingError(ConfigError):
 
     def __str__(self) -> str:
         return self.render(str)
+
+
+def shown(value: Any) -> Any:
+    """Return a value as a message can show it: Python does not convert integers of many digits to text."""
+    if isinstance(value, int) and value.bit_length() > _MOST_SHOWN_BITS:
+        return _LongInteger(value)
+    return (
+        [shown(each) for each in value]
+        if type(value) is list
+        else (tuple(map(shown, value)) if type(value) is tuple else value)
+    )
+
+
+class _LongInteger:
+    """Stands in a message for an integer that nobody would read."""
+
+    def __init__(self, value: int) -> None:
+        self._text = f"an integer of {value.bit_length():,} bits"
+
+    def __str__(self) -> str:
+        return self._text
+
+    __repr__ = __str__
 
 
 class UnknownSettingError(SettingError, TypeError):
@@ -199,7 +223,7 @@ class Setting(Declaration):
         if self.between is not None:
             low, high = self.between
             # Written so that NaN fails too.
-            if not (low <= value <= high and math.isfinite(value)):
+            if not (low <= value <= high and (type(value) is int or math.isfinite(value))):
                 rule = "be at least {low} and finite in float32" if high == LARGEST_FLOAT32 else "lie in {low} … {high}"
                 raise SettingError(
                     self.name, f"{{setting}} must {rule}, got {{value}}", low=low, high=high, value=value
@@ -218,11 +242,9 @@ class Setting(Declaration):
         """Validate the numbers of R, G and B, given as any sequence, and return them as a tuple of floats."""
         low, high = self.between or (-math.inf, math.inf)
         try:
-            channels = tuple(
-                float(each) for each in value if isinstance(each, numbers.Real) and not isinstance(each, bool)
-            )
+            channels = tuple(float(each) for each in value if is_number(each, numbers.Real))
             num_given = len(value)
-        except TypeError:
+        except (TypeError, OverflowError):
             channels, num_given = (), 0
         if len(channels) != 3 or num_given != 3 or not all(low <= each <= high for each in channels):
             raise SettingError(
@@ -238,9 +260,8 @@ class Setting(Declaration):
         kind: Any = self.kind
         if kind is str and isinstance(value, os.PathLike):
             value = os.fspath(value)
-        # NumPy registers its integers and floats as these. A Python bool is an integer too, but is not accepted as one.
-        accepted = {bool: bool, int: numbers.Integral, float: numbers.Real, str: str}[kind]
-        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        accepted = {int: numbers.Integral, float: numbers.Real}.get(kind)
+        if not (isinstance(value, kind) if accepted is None else is_number(value, accepted)):
             raise SettingError(
                 self.name,
                 "{setting} must be of type {kind}{optional}, got {value!r} of type {found}",
@@ -257,6 +278,15 @@ class Setting(Declaration):
             return kind(value)
         except OverflowError:
             raise SettingError(self.name, "{setting} must be finite, got an integer larger than any float") from None
+
+
+def is_number(value: object, kind: type) -> bool:
+    """Return whether a value is a number of a kind, `numbers.Integral` or `numbers.Real`, of Python or NumPy.
+
+    A Python bool is an integer too, and NumPy registers its differences of times as integers: neither is accepted.
+    """
+    is_time = getattr(getattr(value, "dtype", None), "kind", None) == "m"
+    return isinstance(value, kind) and not isinstance(value, bool) and not is_time
 
 
 def check_local_paths(**values: str | None) -> None:

@@ -93,7 +93,7 @@ VALID = {
     "crop": st.sampled_from(["centre", "random", "resized"]),
     "crop_padding": st.integers(0, 2**14),
     "padding_mode": st.sampled_from(["zeros", "reflect"]),
-    "crop_area": st.floats(0, 1),
+    "crop_area": st.floats(2.0**-126, 1),
     "flip": st.floats(0, 1),
     "brightness": st.floats(0, 1),
     "contrast": st.floats(0, 1),
@@ -614,3 +614,30 @@ def test_three_numbers_of_the_channels():
             TrainConfig(mean=value)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"std must be three numbers in 0\.004 … 1"):
         TrainConfig(std=(0.0, 0.5, 0.5))
+
+
+NUMBERS = [name for name, each in SETTINGS.items() if each.kind in (int, float, tuple)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_difference_of_times_and_an_integer_without_end_are_no_number(name):
+    is_triple = SETTINGS[name].kind is tuple
+    for value in (np.timedelta64(1, "D"), np.timedelta64(1, "s"), 2**10_000, -(10**5_000)):
+        with pytest.raises(SettingError, match=f"^{name} must ") as caught:
+            TrainConfig(**{name: [value] * 3 if is_triple else value})  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("area", [0, 0.0, 1e-300, 1e-45])
+def test_a_crop_has_an_area(area):
+    with pytest.raises(SettingError, match=r"^crop_area must be above 0 in float32, got .*: 0\.08 is usual"):
+        TrainConfig(crop_area=area)
+    assert TrainConfig(crop_area=2.0**-126).crop_area > 0
+
+
+@pytest.mark.parametrize(
+    "value", [{"clip_order": "١٢"}, {"groups": "conv1/*:learning_rate=١x"}, {"devices": "٢"}, {"profile_steps": "١:٢"}]
+)
+def test_digits_of_other_scripts_are_no_number(value):
+    with pytest.raises(SettingError):
+        TrainConfig(**value)

@@ -111,3 +111,17 @@ def test_names_and_suggestions_do_not_load_jax():
     modules = "models.names, preprocess.suggestions, preprocess.commands.completion"
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_number_of_a_command_is_in_the_digits_0_to_9(name):
+    command, checked = command_of(name), 0
+    for param in command.params:
+        kinds = [param.type, getattr(param.type, "_kind", None)]
+        kinds.append(getattr(kinds[1], "_kind", None))
+        numbers = [each for each in kinds if isinstance(each, (click.types.IntParamType, click.types.FloatParamType))]
+        for kind in numbers:
+            with pytest.raises(click.BadParameter, match=r"'١٢' is not a number in the digits 0 to 9"):
+                kind.convert("١٢", param, None)  # type: ignore[arg-type]
+            checked += 1
+    assert checked or name in ("export-weights", "explain-program", "inspect-shards", "list-runs", "report-run")

@@ -14,11 +14,14 @@ from engine.named_parts import OWN_PARTS
 from engine.settings import Setting
 from models.names import MODEL_NAMES
 from preprocess.commands.completion import Complete, complete_file, complete_folder, complete_word
-from preprocess.commands.suggesting import SuggestingChoice
+from preprocess.commands.suggesting import SuggestingChoice, ascii_only
 
 type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-_NUMBERS: Mapping[type, click.types.IntParamType | click.types.FloatParamType] = {int: click.INT, float: click.FLOAT}
+_NUMBERS: Mapping[type, click.types.IntParamType | click.types.FloatParamType] = {
+    int: ascii_only(click.INT),
+    float: ascii_only(click.FLOAT),
+}
 _COMPLETE: Mapping[str | None, Complete] = {
     "model": complete_word(lambda: ("auto", *MODEL_NAMES)),
     "folder": complete_folder,
@@ -57,7 +60,7 @@ def setting_option(name: str) -> Decorator:
             "shell_complete": _COMPLETE.get(setting.completion),
         }
     if setting.kind is tuple:
-        values |= {"type": click.FLOAT, "nargs": 3}
+        values |= {"type": _NUMBERS[float], "nargs": 3}
     if setting.joined_by is not None:
         values |= {"multiple": True, "callback": _joining(setting.joined_by)}
     if setting.default_text is not None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from engine.settings import SettingError
+from engine.settings import SettingError, is_number, shown
 
 CropName = Literal["centre", "random", "resized"]
 PaddingName = Literal["zeros", "reflect"]
@@ -194,18 +194,18 @@ class Augmentation:
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= int(value) <= high:
-        raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+    if not is_number(value, numbers.Integral) or not low <= int(value) <= high:
+        raise ValueError(f"{name} must be an integer from {low} to {high}, got {shown(value)!r}")
     return int(value)
 
 
 def _real(name: str, value: Any, low: float, high: float) -> float:
     try:
-        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+        number = float(value) if is_number(value, numbers.Real) else math.nan
     except OverflowError:  # an integer too large for a float
         number = math.nan
     if not low <= number <= high:
-        raise ValueError(f"{name} must be a number in {low} … {high}, got {value!r}")
+        raise ValueError(f"{name} must be a number in {low} … {high}, got {shown(value)!r}")
     return number
 
 

@@ -18,6 +18,7 @@ from engine.control.board import ControlBoard
 from engine.control.event import ControlEvent
 from engine.control.request import CALLBACK_ORIGIN, ControlRequest
 from engine.run.result import TrainResult
+from engine.settings import is_number
 from engine.stream.function_sink import RecordFunction
 from engine.stream.sinks import EvaluationRecord, LossRecord
 from preprocess.suggestions import did_you_mean
@@ -105,7 +106,7 @@ class RunHandle:
 
 def _as_float(factor: Any) -> Any:
     """Return a real number, also one of NumPy or an array [] of JAX, as a float; anything else unchanged."""
-    if isinstance(factor, numbers.Real) and not isinstance(factor, bool):
+    if is_number(factor, numbers.Real):
         return float(factor)
     if getattr(factor, "shape", None) == () and jnp.issubdtype(factor.dtype, jnp.floating):
         return float(factor)

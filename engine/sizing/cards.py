@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from preprocess.quantities import parse_float
+
 _TEMPLATE = """
 gpu_device_info {{
   name: "{name}" model_str: "sm_{major}.0{feature}" device_vendor: "NVIDIA Corporation"
@@ -90,7 +92,7 @@ def memory_share() -> float:
     if not text:
         return _SHARE
     try:
-        share = float(text)
+        share = parse_float(text)
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:

@@ -24,11 +24,37 @@ class SuggestingChoice(StringChoice):
         return f"{message}{did_you_mean(value, map(str, self.choices)) or '.'}"
 
 
+class _AsciiDigits:
+    """Makes a click type of numbers refuse digits of other scripts, such as ١٢, which Python takes for 12."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number as click does."""
+        kind: Any = super()
+        if isinstance(value, str) and not value.isascii():
+            self.fail(f"{value!r} is not a number in the digits 0 to 9.", param, ctx)  # type: ignore[attr-defined]
+        return kind.convert(value, param, ctx)
+
+
+def ascii_only[T: click.ParamType](kind: T) -> T:  # type: ignore[type-arg]
+    """Return a click type of numbers that refuses digits of other scripts; any other type unchanged."""
+    if not isinstance(kind, (click.types.IntParamType, click.types.FloatParamType)) or isinstance(kind, _AsciiDigits):
+        return kind
+    made: T = object.__new__(type(type(kind).__name__, (_AsciiDigits, type(kind)), {}))
+    vars(made).update(vars(kind))
+    return made
+
+
 class SuggestingCommand(click.Command):
     """A click command whose error message for an unknown option suggests the closest valid one.
 
     The unknown option is compared with each option's spellings and its Python parameter name, which may be longer.
+    Numbers are taken only in the digits 0 to 9.
     """
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        super().__init__(*args, **values)
+        for param in self.params:
+            param.type = ascii_only(param.type)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments as click does, but if an option is unknown, suggest a similar one."""

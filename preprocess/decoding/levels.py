@@ -9,6 +9,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.quantities import parse_float
+
 
 @dataclass(frozen=True)
 class Levels:
@@ -36,7 +38,7 @@ class Levels:
         """Parse "0:4095"; raise ValueError for anything else."""
         low, separator, high = text.partition(":")
         try:
-            numbers = float(low), float(high)
+            numbers = parse_float(low), parse_float(high)
         except ValueError:
             separator = ""
         if not separator:

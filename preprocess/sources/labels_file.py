@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preprocess.printable import printable
+from preprocess.quantities import parse_float
 from preprocess.regular_file import read_regular
 from preprocess.shards.classes import MAX_CLASSES
 from preprocess.shards.targets import TargetKind, TargetRows, pack_bits
@@ -201,8 +202,7 @@ def _csv_numbers(reader: _Reader, rows: Iterator[tuple[int, list[str]]], count: 
 
 def _number(reader: _Reader, line: int, text: str) -> float:
     try:
-        # Python also accepts 1_000, which other readers do not.
-        return float("" if "_" in text else text)
+        return parse_float(text)
     except ValueError:
         reader.fail(line, f"{_shown(text)} is not a number" if text.strip() else "a number is missing", "correct it")
 
@@ -239,7 +239,7 @@ def _json_lines(reader: _Reader, lines: Iterator[str]) -> Iterator[tuple[_Entry,
         number = reader.line
         try:
             document = json.loads(line, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             reader.fail(number, f"not valid JSON ({_shown(str(error))})", "write one object per line")
         if not isinstance(document, dict) or document.keys() not in ({"path", "classes"}, {"path", "targets"}):
             found = ", ".join(map(_shown, document)) if isinstance(document, dict) else type(document).__name__
