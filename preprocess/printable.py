@@ -8,6 +8,9 @@ its output. A message that omits the first step is therefore still harmless.
 import os
 import re
 
+_FORMULAS, _BEFORE_FORMULAS = "=+-@＝＋－＠", "\t\r\n"
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?")
+
 MAX_NAME_CHARACTERS = 1_000
 """The maximum number of characters of a name that are shown in a message."""
 
@@ -26,6 +29,21 @@ def printable(name: str | os.PathLike[str]) -> str:
         half = MAX_NAME_CHARACTERS // 2
         name = f"{name[:half]}…{name[-half:]}"
     return name if name.isprintable() else ascii(name)
+
+
+def printable_name(text: str) -> str:
+    """Return text with all its control characters escaped, tabs and line feeds too."""
+    return printable_text(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def spreadsheet_cell(text: str) -> str:
+    """Return text for a cell of a CSV file, after an apostrophe if a spreadsheet would take it for a formula.
+
+    Formulas begin with one of `= + - @`, and run programs or send cells away (OWASP, "CSV injection"). Numbers stay.
+    """
+    begin = text.lstrip()[:1]
+    is_formula = begin in _FORMULAS or text[:1] in _BEFORE_FORMULAS
+    return f"'{text}" if begin and is_formula and not _NUMBER.fullmatch(text) else text
 
 
 def printable_line(text: str) -> str:

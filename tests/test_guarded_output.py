@@ -16,7 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preprocess.commands.guarded_output import GuardedCommand, GuardedStream, terminal_of, write_data
-from preprocess.printable import MAX_NAME_CHARACTERS, printable, printable_line, printable_text
+from preprocess.printable import (
+    MAX_NAME_CHARACTERS,
+    printable,
+    printable_line,
+    printable_name,
+    printable_text,
+    spreadsheet_cell,
+)
 
 HOSTILE = "a\x1b]0;owned\x07b\x1b[2Jc\x9b31md\u202ee\u2066f\x7fg\rh\udce9i\x00j"
 BARE = HOSTILE.replace("\x00", "").replace("\udce9", os.fsdecode(b"\xe9"))
@@ -225,3 +232,22 @@ def test_data_are_exact_in_a_file_and_escaped_on_a_terminal(monkeypatch, is_term
         assert is_harmless(written)
     else:
         assert written == BARE.encode("utf-8", "surrogateescape") + b"\\ud800\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        *(
+            (text, f"'{text}")
+            for text in ("=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\t=1", "\rx", "\n=1", "  =1", "＝1")
+        ),
+        *((text, text) for text in ("tench", "", " ", "-1", "+3.5", "a=b", "great white shark", "'=1", "n01440764")),
+    ],
+)
+def test_a_cell_is_no_formula(text, cell):
+    assert spreadsheet_cell(text) == cell
+
+
+def test_a_name_in_a_line_has_no_control_characters():
+    assert printable_name("a\x1b[2J\tb\nc\rd\u202ee") == "a\\x1b[2J\\tb\\nc\\rd\\u202ee"
+    assert printable_name("café ½") == "café ½"

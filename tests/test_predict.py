@@ -13,12 +13,15 @@ from click.testing import CliRunner
 from PIL import Image
 
 from engine import TrainConfig, evaluate, predict, train
+from engine.commands import predict_cli
 from engine.commands.eval_cli import main as run_eval
 from engine.commands.predict_cli import main as predict_images
+from engine.evaluation.predict import PredictionResult
 from engine.records.weights import read_weights
 from preprocess.decoding.decode import ResizeRule, decode_image
 from preprocess.packing.pack import pack_split
 from preprocess.packing.plan import PackSettings
+from preprocess.shards.classes import ImageClass
 from preprocess.shards.location import open_location
 from preprocess.sources.open_source import open_source
 from tests.toy import Linear, toy_batch, toy_config
@@ -130,6 +133,24 @@ def test_a_photograph_that_cannot_be_decoded_is_listed_and_the_others_are_classi
         (name, rank) for name in ("mixed/z.png", "mixed/b/x.jpg") for rank in "12"
     ]
     assert [int(row["label"]) for row in table[:2]] == found.labels[2, :2].tolist()
+
+
+def test_names_of_classes_are_neither_formulas_nor_escapes_in_csv():
+    names = ("=HYPERLINK(1)", "a\x1b[2Jb\nc", "-1")
+    classes = tuple(ImageClass(each, each) for each in names)
+    result = PredictionResult(
+        ("=1.png", "-2.png"),
+        np.array([[0, 1, 2], [-1] * 3], np.int32),
+        np.array([[0.5, 0.25, 0.25], [np.nan] * 3], np.float32),
+        classes,
+        {1: "@bad\x07"},
+        0.0,
+    )
+    table = list(csv.DictReader(io.StringIO(predict_cli._csv(result), newline="")))
+    expected = ["'=HYPERLINK(1)", "a\\x1b[2Jb\\nc", "-1"]
+    assert [(row["class"], row["name"]) for row in table[:3]] == [(each, each) for each in expected]
+    assert [row["image"] for row in table] == ["'=1.png"] * 3 + ["'-2.png"]
+    assert table[3]["error"] == "'@bad\\x07"
 
 
 @pytest.mark.parametrize(

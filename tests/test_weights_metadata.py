@@ -5,11 +5,14 @@ import os
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
 from engine import TrainConfig, evaluate, train
+from engine.commands.eval_cli import main as run_eval
+from engine.commands.predict_cli import main as predict_images
 from engine.records.weights import read_weights, with_digest
-from engine.records.weights_metadata import classes_of, describe_weights, resize_rule_of
+from engine.records.weights_metadata import check_metadata, classes_of, describe_weights, resize_rule_of
 from preprocess.shards.classes import ImageClass
 from tests.fake_source import CLASSES, fake_source, pack
 
@@ -81,3 +84,84 @@ def test_malformed_classes_are_refused(text):
         classes_of({"classes": text}, "some.file")
     with pytest.raises(ValueError, match=r"the metadata preprocessing of some\.file must be"):
         resize_rule_of({"preprocessing": text.replace("{}", "[]")}, "some.file")
+
+
+IMPOSSIBLE = {
+    "mean": [
+        "",
+        "nan 0 0",
+        "0.5 0.5",
+        "0.5 0.5 0.5 0.5",
+        "0.5 0.5 x",
+        "123 116 103",
+        "-1 0 0",
+        "inf 0 0",
+        "0_1 0 0",
+        "٠ ٠ ٠",
+    ],
+    "std": ["", "0 0 0", "-1 1 1", "nan 1 1", "58 57 57", "1e-30 1 1", "1 1", "1,1,1"],
+    "image_size": [
+        "",
+        "x",
+        "8",
+        "8x",
+        "x8",
+        "0x0",
+        "-8x8",
+        "8x8x3",
+        "8 x 8",
+        "8.0x8.0",
+        "٨x٨",
+        "99999999x8",
+        "70000x8",
+    ],
+    "num_classes": ["", "0", "-3", "3.0", "three", "4", "٣", "65537", "9" * 30],
+    "classes": ["", "{}", '[{"id": 1, "name": "x"}]', json.dumps([{"id": "a", "name": "a"}] * 4)],
+    "steps_done": ["", "-1", "1.5", "many", "١", "9" * 30],
+    "loss": ["", "hinge", "Cross-Entropy"],
+    "targets": ["", "boxes"],
+}
+
+
+@pytest.mark.parametrize(("key", "text"), [(key, text) for key, texts in IMPOSSIBLE.items() for text in texts])
+def test_what_cannot_be_read_or_cannot_be_is_refused_with_its_rule_and_value(key, text):
+    good = describe_weights(model="m", height=8, width=8, mean=(0.5,) * 3, std=(1 / 255, 0.2, 1), num_classes=3)
+    check_metadata({**good, "steps_done": "5", "loss": "mean-squared-error", "targets": "numbers"}, "f", num_classes=3)
+    with pytest.raises(
+        ValueError, match=rf"^the metadata {key} of some\.file must be .+, but are .+: restore the file, or"
+    ):
+        check_metadata(good | {key: text}, "some.file", num_classes=3)
+
+
+def test_values_that_the_user_gives_instead_are_not_needed():
+    check_metadata({"mean": "broken", "std": "broken"}, "f", given={"mean", "std"})
+    with pytest.raises(ValueError, match="the metadata mean of f must be three numbers from 0 to 1, but are 'broken'"):
+        check_metadata({"mean": "broken", "std": "broken"}, "f", given={"std"})
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("mean", "124 116 104"), ("std", "0 0 0"), ("image_size", "6"), ("loss", "hinge"), ("num_classes", "4")],
+)
+def test_commands_refuse_them_and_go_on_with_what_is_given_instead(run, tmp_path, monkeypatch, key, text):
+    stored = read_weights(run / WEIGHTS)
+    metadata = {name: value for name, value in stored.metadata.items() if name not in ("digest", "sha256")}
+    save_file(stored.tensors, tmp_path / WEIGHTS, metadata | {key: text})
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+    (tmp_path / "image.png").write_bytes(b"no image")
+    evaluate_file = ["--weights", str(tmp_path / WEIGHTS), "--data", str(run.parent / "data"), "--batch", "4"]
+    for command, words in (
+        (run_eval, evaluate_file),
+        (predict_images, [str(tmp_path / WEIGHTS), str(tmp_path / "image.png")]),
+    ):
+        said = CliRunner().invoke(command, words).stderr
+        assert f"the metadata {key} of {tmp_path / WEIGHTS} must be " in said, said
+        assert repr(text) in said
+    remedy = {
+        "mean": ["--mean", "0.5", "0.5", "0.5"],
+        "std": ["--std", "0.2", "0.2", "0.2"],
+        "image_size": ["--image-size", "6"],
+    }
+    if key in remedy:
+        result = CliRunner().invoke(run_eval, [*evaluate_file, *remedy[key]])
+        assert "evaluation" in result.stdout, result.stderr

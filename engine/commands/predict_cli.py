@@ -25,7 +25,7 @@ from preprocess.commands.guarded_output import write_data
 from preprocess.commands.storage import storage_option
 from preprocess.commands.suggesting import SuggestingChoice
 from preprocess.decoding.default_resize import MAX_SIZE
-from preprocess.printable import printable
+from preprocess.printable import printable, printable_name, spreadsheet_cell
 from preprocess.quantities import quantity
 from preprocess.storage_options import parse_pairs
 
@@ -236,10 +236,18 @@ def _csv(result: "PredictionResult") -> str:
     rows: list[tuple[Any, ...]] = [_COLUMNS]
     for index, image in enumerate(result.images):
         if index in result.failures:
-            rows.append((image, "", "", "", "", "", result.failures[index]))
+            rows.append((spreadsheet_cell(image), "", "", "", "", "", _cell(result.failures[index])))
             continue
-        rows += [(image, rank, *each, "") for rank, each in enumerate(_ranked(result, index), start=1)]
+        rows += [
+            (spreadsheet_cell(image), rank, label, _cell(identifier), _cell(name), share, "")
+            for rank, (label, identifier, name, share) in enumerate(_ranked(result, index), start=1)
+        ]
     return "".join(map(_csv_line, rows))
+
+
+def _cell(text: str) -> str:
+    """Return the name of a class, which comes with the weights, or a reason; a file's name keeps its characters."""
+    return spreadsheet_cell(printable_name(text))
 
 
 def _csv_line(row: tuple[Any, ...]) -> str:

@@ -31,7 +31,16 @@ from engine.program.statics import NO_OWN_FUNCTIONS
 from engine.program.train_state import TrainModel
 from engine.records.stored.reading import local_copy, naming_in, with_weights
 from engine.records.weights import StoredWeights, read_weights
-from engine.records.weights_metadata import TARGETS, classes_of, resize_rule_of
+from engine.records.weights_metadata import (
+    IMAGE_SIZE,
+    MEAN,
+    STD,
+    TARGETS,
+    check_metadata,
+    classes_of,
+    image_size_in,
+    resize_rule_of,
+)
 from engine.run.signals import StopSignals, ignore_message
 from engine.settings import SettingError
 from preprocess.cores import num_cores
@@ -130,6 +139,9 @@ def _predict(
     stored = read_weights(path) if recorded is None else recorded.weights
     if recorded is not None:
         _check_labels(recorded)
+    given_scale = {key for key, value in ((MEAN, mean), (STD, std)) if value is not None}
+    given_size = {IMAGE_SIZE} if given.get("image_size") is not None else set()
+    check_metadata(stored.metadata, os.fspath(path), given=given_scale | given_size)
     _check_outputs(stored, path)
     if recorded is not None:
         _check_leaves_out(path, {"model": given.get("model"), "mean": mean, "std": std})
@@ -142,7 +154,7 @@ def _predict(
     config = replace(config, loss="cross-entropy", label_smoothing=0.0)
     if "reader_threads" not in given:
         config = replace(config, reader_threads=num_cores())
-    names, source = _open(images, config, stored, recorded, resize_rule, notify)
+    names, source = _open(images, config, stored, os.fspath(path), recorded, resize_rule, notify)
     remedy = _LARGER_CROPS if isinstance(source, PhotographBatches) else _LARGER_ARRAYS
     board = ControlBoard()
     with StopSignals(board, ignore_message):
@@ -195,6 +207,7 @@ def _open(
     images: Any,
     config: TrainConfig,
     stored: StoredWeights,
+    where: str,
     recorded: TrainedRun | None,
     resize_rule: Mapping[str, Any] | None,
     notify: Callable[[str], None],
@@ -206,7 +219,7 @@ def _open(
         raise ValueError("images must contain at least one image, got none: give paths or an array uint8 [N, H, W, 3]")
     if isinstance(images, Sequence) and images and all(isinstance(each, str | os.PathLike) for each in images):
         files = list_photographs(images, notify)
-        rule = _rule_of(stored, recorded, resize_rule or {}, notify)
+        rule = _rule_of(stored, where, recorded, resize_rule or {}, notify)
         batch, timeout_s = _batch_for(len(files), config), config.infeed_timeout_s
         return files, PhotographBatches(files, rule, batch=batch, timeout_s=timeout_s)
     array = np.asarray(images)
@@ -225,14 +238,24 @@ def _power_of_two(number: int) -> int:
 
 
 def _rule_of(
-    stored: StoredWeights, recorded: TrainedRun | None, given: Mapping[str, Any], notify: Callable[[str], None]
+    stored: StoredWeights,
+    where: str,
+    recorded: TrainedRun | None,
+    given: Mapping[str, Any],
+    notify: Callable[[str], None],
 ) -> ResizeRule:
     """Return the resize rule of the weights with the given values replaced; say so if the weights record none."""
-    found = resize_rule_of(stored.metadata, "the weights")
+    found = resize_rule_of(stored.metadata, where)
     if found is not None:
-        return ResizeRule.from_json({**found, **given})
-    height = stored.metadata.get("image_size", "").partition("x")[0]
-    size = given.get("size") or (recorded.height if recorded else int(height) if height.isdecimal() else _USUAL_SIZE)
+        try:
+            return ResizeRule.from_json({**found, **given})
+        except ValueError as error:
+            with_others = f", with {', '.join(given)} as given" if given else ""
+            raise ValueError(
+                f"the metadata preprocessing of {where} must be a resize rule{with_others}, but {error}"
+            ) from None
+    height, _ = image_size_in(stored.metadata.get(IMAGE_SIZE, "")) or (_USUAL_SIZE, 0)
+    size = given.get("size") or (recorded.height if recorded else height)
     rule = ResizeRule(**{"size": size, "resize": default_resize(size), **given})
     if not {"size", "resize", "resample"} <= given.keys():
         notify(

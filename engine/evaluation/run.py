@@ -177,7 +177,7 @@ def evaluate_weights(
     stored, changes = rename_head(given, find_network(name).head)
     for change in changes:
         notify(f"weights: {change}")
-    config = with_recorded_loss(config, stored.metadata)
+    config = with_recorded_loss(config, stored.metadata, file)
     board = ControlBoard()
     with StopSignals(board, ignore_message), ExitStack() as stack:
         num_classes = num_classes_of(name, stored.tensors)

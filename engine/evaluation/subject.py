@@ -10,18 +10,27 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from engine.config import TrainConfig
+from engine.config import SETTINGS, TrainConfig
 from engine.crossing.choice import this_platform
 from engine.evaluation.trained_run import TrainedRun, describe_later_steps
 from engine.feed.batches import EvaluationSource
 from engine.named_parts import NAME_FORM
-from engine.objective.losses import LOSSES, Loss
+from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.program.kernels import replace_missing_kernels
 from engine.program.statics import OwnFunctions
 from engine.program.train_state import TrainModel, init_weights
 from engine.records.weights import StoredWeights, place_tensors
-from engine.records.weights_metadata import LOSS
+from engine.records.weights_metadata import (
+    IMAGE_SIZE,
+    LOSS,
+    MEAN,
+    STD,
+    channels_in,
+    check_metadata,
+    image_size_in,
+    steps_in,
+)
 from engine.run.misfit_errors import too_large_image, unknown_model
 from engine.settings import SettingError
 from engine.updates.update import Weights
@@ -131,7 +140,8 @@ def run_subject(
     registry_name = recorded.model_name if model is None else None
     if model is None:
         model = _build(recorded.model_name, recorded.num_classes, config, size, source)
-    mean, std = (_channels(recorded.weights.metadata.get(name, "")) for name in ("mean", "std"))
+    check_metadata(recorded.weights.metadata, os.fspath(recorded.path), num_classes=recorded.num_classes)
+    mean, std = (channels_in(recorded.weights.metadata.get(name, "")) for name in (MEAN, STD))
     if mean is None or std is None:
         raise ValueError(
             f"the weights of a run must record the mean and std of its pixels, but those in {recorded.path} do not: "
@@ -140,7 +150,7 @@ def run_subject(
     weights = _place(recorded.weights, registry_name, model, os.fspath(recorded.path))
     config = replace_missing_kernels(config, recorded.config, this_platform(), notify)
     config = replace(config, image_size=size)
-    step = _steps_done(recorded.weights)
+    step = steps_in(recorded.weights.metadata)
     return Subject(model, weights, config, mean, std, recorded.num_classes, step, recorded.model_name)
 
 
@@ -161,11 +171,18 @@ def file_subject(
     """
     name = registry_name_of(path, stored, config)
     num_classes = num_classes_of(name, stored.tensors)
+    chosen = {MEAN: mean, STD: std, IMAGE_SIZE: config.image_size}
+    given = {key for key, value in chosen.items() if value is not None}
+    for key in (MEAN, STD):
+        SETTINGS[key].checked(chosen[key])
+    check_metadata(stored.metadata, path, num_classes=num_classes, given=given)
     size = _crop_of_file(config, stored, source, notify, remedy)
     model = _build(name, num_classes or 1, config, size, source)
     weights = _place(stored, name, model, path)
     mean, std = _scale_of_file(stored, mean, std, notify)
-    return Subject(model, weights, replace(config, image_size=size), mean, std, num_classes, _steps_done(stored), name)
+    return Subject(
+        model, weights, replace(config, image_size=size), mean, std, num_classes, steps_in(stored.metadata), name
+    )
 
 
 def describe_weights_of(
@@ -181,11 +198,16 @@ def describe_weights_of(
         notify(notice)
 
 
-def with_recorded_loss(config: TrainConfig, metadata: Mapping[str, str]) -> TrainConfig:
-    """Return the settings with the loss that the metadata of weights record, unless they have another one already."""
+def with_recorded_loss(config: TrainConfig, metadata: Mapping[str, str], where: str) -> TrainConfig:
+    """Return the settings with the loss that the metadata of weights record, unless they have another one already.
+
+    Raises:
+        ValueError: if it is none of the ready-made losses; `where` is the file's name in the message.
+    """
     recorded = metadata.get(LOSS)
-    if recorded not in LOSSES or config.loss != TrainConfig().loss:
+    if recorded is None or config.loss != TrainConfig().loss:
         return config
+    check_metadata({LOSS: recorded}, where)
     return TrainConfig(**(config.to_json() | {"loss": recorded}))
 
 
@@ -230,16 +252,11 @@ def _place(stored: StoredWeights, registry_name: str | None, model: TrainModel, 
     return jax.device_put(placed)
 
 
-def _steps_done(stored: StoredWeights) -> int:
-    text = stored.metadata.get("steps_done", "0")
-    return int(text) if text.isdecimal() else 0
-
-
 def _scale_of_file(
     stored: StoredWeights, mean: Channels | None, std: Channels | None, notify: Callable[[str], None]
 ) -> tuple[Channels, Channels]:
     given = mean, std
-    in_file = tuple(_channels(stored.metadata.get(name, "")) for name in ("mean", "std"))
+    in_file = tuple(channels_in(stored.metadata.get(name, "")) for name in (MEAN, STD))
     chosen_mean, chosen_std = (
         next(each for each in choices if each is not None)
         for choices in zip(given, in_file, (IMAGENET_MEAN, IMAGENET_STD), strict=True)
@@ -248,15 +265,6 @@ def _scale_of_file(
         texts = [" ".join(f"{each:g}" for each in part) for part in (chosen_mean, chosen_std)]
         notify(f"pixels: normalised with mean {texts[0]} and std {texts[1]}, as torchvision's ImageNet weights expect")
     return chosen_mean, chosen_std
-
-
-def _channels(text: str) -> Channels | None:
-    """Parse three numbers; return None if the text is anything else."""
-    try:
-        red, green, blue = (float(part) for part in text.split())
-    except ValueError:
-        return None
-    return red, green, blue
 
 
 def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSource, remedy: str) -> int | None:
@@ -306,11 +314,11 @@ def _crop_of_file(
         raise _too_large(config.image_size, source, remedy)
     if config.image_size is not None:
         return config.image_size
-    height, _, width = stored.metadata.get("image_size", "").partition("x")
-    if height.isdecimal() and int(height) > least:
+    height, width = image_size_in(stored.metadata.get(IMAGE_SIZE, "")) or (0, 0)
+    if height > least:
         notify(
             f"warning: the weights were trained on images of {height} × {width} px, but these images are "
             f"{source.height} × {source.width} px: {remedy}, as the network is less accurate on others"
         )
-    is_smaller = height == width and height.isdecimal() and int(height) <= least
-    return int(height) if is_smaller and (source.height, source.width) != (int(height),) * 2 else None
+    is_smaller = height == width and 0 < height <= least
+    return height if is_smaller and (source.height, source.width) != (height, height) else None

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 
 from engine.config import ProfileFormat
 from engine.profile.table import Profile, ProfileRow, ScopeRow
+from preprocess.printable import spreadsheet_cell
 
 COLUMNS = (
     "Phase",
@@ -57,8 +58,8 @@ def to_csv(profile: Profile) -> str:
     rows: list[_Row] = [*profile.rows, *profile.scopes]
     for row in rows:
         values = [row.mean_s, row.std_s, row.calls, row.samples_per_s, row.total_s, row.percent]
-        about = [row.scope, 1] if isinstance(row, ScopeRow) else ["", int(row.is_estimated)]
-        writer.writerow([row.phase, row.action, *values, *about])
+        about = [spreadsheet_cell(row.scope), 1] if isinstance(row, ScopeRow) else ["", int(row.is_estimated)]
+        writer.writerow([*map(spreadsheet_cell, (row.phase, row.action)), *values, *about])
     return out.getvalue()
 
 

@@ -99,8 +99,8 @@ def summarise(name: str, result: PackResult, location: Location) -> None:
     )
     if manifest.num_classes == 1 and targets is None:
         click.echo(
-            f"warning: all images of {name} belong to one class, {manifest.classes[0].id}; SOURCE should be the folder "
-            "that contains the class folders",
+            f"warning: all images of {name} belong to one class, {printable(manifest.classes[0].id)}; SOURCE should be "
+            "the folder that contains the class folders",
             err=True,
         )
     _warn_of_notes(result.notes, manifest.resize_rule.get("levels"))
