@@ -16,8 +16,10 @@ from engine.images.settings import MAX_AUTO_AUGMENT_OPS, NUM_MAGNITUDES, AutoAug
 from engine.patterns import parse_freeze, parse_groups
 from engine.settings import (
     LARGEST_FLOAT32,
+    Belongs,
     ConfigError,
     OnResume,
+    Owner,
     Setting,
     SettingError,
     Stage,
@@ -66,7 +68,12 @@ DATA, TRAINING, OPTIMISER, AUGMENTATION = "Data", "Training", "Optimiser", "Augm
 INFEED, OUTPUT, MONITORING, COMPILATION = "Infeed", "Output", "Monitoring", "Compilation"
 
 _PROGRAM, _RUNTIME, _HOST = Stage.PROGRAM, Stage.RUNTIME, Stage.HOST
-_KEPT, _CHANGES, _PER_LAUNCH = OnResume.KEPT, OnResume.CHANGES, OnResume.PER_LAUNCH
+# Whose a setting is (see `Owner`), and whether a resume may change it.
+_KEPT, _CHANGES = Belongs(Owner.RUN, OnResume.KEPT), Belongs(Owner.RUN, OnResume.CHANGES)
+_CHANGES_IF_SET, _GROWS = Belongs(Owner.RUN, OnResume.CHANGES_IF_SET), Belongs(Owner.RUN, OnResume.GROWS)
+_COMPUTED = Belongs(Owner.RUN, OnResume.COMPUTED)
+_DATA_KEPT, _DATA_CHANGES = Belongs(Owner.DATA, OnResume.KEPT), Belongs(Owner.DATA, OnResume.CHANGES)
+_OF_USER, _OF_LAUNCH = Belongs(Owner.USER, OnResume.CHANGES), Belongs(Owner.LAUNCH, OnResume.CHANGES)
 _COUNT = (0, 2**31 - 2)
 _RATE = (0, LARGEST_FLOAT32)
 
@@ -97,7 +104,7 @@ class TrainConfig:
 
     # fmt: off
     steps: int = setting(
-        1000, TRAINING, _RUNTIME, OnResume.GROWS, "Number of updates.", between=_COUNT, unit="N",
+        1000, TRAINING, _RUNTIME, _GROWS, "Number of updates.", between=_COUNT, unit="N",
         details="0 only compiles and initialises.",
     )
     epochs: float | None = setting(
@@ -149,8 +156,8 @@ class TrainConfig:
         unit="NAME", completion="model",
     )
     init_from: str | None = setting(
-        None, TRAINING, _HOST, _KEPT, "Weights to start from (safetensors, or a PyTorch state dict).", unit="FILE|URL",
-        default_text="drawn from the seed", completion="file",
+        None, TRAINING, _HOST, _DATA_KEPT, "Weights to start from (safetensors, or a PyTorch state dict).",
+        unit="FILE|URL", default_text="drawn from the seed", completion="file",
     )
     precision: PrecisionName = setting(
         "float32", TRAINING, _PROGRAM, _KEPT,
@@ -177,7 +184,7 @@ class TrainConfig:
         between=(0, 1),
     )
     ema_decay: float | None = setting(
-        None, TRAINING, _RUNTIME, OnResume.CHANGES_IF_SET,
+        None, TRAINING, _RUNTIME, _CHANGES_IF_SET,
         "Decay of a moving average of the weights; if set, the average is evaluated and saved instead of the weights.",
         between=(0, 1), default_text="no average",
     )
@@ -200,7 +207,7 @@ class TrainConfig:
     )
 
     data: str | None = setting(
-        None, DATA, _HOST, _CHANGES, "Packed data set: a folder or a URL.", unit="DIR|URL", completion="folder",
+        None, DATA, _HOST, _DATA_CHANGES, "Packed data set: a folder or a URL.", unit="DIR|URL", completion="folder",
         default_text="$FEEDLOOP_DATA, else data/shards, else the demo set",
         details="A data set in an object store is given by its TensorStore URL. A resumed run checks that the data "
         "have not changed.",
@@ -274,7 +281,7 @@ class TrainConfig:
         default_text="set by {warmup_steps}", in_place_of="warmup_steps",
     )
     append_epochs: float | None = setting(
-        None, OPTIMISER, _HOST, _PER_LAUNCH,
+        None, OPTIMISER, _HOST, _OF_LAUNCH,
         "With {resume}: append a cycle of the same schedule to a complete run, of so many passes over the training "
         "split, from the last learning rate up to {learning_rate}.", between=_COUNT, unit="E", default_text="none",
         details="The default of {learning_rate} is then a tenth of the peak before. The warm-up of the cycle has as "
@@ -282,11 +289,11 @@ class TrainConfig:
         "Python, `run_settings` returns the recorded learning rate: give None for the default.",
     )
     cycle_start_steps: int = setting(
-        0, OPTIMISER, _RUNTIME, OnResume.COMPUTED, "Steps before the current cycle of the schedule, set by "
+        0, OPTIMISER, _RUNTIME, _COMPUTED, "Steps before the current cycle of the schedule, set by "
         "{append_epochs}.", between=_COUNT, unit="STEPS", option=(), set_by="append_epochs",
     )
     cycle_start_rate: float = setting(
-        0.0, OPTIMISER, _RUNTIME, OnResume.COMPUTED, "Learning rate from which the current cycle rises, set by "
+        0.0, OPTIMISER, _RUNTIME, _COMPUTED, "Learning rate from which the current cycle rises, set by "
         "{append_epochs}.", between=_RATE, unit="RATE", option=(), set_by="append_epochs",
     )
     cycle_momentum: bool = setting(
@@ -317,7 +324,7 @@ class TrainConfig:
         unit="P|inf", details="inf is the largest magnitude of an element.",
     )
     clip_value: float | None = setting(
-        None, OPTIMISER, _RUNTIME, OnResume.CHANGES_IF_SET,
+        None, OPTIMISER, _RUNTIME, _CHANGES_IF_SET,
         "Largest magnitude of an element of the gradient; larger elements are set to it, before {clip_norm}.",
         between=(1e-30, LARGEST_FLOAT32), unit="VALUE", default_text="no limit",
     )
@@ -437,12 +444,12 @@ class TrainConfig:
     )
 
     run_dir: str | None = setting(
-        None, OUTPUT, _HOST, _PER_LAUNCH, "Folder or URL (s3://, gs://) for settings, losses, snapshots and weights.",
+        None, OUTPUT, _HOST, _OF_LAUNCH, "Folder or URL (s3://, gs://) for settings, losses, snapshots and weights.",
         unit="DIR", default_text="runs/<date>-<time>", completion="folder",
         details="In Python, None writes nothing to disk.",
     )
     resume: bool = setting(
-        False, OUTPUT, _HOST, _PER_LAUNCH, "Continue the run in {run_dir} from its newest snapshot, bit for bit.",
+        False, OUTPUT, _HOST, _OF_LAUNCH, "Continue the run in {run_dir} from its newest snapshot, bit for bit.",
         option=("--resume",),
     )
     snapshot_every_steps: int | None = setting(
@@ -463,26 +470,26 @@ class TrainConfig:
         "{snapshot_every_steps}, only the snapshots at the steps of evaluations are compared ({eval_every_steps}).",
     )
     overwrite: bool = setting(
-        False, OUTPUT, _HOST, _PER_LAUNCH, "Replace the earlier run in {run_dir}.", option=("--overwrite",)
+        False, OUTPUT, _HOST, _OF_LAUNCH, "Replace the earlier run in {run_dir}.", option=("--overwrite",)
     )
 
     profile: bool = setting(
-        False, MONITORING, _HOST, _PER_LAUNCH,
+        False, MONITORING, _HOST, _OF_LAUNCH,
         "Measure how long each phase of the run takes, print a table of it at the end, and write profile.csv.",
         option=("--profile",),
     )
     profile_steps: str | None = setting(
-        None, MONITORING, _HOST, _PER_LAUNCH,
+        None, MONITORING, _HOST, _OF_LAUNCH,
         "Steps whose operations {profile} traces, from START up to but not including STOP, counted from 0.",
         unit="START:STOP", default_text="30 steps after the first 10 of the launch",
         details="The times of forward pass, backward pass and so on come from this window, all other times from the "
         "whole launch. Tracing slows the steps of the window only.",
     )
     profile_format: ProfileFormat = setting(
-        "plain", MONITORING, _HOST, _PER_LAUNCH, "Format in which {profile} prints its table."
+        "plain", MONITORING, _HOST, _OF_LAUNCH, "Format in which {profile} prints its table."
     )
     runtime_report: bool = setting(
-        False, MONITORING, _HOST, _PER_LAUNCH,
+        False, MONITORING, _HOST, _OF_LAUNCH,
         "Print what the runtime did at the end: compilations, batches, waits, snapshots, memory, and goodput.",
         option=("--runtime-report",), details="The run folder has it in any case, as `runtime.json`.",
     )
@@ -496,7 +503,7 @@ class TrainConfig:
         False, MONITORING, _HOST, _CHANGES, "Write TensorBoard event files to the folder tensorboard in {run_dir}.",
     )
     wandb: str | None = setting(
-        None, MONITORING, _HOST, _CHANGES, "Log to this project of Weights & Biases.", unit="PROJECT",
+        None, MONITORING, _HOST, _OF_USER, "Log to this project of Weights & Biases.", unit="PROJECT",
         default_text="off",
     )
     histogram_every_steps: int = setting(
@@ -515,15 +522,15 @@ class TrainConfig:
     log_images_every_epochs: float | None = _in_epochs("pictures", "log_images_every_steps", MONITORING)
 
     compilation_cache: str | None = setting(
-        None, COMPILATION, _HOST, _CHANGES, "Folder of the compilation cache; off disables it.", unit="DIR|off",
+        None, COMPILATION, _HOST, _OF_USER, "Folder of the compilation cache; off disables it.", unit="DIR|off",
         default_text="$JAX_COMPILATION_CACHE_DIR, else the user's cache folder", completion="folder",
     )
     dump_hlo: str | None = setting(
-        None, COMPILATION, _HOST, _PER_LAUNCH, "Write the program's StableHLO and optimised HLO to this folder.",
+        None, COMPILATION, _HOST, _OF_LAUNCH, "Write the program's StableHLO and optimised HLO to this folder.",
         unit="DIR", completion="folder",
     )
     storage_options: str | None = setting(
-        None, DATA, _HOST, _CHANGES,
+        None, DATA, _HOST, _DATA_CHANGES,
         f"How to reach the object store of {{data}}, {{init_from}} and {{run_dir}}: {', '.join(STORAGE_OPTIONS)}.",
         unit="KEY=VALUE", option=("--storage-option",), default_text="$AWS_ENDPOINT_URL, $AWS_REGION",
         joined_by=",",
@@ -542,12 +549,12 @@ class TrainConfig:
         details="The order depends on it. A gigabyte is 10⁹ bytes.",
     )
     cache: str | None = setting(
-        None, DATA, _HOST, _CHANGES, "Folder for copies of the shard files of a remote data set; off disables it.",
+        None, DATA, _HOST, _OF_USER, "Folder for copies of the shard files of a remote data set; off disables it.",
         unit="DIR|off", default_text="off", completion="folder",
         details="Several runs and processes can share the folder.",
     )
     cache_gb: float = setting(
-        50.0, DATA, _HOST, _CHANGES,
+        50.0, DATA, _HOST, _OF_USER,
         "Largest size of {cache}, in GB; the files that have not been used for longest are removed.",
         between=(1e-6, 1e6), unit="GB",
     )

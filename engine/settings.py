@@ -1,4 +1,4 @@
-"""Declarations of settings: default, range, help text, where a setting takes effect and whether a resume may change it.
+"""Declarations of settings: default, range, help text, whose a setting is, where it takes effect, what a resume may do.
 
 Owns the format of a declaration, the validation of values, and the errors about settings. Knows no individual setting
 and no command: options, checks, reference and resume rules are derived from the declarations. Must not import jax, so
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from preprocess.suggestions import did_you_mean, nearest
 
@@ -31,6 +31,20 @@ class Stage(Enum):
     HOST = "on the host only"
 
 
+class Owner(Enum):
+    """Whose a setting is; the values are the words used in the settings reference.
+
+    What names a place to write to or to load programs from, an account, or a command's task must be `USER` or `LAUNCH`:
+    the record of a run and a recipe may come from somebody else, and of these two nothing in them is used.
+    `engine.owners` has the rules.
+    """
+
+    RUN = "of the run: a resume keeps it"
+    DATA = "of the data: where they are read"
+    USER = "of the user and the machine: each launch gives it again"
+    LAUNCH = "belongs to one launch, not to the run"
+
+
 class OnResume(Enum):
     """Whether a resume may change a setting; the values are the words used in the settings reference."""
 
@@ -39,7 +53,13 @@ class OnResume(Enum):
     CHANGES_IF_SET = "may change, but cannot be added or removed"
     GROWS = "may change, to more than the steps already done"
     COMPUTED = "changes with the setting that it is computed from"
-    PER_LAUNCH = "belongs to one launch, not to the run"
+
+
+class Belongs(NamedTuple):
+    """Whose a setting is, and whether a resume may change it."""
+
+    owner: Owner
+    on_resume: OnResume
 
 
 Completion = Literal["model", "folder", "file"]
@@ -53,7 +73,7 @@ class Declaration:
     Attributes:
         group: its heading in `--help` and in the settings reference.
         stage: where it takes effect.
-        on_resume: whether a resume may change it.
+        belongs: whose it is, and whether a resume may change it.
         help_text: one or two sentences for `--help`; the name of a setting in braces is replaced by its option.
         between: the smallest and largest value, None if it is not a number.
         unit: the placeholder for the value in `--help`, None to derive it from the type.
@@ -68,7 +88,7 @@ class Declaration:
 
     group: str
     stage: Stage
-    on_resume: OnResume
+    belongs: Belongs
     help_text: str
     between: tuple[float, float] | None = None
     unit: str | None = None
@@ -81,9 +101,9 @@ class Declaration:
     joined_by: str | None = None
 
 
-def setting[T](default: T, group: str, stage: Stage, on_resume: OnResume, help_text: str, /, **declared: Any) -> T:
+def setting[T](default: T, group: str, stage: Stage, belongs: Belongs, help_text: str, /, **declared: Any) -> T:
     """Return a dataclass field that declares a setting; the arguments are those of `Declaration`."""
-    declaration = Declaration(group=group, stage=stage, on_resume=on_resume, help_text=help_text, **declared)
+    declaration = Declaration(group=group, stage=stage, belongs=belongs, help_text=help_text, **declared)
     field: Any = dataclasses.field(default=default, metadata={_KEY: declaration})
     return field
 
@@ -170,6 +190,16 @@ class Setting(Declaration):
     is_optional: bool
     choices: tuple[str, ...]
     default: Any
+
+    @property
+    def owner(self) -> Owner:
+        """Whose the setting is."""
+        return self.belongs.owner
+
+    @property
+    def on_resume(self) -> OnResume:
+        """Whether a resume may change the setting."""
+        return self.belongs.on_resume
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -345,10 +375,15 @@ def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
             "group": each.group,
             "help": f"{each.render_help(str)} {each.details}".strip(),
             "stage": each.stage.value,
-            "on_resume": each.on_resume.value,
+            "on_resume": _describe_resume(each),
         }
         for each in settings.values()
     ]
+
+
+def _describe_resume(setting: Setting) -> str:
+    """Return what a resume does with a setting."""
+    return setting.owner.value if setting.owner in (Owner.USER, Owner.LAUNCH) else setting.on_resume.value
 
 
 def _describe_options(setting: Setting, settings: Mapping[str, Setting]) -> str:

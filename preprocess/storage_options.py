@@ -23,6 +23,9 @@ DEFAULT_RETRIES = 6
 DEFAULT_TIMEOUT_S = 45.0
 """Default time limit for one small request to a remote store, in seconds; more than the retries take."""
 
+ANONYMOUS = "anonymous"
+"""The value of the option `credentials` with which no keys are sent."""
+
 _INITIAL_DELAY, _MAX_DELAY = "500ms", "8s"
 _DRIVERS = {"s3": "s3", "gcs": "gs", "http": "http"}
 _VENDOR_FILE = Path("/sys/class/dmi/id/sys_vendor")
@@ -47,6 +50,8 @@ class StorageOption:
         is_valid: whether a value is allowed.
         variables: environment variables that give its default for ``s3://``, in the order of precedence.
         elsewhere: what to do instead for a scheme that it does not apply to.
+        is_of_user: whether it says who asks or who pays, or protects what the user writes; none of these is taken from
+            a record.
     """
 
     help_text: str
@@ -55,6 +60,7 @@ class StorageOption:
     is_valid: Callable[[str], bool]
     variables: tuple[str, ...] = ()
     elsewhere: str = "leave it out"
+    is_of_user: bool = False
 
 
 def _is_address(value: str) -> bool:
@@ -84,6 +90,11 @@ def _text(rule: str) -> dict[str, Any]:
     }
 
 
+def _is_region(value: str) -> bool:
+    # It becomes a part of the host's name: with a slash or a colon, the request and its keys would go to another host.
+    return re.fullmatch(r"[A-Za-z0-9_-]{1,64}", value) is not None
+
+
 _S3, _REMOTE = ("s3",), ("s3", "gs", "http")
 
 STORAGE_OPTIONS: Mapping[str, StorageOption] = {
@@ -99,7 +110,8 @@ STORAGE_OPTIONS: Mapping[str, StorageOption] = {
         "Region of the bucket. Default: with an endpoint that of the environment, or us-east-1; else the one that AWS "
         "reports.",
         _S3,
-        **_text("a region such as eu-central-1"),
+        rule="a region such as eu-central-1, of letters, digits, hyphens and underscores",
+        is_valid=_is_region,
         variables=("AWS_REGION", "AWS_DEFAULT_REGION"),
     ),
     "host-header": StorageOption(
@@ -111,23 +123,31 @@ STORAGE_OPTIONS: Mapping[str, StorageOption] = {
         "Source of the keys. Default: environment if $AWS_ACCESS_KEY_ID is set, else profile if there is a file of "
         "credentials, else the role of a container or of a machine of Amazon's, else anonymous.",
         _S3,
-        **_one_of("anonymous", "environment", "profile", "imds", "ecs", "default"),
+        **_one_of(ANONYMOUS, "environment", "profile", "imds", "ecs", "default"),
         elsewhere="for gs:// set $GOOGLE_APPLICATION_CREDENTIALS",
+        is_of_user=True,
     ),
     "profile": StorageOption(
         "Profile in ~/.aws/credentials or $AWS_SHARED_CREDENTIALS_FILE; implies credentials=profile.",
         _S3,
         **_text("the name of a profile"),
+        is_of_user=True,
     ),
-    "requester-pays": StorageOption("Pay for requests to a bucket of someone else.", _S3, **_one_of("true", "false")),
+    "requester-pays": StorageOption(
+        "Pay for requests to a bucket of someone else.", _S3, **_one_of("true", "false"), is_of_user=True
+    ),
     "conditional-writes": StorageOption(
         "Whether packs and runs are protected from other writers by conditional writes. Default: true; a warning names "
         "a store that ignores them.",
         _S3,
         **_one_of("true", "false"),
+        is_of_user=True,
     ),
     "user-project": StorageOption(
-        "Google Cloud project that pays for the requests.", ("gs",), **_text("the identifier of a project")
+        "Google Cloud project that pays for the requests.",
+        ("gs",),
+        **_text("the identifier of a project"),
+        is_of_user=True,
     ),
     "concurrency": StorageOption(
         "Largest number of requests at a time. Default: 32.", ("s3", "gs"), **_number(1, 1024)
@@ -226,6 +246,19 @@ def with_environment(options: Mapping[str, str], location: str) -> dict[str, str
     return found | dict(options)
 
 
+def recorded_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the options in a record that may be used: no account, and no keys for a server that it names.
+
+    If the environment names the same server, the user has named it too, and the keys are sent there.
+    """
+    found = {name: value for name, value in options.items() if not STORAGE_OPTIONS[name].is_of_user}
+    servers = {name: found[name].rstrip("/") for name in ("endpoint", "host-header") if name in found}
+    is_users = servers == {"endpoint": (_from_environment("endpoint") or "").rstrip("/")}
+    if options.get("credentials") == ANONYMOUS or (servers and not is_users):
+        found["credentials"] = ANONYMOUS
+    return found
+
+
 def _from_environment(name: str) -> str | None:
     return next((value for each in STORAGE_OPTIONS[name].variables if (value := os.environ.get(each))), None)
 
@@ -283,7 +316,7 @@ def _credentials(options: Mapping[str, str]) -> dict[str, str]:
         return {"type": "profile"} | ({"profile": named} if (named := os.environ.get("AWS_PROFILE")) else {})
     if any(os.environ.get(name) for name in _ROLE_VARIABLES):
         return {"type": "default"}
-    return {"type": "imds" if "endpoint" not in options and _is_on_ec2() else "anonymous"}
+    return {"type": "imds" if "endpoint" not in options and _is_on_ec2() else ANONYMOUS}
 
 
 def _is_on_ec2() -> bool:

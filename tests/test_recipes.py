@@ -25,7 +25,7 @@ from engine.run.data import open_data
 from engine.run.epochs import settle_epochs, steps_of_epochs
 from engine.run.parts import OwnParts
 from engine.run.resolve import resolve
-from engine.settings import OnResume
+from engine.settings import OnResume, Owner
 from engine.updates.schedules import learning_rate_at
 from models.registry import build_model
 from preprocess.commands.cli import main as preprocess_imagenet
@@ -307,8 +307,8 @@ def test_the_record_of_a_run_is_a_recipe(tmp_path):
     path = record_run(tmp_path / "run", config)
     recipe = load_recipe(path)
     assert (recipe.name, recipe.source) == ("run", str(path))
-    kinds = (OnResume.PER_LAUNCH, OnResume.COMPUTED)
-    per_run = {name for name, each in SETTINGS.items() if each.on_resume in kinds}
+    per_run = {name for name, each in SETTINGS.items() if each.owner in (Owner.USER, Owner.LAUNCH)}
+    per_run |= {name for name, each in SETTINGS.items() if each.on_resume is OnResume.COMPUTED}
     assert recipe.settings == {name: value for name, value in config.to_json().items() if name not in per_run}
     # The steps were counted from the epochs, and so give way to them.
     merged = merge_options(OptionSource("recipe run", recipe.settings), OptionSource("command line", {"batch": 8}))

@@ -62,6 +62,7 @@ FLOORS = (
     "engine.durations",
     "engine.images",
     "engine.config",
+    "engine.owners",
     "engine.named_parts",
     "engine.locations",
     "engine.control",
@@ -87,6 +88,7 @@ FLOORS = (
 # What the program may know of: no sinks, no records, no files.
 PROGRAM_MAY_KNOW = {
     "engine.config",
+    "engine.owners",
     "engine.control",
     "engine.crossing",
     "engine.durations",

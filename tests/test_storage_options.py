@@ -90,7 +90,10 @@ def test_options_survive_text(names):
         ("endpoint", r"^a storage option must be KEY=VALUE, got 'endpoint'; known are endpoint, "),
         ("endpoint=127.0.0.1:9000", r"must be an address such as http://127\.0\.0\.1:9000, .*got '127\.0\.0\.1:9000'$"),
         ("endpoint=http://", "must be an address"),
-        ("region=", "must be a region such as eu-central-1, got ''"),
+        ("region=", "must be a region such as eu-central-1, of .*, got ''"),
+        # TensorStore would send the request, and the signature, to bucket.s3.a.example.
+        ("region=a.example/", r"must be a region .*, got 'a\.example/'$"),
+        ("region=127.0.0.1:9000/b", r"must be a region .*, got '127\.0\.0\.1:9000/b'$"),
         ("credentials=none", "must be one of anonymous, environment, profile, .*, got 'none'"),
         ("retries=-1", r"must be a whole number in 0 … 100, got '-1'"),
         ("timeout=1e3", r"must be a whole number in 1 … 3600"),

@@ -25,16 +25,17 @@ from engine.commands.setting_options import option_names
 from engine.commands.supervisor import keep_runtime_output, supervise, without_option
 from engine.commands.train_options import EPILOG, option_groups, train_options
 from engine.config import NO_VALUE, SETTINGS, TrainConfig
+from engine.owners import STORAGE, recorded_settings
 from engine.peers import Peers, is_of_runtime, is_supervised
 from engine.processes import check_address, join_as, leave_processes, this_process
 from engine.recipes import LoadedRecipe, load_recipe
 from engine.recipes.expected import expected_accuracy
 from engine.run.garbage_collector import keeping_imports
-from engine.settings import OnResume
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
+    from engine.records.recorded_run import RecordedRun
     from engine.run.parts import OwnParts
     from engine.run.result import TrainResult
 
@@ -122,12 +123,18 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
         return _resumed_options(context, recipe)
     if recipe is None:
         return merge_options(command_line(context))
-    merged = merge_options(OptionSource(f"recipe {recipe.name}", recipe.settings), command_line(context))
+    given = command_line(context)
+    settings = recipe.settings
+    if recipe.recorded is not None:
+        settings = settings | {STORAGE: recorded_settings(recipe.recorded.config, given.settings)[STORAGE]}
+    merged = merge_options(OptionSource(f"recipe {recipe.name}", settings), given)
     if recipe.unnamed_data and not (merged.settings["data"] or merged.settings["synthetic"]):
         raise ValueError(
             f"a recipe from a run must contain the location of its data, but {recipe.source} does not contain the "
             f"location of {recipe.unnamed_data}: give --data"
         )
+    if recipe.recorded is not None:
+        _say_what_is_not_used(recipe.recorded, merged)
     changed = ", ".join(merged.overrides)
     click.echo(f"recipe {recipe.name}" + f": the command line overrides {changed}" * bool(changed))
     return merged
@@ -151,19 +158,24 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
         raise ValueError(
             f"a resumed run must keep its recipe, but {run_dir} was not started with {recipe.name}: leave --recipe out"
         )
-    settings = {
-        name: value
-        for name, value in recorded.config.to_json().items()
-        if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH
-    }
+    given = command_line(context)
+    settings = recorded_settings(recorded.config, given.settings)
     if context.params["append_epochs"] is not None:
         del settings["learning_rate"]  # that of the cycles before
-    merged = merge_options(OptionSource(_RECORDED, settings), command_line(context))
+    merged = merge_options(OptionSource(_RECORDED, settings), given)
+    _say_what_is_not_used(recorded, merged)
     origins = {
         name: recorded.origins.get(name, origin) if origin == _RECORDED else origin
         for name, origin in merged.origins.items()
     }
     return replace(merged, origins=origins)
+
+
+def _say_what_is_not_used(recorded: "RecordedRun", merged: MergedOptions) -> None:
+    """Say which settings of a record are the user's or the machine's, and so are not used unless they are given."""
+    line = recorded.describe_replaced(TrainConfig(**merged.settings), options=SETTINGS)
+    if line is not None and this_process().index == 0:
+        say_to_stderr(line)
 
 
 def _supervise(context: click.Context) -> int | None:

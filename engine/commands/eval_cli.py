@@ -6,7 +6,6 @@ jax and numpy are imported where they are first needed, so that `--help` answers
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from engine.commands.setting_options import option_names, overriding_option, set
 from engine.commands.weights_options import mean_option, model_option, parse_snapshot, std_option
 from engine.config import SETTINGS, TrainConfig
 from engine.named_parts import compare_named
+from engine.owners import OF_AN_EVALUATION, with_given
 from preprocess.commands.completion import complete_file, complete_folder, complete_word
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.quantities import quantity
@@ -97,9 +97,9 @@ def _or_default(name: str) -> str:
     default_text="as in the run, or as recorded in FILE",
     help_text="Size of the central crop that is the network's input.",
 )
-@overriding_option("storage_options", default_text=f"{_AS_RUN}, else $AWS_ENDPOINT_URL, $AWS_REGION")
-@overriding_option("cache", default_text=f"{_AS_RUN}, else off")
-@overriding_option("cache_gb", default_text=_or_default("cache_gb"))
+@overriding_option("storage_options", default_text=f"{_AS_RUN}, without keys; $AWS_ENDPOINT_URL, $AWS_REGION")
+@overriding_option("cache", default_text=SETTINGS["cache"].render_default())
+@overriding_option("cache_gb", default_text=SETTINGS["cache_gb"].render_default())
 @overriding_option("batch", default_text=_or_default("batch"), help_text="Images per batch.")
 @overriding_option("eval_mirror", default_text=f"{_AS_RUN}, else off")
 @overriding_option(
@@ -127,7 +127,7 @@ def _or_default(name: str) -> str:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, as in eval.jsonl, instead of text.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@overriding_option("compilation_cache", default_text=_AS_RUN)
+@overriding_option("compilation_cache", default_text=SETTINGS["compilation_cache"].render_default())
 @click.version_option(package_name="feedloop")
 def main(
     *,
@@ -221,10 +221,11 @@ def _evaluate_folder(
     from engine.program.kernels import refuse_missing_kernels
     from engine.records.recorded_run import read_recorded
 
+    record = read_recorded(run)
     recorded = run_settings(run)
     parts = load_own_parts(names)
     # An evaluation may use other metrics and other images than the run did.
-    for warning in compare_named(read_recorded(run).resolved, parts.named, only=("model", "loss")):
+    for warning in compare_named(record.resolved, parts.named, only=("model", "loss")):
         notify(warning)
     if "data" in settings:
         settings = settings | {"synthetic": False}
@@ -232,8 +233,11 @@ def _evaluate_folder(
         # The run had no evaluations; an evaluation requested now uses the default split.
         settings = {"eval_split": None} | settings
     refuse_missing_kernels(recorded, settings, this_platform())
+    config = with_given(recorded, settings)
+    if (line := record.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)) is not None:
+        notify(line)
     return evaluate(
-        replace(recorded, **settings),
+        config,
         model=parts.model,
         evaluation=parts.evaluation,
         loss=parts.loss,

@@ -6,7 +6,7 @@ jax and numpy are imported where they are first needed, so that `--help` answers
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,9 @@ from engine.named_parts import (
     options_of,
     recorded_named_parts,
 )
+from engine.owners import OF_AN_EVALUATION, recorded_settings
 from engine.recipes import load_recipe
-from engine.settings import OnResume
+from engine.settings import Owner
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.printable import printable_line
@@ -35,6 +36,7 @@ from preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
     from engine.inspection.report import ProgramReport
+    from engine.records.recorded_run import RecordedRun
     from engine.run.parts import OwnParts
     from engine.sizing.device_rates import DeviceRates
 
@@ -42,9 +44,7 @@ _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _RECORDED = "the recorded run"
 _REPORT = ("compare", "ir", "report_format", "depth", "top", "traceback")
 # Where a run goes does not change its program.
-_SETTINGS = tuple(
-    name for name, each in SETTINGS.items() if each.on_resume is not OnResume.PER_LAUNCH or name == "dump_hlo"
-)
+_SETTINGS = tuple(name for name, each in SETTINGS.items() if each.owner is not Owner.LAUNCH or name == "dump_hlo")
 # Click keeps the line breaks of a paragraph that begins with a backspace.
 _EPILOG = """\b
 Examples:
@@ -228,12 +228,17 @@ def _described(context: click.Context, part_names: Mapping[str, str], outer: Opt
     run, recipe = context.params["run"], context.params["recipe"]
     if run is not None and recipe is not None:
         raise ValueError(f"RUN has its own settings, got --recipe {recipe} as well: leave one out")
+    record = None
     if run is not None:
-        sources.insert(0, OptionSource(_RECORDED, _recorded(run, context, parts)))
+        record = _recorded(run, context, parts)
+        sources.insert(0, OptionSource(_RECORDED, recorded_settings(record.config, own.settings)))
     elif recipe is not None:
         loaded = load_recipe(recipe)
         sources.insert(0, OptionSource(f"recipe {loaded.name}", loaded.settings))
+        record = loaded.recorded
     config = TrainConfig(**merge_options(*sources).settings)
+    if record is not None and (line := record.describe_replaced(config, OF_AN_EVALUATION, SETTINGS)) is not None:
+        say_to_stderr(line)
     given = [f"{option_spelling(name)} {part_names.get(name, value)}" for name, value in own.settings.items()]
     return _Described(" ".join(filter(None, (run, recipe, *given))) or "the default settings", config, parts)
 
@@ -242,8 +247,8 @@ def _take_part_names(context: click.Context) -> dict[str, str]:
     return take_part_names(context.params, {name: each.default for name, each in SETTINGS.items()})
 
 
-def _recorded(run: str, context: click.Context, parts: "OwnParts") -> Mapping[str, Any]:
-    """Return the settings of a run; raise ValueError if it needs a part of the user's own that is not given."""
+def _recorded(run: str, context: click.Context, parts: "OwnParts") -> "RecordedRun":
+    """Return the record of a run; raise ValueError if it needs a part of the user's own that is not given."""
     from engine.evaluation.trained_run import check_folder
     from engine.records.recorded_run import read_recorded
     from engine.records.stored.reading import local_copy, settings_only
@@ -262,14 +267,10 @@ def _recorded(run: str, context: click.Context, parts: "OwnParts") -> Mapping[st
         )
     for warning in compare_named(recorded.resolved, parts.named):
         say_to_stderr(warning)
-    settings = {
-        name: value
-        for name, value in recorded.config.to_json().items()
-        if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH
-    }
     if context.params.get("data") is None and (found_at := recorded.resolved.get(DATA_LOCATION)) is not None:
-        settings["data"] = data_of_record(settings["data"], found_at)
-    return settings
+        place = data_of_record(recorded.config.data, found_at)
+        recorded = replace(recorded, config=replace(recorded.config, data=place))
+    return recorded
 
 
 def _explain(described: _Described, depth: int, rates: "DeviceRates | None") -> "ProgramReport":

@@ -129,7 +129,7 @@ _AS_RUN = "as in the run"
 )
 @setting_option("transport")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@overriding_option("compilation_cache", default_text=_AS_RUN)
+@overriding_option("compilation_cache", default_text=SETTINGS["compilation_cache"].render_default())
 @storage_option
 @click.version_option(package_name="feedloop")
 def main(

@@ -13,7 +13,7 @@ from engine.commands.run_names import shorten_names, without_middle
 from engine.commands.tail_frame import duration_text
 from engine.config import COMPILATION, DATA, INFEED, MONITORING, OUTPUT, SETTINGS
 from engine.records.run_summary import RunSummary
-from engine.settings import OnResume
+from engine.settings import Owner
 from preprocess.printable import printable_line
 
 _GAP = 2
@@ -52,7 +52,7 @@ def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
     default.
     """
     recorded = [run for run in runs if run.settings]
-    known = [name for name in SETTINGS if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH]
+    known = [name for name in SETTINGS if SETTINGS[name].owner is not Owner.LAUNCH]
     unknown = sorted({name for run in recorded for name in run.settings} - SETTINGS.keys())
     return [name for name in [*known, *unknown] if len({_comparable(setting_of(each, name)) for each in recorded}) > 1]
 

@@ -96,7 +96,8 @@ def main(
         with local_copy(run, parse_pairs(storage_option)) as folder:
             display, say = _progress()
             say = naming_in(say, folder, run)
-            code = _verify(folder, from_step, to_step, data, take_part_names(own, {}), display, say)
+            options = parse_pairs(storage_option)
+            code = _verify(folder, from_step, to_step, data, options, take_part_names(own, {}), display, say)
     except KeyboardInterrupt:
         say_to_stderr("verify-run: stopped; nothing was written")
         code = _STOPPED
@@ -113,6 +114,7 @@ def _verify(
     from_step: int | None,
     to_step: int | None,
     data: str | None,
+    storage_options: dict[str, str],
     names: dict[str, str],
     display: "Callable[[int, int], Sink] | None",
     say: Callable[[str], None],
@@ -138,6 +140,7 @@ def _verify(
         augment=parts.augment,
         notify=say,
         display=display,
+        storage_options=storage_options,
     )
     click.echo("\n".join(map(printable_line, str(report).splitlines())))
     if not report.is_same:

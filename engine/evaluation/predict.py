@@ -49,6 +49,8 @@ from preprocess.decoding.default_resize import default_resize
 from preprocess.shards.classes import ImageClass
 
 _USUAL_SIZE = 224
+# The only one that has an effect on photographs.
+_OF_USER = ("compilation_cache",)
 _LARGER_CROPS = "crop the photographs to that size (--size, and --resize for the shorter side before the crop)"
 _LARGER_ARRAYS = "give arrays of that size"
 
@@ -149,6 +151,8 @@ def _predict(
     elif model is not None:
         raise ValueError(f"a model can be given only with a run, got the file {path}: give the folder of the run")
     config = replace(TrainConfig() if recorded is None else recorded.config, **given)
+    if recorded is not None and (line := recorded.describe_replaced(config, _OF_USER, _OF_USER)) is not None:
+        notify(line)
     refuse_missing_kernels(config, given, this_platform())
     # The labels of photographs are unknown: the loss is not used.
     config = replace(config, loss="cross-entropy", label_smoothing=0.0)

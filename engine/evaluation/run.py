@@ -36,6 +36,7 @@ from engine.locations import storage_options_of
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
 from engine.objective.tally import Tally, count_top5
+from engine.owners import OF_AN_EVALUATION
 from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics
 from engine.program.train_state import TrainModel
 from engine.records.given_weights import read_given_weights, rename_head
@@ -123,6 +124,8 @@ def _evaluate_run(
 ) -> EvaluationResult:
     """Evaluate the weights of a run with its settings or, if they are given, with changed ones."""
     config = recorded.config if changed is None else changed
+    if changed is None and (line := recorded.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)):
+        notify(line)
     check_own_model(recorded, model)
     own = check_own_loss(recorded, loss, metrics)
     board = ControlBoard()

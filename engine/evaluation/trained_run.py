@@ -4,7 +4,7 @@ Owns reading these so that the weights can be used. Must not know: data, program
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.config import TrainConfig
 from engine.evaluation.snapshot_weights import SnapshotWeights, read_snapshot_weights
+from engine.owners import STORAGE, with_given
 from engine.records.folder_lock import is_locked
 from engine.records.folder_state import check_config_digest
 from engine.records.loss_log import last_logged_step
@@ -22,7 +23,7 @@ from engine.records.snapshot import SnapshotError, read_folder_state, snapshot_s
 from engine.records.stored.reading import local_copy, settings_only
 from engine.records.weights import StoredWeights, read_weights
 from engine.run.dataset import DATA_LOCATION
-from preprocess.storage_options import is_url
+from preprocess.storage_options import as_text, is_url
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class TrainedRun:
         snapshot_step: the step of the snapshot that the weights are from, None if they are from the weights file.
         labels: a description of the labels of its batches, None if they were class numbers.
         data_location: where it found its data, None if they have no place or an old record lacks it.
+        recorded: the content of its `config.json`.
     """
 
     path: Path
@@ -59,14 +61,30 @@ class TrainedRun:
     snapshot_step: int | None = None
     labels: Any = None
     data_location: str | None = None
+    recorded: RecordedRun | None = None
+
+    def describe_replaced(self, now: TrainConfig, used: Collection[str], options: Collection[str]) -> str | None:
+        """Return a line about what is not used of the record; see `engine.owners.describe_replaced`."""
+        return None if self.recorded is None else self.recorded.describe_replaced(now, used, options)
 
 
-def run_settings(run: str | os.PathLike[str], *, storage_options: Mapping[str, str] | None = None) -> TrainConfig:
+def run_settings(
+    run: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, str] | None = None,
+    notify: Callable[[str], None] = lambda _: None,
+) -> TrainConfig:
     """Return the settings of a run, with `run_dir` set to its folder or URL.
+
+    What belongs to a user, a machine or a launch is not taken from the record: caches, the project of Weights & Biases,
+    credentials, and what concerned only the recorded launch have their defaults. If the record names a server that the
+    environment does not, no keys are sent there.
 
     Args:
         run: the folder or URL of the run.
-        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`.
+        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`; if they are
+            given, the settings have them in place of the recorded ones.
+        notify: called with a line about recorded settings that are not returned, if there are any.
 
     Raises:
         ValueError: if the folder is not a run folder, or its `config.json` is unreadable or was changed since it was
@@ -74,7 +92,14 @@ def run_settings(run: str | os.PathLike[str], *, storage_options: Mapping[str, s
     """
     with local_copy(run, storage_options, settings_only) as folder:
         check_folder(folder)
-        return replace(read_recorded(folder).config, run_dir=os.fspath(run if is_url(os.fspath(run)) else folder))
+        recorded = read_recorded(folder)
+    given = {"run_dir": os.fspath(run) if is_url(os.fspath(run)) else os.fspath(folder)}
+    if storage_options:
+        given[STORAGE] = as_text(storage_options) or ""
+    config = with_given(recorded.config, given)
+    if (line := recorded.describe_replaced(config)) is not None:
+        notify(line)
+    return config
 
 
 def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:
@@ -114,6 +139,7 @@ def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:
             snapshot_step=snapshot_step,
             labels=resolved.get("labels"),
             data_location=resolved.get(DATA_LOCATION),
+            recorded=recorded,
         )
     except KeyError as error:
         raise _incomplete(path, error) from None

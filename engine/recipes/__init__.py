@@ -9,14 +9,18 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig, epochs_in
 from engine.named_parts import NAMED_PARTS, OWN_PARTS
-from engine.settings import ConfigError, OnResume, SettingError, suggest_setting
+from engine.owners import OF_A_RECIPE, OF_A_USER, STORAGE
+from engine.settings import ConfigError, SettingError, suggest_setting
 from models.names import MODEL_NAMES
 from preprocess.regular_file import read_regular
 from preprocess.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from engine.records.recorded_run import RecordedRun
 
 _FOLDER = Path(__file__).parent
 _MAX_BYTES = 1 << 20
@@ -30,8 +34,6 @@ _TEXTS = {
     "hardware": "where it ran, and for how long",
 }
 _TABLE = "settings"
-_NOT_OF_A_RECIPE = (OnResume.PER_LAUNCH, OnResume.COMPUTED)
-_OF_A_RECIPE = tuple(name for name, each in SETTINGS.items() if each.on_resume not in _NOT_OF_A_RECIPE)
 
 
 class RecipeError(ConfigError):
@@ -66,6 +68,7 @@ class LoadedRecipe:
         unnamed_data: a description of the data, if the recipe is the record of a run that does not say where the data
             are; else empty.
         path: the file.
+        recorded: the record, if the recipe is that of a run.
     """
 
     name: str
@@ -78,6 +81,7 @@ class LoadedRecipe:
     hardware: str = ""
     unnamed_data: str = ""
     path: str = ""
+    recorded: "RecordedRun | None" = None
 
     @property
     def is_built_in(self) -> bool:
@@ -154,7 +158,8 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
             str(path),
             ("a recipe must have one cycle, but the run had others appended (--append-epochs): use another run",),
         )
-    settings = {name: value for name, value in recorded.config.to_json().items() if name in _OF_A_RECIPE}
+    of_record = (*OF_A_RECIPE, STORAGE)
+    settings = {name: value for name, value in recorded.config.to_json().items() if name in of_record}
     unnamed_data = ""
     if settings["data"] is None:
         # The run searched for its data; the same search could find other data now.
@@ -162,7 +167,12 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
         if settings["data"] is None and recorded.manifest_digest is not None:
             unnamed_data = str(recorded.resolved.get("data"))
     return LoadedRecipe(
-        path.absolute().parent.name, settings, source=str(path), unnamed_data=unnamed_data, path=str(path)
+        path.absolute().parent.name,
+        settings,
+        source=str(path),
+        unnamed_data=unnamed_data,
+        path=str(path),
+        recorded=recorded,
     )
 
 
@@ -212,10 +222,11 @@ def _setting_faults(settings: Mapping[str, Any]) -> Iterator[str]:
         if name in OWN_PARTS and (name not in SETTINGS or (isinstance(value, str) and ":" in value)):
             yield f"a recipe must not name code, but has {name} = {value!r}: give --{name} on the command line"
         elif name not in SETTINGS:
-            near = suggest_setting(name, map(SETTINGS.__getitem__, _OF_A_RECIPE))
+            near = suggest_setting(name, map(SETTINGS.__getitem__, OF_A_RECIPE))
             yield f"a recipe has no setting {name!r}{near or ': remove it'}"
-        elif name not in _OF_A_RECIPE:
-            yield f"{name} belongs to a single run, not to a recipe: give it on the command line"
+        elif name not in OF_A_RECIPE:
+            whose = "the user and the machine" if name in (*OF_A_USER, STORAGE) else "a single run"
+            yield f"{name} belongs to {whose}, not to a recipe: give it on the command line"
         else:
             try:
                 sound[name] = SETTINGS[name].checked(value)

@@ -5,7 +5,7 @@ Must not import jax, so that the commands start fast.
 
 from engine.config import SETTINGS, TrainConfig
 from engine.recipes import LoadedRecipe
-from engine.settings import OnResume
+from engine.settings import Owner
 
 # Where the images are, how they and the results travel, and when a run is looked at do not determine the weights. Seed
 # and kernels move them as rounding does: the recipe says for which it was measured.
@@ -13,8 +13,6 @@ _WITHOUT_EFFECT_GROUPS = {"Infeed", "Output", "Monitoring", "Compilation"}
 _WITHOUT_EFFECT = {
     "data",
     "storage_options",
-    "cache",
-    "cache_gb",
     "eval_every_steps",
     "eval_every_epochs",
     "deterministic",
@@ -24,7 +22,7 @@ _WITHOUT_EFFECT = {
 _DETERMINING = tuple(
     name
     for name, each in SETTINGS.items()
-    if each.on_resume is not OnResume.PER_LAUNCH
+    if each.owner in (Owner.RUN, Owner.DATA)
     and each.group not in _WITHOUT_EFFECT_GROUPS
     and name not in _WITHOUT_EFFECT
 )

@@ -2,17 +2,20 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.config import TrainConfig
+from engine.config import SETTINGS, TrainConfig
+from engine.owners import OF_A_USER, STORAGE, describe_replaced, take_recorded
 from engine.records.digests import SEAL, is_as_sealed, json_digest
 from engine.records.file_errors import describe_unreadable
 from engine.records.limits import MOST_JSON_BYTES
 from engine.records.machine import MACHINE
 from engine.records.run_folder import CONFIG, CONTINUED
 from engine.records.topology import Topology, in_one_process
+from engine.settings import Owner
 from preprocess.regular_file import read_regular
 
 # What the runs of versions without a setting used, where that is not its default now.
@@ -24,7 +27,8 @@ class RecordedRun:
     """The content of `config.json`.
 
     Attributes:
-        config: the settings of the last launch.
+        config: the settings of the last launch that may be used, see `engine.owners.take_recorded`; those of the user
+            and of the launch have their defaults.
         resolved: the values that they resolved to.
         manifest_digest: the digest of the data's manifest; None if there is no manifest.
         origins: where each setting came from.
@@ -33,6 +37,7 @@ class RecordedRun:
             the `topology`, the `machine`.
         digest: the digest of the file, None if it was written by a version that added none.
         continued: the digests that the file had in earlier launches, oldest first.
+        replaced: the recorded values of the settings that have others in `config`, to show them.
     """
 
     config: TrainConfig
@@ -43,6 +48,17 @@ class RecordedRun:
     earlier: tuple[dict[str, Any], ...]
     digest: str | None = None
     continued: tuple[str, ...] = ()
+    replaced: Mapping[str, Any] = field(default_factory=dict)
+
+    def value_of(self, name: str) -> Any:
+        """Return the recorded value of a setting, to show it."""
+        return self.replaced.get(name, getattr(self.config, name))
+
+    def describe_replaced(
+        self, now: TrainConfig, used: Collection[str] = (*OF_A_USER, STORAGE), options: Collection[str] = ()
+    ) -> str | None:
+        """Return a line about what a command does not use of the record; see `engine.owners.describe_replaced`."""
+        return describe_replaced(self.config, self.replaced, now, used=used, options=options)
 
     @property
     def seals(self) -> tuple[str, ...]:
@@ -123,20 +139,29 @@ def read_record(path: Path) -> RecordedRun:
         raise _unreadable(path, error) from error
     _check_seal(path, values)
     try:
+        config, replaced = take_recorded(TrainConfig.from_json(_OF_OLDER_RUNS | values["config"]))
         return RecordedRun(
-            config=TrainConfig.from_json(_OF_OLDER_RUNS | values["config"]),
+            config=config,
             resolved=dict(values["resolved"]),
             manifest_digest=values["manifest_sha256"],
             origins=dict(values["origins"]),
             versions=dict(values["versions"]),
             earlier=tuple(
-                {**e, "until_step": int(e["until_step"]), "settings": dict(e["settings"])} for e in values["earlier"]
+                {**e, "until_step": int(e["until_step"]), "settings": _of_run(e["settings"])} for e in values["earlier"]
             ),
             digest=values.get(SEAL),
             continued=tuple(map(str, values.get(CONTINUED, ()))),
+            replaced=replaced,
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _unreadable(path, error) from error
+
+
+def _of_run(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an earlier launch; raise ValueError if one is not the run's, as run-train records none."""
+    if others := [name for name in values if name not in SETTINGS or SETTINGS[name].owner is not Owner.RUN]:
+        raise ValueError(f"an earlier launch must differ only in settings of the run, but differs in {others[0]!r}")
+    return dict(values)
 
 
 def _check_seal(path: Path, values: dict[str, Any]) -> None:

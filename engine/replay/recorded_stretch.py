@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engine.config import COUNTED_IN_EPOCHS, SETTINGS, TrainConfig
+from engine.config import COUNTED_IN_EPOCHS, TrainConfig
 from engine.records.control_log import CONTROL_LOG_NAME, read_events
 from engine.records.json_lines import read_lines
 from engine.records.limits import LONGEST_LINE_BYTES
@@ -21,7 +21,6 @@ from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
 from engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
 from engine.records.topology import Topology
 from engine.run.resume import StartingPoint, start_at
-from engine.settings import OnResume
 from preprocess.regular_file import open_regular, read_regular
 
 _MOST_LOG_BYTES = 1 << 36  # a few hundred million steps
@@ -191,7 +190,6 @@ def _pieces(
 
 
 _REPLAY_SETTINGS: dict[str, Any] = {
-    **{name: each.default for name, each in SETTINGS.items() if each.on_resume is OnResume.PER_LAUNCH},
     # Epochs were converted to steps when the run started.
     **dict.fromkeys((epochs for epochs, _ in COUNTED_IN_EPOCHS), None),
     "snapshot_every_steps": 0,

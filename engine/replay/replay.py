@@ -24,6 +24,7 @@ from engine.keys import plain_keys
 from engine.named_parts import NAME_FORM
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
+from engine.owners import STORAGE, with_given
 from engine.program.kernels import settle_kernels
 from engine.program.train_state import TrainModel, TrainState
 from engine.records.machine import machine_differences
@@ -53,6 +54,7 @@ from engine.updates.update import Schedule
 from models.kernels import ONEDNN
 from preprocess.quantities import listed
 from preprocess.regular_file import IrregularFileError
+from preprocess.storage_options import as_text
 
 _END = "the end of the replay"
 
@@ -87,12 +89,14 @@ def replay_run(
         from_step: a step with a snapshot, or 0, the state before the first update; None selects the oldest snapshot
             before `to_step` or, without one, 0.
         to_step: the last update; None selects the last one recorded.
-        data: the current location of the packed data set; None uses the recorded one.
+        data: the current location of the packed data set; None uses the recorded one, and sends no keys to a server
+            that only the record names.
         model, batches, evaluation, loss, metrics, optimizer, schedule, augment: the user-defined parts that were passed
             to `engine.train`.
         notify: called with one-line messages about the replay.
         display: called with (last step, images per step); returns another sink for the losses.
-        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`.
+        storage_options: how to reach the store of a URL, of the run and of the data, see
+            `preprocess.storage_options.STORAGE_OPTIONS`; None uses the recorded address for the data.
 
     Returns:
         What was compared, and the first difference of each kind. If the caller is the main thread, SIGINT and SIGTERM
@@ -106,19 +110,21 @@ def replay_run(
     """
     parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
     with local_copy(run, storage_options) as folder:
-        return _replay_folder(folder, from_step, to_step, data, parts, naming_in(notify, folder, run), display)
+        named = {"data": data, STORAGE: as_text(storage_options or {})}
+        given = {name: value for name, value in named.items() if value is not None}
+        return _replay_folder(folder, from_step, to_step, given, parts, naming_in(notify, folder, run), display)
 
 
 def _replay_folder(
     run: Path,
     from_step: int | None,
     to_step: int | None,
-    data: str | None,
+    given: Mapping[str, str],
     parts: OwnParts,
     notify: Callable[[str], None],
     display: Callable[[int, int], Sink] | None,
 ) -> ReplayReport:
-    """Replay a run from its folder."""
+    """Replay a run from its folder, with the settings that the caller gives in place of the recorded ones."""
     try:
         stretch = _read_stretch(run, from_step, to_step)
     except ValueError as error:
@@ -142,7 +148,10 @@ def _replay_folder(
         for warning in others:
             notify(warning)
         doubts = _check_places(stretch, doubts, notify)
-        report = _replay(stretch, parts, notify, data, display)
+        config = with_given(stretch.recorded.config, given)
+        if line := stretch.recorded.describe_replaced(config, ("cache", "cache_gb", STORAGE), (STORAGE,)):
+            notify(line)
+        report = _replay(stretch, parts, notify, given, display)
     return replace(report, file_faults=files.faults, doubts=tuple(doubts))
 
 
@@ -208,13 +217,13 @@ def _replay(
     stretch: RecordedStretch,
     parts: OwnParts,
     notify: Callable[[str], None],
-    data: str | None,
+    given: Mapping[str, str],
     display: Callable[[int, int], Sink] | None,
 ) -> ReplayReport:
     """Replay a range of updates piece by piece, keeping the state in memory, and return the comparison."""
     comparison, state, start = Comparison(stretch), None, stretch.start
     for piece in stretch.pieces:
-        config = _with_places_of_now(piece.config, data, stretch.recorded)
+        config = _with_places_of_now(piece.config, stretch.recorded, given)
         config = settle_kernels(config, this_platform(), is_kept=True)
         check_arguments(config, parts)
         board = _StopAfterPieceBoard(piece)
@@ -235,13 +244,12 @@ def _replay(
     return comparison.report(board.stop_reason if board.was_stopped else None)
 
 
-def _with_places_of_now(config: TrainConfig, data: str | None, recorded: RecordedRun) -> TrainConfig:
-    """Return settings with the current location of the data, and without a cache that is not there."""
-    if config.cache is not None and not Path(config.cache).is_dir():
-        config = replace(config, cache=None)
+def _with_places_of_now(config: TrainConfig, recorded: RecordedRun, given: Mapping[str, str]) -> TrainConfig:
+    """Return recorded settings with what the caller gives, and the current location of the data."""
+    config = with_given(config, given)
     if (found_at := recorded.resolved.get(DATA_LOCATION)) is None:
-        return config if data is None else replace(config, data=data)
-    return replace(config, data=data_of_record(data or config.data, found_at))
+        return config
+    return replace(config, data=data_of_record(config.data, found_at))
 
 
 class _StopAfterPieceBoard(ControlBoard):

@@ -14,13 +14,13 @@ from engine.report_page.markup import Html, Node, folded, join, paragraph, table
 from engine.report_page.number_text import duration, moment
 from engine.report_page.subject import Subject
 from engine.runtime.record import LaunchRuntime
-from engine.settings import OnResume
+from engine.settings import Owner
 from preprocess.quantities import quantity
 
 _MOST_CLASSES, _MOST_EVENTS, _MOST_LAUNCHES = 24, 200, 50
 _DEFAULT = "default"
 # Where a run is written and how it is started say nothing about what it computed.
-_OF_A_RUN = tuple(name for name, each in SETTINGS.items() if each.on_resume is not OnResume.PER_LAUNCH)
+_OF_A_RUN = tuple(name for name, each in SETTINGS.items() if each.owner is not Owner.LAUNCH)
 
 
 def settings_section(subjects: Sequence[Subject]) -> Html:
@@ -41,16 +41,16 @@ def settings_section(subjects: Sequence[Subject]) -> Html:
 
 
 def _differing(recorded: Sequence[tuple[Subject, RecordedRun]]) -> Html:
-    names = [name for name in _OF_A_RUN if len({describe_value(getattr(run.config, name)) for _, run in recorded}) > 1]
+    names = [name for name in _OF_A_RUN if len({describe_value(run.value_of(name)) for _, run in recorded}) > 1]
     if not names:
         return paragraph("All settings of the runs are the same.")
-    rows = [(name, *(describe_value(getattr(run.config, name)) for _, run in recorded)) for name in names]
+    rows = [(name, *(describe_value(run.value_of(name)) for _, run in recorded)) for name in names]
     columns = ("setting", *(subject.letter for subject, _ in recorded))
     return table(columns, rows, caption="Settings that differ")
 
 
 def _is_chosen(run: RecordedRun, name: str) -> bool:
-    value, origin = getattr(run.config, name), run.origins.get(name)
+    value, origin = run.value_of(name), run.origins.get(name)
     if origin is None:
         return value != SETTINGS[name].default
     return value is not None and origin != _DEFAULT
@@ -73,7 +73,7 @@ def _settings(recorded: Sequence[tuple[Subject, RecordedRun]], names: Sequence[s
 
 def _value(run: RecordedRun, name: str) -> str:
     """Return the value of a setting, and what it resolved to if it was left open."""
-    value = getattr(run.config, name)
+    value = run.value_of(name)
     text = describe_value(value)
     resolved = run.resolved.get("data_location" if name == "data" else name)
     if (value is None or value == "auto") and isinstance(resolved, int | float | str):

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
+from engine.owners import OF_AN_EVALUATION, STORAGE, recorded_settings
 from engine.program.train_state import TrainModel
 from engine.records.recorded_run import RecordedRun
 from engine.records.stored.reading import local_copy, naming_in, with_weights
@@ -16,6 +18,7 @@ from engine.report_page.evaluated import EvaluatedWeights, OwnParts, evaluate_we
 from engine.report_page.facts import read_facts
 from engine.report_page.page import page
 from engine.report_page.subject import Subject
+from preprocess.storage_options import as_text
 
 MOST_RUNS = 26
 """The largest number of runs on a page: each is called by a letter."""
@@ -53,7 +56,8 @@ def report_run(
         model, loss, metrics: your own, if the runs trained with them, as for `engine.evaluate`.
         overwrite: whether to replace an existing file.
         notify: called with one-line messages.
-        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`.
+        storage_options: how to reach the store of a URL, of a run and of its data, see
+            `preprocess.storage_options.STORAGE_OPTIONS`; no keys are sent to a server that only a record names.
 
     Raises:
         ValueError: if a folder is not that of a run, or the file exists or cannot be there.
@@ -70,7 +74,8 @@ def report_run(
     for index, run in enumerate(given):
         with local_copy(run, storage_options, with_weights(None)) as folder:
             say = naming_in(notify, folder, run)
-            subjects.append(_read(index, len(given), folder, run, place, split, own if evaluate else None, say))
+            how = as_text(storage_options or {})
+            subjects.append(_read(index, len(given), folder, run, place, split, how, own if evaluate else None, say))
     write_whole(out, page(subjects).encode())
     return out
 
@@ -94,6 +99,7 @@ def _read(
     run: str,
     data: str | None,
     split: str | None,
+    storage_options: str | None,
     own: OwnParts | None,
     notify: Callable[[str], None],
 ) -> Subject:
@@ -101,6 +107,11 @@ def _read(
     facts = read_facts(folder, run, max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // num_runs)))
     recorded = facts.recorded
     if isinstance(recorded, RecordedRun):
+        how = storage_options or recorded_settings(recorded.config, {"data": data})[STORAGE]
+        config = replace(recorded.config, storage_options=how)
+        if (line := recorded.describe_replaced(config, OF_AN_EVALUATION, (STORAGE,))) is not None:
+            notify(line)
+        recorded = replace(recorded, config=config)
         card: DataCard | Absent = read_data_card(recorded, data, split)
         weights: EvaluatedWeights | Absent
         if own is None:

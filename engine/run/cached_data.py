@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 from engine.config import OFF, TrainConfig
 from engine.locations import storage_options_of
+from engine.run.cache_place import check_cache_place
 from engine.settings import SettingError
 from preprocess.quantities import quantity
 from preprocess.shards.reader import ShardSplit, open_split
@@ -24,13 +25,14 @@ def open_cache(config: TrainConfig, data: str, notify: Callable[[str], None]) ->
         notify: called with a message if a cache is of no use, or can no longer be written; also from other threads.
 
     Raises:
-        SettingError: the folder cannot be used.
+        SettingError: the folder cannot be used, or as `check_cache_place`.
     """
     if config.cache is None or config.cache == OFF:
         return None
     if "://" not in data or data.startswith("file://"):
         notify(f"cache: not used, because {data} is on this machine")
         return None
+    check_cache_place("cache", config.cache)
     folder = expand_home(config.cache).absolute()
     try:
         return ShardCache(folder, round(config.cache_gb * _GB), notify)

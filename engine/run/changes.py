@@ -16,7 +16,7 @@ from engine.records.machine import MACHINE, describe_machine
 from engine.records.recorded_run import RecordedRun
 from engine.records.run_folder import recorded_versions
 from engine.records.topology import Topology
-from engine.settings import OnResume, SettingError, Stage
+from engine.settings import OnResume, Owner, SettingError, Stage
 from preprocess.quantities import listed
 
 RUNTIME_SETTINGS = frozenset(
@@ -114,7 +114,7 @@ def describe_changes(config: TrainConfig, recorded: TrainConfig) -> str | None:
     changed = [
         f"{name} {describe_value(old)} → {describe_value(now)}"
         for name, old, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
-        if SETTINGS[name].on_resume is not OnResume.PER_LAUNCH
+        if SETTINGS[name].owner in (Owner.RUN, Owner.DATA)
     ]
     return f"resumed with {', '.join(changed)}" if changed else None
 

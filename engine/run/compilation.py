@@ -17,6 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from engine.hlo.kernels import kernel_flops
 from engine.records.whole_file import make_folder, write_whole
 from engine.run.cache_faults import reporting_cache_faults
+from engine.run.cache_place import check_cache_place
 from engine.run.garbage_collector import without_collector
 from models.kernels.onednn.team_library import cache_fault
 from models.layers.platform_forms import tracing_for
@@ -179,7 +180,11 @@ def caching_compilations(
             nothing is cached, or an entry cannot be written or read.
         by_metadata: whether a program in the cache must also have the scopes and source lines of the one to compile.
             By default jax takes any program with the same instructions, whose scopes may be those of older code.
+
+    Raises:
+        SettingError: as `check_cache_place`.
     """
+    check_cache_place("compilation_cache", folder or jax.config.jax_compilation_cache_dir)
     with _SETTINGS_GUARD:
         if folder is None:
             folder = jax.config.jax_compilation_cache_dir or _default_folder(notify)

@@ -25,6 +25,7 @@ from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import RunFolder, check_folder
 from engine.records.topology import Topology
 from engine.records.weights_metadata import WEIGHTS_METADATA
+from engine.run.cache_place import check_cache_places
 from engine.run.callbacks import Callback, Callbacks, RunHandle
 from engine.run.changed_rules import RULES, check_rules, rules_of
 from engine.run.changes import (
@@ -93,6 +94,7 @@ def open_run(
     """
     notify = outliving_display(notify)
     check_arguments(config, parts)
+    check_cache_places(config)
     split_processor([config])
     _check_has_folder(config, is_dry=is_dry)
     config = settle_devices(config)

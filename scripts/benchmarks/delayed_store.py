@@ -31,12 +31,14 @@ class DelayedStore:
         folder: as given.
         endpoint: the address of the server.
         requests: the key and the byte range of each request for an object so far, in order.
+        num_signed: number of requests so far that were signed with someone's keys.
         delay_s: as given; may be changed.
     """
 
     def __init__(self, folder: Path, delay_s: float = 0.0) -> None:
         self.folder, self.delay_s = folder, delay_s
         self.requests: list[tuple[str, str]] = []
+        self.num_signed = 0
         self.endpoint = ""
         self._port: Future[int] = Future()
         self._loop = asyncio.new_event_loop()
@@ -83,6 +85,7 @@ class DelayedStore:
     async def _answer(self, head: str, writer: asyncio.StreamWriter) -> None:
         lines = head.split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        self.num_signed += "authorization" in headers
         method, target, _ = lines[0].split(" ")
         address = urllib.parse.urlsplit(target)
         query = urllib.parse.parse_qs(address.query)

@@ -1,0 +1,97 @@
+"""Whose settings are: what a command uses of a record or a recipe, which may be somebody else's.
+
+Owns the rules for the words of `engine.settings.Owner`. Must not know: how a record is read, or a command's options.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from engine.config import SETTINGS, TrainConfig, describe_value
+from engine.settings import OnResume, Owner
+from preprocess.printable import printable
+from preprocess.quantities import listed
+from preprocess.storage_options import ANONYMOUS, as_text, is_url, parse_text, recorded_options
+
+STORAGE = "storage_options"
+
+OF_A_RECORD = tuple(name for name, each in SETTINGS.items() if each.owner in (Owner.RUN, Owner.DATA))
+"""The settings that are taken from the record of a run."""
+OF_A_RECIPE = tuple(
+    name for name in OF_A_RECORD if SETTINGS[name].on_resume is not OnResume.COMPUTED and name != STORAGE
+)
+"""The settings that a recipe may have. How a store is reached is in part the user's: who asks, and who pays."""
+OF_A_USER = tuple(name for name, each in SETTINGS.items() if each.owner is Owner.USER)
+"""The settings that each launch must give again; a line names those that a record has."""
+OF_AN_EVALUATION = ("compilation_cache", "cache", "cache_gb", STORAGE)
+"""Those of them that have an effect where nothing is trained, and how the data are reached."""
+
+
+def take_recorded(config: TrainConfig) -> tuple[TrainConfig, dict[str, Any]]:
+    """Return the settings of a record that may be used, and the recorded values of those that were replaced, by name.
+
+    Of the user's and the launch's, none is used. Of the options of a store, its address is used, without keys (see
+    `preprocess.storage_options.recorded_options`).
+    """
+    changes = {name: each.default for name, each in SETTINGS.items() if name not in OF_A_RECORD}
+    given = parse_text(config.storage_options)
+    if (kept := recorded_options(given)) != given:
+        changes[STORAGE] = as_text(kept)
+    replaced = {name: value for name in changes if (value := getattr(config, name)) != changes[name]}
+    return replace(config, **changes), replaced
+
+
+def describe_replaced(
+    recorded: TrainConfig,
+    replaced: Mapping[str, Any],
+    now: TrainConfig,
+    *,
+    used: Collection[str],
+    options: Collection[str],
+) -> str | None:
+    """Return a line about what a command does not use of a record, None if that is nothing.
+
+    Args:
+        recorded, replaced: the result of `take_recorded`.
+        now: the settings of the command; what the user gave differs there from `recorded`.
+        used: the settings of the user that have an effect on the command, and `storage_options` if it reads data.
+        options: those for which the command has an option.
+    """
+    left_out = [name for name in used if name in replaced and getattr(now, name) in (getattr(recorded, name), None)]
+    if not left_out:
+        return None
+    unused = {name: describe_value(replaced[name]) for name in left_out}
+    texts = []
+    if STORAGE in unused:
+        before, kept = parse_text(unused.pop(STORAGE)), parse_text(recorded.storage_options)
+        if dropped := as_text({name: value for name, value in before.items() if name not in kept}):
+            unused[STORAGE] = dropped
+        if kept.get("credentials") == ANONYMOUS != before.get("credentials"):
+            server = kept.get("endpoint") or kept["host-header"]
+            texts = [f"no keys are sent to {printable(server)}, which the run's record names"]
+    if unused:
+        named = [f"{SETTINGS[name].options[0]} {printable(value)}" for name, value in unused.items()]
+        texts.insert(0, f"not used from the run's record: {', '.join(named)}")
+    again = [SETTINGS[name].options[0] for name in left_out if name in options]
+    return "; ".join(texts) + (f" (give {listed(again)} again to use your own)" if again else "")
+
+
+def with_given(recorded: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings of a record, as `take_recorded` returns them, with those that the user gives now.
+
+    The options of a store apply to all URLs of a command. If the user names a URL, it is not looked for at a server
+    that only the record names, nor written there.
+    """
+    return replace(_without_foreign_server(recorded, given), **given)
+
+
+def recorded_settings(recorded: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a record that count below those that the user gives now, see `with_given`."""
+    usable = _without_foreign_server(recorded, given).to_json()
+    return {name: usable[name] for name in OF_A_RECORD}
+
+
+def _without_foreign_server(recorded: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+    names_url = any(is_url(given.get(name) or "") for name in ("data", "init_from", "run_dir"))
+    is_foreign = parse_text(recorded.storage_options).get("credentials") == ANONYMOUS
+    return replace(recorded, storage_options=None) if names_url and is_foreign else recorded

@@ -1,0 +1,76 @@
+"""Where a cache must not be: in a folder that may have come with what is in it.
+
+The programs in a compilation cache are loaded and run. A run folder or a pack may be somebody else's, so a cache in one
+is refused, also if the user names it.
+"""
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from engine.config import OFF, TrainConfig
+from engine.records.run_folder import CONFIG, LOSS_LOG, SNAPSHOTS, WEIGHTS
+from engine.settings import SettingError
+from preprocess.printable import printable
+from preprocess.shards.arrays import PIXELS
+from preprocess.shards.manifest import MANIFEST_KEY
+from preprocess.storage_options import is_url
+
+# A folder with more entries than this is no pack, which has one folder for each split.
+_MOST_SPLITS = 100
+
+
+def check_cache_places(config: TrainConfig) -> None:
+    """Raise SettingError if a cache that the settings name is in a run folder, such as that of this run, or a pack."""
+    for name in ("compilation_cache", "cache"):
+        check_cache_place(name, getattr(config, name), config.run_dir)
+
+
+def check_cache_place(name: str, folder: str | None, run_dir: str | None = None) -> None:
+    """Raise SettingError if a cache is in the folder of a run or of packed data.
+
+    Args:
+        name: the setting.
+        folder: the folder, which may not exist; None and "off" name none.
+        run_dir: the folder of a run that is about to begin, which may not exist.
+    """
+    if folder is None or folder == OFF or is_url(folder):
+        return
+    own = None if run_dir is None or is_url(run_dir) else Path(os.path.realpath(run_dir))
+    for each in _folders_above(folder):
+        if each == own or _is_run(each) or _is_pack(each):
+            raise SettingError(
+                name,
+                "{setting} must not be in the folder of a run or of packed data, whose content may be somebody else's, "
+                "got {folder}, which is in {found}: choose a folder elsewhere, or off",
+                folder=printable(folder),
+                found=printable(each),
+            )
+
+
+def _folders_above(folder: str) -> Iterator[Path]:
+    """Yield a folder and those that contain it, by its name and by where links lead."""
+    named = Path(os.path.normpath(Path(folder).expanduser().absolute()))
+    real = Path(os.path.realpath(named))
+    yield from dict.fromkeys((named, *named.parents, real, *real.parents))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and any((folder / name).exists() for name in (LOSS_LOG, WEIGHTS, SNAPSHOTS))
+
+
+def _is_pack(folder: Path) -> bool:
+    """Return whether a folder is a packed split, or the folder of some."""
+    if _is_split(folder):
+        return True
+    try:
+        with os.scandir(folder) as found:
+            names = [each.name for each in islice(found, _MOST_SPLITS)]
+    except OSError:
+        return False
+    return any(_is_split(folder / name) for name in names)
+
+
+def _is_split(folder: Path) -> bool:
+    return (folder / MANIFEST_KEY).is_file() and (folder / PIXELS).is_dir()
