@@ -19,7 +19,7 @@ from engine.loggers.logger_sink import LoggerSink
 from engine.loggers.pictures import captions, draw_images, draw_matrix
 from engine.loggers.record_log import log_record
 from engine.loggers.tensorboard import TensorBoardSink, markdown_of
-from engine.loggers.wandb import WandbSink, kept_run_id
+from engine.loggers.wandb import WandbSink, is_in_repository_of_user, kept_run_id
 from engine.objective.metrics import confusion_matrix
 from engine.profile.table import Profile, ProfileRow
 from engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
@@ -337,6 +337,23 @@ def test_each_event_file_comes_after_those_before_it(tmp_path):
         made.append(file.path.name)
     assert made == sorted(set(made))
     assert sorted(path.name for path in (tmp_path / "events").iterdir()) == made
+
+
+def test_git_is_run_in_no_repository_that_came_with_a_run_folder(tmp_path, monkeypatch):
+    mine, gift = tmp_path / "project", tmp_path / "project/runs/gift"
+    gift.mkdir(parents=True)
+    monkeypatch.chdir(mine)
+    assert is_in_repository_of_user(gift)
+    (mine / ".git").mkdir()
+    assert is_in_repository_of_user(gift)
+    assert not is_in_repository_of_user(tmp_path)
+    (gift / "objects").mkdir()
+    assert is_in_repository_of_user(gift)
+    (gift / "HEAD").touch()
+    assert not is_in_repository_of_user(gift)
+    (gift / "HEAD").unlink()
+    (gift.parent / ".git").write_text("gitdir: elsewhere")
+    assert not is_in_repository_of_user(gift)
 
 
 def test_the_id_of_a_run_is_kept(tmp_path):

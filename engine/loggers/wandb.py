@@ -55,6 +55,8 @@ def open_wandb_log(project: str, folder: Path | None, name: str | None, run: Run
     settings = wandb.Settings(silent=True, console="off")
     if _INIT_TIMEOUT_VARIABLE not in os.environ:
         settings.init_timeout = _INIT_TIMEOUT_S
+    if folder is not None and not is_in_repository_of_user(folder):
+        settings.disable_git = True
     begun = wandb.init(
         project=project,
         id=run_id,
@@ -69,6 +71,24 @@ def open_wandb_log(project: str, folder: Path | None, name: str | None, run: Run
     begun.define_metric("*", step_metric=_STEP)
     run.notify(f"Weights & Biases: {begun.dir if begun.offline else begun.url}")
     return WandbLog(begun)
+
+
+def is_in_repository_of_user(folder: Path) -> bool:
+    """Return whether git finds the same repository from a folder as from the working directory.
+
+    The package runs git in the run folder. A repository that came with the folder names programs in its settings, which
+    git runs.
+    """
+    return _repository_of(folder) == _repository_of(Path.cwd())
+
+
+def _repository_of(folder: Path) -> Path | None:
+    """Return the innermost folder around `folder` in which git would find a repository, bare ones included."""
+    place = Path(os.path.realpath(folder))
+    for each in (place, *place.parents):
+        if (each / ".git").exists() or ((each / "HEAD").exists() and (each / "objects").is_dir()):
+            return each
+    return None
 
 
 def kept_run_id(folder: Path) -> str:
