@@ -91,7 +91,16 @@ def recorded_settings(recorded: TrainConfig, given: Mapping[str, Any]) -> dict[s
     return {name: usable[name] for name in OF_A_RECORD}
 
 
+def recipe_of(recorded: TrainConfig) -> dict[str, Any]:
+    """Return the settings of a record that another run may have, which may be written to a store."""
+    usable = replace(recorded, storage_options=None) if _names_foreign_server(recorded) else recorded
+    return {name: value for name, value in usable.to_json().items() if name in (*OF_A_RECIPE, STORAGE)}
+
+
 def _without_foreign_server(recorded: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     names_url = any(is_url(given.get(name) or "") for name in ("data", "init_from", "run_dir"))
-    is_foreign = parse_text(recorded.storage_options).get("credentials") == ANONYMOUS
-    return replace(recorded, storage_options=None) if names_url and is_foreign else recorded
+    return replace(recorded, storage_options=None) if names_url and _names_foreign_server(recorded) else recorded
+
+
+def _names_foreign_server(recorded: TrainConfig) -> bool:
+    return parse_text(recorded.storage_options).get("credentials") == ANONYMOUS

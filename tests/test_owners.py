@@ -124,21 +124,20 @@ def test_a_record_as_a_recipe_brings_no_cache_and_no_keys(tmp_path, monkeypatch)
     path = record(tmp_path / "run", TrainConfig(data="s3://bucket/x", storage_options=options, **FOREIGN))
     recipe = load_recipe(path)
     assert not recipe.settings.keys() & FOREIGN.keys()
-    assert parse_text(recipe.settings["storage_options"]) == {
-        "endpoint": "http://a.example:9",
-        "timeout": "7",
-        "credentials": "anonymous",
-    }
+    assert recipe.settings["storage_options"] is None
     configs = []
     monkeypatch.setattr(cli, "print_plan", lambda config, *_: configs.append(config))
     done = CliRunner().invoke(cli.main, ["--recipe", str(path), "--dry-run", "--cache", str(tmp_path / "mine")])
     assert done.exit_code == 0, done.output
     assert configs[0].cache == str(tmp_path / "mine")
     assert (configs[0].compilation_cache, configs[0].wandb) == (None, None)
+    assert configs[0].storage_options == "credentials=anonymous,endpoint=http://a.example:9,timeout=7"
     (line,) = done.stderr.splitlines()
     assert "--cache gift" not in line
     assert "--wandb team" in line
     assert "no keys are sent to http://a.example:9, which the run's record names" in line
+    CliRunner().invoke(cli.main, ["--recipe", str(path), "--dry-run", "--run-dir", "s3://mine/run"])
+    assert configs[1].storage_options is None
 
 
 @pytest.mark.parametrize(

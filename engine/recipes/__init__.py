@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig, epochs_in
 from engine.named_parts import NAMED_PARTS, OWN_PARTS
-from engine.owners import OF_A_RECIPE, OF_A_USER, STORAGE
+from engine.owners import OF_A_RECIPE, OF_A_USER, STORAGE, recipe_of
 from engine.settings import ConfigError, SettingError, suggest_setting
 from models.names import MODEL_NAMES
 from preprocess.regular_file import read_regular
@@ -158,8 +158,7 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
             str(path),
             ("a recipe must have one cycle, but the run had others appended (--append-epochs): use another run",),
         )
-    of_record = (*OF_A_RECIPE, STORAGE)
-    settings = {name: value for name, value in recorded.config.to_json().items() if name in of_record}
+    settings = recipe_of(recorded.config)
     unnamed_data = ""
     if settings["data"] is None:
         # The run searched for its data; the same search could find other data now.
