@@ -221,8 +221,8 @@ def _evaluate_folder(
     from engine.program.kernels import refuse_missing_kernels
     from engine.records.recorded_run import read_recorded
 
-    record = read_recorded(run)
     recorded = run_settings(run)
+    record = read_recorded(run)
     parts = load_own_parts(names)
     # An evaluation may use other metrics and other images than the run did.
     for warning in compare_named(record.resolved, parts.named, only=("model", "loss")):
