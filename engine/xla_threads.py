@@ -2,8 +2,6 @@
 
 import os
 
-from jax._src import xla_bridge
-
 from preprocess.cores import num_allowed_cores, num_cores
 
 _NUM_THREADS = "PJRT_NPROC"  # XLA reads it; oneDNN's kernels, whose threads are XLA's, follow it
@@ -14,5 +12,8 @@ def fit_threads_to_quota() -> None:
 
     XLA itself counts the cores on which the scheduler may put it, of which a container may have the time of a few.
     """
+    # Imported here, because commands that do not train must answer without jax.
+    from jax._src import xla_bridge
+
     if not xla_bridge.backends_are_initialized() and num_cores() < num_allowed_cores():
         os.environ.setdefault(_NUM_THREADS, str(num_cores()))

@@ -133,7 +133,7 @@ def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
             ["--image-size", "9", "--data", "packed"],
             "--image-size must be at most the size of the images, 8 × 8 px, got 9",
         ),
-        (["--run-dir", "file", "--data", "packed"], "the run folder must be a folder, but file is a file"),
+        (["--run-dir", "file", "--data", "packed"], "/file is a file: choose another path"),
         (["--momentum", "nan"], "--momentum must lie in 0 … 1, got nan"),
         (["--recipe", "imagnet"], "a recipe must be one of cifar-200, "),
         (["--recipe", "mine.toml"], "mine.toml: a recipe has no setting 'bach': did you mean batch?"),
@@ -512,7 +512,7 @@ def test_a_run_is_resumed_with_its_own_settings_and_changes_are_reported(tmp_pat
     code, stdout, stderr = call("--run-dir", "run", "--resume", "--steps", 5, "--learning-rate", 0.2)
     assert code == 0, stderr
     assert "resumed with steps 3 → 5, learning_rate default → 0.2" in stdout.splitlines()
-    assert "resuming run from the snapshot of step 3" in stdout
+    assert f"resuming {tmp_path / 'run'} from the snapshot of step 3" in stdout
     assert (tmp_path / "run/loss.jsonl").read_text().count("\n") == 5
     recorded = json.loads((tmp_path / "run/config.json").read_text())
     assert (recorded["config"]["seed"], recorded["config"]["steps"], recorded["config"]["batch"]) == (3, 5, 4)

@@ -218,6 +218,7 @@ def test_one_snapshot_at_a_time_waits_for_the_lines_of_a_slow_disk(tmp_path, mon
         append(self, text)
 
     monkeypatch.setattr(JsonLines, "append", held)
+    monkeypatch.setattr("engine.records.snapshot_writer._SAY_SKIPPED_EVERY_S", 0.0)
 
     def batches(step):
         if step == 7:
