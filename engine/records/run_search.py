@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine.records.run_summary import is_run
+from preprocess.sources.system_entries import is_hidden
 
 MOST_DEPTH = 8
 MOST_ENTRIES = 500_000
@@ -70,7 +71,7 @@ def _entries(folder: Path, most: int) -> tuple[int, list[Path]]:
                 break
             if entry.name == _PACK_MARK:
                 return count, []
-            if not entry.name.startswith(".") and entry.is_dir():
+            if not is_hidden(entry.name) and entry.is_dir():
                 below.append(folder / entry.name)
     return count, sorted(below)
 

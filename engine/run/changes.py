@@ -146,7 +146,9 @@ def note_changes(
 def machine_of(device: jax.Device) -> dict[str, str]:
     """Return what the rounding of a launch on a device depends on, besides its kind: as `describe_machine`."""
     options = {"x64": jax.config.jax_enable_x64, "matmul_precision": jax.config.jax_default_matmul_precision}
-    return describe_machine(device.platform, str(getattr(device.client, "platform_version", "")), options)
+    # A device that a program is only compiled for has no client.
+    client = getattr(device, "client", None)
+    return describe_machine(device.platform, str(getattr(client, "platform_version", "")), options)
 
 
 def versions_warning(recorded: RecordedRun) -> str | None:
