@@ -70,7 +70,8 @@ def test_each_difference_is_named_and_what_is_unknown_is_none():
         "the threads of XLA, one for each core (2, now 1)",
         "XLA_FLAGS (none, now --x)",
     ]
-    threads = machine_differences(one, one | {"threads": "1"}, can_set_threads=True)
+    assert machine_differences(one, one | {"threads": "1"}, "free") == []
+    threads = machine_differences(one, one | {"threads": "1"}, "settable")
     assert threads == [
         "the threads of XLA, one for each core (2, now 1; PJRT_NPROC=2 in the environment makes as many)"
     ]

@@ -10,6 +10,7 @@ import platform as system
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Literal
 
 from preprocess.cores import num_allowed_cores
 from preprocess.quantities import listed
@@ -18,6 +19,8 @@ MACHINE = "machine"
 """The key of the description of a launch's machine in the resolved part of `config.json`."""
 PROCESSOR, INSTRUCTIONS, THREADS = "processor", "instructions", "threads"
 PLATFORM, FLAGS, OPTIONS = "platform", "xla_flags", "jax_options"
+type ThreadRule = Literal["free", "settable", "fixed"]
+"""How bits depend on the number of threads: not at all, on what `NUM_THREADS_VARIABLE` says, or on the cores, too."""
 _WORDS = {
     PROCESSOR: "the processor",
     INSTRUCTIONS: "the instruction sets that XLA uses",
@@ -73,33 +76,31 @@ def describe_machine(platform: str, platform_version: str, options: Mapping[str,
 
 
 def machine_differences(
-    before: Mapping[str, str] | None, now: Mapping[str, str], *, can_set_threads: bool = False
+    before: Mapping[str, str] | None, now: Mapping[str, str], threads: ThreadRule = "fixed"
 ) -> list[str]:
     """Return each difference between the machines of two launches in words; none for what one does not record.
 
     Args:
         before, now: the machines, as `describe_machine` returns them.
-        can_set_threads: whether all kernels run on as many threads as `NUM_THREADS_VARIABLE` says, which then restores
-            the bits on another number of cores.
+        threads: how the bits depend on the number of threads.
     """
     found = []
     for name, words in _WORDS.items():
         if before is None or name not in before or name not in now or before[name] == now[name]:
             continue
-        remedy = f"; {NUM_THREADS_VARIABLE}={before[name]} in the environment makes as many" if can_set_threads else ""
-        found.append(f"{words} ({before[name] or 'none'}, now {now[name] or 'none'}{remedy * (name == THREADS)})")
+        if name == THREADS and threads == "free":
+            continue
+        is_settable = name == THREADS and threads == "settable"
+        remedy = f"; {NUM_THREADS_VARIABLE}={before[name]} in the environment makes as many" if is_settable else ""
+        found.append(f"{words} ({before[name] or 'none'}, now {now[name] or 'none'}{remedy})")
     return found
 
 
 def machine_warning(
-    befores: Iterable[Mapping[str, str] | None], now: Mapping[str, str], *, can_set_threads: bool = False
+    befores: Iterable[Mapping[str, str] | None], now: Mapping[str, str], threads: ThreadRule = "fixed"
 ) -> str | None:
     """Return a warning that a run goes on where it may round otherwise than in its launches before; None if not."""
-    differences = list(
-        dict.fromkeys(
-            each for before in befores for each in machine_differences(before, now, can_set_threads=can_set_threads)
-        )
-    )
+    differences = list(dict.fromkeys(each for before in befores for each in machine_differences(before, now, threads)))
     if not differences:
         return None
     return (

@@ -37,7 +37,7 @@ from engine.replay.checked_files import CheckedFiles, check_files, describe_chec
 from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from engine.replay.report import Comparison, ReplayReport
 from engine.run.changed_rules import check_rules
-from engine.run.changes import machine_of, versions_warning
+from engine.run.changes import machine_of, thread_rule, versions_warning
 from engine.run.compilation import caching_compilations
 from engine.run.data import open_data
 from engine.run.dataset import DATA_LOCATION, data_of_record
@@ -51,7 +51,6 @@ from engine.run.signals import StopSignals, ignore_message
 from engine.stream.sinks import Sink
 from engine.updates.own_optimizer import OwnOptimizer
 from engine.updates.update import Schedule
-from models.kernels import ONEDNN
 from preprocess.quantities import listed
 from preprocess.regular_file import IrregularFileError
 from preprocess.storage_options import as_text
@@ -163,6 +162,8 @@ def _check_places(stretch: RecordedStretch, doubts: Sequence[str], notify: Calla
     """
     here, first = devices(), stretch.start.step + 1
     machine, found = machine_of(jax.devices()[0]), list(doubts)
+    is_own_model = "model" in recorded_own_parts(stretch.recorded.resolved)
+    threads = thread_rule(stretch.recorded.config, is_own_model=is_own_model)
     for (topology, before), pieces in groupby(stretch.pieces, lambda piece: (piece.topology, piece.machine)):
         if topology.num_devices > len(here):
             raise ValueError(
@@ -171,8 +172,7 @@ def _check_places(stretch: RecordedStretch, doubts: Sequence[str], notify: Calla
             )
         last = max(piece.stop_step for piece in pieces)
         is_all = (first, last) == (stretch.start.step + 1, stretch.to_step)
-        can_set_threads = stretch.recorded.config.kernels != ONEDNN
-        differences = [*doubts, *machine_differences(before, machine, can_set_threads=can_set_threads)]
+        differences = [*doubts, *machine_differences(before, machine, threads)]
         num_parts = len(here) if here[0].platform == "cpu" else 0
         is_known = before is not None or differences
         promise = describe_promise(topology, here[0].kind, num_parts, differences if is_known else None)

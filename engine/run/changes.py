@@ -12,11 +12,12 @@ import jax
 from engine.config import SETTINGS, TrainConfig, describe_value
 from engine.locations import with_absolute_paths
 from engine.processes import exchange
-from engine.records.machine import MACHINE, describe_machine
+from engine.records.machine import MACHINE, ThreadRule, describe_machine
 from engine.records.recorded_run import RecordedRun
 from engine.records.run_folder import recorded_versions
 from engine.records.topology import Topology
 from engine.settings import OnResume, Owner, SettingError, Stage
+from models.kernels import ONEDNN
 from preprocess.quantities import listed
 
 RUNTIME_SETTINGS = frozenset(
@@ -149,6 +150,18 @@ def machine_of(device: jax.Device) -> dict[str, str]:
     # A device that a program is only compiled for has no client.
     client = getattr(device, "client", None)
     return describe_machine(device.platform, str(getattr(client, "platform_version", "")), options)
+
+
+def thread_rule(config: TrainConfig, *, is_own_model: bool) -> ThreadRule:
+    """Return how the bits of a run depend on the number of threads, one for each core.
+
+    XLA's kernels divide their sums among its threads. oneDNN's do not, so that the models of the registry, whose
+    convolutions and products they compute, have the same bits on any number of cores; they have at most a thread per
+    core. Of a model of the user's own, XLA may compute a part.
+    """
+    if config.kernels != ONEDNN:
+        return "settable"
+    return "fixed" if is_own_model else "free"
 
 
 def versions_warning(recorded: RecordedRun) -> str | None:

@@ -34,6 +34,7 @@ from engine.run.changes import (
     check_steps,
     describe_changes,
     note_changes,
+    thread_rule,
     versions_warning,
 )
 from engine.run.compilation import Compiled, caching_compilations
@@ -68,7 +69,6 @@ from engine.runtime.record import LaunchState
 from engine.settings import SettingError
 from engine.stream.notices import outliving_display
 from engine.stream.sinks import Sink
-from models.kernels import ONEDNN
 from preprocess.quantities import quantity
 
 
@@ -353,7 +353,11 @@ def _check_continues(launch: Launch, recorded: RecordedRun, notify: Callable[[st
             launch.config, recorded.config, launch.start.step, factor_before(launch.start.events, launch.start.pulls)
         ),
         changed_kernels_notice(recorded.resolved, launch.crossings),
-        machine_warning(recorded.machines, launch.crossings[MACHINE], can_set_threads=launch.config.kernels != ONEDNN),
+        machine_warning(
+            recorded.machines,
+            launch.crossings[MACHINE],
+            thread_rule(launch.config, is_own_model=launch.resolved.registry_name is None),
+        ),
     ):
         if message is not None:
             notify(message)
