@@ -77,6 +77,9 @@ _OF_USER, _OF_LAUNCH = Belongs(Owner.USER, OnResume.CHANGES), Belongs(Owner.LAUN
 _COUNT = (0, 2**31 - 2)
 _RATE = (0, LARGEST_FLOAT32)
 
+MOST_PARTS = 1024
+"""The largest number of devices that the processor is divided into; jax takes minutes for twice as many."""
+
 MOST_EVALUATIONS = 20
 """The largest number of evaluations that a run makes by default."""
 
@@ -680,12 +683,19 @@ def parse_devices(text: str) -> tuple[str | None, int]:
     """Return the platform, if any, and the number of devices that a value of the setting `devices` names.
 
     Raises:
-        SettingError: if the text has another form.
+        SettingError: if the text has another form, or divides the processor into too many devices.
     """
     platform, _, count = text.rpartition(":")
     if platform not in ("", "cpu") or not re.fullmatch("[1-9][0-9]{0,4}", count):
         raise SettingError(
             "devices", "{setting} must be NUMBER or cpu:NUMBER, with a NUMBER of at least 1, got {text!r}", text=text
+        )
+    if platform and int(count) > MOST_PARTS:
+        raise SettingError(
+            "devices",
+            "{setting} must divide the processor into at most {most:,} devices, got {text!r}: give fewer",
+            most=MOST_PARTS,
+            text=text,
         )
     return platform or None, int(count)
 

@@ -128,6 +128,9 @@ def test_another_form_of_the_setting_is_refused(text):
 def test_the_setting_names_a_platform_and_a_number():
     assert parse_devices("4") == (None, 4)
     assert parse_devices("cpu:16") == ("cpu", 16)
+    assert parse_devices("4096") == (None, 4096)
+    with pytest.raises(ConfigError, match="at most 1,024 devices, got 'cpu:1025': give fewer"):
+        parse_devices("cpu:1025")
 
 
 def test_more_devices_than_there_are_is_an_error_with_the_remedy():

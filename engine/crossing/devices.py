@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from engine.config import TrainConfig, parse_devices
+from engine.config import MOST_PARTS, TrainConfig, parse_devices
 from engine.crossing.choice import this_device, this_platform
 from engine.settings import SettingError
 
@@ -131,7 +131,7 @@ def choose_devices(config: TrainConfig) -> list[jax.Device]:
         remedy = "give fewer"
         if this_platform() == "cpu":
             remedy += (
-                ", or cpu:{count}"
+                ", or cpu:{count}" * (count <= MOST_PARTS)
                 if platform is None
                 else ", or set the environment variable JAX_NUM_CPU_DEVICES={count}, because jax was used before"
             )
