@@ -136,7 +136,7 @@ def test_weights_of_no_run(place, monkeypatch):
         (["nowhere"], "RUN must be a run folder, but nowhere does not exist"),
         (["."], "RUN must be a run folder, but . contains 2 run folders"),
         (["own"], "own was trained with a model of your own, 'linear', which must be given from Python"),
-        (["run", "--data", "nowhere"], "nowhere does not exist"),
+        (["run", "--data", "nowhere"], "the data of the run must be in nowhere, which does not exist"),
         (["run", "--split", "test"], "there is no split 'test'; choose one of train, val"),
         (["run", "--batch", "0"], "--batch must lie in 1 … 1048576, got 0"),
         (["run", "--image-size", "9"], "must be at most the size of the images, 8 × 8 px, got 9: leave"),
