@@ -1,5 +1,7 @@
 """The weights of a run as nested dictionaries: the same bits as in training, and what is refused."""
 
+import errno
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,3 +129,13 @@ def test_other_files_are_refused(tmp_path, names, metadata, message):
     save_file({name: np.zeros(2, np.float32) for name in names}, tmp_path / "w.safetensors", metadata)
     with pytest.raises(ValueError, match=message):
         read_weights(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENODEV, "No such device"), MemoryError("Cannot allocate memory")])
+def test_weights_that_cannot_be_mapped_are_read(tmp_path, monkeypatch, error):
+    def refuse(*_args, **_more):
+        raise error
+
+    save_file({"params.weights": np.arange(6, dtype=np.float32)}, tmp_path / "w.safetensors")
+    monkeypatch.setattr("engine.records.weights.safe_open", refuse)
+    np.testing.assert_array_equal(read_weights(tmp_path / "w.safetensors").params["weights"], np.arange(6))

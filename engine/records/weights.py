@@ -142,8 +142,8 @@ def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
 def _load(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str]]:
     try:
         file = safe_open(path, framework="np")
-    except OSError:
-        return _load_unmapped(path)  # safetensors maps the file, which some file systems can't
+    except (OSError, MemoryError):
+        return _load_unmapped(path)  # safetensors maps the file, which some file systems can't, or not now
     with file:
         names = list(file.keys())
         _check_number(path, len(names))
