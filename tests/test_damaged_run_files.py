@@ -146,7 +146,7 @@ def test_a_change_of_any_file_of_a_snapshot_is_detected(copied_run):
             told: list[str] = []
             with pytest.raises(AssertionError, match="was traced"):
                 resume(copied_run, model=Untraced(), notify=told.append)
-            is_passed_over = told[0].startswith("warning: the snapshot ")
+            is_passed_over = any(line.startswith("warning: the snapshot ") for line in told)
             # Orbax keeps other files that nothing is read from; every array has its digest in the facts.
             is_needed = str(file.relative_to(folder)).startswith(("facts/metadata", "state/manifest.ocdbt", "state/d/"))
             assert is_passed_over or not is_needed, file
@@ -173,8 +173,9 @@ def test_a_snapshot_with_a_pipe_is_invalid(copied_run):
         told: list[str] = []
         with pytest.raises(AssertionError, match="was traced"):
             resume(copied_run, model=Untraced(), notify=told.append)
-        assert told[0].startswith(f"warning: the snapshot {copied_run}/snapshots/6 is damaged and cannot be used: ")
-        assert "it is a pipe, not a file" in told[0]
+        (line,) = [line for line in told if "snapshots/6" in line]
+        assert line.startswith(f"warning: the snapshot {copied_run}/snapshots/6 is damaged and cannot be used: ")
+        assert "it is a pipe, not a file" in line
 
 
 @pytest.mark.parametrize("name", ["config.json", "result.json"])

@@ -1,5 +1,6 @@
 """What a resumed run lacks or finds wrong in its folder: it neither hangs, nor throws the run away, nor gets stuck."""
 
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from engine import train
 from engine.control.request import ControlRequest
 from engine.feed.feeder import Feeder
+from engine.records import snapshot
 from engine.records.control_log import read_events
 from engine.records.control_requests import send_request
 from engine.records.folder_lock import is_locked
@@ -22,6 +24,7 @@ from engine.records.run_folder import RunFolder, recorded_versions
 from engine.records.snapshot import snapshot_steps
 from engine.run.resume import StartingPoint, find_cuts, rewind_run
 from engine.signal_bursts import BURST_S
+from tests.fake_source import files_of
 from tests.test_resume import EVALUATED, StoppingEvaluation, run
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -76,6 +79,31 @@ def test_if_no_snapshot_is_readable_nothing_is_removed(tmp_path):
     assert {name: (path / name).read_bytes() for name in before} == before
     shutil.rmtree(path / "snapshots")
     assert len(small_run(path, steps=4, resume=True).losses) == 4
+
+
+@pytest.mark.parametrize("failing", ["stat", "scandir", "restore"])
+def test_a_snapshot_that_the_disk_fails_to_read_is_kept(tmp_path, monkeypatch, failing):
+    """Resuming from the one before it would remove it, and the lines of its steps."""
+    path = tmp_path / "run"
+    small_run(path, steps=2)
+    small_run(path, steps=4, resume=True)
+    before = files_of(path)
+    real = getattr(os, failing, open)
+
+    def fail(found=".", *args, **more):
+        if isinstance(found, str | Path) and f"{path}/snapshots/4/state" in str(found):
+            raise OSError(errno.ESTALE, "Stale file handle", str(found))
+        return real(found, *args, **more)
+
+    def restore(found):
+        raise ValueError("ABORTED: Error reading: Stale file handle [os_error_code='116'] [source locations='x']")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((snapshot, "restore_arrays", restore) if failing == "restore" else (os, failing, fail)))
+        with pytest.raises(ValueError, match=r"snapshots/4 cannot be read: .*Stale file handle.*resume again"):
+            small_run(path, steps=6, resume=True)
+    assert files_of(path) == before
+    assert small_run(path, steps=6, resume=True).steps_done == 6
 
 
 def test_a_snapshot_that_could_not_be_read_is_not_found_again_without_its_lines(tmp_path):

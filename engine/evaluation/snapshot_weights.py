@@ -17,7 +17,7 @@ from engine.records.evaluation_log import EvaluationLog
 from engine.records.folder_state import check_config_digest
 from engine.records.recorded_run import RecordedRun, read_recorded
 from engine.records.run_folder import CONFIG, EVALUATION_LOG, SNAPSHOTS
-from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
+from engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_snapshot, snapshot_steps
 from engine.records.weights import StoredWeights, Tensors, name_tensors, part_of
 from engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA, describe_weights
 from engine.run.resolve import recorded_own_parts
@@ -51,6 +51,8 @@ def read_snapshot_weights(run: Path, recorded: RecordedRun, step: int | None = N
     for newest in reversed(snapshot_steps(run / SNAPSHOTS)):
         try:
             return _read(run, recorded, newest)
+        except UnreadSnapshotError:
+            raise  # an older one would be evaluated in its place
         except SnapshotError as error:  # damaged, or removed in the meantime by a run in progress
             failure = failure or error
     raise failure or SnapshotError(f"there is no snapshot in {run / SNAPSHOTS}: wait for the first one")

@@ -34,7 +34,7 @@ from engine.records.snapshot_claims import find_false_claim
 from engine.records.stored_types import as_snapshot, from_snapshot
 from engine.records.versions import version_of
 from preprocess.links import check_unlinked, remove_tree
-from preprocess.regular_file import check_regular
+from preprocess.regular_file import check_regular, raise_error
 from preprocess.synced_folders import make_folders, sync_folder, sync_tree
 from preprocess.system_errors import remedy_of, system_number, system_reason
 
@@ -45,10 +45,16 @@ _MOST_FACTS_BYTES = 1 << 26
 _NAMED_AT_MOST = 3
 # Besides the arrays: the facts and Orbax's own files, a few hundred bytes per array.
 _SLACK_BYTES = 1 << 20
+# A file that is missing or no file; an error of no number is one of the content.
+_OF_DAMAGE = frozenset({None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL})
 
 
 class SnapshotError(ValueError):
     """Raised if a snapshot cannot be written, is damaged, or does not fit the state of this program."""
+
+
+class UnreadSnapshotError(SnapshotError):
+    """Raised if the disk or its server failed while a snapshot was read, which may be sound."""
 
 
 @dataclass(frozen=True)
@@ -294,18 +300,19 @@ def _check_files(path: Path) -> int:
     """
     check_path_is_text(path)
     num_bytes = 0
-    for inner, _, names in os.walk(path):
-        for name in names:
-            file = Path(inner, name)
-            try:
+    try:
+        for inner, _, names in os.walk(path, onerror=raise_error):
+            for name in names:
+                file = Path(inner, name)
                 status = file.stat()
                 check_regular(status, file)
-            except OSError as error:
-                raise _damaged(path, f"{file.relative_to(path)} cannot be read ({error.strerror})") from error
-            # Of the others, which hold the arrays, a reader takes parts.
-            if file.parent.name != "d" and status.st_size > _MOST_FACTS_BYTES:
-                raise _damaged(path, f"{file.relative_to(path)} is too large ({status.st_size:,} bytes)")
-            num_bytes += status.st_size
+                # Of the others, which hold the arrays, a reader takes parts.
+                if file.parent.name != "d" and status.st_size > _MOST_FACTS_BYTES:
+                    raise _damaged(path, f"{file.relative_to(path)} is too large ({status.st_size:,} bytes)")
+                num_bytes += status.st_size
+    except OSError as error:
+        where = Path(error.filename or path).relative_to(path)
+        raise _damaged(path, f"{where} cannot be read ({error.strerror})", error) from error
     return num_bytes
 
 
@@ -357,7 +364,7 @@ def _read_facts(path: Path, step: int) -> dict[str, Any]:
         if form == _FORMAT and not (isinstance(leaves, dict) and type(pulls) is int and 0 <= pulls < 1 << 63):
             raise TypeError("they have another form")
     except Exception as error:  # Orbax and TensorStore raise exceptions of many types
-        raise _damaged(path, f"its metadata cannot be read ({short_reason(error)})") from error
+        raise _damaged(path, f"its metadata cannot be read ({short_reason(error)})", error) from error
     if not is_whole:
         raise _damaged(path, "its metadata has changed since it was written")
     if form != _FORMAT:
@@ -372,9 +379,8 @@ def _restore_arrays(path: Path, described: Mapping[str, Any]) -> dict[str, NDArr
     try:
         return _flatten(restore_arrays(path))
     except Exception as error:  # Orbax and TensorStore raise exceptions of many types
-        raise _damaged(
-            path, f"{first_unreadable(path, described) or 'an array'} cannot be read ({short_reason(error)})"
-        ) from error
+        name = first_unreadable(path, described) or "an array"
+        raise _damaged(path, f"{name} cannot be read ({short_reason(error)})", error) from error
 
 
 def _match(name: str, array: NDArray[Any], like: Any) -> Any:
@@ -398,7 +404,10 @@ def _list(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
 
 
-def _damaged(path: Path, what: str) -> SnapshotError:
+def _damaged(path: Path, what: str, error: BaseException | None = None) -> SnapshotError:
+    """Return the error of a snapshot; `error` is that of the system or of TensorStore, if one was raised."""
+    if error is not None and system_number(error) not in _OF_DAMAGE:
+        return UnreadSnapshotError(f"the snapshot {path} cannot be read: {what}")
     return SnapshotError(f"the snapshot {path} is damaged and cannot be used: {what}")
 
 

@@ -150,22 +150,28 @@ class StartingPoint:
 
 
 def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
-    """Return the starting point of a resumed run: its newest readable snapshot, or its beginning if it has none.
+    """Return the starting point of a resumed run: its newest undamaged snapshot, or its beginning if it has none.
 
     Args:
         run: the run folder.
-        say: called with a warning about each snapshot that cannot be read.
+        say: called with a warning about each snapshot that is damaged.
 
     Raises:
-        ValueError: if the log of requests cannot be read, or if there are snapshots but none is readable.
+        ValueError: if the log of requests cannot be read, if there are snapshots but none is readable, or if the disk
+            failed while one was read.
     """
-    from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps
+    from engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_snapshot, snapshot_steps
 
     events = _read_events(run)
     saved_steps = snapshot_steps(run / SNAPSHOTS)
     for step in reversed(saved_steps):
         try:
             return start_at(read_snapshot(run / SNAPSHOTS, step), events)
+        except UnreadSnapshotError as error:
+            # Resuming from another one would remove this one, which may be sound, and the lines of its steps.
+            raise ValueError(
+                f"{error}; check its disk and resume again, or remove that snapshot to resume without it"
+            ) from error
         except SnapshotError as error:
             if step == saved_steps[0]:
                 # Starting again would discard the whole run, perhaps because of a temporary disk fault.
