@@ -97,7 +97,9 @@ class CallKind:
         if operation == "train":
             shutil.copytree(disk / "run", self._folder / "run")
             begun = self._make_disk(trial.folder / "begun-disk", operation)
-            finished = trial.run(self.command(operation, begun, steps=_FIRST_STEPS), timeout_s=_SOUND_TIMEOUT_S)
+            # With two snapshots, so that one can be lost without another result.
+            command = [*self.command(operation, begun, steps=_FIRST_STEPS), "--snapshot-every", str(_FIRST_STEPS // 2)]
+            finished = trial.run(command, timeout_s=_SOUND_TIMEOUT_S)
             if finished.code != 0:
                 raise RuntimeError(f"the first steps failed without a fault: {finished.output}")
             shutil.copytree(begun / "run", self._folder / "begun")
@@ -172,9 +174,9 @@ class CallKind:
     def result(self, operation: str, disk: Path, finished: Finished) -> Mapping[str, Any]:
         """Return the result of a successful operation: the files of the pack, the records of the run, the accuracy."""
         if operation in ("pack", "pack-rest"):
-            # A record of the owner that could not be removed is harmless.
+            # What could not be removed of the journal and of locks is harmless.
             tree = read_tree(disk / "pack")
-            return {key: content for key, content in tree.items() if not key.endswith(("/owner", "/lock"))}
+            return {key: tree[key] for key in tree if "/journal/" not in key and not key.endswith(".__lock")}
         if operation in ("train", "resume"):
             return records_of(disk / "run")
         if operation == "evaluate":
