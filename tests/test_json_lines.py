@@ -4,12 +4,16 @@ import errno
 import json
 import os
 from itertools import count
+from pathlib import Path
 
 import pytest
 
+from engine.config import TrainConfig
 from engine.records.digests import RunningDigest
 from engine.records.evaluation_log import EvaluationLog
+from engine.records.file_errors import LostFileError
 from engine.records.json_lines import JsonLines
+from engine.records.run_folder import LOSS_LOG, RunFolder
 from engine.runtime.goodput import _last_line
 from tests.chained_run import STEPS, run
 
@@ -127,3 +131,35 @@ def test_a_run_is_resumed_whole_where_reads_are_short(tmp_path, monkeypatch):
     steps = [json.loads(line)["step"] for line in (path / "loss.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 3))
     assert EvaluationLog(path / "eval.jsonl").read()
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_a_disk_that_fails_has_not_lost_the_folder(tmp_path, monkeypatch, number):
+    """An error that may pass must not be told as the loss of the record, after which another run is to be started."""
+    with RunFolder(tmp_path / "run") as folder:
+        folder.write_config(TrainConfig(steps=1), {}, None, origins={})
+        (folder.path / LOSS_LOG).touch()
+        (folder.path / "snapshots/4").mkdir(parents=True)
+        log = JsonLines(folder.path / LOSS_LOG)
+        log.open()
+        real = os.stat
+
+        def fail(path, *args, **more):
+            if not isinstance(path, int) and Path(path).is_relative_to(folder.path):
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *args, **more)
+
+        with monkeypatch.context() as failing:
+            failing.setattr(os, "stat", fail)
+            for check in (log.check_place, folder.check_kept):
+                with pytest.raises(OSError, match=os.strerror(number)) as caught:
+                    check()
+                assert not isinstance(caught.value, LostFileError)
+            assert folder.can_resume_from(4)
+        assert folder.can_resume_from(4)
+        assert not folder.can_resume_from(6)
+        (folder.path / LOSS_LOG).unlink()
+        for check in (log.check_place, log.sync):
+            with pytest.raises(LostFileError):
+                check()
+        log.close()

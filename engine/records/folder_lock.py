@@ -111,7 +111,10 @@ class FolderLock:
 
     def is_taken(self) -> bool:
         """Return whether the folder was emptied while locked, and another process has since created a lock in it."""
-        return self._file >= 0 and not self.is_in_place() and self._path.exists()
+        try:
+            return self._file >= 0 and not os.path.samestat(os.fstat(self._file), self._path.stat())
+        except OSError:  # there is none, or the disk fails, which says nothing about it
+            return False
 
 
 def is_leftover(folder: Path, name: str) -> bool:

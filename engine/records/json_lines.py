@@ -141,14 +141,21 @@ class JsonLines:
         return self._digest.state()
 
     def check_place(self) -> None:
-        """Raise LostFileError if the path no longer refers to the open file; do nothing if no file is open."""
+        """Raise LostFileError if the path no longer refers to the open file; do nothing if no file is open.
+
+        Raises:
+            OSError: that cannot be known, because the disk or its server failed.
+        """
         self._checked_at = time.monotonic()
         if self._file < 0:
             return
         try:
             is_there = os.path.samestat(os.fstat(self._file), self._path.stat())
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             is_there = False
+        except OSError as error:
+            name_file(error, self._path)
+            raise
         if not is_there:
             raise LostFileError.of(self._path)
 

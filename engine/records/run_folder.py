@@ -30,6 +30,7 @@ from engine.records.folder_lock import LOCK_NAME, FolderLock
 from engine.records.versions import version_of
 from engine.records.whole_file import remove_unfinished, write_whole
 from preprocess.links import LinkedPathError, check_unlinked, remove_tree
+from preprocess.regular_file import is_regular
 from preprocess.shards.arrays import PIXELS
 from preprocess.synced_folders import sync_folder
 
@@ -222,13 +223,17 @@ class RunFolder:
 
     def check_kept(self) -> None:
         """Raise LostFileError if the folder was emptied, removed or locked by another run after this run locked it."""
-        if self._lock.is_taken() or not (self.path / CONFIG).is_file():
+        if self._lock.is_taken() or not is_regular(self.path / CONFIG):
             raise LostFileError.of(self.path / CONFIG)
 
     def can_resume_from(self, step: int) -> bool:
         """Return whether the files from which a run resumes at the snapshot of `step` are still in the folder."""
-        needed = (self.path / CONFIG, self.loss_log, self.snapshots / str(step))
-        return not self._lock.is_taken() and all(each.exists() for each in needed)
+        try:
+            for needed in (self.path / CONFIG, self.loss_log, self.snapshots / str(step)):
+                needed.stat()
+        except OSError as error:  # a disk that fails now may still have them
+            return not isinstance(error, FileNotFoundError | NotADirectoryError)
+        return not self._lock.is_taken()
 
     def remove_result(self) -> None:
         """Remove `result.json`, the mark of a finished run, because the run continues."""
