@@ -2,9 +2,10 @@
 
 import errno
 import re
+import sys
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from engine.loggers.logger_sink import LoggerSink
 from engine.loggers.pictures import captions, draw_images, draw_matrix
 from engine.loggers.record_log import log_record
 from engine.loggers.tensorboard import TensorBoardSink, markdown_of
-from engine.loggers.wandb import WandbSink, is_in_repository_of_user, kept_run_id
+from engine.loggers.wandb import WandbSink, check_login, is_in_repository_of_user, kept_run_id
 from engine.objective.metrics import confusion_matrix
 from engine.profile.table import Profile, ProfileRow
 from engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
@@ -376,3 +377,67 @@ def test_overwriting_a_run_removes_its_event_files_and_its_id_alone(tmp_path):
         for path in run_dir.glob(f"{name}/**/*")
     ]
     assert sorted(left) == ["tensorboard/mine", "wandb/run-1", "wandb/run-1/a"]
+
+
+@pytest.fixture
+def no_account(monkeypatch, tmp_path):
+    """A home folder without an account, and no variable that names one."""
+    for name in ("API_KEY", "IDENTITY_TOKEN_FILE", "MODE", "DISABLED", "BASE_URL"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+NETRC = "machine api.wandb.ai\n  login user\n  password 123\n"
+NETRC_HERE = NETRC.replace("api.wandb.ai", "here")
+
+
+@pytest.mark.parametrize(
+    ("environment", "files", "settings"),
+    [
+        ({"WANDB_API_KEY": "123"}, {}, None),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "token"}, {}, None),
+        ({"WANDB_MODE": "offline"}, {}, None),
+        ({"WANDB_MODE": "disabled"}, {}, None),
+        ({}, {".netrc": NETRC}, None),
+        ({}, {"_netrc": NETRC}, None),
+        ({"NETRC": "~/other", "WANDB_BASE_URL": "http://here:80/x"}, {"other": NETRC_HERE}, None),
+        ({}, {}, {"api_key": "123"}),
+        ({}, {}, {"mode": "offline"}),
+    ],
+)  # fmt: skip
+def test_an_account_of_weights_and_biases_is_found_where_the_package_looks(
+    no_account, monkeypatch, environment, files, settings
+):
+    given = SimpleNamespace(settings=SimpleNamespace(**(settings or {})))
+    package = SimpleNamespace() if settings is None else SimpleNamespace(setup=lambda: given)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for name, text in files.items():
+        (no_account / name).write_text(text)
+        (no_account / name).chmod(0o600)
+    check_login(package)
+
+
+@pytest.mark.parametrize(
+    "files", [{}, {".netrc": NETRC_HERE}, {".netrc": "nonsense"}, {".netrc": NETRC.replace("123", '""')}]
+)
+def test_without_an_account_nothing_is_asked(no_account, monkeypatch, files):
+    asked: list[str] = []
+
+    def ask(*_, **__):
+        asked.append("(1) Create an account")
+        threading.Event().wait(600)
+
+    for name, text in files.items():
+        (no_account / name).write_text(text)
+        (no_account / name).chmod(0o600)
+    package = SimpleNamespace(init=ask, login=ask, Settings=SimpleNamespace, __spec__=SimpleNamespace(name="wandb"))
+    monkeypatch.setitem(sys.modules, "wandb", cast(Any, package))
+    result, warnings = run(WandbSink("project", folder=no_account / "log"))
+    assert (asked, result.stopped_by) == ([], "steps")
+    assert warnings == [
+        "warning: Weights & Biases: no account is known for https://api.wandb.ai: run `wandb login`, set "
+        "WANDB_API_KEY, or log to files with WANDB_MODE=offline: nothing more is logged there; the run is not affected"
+    ]

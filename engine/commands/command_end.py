@@ -28,7 +28,9 @@ def leave(code: int, *, at_once: bool = False) -> None:
     flusher = threading.Thread(target=_flush, daemon=True)
     flusher.start()
     flusher.join(_FLUSH_TIMEOUT_S)
-    if code != 0 or at_once or flusher.is_alive():
+    # One that is given up may hold what Python needs to end, such as the lock of stdin.
+    has_stuck_logger = any(thread.name.startswith("logger-") for thread in threading.enumerate())
+    if code != 0 or at_once or has_stuck_logger or flusher.is_alive():
         os._exit(code)
 
 

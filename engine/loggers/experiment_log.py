@@ -30,6 +30,10 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Cell]]
 
 
+class LogRefusedError(Exception):
+    """A log cannot be opened; the message says why, and what to do."""
+
+
 class ExperimentLog(Protocol):
     """An open log of one run, used by one thread. Names are paths such as "train/loss"."""
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from engine.crossing.pushed import PushedHistograms, PushedImages
-from engine.loggers.experiment_log import ExperimentLog
+from engine.loggers.experiment_log import ExperimentLog, LogRefusedError
 from engine.loggers.record_log import Logged, log_record
 from engine.profile.table import Profile
 from engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
@@ -175,7 +175,8 @@ class LoggerSink:
         except BaseException as error:  # noqa: BLE001 - whatever it was, only the logger ends
             reason = " ".join(str(error).split())
             if records is self._records:  # else the sink logs another run by now
-                self._end(f"{type(error).__name__}{f': {reason}' if reason else ''}")
+                kind = "" if isinstance(error, LogRefusedError) else type(error).__name__
+                self._end(": ".join(filter(None, (kind, reason))))
             if log is not None:
                 with suppress(BaseException):
                     log.close()

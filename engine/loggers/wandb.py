@@ -1,32 +1,38 @@
 """Weights & Biases (https://wandb.ai) as a logger of experiments, and the sink that logs to it."""
 
+import netrc
 import os
 import secrets
 import string
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 from PIL.Image import Image
 
 from engine.crossing.pushed import Histogram
-from engine.loggers.experiment_log import ExperimentLog, Moment, Table
+from engine.loggers.experiment_log import ExperimentLog, LogRefusedError, Moment, Table
 from engine.loggers.logger_sink import LoggerSink
 from engine.loggers.required_package import check_package
 from engine.records.run_folder import WANDB, WANDB_RUN_ID
 from engine.records.whole_file import make_folder, write_whole
 from engine.stream.sinks import RunDescription
 from preprocess.regular_file import read_regular
+from preprocess.storage_options import expand_home
 
 _STEP = "step"
 # To reach the server, unless the user sets another limit; the package's own is 90 s.
 _INIT_TIMEOUT_S, _INIT_TIMEOUT_VARIABLE = 30.0, "WANDB_INIT_TIMEOUT"
+_OFFLINE = ("offline", "dryrun", "disabled")
+_HOST = "https://api.wandb.ai"
 _ID_CHARACTERS, _ID_LENGTH, _MOST_ID_BYTES = string.ascii_lowercase + string.digits, 8, 256
 
 
 class WandbSink(LoggerSink):
-    """A sink that logs to Weights & Biases; needs the package `wandb`, and that the user is logged in there.
+    """A sink that logs to Weights & Biases; needs the package `wandb` and an account; nothing is asked.
 
     A resumed run continues the same run of Weights & Biases, whose id is kept in `RUN/wandb/run-id`. If the service
     cannot be reached, the run goes on with a warning; `WANDB_MODE=offline` logs to files, for `wandb sync`.
@@ -50,6 +56,7 @@ def open_wandb_log(project: str, folder: Path | None, name: str | None, run: Run
     """Begin or continue a run of Weights & Biases."""
     import wandb
 
+    check_login(wandb)
     run_id = None if folder is None else kept_run_id(folder / WANDB)
     # Silent, because a question at the terminal would disturb the display of the losses.
     settings = wandb.Settings(silent=True, console="off")
@@ -89,6 +96,43 @@ def _repository_of(folder: Path) -> Path | None:
         if (each / ".git").exists() or ((each / "HEAD").exists() and (each / "objects").is_dir()):
             return each
     return None
+
+
+def check_login(wandb: Any) -> None:
+    """Raise LogRefusedError if the package would ask for an account, which it does at any terminal; asks nobody itself.
+
+    The package looks for a key in its own settings, the environment and the user's netrc file.
+
+    Args:
+        wandb: the package.
+    """
+    settings: Any = None
+    with suppress(Exception):  # another version, or no home folder
+        settings = wandb.setup().settings
+
+    def found(variable: str, name: str) -> str:
+        return os.environ.get(variable) or str(getattr(settings, name, None) or "")
+
+    if found("WANDB_MODE", "mode") in _OFFLINE or os.environ.get("WANDB_DISABLED"):
+        return
+    if found("WANDB_API_KEY", "api_key") or found("WANDB_IDENTITY_TOKEN_FILE", "identity_token_file"):
+        return
+    host = found("WANDB_BASE_URL", "base_url") or _HOST
+    if not _is_in_netrc(urlsplit(host)):
+        raise LogRefusedError(
+            f"no account is known for {host}: run `wandb login`, set WANDB_API_KEY, or log to files with "
+            "WANDB_MODE=offline"
+        )
+
+
+def _is_in_netrc(host: SplitResult) -> bool:
+    """Return whether the user's netrc file has a password for a host."""
+    names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for path in map(expand_home, names):
+        with suppress(OSError, ValueError, netrc.NetrcParseError):
+            known = netrc.netrc(path)
+            return any((known.authenticators(name) or [""])[-1] for name in (host.netloc, host.hostname or ""))
+    return False
 
 
 def kept_run_id(folder: Path) -> str:
