@@ -23,12 +23,16 @@ BEAT_FILE = "FEEDLOOP_BEAT_FILE"
 """The environment variable that names the file in which a process shows its beats to its supervisor."""
 SEES_ALL = "FEEDLOOP_SUPERVISOR_SEES_ALL"
 """The environment variable that says that the supervisor started all processes, and judges them itself."""
+SUPERVISOR = "FEEDLOOP_SUPERVISOR"
+"""The environment variable with the process ID of the supervisor."""
 _FOLDER = "feedloop/beats"
 _LOOK_EVERY_S = 0.25
 # At the end, all wait for the last one.
 _DONE_EVERY_S = 0.1
 # A process that knows that another is gone waits only this long for its beat.
 _HURRY_S = 5.0
+# A process whose supervisor is gone may stop cleanly for so long, or for --peer-timeout if that is shorter.
+_ORPHAN_S = 30.0
 
 
 class State(StrEnum):
@@ -160,7 +164,10 @@ class Peers:
         path = os.environ.get(BEAT_FILE)
         self._path = None if path is None else Path(path)
         self._judges = SEES_ALL not in os.environ
-        self._host, self._parent = socket.gethostname(), os.getppid()
+        self._host = socket.gethostname()
+        # That of the start: the supervisor may be gone by now.
+        self._parent = int(os.environ.get(SUPERVISOR, os.getppid()))
+        self._orphan_since_s: float | None = None
         self._step: Callable[[], int | None] = lambda: None
         self._state, self._message = State.RUNNING, ""
         self._own, self._peers, self._coordinator = 0, dict[int, Peer](), ""
@@ -205,14 +212,16 @@ class Peers:
             while self._state is State.ENDED:
                 time.sleep(_LOOK_EVERY_S)  # the watch has found it, and ends this process
         self._become(State.FAILED, next(iter(message.splitlines()), ""))
-        self._let_read()
+        # A supervisor that sees all ends them itself.
+        if self._judges:
+            self._let_read()
 
     def leave(self) -> None:
         """Wait until all processes are done; stop watching them, because they may end now."""
         if self._client is None:
             return
         self._become(State.DONE)
-        # Not endless: the watch, or the supervisor, ends this process if another is lost.
+        # Not endless: the watch, or the supervisor, ends this process if another is lost; without one, it ends itself.
         self._are_all_done.wait()
         self._is_left.set()
 
@@ -282,13 +291,20 @@ class Peers:
                 if self._state is State.ENDED:
                     self._end(message)
 
+    def _end_without_supervisor(self) -> None:
+        """Stop this process cleanly and, if that takes too long, at once: others may be gone, or wait for it."""
+        if self._orphan_since_s is None:
+            self._orphan_since_s = self._now_s
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self._now_s - self._orphan_since_s > min(self._limit_s, _ORPHAN_S):
+            os._exit(1)
+
     def _show(self) -> None:
         """Show the supervisor that this process is alive; end it if its supervisor is gone."""
         if self._path is None:
             return
         if os.getppid() != self._parent:
-            self._parent = os.getppid()
-            os.kill(os.getpid(), signal.SIGTERM)
+            self._end_without_supervisor()
         first = self._peers[0].beat if self._peers else None
         shown = {
             "step": self._step(),

@@ -8,7 +8,10 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,6 +24,8 @@ _ASK_EVERY_S = 0.5
 _EXCHANGED = "feedloop/exchanged"
 # Opening large data on a slow storage takes minutes; a process that dies is noticed by the watch.
 _EXCHANGE_LIMIT_S = 600
+# All have come to the end: a second is enough.
+_PART_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -200,13 +205,29 @@ def exchange(subject: str, text: str) -> list[str]:
         ) from error
 
 
-def leave_processes(peers: Peers) -> None:
+def leave_processes(peers: Peers) -> bool:
     """Wait until all processes have come here, and part from them; does nothing without others.
 
     A process that ended without it would be taken for one that died.
-    """
-    if this_process().count > 1:
-        import jax
 
-        peers.leave()
-        jax.distributed.shutdown()
+    Returns:
+        Whether all have parted in time. If not, jax waits for one that is gone, and this process must end at once.
+    """
+    if this_process().count == 1:
+        return True
+    import jax
+
+    peers.leave()
+    # All are done: what the runtime says about the end of another decides nothing.
+    parting = threading.Thread(target=_ignoring_runtime(jax.distributed.shutdown), daemon=True)
+    parting.start()
+    parting.join(_PART_S)
+    return not parting.is_alive()
+
+
+def _ignoring_runtime(function: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        with suppress(RuntimeError):
+            function()
+
+    return call

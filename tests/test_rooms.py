@@ -23,6 +23,7 @@ FLOORS = (
     "preprocess.quantities",
     "preprocess.claimed_size",
     "preprocess.links",
+    "preprocess.stop_signals",
     "preprocess.file_lock",
     "preprocess.synced_folders",
     "preprocess.pixels",

@@ -12,7 +12,7 @@ from engine.control.board import ControlBoard
 from engine.peers import BEAT_FILE, signals_file
 from engine.run.signals import StopSignals, call_on_worker
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 SOON_S = 20.0
 
 
@@ -116,20 +116,26 @@ def test_handlers_that_are_no_functions_are_restored(handler):
 
 
 def test_a_handler_that_python_did_not_set_becomes_the_default(monkeypatch):
-    actual, calls = signal.signal, []
-
-    def from_elsewhere(number, handler):
-        calls.append((number, handler))
-        before = actual(number, handler)
-        return None if len(calls) <= len(SIGNALS) else before
-
     known = {number: signal.getsignal(number) for number in SIGNALS}
-    monkeypatch.setattr(signal, "signal", from_elsewhere)
-    with StopSignals(ControlBoard(), print):
-        pass
-    assert calls[-2:] == [(number, signal.SIG_DFL) for number in SIGNALS]
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda _: None)
+        signals = StopSignals(ControlBoard(), print).__enter__()
+    signals.__exit__(None, None, None)
+    assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_DFL] * len(SIGNALS)
     for number, handler in known.items():
-        actual(number, handler)
+        signal.signal(number, handler)
+
+
+def test_a_hangup_that_is_ignored_from_the_start_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        board = ControlBoard()
+        with StopSignals(board, print):
+            raise_signal(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert board.stop_reason is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_no_handlers_are_installed_off_the_main_thread():

@@ -8,10 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from tests.process_runs import ROOT, TOY, own_processes, records, resumed, run, separately
+from engine.commands import supervisor
+from tests.process_runs import ROOT, TOY, own_processes, records, resumed, run, separately, words
 
 LOST = r"run-train: process {} on \S+ {} after step \d+, so the run ends: the newest snapshot is intact"
 
@@ -102,6 +105,57 @@ def test_a_process_whose_supervisor_is_killed_stops_all(tmp_path):
             time.sleep(0.1)
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["snapshot_step"] == result["steps_done"] == len(records(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("codes", "steps", "passed_s", "is_cut_short"),
+    [
+        ([None, None], [0, 0], 9.0, False),  # they may still be compiling
+        ([None, None], [0, None], 11.0, True),  # nothing would be lost
+        ([None, None], [3, 2], 1000.0, False),  # a snapshot may take long
+        ([None, 130], [0, 0], 2.0, False),
+        ([None, 130], [0, 0], 4.0, True),  # the other can only wait for the one that is gone
+        ([-signal.SIGHUP, None], [1, 0], 4.0, True),
+        ([130, 130], [0, 0], 1000.0, False),  # all have ended
+    ],
+)
+def test_a_stop_of_some_processes_is_one_of_all(codes, steps, passed_s, is_cut_short):
+    children = [
+        SimpleNamespace(process=SimpleNamespace(poll=lambda code=code: code), read=lambda step=step: {"step": step})
+        for code, step in zip(codes, steps, strict=True)
+    ]
+    found = supervisor._Stop(cast(Any, children)).cut_short(passed_s)
+    assert found == (("", 130) if is_cut_short else None)
+
+
+@pytest.mark.integration
+def test_a_signal_before_the_first_step_ends_all_processes(tmp_path):
+    words_of_run = words(*TOY, "--steps", "500", "--spawn", "2", "--run-dir", str(tmp_path / "run"))
+    command = subprocess.Popen(words_of_run, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 60
+    while not (own_processes(tmp_path / "run", 0) and (tmp_path / "run").exists()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    command.terminate()
+    said, _ = command.communicate(timeout=60)
+    assert command.returncode == 130, said
+    assert "Gloo" not in said
+
+
+@pytest.mark.integration
+def test_processes_whose_supervisor_is_killed_at_the_start_end_too(tmp_path):
+    command = subprocess.Popen(
+        words(*TOY, "--steps", "500", "--spawn", "2", "--run-dir", str(tmp_path / "run")), cwd=ROOT
+    )
+    deadline = time.monotonic() + 60
+    while not own_processes(tmp_path / "run", 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    command.kill()
+    command.wait()
+    while any(own_processes(tmp_path / "run", number) for number in (0, 1)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 PYTHON = """

@@ -56,9 +56,10 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     """Train an image classifier in one compiled program.
 
     Batches stream in and losses stream out while a single while-loop trains on the device. Exit codes: 0 done, 1
-    the run failed, 2 wrong usage or data, 130 stopped by SIGINT, SIGTERM or control-run, after a last snapshot.
+    the run failed, 2 wrong usage or data, 130 stopped by SIGINT, SIGTERM, SIGHUP (unless
+    ignored, as under nohup) or control-run, after a last snapshot.
     """
-    is_saved, name_setting = True, option_names(context)
+    is_saved, has_parted, name_setting = True, True, option_names(context)
     peers: Peers | None = None
     try:
         check_plan_options(context.params)
@@ -82,8 +83,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
         else:
             result = _train(config, parts, merged.origins, peers, None if context.params["resume"] else loaded)
             code, is_saved = _DONE if result.is_complete else _STOPPED, result.snapshot_step == result.steps_done
-        if peers is not None:
-            leave_processes(peers)
+        has_parted = peers is None or leave_processes(peers)
     except KeyboardInterrupt as interrupt:
         how = str(interrupt) or "stopped at once; no weights were written"
         _tell(peers, interrupt, how)
@@ -96,7 +96,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
         say_to_stderr(f"run-train: {message}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
     # If the last snapshot was not written, its thread may be blocked forever by the disk.
-    leave(code, at_once=not is_saved)
+    leave(code, at_once=not (is_saved and has_parted))
 
 
 def _naming_recipe(

@@ -21,6 +21,7 @@ from engine.records.folder_lock import is_locked
 from preprocess.commands.completion import complete_folder
 from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.printable import printable_line
+from preprocess.stop_signals import install, stop_signals, uninstall
 from preprocess.storage_options import is_url
 from preprocess.system_errors import describe_system_error
 
@@ -226,13 +227,16 @@ def _effects(event: "ControlEvent") -> Iterator[str]:
 
 @contextmanager
 def _exiting_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit when SIGTERM arrives inside the block, so that exception handlers withdraw the request."""
+    """Raise SystemExit when SIGTERM or SIGHUP arrives in the block, so that exception handlers withdraw the request."""
 
     def leave(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    numbers = [number for number in stop_signals() if number != signal.SIGINT]
+    for number in numbers:
+        install(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in numbers:
+            uninstall(number)

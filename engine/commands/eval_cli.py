@@ -143,7 +143,7 @@ def main(
     snapshot is evaluated.
 
     The result goes to stdout, and all other messages go to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage or
-    data, 130 stopped by SIGINT or SIGTERM.
+    data, 130 stopped by SIGINT, SIGTERM or SIGHUP.
     """
     try:
         result = _evaluate(run, weights, options)

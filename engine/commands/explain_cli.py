@@ -121,7 +121,8 @@ def main(
     fusions, and what is slower than it has to be. RUN may be the URL of a run in an object store; options override
     its settings. The report goes to stdout, all other messages go to stderr.
 
-    Exit codes: 0 done, 1 the program could not be compiled, 2 wrong usage or data, 130 stopped by SIGINT or SIGTERM.
+    Exit codes: 0 done, 1 the program could not be compiled, 2 wrong usage or data, 130 stopped by SIGINT,
+    SIGTERM or SIGHUP.
     """
     code = _DONE
     try:

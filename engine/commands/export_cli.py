@@ -72,7 +72,7 @@ def main(
     keeps one, with the same metadata. RUN is only read, can still be training, and may be the URL of a run in an object
     store.
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by SIGINT.
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by SIGINT, SIGTERM or SIGHUP.
     """
     try:
         from engine.evaluation.export import export_weights

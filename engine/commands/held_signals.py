@@ -1,10 +1,11 @@
-"""Delayed delivery of SIGINT and SIGTERM, so that they do not interrupt code that must run to completion."""
+"""Delayed delivery of the stop signals, so that they do not interrupt code that must run to completion."""
 
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+from preprocess.stop_signals import install, stop_signals, uninstall
+
 # The third signal always takes effect: a write to a terminal that nothing reads would block forever.
 _MOST_HELD = 2
 
@@ -54,14 +55,13 @@ class HeldSignals:
 
 @contextmanager
 def signals_held() -> Iterator[HeldSignals]:
-    """Hold SIGINT and SIGTERM while the block runs, then deliver them; signals that are ignored stay ignored."""
+    """Hold the stop signals while the block runs, then deliver them; signals that are ignored stay ignored."""
     held = HeldSignals()
     # Every callback runs, even if one raises: first the handlers are restored, then the held signals are raised.
     with ExitStack() as stack:
         stack.callback(held.deliver)
-        for number in _NUMBERS:
-            before = signal.getsignal(number)
-            if before not in (signal.SIG_IGN, None):
-                stack.callback(signal.signal, number, before)
-                signal.signal(number, held.handle)
+        for number in stop_signals():
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                install(number, held.handle)
+                stack.callback(uninstall, number)
         yield held

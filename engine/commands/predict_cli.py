@@ -143,7 +143,7 @@ def main(
     decoded, resized and cropped as when the training data were packed.
 
     The result goes to stdout, and all other messages go to stderr. Exit codes: 0 done, 1 failed, or an image cannot be
-    decoded (the others are still classified), 2 wrong usage, 130 stopped by SIGINT or SIGTERM.
+    decoded (the others are still classified), 2 wrong usage, 130 stopped by SIGINT, SIGTERM or SIGHUP.
     """
     try:
         if as_json and as_csv:

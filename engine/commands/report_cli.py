@@ -84,7 +84,7 @@ def main(
     out, with the reason. The page loads nothing from a network, so it can be sent as it is. Its name goes to stdout,
     all other messages go to stderr.
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage or no run folder, 130 stopped by SIGINT or SIGTERM.
+    Exit codes: 0 done, 1 failed, 2 wrong usage or no run folder, 130 stopped by SIGINT, SIGTERM or SIGHUP.
     """
     try:
         from engine.report_page.report import report_run

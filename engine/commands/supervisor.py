@@ -22,15 +22,19 @@ from typing import IO, Any, NamedTuple
 
 from engine.commands.child_program import child_program
 from engine.commands.command_end import say_to_stderr
-from engine.peers import BEAT_FILE, SEES_ALL, describe_fault, is_supervised, signals_file
+from engine.peers import BEAT_FILE, SEES_ALL, SUPERVISOR, describe_fault, is_supervised, signals_file
 from engine.signal_bursts import SignalBursts
+from preprocess.stop_signals import install, stop_signals, uninstall
 
 _LOOK_EVERY_S = 0.2
 # Between a request to end and the end by force.
 _GRACE_S = 4.0
+# After a signal: before the first step, where there is nothing to save, and once a process has ended.
+_STOP_GRACE_S, _LAST_GRACE_S = 10.0, 3.0
 _CONNECT_S = 3.0
 _MOST_RUNTIME_LINES = 20
 _WRONG_USAGE, _STOPPED = 2, 130
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PROGRAM = child_program("engine.commands.cli", "main", "main(prog_name='run-train')")
 
 
@@ -182,7 +186,9 @@ def _start(arguments: Sequence[str], num_processes: int | None, folder: Path, re
         # Sessions of their own, so that Ctrl-C reaches each of them once, from here.
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *arguments, *words],
-            env=os.environ | {BEAT_FILE: str(beat)} | ({} if num_processes is None else {SEES_ALL: "1"}),
+            env=os.environ
+            | {BEAT_FILE: str(beat), SUPERVISOR: str(os.getpid())}
+            | ({} if num_processes is None else {SEES_ALL: "1"}),
             stdout=None if number == 0 else subprocess.PIPE,
             stderr=None if number == 0 else subprocess.STDOUT,
             text=True,
@@ -222,11 +228,13 @@ class _Fault(NamedTuple):
 
 def _wait(children: Sequence[_Child], peer_timeout_s: float, received: Set[int]) -> _Fault | None:
     """Wait for all processes; return None if all ended well, else why they are to be ended."""
-    last = time.monotonic()
+    last, stop = time.monotonic(), _Stop(children)
     while True:
         passed_s, last = min(time.monotonic() - last, 4 * _LOOK_EVERY_S), time.monotonic()
         for child in children:
             child.look(passed_s)
+        if received and (cut := stop.cut_short(passed_s)) is not None:
+            return cut
         is_running = any(child.process.poll() is None for child in children)
         if (fault := _first_fault(children, peer_timeout_s, received)) is not None:
             # The others fail a moment after the one whose fault it is.
@@ -235,6 +243,31 @@ def _wait(children: Sequence[_Child], peer_timeout_s: float, received: Set[int])
         if not is_running:
             return None
         time.sleep(_LOOK_EVERY_S)
+
+
+class _Stop:
+    """Watches how the processes stop after a signal, which reaches some of them before they train together."""
+
+    def __init__(self, children: Sequence[_Child]) -> None:
+        self._children = children
+        self._asked_s = self._ended_s = 0.0
+
+    def cut_short(self, passed_s: float) -> _Fault | None:
+        """Return that all are to be ended, if the others could only wait for one that has stopped; None if not.
+
+        Args:
+            passed_s: seconds since the last call, or since the signal.
+        """
+        codes = [child.process.poll() for child in self._children]
+        if None not in codes:
+            return None
+        self._asked_s += passed_s
+        if any(code == _STOPPED or (code is not None and -code in _STOP_SIGNALS) for code in codes):
+            self._ended_s += passed_s
+        has_begun = any(child.read().get("step") for child in self._children)
+        if self._ended_s > _LAST_GRACE_S or (self._asked_s > _STOP_GRACE_S and not has_begun):
+            return _Fault("", _STOPPED)
+        return None
 
 
 def _first_fault(children: Sequence[_Child], peer_timeout_s: float, received: Set[int]) -> _Fault | None:
@@ -252,7 +285,7 @@ def _first_fault(children: Sequence[_Child], peer_timeout_s: float, received: Se
             # The runtime aborts a process if it loses the first one.
             message = _never_joined(child) or _lost_coordinator(child) if len(children) == 1 else None
             failed.append(_Fault(message or _describe_killed(child, code), 1))
-        elif code < 0 and not (received and -code in (signal.SIGINT, signal.SIGTERM)):
+        elif code < 0 and not (received and -code in _STOP_SIGNALS):
             killed.append(_Fault(_describe_killed(child, code), 1))
         elif code > 0 and code != _STOPPED:
             # A process with a supervisor of its own has the terminal, and said why.
@@ -305,7 +338,7 @@ def _end(children: Sequence[_Child]) -> None:
 
 
 class _Forwarding:
-    """Inside the block, SIGINT and SIGTERM of this process are sent to all children instead, one for each request.
+    """Inside the block, the stop signals of this process are sent to all children instead, one for each request.
 
     Args:
         stops: other signals, which are sent as SIGTERM.
@@ -317,14 +350,14 @@ class _Forwarding:
     def __init__(self, stops: Sequence[int]) -> None:
         self.received: set[int] = set()
         self._stops, self._children, self._bursts = stops, list[_Child](), SignalBursts()
-        self._before: dict[int, Any] = {}
+        self._numbers: tuple[int, ...] = ()
 
     def __enter__(self) -> "_Forwarding":
-        for number in (int(signal.SIGINT), int(signal.SIGTERM)):
-            self._before[number] = signal.signal(number, self._forward)
-        for number in self._stops:
-            # The children inherit it: a scheduler may send the signal to them too.
-            self._before[number] = signal.signal(number, signal.SIG_IGN)
+        self._numbers = (*map(int, stop_signals()), *self._stops)
+        for number in self._numbers:
+            install(number, self._forward)
+        # The children inherit it: a scheduler may send the signal to them too.
+        self._ignored = {number: signal.signal(number, signal.SIG_IGN) for number in self._stops}
         return self
 
     def to(self, children: Sequence[_Child]) -> None:
@@ -332,8 +365,8 @@ class _Forwarding:
         self._children = list(children)
         for number in self.received:
             self._send(number)
-        for number in self._stops:
-            signal.signal(number, self._forward)
+        for number, handler in self._ignored.items():
+            signal.signal(number, handler)
 
     def _forward(self, number: int, _: object) -> None:
         self.received.add(number)
@@ -345,5 +378,5 @@ class _Forwarding:
             child.send(signal.SIGTERM if number in self._stops else number)
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for number in self._numbers:
+            uninstall(number)

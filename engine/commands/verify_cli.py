@@ -87,8 +87,8 @@ def main(
     read, can still be training, and may be the URL of a run in an object store. The verdict goes to stdout, all other
     messages go to stderr.
 
-    Exit codes: 0 the same bits, 1 they differ or the replay failed, 2 wrong usage or data, 130 stopped by SIGINT or
-    SIGTERM.
+    Exit codes: 0 the same bits, 1 they differ or the replay failed, 2 wrong usage or data, 130 stopped by SIGINT,
+    SIGTERM or SIGHUP.
     """
     try:
         from engine.records.stored.reading import local_copy, naming_in

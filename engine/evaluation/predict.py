@@ -115,7 +115,7 @@ def predict(
 
     Raises:
         ValueError: if the weights, the model and the settings do not fit together, or there are no images.
-        KeyboardInterrupt: on SIGINT or SIGTERM, if the caller is the main thread.
+        KeyboardInterrupt: on SIGINT, SIGTERM or SIGHUP, if the caller is the main thread.
         FeederError: if a batch was not decoded in time.
     """
     if type(top) is not int or top < 1:

@@ -88,7 +88,7 @@ def evaluate(
 
     Raises:
         ValueError: if the run, its weights, the model and the data do not fit together, before any batch is read.
-        KeyboardInterrupt: on SIGINT or SIGTERM, if the caller is the main thread.
+        KeyboardInterrupt: on SIGINT, SIGTERM or SIGHUP, if the caller is the main thread.
         BaseException: whatever the source of batches raised, or `FeederError` if a batch did not arrive in time.
     """
     place = _folder_of(run)

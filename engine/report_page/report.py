@@ -62,7 +62,7 @@ def report_run(
     Raises:
         ValueError: if a folder is not that of a run, or the file exists or cannot be there.
         OSError: if the file cannot be written.
-        KeyboardInterrupt: on SIGINT or SIGTERM during an evaluation, if the caller is the main thread.
+        KeyboardInterrupt: on SIGINT, SIGTERM or SIGHUP during an evaluation, if the caller is the main thread.
     """
     given = [os.fspath(each) for each in ([runs] if isinstance(runs, str | os.PathLike) else runs)]
     if not 1 <= len(given) <= MOST_RUNS:

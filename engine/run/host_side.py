@@ -34,7 +34,7 @@ class Placement(NamedTuple):
 class HostSide:
     """A context manager for the host-side parts of a launch; it is entered before the data are opened.
 
-    Inside the context, SIGINT and SIGTERM are handled (`engine.run.signals.StopSignals`).
+    Inside the context, the stop signals are handled (`engine.run.signals.StopSignals`).
 
     Args:
         config: the settings.

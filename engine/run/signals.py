@@ -14,14 +14,16 @@ from typing import Any, Self
 from engine.control.board import ControlBoard
 from engine.peers import is_supervised, num_supervisor_signals
 from engine.signal_bursts import SignalBursts
+from preprocess.stop_signals import install, stop_signals, uninstall
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How soon a signal is handled while the main thread waits.
 _POLL_EVERY_S = 0.1
 
 
 class StopSignals:
-    """A context manager that turns SIGINT and SIGTERM into a clean stop; it does nothing outside the main thread.
+    """A context manager that turns the stop signals into a clean stop; it does nothing outside the main thread.
+
+    These are SIGINT, SIGTERM and, unless it is ignored, SIGHUP (`preprocess.stop_signals`).
 
     Before the program is launched, and after it has failed, a signal raises KeyboardInterrupt, since nothing would be
     lost. In between, the first signal requests a stop at the next step, and the second raises KeyboardInterrupt, unless
@@ -36,21 +38,22 @@ class StopSignals:
 
     def __init__(self, board: ControlBoard, say: Callable[[str], None], where: str = "at the next step") -> None:
         self._board, self._say, self._where = board, say, where
-        self._before: dict[signal.Signals, Any] = {}
+        self._numbers: tuple[signal.Signals, ...] = ()
         self._is_launched = False
         self._num_seen, self._bursts = 0, SignalBursts()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            self._numbers = stop_signals()
+            for number in self._numbers:
+                install(number, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            # None means a handler that was not installed from Python, which Python cannot restore.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in self._numbers:
+            uninstall(number)
 
     def launched(self) -> None:
         """Mark the program as running: from now on the first signal stops it cleanly. Call this once."""

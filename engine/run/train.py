@@ -70,8 +70,8 @@ def train(
             they may ask for snapshots, evaluations, another learning rate and the end of the run.
 
     Returns:
-        The trained model and its losses. If the caller is the main thread, SIGINT and SIGTERM stop the run at the next
-        step and are named in `stopped_by`; a second signal raises KeyboardInterrupt.
+        The trained model and its losses. If the caller is the main thread, SIGINT, SIGTERM and SIGHUP (unless ignored)
+        stop the run at the next step and are named in `stopped_by`; a second signal raises KeyboardInterrupt.
 
     Raises:
         ValueError: the settings do not fit each other, the data or the resumed run; raised before any step.

@@ -43,7 +43,7 @@ Examples:
   preprocess-imagenet --demo data/demo
 
 To continue after an interruption, run the same command again.
-Exit codes: 0 done, 2 wrong usage or data, 130 stopped."""
+Exit codes: 0 done, 2 wrong usage or data, 130 stopped by SIGINT, SIGTERM or SIGHUP."""
 
 _GROUPS = {
     "What to pack": ("split", "labels", "holdout", "limit", "demo"),

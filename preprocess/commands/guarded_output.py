@@ -21,6 +21,7 @@ import click
 from preprocess.commands.output_stream import OutputStream
 from preprocess.commands.suggesting import SuggestingCommand
 from preprocess.printable import printable_text
+from preprocess.stop_signals import stops_as_interrupts
 
 # Surrogates other than those in which Python decodes the bytes 0x80 … 0xff of a name.
 _NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
@@ -102,14 +103,14 @@ class GuardedCommand(SuggestingCommand):
     """A click command that escapes all of its output: results, notices, errors, click's own messages and tracebacks.
 
     Only code that draws on a terminal (`terminal_of`), and data in a file or a pipe (`write_data`), can contain control
-    characters.
+    characters. SIGTERM and SIGHUP interrupt the command as Ctrl-C does.
     """
 
     def main(self, *args: Any, **values: Any) -> Any:
         """Run the command with stdout and stderr wrapped in `GuardedStream`."""
         _open_missing_descriptors()
         try:
-            with _guarded_output():
+            with _guarded_output(), stops_as_interrupts():
                 return super().main(*args, **values)
         except SystemExit:
             raise

@@ -1,0 +1,79 @@
+"""The signals that ask a command to stop, and handlers for them that act in this process alone.
+
+A process that is forked while a handler is installed, such as a worker of a pool, has the handlers from before: else a
+signal that is to end it would do nothing there.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+type Handle = Callable[[int, FrameType | None], object]
+"""What is done about a signal, given its number."""
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this process to stop: SIGINT, SIGTERM, and SIGHUP unless it is ignored (`nohup`)."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *(() if is_ignored else (signal.SIGHUP,)))
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnHandler:
+    """A handler of this process alone, and the handler that was there before it."""
+
+    handle: Handle
+    before: Any
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.handle(number, frame)
+
+
+def install(number: int, handle: Handle) -> None:
+    """Have a function called for a signal; call this on the main thread."""
+    signal.signal(number, _OwnHandler(handle, signal.getsignal(number)))
+
+
+def uninstall(number: int) -> None:
+    """Restore the handler from before the last `install` for a signal; does nothing if another was set since."""
+    if isinstance(found := signal.getsignal(number), _OwnHandler):
+        # None is a handler that was not installed from Python, which Python cannot restore.
+        signal.signal(number, signal.SIG_DFL if found.before is None else found.before)
+
+
+def _restore_in_child() -> None:
+    for number in signal.valid_signals():
+        while isinstance(signal.getsignal(number), _OwnHandler):
+            uninstall(number)
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
+
+
+@contextmanager
+def stops_as_interrupts() -> Iterator[None]:
+    """Inside the block, SIGTERM and SIGHUP raise KeyboardInterrupt as SIGINT does, once: the second acts as before.
+
+    Does nothing off the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        uninstall(number)
+        raise KeyboardInterrupt
+
+    numbers = [number for number in stop_signals() if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        install(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            uninstall(number)
