@@ -4,6 +4,8 @@ Knows nothing about the other contents of a run folder.
 """
 
 import fcntl
+import gc
+import io
 import json
 import os
 from collections.abc import Mapping
@@ -38,7 +40,8 @@ class FolderLock:
 
     def __init__(self, folder: Path, leftover: str | None = None) -> None:
         self._folder, self._path, self._leftover = folder, folder / LOCK_NAME, leftover
-        self._file = -1
+        # Closed, and so unlocked, also where an interruption keeps `release` from being called.
+        self._file: io.FileIO | None = None
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -57,13 +60,24 @@ class FolderLock:
             ValueError: the file cannot be created.
         """
         try:
-            self._file = lock_file(self._path)
+            self._file = io.FileIO(self._lock(), "r+")
         except FileLockedError as error:
             raise self._in_use() from error
         except OSError as error:
             raise self._unusable(error) from error
         left = {} if self._leftover is None else {_LEFT: _identity(self._folder / self._leftover)}
-        _write_record(self._file, left)
+        _write_record(self._file.fileno(), left)
+
+    def _lock(self) -> int:
+        try:
+            return lock_file(self._path)
+        except FileLockedError:
+            record = _read_record(self._path)
+            if record != (os.getpid(), os.uname().nodename):
+                raise
+            # A run of this process that was interrupted may be kept by a cycle of references, as exceptions make them.
+            gc.collect()
+            return lock_file(self._path)
 
     def check(self) -> None:
         """Check that `acquire` would succeed, without creating the lock file or disturbing a holder.
@@ -91,29 +105,29 @@ class FolderLock:
 
     def release(self) -> None:
         """Release the lock if it is held."""
-        if self._file < 0:
+        if self._file is None or self._file.closed:
             return
-        file, self._file = self._file, -1
         try:
             # A forked child shares the lock, and would keep it after the file is closed here.
             with suppress(OSError):
-                os.ftruncate(file, 0)
-                fcntl.flock(file, fcntl.LOCK_UN)
+                self._file.truncate(0)
+                fcntl.flock(self._file, fcntl.LOCK_UN)
         finally:
-            close_quietly(file)
+            with suppress(OSError):  # it must not hide another error
+                self._file.close()
 
     def is_in_place(self) -> bool:
         """Return whether the lock file is in place, that is, whether the folder was neither removed nor emptied."""
         try:
-            return self._file >= 0 and os.path.samestat(os.fstat(self._file), self._path.stat())
-        except OSError:
+            return self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except (OSError, ValueError):  # ValueError: it is released
             return False
 
     def is_taken(self) -> bool:
         """Return whether the folder was emptied while locked, and another process has since created a lock in it."""
         try:
-            return self._file >= 0 and not os.path.samestat(os.fstat(self._file), self._path.stat())
-        except OSError:  # there is none, or the disk fails, which says nothing about it
+            return self._file is not None and not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except (OSError, ValueError):  # there is none, it is released, or the disk fails, which says nothing about it
             return False
 
 

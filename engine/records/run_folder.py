@@ -13,7 +13,8 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -69,6 +70,8 @@ _OTHER_CONTENT = (
     *(f"{place}{PIXELS}/zarr.json" for place in ("", "*/", "*/train/", "*/val/", "*/test/")),
 )
 _MAKE_TRIES = 10
+# So long, an interrupted run waits for what is still at work in its folder.
+_UNLOCK_WAIT_S = 1.0
 _RECORDED_VERSIONS = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
 
 
@@ -123,9 +126,24 @@ class RunFolder:
             if not self._is_kept:
                 self._lock.release()
 
-    def keep_locked(self) -> None:
-        """Keep the folder locked until the process exits, because one of its threads may still be writing."""
+    def unlock_after(self, threads_at_work: Callable[[], Sequence[threading.Thread]]) -> None:
+        """Keep the folder locked until all of these threads have ended, because they may still be writing.
+
+        Waits a second for them; the folder is unlocked later if they take longer.
+
+        Args:
+            threads_at_work: returns those that have not ended.
+        """
         self._is_kept = True
+
+        def unlock() -> None:
+            while threads := threads_at_work():
+                threads[0].join()
+            self._lock.release()
+
+        unlocking = threading.Thread(target=unlock, name="unlock", daemon=True)
+        unlocking.start()
+        unlocking.join(_UNLOCK_WAIT_S)
 
     def launched(self) -> None:
         """Mark the run as started, so that leaving the context keeps the run's files instead of removing them."""

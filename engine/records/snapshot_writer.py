@@ -164,6 +164,10 @@ class SnapshotWriter:
             self._say(f"snapshot of step {step} skipped: {why}{before}")
             self._num_unsaid, self._say_again_at = 0, time.monotonic() + _SAY_SKIPPED_EVERY_S
 
+    def threads_at_work(self) -> list[threading.Thread]:
+        """Return the thread that writes, unless it has ended."""
+        return [self._thread] if self._thread.is_alive() else []
+
     def close(self, timeout_s: float) -> bool:
         """Accept no more snapshots, and wait at most `timeout_s` for pending ones to be written; can be called again.
 

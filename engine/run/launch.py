@@ -4,6 +4,7 @@ Owns how the parts are connected. Does not depend on run folders: the caller pro
 final state.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -50,7 +51,7 @@ from engine.run.own_updates import check_own_rate, describe_selection
 from engine.run.profiling import Profiling
 from engine.run.resolve import Resolved
 from engine.run.resume import StartingPoint
-from engine.run.signals import call_on_worker, start_on_worker
+from engine.run.signals import WorkerCall, call_on_worker, start_on_worker
 from engine.runtime.record import ProgramTimes
 from engine.stream.loss_stream import LossStream
 from engine.stream.sinks import Sink
@@ -111,6 +112,7 @@ class Launch:
         self.team, self._is_elsewhere, self._platform = host.team, host.is_elsewhere, host.platform
         self.clock, self.compilations, self.push_meter = host.clock, host.compilations, PushMeter(start.step)
         self.programs: list[ProgramTimes] = []
+        self._program: WorkerCall[TrainState] | None = None
         self._replicas = Replicas(len(self._devices))
         self.profiling = Profiling(config, self._data, host, start)
         self.infeeds = Infeeds(config, self._data, host, start, self._report_evaluation, self.profiling.profiler)
@@ -391,8 +393,14 @@ class Launch:
             self.push_meter.start()
             placed = put_everywhere((state, values), self._devices)
             with self.profiling.running():
-                state = call_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
+                self._program = start_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
+                state = self._program()
             return take_copy(state, self._devices)
+
+    def threads_at_work(self) -> list[threading.Thread]:
+        """Return the threads of the program and of its sinks that are still at work, as after an interruption."""
+        program = [] if self._program is None else [self._program.thread]
+        return [thread for thread in (*program, *self.stream.threads) if thread.is_alive()]
 
     def failure(self, state: TrainState) -> BaseException | None:
         """Return the run's error, if any. Errors on the host take precedence over others, and causes over effects."""

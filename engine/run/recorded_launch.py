@@ -205,13 +205,9 @@ class RecordedLaunch:
         try:
             state = launch.run(compiled, state, [self._sink, *sinks])
         except BaseException as error:
-            if not isinstance(error, Exception):
-                self._finish_monitor(monitor, "stopped", _QUIT_TIMEOUT_S)
-            self._record_end(error)
-            if not isinstance(error, Exception):
-                # The program and its sinks may still be working: no other run may enter the folder.
-                self._folder.keep_locked()
-                self._add_resume_note(error, self._snapshots.last_step)
+            # Another thread can set any exception for this one, which then waits no longer for the program.
+            if not isinstance(error, Exception) or launch.threads_at_work():
+                self._leave_at_once(error, monitor)
                 raise
             self._await_snapshot(error)
             self._finish_monitor(monitor, "failed")
@@ -230,6 +226,15 @@ class RecordedLaunch:
             self._add_resume_note(failure, result.snapshot_step)
             raise failure
         return result
+
+    def _leave_at_once(self, error: BaseException, monitor: RuntimeMonitor) -> None:
+        """Record the end of a run whose program and sinks may still be at work, and unlock the folder once they end."""
+        self._launch.board.request_stop(type(error).__name__)
+        self._finish_monitor(monitor, "stopped", _QUIT_TIMEOUT_S)
+        self._record_end(error)
+        self._snapshots.close(0)
+        self._folder.unlock_after(lambda: [*self._launch.threads_at_work(), *self._snapshots.threads_at_work()])
+        self._add_resume_note(error, self._snapshots.last_step)
 
     def _write_profile(self, result: TrainResult) -> None:
         if result.profile is None:
@@ -329,7 +334,7 @@ class RecordedLaunch:
         try:
             self._await_disk()
         except KeyboardInterrupt:
-            self._folder.keep_locked()
+            self._folder.unlock_after(self._snapshots.threads_at_work)
         self._add_resume_note(failure, self._snapshots.last_step)
 
     def _add_resume_note(self, failure: BaseException, snapshot_step: int | None) -> None:

@@ -85,30 +85,40 @@ def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
     return start_on_worker(function, *arguments)()
 
 
-def start_on_worker[T](function: Callable[..., T], *arguments: Any) -> Callable[[], T]:
-    """Start `function` on a worker thread, and return a function that waits for its result without delaying signals.
+def start_on_worker[T](function: Callable[..., T], *arguments: Any) -> "WorkerCall[T]":
+    """Start `function` on a worker thread, and return the call, which waits for its result without delaying signals."""
+    return WorkerCall(function, *arguments)
 
-    The returned function raises:
-        BaseException: whatever `function` raised, with its traceback, or KeyboardInterrupt if a signal interrupts the
-            wait; the thread, a daemon, is then abandoned.
+
+class WorkerCall[T]:
+    """A call of a function that is at work on a daemon thread.
+
+    Args:
+        function: called with `arguments`.
     """
-    result: list[T] = []
-    failure: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            result.append(function(*arguments))
-        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
-            failure.append(error)
+    def __init__(self, function: Callable[..., T], *arguments: Any) -> None:
+        self._result: list[T] = []
+        self._failure: list[BaseException] = []
 
-    thread = threading.Thread(target=work, name="worker", daemon=True)
-    thread.start()
+        def work() -> None:
+            try:
+                self._result.append(function(*arguments))
+            except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+                self._failure.append(error)
 
-    def wait() -> T:
-        while thread.is_alive():
-            thread.join(_POLL_EVERY_S)
-        if failure:
-            raise failure[0]
-        return result[0]
+        self.thread = threading.Thread(target=work, name="worker", daemon=True)
+        self.thread.start()
 
-    return wait
+    def __call__(self) -> T:
+        """Wait for the result and return it.
+
+        Raises:
+            BaseException: whatever the function raised, with its traceback, or KeyboardInterrupt if a signal interrupts
+                the wait, or what another thread sets for this one; the function is then still at work.
+        """
+        while self.thread.is_alive():
+            self.thread.join(_POLL_EVERY_S)
+        if self._failure:
+            raise self._failure[0]
+        return self._result[0]

@@ -233,6 +233,11 @@ class LossStream:
             self.blocked_s[name] = self.blocked_s.get(name, 0.0) + waited_s
             self.close_blocked_s += waited_s
 
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """The threads of the sinks."""
+        return [lane.thread for lane in self._lanes]
+
     def unfinished(self) -> list[str]:
         """Return the names of the sinks whose threads have not ended."""
         return [lane.name for lane in self._lanes if lane.thread.is_alive()]
