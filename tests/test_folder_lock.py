@@ -21,7 +21,8 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from engine.records.folder_lock import FolderLock
-FolderLock(Path(sys.argv[1])).acquire()
+lock = FolderLock(Path(sys.argv[1]))
+lock.acquire()
 print("held", flush=True)
 time.sleep(600)
 """
@@ -211,7 +212,8 @@ def test_without_system_locks_everyone_is_admitted_and_the_record_counts(tmp_pat
     monkeypatch.setattr(fcntl, "flock", refuse)
     with FolderLock(tmp_path):
         assert is_locked(tmp_path)
-        FolderLock(tmp_path).acquire()
+        with FolderLock(tmp_path):
+            pass
     assert not is_locked(tmp_path)
 
 

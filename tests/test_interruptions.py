@@ -13,7 +13,7 @@ from tests.toy import Linear, toy_batch, toy_config
 STEPS = 10**7
 
 
-class Stop(Exception):
+class StopError(Exception):
     """What a supervisor of threads sets, such as that of a notebook or of a test's time limit."""
 
 
@@ -30,7 +30,7 @@ def is_free(folder):
         return False
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, StopError])
 def test_a_run_that_is_interrupted_in_its_steps_ends_and_can_be_resumed(tmp_path, kind):
     main = threading.get_ident()
     config = toy_config(run_dir=str(tmp_path), steps=STEPS)
@@ -57,13 +57,13 @@ def test_a_run_that_is_interrupted_before_its_steps_leaves_the_folder_free(tmp_p
         def notify(line, seen=seen, number=number):
             seen.append(line)
             if len(seen) == number + 1 and threading.get_ident() == main:
-                interrupt(main, Stop)
+                interrupt(main, StopError)
 
         folder = tmp_path / str(number)
         try:
             config = toy_config(run_dir=str(folder), steps=2)
             train(config, model=cast(Any, Linear()), batches=toy_batch, notify=notify)
-        except Stop:
+        except StopError:
             num_notices += 1
             assert not folder.exists() or is_free(folder)
         else:

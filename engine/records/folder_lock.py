@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from preprocess.file_lock import NO_LOCKS, FileLockedError, LockRefusedError, describe_failure, lock_file
-from preprocess.regular_file import close_quietly, open_regular
+from preprocess.regular_file import open_regular
 
 LOCK_NAME = ".lock"
 
