@@ -15,7 +15,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from preprocess.suggestions import did_you_mean, nearest
+from preprocess.suggestions import describe_nearest, did_you_mean, nearest
 
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _KEY = "setting"
@@ -419,6 +419,5 @@ def unknown_setting(name: str, known: Mapping[str, Setting], what: str) -> Unkno
     """Return the error for an unknown setting name; `what` is the class or file that was given the name."""
     if near := suggest_setting(name, known.values()):
         return UnknownSettingError(name, "{what} has no setting {name!r}{near}", what=what, name=name, near=near)
-    return UnknownSettingError(
-        name, "a setting must be one of {known}; got {name!r}", known=", ".join(known), name=name
-    )
+    others = describe_nearest(name, known, "help(engine.TrainConfig)")
+    return UnknownSettingError(name, "{what} has no setting {name!r}{others}", what=what, name=name, others=others)

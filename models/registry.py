@@ -109,13 +109,16 @@ def find_network(name: str) -> Network:
     """Return the architecture of the network with this name.
 
     Raises:
-        UnknownModelError: a ValueError; the name is unknown. The message lists the known names and may suggest one.
+        UnknownModelError: a ValueError; the name is unknown. The message says where they are listed.
     """
     known = networks()
     if name not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        suggestion = f": did you mean {near[0]}?" if near else ""
-        raise UnknownModelError(f"must be one of {', '.join(['auto', *known])}, got {name!r}{suggestion}")
+        near = difflib.get_close_matches(name.lower(), known, n=3)
+        suggestion = f"did you mean {' or '.join(near)}?" if near else "choose one of these"
+        raise UnknownModelError(
+            "must be auto or a name that models.model_names() returns and run-train --help lists, "
+            f"got {name!r}: {suggestion}"
+        )
     return known[name]
 
 
@@ -130,7 +133,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, dtype: DTypeLik
         dtype: dtype of activations and products; parameters, statistics and logits are float32.
 
     Raises:
-        ValueError: if the name is unknown (the message lists the known ones), a number is below 1, or the image size
+        ValueError: if the name is unknown (the message says where all are), a number is below 1, or the image size
             is not a multiple of a vision transformer's patches.
     """
     if num_classes < 1 or image_size < 1:

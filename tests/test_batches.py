@@ -104,9 +104,18 @@ PIXELS, LABELS = numbered(0)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([PIXELS, LABELS], r"a batch must be a tuple \(pixels, labels\), but the source returned list"),
-        ((PIXELS,), r"a batch must be a tuple \(pixels, labels\), but the source returned tuple"),
-        (None, r"a batch must be a tuple \(pixels, labels\), but the source returned NoneType"),
+        (
+            [PIXELS, LABELS],
+            r"a batch must be a tuple \(pixels, labels\), but .* returned a list of 2 for batch 0",
+        ),
+        (
+            (PIXELS,),
+            r"a batch must be a tuple \(pixels, labels\), but .* returned a tuple of 1 for batch 0",
+        ),
+        ((PIXELS, LABELS, LABELS), r"but the source returned a tuple of 3 for batch 0: return these two"),
+        ({"image": PIXELS, "label": LABELS}, r"but the source returned a dict with the keys image, label for"),
+        ((PIXELS, [[0, 1], 2, 0]), r"the labels that .* has for batch 0 must be one array, but are a list of 3 whose"),
+        (None, r"a batch must be a tuple \(pixels, labels\), but the source returned None for batch 0"),
         ((PIXELS.astype(np.int64), LABELS), r"pixels must be uint32 \[B, H, W\].* has int64 \[4, 2, 3\] for batch 0"),
         ((PIXELS[0], LABELS), r"pixels must be uint32 \[B, H, W\].* has uint32 \[2, 3\] for batch 0"),
         (

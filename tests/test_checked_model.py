@@ -29,14 +29,17 @@ class Net(Linear):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Net(lambda drawn: drawn[0]), r"that of Net returned dict: return \(params, {}\) if the model has no running"),
-        (Net(lambda drawn: (*drawn, 1)), r"init must return a tuple \(params, batch_stats\), .* returned 3 values"),
+        (
+            Net(lambda drawn: drawn[0]),
+            r"that of Net returned a dict with the keys .*: return \(params, {}\) if the model has no running",
+        ),
+        (Net(lambda drawn: (*drawn, 1)), r"init must return a tuple \(params, batch_stats\), .* returned a tuple of 3"),
         (
             Net(lambda drawn: {"params": drawn[0], "batch_stats": drawn[1]}),
             r"Net returned Flax's variables, a dict of params and batch_stats: return \(variables\[\"params\"\]",
         ),
         (Net(lambda drawn: (drawn[0] | {"kind": "conv"}, {})), "that of Net returned str as params.kind: make it an"),
-        (Net(apply=lambda given: given[0]), r"that of Net returned one array, float32\[8, 3\]: return \(logits, batch"),
+        (Net(apply=lambda given: given[0]), r"that of Net returned float32 \[8, 3\]: return \(logits, batch"),
         (Net(apply=lambda given: (*given, 1)), r"apply must return a tuple .* that of Net returned a tuple of 3"),
     ],
 )

@@ -92,7 +92,7 @@ def test_the_body_of_the_loop_is_printed(monkeypatch, place):
         (["--compare", "run", "'"], "cannot be split into arguments"),
         (["--ir", "hlo", "--format", "json"], "--ir prints text, got --format json as well"),
         (["--ir", "hlo", "--compare", "a", "b"], "--ir prints one program and --compare compares two"),
-        (["--synthetic", "--model", "resnet9"], "--model must be one of"),
+        (["--synthetic", "--model", "resnet9"], "--model must be auto or a name"),
         (["--depth", "0"], "Invalid value for '--depth'"),
         (["--run-dir", "x"], "No such option"),
     ],

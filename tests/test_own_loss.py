@@ -258,6 +258,8 @@ def test_a_ready_made_loss_is_chosen_by_its_name(name):
             {},
             r"a loss must return floats \[8\], one for each example, but returned float32 \[\]",
         ),
+        ({"loss": lambda *_: (jnp.zeros(8), 1)}, {}, r"a loss must return floats \[8\], .* returned a tuple of 2"),
+        ({"model": Linear}, {}, r"a model must be an object, got the class (\w+): give \1\(\)$"),
         ({"loss": two_headed_loss}, {"loss": "mean-squared-error"}, "must not be given with a loss of your own"),
         (
             {"loss": two_headed_loss},
@@ -282,7 +284,7 @@ def test_a_ready_made_loss_is_chosen_by_its_name(name):
         ),
         ({"metrics": {"first": lambda outputs, labels: outputs}}, {}, r"but returned float32 \[8, 3\]"),
         ({"metrics": {"first": lambda outputs, labels: 1j * outputs[:, 0]}}, {}, r"but returned complex64 \[8\]"),
-        ({"metrics": {"first": lambda outputs, labels: None}}, {}, "metric first must return .* but returned NoneType"),
+        ({"metrics": {"first": lambda outputs, labels: None}}, {}, "metric first must return .* but returned None"),
         ({"metrics": {"first": mean_of(lambda outputs, labels: outputs)}}, {}, "a metric must return real numbers"),
         (
             {"metrics": {"big": confusion_matrix(201)}},
@@ -293,7 +295,7 @@ def test_a_ready_made_loss_is_chosen_by_its_name(name):
 )
 def test_an_unfit_part_is_refused_before_anything_is_compiled(parts, settings, message):
     with pytest.raises(ValueError, match=message):
-        train(toy_config(**settings), model=Linear(), batches=toy_batch, **parts)
+        train(toy_config(**settings), **({"model": Linear(), "batches": toy_batch} | parts))
 
 
 def test_a_resume_needs_the_loss_and_the_metrics_again(tmp_path):

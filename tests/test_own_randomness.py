@@ -159,8 +159,8 @@ def test_a_resume_and_a_replay_need_the_augmentation_again(tmp_path):
         ("flip", r"augment must be a function of \(images, keys\), got str"),
         (lambda images, keys: images[:, 1:], r"float32 \[8, 4, 4, 3\], but returned float32 \[8, 3, 4, 3\]"),
         (lambda images, keys: images.astype(jnp.bfloat16), r"but returned bfloat16 \[8, 4, 4, 3\]"),
-        (lambda images, keys: (images, keys), "but returned tuple: change sizes"),
-        (lambda images, keys: None, "but returned NoneType"),
+        (lambda images, keys: (images, keys), "but returned a tuple of 2: change sizes"),
+        (lambda images, keys: None, "but returned None"),
     ],
 )
 def test_an_unfit_augmentation_is_refused(augment, message):

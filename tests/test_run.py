@@ -276,12 +276,17 @@ class Returning(Linear):
     [
         (
             lambda logits, _: logits,
-            r"a tuple \(logits, batch_stats\), but that of linear returned one array, float32\[8, 3\]",
+            r"a tuple \(logits, batch_stats\), but that of linear returned float32 \[8, 3\]: return",
         ),
         (
             lambda logits, stats: (logits[0], stats),
-            r"logits must be a float array \[8, K\], but apply returned float32 \[3\]",
+            r"logits must be a float array \[8, K\], but apply of \w+ returned float32 \[3\]",
         ),
+        (
+            lambda logits, stats: ((logits, logits), stats),
+            r"logits must be .* of linear returned a tuple of 2 in",
+        ),
+        (lambda logits, stats: ([logits, logits], stats), r"logits must be .* apply of linear returned a list of 2 in"),
         (lambda logits, stats: (logits.argmax(1), stats), r"logits must be a float array .* returned int32 \[8\]"),
         (lambda logits, stats: (logits[:, :2], stats), r"at least 3 logits per image, .*, but returns 2: change its"),
         (lambda logits, _: (logits, {}), "batch statistics with the keys, shapes and dtypes of its argument"),

@@ -131,7 +131,7 @@ def test_tensors_that_are_not_the_models_are_refused_by_name():
         to_torchvision("resnet18", params, batch_stats)
     with pytest.raises(ValueError, match=r"needs a vector fc\.bias"):
         from_torchvision("resnet8", {})
-    with pytest.raises(ValueError, match=r"model must be one of .*, got 'resnet9'"):
+    with pytest.raises(ValueError, match=r"model must be auto or a name .*, got 'resnet9'"):
         from_torchvision("resnet9", tensors)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.given_values import describe_given
 from preprocess.quantities import quantity
 from preprocess.read_meter import ReadMeter
 
@@ -275,7 +276,8 @@ class FunctionBatches:
             ) from error
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(
-                f"a batch must be a tuple (pixels, labels), but the source returned {type(given).__name__}"
+                f"a batch must be a tuple (pixels, labels), but the source returned {describe_given(given)} for batch "
+                f"{batch_index}: return these two, in this order"
             )
         return self._check(*given, batch_index)
 
@@ -305,6 +307,16 @@ def _form_of(labels: Any, num_images: int, origin: str, *, kind: LabelKind) -> "
     return LabelForm.of(labels, num_images, origin)
 
 
+def _as_array(values: Any, what: str) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError as error:  # NumPy's text is about "inhomogeneous shapes"
+        raise ValueError(
+            f"{what} must be one array, but are {describe_given(values)} whose items have different shapes: give all "
+            "images the same size, and each the same kind of label"
+        ) from error
+
+
 def _checked(
     pixels: Any, labels: Any, *, num_classes: int | None, kind: LabelKind, origin: str, suffix: str = ""
 ) -> tuple[Pixels, Any]:
@@ -312,7 +324,7 @@ def _checked(
 
     Class numbers are returned as int32 [B], other labels unchanged.
     """
-    pixels = np.asarray(pixels)
+    pixels = _as_array(pixels, f"the pixels that {origin} has{suffix}")
     if pixels.dtype != np.uint32 or pixels.ndim != 3:
         raise ValueError(
             f"pixels must be uint32 [B, H, W], packed R<<24 | G<<16 | B<<8 (preprocess.pack_rgb), but "
@@ -320,7 +332,7 @@ def _checked(
         )
     if not _are_classes(labels, len(pixels), kind):
         return pixels, labels
-    labels = np.asarray(labels)
+    labels = _as_array(labels, f"the labels that {origin} has{suffix}")
     if not np.issubdtype(labels.dtype, np.integer) or labels.shape != pixels.shape[:1]:
         raise ValueError(
             f"labels must be integers [{pixels.shape[0]}], one for each image, but "

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from engine.given_values import describe_given
 from engine.images.positions import Purpose, key_of_purpose
 
 type OwnAugmentation = Callable[[jax.Array, jax.Array], jax.Array]
@@ -29,9 +29,7 @@ def apply_own_augmentation(augment: OwnAugmentation, images: jax.Array, keys: ja
     found: Any = augment(images, key_of_purpose(keys, Purpose.OWN_AUGMENTATION))
     if isinstance(found, jax.Array) and found.shape == images.shape and found.dtype == images.dtype:
         return found
-    is_array = hasattr(found, "shape") and hasattr(found, "dtype")
-    described = f"{jnp.result_type(found)} {list(jnp.shape(found))}" if is_array else type(found).__name__
     raise ValueError(
         f"augment must return images of the same shape and dtype, {images.dtype} {list(images.shape)}, but returned "
-        f"{described}: change sizes with the setting image_size, and convert with astype(images.dtype)"
+        f"{describe_given(found)}: change sizes with the setting image_size, and convert with astype(images.dtype)"
     )

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from engine.given_values import describe_given
+
 type PerExample = Callable[[Any, Any], jax.Array]
 """(outputs of the model, labels) → float [B], a value for each example."""
 
@@ -78,10 +80,9 @@ def _checked_values(values: Any, num_examples: int, name: str) -> jax.Array:
     """Return the values of a metric as float32 [B]; raise ValueError if they have another form."""
     is_array = hasattr(values, "shape") and hasattr(values, "dtype")
     if not is_array or values.shape != (num_examples,) or not _is_real(values.dtype):
-        found = f"{values.dtype} {list(values.shape)}" if is_array else type(values).__name__
         raise ValueError(
             f"{name} must return real numbers or booleans [{num_examples}], one for each example, but returned "
-            f"{found}: do not average over the batch, which the program does, or give an engine.Metric"
+            f"{describe_given(values)}: do not average over the batch, which the program does, or give an engine.Metric"
         )
     return jnp.asarray(values).astype(jnp.float32)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from engine.feed.batches import PADDING_LABEL
 from engine.feed.label_form import LabelForm
+from engine.given_values import describe_given
 from engine.images.augment import make_targets
 from engine.images.mixing import WHOLE, mix_targets, swap_partners
 from engine.objective.cross_entropy import cross_entropy, without_zero_weights
@@ -149,10 +150,10 @@ CROSS_ENTROPY = Objective()
 
 def checked_losses(losses: Any, num_examples: int) -> jax.Array:
     """Return the result of a loss as float32 [b]; raise ValueError, while tracing, if it has another form."""
-    shape, dtype = jnp.shape(losses), jnp.result_type(losses)
-    if shape != (num_examples,) or not jnp.issubdtype(dtype, jnp.floating):
+    is_array = hasattr(losses, "shape") and hasattr(losses, "dtype")
+    if not is_array or losses.shape != (num_examples,) or not jnp.issubdtype(losses.dtype, jnp.floating):
         raise ValueError(
-            f"a loss must return floats [{num_examples}], one for each example, but returned {dtype} {list(shape)}: "
-            "do not average over the batch, which the program does"
+            f"a loss must return floats [{num_examples}], one for each example, but returned "
+            f"{describe_given(losses)}: do not average over the batch, which the program does"
         )
     return widen(jnp.asarray(losses))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from engine.feed.batches import BatchSource, FunctionBatches, label_form_of
+from engine.given_values import describe_given
 from engine.objective.logits import logits_of
 from engine.program.model_key import takes_key
 from engine.program.train_state import TrainModel, name_of_model
@@ -65,7 +66,7 @@ class CheckedModel:
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(
                 f"apply must return a tuple (logits, batch_stats), but that of {name_of_model(self._model)} returned "
-                f"{_describe_result(given)}: return (logits, batch_stats), with the argument batch_stats if nothing "
+                f"{describe_given(given)}: return (logits, batch_stats), with the argument batch_stats if nothing "
                 "changes it"
             )
         outputs, new_stats = given
@@ -84,9 +85,13 @@ class CheckedModel:
         return outputs, new_stats
 
     def _check_logits(self, logits: Any, batch: int) -> None:
-        shape, dtype = jnp.shape(logits), jnp.result_type(logits)
-        if len(shape) != 2 or shape[0] != batch or not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"logits must be a float array [{batch}, K], but apply returned {dtype} {list(shape)}")
+        is_array = hasattr(logits, "shape") and hasattr(logits, "dtype")
+        shape: tuple[int, ...] = logits.shape if is_array else ()
+        if len(shape) != 2 or shape[0] != batch or not jnp.issubdtype(logits.dtype, jnp.floating):
+            raise ValueError(
+                f"logits must be a float array [{batch}, K], but apply of {name_of_model(self._model)} returned "
+                f"{describe_given(logits)} in their place: return (logits, batch_stats)"
+            )
         if self._num_classes is not None and shape[1] < self._num_classes:
             raise SettingError(
                 "num_classes",
@@ -109,12 +114,6 @@ class CheckedModel:
 def _shape(leaf: Any) -> Any:
     # Outputs of other types reach only a user's own loss and metrics.
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
-
-
-def _describe_result(given: Any) -> str:
-    if hasattr(given, "shape") and hasattr(given, "dtype"):
-        return f"one array, {_describe(given)}"
-    return f"a tuple of {len(given)}" if isinstance(given, tuple) else type(given).__name__
 
 
 def _describe(leaf: Any) -> str:

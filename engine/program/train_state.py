@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from engine.given_values import describe_given
 from engine.images.unpack import PixelScale
 from engine.objective.objective import CROSS_ENTROPY, Objective
 from engine.updates.update import UpdateRule, UpdateState, UpdateValues, Weights, init_update
@@ -126,10 +127,9 @@ def init_weights(model: TrainModel, key: jax.Array) -> Weights:
             "module through engine.adapters.flax_linen"
         )
     if not isinstance(drawn, tuple | list) or len(drawn) != len(Weights._fields):
-        found = f"{len(drawn)} values" if isinstance(drawn, tuple | list) else type(drawn).__name__
         raise ValueError(
-            f"init must return a tuple (params, batch_stats), but that of {name} returned {found}: return "
-            "(params, {}) if the model has no running statistics"
+            f"init must return a tuple (params, batch_stats), but that of {name} returned {describe_given(drawn)}: "
+            "return (params, {}) if the model has no running statistics"
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(Weights(*drawn)):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float):

@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.config import OWN_BATCHES, TrainConfig
 from engine.feed.batches import label_form_of
+from engine.given_values import describe_given
 from engine.locations import absolute_location
 from engine.named_parts import record_named, recorded_named_parts
 from engine.objective.metrics import Metric, as_metrics
@@ -182,6 +183,8 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
 def _check_own_model(config: TrainConfig, model: Any) -> None:
     if model is not None:
         _check_is_adapted(model)
+        if isinstance(model, type):
+            raise ValueError(f"a model must be an object, got the class {model.__name__}: give {model.__name__}()")
         if not callable(getattr(model, "init", None)) or not callable(getattr(model, "apply", None)):
             raise ValueError(
                 f"a model must have the functions init and apply, got {type(model).__name__}: "
@@ -245,10 +248,9 @@ def _check_own_evaluation(evaluation: Any) -> None:
         return
     if isinstance(evaluation, tuple) and len(evaluation) == len(("pixels", "labels")):
         return
-    found = f"a tuple of {len(evaluation)}" if isinstance(evaluation, tuple) else type(evaluation).__name__
     raise ValueError(
-        f"evaluation must be a tuple (pixels, labels) of all evaluation images, or an EvaluationSource, got {found}: "
-        "give the arrays themselves"
+        f"evaluation must be a tuple (pixels, labels) of all evaluation images, or an EvaluationSource, got "
+        f"{describe_given(evaluation)}: give the arrays themselves"
     )
 
 
