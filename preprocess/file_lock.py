@@ -15,6 +15,7 @@ from pathlib import Path
 
 from preprocess.links import open_unlinked
 from preprocess.regular_file import IrregularFileError, check_regular, close_quietly
+from preprocess.system_errors import Cause, cause_of, remedy_of
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """The errors of file systems without locks, including some network file systems."""
@@ -67,7 +68,9 @@ def describe_failure(path: str | os.PathLike[str], error: OSError, place: str) -
         return f"{path} cannot be used as a lock ({reason}): remove it"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{path} cannot be opened ({reason}): correct its permissions, or choose another {place}"
-    return f"{path} cannot be opened ({reason}): choose another {place}"
+    if cause_of(error) in (None, Cause.OTHER):
+        return f"{path} cannot be opened ({reason}): choose another {place}"
+    return f"{path} cannot be opened ({reason}): {remedy_of(error)}, or choose another {place}"
 
 
 def _try_to_lock(path: Path) -> int | None:

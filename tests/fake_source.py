@@ -22,7 +22,10 @@ CLASSES = (ImageClass("n1", "tench"), ImageClass("n2", "goldfish"), ImageClass("
 
 @dataclass
 class FakeSource:
-    """Images ``uint8 [n, H, W, 3]`` served as PNG; ``broken`` ones are truncated, ``raising`` ones raise when read."""
+    """Images ``uint8 [n, H, W, 3]`` served as PNG; ``broken`` ones are truncated, ``raising`` ones raise when read.
+
+    ``forms`` are other formats than PNG, by their names in Pillow.
+    """
 
     images: np.ndarray
     labels: list[int]
@@ -30,6 +33,7 @@ class FakeSource:
     classes: tuple[ImageClass, ...] = CLASSES
     broken: frozenset[int] = frozenset()
     raising: dict[int, BaseException] = field(default_factory=dict)
+    forms: dict[int, str] = field(default_factory=dict)
     reads: list[int] = field(default_factory=list)
 
     def __len__(self):
@@ -46,7 +50,7 @@ class FakeSource:
         if index in self.raising:
             raise self.raising[index]
         encoded = io.BytesIO()
-        Image.fromarray(self.images[index]).save(encoded, "PNG")
+        Image.fromarray(self.images[index]).save(encoded, self.forms.get(index, "PNG"))
         return encoded.getvalue()[:40] if index in self.broken else encoded.getvalue()
 
     def digest(self):

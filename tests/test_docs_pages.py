@@ -104,7 +104,7 @@ SMALL = ["--size", "8"]
         (PACK, ["empty", "dest", *SMALL], "… is not a data set: "),
         (PACK, ["stray", "dest", *SMALL], "… has … outside any class folder"),
         (PACK, ["single", "dest", *SMALL], "warning: all images of … belong to one class"),
-        (PACK, ["photos.tar.gz", "dest", *SMALL], "… is compressed, "),
+        (PACK, ["photos.tar.gz", "dest", *SMALL], "… is …, so its images "),
         (PACK, ["cut.tar", "dest", *SMALL], "… is truncated: it ends at byte "),
         (PACK, ["damaged.tar", "dest", *SMALL], "… is damaged: no tar header "),
         (PACK, ["single", "foreign", *SMALL], "… contains files but no pack "),

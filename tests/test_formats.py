@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.decoding.formats import open_pixels, sniff, strip_jpeg, strip_png
+from preprocess.decoding.formats import open_pixels, strip_jpeg, strip_png
+from preprocess.decoding.known_formats import sniff
 from preprocess.decoding.orientation import choose_orientation
 
 

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
 from preprocess.decoding import formats
-from preprocess.decoding.formats import open_pixels, sniff, strip_png
+from preprocess.decoding.formats import open_pixels, strip_png
+from preprocess.decoding.known_formats import sniff
 from preprocess.decoding.notes import NOTHING, DecodeNotes
 from preprocess.decoding.orientation import png_text, turn_upright
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,9 @@ from preprocess.shards.arrays import create_array
 from preprocess.shards.classes import ImageClass
 from preprocess.shards.location import Location, ShardError, open_location
 from preprocess.shards.reader import open_split
+from preprocess.sources.listing import ChangedSourceError
 from preprocess.sources.open_source import open_source
+from preprocess.system_errors import Cause, cause_of
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words, settings_for
 
 
@@ -440,18 +443,39 @@ def test_on_error_fail_stops_at_the_first_bad_image(tmp_path, source):
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "remedy"),
     [
-        FileNotFoundError(errno.ENOENT, "No such file", "x.png"),
-        PermissionError(errno.EACCES, "Permission denied", "x.png"),
-        OSError(errno.ESTALE, "Stale file handle"),
-        OSError("the archive ends too early"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file", "x.png"),
+            "the source has changed or can't be reached. Restore",
+        ),
+        (
+            OSError("the archive ends too early"),
+            "the source has changed or can't be reached. Restore it and run the same",
+        ),
+        (ChangedSourceError("the file has changed"), "restore it and run the same command again to continue, or pack"),
+        # What passes, or lies in this machine, is no reason to change the source or to pack anew.
+        (OSError(errno.EIO, "Input/output error"), "run the same command again to continue; if it fails again, check"),
+        (
+            OSError(errno.ESTALE, "Stale file handle"),
+            "run the same command again to continue; if it fails again, check",
+        ),
+        (OSError(errno.ETIMEDOUT, "timed out"), "run the same command again to continue; if it fails again, check"),
+        (PermissionError(errno.EACCES, "denied"), "grant read permission, then run the same command again to continue"),
+        (
+            OSError(errno.ENOMEM, "no memory"),
+            "free memory, or raise the limits on it (ulimit -v, vm.max_map_count), then",
+        ),
+        (OSError(errno.EMFILE, "many files"), "allow more open files (ulimit -n), then run the same command again"),
+        (OSError(errno.EILSEQ, "Invalid or incomplete"), "rename it, and pack with --overwrite or into another DEST"),
     ],
 )
-def test_a_listed_image_that_cannot_be_read_stops_the_pack(tmp_path, error):
+def test_a_listed_image_that_cannot_be_read_stops_the_pack(tmp_path, error, remedy):
     source = fake_source(6, raising={5: error})
-    with pytest.raises(ShardError, match=r"n3/5\.png: .*; the source has changed or can't be reached\. .*same command"):
+    with pytest.raises(ShardError, match=rf"n3/5\.png: .*; {re.escape(remedy)}") as it:
         pack(source, tmp_path)
+    if cause_of(error) == Cause.PASSING:
+        assert "--overwrite" not in str(it.value)
     assert pack(source.changed(raising={}), tmp_path).num_resumed == 4
 
 
@@ -490,7 +514,7 @@ def test_a_pack_of_an_earlier_version_continues_up_to_an_image_that_it_decodes_o
         pack(source.changed(raising={5: KeyboardInterrupt()}), tmp_path / "earlier")
     plan = tmp_path / "earlier/train/journal/plan.json"
     values = json.loads(plan.read_text())
-    assert values.pop("decoding") == 2
+    assert values.pop("decoding") == 3
     plan.write_text(json.dumps(values))
     shutil.copytree(tmp_path / "earlier", tmp_path / "unchanged")
     pack(source, tmp_path / "unchanged")

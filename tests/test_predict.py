@@ -116,7 +116,7 @@ def test_a_photograph_that_cannot_be_decoded_is_listed_and_the_others_are_classi
     code, out, err = invoke(predict_images, monkeypatch, folder, "run", "mixed", "--top", 1)
     assert code == 1
     lines = out.splitlines()
-    assert lines[0].startswith("'mixed/a\\x1b[2J.jpg': not classified: not an image: it begins with")
+    assert lines[0].startswith("'mixed/a\\x1b[2J.jpg': not classified: not an image that can be read: it is")
     assert (lines[1], lines[3]) == ("mixed/b/x.jpg", "mixed/z.png")
     assert "\x1b" not in out + err
     assert "mixed: 1 file left out, whose names are not those of images" in err

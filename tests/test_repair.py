@@ -139,7 +139,7 @@ def test_a_shard_that_cannot_be_read_is_named(tmp_path, source, monkeypatch):
 
     pack(source, tmp_path, codec="blosc")
     monkeypatch.setattr(shard_sizes, "read_at", fail)
-    with pytest.raises(ShardError, match=r"train/pixels/c/0/0/0 can't be read: Input/output error; restore the file"):
+    with pytest.raises(ShardError, match=r"train/pixels/c/0/0/0 can't be read: Input/output error; try again"):
         pack(source, tmp_path, codec="blosc")
 
 

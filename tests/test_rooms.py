@@ -16,6 +16,7 @@ FLOORS = (
     "preprocess.cores",
     "preprocess.memory",
     "preprocess.printable",
+    "preprocess.file_kinds",
     "preprocess.system_errors",
     "preprocess.json_digest",
     "preprocess.regular_file",

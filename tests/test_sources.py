@@ -3,10 +3,13 @@
 import gzip
 import io
 import os
+import shutil
 import tarfile
+import unicodedata
 from collections import Counter
 
 import pytest
+from PIL import Image
 
 from preprocess.sources.open_source import SourceError, open_source
 from tests.fake_source import fake_source, pack
@@ -188,8 +191,47 @@ def test_files_that_are_no_archive(tmp_path):
     (tmp_path / "set.tar.gz").write_bytes(gzip.compress(file.getvalue()))
     (tmp_path / "set.zip").write_bytes(b"PK\x03\x04" + bytes(1000))
     (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\xff" + bytes(1000))
-    for name in ("set.tar.gz", "set.zip"):
-        with pytest.raises(SourceError, match=f"{name} is compressed, .*; unpack it and give the folder"):
+    (tmp_path / "lfs.tar").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    # A zip archive need not be compressed.
+    for name, what in {"set.tar.gz": "compressed with gzip", "set.zip": "a zip archive"}.items():
+        with pytest.raises(SourceError, match=f"{name} is {what}, so .*; unpack it and give the folder$"):
             open_source(tmp_path / name)
+    with pytest.raises(SourceError, match=r"lfs\.tar is a Git LFS pointer .*; run `git lfs pull` in its repository$"):
+        open_source(tmp_path / "lfs.tar")
     with pytest.raises(SourceError, match=r"photo\.jpg is neither a folder nor a tar archive"):
         open_source(tmp_path / "photo.jpg")
+
+
+def test_classes_in_different_unicode_forms_are_named_as_such(tmp_path):
+    composed, decomposed = (unicodedata.normalize(form, "Küche") for form in ("NFC", "NFD"))
+    for place in (f"train/{composed}", f"val/{decomposed}"):
+        (tmp_path / place).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / place / "1.png")
+    with pytest.raises(SourceError, match=r"val has Küche in another Unicode form \(NFD, not NFC\); rename it"):
+        open_source(tmp_path)
+    (tmp_path / "val" / decomposed).rename(tmp_path / "val" / composed)
+    open_source(tmp_path).close()
+    (tmp_path / "l.csv").write_text(f"path,classes\ntrain/{decomposed}/1.png,a\nval/{composed}/1.png,a\n")
+    with pytest.raises(SourceError, match=r"line 2: .*; .* has this name in another Unicode form \(NFC, not NFD\)"):
+        open_source(tmp_path, labels=tmp_path / "l.csv")
+
+
+def test_the_remedy_for_a_missing_class_is_one_that_helps(tmp_path):
+    folder = tmp_path / "set"
+    for place in ("train/a", "train/b", "val/a"):
+        (folder / place).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(folder / place / "1.png")
+
+    def archived(name):
+        with tarfile.open(tmp_path / name, "w") as file:
+            file.add(folder, "set")
+        return tmp_path / name
+
+    with pytest.raises(SourceError, match=r"lacks: b; give all splits .* \(an empty folder is enough"):
+        open_source(folder)
+    (folder / "val/b").mkdir()
+    open_source(folder).close()
+    with pytest.raises(SourceError, match=r"lacks: b; an archive has no class without images, so write it again"):
+        open_source(archived("empty.tar"))
+    shutil.rmtree(folder / "train/b")
+    open_source(archived("without.tar")).close()

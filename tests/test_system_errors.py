@@ -5,18 +5,30 @@ import os
 import resource
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from PIL import Image
 
 from engine.commands.command_end import describe_error
 from engine.records.snapshot import SnapshotError, write_snapshot
 from engine.records.whole_file import make_folder, write_whole
 from engine.run.compilation import caching_compilations, compile_traced, trace_ahead
+from preprocess import regular_file
 from preprocess.commands.guarded_output import GuardedStream
+from preprocess.commands.inspect_cli import main as inspect_shards
+from preprocess.shards import image_numbers, stored_pixels, verify
+from preprocess.shards import location as location_module
+from preprocess.shards.arrays import create_array, labels_metadata
 from preprocess.shards.location import ShardError, open_location
-from preprocess.system_errors import describe_system_error, naming_file
+from preprocess.shards.mapped_images import MappedImages
+from preprocess.shards.reader import open_split
+from preprocess.sources import tree
+from preprocess.sources.open_source import SourceError, open_source
+from preprocess.system_errors import Cause, cause_of, describe_system_error, naming_file
 from tests.fake_source import fake_source, pack
 
 TOO_LARGE = r"File too large\)?[;:] raise the limit on the size of a file \(ulimit -f\), or use another disk"
@@ -88,14 +100,23 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     ("number", "name", "expected"),
     [
         (errno.ENOSPC, "a/b", "a/b cannot be read or written (No space left on device): make room on its disk"),
-        (errno.EACCES, "a/b", "a/b cannot be read or written (Permission denied): grant write permission"),
+        (
+            errno.EACCES,
+            "a/b",
+            "a/b cannot be read or written (Permission denied): grant permission to it and its folders",
+        ),
         (
             errno.EMFILE,
             b"a/b",
             "a/b cannot be read or written (Too many open files): allow more open files (ulimit -n)",
         ),
         (errno.ENOENT, "a/b", "a/b does not exist (No such file or directory): check the path and its folder"),
-        (errno.EIO, None, "a file cannot be read or written (Input/output error): check its folder and its disk"),
+        (
+            errno.EIO,
+            None,
+            "a file cannot be read or written (Input/output error): try again; if it fails again, "
+            "check the disk or the network",
+        ),
     ],
 )
 def test_an_error_of_the_system_is_a_sentence(number, name, expected):
@@ -165,3 +186,146 @@ def test_a_damaged_cache_entry_is_one_notice_with_the_file_to_delete(tmp_path, r
     assert told.startswith(f"warning: the compilation cache {tmp_path} cannot be read (")
     assert told.endswith(f"so each launch compiles again: delete {tmp_path}/jit__lambda-*")
     assert not [each for each in recwarn if "compilation cache" in str(each.message)]
+
+
+CAUSES = {
+    Cause.PASSING: (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.ECONNRESET),
+    Cause.ROOM: (errno.ENOSPC,),
+    Cause.QUOTA: (errno.EDQUOT,),
+    Cause.MEMORY: (errno.ENOMEM,),
+    Cause.RIGHTS: (errno.EACCES, errno.EPERM),
+    Cause.READ_ONLY: (errno.EROFS,),
+    Cause.NAME: (errno.ENAMETOOLONG, errno.EILSEQ),
+    Cause.DESCRIPTORS: (errno.EMFILE, errno.ENFILE),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_number_of_an_error_tells_its_cause_in_python_and_in_tensorstore(cause):
+    for number in CAUSES[cause]:
+        assert cause_of(OSError(number, os.strerror(number))) == cause
+        of_store = f"UNKNOWN: Failed to open: x [os_error_code='{number}'] [source locations='y']"
+        assert cause_of(ValueError(of_store)) == cause
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (
+            "ABORTED: All 32 retry attempts failed: Service Unavailable [HTTP code 503]",
+            "PASSING",
+        ),
+        ("ABORTED: All 1 retry attempts failed: Too Many Requests [HTTP code 429]", "PASSING"),
+        ("PERMISSION_DENIED: Forbidden [HTTP code 403] [http_response_body='oops']", None),
+        ("NOT_FOUND: Gone [HTTP code 410]", None),
+        ("DEADLINE_EXCEEDED: no answer", "PASSING"),
+        ('FAILED_PRECONDITION: Expected "shape" of [1] but received: [2]', None),
+    ],
+)
+def test_the_answer_of_a_store_tells_its_cause(text, cause):
+    found = cause_of(ValueError(text))
+    assert (found and found.name) == cause
+
+
+def read_four(folder):
+    with open_split(str(folder), "train") as split:
+        split.read_into(np.arange(4), np.empty((4, 4, 4), np.uint32), np.empty(4, np.int32), timeout_s=9)
+
+
+# What damages nothing must not be answered by packing anew, restoring files or a smaller batch.
+NOT_DAMAGE = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EACCES, errno.EMFILE]
+FILES = ("manifest.json", "pixels/zarr.json", "labels/zarr.json", "labels/c/0", "pixels/c/0/0/0")
+WRONG = ("--overwrite", "restore", "inspect-shards", "--batch", "does not exist", "choose another")
+
+
+@pytest.mark.parametrize("number", NOT_DAMAGE)
+@pytest.mark.parametrize(
+    "file", ["manifest.json", "pixels/zarr.json", "labels/zarr.json", "labels/c/0", "pixels/c/0/0/0"]
+)
+def test_a_fault_of_the_system_is_not_taken_for_damage(tmp_path, monkeypatch, file, number):
+    pack(fake_source(4), tmp_path)
+    words = f"UNKNOWN: Error reading x [os_error_code='{number}']"
+
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number), str(tmp_path / "train" / file))
+
+    class Refused:
+        def result(self, timeout=None):
+            raise ValueError(words)
+
+    if file.endswith(".json"):
+        before = regular_file.read_regular
+        monkeypatch.setattr(
+            location_module,
+            "read_regular",
+            lambda path, **more: refuse() if str(path).endswith(file) else before(path, **more),
+        )
+    elif file.startswith("labels"):
+        monkeypatch.setattr(image_numbers, "read_array", lambda *_: {slice(0, 4): SimpleNamespace(read=Refused)})
+    else:
+        monkeypatch.setattr(stored_pixels, "open_pixels", lambda *_: {0: SimpleNamespace(read=Refused)})
+        monkeypatch.setattr(stored_pixels, "start_reading", lambda *_: Refused())
+        monkeypatch.setattr(MappedImages, "is_mappable", lambda _: False)
+    with pytest.raises(ShardError) as caught:
+        read_four(tmp_path)
+    said = str(caught.value)
+    assert os.strerror(number) in said
+    assert not [words for words in WRONG if words in said], said
+    assert describe_error(caught.value) == said
+
+
+def test_an_array_that_cannot_be_written_is_not_to_be_packed_again(tmp_path):
+    (tmp_path / "train/pixels").mkdir(parents=True)
+    location = open_location(str(tmp_path)).child("train")
+    with (
+        file_limit(10),
+        pytest.raises(ShardError, match=rf"train/pixels: can't be written: {TOO_LARGE}, then run") as it,
+    ):
+        create_array(location, "pixels", labels_metadata(4))
+    assert "--overwrite" not in str(it.value)
+
+
+def test_only_the_memory_of_the_program_depends_on_the_batch(tmp_path):
+    of_xla = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+    assert describe_error(of_xla).endswith("the program needs more memory than is free; use a smaller --batch")
+    for number in (errno.ENOMEM, errno.ENOSPC):
+        of_store = RuntimeError(f"RESOURCE_EXHAUSTED: Failed to map {tmp_path} [os_error_code='{number}']")
+        assert "--batch" not in describe_error(of_store)
+    assert "--batch" not in describe_error(ShardError("RESOURCE_EXHAUSTED: Failed to map"))
+
+
+def test_verification_does_not_call_damaged_what_it_could_not_read(tmp_path, monkeypatch):
+    pack(fake_source(4), tmp_path)
+    words = f"UNKNOWN: x [os_error_code='{errno.EIO}']"
+
+    class Refusing:
+        def __getitem__(self, _):
+            return SimpleNamespace(read=lambda: SimpleNamespace(result=self._refuse))
+
+        @staticmethod
+        def _refuse(timeout):
+            raise ValueError(words)
+
+    monkeypatch.setattr(verify, "open_pixels", lambda *_: Refusing())
+    (damage,) = verify.verify_split(str(tmp_path), "train")
+    expected = "it can't be read (Input/output error); try again; if it fails again, check the disk or the network"
+    assert str(damage) == f"pixels/c/0/0/0: images 0–3: {expected}"
+    result = CliRunner().invoke(inspect_shards, [str(tmp_path), "--verify"])
+    assert result.exit_code == 2
+    assert "train: not read in 1 place, so these files may be intact:\n" in result.output
+    assert "--overwrite" not in result.output
+
+
+def test_a_size_that_the_system_does_not_tell_does_not_enter_the_plan(tmp_path, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    Image.new("RGB", (8, 8)).save(make(tmp_path / "a") / "1.png")
+    monkeypatch.setattr(tree, "status_of", refuse)
+    with pytest.raises(SourceError, match=r"a/1\.png cannot be accessed: Input/output error; try again; if it fails"):
+        open_source(tmp_path)
+
+
+def make(folder):
+    folder.mkdir()
+    return folder

@@ -13,7 +13,8 @@ from PIL import Image, ImageFile
 
 from preprocess.commands.cli import main
 from preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
-from preprocess.decoding.formats import open_pixels, sniff
+from preprocess.decoding.formats import open_pixels
+from preprocess.decoding.known_formats import sniff
 from preprocess.decoding.notes import NOTHING, DecodeNotes
 from preprocess.decoding.truncation import salvage
 from tests.test_levels import SIZE, opaque, png, tiff

@@ -11,7 +11,7 @@ import click
 
 from engine.settings import SettingError
 from preprocess.printable import printable_text
-from preprocess.system_errors import describe_system_error
+from preprocess.system_errors import cause_of, describe_system_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +93,8 @@ def describe_error(error: Exception, name_setting: Callable[[str], str] = str) -
         # The note of `engine.records.file_errors` says the same, and that the file was to be written.
         is_told = notes.startswith(f"\n  {error.filename} cannot be written")
         return notes.strip() if is_told else f"{describe_system_error(error)}{notes}"
-    elif "RESOURCE_EXHAUSTED" in text:
+    elif "RESOURCE_EXHAUSTED" in text and isinstance(error, RuntimeError) and cause_of(error) is None:
+        # The program's; a file system that has no room, or a map without memory, has another remedy.
         text = f"{text.splitlines()[0]}: the program needs more memory than is free; use a smaller --batch"
     elif not isinstance(error, ValueError | OSError | RuntimeError | ArithmeticError) or not text:
         text = f"{type(error).__name__}: {text} (--traceback shows its origin)"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from engine.records.torch_file import read_torch_file
 from engine.records.weights import StoredWeights, Tensors, name_read_errors, read_weights
+from preprocess.file_kinds import HEAD_BYTES, UNPACK, kind_of
 from preprocess.regular_file import open_regular
 
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
@@ -38,7 +39,15 @@ def read_given_weights(path: str | os.PathLike[str]) -> GivenWeights:
         ValueError: as `engine.records.weights.read_weights` and `engine.records.torch_file.read_torch_file`.
     """
     with name_read_errors(path), os.fdopen(open_regular(path), "rb") as file:
-        start = file.read(_BRACE_OFFSET + 1)
+        head = file.read(HEAD_BYTES)
+    start = head[: _BRACE_OFFSET + 1]
+    # The length at the beginning of a safetensors file may be any bytes.
+    kind = None if start[_BRACE_OFFSET:] == b"{" else kind_of(head)
+    if kind is not None and (kind.is_lost or (kind.remedy == UNPACK and not start.startswith(_ZIP))):
+        raise ValueError(
+            f"weights must be a safetensors file or a file of PyTorch 1.6 or newer, but {os.fspath(path)} is "
+            f"{kind.name}: {kind.remedy}"
+        )
     notes = []
     if start[_BRACE_OFFSET:] == b"{" or not start.startswith((_ZIP, *_PICKLES)):
         stored = read_weights(path)

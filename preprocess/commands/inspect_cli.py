@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from traceback import print_exc
 from typing import TYPE_CHECKING, Any
@@ -265,14 +266,25 @@ def _print_damages(damages: dict[str, tuple[Damage, ...]], manifests: dict[str, 
             is_decoded = manifests[name].codec != "raw" and not manifests[name].checksum
             click.echo(f"{name}: every {'pixel and label' if is_decoded else 'byte'} is as it was packed.")
             continue
-        places = "1 place" if len(found) == 1 else f"{len(found):,} places"
-        click.echo(
-            f"{name}: damaged in {places}. Restore the files below, or pack again with --overwrite and the original "
-            "options (--size, --holdout, …). Without --overwrite, only files that are missing or truncated are packed "
-            "again."
-        )
-        for each in found:
-            click.echo(f"  {name}/{each}")
+        if damaged := [each for each in found if not each.remedy]:
+            click.echo(
+                f"{name}: damaged in {_places(damaged)}. Restore the files below, or pack again with --overwrite and "
+                "the original options (--size, --holdout, …). Without --overwrite, only files that are missing or "
+                "truncated are packed again."
+            )
+            _print_lines(name, damaged)
+        if refused := [each for each in found if each.remedy]:
+            click.echo(f"{name}: not read in {_places(refused)}, so these files may be intact:")
+            _print_lines(name, refused)
+
+
+def _places(damages: Sequence[Damage]) -> str:
+    return "1 place" if len(damages) == 1 else f"{len(damages):,} places"
+
+
+def _print_lines(name: str, damages: Sequence[Damage]) -> None:
+    for each in damages:
+        click.echo(f"  {name}/{each}")
 
 
 def _print_json(dest: str, manifests: dict[str, Manifest], damages: dict[str, tuple[Damage, ...]] | None) -> None:

@@ -15,11 +15,13 @@ from PIL import Image
 
 from preprocess.decoding.colour import LevelsError, to_grey_or_rgb
 from preprocess.decoding.default_resize import MAX_SIZE
-from preprocess.decoding.formats import FORMATS, open_pixels, sniff
+from preprocess.decoding.formats import open_pixels
+from preprocess.decoding.known_formats import FORMATS, sniff
 from preprocess.decoding.levels import Levels
 from preprocess.decoding.memory_budget import PIXEL_BYTES, MemoryBudget
 from preprocess.decoding.notes import DecodeNotes
 from preprocess.decoding.orientation import turn_upright
+from preprocess.file_kinds import HEAD_BYTES, kind_of
 
 RESAMPLERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -150,10 +152,10 @@ def decode_crop(
 ) -> Image.Image:
     """Decode an image file, resize it and return its central crop. Several threads may call this at once.
 
-    The format (JPEG, PNG, WebP, GIF, BMP, TIFF, PPM) is detected from the first bytes, not from the file name. Of an
-    animation, the first frame is used. The orientation of EXIF or XMP is applied; colour profiles are not. Transparent
-    images are composited on white, and 16 bits are scaled to 8 (see `preprocess.decoding.colour`). Small images are
-    enlarged.
+    The format (JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, AVIF, JPEG 2000) is detected from the first bytes, not from the
+    file name. Of an animation, the first frame is used. The orientation of EXIF or XMP is applied; colour profiles are
+    not. Transparent images are composited on white, and 16 bits are scaled to 8 (see `preprocess.decoding.colour`).
+    Small images are enlarged.
 
     Args:
         encoded: the bytes of the file.
@@ -177,9 +179,11 @@ def decode_crop(
         raise DecodeError("the file is empty")
     known = sniff(encoded)
     if known is None:
+        raise DecodeError(_describe_foreign(encoded))
+    if not known.is_available:
         raise DecodeError(
-            f"not an image: it begins with the bytes {encoded[:8].hex(' ')}; remove it, or convert it to a supported "
-            f"format ({', '.join(each.name for each in FORMATS)})"
+            f"the installed Pillow cannot decode {known.name}: install one that can (python -m pip install pillow), or "
+            "convert the image to PNG"
         )
     try:
         with ExitStack() as held:
@@ -207,6 +211,17 @@ def decode_crop(
         raise MissingLevelsError(f"cannot decode as {known.name}: {_reason(error)}") from error
     except Exception as error:  # Pillow's plugins raise all kinds of exceptions for damaged fields
         raise DecodeError(f"cannot decode as {known.name}: {_reason(error)}") from error
+
+
+def _describe_foreign(encoded: bytes) -> str:
+    """Return what a file of no supported format is, and what to do about it."""
+    kind = kind_of(encoded[:HEAD_BYTES])
+    if kind is not None:
+        return f"not an image that can be read: it is {kind.name}; {kind.remedy}"
+    return (
+        f"not an image: it begins with the bytes {encoded[:8].hex(' ')}; remove it, or convert it to a supported "
+        f"format ({', '.join(each.name for each in FORMATS)})"
+    )
 
 
 def _central_crop(image: Image.Image, rule: ResizeRule, max_pixels: int) -> Image.Image:

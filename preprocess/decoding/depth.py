@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from preprocess.decoding.box_formats import JPEG_2000, codestream_of
 from preprocess.decoding.colour import DeepValues
 from preprocess.decoding.levels import Levels
 from preprocess.decoding.tiff_samples import bits_of, has_planes, is_negative, is_unsigned, largest, planes_remedy
@@ -42,6 +43,9 @@ def values_of_file(encoded: bytes, name: str, image: Image.Image) -> DeepValues 
     """
     if name == "PNG" and encoded[_PNG_DEPTH_AT] > 8:
         return DeepValues(_png_white(encoded))
+    if name == JPEG_2000 and image.mode == "I;16":
+        bits = codestream_of(encoded).bits[0]
+        return DeepValues(2**bits - 1 if bits < 16 else None)
     if isinstance(image, TiffImageFile):
         bits = bits_of(image)
         if bits > 8:

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from preprocess.decoding.box_formats import AVIF, JPEG_2000, check_avif, check_jpeg_2000
 from preprocess.decoding.levels import Levels
 
 _MAX_PPM_HEADER_BYTES = 2**16
@@ -55,7 +56,7 @@ def bounded(encoded: bytes, name: str, *, max_pixels: int, levels: Levels | None
 
     Args:
         encoded: the file.
-        name: the name of its format, as in `preprocess.decoding.formats.FORMATS`.
+        name: the name of its format, as in `preprocess.decoding.known_formats.FORMATS`.
         max_pixels: the largest number of pixels allowed.
         levels: the values that become black and white, if they are given. The values of a PPM file of more than 8 bits
             are then those in the file: grey is left to be scaled, and colour is scaled here.
@@ -224,4 +225,6 @@ _CHECKS: Mapping[str, Callable[[bytes, int], None]] = {
     "BMP": _check_bmp,
     "WebP": _check_webp,
     "TIFF": _check_tiff,
+    AVIF: check_avif,
+    JPEG_2000: check_jpeg_2000,
 }

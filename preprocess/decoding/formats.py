@@ -15,22 +15,19 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from PIL import Image, ImageFile
-from PIL.BmpImagePlugin import BmpImageFile
-from PIL.GifImagePlugin import GifImageFile
 from PIL.JpegImagePlugin import JpegImageFile
-from PIL.PngImagePlugin import PngImageFile
-from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import TiffImageFile
-from PIL.WebPImagePlugin import WebPImageFile
 
+from preprocess.decoding.box_formats import AVIF, JPEG_2000, has_deep_avif, with_values_of_file
 from preprocess.decoding.colour import DeepValues
 from preprocess.decoding.depth import needs_low_bytes, read_low_bytes, values_of_file
 from preprocess.decoding.format_bounds import bounded, check_jpeg_scans
+from preprocess.decoding.known_formats import PNG_SIGNATURE, Format
 from preprocess.decoding.levels import Levels
 from preprocess.decoding.notes import DecodeNotes
 from preprocess.decoding.orientation import (
@@ -45,7 +42,6 @@ from preprocess.decoding.tiff_samples import check_alpha, correct_samples
 from preprocess.decoding.truncation import Load, is_cut, load_part, salvage
 
 # The chunks that a PNG decoder needs; all others (text, profiles, animation) are metadata.
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_PIXEL_CHUNKS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
 
 _PNG_TEXTS = frozenset({b"tEXt", b"zTXt", b"iTXt"})
@@ -64,28 +60,6 @@ _JPEG_APP1 = 0xE1
 _JPEG_METADATA_MARKERS = frozenset({*range(0xE1, 0xEE), 0xEF, 0xFE})
 
 
-@dataclass(frozen=True)
-class Format:
-    """A supported file format: how to recognise and open it, and whether its Pillow plugin can issue warnings."""
-
-    name: str
-    accepts: Callable[[bytes], bool]
-    opener: Callable[[Any], ImageFile.ImageFile]
-    may_warn: bool = False
-
-
-FORMATS = (
-    Format("JPEG", lambda head: head.startswith(b"\xff\xd8\xff"), JpegImageFile),
-    Format("PNG", lambda head: head.startswith(_PNG_SIGNATURE), PngImageFile),
-    Format("WebP", lambda head: head.startswith(b"RIFF") and head[8:12] == b"WEBP", WebPImageFile),
-    Format("GIF", lambda head: head.startswith((b"GIF87a", b"GIF89a")), GifImageFile, may_warn=True),
-    Format("BMP", lambda head: head.startswith(b"BM"), BmpImageFile),
-    Format(
-        "TIFF", lambda head: head.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")), TiffImageFile, may_warn=True
-    ),
-    Format("PPM", lambda head: head[:1] == b"P" and head[1:2] in b"123456" and head[2:3].isspace(), PpmImageFile),
-)
-
 _WARNING_LOCK = threading.Lock()
 
 
@@ -95,12 +69,6 @@ def _pillow_warnings_off() -> Iterator[None]:
     with _WARNING_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def sniff(encoded: bytes) -> Format | None:
-    """Return the format that the first bytes of a file indicate, or None if it is not supported."""
-    head = encoded[:16]
-    return next((known for known in FORMATS if known.accepts(head)), None)
 
 
 class OpenedImage(NamedTuple):
@@ -150,16 +118,33 @@ def open_pixels(
         load = partial(load_part, reader.load)
     if name == "PNG":
         _scale_transparent_grey(image, encoded)
-    if name in ("WebP", "GIF"):
+    if name in (AVIF, JPEG_2000):
+        image = _with_depth_of_file(image, encoded, name, levels)
+    if name in ("WebP", "GIF", AVIF):
         exif, xmp = image.info.get("exif"), image.info.get("xmp")
         is_turned_anew = xmp is not None and _differ(exif, xmp, exif)
     if is_turned_anew or reader.is_corrected:
         note(DecodeNotes(num_changed=1))
+    if known.is_added:
+        note(DecodeNotes(num_added=1))
     deep = None if name == "PPM" and levels is not None else values_of_file(encoded, name, image)
     if deep is not None and name != "PPM" and needs_low_bytes(image, levels, deep.white):
         deep = replace(deep, low_bytes=read_low_bytes(content, load))
     # Pillow applies the orientation of a TIFF itself.
     return OpenedImage(image, choose_orientation(exif, xmp), deep)
+
+
+def _with_depth_of_file(image: Image.Image, encoded: bytes, name: str, levels: Levels | None) -> Image.Image:
+    """Return an image of boxes with the values that its file has.
+
+    Raises:
+        ValueError: the levels are those of values that Pillow does not give.
+    """
+    if name == JPEG_2000:
+        return with_values_of_file(image, encoded)
+    if levels is not None and has_deep_avif(encoded):
+        raise ValueError("--levels cannot be applied to its 10 or 12 bits, of which Pillow gives 8; convert it to PNG")
+    return image
 
 
 def _without_metadata(
@@ -204,7 +189,9 @@ class _Reader:
         if isinstance(image, JpegImageFile) and _may_have_many_scans(image, content):
             check_jpeg_scans(content, width * height)
         if not self._is_admitted:
-            self._admit(width * height)  # may wait, so it must not hold the lock that other images need
+            self._admit(
+                width * height * self._known.memory
+            )  # may wait, so it must not hold the lock that other images need
             self._is_admitted = True
         if isinstance(image, TiffImageFile):
             self.is_corrected = correct_samples(image)
@@ -333,10 +320,10 @@ def _split_png(encoded: bytes, *, is_cut: bool = False) -> tuple[bytes, bytes | 
     Raises:
         ValueError: as `strip_png`.
     """
-    kept = [(0, len(_PNG_SIGNATURE))]
+    kept = [(0, len(PNG_SIGNATURE))]
     exif: bytes | None = None
     texts: dict[bytes, tuple[bytes, bytes]] = {}
-    position = len(_PNG_SIGNATURE)
+    position = len(PNG_SIGNATURE)
     num_chunks = 0
     while position + 8 <= len(encoded):
         length, kind = struct.unpack_from(">I4s", encoded, position)

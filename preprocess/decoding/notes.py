@@ -19,6 +19,7 @@ class DecodeNotes:
         num_clipped: images with values beyond `--levels`.
         num_kept: truncated images that were packed (`--truncated keep`).
         num_changed: images that earlier versions decoded in another way.
+        num_added: images of formats that earlier versions left out.
     """
 
     num_deep: int = 0
@@ -29,6 +30,7 @@ class DecodeNotes:
     num_clipped: int = 0
     num_kept: int = 0
     num_changed: int = 0
+    num_added: int = 0
 
     def __add__(self, other: DecodeNotes) -> DecodeNotes:
         whites = [each.white_min for each in (self, other) if each.num_declared]
@@ -41,6 +43,7 @@ class DecodeNotes:
             self.num_clipped + other.num_clipped,
             self.num_kept + other.num_kept,
             self.num_changed + other.num_changed,
+            self.num_added + other.num_added,
         )
 
     def to_json(self) -> dict[str, int]:

@@ -78,10 +78,9 @@ class Numbers:
                     "network, then run the same command again"
                 ) from error
             except (ValueError, OSError, RuntimeError) as error:
-                raise ShardError(
-                    f"{location.display}{self.name} can't be written: {location.outage(error) or write_fault(error)}, "
-                    "then run the same command again"
-                ) from error
+                outage, repeat = location.outage(error), "run the same command again"
+                fault = write_fault(error, repeat) if outage is None else f"{outage}, then {repeat}"
+                raise ShardError(f"{location.display}{self.name} can't be written: {fault}") from error
         return digest
 
 

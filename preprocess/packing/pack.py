@@ -17,7 +17,7 @@ from preprocess.packing.finish import failures_of, notes_of, write_manifest
 from preprocess.packing.journal import Failure, Journal, read_failures
 from preprocess.packing.owner import Owner
 from preprocess.packing.pipeline import decode_in_order
-from preprocess.packing.plan import PackSettings, begun_earlier, check_same_plan, make_plan
+from preprocess.packing.plan import PackSettings, check_same_plan, decoding_version, make_plan
 from preprocess.packing.repair import repair_split
 from preprocess.packing.shard_writer import ShardWriter
 from preprocess.packing.split_state import (
@@ -27,7 +27,7 @@ from preprocess.packing.split_state import (
     version_to_pack,
     with_existing_shard_images,
 )
-from preprocess.shards.location import Location
+from preprocess.shards.location import Location, ShardError
 from preprocess.shards.manifest import MANIFEST_KEY, Manifest
 from preprocess.shards.split_files import JOURNAL, delete_lock_files, delete_split_files, split_files
 from preprocess.shards.verify import find_lost_files
@@ -139,7 +139,7 @@ def _pack(
         ranges=[range(num_resumed, total)],
         num_workers=settings.num_workers,
         layout=settings.layout,
-        is_begun_earlier=begun_earlier(journal.plan() or plan),
+        decoding=decoding_version(journal.plan() or plan),
     )
     with writer, closing(outcomes):
         done = num_resumed
@@ -173,6 +173,8 @@ def make_whole(
     lost = find_lost_files(location, manifest)
     if not lost:
         return ()
+    if (refused := next((each for each in lost if each.remedy), None)) is not None:
+        raise ShardError(f"{location.display}{refused}")
 
     def show(done: int, total: int) -> None:
         if on_progress is not None:

@@ -18,7 +18,7 @@ from preprocess.packing.owner import OWNER_KEY, BusyError, Owner, PartOwner
 from preprocess.packing.pack import PackProgress, PackResult, is_whole, make_whole
 from preprocess.packing.part import Part, block_range, describe_parts
 from preprocess.packing.pipeline import DecodeBudgets, decode_in_order
-from preprocess.packing.plan import PackSettings, begun_earlier, check_same_plan, describe_count, make_plan
+from preprocess.packing.plan import PackSettings, check_same_plan, decoding_version, describe_count, make_plan
 from preprocess.packing.recut import recut
 from preprocess.packing.shard_writer import ShardWriter
 from preprocess.packing.split_state import CLEARING, check_ours, find_complete, with_existing_shard_images
@@ -186,7 +186,7 @@ def pack_blocks(
         num_workers=settings.num_workers,
         layout=settings.layout,
         budgets=budgets,
-        is_begun_earlier=begun_earlier(Journal(job.location).plan() or job.plan),
+        decoding=decoding_version(Journal(job.location).plan() or job.plan),
     )
     writer = ShardWriter(job.location, journal, settings, len(job.source), [])
     with writer, closing(outcomes):

@@ -24,9 +24,12 @@ from preprocess.decoding.memory_budget import MemoryBudget, MemoryWaitError, fil
 from preprocess.decoding.notes import NOTHING, DecodeNotes
 from preprocess.packing.channels import channel_sums
 from preprocess.packing.journal import Failure
+from preprocess.packing.plan import DECODING_VERSION
 from preprocess.pixels import Layout, image_bytes, words_of_row
 from preprocess.printable import printable
 from preprocess.shards.location import ShardError
+from preprocess.sources.listing import ChangedSourceError
+from preprocess.system_errors import Cause, cause_of, reading_remedy, remedy_and_repeat
 
 if TYPE_CHECKING:
     from preprocess.sources.listing import SourceImage, SourceSplit
@@ -40,6 +43,8 @@ _MAX_BLOCK_IMAGES = 64
 _BLOCKS_PER_WORKER = 4
 _WINDOW_BYTES = 2**30
 _JOIN_TIMEOUT_S = 5.0
+# The versions of the decoding rules since which images were decoded in another way, and formats were added.
+_SINCE_CHANGED, _SINCE_ADDED = 2, 3
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ def decode_in_order(
     num_workers: int,
     layout: Layout = "packed",
     budgets: DecodeBudgets | None = None,
-    is_begun_earlier: bool = False,
+    decoding: int = DECODING_VERSION,
 ) -> Generator[list[Outcome]]:
     """Decode the images of ``source`` whose indices are in ``ranges`` with ``num_workers`` threads.
 
@@ -99,7 +104,7 @@ def decode_in_order(
         num_workers: decoding threads.
         layout: how pixels become words.
         budgets: memory for large images, which several calls may share; by default, those of this call.
-        is_begun_earlier: whether the pack was begun by a version that decodes some images in another way.
+        decoding: the version of the decoding rules with which the pack was begun.
 
     Raises:
         ShardError: a listed image can no longer be read, no result arrived within `IMAGE_TIMEOUT_S`, an image needs
@@ -114,7 +119,7 @@ def decode_in_order(
     tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], range] | None] = queue.SimpleQueue()
     pending: deque[tuple[Future[list[Outcome]], range]] = deque()
     window = max(num_workers, min(num_workers * _BLOCKS_PER_WORKER, _WINDOW_BYTES // (block * 4 * rule.size**2)))
-    decoder = _Decoder(source, rule, layout, budgets or decode_budgets(), is_begun_earlier)
+    decoder = _Decoder(source, rule, layout, budgets or decode_budgets(), decoding)
 
     def work() -> None:
         while (task := tasks.get()) is not None:
@@ -151,7 +156,7 @@ class _Decoder:
     rule: ResizeRule
     layout: Layout
     budgets: DecodeBudgets
-    is_begun_earlier: bool
+    decoding: int
 
     def outcomes(self, indices: range) -> list[Outcome]:
         sources = [self.source.image(index) for index in indices]
@@ -191,10 +196,7 @@ class _Decoder:
         except OSError as error:
             # The file existed when the source was listed. If a disk that disappeared were recorded as failures, the
             # split would be "complete" with almost no images.
-            raise ShardError(
-                f"{printable(image.name)}: {_cause(error)}; the source has changed or can't be reached. Restore it and "
-                "run the same command again, or remove this image and pack with --overwrite"
-            ) from error
+            raise ShardError(f"{printable(image.name)}: {_cause(error)}; {_remedy_for_source(error)}") from error
         except ValueError as error:
             return Failure(index, image.name, image.label, _cause(error))
         notes: list[DecodeNotes] = []
@@ -209,10 +211,15 @@ class _Decoder:
             ) from error
         except (OSError, ValueError) as error:
             return Failure(index, image.name, image.label, _cause(error))
-        if self.is_begun_earlier and decoded.notes.num_changed:
+        if self.decoding < _SINCE_CHANGED and decoded.notes.num_changed:
             raise ShardError(
                 f"{printable(image.name)}: an earlier version began this pack, and decodes this image in another way "
                 "(its orientation, its range of values, or a missing end marker); pack with --overwrite"
+            )
+        if self.decoding < _SINCE_ADDED and decoded.notes.num_added:
+            raise ShardError(
+                f"{printable(image.name)}: an earlier version began this pack, and leaves images of this format out; "
+                "pack with --overwrite"
             )
         return decoded
 
@@ -223,6 +230,21 @@ class _DecodedImage:
 
     words: bytes
     notes: DecodeNotes
+
+
+def _remedy_for_source(error: OSError) -> str:
+    """Return what to do about an image of the source that cannot be read."""
+    again = "run the same command again to continue"
+    if isinstance(error, ChangedSourceError):
+        return f"restore it and {again}, or pack the changed source with --overwrite or into another DEST"
+    if cause_of(error) == Cause.NAME:
+        return "rename it, and pack with --overwrite or into another DEST"
+    if cause_of(error) in (Cause.MISSING, Cause.OTHER, None):
+        changed = "the source has changed or can't be reached"
+        return f"{changed}. Restore it and {again}, or pack what is there with --overwrite"
+    if cause_of(error) == Cause.RIGHTS:
+        return f"{reading_remedy(error, '')}, then {again}"
+    return remedy_and_repeat(error, again)
 
 
 def _cause(error: Exception) -> str:

@@ -32,8 +32,8 @@ OnError = Literal["skip", "fail"]
 _TARGETS, _LABELS_FILE = "targets", "labels_file"
 _RESIZE_RULE = "resize_rule"
 _DECODING = "decoding"
-"""Only in the plan of an unfinished pack: the version of the rules by which files are decoded, see `begun_earlier`."""
-_DECODING_VERSION = 2
+"""Only in the plan of an unfinished pack: the version of the rules by which files are decoded (`decoding_version`)."""
+DECODING_VERSION = 3
 # What a user calls the entries of a plan.
 _NAMES = {
     "num_candidates": "the number of images",
@@ -144,7 +144,7 @@ def make_plan(source: SourceSplit, settings: PackSettings, targets: SplitTargets
         _RESIZE_RULE: settings.rule.to_json(),
         "source_digest": source.digest(),
         "tool_versions": tool_versions() | holdout_version(settings.holdout_rule),
-        _DECODING: _DECODING_VERSION,
+        _DECODING: DECODING_VERSION,
     }
     if targets is not None:
         plan |= {"format_version": TARGETS_VERSION} | _target_plan(targets.kind, targets.labels_file)
@@ -160,13 +160,14 @@ def is_plan(values: dict[str, Any]) -> bool:
     return values.keys() >= {"format_version", "num_candidates", "source_digest"}
 
 
-def begun_earlier(plan: Mapping[str, Any]) -> bool:
-    """Return whether an unfinished pack was begun by a version that decodes some images in another way.
+def decoding_version(plan: Mapping[str, Any]) -> int:
+    """Return the version of the rules by which the files of a pack are decoded.
 
-    Versions without the entry ignored XMP orientations and the ranges that files name, scaled floats image by image,
-    and left out files that lack only their end marker.
+    Version 1, which no plan states, ignored XMP orientations and the ranges that files name, scaled floats image by
+    image, and left out files that lack only their end marker. Version 2 left out AVIF and JPEG 2000.
     """
-    return _DECODING not in plan
+    found = plan.get(_DECODING, 1)
+    return found if isinstance(found, int) else DECODING_VERSION
 
 
 def plan_of(manifest: Manifest) -> dict[str, Any]:
@@ -197,8 +198,9 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str, *
     Raises:
         ShardError: the plans differ; the message lists each setting that differs.
     """
-    if begun_earlier(found):  # finished, or continued with the images that are decoded as before
-        wanted = {key: value for key, value in wanted.items() if key != _DECODING}
+    if decoding_version(found) < decoding_version(wanted):
+        # Finished, or continued with the images that are decoded as before.
+        found, wanted = ({key: value for key, value in each.items() if key != _DECODING} for each in (found, wanted))
     differing = [key for key in sorted(found.keys() | wanted.keys()) if found.get(key) != wanted.get(key)]
     if differing == [PARTS]:
         raise ShardError(f"{where}: {_other_parts(found.get(PARTS), wanted.get(PARTS))}")

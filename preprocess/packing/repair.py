@@ -18,13 +18,14 @@ from preprocess.packing.numbers import Numbers, checksum_numbers, create_metadat
 from preprocess.packing.pipeline import decode_in_order
 from preprocess.packing.plan import PackSettings
 from preprocess.packing.shard_writer import ShardWriter, transfer_timeout_s
-from preprocess.shards.arrays import CHECKSUMS, METADATA_KEY, PIXELS, shard_key
+from preprocess.shards.arrays import CHECKSUMS, METADATA_KEY, PIXELS, damage, shard_key
 from preprocess.shards.checksum import crc32c
 from preprocess.shards.location import Location, ShardError
 from preprocess.shards.manifest import FAILURES_KEY, Manifest
 from preprocess.shards.split_arrays import open_pixels, pixel_metadata
 from preprocess.shards.unsynced import sync_written
 from preprocess.shards.verify import Damage
+from preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:
     from preprocess.shards.targets import SplitTargets
@@ -153,6 +154,8 @@ def _checksums(location: Location, manifest: Manifest) -> NDArray[np.uint32]:
         try:
             words = array[start:stop].read().result(timeout=timeout_s)
         except (ValueError, OSError, RuntimeError) as error:
+            if remedy := reading_remedy(error, ""):
+                raise ShardError(f"{location.display}{PIXELS}: {damage(error)}; {remedy}") from error
             raise _lost(location, CHECKSUMS, f"the images can't be read; {location.remedy}") from error
         found[start:stop] = [crc32c(np.ascontiguousarray(each, "<u4")) for each in words]
     return found

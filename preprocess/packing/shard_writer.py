@@ -325,10 +325,8 @@ class ShardWriter:
                 raise ShardError(
                     f"{name} can't be written: {outage}, then run the same command again to continue at shard {shard}"
                 ) from error
-            raise ShardError(
-                f"{name} can't be written: {write_fault(error)}, then run the same command again to continue at shard "
-                f"{shard}"
-            ) from error
+            repeat = f"run the same command again to continue at shard {shard}"
+            raise ShardError(f"{name} can't be written: {write_fault(error, repeat)}") from error
 
 
 def metadata_for(num_images: int, settings: PackSettings) -> dict[str, Any]:

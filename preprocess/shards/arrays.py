@@ -23,7 +23,8 @@ from preprocess.pixels import UNUSED_BITS
 from preprocess.quantities import quantity
 from preprocess.shards.classes import MAX_CLASSES
 from preprocess.shards.location import Location, ShardError
-from preprocess.shards.store_errors import reason
+from preprocess.shards.store_errors import reason, write_fault
+from preprocess.system_errors import reading_remedy, system_reason
 
 Codec = Literal["raw", "blosc"]
 CODECS: tuple[Codec, ...] = ("raw", "blosc")
@@ -245,6 +246,8 @@ def damage(error: BaseException) -> str:
         return "the shard file is truncated"
     if isinstance(error, TimeoutError):
         return "no response from the store"
+    if (fault := system_reason(error)) is not None:
+        return f"it can't be read ({fault})"
     # Without the image's position in the shard, so that the same damage to many images is reported once.
     return _SHARD_ENTRY.sub("", text)
 
@@ -256,12 +259,19 @@ def _open(location: Location, name: str, spec: dict[str, Any], mode: ts.OpenMode
     except (ValueError, OSError, RuntimeError, TimeoutError) as error:
         if (outage := location.outage(error)) is not None:
             raise ShardError(f"{location.display}{name}: {outage}") from error
-        text = reason(error)
-        mismatch = _MISMATCH.search(text)
-        what = (
-            f"the array was changed after packing: {mismatch[0]}" if mismatch else f"the array can't be opened: {text}"
-        )
-        raise ShardError(f"{location.display}{name}: {what}; pack the split again with --overwrite") from error
+        raise ShardError(f"{location.display}{name}: {_open_fault(location, error, is_new=mode.create)}") from error
+
+
+def _open_fault(location: Location, error: BaseException, *, is_new: bool) -> str:
+    """Return why an array can't be opened, or created, and what to do."""
+    if is_new:
+        return f"can't be written: {write_fault(error, 'run the same command again')}"
+    text = reason(error)
+    if (mismatch := _MISMATCH.search(text)) is not None:
+        return f"the array was changed after packing: {mismatch[0]}; {location.remedy}"
+    if "does not exist" in text:
+        return f"its {METADATA_KEY} is missing; {location.remedy}"
+    return f"the array can't be opened: {system_reason(error) or text}; {reading_remedy(error, location.remedy)}"
 
 
 def _metadata(

@@ -25,6 +25,7 @@ from preprocess.shards.arrays import (
 )
 from preprocess.shards.location import Location, ShardError
 from preprocess.shards.mapped_shards import MappedShard, MappedShards
+from preprocess.system_errors import reading_remedy
 
 HELD_NUMBERS = 1 << 24
 """Splits of up to this many images keep their labels and checksums in memory (96 MiB); of targets, up to this many
@@ -152,7 +153,8 @@ class ImageNumbers:
             except TimeoutError:
                 raise ShardError(self._timeout_message(part)) from None
             except (ValueError, OSError, RuntimeError) as error:
-                fault = self._location.outage(error) or f"{damage(error)}; {self._location.remedy}"
+                remedy = reading_remedy(error, self._location.remedy)
+                fault = self._location.outage(error) or f"{damage(error)}; {remedy}"
                 raise ShardError(f"{self._file(part)}: {fault}") from error
             if not self._is_as_packed(part, found):
                 raise ShardError(

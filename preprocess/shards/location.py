@@ -30,7 +30,7 @@ from preprocess.storage_options import (
     with_environment,
 )
 from preprocess.synced_folders import make_folders
-from preprocess.system_errors import remedy_of, system_reason
+from preprocess.system_errors import reading_remedy, remedy_of, status_of, system_reason
 
 STORE_TIMEOUT_S = 120.0
 """Time limit for one small read, write, listing or deletion on a mounted file system, in seconds."""
@@ -149,10 +149,18 @@ class Location:
         except OSError as error:
             raise self.unreadable(path, error) from error
 
+    def exists(self) -> bool:
+        """Return whether a folder of this machine exists; raise ShardError if the system cannot tell."""
+        folder = self.local_path or Path()
+        try:
+            return status_of(folder) is not None
+        except OSError as error:
+            raise self.unreadable(folder, error) from error
+
     def unreadable(self, path: Path, error: OSError) -> ShardError:
         """Return the error to raise if a file of this folder can't be read."""
         return ShardError(
-            f"{printable(str(path))} can't be read: {error.strerror}; restore the file or its permissions"
+            f"{printable(str(path))} can't be read: {error.strerror}; {reading_remedy(error, 'restore the file')}"
         )
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -325,8 +333,9 @@ class Location:
         except (ValueError, OSError, RuntimeError) as error:
             if (outage := self.outage(error)) is not None:
                 raise ShardError(f"{self.display}: can't {action}: {outage}") from error
+            remedy = remedy_for(error, is_reading=action.startswith(("read", "list")))
             raise ShardError(
-                f"{self.display}: can't {action}: {system_reason(error) or reason(error)}; {remedy_for(error)}"
+                f"{self.display}: can't {action}: {system_reason(error) or reason(error)}; {remedy}"
             ) from error
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from preprocess.claimed_size import MAX_SIDE
+from preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, kind_of
 from preprocess.json_digest import json_digest
 from preprocess.pixels import LAYOUTS, Layout, words_of_row
 from preprocess.quantities import quantity
@@ -271,6 +272,10 @@ class Manifest:
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
+            start = text.encode() if isinstance(text, str) else text
+            kind = kind_of(start[:HEAD_BYTES])
+            if kind is not None and kind.is_lost and kind != JSON_TEXT:
+                raise ShardError(f"{where}: it is {kind.name}; {kind.remedy}") from error
             raise ShardError(f"{where}: not valid JSON ({error}); {NO_MANIFEST_REMEDY}") from error
         if not isinstance(document, dict):
             found = type(document).__name__

@@ -34,8 +34,8 @@ from preprocess.shards.shard_sizes import check_plausible
 from preprocess.shards.split_arrays import open_checksums
 from preprocess.shards.split_labels import SplitLabels
 from preprocess.shards.splits import list_splits, read_manifest
-from preprocess.shards.store_errors import reason
 from preprocess.shards.stored_pixels import StoredPixels, without_maps
+from preprocess.system_errors import reading_remedy
 
 __all__ = [
     "ChangedShardError",
@@ -352,10 +352,11 @@ class ShardSplit:
             try:
                 stored.array[index].read().result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                return f"{self._name()}: {damage(error)}; {self._remedy()}"
+                return f"{self._name()}: {damage(error)}; {reading_remedy(error, self._remedy())}"
             except _READ_ERRORS as cause:
-                return f"{self._name()}: image {index} in {self._shard_file(index)}: {damage(cause)}; {self._remedy()}"
-        return f"{self._name()}: {reason(error)} (a second read succeeded); check the disk or the network"
+                remedy = reading_remedy(cause, self._remedy())
+                return f"{self._name()}: image {index} in {self._shard_file(index)}: {damage(cause)}; {remedy}"
+        return f"{self._name()}: {damage(error)} (a second read succeeded); check the disk or the network"
 
     def _truncation(self, shard: int) -> str | None:
         """Return an error message if a local shard file is shorter than expected, otherwise None."""

@@ -45,7 +45,7 @@ def read_manifest(location: Location, split: str) -> Manifest:
     if location.read(MANIFEST_KEY) is not None:
         raise ShardError(f"{location.display} is itself a split; give the folder that contains it")
     path = location.local_path
-    if path is not None and not path.exists():
+    if path is not None and not location.exists():
         raise ShardError(
             f"{location.display.rstrip('/')} does not exist; create it with `preprocess-imagenet SOURCE DEST`"
         )

@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 
 from preprocess.printable import printable_text
-from preprocess.system_errors import remedy_of, system_number, system_reason
+from preprocess.system_errors import (
+    Cause,
+    cause_of,
+    reading_remedy,
+    remedy_and_repeat,
+    system_number,
+    system_reason,
+)
+
+_AGAIN = "run the same command again"
 
 # In some paths each "/" appears as "\\x00".
 _TRAILING_DETAILS = re.compile(r" \[[a-z_ -]+='")
@@ -18,16 +27,27 @@ def reason(error: BaseException) -> str:
     return printable_text(text.splitlines()[0]) if text else type(error).__name__
 
 
-def write_fault(error: BaseException) -> str:
-    """Return why a write failed, and what to do, such as "File too large; raise the limit …"."""
-    remedy = "check free space and permissions" if system_number(error) is None else remedy_of(error)
-    return f"{system_reason(error) or reason(error)}; {remedy}"
+def write_fault(error: BaseException, repeat: str) -> str:
+    """Return why a write failed and what to do, such as "File too large; raise the limit …, then run … again".
+
+    Args:
+        error: TensorStore's or the system's error.
+        repeat: how to go on once that is done, such as "run the same command again".
+    """
+    fault = system_reason(error) or reason(error)
+    if cause_of(error) is None:
+        return f"{fault}; check free space and permissions, then {repeat}"
+    return f"{fault}; {remedy_and_repeat(error, repeat)}"
 
 
-def remedy_for(error: BaseException) -> str:
+def remedy_for(error: BaseException, *, is_reading: bool = False) -> str:
     """Return what to do after an operation on a store failed."""
     if system_number(error) is not None:
-        return f"{remedy_of(error)}, and run the same command again"
+        if is_reading and cause_of(error) == Cause.RIGHTS:
+            return f"{reading_remedy(error, '')}, then {_AGAIN}"
+        return remedy_and_repeat(error, _AGAIN)
+    if cause_of(error) == Cause.PASSING:
+        return f"{_AGAIN}; if it fails again, check the server and the network"
     if "credentials" in str(error).lower():
         return (
             "set $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, or give --storage-option profile=NAME or "

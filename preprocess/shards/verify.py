@@ -39,13 +39,16 @@ from preprocess.shards.split_arrays import label_metadata, open_pixels
 from preprocess.shards.split_files import JOURNAL
 from preprocess.shards.splits import read_manifest
 from preprocess.shards.targets import has_excess_bits
+from preprocess.system_errors import reading_remedy
 
 READ_TIMEOUT_S = 600.0
 """Time limit for reading one piece of at most 64 MiB, in seconds."""
 
 _PIECE_BYTES = 64 << 20
-Images = Iterable[NDArray[np.uint32] | str]
-"""Images in order: the words ``uint32 [H, row_words]`` of each, or the reason why it can't be read."""
+type Fault = tuple[str, str]
+"""Why an image can't be read, and what to do if it is perhaps not damaged, else ""."""
+type Images = Iterable[NDArray[np.uint32] | Fault]
+"""Images in order: the words ``uint32 [H, row_words]`` of each, or why it can't be read."""
 
 _READ_ERRORS = (ValueError, OSError, RuntimeError, TimeoutError)
 
@@ -59,15 +62,17 @@ class Damage:
         what: description of the damage, in one line.
         images: indices of the affected images; empty if the damage does not concern individual images.
         is_unreadable: whether the path is not a regular file, or a file too large to be read at all.
+        remedy: what to do if the system or the store refused to read the file, which is then perhaps not damaged.
     """
 
     file: str
     what: str
     images: tuple[int, ...] = ()
     is_unreadable: bool = False
+    remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}: {_ranges(self.images)}{self.what}"
+        return f"{self.file}: {_ranges(self.images)}{self.what}{f'; {self.remedy}' if self.remedy else ''}"
 
 
 def verify_split(
@@ -195,7 +200,7 @@ def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: boo
     except (FileNotFoundError, NotADirectoryError):
         return Damage(key, "the file is missing")
     except OSError as error:
-        return Damage(key, str(error.strerror), is_unreadable=True)
+        return Damage(key, str(error.strerror), is_unreadable=True, remedy=reading_remedy(error, ""))
     return None
 
 
@@ -237,7 +242,7 @@ def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable
         try:
             numbers = array[start:stop].read().result(timeout=READ_TIMEOUT_S)
         except _READ_ERRORS as error:
-            yield Damage(file, damage(error))
+            yield Damage(file, damage(error), remedy=reading_remedy(error, ""))
             continue
         whole.append(numbers)
         if name != CHECKSUMS and (found := _invalid_labels(manifest, numbers)) is not None:
@@ -281,13 +286,13 @@ def _check_pixels(
     pieces = _read_ahead(array, manifest, unreadable)
     for shard, group in groupby(pieces, key=lambda piece: piece[0] // manifest.shard_images):
         file = f"{PIXELS}/{shard_key(shard, 3)}"
-        broken: dict[str, list[int]] = {}
+        broken: dict[Fault, list[int]] = {}
         found = words_digest(_readable(group, broken, manifest, on_progress))
         truncation = _truncation(location, manifest, shard) if broken else None
         if truncation is not None:
-            broken = {truncation: sorted(index for indices in broken.values() for index in indices)}
-        for what, indices in broken.items():
-            yield Damage(file, what, tuple(indices))
+            broken = {(truncation, ""): sorted(index for indices in broken.values() for index in indices)}
+        for (what, remedy), indices in broken.items():
+            yield Damage(file, what, tuple(indices), remedy=remedy)
         if not broken and found != manifest.shard_digests[shard]:
             yield Damage(file, "its images differ from those that were packed in this file")
 
@@ -302,18 +307,18 @@ def _truncation(location: Location, manifest: Manifest, shard: int) -> str | Non
 
 def _readable(
     pieces: Iterable[tuple[int, int, Images]],
-    broken: dict[str, list[int]],
+    broken: dict[Fault, list[int]],
     manifest: Manifest,
     on_progress: Callable[[int, int], None],
 ) -> Iterator[NDArray[np.uint32]]:
     """Yield the readable images of ``pieces``; add unreadable and invalid ones to ``broken``, grouped by fault."""
     for start, stop, images in pieces:
         for index, words in enumerate(images, start=start):
-            if isinstance(words, str):
+            if isinstance(words, tuple):
                 broken.setdefault(words, []).append(index)
                 continue
             if manifest.pixel_layout == "packed" and np.any(words & np.uint32(UNUSED_BITS)):
-                broken.setdefault("pixels whose low byte is not 0", []).append(index)
+                broken.setdefault(("pixels whose low byte is not 0", ""), []).append(index)
             yield words
         on_progress(stop, manifest.num_images)
 
@@ -356,7 +361,7 @@ def _one_by_one(array: ts.TensorStore, start: int, stop: int) -> Images:
         try:
             yield array[index].read().result(timeout=READ_TIMEOUT_S)
         except _READ_ERRORS as error:
-            yield damage(error)
+            yield damage(error), reading_remedy(error, "")
 
 
 def _opened(

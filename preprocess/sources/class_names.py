@@ -13,8 +13,10 @@ from preprocess.printable import printable
 from preprocess.quantities import quantity
 from preprocess.regular_file import read_regular
 from preprocess.sources.listing import SourceError
+from preprocess.system_errors import reading_remedy
 
 NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
+_REMEDY = "correct or remove it"
 MAX_NAME_FILE_BYTES = 16 * 2**20  # ImageNet's is 32 KB
 
 
@@ -55,7 +57,8 @@ def read_name_files(*folders: Path) -> list[NameFile]:
             try:
                 content = read_regular(path, max_bytes=MAX_NAME_FILE_BYTES)
             except OSError as error:
-                raise _unreadable(str(path), error.strerror) from error
+                remedy = reading_remedy(error, _REMEDY)
+                raise _unreadable(str(path), error.strerror, remedy) from error
             files.append(parse_name_file(content, str(path)))
     return files
 
@@ -146,5 +149,5 @@ def _describe(file: NameFile, found: dict[str, str], unmatched: list[str] | None
     return notes
 
 
-def _unreadable(where: str, reason: object) -> SourceError:
-    return SourceError(f"{printable(where)} cannot be read as UTF-8 text: {reason}; correct or remove it")
+def _unreadable(where: str, reason: object, remedy: str = _REMEDY) -> SourceError:
+    return SourceError(f"{printable(where)} cannot be read as UTF-8 text: {reason}; {remedy}")

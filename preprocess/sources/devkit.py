@@ -10,6 +10,7 @@ from preprocess.regular_file import read_regular
 from preprocess.sources.listing import SourceError
 from preprocess.sources.matfile import MatFileError, read_matfile
 from preprocess.sources.tarindex import members
+from preprocess.system_errors import reading_remedy
 
 ARCHIVE = "ILSVRC2012_devkit_t12.tar.gz"
 FOLDER = "ILSVRC2012_devkit_t12"
@@ -57,7 +58,8 @@ def find_devkit(folder: Path) -> Devkit | None:
             return _read(path, {name: read_regular(path / name, max_bytes=_MAX_MEMBER_BYTES) for name in names})
         except OSError as error:
             shown = printable(error.filename or path)
-            raise SourceError(f"{shown} cannot be read: {error.strerror}; unpack {ARCHIVE} again") from error
+            remedy = reading_remedy(error, f"unpack {ARCHIVE} again")
+            raise SourceError(f"{shown} cannot be read: {error.strerror}; {remedy}") from error
     return None
 
 
@@ -82,7 +84,7 @@ def _members_of(path: Path) -> dict[str, bytes]:
         tar = _Unpacked(path, _unpack(read_regular(path, max_bytes=_MAX_ARCHIVE_BYTES)))
     except (OSError, zlib.error, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise SourceError(f"{shown} cannot be read: {reason}; download it again") from error
+        raise SourceError(f"{shown} cannot be read: {reason}; {reading_remedy(error, 'download it again')}") from error
     found: dict[str, bytes] = {}
     for member in members(tar):
         wanted = next((name for name in (SYNSETS_FILE, GROUND_TRUTH_FILE) if member.name.endswith("/" + name)), None)

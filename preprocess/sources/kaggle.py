@@ -18,6 +18,7 @@ from preprocess.regular_file import read_regular
 from preprocess.sources.class_names import name_classes, read_name_files
 from preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
 from preprocess.sources.tree import FolderStore, file_size, list_folder, read_class_folders
+from preprocess.system_errors import reading_remedy
 
 IMAGES = Path("ILSVRC/Data/CLS-LOC")
 SOLUTION_FILE = "LOC_val_solution.csv"
@@ -114,7 +115,8 @@ def _read_solution(path: Path) -> dict[str, str]:
             id_of[image_id] = row["PredictionString"].split(None, 1)[0]
     except OSError as error:
         raise SourceError(
-            f"{shown} cannot be read: {error.strerror}; restore the file, which contains the labels of the val split"
+            f"{shown} cannot be read: {error.strerror}; "
+            + reading_remedy(error, "restore the file, which contains the labels of the val split")
         ) from error
     except (csv.Error, KeyError, IndexError, AttributeError, UnicodeDecodeError) as error:
         raise SourceError(

@@ -19,6 +19,7 @@ from preprocess.sources.split_names import TopFolder, choose_splits, is_image_na
 from preprocess.sources.tarindex import open_tar
 from preprocess.sources.tars import TarStore, visible_members
 from preprocess.sources.tree import FolderStore, files_below, list_folder, split_folders
+from preprocess.suggestions import describe_forms, is_same_text
 
 # The key of an image is its path below its split.
 _NO_CLASS = (ImageClass("", ""),)
@@ -93,8 +94,14 @@ def check_lines(found: Iterable[FoundSplit], table: LabelTable, root: Path) -> N
         row = int(np.argmin(is_used))
         path = next(path for path, number in table.rows.items() if number == row)
         base = path.rpartition("/")[2]
-        near = next((each for each in missing if each.rpartition("/")[2] == base), None)
+        near = next((each for each in missing if is_same_text(each, path)), None)
+        near = near or next((each for each in missing if is_same_text(each.rpartition("/")[2], base)), None)
         hint = "correct or remove the line" if near is None else f"did you mean {printable(near)}?"
+        if near is not None and (forms := describe_forms(path, near)):
+            hint = (
+                f"the image has this name in another Unicode form ({forms}): write the paths in the form that the "
+                "images' names have, or rename the images"
+            )
         more = int((~is_used).sum()) - 1
         also = f" (and {quantity(more, 'more line')} without an image)" if more else ""
         raise SourceError(f"{table.where(row)}: {printable(root)} has no image {printable(path)}{also}; {hint}")

@@ -21,12 +21,14 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, UNPACK, kind_of
 from preprocess.printable import printable
 from preprocess.quantities import parse_float
 from preprocess.regular_file import read_regular
 from preprocess.shards.classes import MAX_CLASSES
 from preprocess.shards.targets import TargetKind, TargetRows, pack_bits
 from preprocess.sources.listing import SourceError
+from preprocess.system_errors import reading_remedy
 
 SEPARATOR = "|"
 """Separates the classes of an image in CSV."""
@@ -84,6 +86,9 @@ def read_labels(path: str | Path) -> LabelTable:
         raise SourceError(f"the file of labels must end with {' or '.join(SUFFIXES)}, got {printable(file)}; rename it")
     reader = _Reader(file)
     content = _read(file)
+    found = kind_of(content[:HEAD_BYTES])
+    if found is not None and found != JSON_TEXT and (found.is_lost or found.remedy == UNPACK):
+        reader.fail(None, f"it is {found.name}", found.remedy)
     try:
         lines = _lines_of(reader, content)
         kind, columns, entries = _read_csv(reader, lines) if suffix == ".csv" else _read_json(reader, lines)
@@ -115,7 +120,8 @@ def _read(file: Path) -> bytes:
         return read_regular(file, max_bytes=MAX_FILE_BYTES)
     except OSError as error:
         raise SourceError(
-            f"the file of labels {printable(file)} cannot be read: {error.strerror}; check --labels"
+            f"the file of labels {printable(file)} cannot be read: {error.strerror}; "
+            f"{reading_remedy(error, 'check --labels')}"
         ) from error
 
 

@@ -32,6 +32,10 @@ class SourceError(ValueError):
     """Error raised if a source cannot be read as a labelled data set; the message contains the path and the remedy."""
 
 
+class ChangedSourceError(OSError):
+    """Error raised if a file of the source is no longer what it was when it was listed."""
+
+
 @dataclass(frozen=True)
 class SourceImage:
     """An image: its path below the source root ("outer.tar!inner.tar!member" in archives) and its 0-based class."""
@@ -244,6 +248,7 @@ class FoundSplit:
         match: how it matches a file of labels; None without one.
         ignored: counts the hidden entries that were left out, by name.
         notes: one-line messages to the user about its classes.
+        has_class_folders: whether its classes are folders, of which one may be empty.
     """
 
     name: str
@@ -254,6 +259,7 @@ class FoundSplit:
     match: LabelMatch | None = None
     ignored: Counter[str] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()
+    has_class_folders: bool = False
 
 
 @dataclass(frozen=True)

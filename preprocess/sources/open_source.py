@@ -16,6 +16,7 @@ from typing import Self
 
 import numpy as np
 
+from preprocess.file_kinds import UNPACK, kind_of
 from preprocess.printable import printable
 from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
@@ -28,13 +29,12 @@ from preprocess.sources.selection import HOLDOUT_RULE, held_out, pack_order
 from preprocess.sources.split_names import SPLIT_ORDER
 from preprocess.sources.system_entries import describe_ignored
 from preprocess.sources.tarindex import BLOCK, is_tar, open_tar
-from preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers, tar_layout
+from preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, TarStore, imagenet_openers, tar_layout
 from preprocess.sources.tree import list_folder, split_folders, split_openers
+from preprocess.suggestions import describe_forms
+from preprocess.system_errors import reading_remedy, status_of
 
 __all__ = ["ImageClass", "Source", "SourceError", "SourceImage", "SourceSplit", "open_source"]
-
-# gzip, xz, bzip2, zstd, zip
-_COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
 
 
 @dataclass
@@ -235,7 +235,13 @@ def _is_there(path: Path, is_kind: Callable[[Path], bool]) -> bool:
 
 
 def _check_exists(root: Path) -> None:
-    if not root.exists():
+    try:
+        status = status_of(root)
+    except OSError as error:
+        raise SourceError(
+            f"{printable(root)} cannot be accessed: {error.strerror}; {reading_remedy(error, 'check its path')}"
+        ) from error
+    if status is None:
         fault = "is a link that leads nowhere" if root.is_symlink() else "does not exist"
         raise SourceError(f"{printable(root)} {fault}; give the folder or archive that contains the images")
 
@@ -245,18 +251,22 @@ def _check_is_tar(path: Path) -> None:
     try:
         head = tar.read(0, min(BLOCK, tar.num_bytes))
     except OSError as error:
-        raise SourceError(f"{printable(path)} cannot be read: {error.strerror}; check the disk") from error
+        raise SourceError(
+            f"{printable(path)} cannot be read: {error.strerror}; {reading_remedy(error, 'check the disk')}"
+        ) from error
     finally:
         os.close(tar.descriptor)
-    if head.startswith(_COMPRESSED):
+    if is_tar(head):
+        return
+    kind, given = kind_of(head), "give the folder or archive that contains the images"
+    if kind is None:
+        raise SourceError(f"{printable(path)} is neither a folder nor a tar archive; {given}")
+    if kind.remedy == UNPACK:
         raise SourceError(
-            f"{printable(path)} is compressed, so its images cannot be read in place; unpack it and give the folder"
+            f"{printable(path)} is {kind.name}, so its images cannot be read in place; unpack it and give the folder"
         )
-    if not is_tar(head):
-        raise SourceError(
-            f"{printable(path)} is neither a folder nor a tar archive; give the folder or archive that contains the "
-            "images"
-        )
+    remedy = kind.remedy if kind.is_lost else given
+    raise SourceError(f"{printable(path)} is {kind.name}, neither a folder nor a tar archive; {remedy}")
 
 
 def _shown(names: list[str]) -> str:
@@ -305,8 +315,26 @@ def _check_classes(found: dict[str, FoundSplit]) -> None:
             if only:
                 raise SourceError(
                     f"the split {has.name} has {quantity(len(only), 'class')} that {lacks.name} lacks: {_shown(only)}; "
-                    "give all splits the same classes (an empty folder is enough for a class without images)"
+                    f"{_remedy_for_classes(only, has, lacks)}"
                 )
+
+
+def _remedy_for_classes(only: list[str], has: FoundSplit, lacks: FoundSplit) -> str:
+    """Return what to do about the classes `only` of the split `has`, which the split `lacks` does not have."""
+    for other in (each.id for each in lacks.classes):
+        if forms := describe_forms(only[0], other):
+            return (
+                f"{lacks.name} has {printable(only[0])} in another Unicode form ({forms}); rename it so that both "
+                "splits have the same name"
+            )
+    if lacks.has_class_folders:
+        return "give all splits the same classes (an empty folder is enough for a class without images)"
+    if isinstance(lacks.store, TarStore):
+        return (
+            "an archive has no class without images, so write it again with at least one image of each class, or "
+            f"without these classes in {has.name}"
+        )
+    return f"give all splits the same classes, or leave these out of {has.name}"
 
 
 def _select(

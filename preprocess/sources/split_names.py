@@ -23,7 +23,9 @@ SPLIT_FOLDERS = {
 _CERTAIN = frozenset({"train", "val", "validation", "test"})
 
 # Only used to detect images outside class folders; inside a class folder every file is tried.
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"})
+IMAGE_SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jp2", ".j2k"}
+)
 
 
 @dataclass(frozen=True)

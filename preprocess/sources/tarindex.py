@@ -11,7 +11,6 @@ as long (18 instead of 5 µs per member).
 Format: POSIX.1-1988 (ustar), POSIX.1-2001 (pax) and GNU long names.
 """
 
-import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from typing import Protocol
 from preprocess.printable import printable
 from preprocess.quantities import quantity
 from preprocess.regular_file import IrregularFileError, open_regular, read_at
-from preprocess.sources.listing import SourceError
+from preprocess.sources.listing import ChangedSourceError, SourceError
+from preprocess.system_errors import reading_remedy
 
 BLOCK = 512
 
@@ -80,13 +80,11 @@ class TarFile:
         """Check that the archive is unchanged, so that offsets found earlier are still valid.
 
         Raises:
-            OSError: ESTALE, the archive was modified after it was opened.
+            ChangedSourceError: the archive was modified after it was opened.
         """
         status = os.fstat(self.descriptor)
         if (status.st_size, status.st_mtime_ns) != (self.num_bytes, self.modified_ns):
-            raise OSError(
-                errno.ESTALE, f"{printable(self.path)} has changed since it was listed; run the command again"
-            )
+            raise ChangedSourceError(f"{printable(self.path)} has changed since it was listed")
 
     def read(self, offset: int, size: int) -> bytes:
         """Return the `size` bytes that start at `offset`. May be called from any thread.
@@ -125,7 +123,9 @@ def open_tar(path: Path) -> TarFile:
             f"{printable(path)} is not a file; give the folder or archive that contains the images"
         ) from error
     except OSError as error:
-        raise SourceError(f"{printable(path)} cannot be opened: {error.strerror}; check its permissions") from error
+        raise SourceError(
+            f"{printable(path)} cannot be opened: {error.strerror}; {reading_remedy(error, 'check its path')}"
+        ) from error
     status = os.fstat(descriptor)
     return TarFile(descriptor, path, status.st_size, status.st_mtime_ns)
 
@@ -211,7 +211,8 @@ def _read(tar: TarBytes, position: int, size: int, where: str) -> bytes:
         return tar.read(position, size)
     except OSError as error:
         raise SourceError(
-            f"{where} cannot be read at byte {position}: {error.strerror or error}; check the disk"
+            f"{where} cannot be read at byte {position}: {error.strerror or error}; "
+            f"{reading_remedy(error, 'download it again')}"
         ) from error
 
 

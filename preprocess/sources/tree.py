@@ -6,7 +6,6 @@ that fan out would double the images at each level. Folders may be at most `MAX_
 Pipes, sockets and devices are refused.
 """
 
-import errno
 import os
 import stat
 from collections import Counter
@@ -19,9 +18,10 @@ from preprocess.printable import printable
 from preprocess.quantities import quantity
 from preprocess.regular_file import IrregularFileError, open_regular, read_at
 from preprocess.sources.class_names import NAME_FILES, name_classes, read_name_files
-from preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
+from preprocess.sources.listing import ChangedSourceError, FoundSplit, Listing, SourceError, index_classes
 from preprocess.sources.split_names import TopFolder, choose_splits, is_image_name, split_of
 from preprocess.sources.system_entries import count_ignored, is_hidden
+from preprocess.system_errors import Cause, cause_of, reading_remedy, status_of
 
 MAX_DEPTH = 100
 MAX_VISITS = 16
@@ -70,7 +70,7 @@ def _resized(listed_bytes: int, found_bytes: int) -> OSError:
 
 def _changed(how: str) -> OSError:
     # Not a fault of the image: if it were recorded as one, the image would be left out of the pack for good.
-    return OSError(errno.ESTALE, f"the file has changed since it was listed: {how}")
+    return ChangedSourceError(f"the file has changed since it was listed: {how}")
 
 
 def list_folder(
@@ -92,7 +92,7 @@ def list_folder(
                 elif ignored is not None:
                     count_ignored(each.name, ignored)
     except OSError as error:
-        raise SourceError(f"{printable(folder)} cannot be listed: {error.strerror}; check its permissions") from error
+        raise _refused(folder, "listed", error, "check its path") from error
     entries.sort(key=lambda each: os.fsencode(each.name))
     are_folders = [_is_folder(each) for each in entries]
     folders = [each for each, is_folder in zip(entries, are_folders, strict=True) if is_folder]
@@ -103,7 +103,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError as error:  # such as a link to itself, or through a folder without permission
-        raise SourceError(f"{printable(entry.path)} cannot be accessed: {error.strerror}; remove it") from error
+        raise _refused(entry.path, "accessed", error, "remove it") from error
+
+
+def _refused(path: str | os.PathLike[str], doing: str, error: OSError, otherwise: str) -> SourceError:
+    """Return the error for a path that cannot be read; `otherwise` is the remedy for faults of the path itself."""
+    # A link to itself is a fault of the path, which `remove it` mends too.
+    remedy = otherwise if cause_of(error) == Cause.LINKS else reading_remedy(error, otherwise)
+    return SourceError(f"{printable(path)} cannot be {doing}: {error.strerror}; {remedy}")
 
 
 def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
@@ -184,7 +191,16 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
                 subfolder = f"{prefix}{entry.name}/{below.partition('/')[0]}"
     for entry in broken:
         listing.add(f"{prefix}{entry.name}", "", label_of[entry.name], file_size(entry))
-    return FoundSplit(split, classes, listing, FolderStore(root), subfolder, ignored=ignored, notes=named.notes)
+    return FoundSplit(
+        split,
+        classes,
+        listing,
+        FolderStore(root),
+        subfolder,
+        ignored=ignored,
+        notes=named.notes,
+        has_class_folders=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -221,7 +237,7 @@ def _identity(folder: str) -> tuple[int, int]:
     try:
         status = Path(folder).stat()
     except OSError as error:
-        raise SourceError(f"{printable(folder)} cannot be listed: {error.strerror}; check its permissions") from error
+        raise _refused(folder, "listed", error, "check its path") from error
     return status.st_dev, status.st_ino
 
 
@@ -241,11 +257,14 @@ def file_size(entry: os.DirEntry[str]) -> int:
     """Return the size in bytes of a file or of the target of a link, or 0 for a broken link, which cannot be read.
 
     Raises:
-        SourceError: the entry is a pipe, a socket or a device, on which a reader could wait forever.
+        SourceError: the entry is a pipe, a socket or a device, on which a reader could wait forever; or the system does
+            not tell its size. A size of 0 would then be part of the plan, and the pack could not be continued.
     """
     try:
-        status = entry.stat()
-    except OSError:
+        status = status_of(entry.path)
+    except OSError as error:
+        raise _refused(entry.path, "accessed", error, "remove it") from error
+    if status is None:
         return 0
     if not stat.S_ISREG(status.st_mode):
         raise SourceError(f"{printable(entry.path)} is neither a file nor a folder; remove it")

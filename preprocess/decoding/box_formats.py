@@ -1,0 +1,129 @@
+"""What AVIF and JPEG 2000 files say that Pillow does not: their depth, whether they are whole, and their true size.
+
+Both consist of boxes (ISO/IEC 14496-12, 15444-1). Pillow decodes them with libavif and OpenJPEG, and gives AVIF and
+colour of JPEG 2000 as 8 bits, and grey of JPEG 2000 as 8 or, shifted to the top, 16.
+"""
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+AVIF, JPEG_2000 = "AVIF", "JPEG 2000"
+
+_CODESTREAM = b"\xff\x4f\xff\x51"
+_SIGNATURE = b"\x00\x00\x00\x0cjP  \r\n\x87\n"
+_END = b"\xff\xd9"
+_MAX_BOXES = 1_000
+_NEEDED_BOXES = frozenset({b"ftyp", b"jp2h", b"jp2c", b"meta", b"mdat"})
+_AVIF_BRANDS = (b"avif", b"avis")
+# Brands of containers, which hold AV1 only if one of the brands above is among the compatible ones.
+_CONTAINER_BRANDS = (b"mif1", b"msf1")
+_TEN_BITS = 0x40
+_MAX_COMPONENTS = 4
+
+
+class Codestream(NamedTuple):
+    """The header of a JPEG 2000 codestream: size in pixels, and the bits per channel."""
+
+    width: int
+    height: int
+    bits: tuple[int, ...]
+
+
+def is_avif(head: bytes) -> bool:
+    """Return whether a file that begins with the bytes `head` is an AVIF image."""
+    if head[4:8] != b"ftyp":
+        return False
+    brands = head[16 : int.from_bytes(head[:4])]
+    return head[8:12] in _AVIF_BRANDS or (
+        head[8:12] in _CONTAINER_BRANDS and any(brands[at : at + 4] in _AVIF_BRANDS for at in range(0, len(brands), 4))
+    )
+
+
+def is_jpeg_2000(head: bytes) -> bool:
+    """Return whether a file that begins with the bytes `head` is a JPEG 2000 image, with boxes or without."""
+    return head.startswith((_SIGNATURE, _CODESTREAM))
+
+
+def has_deep_avif(encoded: bytes) -> bool:
+    """Return whether the pixels of an AVIF file have 10 or 12 bits per channel, by the configuration of its codec."""
+    place = encoded.find(b"av1C")
+    return 0 <= place < len(encoded) - 6 and bool(encoded[place + 6] & _TEN_BITS)
+
+
+def check_avif(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
+    """Raise ValueError if an AVIF file ends within one of its boxes."""
+    _check_whole(encoded)
+
+
+def check_jpeg_2000(encoded: bytes, max_pixels: int) -> None:
+    """Raise ValueError if a JPEG 2000 file is truncated, or its picture is of a depth or a size that is not supported.
+
+    OpenJPEG takes memory by the header of the codestream, Pillow checks the one of the boxes.
+    """
+    if not encoded.rstrip(b"\0").endswith(_END) and not encoded.startswith(_SIGNATURE):
+        raise ValueError("it is truncated: its end marker is missing; download it again")
+    if encoded.startswith(_SIGNATURE):
+        _check_whole(encoded)
+    found = codestream_of(encoded)
+    if found.width * found.height > max_pixels:
+        raise ValueError(
+            f"{found.width}×{found.height} is more than the {max_pixels} pixels allowed in one image; make it smaller"
+        )
+    if set(found.bits) != {8} and not (len(found.bits) == 1 and 8 < found.bits[0] <= 16):
+        raise ValueError(
+            f"its channels have {', '.join(map(str, found.bits))} bits, but only 8 are supported, and up to 16 in one "
+            "channel of grey; convert it to PNG"
+        )
+
+
+def codestream_of(encoded: bytes) -> Codestream:
+    """Return the header of a JPEG 2000 file's codestream; raise ValueError if it has none."""
+    start = 0
+    if not encoded.startswith(_CODESTREAM):
+        start = next((place for place, _, kind in _boxes(encoded) if kind == b"jp2c"), -1)
+        header = 16 if encoded[start : start + 4] == b"\0\0\0\1" else 8
+        start = start + header if start >= 0 else len(encoded)
+    try:
+        _, right, bottom, left, top, *_ = struct.unpack_from(">HIIIIIIII", encoded, start + 6)
+        (count,) = struct.unpack_from(">H", encoded, start + 40)
+    except struct.error:
+        raise ValueError("it has no picture; save the image again") from None
+    if not encoded.startswith(_CODESTREAM, start) or not 1 <= count <= _MAX_COMPONENTS:
+        raise ValueError(f"it must have a picture of 1 to {_MAX_COMPONENTS} channels; save the image again")
+    bits = tuple((encoded[start + 42 + 3 * at] & 0x7F) + 1 for at in range(count))
+    return Codestream(right - left, bottom - top, bits)
+
+
+def with_values_of_file(image: Image.Image, encoded: bytes) -> Image.Image:
+    """Return deep grey of JPEG 2000 with the values of its file, which Pillow shifts to the top of 16 bits."""
+    bits = codestream_of(encoded).bits[0]
+    if image.mode != "I;16" or bits == 16:
+        return image
+    return Image.fromarray(np.asarray(image) >> np.uint16(16 - bits))
+
+
+def _boxes(encoded: bytes) -> list[tuple[int, int, bytes]]:
+    """Return the place, the size and the kind of each box of a file; the last may reach beyond its end."""
+    found: list[tuple[int, int, bytes]] = []
+    place = 0
+    while place + 8 <= len(encoded) and len(found) < _MAX_BOXES:
+        num_bytes, kind = struct.unpack_from(">I4s", encoded, place)
+        if num_bytes == 1 and place + 16 <= len(encoded):
+            (num_bytes,) = struct.unpack_from(">Q", encoded, place + 8)
+        elif num_bytes == 0:  # up to the end of the file
+            num_bytes = len(encoded) - place
+        found.append((place, num_bytes, kind))
+        place += max(8, num_bytes)
+    return found
+
+
+def _check_whole(encoded: bytes) -> None:
+    """Raise ValueError if a file ends within a box that the picture needs; other bytes may follow the last box."""
+    for place, num_bytes, kind in _boxes(encoded):
+        if kind in _NEEDED_BOXES and place + num_bytes > len(encoded):
+            raise ValueError(
+                f"it is truncated: it has {len(encoded)} of at least {place + num_bytes} bytes; download it again"
+            )
