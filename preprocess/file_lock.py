@@ -63,12 +63,13 @@ def describe_failure(path: str | os.PathLike[str], error: OSError, place: str) -
     """
     reason = error.strerror or error
     if isinstance(error, LockRefusedError):
-        return f"{path} cannot be locked ({reason}): choose another {place}, on a file system with file locks"
+        first = f"{remedy_of(error)}, or " if cause_of(error) == Cause.PASSING else ""
+        return f"{path} cannot be locked ({reason}): {first}choose another {place}, on a file system with file locks"
     if isinstance(error, (IrregularFileError, IsADirectoryError)):
         return f"{path} cannot be used as a lock ({reason}): remove it"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if cause_of(error) == Cause.RIGHTS:
         return f"{path} cannot be opened ({reason}): correct its permissions, or choose another {place}"
-    if cause_of(error) in (None, Cause.OTHER):
+    if cause_of(error) in (None, Cause.OTHER, Cause.TAKEN, Cause.MISSING):
         return f"{path} cannot be opened ({reason}): choose another {place}"
     return f"{path} cannot be opened ({reason}): {remedy_of(error)}, or choose another {place}"
 

@@ -129,8 +129,16 @@ def test_a_read_only_folder_is_named(tmp_path):
     [
         ("pipe", "cannot be used as a lock (it is a pipe, not a file): remove it"),
         ("folder", "cannot be used as a lock (Is a directory): remove it"),
-        ("open", "cannot be opened (Read-only file system): correct its permissions, or choose another DEST"),
-        ("lock", "cannot be locked (Input/output error): choose another DEST, on a file system with file locks"),
+        (
+            "open",
+            "cannot be opened (Read-only file system): use another disk, or mount this one so that it can be written, "
+            "or choose another DEST",
+        ),
+        (
+            "lock",
+            "cannot be locked (Input/output error): try again; if it fails again, check the disk or the network, or "
+            "choose another DEST, on a file system with file locks",
+        ),
         ("permission", "cannot be locked (Permission denied): choose another DEST, on a file system with file locks"),
     ],
 )

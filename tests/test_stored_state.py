@@ -211,7 +211,7 @@ def test_an_object_that_is_gone_for_good_is_an_error(location, tmp_path):
     run = write_run(tmp_path / "run", num_lines=3, snapshots={})
     mirror_of(location, run, tmp_path).upload_once()
     location.delete(next(iter(state_of(location).keys)))
-    with pytest.raises(StoredRunError, match=r"lacks objects/[0-9a-f]{64} although its state.json lists it: restore"):
+    with pytest.raises(StoredRunError, match=r"lacks objects/[0-9a-f]{64} although its state.json lists it: try again"):
         download(location, tmp_path / "copy")
 
 

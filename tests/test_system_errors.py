@@ -2,8 +2,9 @@
 
 import errno
 import os
+import re
 import resource
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,13 @@ from click.testing import CliRunner
 from PIL import Image
 
 from engine.commands.command_end import describe_error
+from engine.evaluation import photographs
+from engine.records import orbax_store, recorded_end, recorded_run, snapshot
 from engine.records.snapshot import SnapshotError, write_snapshot
 from engine.records.whole_file import make_folder, write_whole
 from engine.run.compilation import caching_compilations, compile_traced, trace_ahead
+from engine.run.resume import find_start
+from engine.runtime import runtime_file
 from preprocess import regular_file
 from preprocess.commands.guarded_output import GuardedStream
 from preprocess.commands.inspect_cli import main as inspect_shards
@@ -28,7 +33,7 @@ from preprocess.shards.mapped_images import MappedImages
 from preprocess.shards.reader import open_split
 from preprocess.sources import tree
 from preprocess.sources.open_source import SourceError, open_source
-from preprocess.system_errors import Cause, cause_of, describe_system_error, naming_file
+from preprocess.system_errors import Cause, cause_of, describe_system_error, naming_file, status_of
 from tests.fake_source import fake_source, pack
 
 TOO_LARGE = r"File too large\)?[;:] raise the limit on the size of a file \(ulimit -f\), or use another disk"
@@ -329,3 +334,73 @@ def test_a_size_that_the_system_does_not_tell_does_not_enter_the_plan(tmp_path, 
 def make(folder):
     folder.mkdir()
     return folder
+
+
+@pytest.mark.parametrize("number", NOT_DAMAGE)
+def test_a_record_that_cannot_be_read_now_is_neither_to_be_restored_nor_removed(tmp_path, monkeypatch, number):
+    def refuse(path, **_):
+        raise OSError(number, os.strerror(number), str(path))
+
+    for module, read in (
+        ("engine.records.recorded_run", recorded_run.read_recorded),
+        ("engine.records.recorded_end", recorded_end.read_result),
+        ("engine.runtime.runtime_file", runtime_file.read_runtime),
+    ):
+        monkeypatch.setattr(f"{module}.read_regular", refuse)
+        with pytest.raises(ValueError, match=rf"\.json cannot be read \({re.escape(os.strerror(number))}\): ") as it:
+            read(tmp_path)
+        assert not [words for words in (*WRONG, "remove") if words in str(it.value)], str(it.value)
+
+
+def test_a_resume_does_not_give_up_a_snapshot_that_cannot_be_read_now(tmp_path, monkeypatch):
+    for step in (1, 2):
+        write_snapshot(tmp_path / "snapshots", step, step, {"num_evaluations": np.zeros((), np.int32)})
+    restore = orbax_store.restore_facts
+
+    def refuse(path):
+        if path.name == "2":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return restore(path)
+
+    monkeypatch.setattr(snapshot, "restore_facts", refuse)
+    heard: list[str] = []
+    with pytest.raises(ValueError, match=r"snapshots/2 cannot be read: .*; try again; if it fails again, check"):
+        find_start(tmp_path, heard.append)
+    monkeypatch.setattr(snapshot, "restore_facts", restore)
+    assert find_start(tmp_path, heard.append).step == 2
+    # One that is damaged is passed over, as before.
+    next((tmp_path / "snapshots/2/facts").iterdir()).write_bytes(b"{}")
+    assert find_start(tmp_path, heard.append).step == 1
+    assert len(heard) == 1
+    assert "is damaged and cannot be used" in heard[0]
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_what_the_system_cannot_tell_is_not_said_to_be_missing(tmp_path, monkeypatch, number):
+    def refuse(path, *_, **__):
+        raise OSError(number, os.strerror(number), str(path))
+
+    errors: list[Exception] = []
+    for check in (lambda path: photographs.list_photographs([path], lambda _: None), open_source, status_of):
+        with monkeypatch.context() as patch, suppress(OSError, ValueError):
+            patch.setattr(os, "stat", refuse)
+            try:
+                check(tmp_path / "x")
+            except Exception as caught:
+                errors.append(caught)
+                raise
+    assert len(errors) == 3
+    for error in errors:
+        assert "does not exist" not in describe_error(error)
+        assert os.strerror(number) in str(error)
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ELOOP])
+def test_what_is_missing_is_said_to_be(tmp_path, monkeypatch, number):
+    def refuse(path, *_, **__):
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        found = status_of(tmp_path / "x")
+    assert found is None

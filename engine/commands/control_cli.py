@@ -23,7 +23,7 @@ from preprocess.commands.grouped_help import GroupedCommand
 from preprocess.printable import printable_line
 from preprocess.stop_signals import install, stop_signals, uninstall
 from preprocess.storage_options import is_url
-from preprocess.system_errors import describe_system_error
+from preprocess.system_errors import describe_system_error, status_of
 
 if TYPE_CHECKING:
     from engine.control.event import ControlEvent
@@ -140,7 +140,8 @@ def _check_is_running(run: Path) -> None:
     if is_locked(run):
         return
     if not (run / CONFIG_NAME).exists():
-        found = "is a file" if run.is_file() else f"contains no {CONFIG_NAME}" if run.is_dir() else "does not exist"
+        is_there = status_of(run) is not None
+        found = "is a file" if run.is_file() else f"contains no {CONFIG_NAME}" if is_there else "does not exist"
         raise _WrongRunError(
             printable_line(
                 f"RUN must be a run folder, but {run} {found}; give the --run-dir of a run that is still training"

@@ -15,6 +15,7 @@ import click
 from engine.commands.tail_frame import Tick
 from preprocess.printable import printable_line
 from preprocess.storage_options import is_url, parse_pairs
+from preprocess.system_errors import status_of
 
 if TYPE_CHECKING:
     from engine.records.loss_log import RunEnd
@@ -81,7 +82,7 @@ def await_run(source: RunSource, once: bool, timeout_s: float) -> None:
                 raise RunNotFoundError(
                     f"RUN must have started to train, but {name} is still compiling; try again later"
                 )
-            found = "contains no loss.jsonl" if run.is_dir() else "does not exist"
+            found = "does not exist" if status_of(run) is None else "contains no loss.jsonl"
             raise RunNotFoundError(f"RUN must be a run folder, but {name} {found}; give the --run-dir of run-train")
         message = (
             f"{printable_line(name)} is starting or compiling; waiting up to {timeout_s:g} s"
@@ -113,7 +114,7 @@ def await_runs(sources: Sequence[RunSource], once: bool, timeout_s: float) -> No
         if not wrong:
             return
         if time.monotonic() - started_s >= wait_s:
-            found = "contains no loss.jsonl" if wrong[0].folder.is_dir() else "does not exist"
+            found = "does not exist" if status_of(wrong[0].folder) is None else "contains no loss.jsonl"
             raise RunNotFoundError(
                 f"RUN must be a run folder, but {wrong[0].name} {found}; give the --run-dir of run-train"
             )

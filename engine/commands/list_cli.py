@@ -17,6 +17,7 @@ from preprocess.commands.guarded_output import GuardedCommand, write_data
 from preprocess.commands.storage import storage_option
 from preprocess.printable import printable_line
 from preprocess.storage_options import is_url, parse_pairs
+from preprocess.system_errors import reading_remedy, status_of
 
 if TYPE_CHECKING:
     from engine.records.run_summary import RunSummary
@@ -68,7 +69,9 @@ def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
     except ValueError as error:  # the store
         raise click.ClickException(printable_line(str(error))) from error
     except OSError as error:
-        reason = f"DIR must be a folder that can be read, but {error.filename or folder} is not: {error.strerror}"
+        remedy = reading_remedy(error, "check the path")
+        where = error.filename or folder
+        reason = f"DIR must be a folder that can be read, but {where} is not: {error.strerror}; {remedy}"
         raise _WrongFolderError(printable_line(reason)) from error
     for note in notes:
         click.echo(printable_line(note), err=True)
@@ -86,7 +89,7 @@ def _local_runs(folder: Path, now_s: float, notes: list[str]) -> "list[RunSummar
     from engine.records.run_summary import summarise_run
 
     if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
+        found = "does not exist" if status_of(folder) is None else "is a file"
         raise _WrongFolderError(printable_line(f"DIR must be a folder that contains runs, but {folder} {found}"))
     return [summarise_run(run, now_s) for run in find_runs(folder, notes.append)]
 

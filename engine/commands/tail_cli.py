@@ -38,7 +38,7 @@ from preprocess.commands.guarded_output import GuardedCommand, terminal_of
 from preprocess.commands.output_stream import OutputStream
 from preprocess.commands.storage import storage_option
 from preprocess.printable import printable_line
-from preprocess.system_errors import describe_system_error, is_out_of_room
+from preprocess.system_errors import describe_system_error, is_out_of_room, reading_remedy
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -152,7 +152,8 @@ def main(
         if is_out_of_room(error):  # the output, because nothing else is written
             raise click.ClickException(printable_line(describe_system_error(error, "<stdout>"))) from error
         path = error.filename or " ".join(runs)
-        reason = f"RUN must be readable, but {path} is not: {error.strerror}; check the path and its permissions"
+        remedy = reading_remedy(error, "check the path")
+        reason = f"RUN must be readable, but {path} is not: {error.strerror}; {remedy}"
         raise _WrongRunError(printable_line(reason)) from error
 
 

@@ -19,6 +19,7 @@ from preprocess.pixels import pack_rgb
 from preprocess.regular_file import read_regular
 from preprocess.sources.split_names import IMAGE_SUFFIXES, is_image_name
 from preprocess.sources.system_entries import count_ignored, describe_ignored, is_hidden
+from preprocess.system_errors import reading_remedy, status_of
 
 _MOST_FILE_BYTES = 1 << 30
 _ANY_CLASS = 0
@@ -36,7 +37,7 @@ def list_photographs(paths: Iterable[str | os.PathLike[str]], notify: Callable[[
     found: list[str] = []
     for given in paths:
         path = os.fspath(given)
-        if not os.path.lexists(path):
+        if status_of(path) is None and not Path(path).is_symlink():
             raise ValueError(f"IMAGES must be files and folders, but {path} does not exist: check the path")
         found += _files_below(path, notify) if Path(path).is_dir() else [path]
     if not found:
@@ -46,7 +47,8 @@ def list_photographs(paths: Iterable[str | os.PathLike[str]], notify: Callable[[
 
 def _files_below(folder: str, notify: Callable[[str], None]) -> list[str]:
     def refuse(error: OSError) -> None:
-        raise ValueError(f"{error.filename} cannot be listed ({error.strerror}): check its permissions") from error
+        remedy = reading_remedy(error, "check the path")
+        raise ValueError(f"{error.filename} cannot be listed ({error.strerror}): {remedy}") from error
 
     files: list[str] = []
     num_others, ignored = 0, Counter[str]()

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.evaluation.result import ImagePredictions
 from engine.records.whole_file import write_whole
+from preprocess.system_errors import status_of
 
 _COLUMNS = ("index", "label", "predicted", "probability", "loss")
 _SUFFIXES = (".csv", ".jsonl")
@@ -22,7 +23,8 @@ def check_prediction_file(path: str | os.PathLike[str]) -> None:
     if file.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"a file of predictions must end in {' or '.join(_SUFFIXES)}, got {path}: rename it")
     if not file.parent.is_dir() or file.is_dir():
-        found = "is a folder" if file.is_dir() else "is in a folder that does not exist"
+        where = "is in a folder that does not exist" if status_of(file.parent) is None else "is below a file"
+        found = "is a folder" if file.is_dir() else where
         raise ValueError(f"a file of predictions must be a file to write, but {path} {found}: choose another path")
 
 

@@ -24,6 +24,7 @@ from engine.records.stored.reading import local_copy, settings_only
 from engine.records.weights import StoredWeights, read_weights
 from engine.run.dataset import DATA_LOCATION
 from preprocess.storage_options import as_text, is_url
+from preprocess.system_errors import status_of
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def check_has_weights(path: Path) -> None:
 def check_folder(path: Path) -> None:
     """Raise ValueError if a folder is not a run folder; if it contains run folders, name the latest one."""
     if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
+        found = "does not exist" if status_of(path) is None else "is a file"
         raise ValueError(f"RUN must be a run folder, but {path} {found}: give the --run-dir of run-train")
     if not (path / CONFIG).exists():
         below = sorted(path.glob(f"*/{CONFIG}"), key=lambda config: config.stat().st_mtime_ns)

@@ -18,6 +18,7 @@ from engine.settings import ConfigError, SettingError, suggest_setting
 from models.names import MODEL_NAMES
 from preprocess.regular_file import read_regular
 from preprocess.suggestions import did_you_mean
+from preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:
     from engine.records.recorded_run import RecordedRun
@@ -133,7 +134,7 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
         recorded = read_record(path)
     except FileNotFoundError as error:
         raise RecipeError(
-            str(path), (f"a recipe must be a readable file ({error.strerror}): check the path and its permissions",)
+            str(path), (f"a recipe must be a readable file ({error.strerror}): check the path",)
         ) from error
     if (model := recorded.resolved.get("model")) not in MODEL_NAMES:
         raise RecipeError(
@@ -180,7 +181,8 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8"))
     except OSError as error:
         raise RecipeError(
-            str(path), (f"a recipe must be a readable file ({error.strerror}): check the path and its permissions",)
+            str(path),
+            (f"a recipe must be a readable file ({error.strerror}): {reading_remedy(error, 'check the path')}",),
         ) from error
     except (ValueError, RecursionError) as error:  # invalid syntax or encoding
         raise RecipeError(str(path), (f"a recipe must be TOML in UTF-8: {error}",)) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from preprocess.links import remove_tree
 from preprocess.printable import printable
 from preprocess.synced_folders import sync_folder
-from preprocess.system_errors import is_out_of_room, remedy_of, system_number, system_reason
+from preprocess.system_errors import Cause, cause_of, remedy_of, system_reason
 
 UNFINISHED = ".unfinished"
 """The folder in which a snapshot, and this trial, is written before it gets its name."""
@@ -87,6 +87,9 @@ def _first_words(error: BaseException) -> str:
 
 
 def _remedy(error: BaseException) -> str:
-    if is_out_of_room(error) or isinstance(error, PermissionError):
-        return remedy_of(error)
-    return _ELSEWHERE if system_number(error) is not None else f"check that folder, or {_ELSEWHERE}"
+    cause = cause_of(error)
+    if cause is None:
+        return f"check that folder, or {_ELSEWHERE}"
+    if cause in (Cause.OTHER, Cause.ABILITY, Cause.TAKEN, Cause.MISSING):
+        return _ELSEWHERE
+    return remedy_of(error) if cause != Cause.PASSING else f"{remedy_of(error)}, or {_ELSEWHERE}"

@@ -12,6 +12,7 @@ from typing import Any
 from engine.records.digests import LogState, RunningDigest, digest_file
 from engine.records.json_lines import read_lines
 from preprocess.quantities import quantity
+from preprocess.system_errors import reading_remedy
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def digest_log(path: Path, *expected: tuple[LogState, RecordedBy]) -> RunningDig
         except FileNotFoundError:
             raise _refusal(path, state, by, "it is missing") from None
         except OSError as error:
+            if remedy := reading_remedy(error, ""):
+                raise ValueError(f"{path} cannot be read ({error.strerror or error}): {remedy}") from error
             raise _refusal(path, state, by, f"it cannot be read ({error.strerror or error})") from error
         now = found.state()
         if now.num_bytes < state.num_bytes:

@@ -11,6 +11,7 @@ from engine.records.folder_state import FolderState
 from engine.records.limits import MOST_JSON_BYTES
 from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, RESULT
 from preprocess.regular_file import read_regular
+from preprocess.system_errors import reading_remedy
 
 FILES = "files"
 """The key of `result.json` for the state of the other files at the end of the run."""
@@ -55,6 +56,8 @@ def read_result(run: Path) -> RecordedEnd | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        if remedy := reading_remedy(error, ""):
+            raise ValueError(f"{path} cannot be read ({reason}): {remedy}") from error
         raise ValueError(
             f"{path} is not what the run wrote at its end ({reason}): restore that file, or remove it to resume from "
             "the newest snapshot"

@@ -17,6 +17,7 @@ from engine.records.run_folder import CONFIG, CONTINUED
 from engine.records.topology import Topology, in_one_process
 from engine.settings import Owner
 from preprocess.regular_file import read_regular
+from preprocess.system_errors import reading_remedy, status_of
 
 # What the runs of versions without a setting used, where that is not its default now.
 _OF_OLDER_RUNS = {"kernels": "xla", "eval_every_steps": 0, "snapshot_every_steps": 0, "labels_are_invariant": True}
@@ -118,7 +119,7 @@ def read_recorded(run: Path) -> RecordedRun:
     try:
         return read_record(run / CONFIG)
     except FileNotFoundError:
-        found = "does not" if run.exists() else "does not exist"
+        found = "does not exist" if status_of(run) is None else "does not"
         raise ValueError(f"a run folder must contain {CONFIG}, but {run} {found}: give the folder of a run") from None
 
 
@@ -177,7 +178,5 @@ def _check_seal(path: Path, values: dict[str, Any]) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
-    return ValueError(
-        f"{path} cannot be read ({describe_unreadable(error)}): restore the file as run-train wrote it, or start "
-        "another run"
-    )
+    remedy = reading_remedy(error, "restore the file as run-train wrote it, or start another run")
+    return ValueError(f"{path} cannot be read ({describe_unreadable(error)}): {remedy}")

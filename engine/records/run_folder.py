@@ -34,6 +34,7 @@ from preprocess.links import LinkedPathError, check_unlinked, remove_tree
 from preprocess.regular_file import is_regular
 from preprocess.shards.arrays import PIXELS
 from preprocess.synced_folders import sync_folder
+from preprocess.system_errors import remedy_of, status_of
 
 LOSS_LOG = "loss.jsonl"
 EVALUATION_LOG = "eval.jsonl"
@@ -347,7 +348,7 @@ def _check_content(path: Path, *, resume: bool) -> None:
     if (path / CONFIG).is_file():
         return
     if resume:
-        why = f"contains no {CONFIG}" if path.exists() else "does not exist"
+        why = "does not exist" if status_of(path) is None else f"contains no {CONFIG}"
         raise ValueError(
             f"there is no run to resume in {path}, which {why}: "
             "give the folder of the run (--run-dir), or start a run without --resume"
@@ -388,7 +389,8 @@ def _make_folder(path: Path) -> tuple[Path, ...]:
             if tries_left and isinstance(error, FileNotFoundError):
                 continue
             raise ValueError(
-                f"the run folder must be writable, but {path} cannot be created ({error.strerror}): choose another path"
+                f"the run folder must be writable, but {path} cannot be created ({error.strerror}): choose another "
+                f"path, or {remedy_of(error)}"
             ) from error
     for each in missing:
         with suppress(OSError):  # another run that was refused may have removed it

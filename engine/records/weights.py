@@ -23,6 +23,7 @@ from engine.updates.update import Weights
 from models.torchvision_names import COUNTER, describe_mismatches, from_torchvision, to_torchvision
 from preprocess.printable import printable
 from preprocess.regular_file import open_regular, read_at
+from preprocess.system_errors import reading_remedy
 
 type Tensors = dict[str, NDArray[Any]]
 
@@ -205,7 +206,8 @@ def name_read_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise ValueError(f"weights must be a file, but {os.fspath(path)} does not exist: check the path") from None
     except OSError as error:
         raise ValueError(
-            f"weights must be readable, but {os.fspath(path)} is not ({error.strerror or error}): check its permissions"
+            f"weights must be readable, but {os.fspath(path)} is not ({error.strerror or error}): "
+            f"{reading_remedy(error, 'check the path')}"
         ) from error
 
 

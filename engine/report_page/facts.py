@@ -27,6 +27,7 @@ from engine.runtime.record import RuntimeReport
 from engine.stream.sinks import EvaluationRecord
 from preprocess.quantities import quantity
 from preprocess.storage_options import is_url
+from preprocess.system_errors import status_of
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def check_is_run(folder: Path, path: str) -> None:
     if any((folder / name).is_file() for name in (CONFIG, LOSS_LOG)):
         return
     if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
+        found = "does not exist" if status_of(folder) is None else "is a file"
     else:
         below = sorted(each.parent.name for each in folder.glob(f"*/{CONFIG}"))
         found = f"has neither {CONFIG} nor {LOSS_LOG}"

@@ -42,6 +42,7 @@ from engine.run.parts import OWN_SOURCES, OwnParts, is_same_part
 from engine.run.resolve import Resolved, recorded_own_parts
 from preprocess.links import open_unlinked
 from preprocess.quantities import listed, quantity
+from preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:
     from engine.records.snapshot import Snapshot
@@ -169,9 +170,8 @@ def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
             return start_at(read_snapshot(run / SNAPSHOTS, step), events)
         except UnreadSnapshotError as error:
             # Resuming from another one would remove this one, which may be sound, and the lines of its steps.
-            raise ValueError(
-                f"{error}; check its disk and resume again, or remove that snapshot to resume without it"
-            ) from error
+            remedy = reading_remedy(error.__cause__ or error, "check its disk and resume again")
+            raise ValueError(f"{error}; {remedy}, or remove that snapshot to resume without it") from error
         except SnapshotError as error:
             if step == saved_steps[0]:
                 # Starting again would discard the whole run, perhaps because of a temporary disk fault.
@@ -193,7 +193,8 @@ def _read_events(run: Path) -> Sequence[ControlEvent]:
         raise ControlLogError(f"{error}, or {remedy}") from error
     except OSError as error:
         raise ValueError(
-            f"{path} must be a readable file, but is not ({error.strerror}): restore that file or its permissions"
+            f"{path} must be a readable file, but is not ({error.strerror}): "
+            f"{reading_remedy(error, 'restore that file')}"
         ) from error
 
 

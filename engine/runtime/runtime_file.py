@@ -11,6 +11,7 @@ from engine.records.limits import MOST_JSON_BYTES
 from engine.records.run_folder import RUNTIME
 from engine.runtime.record import FORMAT, RuntimeReport
 from preprocess.regular_file import read_regular
+from preprocess.system_errors import reading_remedy
 
 # More digits than clocks and counters have.
 _DIGITS = 6
@@ -31,6 +32,8 @@ def read_runtime(run: Path) -> RuntimeReport | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        if remedy := reading_remedy(error, ""):
+            raise ValueError(f"{path} cannot be read ({reason}): {remedy}") from error
         raise ValueError(f"{path} is not a record of launches ({reason}): restore that file, or remove it") from error
 
 

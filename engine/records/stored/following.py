@@ -57,7 +57,10 @@ class _LogCopy:
                 continue
             self._refreshed_s = time.monotonic()
             return
-        raise StoredRunError(f"{self._location.display} lacks objects that its state lists: restore them")
+        raise StoredRunError(
+            f"{self._location.display} lacks objects that its state lists: try again and, if they are still missing, "
+            "restore them"
+        )
 
     def _update(self, state: StoredState) -> None:
         self.folder.mkdir(exist_ok=True)

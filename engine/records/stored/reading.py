@@ -165,7 +165,8 @@ def download(location: Location, folder: Path, wanted: Wanted = every_file) -> S
         else:
             return state
     raise StoredRunError(
-        f"{location.display} lacks {gone} although its {MARKER} lists it: restore that object, or start another run"
+        f"{location.display} lacks {gone} although its {MARKER} lists it: try again and, if it is still missing, "
+        "restore that object or start another run"
     )
 
 
@@ -181,7 +182,10 @@ def read_stored_file(location: Location, name: str) -> bytes | None:
             return None
         with suppress(GoneError):  # the run has replaced it
             return b"".join(read_parts(location, state.files[name]))
-    raise StoredRunError(f"{location.display} lacks objects of {name} although its {MARKER} lists them: restore them")
+    raise StoredRunError(
+        f"{location.display} lacks objects of {name} although its {MARKER} lists them: try again and, if they are "
+        "still missing, restore them"
+    )
 
 
 def no_run(location: Location, *, is_resumed: bool = False) -> StoredRunError:
