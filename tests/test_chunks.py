@@ -106,7 +106,7 @@ def single(tmp_path_factory):
     return paths
 
 
-@pytest.mark.parametrize(("accumulate", "chunk"), [(1, 2), (1, 3), (1, 4), (1, 64), (3, 2), (3, 3), (3, 7)])
+@pytest.mark.parametrize(("accumulate", "chunk"), [(1, 3), (1, 64), (3, 2), (3, 7)])
 def test_every_chunk_size_has_the_steps_and_records_of_single_batches(single, tmp_path, accumulate, chunk):
     run(tmp_path, chunk_batches=chunk, accumulate_steps=accumulate)
     assert_close(tmp_path, single[accumulate])
@@ -139,7 +139,7 @@ def test_snapshots_are_taken_at_their_exact_step(tmp_path):
         assert report.num_arrays
 
 
-@pytest.mark.parametrize("end", [1, 3, 6, 7, 11])
+@pytest.mark.parametrize("end", [1, 6, 7])
 def test_a_replay_can_end_within_a_chunk(tmp_path, end):
     run(tmp_path, chunk_batches=4, eval_every_steps=5, snapshot_every_steps=0)
     report = replay_run(tmp_path, from_step=0, to_step=end, model=Linear(), batches=toy_batch, evaluation=EVALUATED)

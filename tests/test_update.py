@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from itertools import product
 from typing import get_args
 
 import jax
@@ -128,11 +127,7 @@ def loops():
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [
-        *product(NAMES[:5], SCHEDULES[:5]),
-        *((name, "cosine") for name in NAMES[5:]),
-        *(("sgd", schedule) for schedule in SCHEDULES[5:]),
-    ],
+    [*((name, "cosine") for name in NAMES), *(("sgd", schedule) for schedule in SCHEDULES if schedule != "cosine")],
 )
 def test_converges_in_one_trace_and_keeps_the_carry_s_form(loops, name, schedule):
     loop = loops(name, schedule)
