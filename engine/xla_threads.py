@@ -1,10 +1,22 @@
-"""How many threads XLA has on the processor: decided when jax makes its devices, and not changed later."""
+"""The threads that XLA makes with its devices on the processor: how many, and whether they are in this process."""
 
 import os
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 from preprocess.cores import num_allowed_cores, num_cores
 
-_NUM_THREADS = "PJRT_NPROC"  # XLA reads it; oneDNN's kernels, whose threads are XLA's, follow it
+NUM_THREADS_VARIABLE = "PJRT_NPROC"
+"""The environment variable in which XLA reads how many threads to make; oneDNN's kernels follow it."""
+_TASKS = Path("/proc/self/task")
+# The kernel keeps 15 characters of "tf_XLAExecute" and the like.
+_THREADS_OF_XLA = "tf_XLA"
+
+
+def _has_devices() -> bool:
+    """Return whether jax has made its devices; it is not imported for this, because commands answer without it."""
+    return "jax" in sys.modules and sys.modules["jax._src.xla_bridge"].backends_are_initialized()
 
 
 def fit_threads_to_quota() -> None:
@@ -12,8 +24,36 @@ def fit_threads_to_quota() -> None:
 
     XLA itself counts the cores on which the scheduler may put it, of which a container may have the time of a few.
     """
-    # Imported here, because commands that do not train must answer without jax.
-    from jax._src import xla_bridge
+    if not _has_devices() and num_cores() < num_allowed_cores():
+        os.environ.setdefault(NUM_THREADS_VARIABLE, str(num_cores()))
 
-    if not xla_bridge.backends_are_initialized() and num_cores() < num_allowed_cores():
-        os.environ.setdefault(_NUM_THREADS, str(num_cores()))
+
+def spare_thread(num_devices: int) -> None:
+    """Have XLA make more threads than the program's devices occupy; does nothing once jax has its devices.
+
+    A program that waits for a batch keeps a thread of XLA for each device. If the source of the batches computes with
+    jax, and there is no other thread, both wait for ever.
+
+    Args:
+        num_devices: on how many parts of the processor the program runs.
+    """
+    if not _has_devices() and num_cores() <= num_devices:
+        os.environ.setdefault(NUM_THREADS_VARIABLE, str(num_devices + 1))
+
+
+def check_not_forked() -> None:
+    """Raise RuntimeError in a process that was forked after jax had made its devices: XLA's threads are not in it.
+
+    What is computed there never ends. Linux only.
+    """
+    if not _has_devices() or sys.modules["jax"].default_backend() != "cpu":
+        return
+    names = []
+    for path in _TASKS.glob("*/comm"):
+        with suppress(OSError):  # a thread that has just ended
+            names.append(path.read_text(encoding="utf-8", errors="replace"))
+    if names and not any(name.startswith(_THREADS_OF_XLA) for name in names):
+        raise RuntimeError(
+            "this process was forked from one in which jax was in use already, and has none of its threads, so that it "
+            "would wait for ever: start it with multiprocessing.get_context('spawn'), or use jax in it alone"
+        )

@@ -240,13 +240,26 @@ def test_a_stalled_source_is_an_error_within_the_limit():
     source = Source(before=lambda step: go_on.wait(SOON_S) if step == 1 else None)
     message = (
         r"^the batch of pull 2 did not arrive within 0\.05 s because the source has stalled or is too slow: "
-        r"check the storage, or raise --infeed-timeout$"
+        r"check the storage, or raise --infeed-timeout\. Its thread is at \S*threading\.py:\d+ \(wait\), called from "
+        r".*, called from \S*test_feeder\.py:\d+ \(<lambda>\)"
     )
     with running(source, num_threads=1, timeout_s=0.05) as feeder:
         source.wait_for_fills(2)
         assert_taken(feeder, 0)
         with pytest.raises(FeederError, match=message):
             taken(feeder, 1)
+        go_on.set()
+
+
+def test_a_source_that_waits_for_jax_is_told_so():
+    go_on = threading.Event()
+    module: dict[str, Any] = {}
+    exec(compile("def result(event): event.wait(20)", "/lib/site-packages/jax/_src/array.py", "exec"), module)
+    source = Source(before=lambda _: module["result"](go_on))
+    message = r"its source waits for a result of jax, .* set PJRT_NPROC .*array\.py:1 \(result\)"
+    with running(source, num_threads=1, timeout_s=0.05) as feeder:
+        with pytest.raises(FeederError, match=message):
+            taken(feeder, 0)
         go_on.set()
 
 

@@ -254,7 +254,7 @@ def _train(
         from engine.crossing.devices import split_processor
         from engine.run.open_run import open_run
 
-    split_processor([config])
+    split_processor([config], has_own_source=parts.has_own_source)
     if this_process().index > 0:
         # The first process alone has the run folder and the terminal; a resume reads the folder in all of them.
         own = config if config.resume else replace(config, run_dir=None)

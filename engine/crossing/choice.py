@@ -16,7 +16,7 @@ from engine.crossing.infeed import BatchInfeed, Infeed, WordsOf
 from engine.crossing.observer import PullObserver
 from engine.crossing.transport import CallbackTransport, InplaceTransport, Transport
 from engine.feed.feeder import Allocate, Feeder
-from engine.xla_threads import fit_threads_to_quota
+from engine.xla_threads import check_not_forked, fit_threads_to_quota
 from models.layers.platform_forms import PLATFORMS
 from preprocess.quantities import quantity
 
@@ -37,7 +37,9 @@ def this_platform() -> str:
 
     Raises:
         ValueError: if jax finds no device.
+        RuntimeError: if this process was forked from one that used jax.
     """
+    check_not_forked()
     fit_threads_to_quota()
     try:
         platform = jax.default_backend()

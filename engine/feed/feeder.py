@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, label_words, read_meter_of, row_words
 from engine.feed.feed_meter import FeedMeter
 from engine.feed.row_copies import RowCopies
+from engine.feed.thread_place import describe_places, places_of
 from engine.settings import SettingError
 from preprocess.read_meter import NO_PROFILE
 
@@ -144,6 +146,7 @@ class Feeder:
         self._copies = RowCopies(num_threads)
         self._slots: list[_Slot] = []
         self._threads: list[threading.Thread] = []
+        self._filling: dict[int, int] = {}  # which thread fills a batch
         self._guard = threading.Lock()
         self._filled = threading.Condition(self._guard)  # takers wait for a batch or the close
         self._emptied = threading.Condition(self._guard)  # workers wait for a free slot or the close
@@ -317,9 +320,17 @@ class Feeder:
     def check_is_in_time(self, batch_index: int, deadline: float) -> None:
         """Raise FeederError if `time.perf_counter` has passed the deadline (in seconds) for a missing batch."""
         if time.perf_counter() >= deadline:
+            late = f"the batch of {self._name_batch(batch_index)} did not arrive within {self.timeout_s:g} s because "
+            places = places_of(self._filling.get(batch_index))
+            if any("jax" in Path(file).parts for file, *_ in places):
+                raise FeederError(
+                    f"{late}its source waits for a result of jax, and the training program may occupy all of jax's "
+                    "threads: use NumPy in the source, or set PJRT_NPROC in the environment to more than the number of "
+                    f"devices. {describe_places(places)}"
+                )
             raise FeederError(
-                f"the batch of {self._name_batch(batch_index)} did not arrive within {self.timeout_s:g} s because "
-                "the source has stalled or is too slow: check the storage, or raise --infeed-timeout"
+                f"{late}the source has stalled or is too slow: check the storage, or raise --infeed-timeout"
+                + (f". {describe_places(places)}" if places else "")
             )
 
     def _check_can_arrive(self, batch_index: int, deadline: float) -> None:
@@ -335,6 +346,7 @@ class Feeder:
         reading = self.meter.readings.join()
         while (claimed := self._claim()) is not None:
             batch_index, slot = claimed
+            self._filling[batch_index] = threading.get_ident()
             reading.begin(batch_index)
             try:
                 slot.lent = None if lender is None else lender.lend(batch_index, slot.labels, timeout_s=self.timeout_s)
@@ -343,6 +355,7 @@ class Feeder:
                 failure = None
             except BaseException as error:  # noqa: BLE001 - raised, with its traceback, when this batch is taken
                 failure = error
+            del self._filling[batch_index]
             slot.profile = reading.end()
             with self._guard:
                 slot.failure, slot.shards_to_take, slot.batch_index = failure, self._num_shards, batch_index

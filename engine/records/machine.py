@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from engine.xla_threads import NUM_THREADS_VARIABLE
 from preprocess.cores import num_allowed_cores
 from preprocess.quantities import listed
 
@@ -29,8 +30,6 @@ _WORDS = {
     FLAGS: "XLA_FLAGS",
     OPTIONS: "jax's options",
 }
-NUM_THREADS_VARIABLE = "PJRT_NPROC"
-"""The environment variable in which XLA reads how many threads to make, instead of one for each core."""
 
 # XLA's names for its limits, --xla_cpu_max_isa, each with the flags of Linux that show it; each includes those before.
 _X86 = (

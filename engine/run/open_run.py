@@ -95,7 +95,7 @@ def open_run(
     notify = outliving_display(notify)
     check_arguments(config, parts)
     check_cache_places(config)
-    split_processor([config])
+    split_processor([config], has_own_source=parts.has_own_source)
     _check_has_folder(config, is_dry=is_dry)
     config = settle_devices(config)
     # Not before the processor is split: `this_process` makes jax's devices.

@@ -53,6 +53,11 @@ class OwnParts:
         return all(each is None for each in own)
 
     @property
+    def has_own_source(self) -> bool:
+        """Whether code of the user makes batches while the program runs."""
+        return self.batches is not None or hasattr(self.evaluation, "fill")
+
+    @property
     def functions(self) -> OwnFunctions:
         """The user-defined functions that are traced into the program."""
         return OwnFunctions(self.loss, self.metrics, self.optimizer, self.schedule, self.augment)
