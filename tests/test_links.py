@@ -82,12 +82,13 @@ def test_a_file_is_not_opened_by_a_link_and_of_a_link_to_a_folder_only_the_link_
         *((name, "notes.txt") for name in (".lock", "loss.jsonl", "eval.jsonl", "control.jsonl", "model.safetensors")),
         *((name, "none") for name in (".lock", "eval.jsonl", "stalls.txt", "tensorboard")),
         *((name, ".") for name in ("control", "snapshots", "tensorboard", "wandb", ".unfinished")),
-        ("snapshots/.unfinished", "."),
+        *(("snapshots/.unfinished", "."), ("wandb/wandb", "."), ("wandb/run-id", "notes.txt")),
     ],
 )
 def test_a_run_folder_with_a_link_is_refused_and_the_link_followed_by_nothing(gift, home, name, target, how):
     remove_tree(gift / name)
     (gift / name).unlink(missing_ok=True)
+    (gift / name).parent.mkdir(exist_ok=True)
     (gift / name).symlink_to(home / target)
     before = files_of(gift)
     for start in (RunFolder, check_folder):

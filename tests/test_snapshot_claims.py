@@ -9,7 +9,9 @@ import tensorstore as ts
 
 from engine.records import snapshot
 from engine.records.digests import sealed
+from engine.records.given_weights import read_given_weights
 from engine.records.snapshot import SnapshotError, read_folder_state, read_snapshot, write_snapshot
+from engine.records.weights import read_weights
 from engine.run.resume import start_at
 from preprocess.claimed_size import FREE_BYTES, MOST_RATIO, is_plausible
 
@@ -137,6 +139,29 @@ def test_a_snapshot_without_what_a_run_counts_is_refused(tmp_path):
     write_snapshot(tmp_path, 4, 8, {"w": np.zeros(3)})
     with pytest.raises(ValueError, match="the snapshot of step 4 must be that of a run"):
         start_at(read_snapshot(tmp_path, 4), ())
+
+
+def test_holes_in_the_files_are_not_stored(written, tmp_path):
+    claim(written, shape=[24 * GB // 8], chunks=[1 << 20], fill_value=1.0)
+    large = {"w": {"dtype": "float64", "shape": [24 * GB // 8], "sha256": "0"}}
+    change_facts(written, leaves=leaves(written) | large)
+    padding = written / "4/state/d/padding"
+    with padding.open("wb") as file:
+        file.write(b"x" * 10_000)
+        file.truncate(10 * GB)
+    if padding.stat().st_blocks * 512 > GB:
+        pytest.skip("this file system stores holes")
+    with pytest.raises(SnapshotError, match="its arrays would take 25,769,803,780 bytes"):
+        read_snapshot(written, 4)
+    weights = tmp_path / "weights"
+    header = b'{"a":{"dtype":"F32","shape":[2684354560],"data_offsets":[0,10737418240]}}'
+    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(weights, 8 + len(header) + 10 * GB)
+    for read in (read_weights, read_given_weights):
+        with pytest.raises(
+            ValueError, match=r"must be stored whole, but of the 10,737,418,321 bytes of .*: copy the file"
+        ):
+            read(weights)
 
 
 def test_zeros_that_are_hardly_stored_are_plausible_up_to_a_bound(tmp_path):

@@ -7,7 +7,7 @@ import os
 from typing import NamedTuple
 
 from engine.records.torch_file import read_torch_file
-from engine.records.weights import StoredWeights, Tensors, name_read_errors, read_weights
+from engine.records.weights import StoredWeights, Tensors, check_is_stored, name_read_errors, read_weights
 from preprocess.file_kinds import HEAD_BYTES, UNPACK, kind_of
 from preprocess.regular_file import open_regular
 
@@ -53,6 +53,7 @@ def read_given_weights(path: str | os.PathLike[str]) -> GivenWeights:
         stored = read_weights(path)
     elif start.startswith(_ZIP):
         with name_read_errors(path):
+            check_is_stored(path)
             tensors, key, ignored = read_torch_file(path)
         stored = StoredWeights(tensors, {})
         if key is not None:

@@ -70,6 +70,8 @@ _OTHER_CONTENT = (
     f"*/{LOSS_LOG}",
     *(f"{place}{PIXELS}/zarr.json" for place in ("", "*/", "*/train/", "*/val/", "*/test/")),
 )
+# What is written in folders of the run under names that are known beforehand.
+_WRITTEN_BELOW = (f"{SNAPSHOTS}/{UNFINISHED}", f"{WANDB}/{WANDB_RUN_ID}", f"{WANDB}/wandb")
 _MAKE_TRIES = 10
 # So long, an interrupted run waits for what is still at work in its folder.
 _UNLOCK_WAIT_S = 1.0
@@ -337,7 +339,7 @@ def _check_content(path: Path, *, resume: bool) -> None:
 
     In the last two cases, the user gave DIR instead of DIR/NAME.
     """
-    for name in (LOCK_NAME, *WRITTEN_HERE, UNFINISHED, TENSORBOARD, WANDB, f"{SNAPSHOTS}/{UNFINISHED}"):
+    for name in (LOCK_NAME, *WRITTEN_HERE, UNFINISHED, TENSORBOARD, WANDB, *_WRITTEN_BELOW):
         try:
             check_unlinked(path, path / name)
         except LinkedPathError as error:

@@ -33,6 +33,7 @@ from engine.records.orbax_store import first_unreadable, restore_arrays, restore
 from engine.records.snapshot_claims import find_false_claim
 from engine.records.stored_types import as_snapshot, from_snapshot
 from engine.records.versions import version_of
+from preprocess.claimed_size import stored_size
 from preprocess.links import check_unlinked, remove_tree
 from preprocess.regular_file import check_regular, raise_error
 from preprocess.synced_folders import make_folders, sync_folder, sync_tree
@@ -291,7 +292,7 @@ def _folder_state(path: Path, facts: Mapping[str, Any]) -> FolderState | None:
 
 
 def _check_files(path: Path) -> int:
-    """Return the size in bytes of a snapshot's files.
+    """Return how many bytes a snapshot's files have stored.
 
     Raises:
         SnapshotError: it contains a pipe or a device, which could block a reader forever, or a file that is read whole
@@ -309,7 +310,7 @@ def _check_files(path: Path) -> int:
                 # Of the others, which hold the arrays, a reader takes parts.
                 if file.parent.name != "d" and status.st_size > _MOST_FACTS_BYTES:
                     raise _damaged(path, f"{file.relative_to(path)} is too large ({status.st_size:,} bytes)")
-                num_bytes += status.st_size
+                num_bytes += stored_size(status)
     except OSError as error:
         where = Path(error.filename or path).relative_to(path)
         raise _damaged(path, f"{where} cannot be read ({error.strerror})", error) from error

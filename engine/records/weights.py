@@ -21,6 +21,7 @@ from engine.records.digests import SEAL, describe_array, json_digest
 from engine.records.stored_types import as_weights, may_stand_for
 from engine.updates.update import Weights
 from models.torchvision_names import COUNTER, describe_mismatches, from_torchvision, to_torchvision
+from preprocess.claimed_size import is_plausible, stored_size
 from preprocess.printable import printable
 from preprocess.regular_file import open_regular, read_at
 from preprocess.system_errors import reading_remedy
@@ -129,7 +130,7 @@ def read_weights(path: str | os.PathLike[str]) -> StoredWeights:
             type.
     """
     with name_read_errors(path):
-        os.close(open_regular(path))  # the library would wait for the writer of a pipe
+        check_is_stored(path)  # the library would wait for the writer of a pipe
         try:
             tensors, metadata = _load(path)
         except SafetensorError as error:
@@ -192,6 +193,20 @@ def _check_kind(path: str | os.PathLike[str], name: str, kind: str, shape: Seque
         raise ValueError(
             f"weights must be floats of 16 to 64 bits, but {printable(name)} of {os.fspath(path)} is {kind}: save it "
             "as float32"
+        )
+
+
+def check_is_stored(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError if most of a weights file are holes, which would take memory as tensors; OSError as `open`."""
+    file = open_regular(path)
+    try:
+        status = os.fstat(file)
+    finally:
+        os.close(file)
+    if not is_plausible(status.st_size, stored_size(status)):
+        raise ValueError(
+            f"weights must be stored whole, but of the {status.st_size:,} bytes of {os.fspath(path)} the disk holds "
+            f"only {stored_size(status):,}: copy the file again"
         )
 
 

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from preprocess.claimed_size import is_plausible
+from preprocess.claimed_size import is_plausible, stored_size
 from preprocess.quantities import quantity
 from preprocess.regular_file import open_regular, read_at
 from preprocess.shards.arrays import PIXELS, describe_truncation, shard_key
@@ -50,7 +50,7 @@ def check_plausible(location: Location, manifest: Manifest) -> None:
     claimed, stored = manifest.shard_range(num_shards - 1)[1] * manifest.image_bytes, 0
     for shard in range(num_shards):
         with suppress(OSError):
-            stored += (location.local_path / PIXELS / shard_key(shard, 3)).stat().st_size
+            stored += stored_size((location.local_path / PIXELS / shard_key(shard, 3)).stat())
     if not is_plausible(claimed, stored):
         raise ShardError(
             f"{location.display}: the images of the first {quantity(num_shards, 'shard file')} would take {claimed:,} "
