@@ -1,5 +1,6 @@
 """A changed, truncated, removed or replaced file of a run folder is named and refused."""
 
+import json
 import os
 import shutil
 from contextlib import suppress
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from engine import evaluate, replay_run
 from engine.records.control_log import read_events
+from engine.records.digests import sealed
 from engine.records.evaluation_log import EvaluationLog
 from engine.records.folder_lock import FolderLock, is_locked, was_killed
 from engine.records.loss_log import LossLog, read_run_end, read_run_facts
@@ -207,3 +209,20 @@ def test_tail_run_does_not_wait_for_a_pipe(tmp_path):
         read_run_end(tmp_path)
     with pytest.raises(ValueError, match=r"config\.json cannot be read \(.*it is a pipe, not a file"):
         read_recorded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("model", value) for value in (3, [], {}, True)),
+        *(("num_classes", value) for value in ("x", 0, -1, 2**64, 10**4000, 1.5, True, [3])),
+        *((name, value) for name in ("height", "width", "num_devices", "num_processes") for value in ("8", 2**64)),
+        *((name, value) for name in ("mean", "std") for value in ("0", [0.5], [0.5, 0.5, "x"], [2**64] * 3)),
+    ],
+)
+def test_resolved_values_that_no_run_records_are_refused_before_they_are_used(copied_run, name, value):
+    path = copied_run / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(sealed({**values, "resolved": values["resolved"] | {name: value}})))
+    with pytest.raises(ValueError, match=rf"config.json cannot be read \(resolved {name} must be "):
+        read_recorded(copied_run)

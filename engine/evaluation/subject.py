@@ -226,7 +226,10 @@ def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> s
 def _build(
     name: str, num_classes: int | None, config: TrainConfig, crop: int | None, source: EvaluationSource
 ) -> TrainModel:
-    assert num_classes is not None  # every run of a registry model records it
+    if num_classes is None:
+        raise ValueError(
+            f"a run of {name} must record its number of classes, but records none: restore its config.json"
+        )
     size = crop or min(source.height, source.width)
     return build_model(name, num_classes=num_classes, image_size=size, dtype=jnp.dtype(config.precision))
 

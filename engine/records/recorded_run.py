@@ -15,12 +15,16 @@ from engine.records.limits import MOST_JSON_BYTES
 from engine.records.machine import MACHINE
 from engine.records.run_folder import CONFIG, CONTINUED
 from engine.records.topology import Topology, in_one_process
-from engine.settings import Owner
+from engine.settings import Owner, shown
 from preprocess.regular_file import read_regular
 from preprocess.system_errors import reading_remedy, status_of
 
 # What the runs of versions without a setting used, where that is not its default now.
 _OF_OLDER_RUNS = {"kernels": "xla", "eval_every_steps": 0, "snapshot_every_steps": 0, "labels_are_invariant": True}
+
+# Larger than any number of classes and any side of an image.
+_MOST = 1 << 20
+_SIZES = ("num_classes", "height", "width", "num_devices", "num_processes")
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,10 @@ def read_record(path: Path) -> RecordedRun:
         raise _unreadable(path, error) from error
     _check_seal(path, values)
     try:
+        for name in ("config", "resolved", "origins", "versions"):
+            if not isinstance(values[name], dict):
+                raise TypeError(f"{name} must be an object, but is {type(values[name]).__name__}")
+        _check_resolved(values["resolved"])
         config, replaced = take_recorded(TrainConfig.from_json(_OF_OLDER_RUNS | values["config"]))
         return RecordedRun(
             config=config,
@@ -163,6 +171,28 @@ def _of_run(values: dict[str, Any]) -> dict[str, Any]:
     if others := [name for name in values if name not in SETTINGS or SETTINGS[name].owner is not Owner.RUN]:
         raise ValueError(f"an earlier launch must differ only in settings of the run, but differs in {others[0]!r}")
     return dict(values)
+
+
+def _check_resolved(resolved: Mapping[str, Any]) -> None:
+    """Raise ValueError for a resolved value that no run records: it decides what is built, and how large it is."""
+    for name, is_valid, rule in (
+        *((name, lambda value: isinstance(value, str), "text") for name in ("model", "data")),
+        *((name, _is_size, f"a whole number from 1 to {_MOST:,}") for name in _SIZES),
+        *((name, _is_triple, "three finite numbers") for name in ("mean", "std")),
+    ):
+        value = resolved.get(name)
+        if value is not None and not is_valid(value):
+            raise ValueError(f"resolved {name} must be {rule}, but is {str(shown(value))[:80]!r}")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= _MOST
+
+
+def _is_triple(value: Any) -> bool:
+    return (
+        isinstance(value, list) and len(value) == 3 and all(type(e) in (int, float) and abs(e) < _MOST for e in value)
+    )
 
 
 def _check_seal(path: Path, values: dict[str, Any]) -> None:
