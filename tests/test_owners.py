@@ -230,7 +230,7 @@ def test_no_command_loads_programs_from_a_cache_that_the_record_names(place, mon
     assert caches == [None, None, "off", None, None, None]
     line, remedy = f"not used from the run's record: --compilation-cache {place / 'gift'}", "again to use your own)"
     told = [each for each in said if each.startswith("not used")]
-    assert told == [*[f"{line} (give --compilation-cache {remedy}"] * 2, line, line]
+    assert told == [*[f"{line} (give --compilation-cache {remedy}"] * 2, line, line, line]
 
 
 @pytest.mark.parametrize(

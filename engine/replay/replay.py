@@ -24,7 +24,7 @@ from engine.keys import plain_keys
 from engine.named_parts import NAME_FORM
 from engine.objective.losses import Loss
 from engine.objective.metrics import Metric, PerExample
-from engine.owners import STORAGE, with_given
+from engine.owners import OF_AN_EVALUATION, STORAGE, with_given
 from engine.program.kernels import settle_kernels
 from engine.program.train_state import TrainModel, TrainState
 from engine.records.machine import machine_differences
@@ -148,7 +148,7 @@ def _replay_folder(
             notify(warning)
         doubts = _check_places(stretch, doubts, notify)
         config = with_given(stretch.recorded.config, given)
-        if line := stretch.recorded.describe_replaced(config, ("cache", "cache_gb", STORAGE), (STORAGE,)):
+        if line := stretch.recorded.describe_replaced(config, OF_AN_EVALUATION, (STORAGE,)):
             notify(line)
         report = _replay(stretch, parts, notify, given, display)
     return replace(report, file_faults=files.faults, doubts=tuple(doubts))
