@@ -82,9 +82,14 @@ _READING_REMEDIES = {
     for cause in (Cause.PASSING, Cause.MEMORY, Cause.NAME, Cause.LINKS, Cause.DESCRIPTORS, Cause.ABILITY)
 } | {Cause.RIGHTS: "grant read permission"}
 _STORE_NUMBER = re.compile(r"\[[^\]]*os_error_code='(\d+)'")
-_STORE_ANSWER = re.compile(r"\[HTTP code (\d+)\]")
+_STORE_ANSWER = re.compile(r"([\w ]*?) ?\[HTTP code (\d+)\]")
 # 408 Request Timeout, 425 Too Early, 429 Too Many Requests
 _PASSING_ANSWERS = frozenset({408, 425, 429, *range(500, 600)})
+_REFUSING_ANSWERS = frozenset({401, 403, 407})
+_STORE_REMEDIES = {
+    Cause.PASSING: "try again; if it fails again, check the server and the network",
+    Cause.RIGHTS: "check the address, the keys and their permissions",
+}
 _STORE_PASSING = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "retry attempts failed")
 
 
@@ -113,7 +118,8 @@ def cause_of(error: BaseException) -> Cause | None:
         return Cause.PASSING
     answer = _STORE_ANSWER.search(str(error))
     if answer is not None:
-        return Cause.PASSING if int(answer[1]) in _PASSING_ANSWERS else None
+        code = int(answer[2])
+        return Cause.PASSING if code in _PASSING_ANSWERS else Cause.RIGHTS if code in _REFUSING_ANSWERS else None
     return Cause.PASSING if any(words in str(error) for words in _STORE_PASSING) else None
 
 
@@ -124,7 +130,8 @@ def is_out_of_room(error: BaseException) -> bool:
 
 def remedy_of(error: BaseException) -> str:
     """Return what to do about an error of the system, in the words of a command such as "make room on its disk"."""
-    return _REMEDIES[cause_of(error) or Cause.OTHER]
+    cause = cause_of(error) or Cause.OTHER
+    return _STORE_REMEDIES.get(cause, _REMEDIES[cause]) if _is_of_store(error) else _REMEDIES[cause]
 
 
 def remedy_and_repeat(error: BaseException, repeat: str) -> str:
@@ -142,7 +149,20 @@ def reading_remedy(error: BaseException, otherwise: str) -> str:
         otherwise: what to do if the fault is in the file: it is missing, too large, not a file, or has another content.
             It must not be advised after an error that passes, that lies in permissions, or in a limit of this machine.
     """
-    return _READING_REMEDIES.get(cause_of(error) or Cause.OTHER, otherwise)
+    cause = cause_of(error) or Cause.OTHER
+    remedies = _READING_REMEDIES | _STORE_REMEDIES if _is_of_store(error) else _READING_REMEDIES
+    return remedies.get(cause, otherwise)
+
+
+def store_answer(error: BaseException) -> str | None:
+    """Return what a store answered, such as "Service Unavailable, HTTP code 503", None if that is not in the error."""
+    found = None if isinstance(error, OSError) else _STORE_ANSWER.search(str(error))
+    return None if found is None else f"{found[1].strip() or 'an error'}, HTTP code {found[2]}"
+
+
+def _is_of_store(error: BaseException) -> bool:
+    """Return whether an error is a remote store's answer, not one of a file or of a time limit."""
+    return not isinstance(error, OSError) and system_number(error) is None
 
 
 def describe_system_error(error: OSError, path: str | os.PathLike[str] | None = None) -> str:

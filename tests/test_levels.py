@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from preprocess.commands.cli import main
+from preprocess.commands.pack_report import _warn_of_notes
 from preprocess.decoding.decode import MissingLevelsError, ResizeRule, decode_crop
 from preprocess.decoding.levels import Levels
 from preprocess.decoding.notes import NOTHING, DecodeNotes
@@ -227,3 +228,9 @@ def test_floats_of_a_data_set_have_one_scale(tmp_path):
         split.read_into(np.arange(4), pixels, np.zeros(4, np.int32), timeout_s=9)
     expected = sorted(float(np.floor(image.astype(np.float64) + 0.5).mean()) for image in images)
     assert sorted((pixels >> 24).mean((1, 2)).tolist()) == pytest.approx(expected)
+
+
+def test_no_part_of_a_pack_is_advised_to_overwrite(capsys):
+    notes = DecodeNotes(num_deep=1, deep_max=4_095)
+    _warn_of_notes(notes, None, "into another DEST")
+    assert capsys.readouterr().err.strip().endswith("run the same command again with --levels 0:4095 into another DEST")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 from click.testing import CliRunner
 from PIL import Image
 
@@ -27,13 +28,13 @@ from preprocess.commands.guarded_output import GuardedStream
 from preprocess.commands.inspect_cli import main as inspect_shards
 from preprocess.shards import image_numbers, stored_pixels, verify
 from preprocess.shards import location as location_module
-from preprocess.shards.arrays import create_array, labels_metadata
-from preprocess.shards.location import ShardError, open_location
+from preprocess.shards.arrays import create_array, damage, labels_metadata
+from preprocess.shards.location import Location, ShardError, open_location
 from preprocess.shards.mapped_images import MappedImages
 from preprocess.shards.reader import open_split
 from preprocess.sources import tree
 from preprocess.sources.open_source import SourceError, open_source
-from preprocess.system_errors import Cause, cause_of, describe_system_error, naming_file, status_of
+from preprocess.system_errors import Cause, cause_of, describe_system_error, naming_file, reading_remedy, status_of
 from tests.fake_source import fake_source, pack
 
 TOO_LARGE = r"File too large\)?[;:] raise the limit on the size of a file \(ulimit -f\), or use another disk"
@@ -221,7 +222,7 @@ def test_the_number_of_an_error_tells_its_cause_in_python_and_in_tensorstore(cau
             "PASSING",
         ),
         ("ABORTED: All 1 retry attempts failed: Too Many Requests [HTTP code 429]", "PASSING"),
-        ("PERMISSION_DENIED: Forbidden [HTTP code 403] [http_response_body='oops']", None),
+        ("PERMISSION_DENIED: Forbidden [HTTP code 403]", "RIGHTS"),
         ("NOT_FOUND: Gone [HTTP code 410]", None),
         ("DEADLINE_EXCEEDED: no answer", "PASSING"),
         ('FAILED_PRECONDITION: Expected "shape" of [1] but received: [2]', None),
@@ -230,6 +231,10 @@ def test_the_number_of_an_error_tells_its_cause_in_python_and_in_tensorstore(cau
 def test_the_answer_of_a_store_tells_its_cause(text, cause):
     found = cause_of(ValueError(text))
     assert (found and found.name) == cause
+    if "[HTTP" in text:
+        assert re.fullmatch(r"it can't be read \([A-Z][A-Za-z ]+, HTTP code \d+\)", damage(ValueError(text)))
+    if cause is not None:
+        assert "disk" not in reading_remedy(ValueError(text), "pack again")
 
 
 def read_four(folder):
@@ -404,3 +409,9 @@ def test_what_is_missing_is_said_to_be(tmp_path, monkeypatch, number):
         patch.setattr(os, "stat", refuse)
         found = status_of(tmp_path / "x")
     assert found is None
+
+
+def test_a_server_without_listings_is_not_asked_for_one():
+    location = Location({"driver": "http", "path": "/pack/"}, "http://x/pack/", ts.Context())
+    assert not location.can_list
+    assert location.child("train").remedy.startswith("copy the pack from http://x/pack to a folder and run `inspect-")

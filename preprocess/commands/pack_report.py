@@ -80,8 +80,8 @@ def announce_dry_run(source: Source, settings: PackSettings, part: Part | None) 
     click.echo("This was a dry run: nothing was packed.")
 
 
-def summarise(name: str, result: PackResult, location: Location) -> None:
-    """Print what was packed of the split `name`, and what was left out."""
+def summarise(name: str, result: PackResult, location: Location, *, can_overwrite: bool = True) -> None:
+    """Print what was packed of the split `name`, and what was left out; no part suggests --overwrite."""
     manifest = result.manifest
     note = ""
     if result.repaired:
@@ -103,7 +103,8 @@ def summarise(name: str, result: PackResult, location: Location) -> None:
             "the folder that contains the class folders",
             err=True,
         )
-    _warn_of_notes(result.notes, manifest.resize_rule.get("levels"))
+    how = "--overwrite" if can_overwrite else "into another DEST"
+    _warn_of_notes(result.notes, manifest.resize_rule.get("levels"), how)
     if not result.failures:
         return
     click.echo(f"  Left out: {len(result.failures):,} (all listed in {location.display}failures.jsonl):")
@@ -113,29 +114,35 @@ def summarise(name: str, result: PackResult, location: Location) -> None:
         click.echo(f"    and {len(result.failures) - _FAILURES_SHOWN:,} more")
 
 
-def _warn_of_notes(notes: DecodeNotes, levels: int | str | None) -> None:
-    """Print what is remarkable about the range of deep images, and how many truncated images were kept."""
+def _warn_of_notes(notes: DecodeNotes, levels: int | str | None, how: str) -> None:
+    """Print what is remarkable about the range of deep images, and how many truncated images were kept.
+
+    Args:
+        notes: about the images of the pack.
+        levels: the levels that were given.
+        how: how the command can be run again with others.
+    """
     if notes.num_deep and notes.deep_max <= _MOST_16_BITS // 2:
         share = 100 * (notes.deep_max + 1) / (_MOST_16_BITS + 1)
         white = (1 << notes.deep_max.bit_length()) - 1
         click.echo(
             f"warning: {_of_16_bits(notes.num_deep)} no value over {notes.deep_max:,}, so they use "
             f"{share:.2g} % of the range 0 to 65,535 and become dark. If {white:,} is white, run the same "
-            f"command again with --levels 0:{white} --overwrite",
+            f"command again with --levels 0:{white} {how}",
             err=True,
         )
     if notes.num_declared and notes.white_min != notes.white_max:
         click.echo(
             f"warning: the files name different values for white, from {notes.white_min:,} to {notes.white_max:,}, and "
             "each is scaled by its own. If the same values mean the same in all of them, run the same command again "
-            f"with --levels 0:{notes.white_max} --overwrite",
+            f"with --levels 0:{notes.white_max} {how}",
             err=True,
         )
     if notes.num_deep and notes.num_declared:
         click.echo(
             f"warning: {notes.num_declared:,} images are scaled by the white value that their file names, and "
             f"{notes.num_deep:,} by 65,535, because their files name none, or have larger values. If the same values "
-            "mean the same in all of them, run the same command again with --levels and --overwrite",
+            f"mean the same in all of them, run the same command again with --levels {how}",
             err=True,
         )
     if notes.num_clipped:
@@ -155,7 +162,7 @@ def summarise_part(name: str, result: PartResult, part: Part, location: Location
         note = f", {result.num_resumed:,} of them earlier" if result.num_resumed else ""
         click.echo(f"{name}: part {part} packed, {quantity(result.num_shards, 'shard file')}{note}.")
     if result.finished is not None:
-        summarise(name, result.finished, location)
+        summarise(name, result.finished, location, can_overwrite=False)
     elif result.missing:
         click.echo(f"  Not packed yet: {describe_parts(result.missing, part.count)}.")
     else:

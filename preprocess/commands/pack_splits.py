@@ -120,7 +120,8 @@ def pack_splits(
                 )
     for name, result in results.items():
         if isinstance(result, PackResult):
-            summarise(name, result, location.child(name))
+            is_alone = not machines.finish and machines.scheduler is None
+            summarise(name, result, location.child(name), can_overwrite=is_alone)
         else:
             assert machines.part is not None
             summarise_part(name, result, machines.part, location.child(name))

@@ -28,6 +28,8 @@ SHARD_RECORDS = f"{JOURNAL}shards/"
 BLOCK_RECORDS = f"{JOURNAL}blocks/"
 _RECORD_DIGEST, _NOTES = "sha256", "notes"
 _FEW_SHARDS = 4
+AGAIN = "pack with --overwrite or, in parts, into another DEST"
+"""The remedy for an unfinished pack that cannot be continued. No part may overwrite, as others may be packing."""
 # A path of 4,096 bytes, each escaped, and a reason.
 _LONGEST_FAILURE_BYTES = 1 << 16
 
@@ -254,7 +256,7 @@ class Journal:
         delete_split_files(self._location, [PLAN_KEY])
 
     def _damaged(self, key: str) -> str:
-        return f"{self._location.display}{key}: the journal of the unfinished pack is damaged; pack with --overwrite"
+        return f"{self._location.display}{key}: the journal of the unfinished pack is damaged; {AGAIN}"
 
     def _key(self, shard: int) -> str:
         return f"{self._folder}{shard:08d}.json"

@@ -23,7 +23,7 @@ from preprocess.decoding.decode import MissingLevelsError, ResizeRule, decode_cr
 from preprocess.decoding.memory_budget import MemoryBudget, MemoryWaitError, file_budget, pixel_budget
 from preprocess.decoding.notes import NOTHING, DecodeNotes
 from preprocess.packing.channels import channel_sums
-from preprocess.packing.journal import Failure
+from preprocess.packing.journal import AGAIN, Failure
 from preprocess.packing.plan import DECODING_VERSION
 from preprocess.pixels import Layout, image_bytes, words_of_row
 from preprocess.printable import printable
@@ -214,12 +214,12 @@ class _Decoder:
         if self.decoding < _SINCE_CHANGED and decoded.notes.num_changed:
             raise ShardError(
                 f"{printable(image.name)}: an earlier version began this pack, and decodes this image in another way "
-                "(its orientation, its range of values, or a missing end marker); pack with --overwrite"
+                f"(its orientation, its range of values, or a missing end marker); {AGAIN}"
             )
         if self.decoding < _SINCE_ADDED and decoded.notes.num_added:
             raise ShardError(
                 f"{printable(image.name)}: an earlier version began this pack, and leaves images of this format out; "
-                "pack with --overwrite"
+                f"{AGAIN}"
             )
         return decoded
 

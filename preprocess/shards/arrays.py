@@ -24,7 +24,7 @@ from preprocess.quantities import quantity
 from preprocess.shards.classes import MAX_CLASSES
 from preprocess.shards.location import Location, ShardError
 from preprocess.shards.store_errors import reason, write_fault
-from preprocess.system_errors import reading_remedy, system_reason
+from preprocess.system_errors import reading_remedy, store_answer, system_reason
 
 Codec = Literal["raw", "blosc"]
 CODECS: tuple[Codec, ...] = ("raw", "blosc")
@@ -246,7 +246,7 @@ def damage(error: BaseException) -> str:
         return "the shard file is truncated"
     if isinstance(error, TimeoutError):
         return "no response from the store"
-    if (fault := system_reason(error)) is not None:
+    if (fault := system_reason(error) or store_answer(error)) is not None:
         return f"it can't be read ({fault})"
     # Without the image's position in the shard, so that the same damage to many images is reported once.
     return _SHARD_ENTRY.sub("", text)

@@ -81,9 +81,16 @@ class Location:
         return bool(scheme_of(self.spec["driver"]))
 
     @property
+    def can_list(self) -> bool:
+        """Whether the names of all files can be had, which a plain web server does not give."""
+        return self.spec["driver"] != "http"
+
+    @property
     def remedy(self) -> str:
         """The remedy that error messages suggest if the split in this folder is damaged."""
         data = self.display.rstrip("/").rpartition("/")[0] or "."
+        if not self.can_list:
+            return f"copy the pack from {data} to a folder and run `inspect-shards --verify` there to list all damage"
         return f"run `inspect-shards --verify {data}` to list all damage"
 
     def child(self, name: str) -> Location:

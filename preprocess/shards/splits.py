@@ -37,6 +37,8 @@ def read_manifest(location: Location, split: str) -> Manifest:
         raise ShardError(
             f"{folder.display}: the split is not complete and has no {MANIFEST_KEY}; {unfinished_remedy(folder)}"
         )
+    if not location.can_list:
+        raise ShardError(f"{folder.display}{MANIFEST_KEY} does not exist; check the address, and the name of the split")
     found = _find_splits(location)
     if split in found.broken:
         raise ShardError(lost_manifest(folder))
