@@ -379,13 +379,15 @@ def _find_start(
     if config.kernels == AUTO:
         config = replace(config, kernels=recorded.config.kernels)
     check_own(recorded, path, parts)
-    for warning in (*compare_named(recorded.resolved, parts.named), *changed_sources(recorded.resolved, parts)):
+    for warning in compare_named(recorded.resolved, parts.named):
         notify(warning)
     check_settings(config, recorded.config)
     start = find_start(path, notify)
     check_chain(path, recorded, start)
     where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, because it has no snapshot"
     notify(f"resuming {path} from {where}")
+    for warning in changed_sources(recorded.resolved, parts):
+        notify(warning)
     return config, recorded, start
 
 
