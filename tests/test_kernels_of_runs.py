@@ -222,7 +222,9 @@ def test_a_run_is_not_resumed_or_replayed_without_its_kernels_but_is_evaluated(r
     path = shutil.copytree(runs[ONEDNN], tmp_path / "run")
     before = evaluate(path, model=Network(), evaluation=IMAGES)
     without_library(monkeypatch)
-    match = "which the run has used from its beginning, cannot be used here: .*: pip install .* start another run from its"
+    match = (
+        "which the run has used from its beginning, cannot be used here: .*: pip install .* start another run from its"
+    )
     with pytest.raises(SettingError, match=match):
         train_network(config_of(AUTO, run_dir=path, resume=True, steps=4))
     with pytest.raises(SettingError, match=match):

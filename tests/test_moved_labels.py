@@ -1,5 +1,6 @@
 """Labels that an augmentation would have to move with the pixels are refused, until the caller says otherwise."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from engine.config import SettingError
 from engine.evaluation.run import evaluate
 from engine.feed.label_form import LabelForm
+from engine.records.digests import SEAL
 from engine.records.recorded_run import read_recorded
+from engine.records.run_folder import CONFIG, CONTINUED
 from engine.run.label_fit import check_labels_stay
 from engine.run.train import train
 from tests.toy import BATCH, SIZE, toy_batch, toy_config
@@ -77,6 +80,18 @@ def test_a_caller_may_say_that_labels_are_invariant_and_the_run_records_it(tmp_p
     changed = toy_config(num_classes=None, run_dir=run, eval_mirror=True)
     with pytest.raises(SettingError, match="leave out eval_mirror or"):
         evaluate(changed, model=PerPixel(), evaluation=masks(0), loss=squared)
+
+
+def test_a_run_of_an_earlier_version_goes_on_as_it_was(tmp_path):
+    train_on_masks(flip=1.0, labels_are_invariant=True, run_dir=tmp_path)
+    values = json.loads((tmp_path / CONFIG).read_text())
+    values = {key: each for key, each in values.items() if key not in (SEAL, CONTINUED)}
+    del values["config"]["labels_are_invariant"]
+    (tmp_path / CONFIG).write_text(json.dumps(values))
+    assert read_recorded(tmp_path).config.labels_are_invariant
+    del values["resolved"]["labels"]
+    (tmp_path / CONFIG).write_text(json.dumps(values))
+    assert not read_recorded(tmp_path).config.labels_are_invariant
 
 
 @pytest.mark.parametrize(

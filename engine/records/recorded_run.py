@@ -20,7 +20,7 @@ from preprocess.regular_file import read_regular
 from preprocess.system_errors import reading_remedy, status_of
 
 # What the runs of versions without a setting used, where that is not its default now.
-_OF_OLDER_RUNS = {"kernels": "xla", "eval_every_steps": 0, "snapshot_every_steps": 0, "labels_are_invariant": True}
+_OF_OLDER_RUNS = {"kernels": "xla", "eval_every_steps": 0, "snapshot_every_steps": 0}
 
 # Larger than any number of classes and any side of an image.
 _MOST = 1 << 20
@@ -148,7 +148,7 @@ def read_record(path: Path) -> RecordedRun:
             if not isinstance(values[name], dict):
                 raise TypeError(f"{name} must be an object, but is {type(values[name]).__name__}")
         _check_resolved(values["resolved"])
-        config, replaced = take_recorded(TrainConfig.from_json(_OF_OLDER_RUNS | values["config"]))
+        config, replaced = take_recorded(TrainConfig.from_json(_of_older_runs(values["resolved"]) | values["config"]))
         return RecordedRun(
             config=config,
             resolved=dict(values["resolved"]),
@@ -156,7 +156,8 @@ def read_record(path: Path) -> RecordedRun:
             origins=dict(values["origins"]),
             versions=dict(values["versions"]),
             earlier=tuple(
-                {**e, "until_step": int(e["until_step"]), "settings": _of_run(e["settings"])} for e in values["earlier"]
+                {**_checked_machine(e), "until_step": int(e["until_step"]), "settings": _of_run(e["settings"])}
+                for e in values["earlier"]
             ),
             digest=values.get(SEAL),
             continued=tuple(map(str, values.get(CONTINUED, ()))),
@@ -173,12 +174,19 @@ def _of_run(values: dict[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
+def _checked_machine(launch: Mapping[str, Any]) -> Mapping[str, Any]:
+    if (found := launch.get(MACHINE)) is not None and not _are_texts(found):
+        raise ValueError(f"the {MACHINE} of an earlier launch must be an object of texts, but is {str(found)[:80]!r}")
+    return launch
+
+
 def _check_resolved(resolved: Mapping[str, Any]) -> None:
     """Raise ValueError for a resolved value that no run records: it decides what is built, and how large it is."""
     for name, is_valid, rule in (
-        *((name, lambda value: isinstance(value, str), "text") for name in ("model", "data")),
+        *((name, lambda value: isinstance(value, str), "text") for name in ("model", "data", "data_location")),
         *((name, _is_size, f"a whole number from 1 to {_MOST:,}") for name in _SIZES),
         *((name, _is_triple, "three finite numbers") for name in ("mean", "std")),
+        *((name, _are_texts, "an object of texts") for name in (MACHINE, "own_sources")),
     ):
         value = resolved.get(name)
         if value is not None and not is_valid(value):
@@ -193,6 +201,15 @@ def _is_triple(value: Any) -> bool:
     return (
         isinstance(value, list) and len(value) == 3 and all(type(e) in (int, float) and abs(e) < _MOST for e in value)
     )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+def _of_older_runs(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    # Labels of another form than class numbers were trusted.
+    return _OF_OLDER_RUNS | ({"labels_are_invariant": True} if resolved.get("labels") else {})
 
 
 def _check_seal(path: Path, values: dict[str, Any]) -> None:
