@@ -214,7 +214,7 @@ def test_tail_run_does_not_wait_for_a_pipe(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("model", value) for value in (3, 1.5, [0], True)),
+        *(("model", value) for value in (3, 1.5, [0], True, None)),
         *(("num_classes", value) for value in ("x", 0, -1, 2**64, 10**4000, 1.5, True, [3])),
         *((name, value) for name in ("height", "width", "num_devices", "num_processes") for value in ("8", 2**64)),
         *((name, value) for name in ("mean", "std") for value in ("0", [0.5], [0.5, 0.5, "x"], [2**64] * 3)),

@@ -189,7 +189,7 @@ def _check_resolved(resolved: Mapping[str, Any]) -> None:
         *((name, _are_texts, "an object of texts") for name in (MACHINE, "own_sources")),
     ):
         value = resolved.get(name)
-        if value is not None and not is_valid(value):
+        if (value is not None or (name == "model" and name in resolved)) and not is_valid(value):
             raise ValueError(f"resolved {name} must be {rule}, but is {str(shown(value))[:80]!r}")
 
 
