@@ -5,6 +5,7 @@ import os
 import re
 import resource
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -324,6 +325,29 @@ def test_verification_does_not_call_damaged_what_it_could_not_read(tmp_path, mon
     assert result.exit_code == 2
     assert "train: not read in 1 place, so these files may be intact:\n" in result.output
     assert "--overwrite" not in result.output
+
+
+def test_no_file_is_called_damaged_because_one_opening_failed(tmp_path, monkeypatch):
+    pack(fake_source(4), tmp_path)
+    opened: list[str] = []
+    real = regular_file.open_regular
+
+    def open_or_fail(failing, path):
+        opened.append(str(path))
+        if len(opened) == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    monkeypatch.setattr(regular_file, "open_regular", partial(open_or_fail, 0))
+    assert verify.verify_split(str(tmp_path), "train") == ()
+    found: list[verify.Damage] = []
+    for failing in range(1, len(opened) + 1):
+        opened.clear()
+        monkeypatch.setattr(regular_file, "open_regular", partial(open_or_fail, failing))
+        with suppress(ShardError):
+            found += verify.verify_split(str(tmp_path), "train")
+    assert any("labels/zarr.json: it can't be read (Input/output error); try again" in str(each) for each in found)
+    assert [each for each in found if not each.remedy] == []
 
 
 def test_a_size_that_the_system_does_not_tell_does_not_enter_the_plan(tmp_path, monkeypatch):

@@ -374,8 +374,11 @@ def _opened(
     try:
         return open_array()
     except ShardError as error:
+        cause = error.__cause__ or error
+        if remedy := reading_remedy(cause, ""):
+            yield Damage(key, damage(cause), remedy=remedy)
         # A missing file has already been reported.
-        if location.read(key) is not None:
+        elif location.read(key) is not None:
             yield Damage(key, str(error).removeprefix(f"{location.display}{name}: "))
         return None
 
