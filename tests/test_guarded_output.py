@@ -250,3 +250,20 @@ def test_a_cell_is_no_formula(text, cell):
 def test_a_name_in_a_line_has_no_control_characters():
     assert printable_name("a\x1b[2J\tb\nc\rd\u202ee") == "a\\x1b[2J\\tb\\nc\\rd\\u202ee"
     assert printable_name("café ½") == "café ½"
+
+
+def test_a_command_without_streams_writes_to_none(monkeypatch):
+    seen: list[bool] = []
+
+    @click.command(cls=GuardedCommand)
+    def command():
+        print("to nobody")
+        click.echo("to nobody", err=True)
+        write_data("a,b\n")
+        sys.stdout.flush()
+        seen.append(sys.stdout.isatty() or sys.stderr.isatty())
+
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    command.main([], standalone_mode=False)
+    assert (seen, sys.stdout, sys.stderr) == ([False], None, None)

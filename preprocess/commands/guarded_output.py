@@ -12,7 +12,8 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, cast
 
@@ -124,18 +125,22 @@ class GuardedCommand(SuggestingCommand):
 def _guarded_output() -> Iterator[None]:
     guards: dict[str, Any] = {}
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-    for name, stream in streams.items():
-        if stream is not None and not isinstance(stream, GuardedStream):
+    with ExitStack() as stack:
+        for name, stream in streams.items():
+            if isinstance(stream, GuardedStream):
+                continue
+            if (behind := stream) is None:  # closed by the shell, or a program without a console
+                behind = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
             # No command has its result on stderr.
-            guards[name] = GuardedStream(OutputStream(stream, is_display=name == "stderr"))
+            guards[name] = GuardedStream(OutputStream(behind, is_display=name == "stderr"))
             setattr(sys, name, guards[name])
-    try:
-        yield
-    finally:
-        for name, guard in guards.items():
-            # When the output pipe is closed, click replaces the stream with its own, which must stay.
-            if getattr(sys, name) is guard:
-                setattr(sys, name, streams[name])
+        try:
+            yield
+        finally:
+            for name, guard in guards.items():
+                # When the output pipe is closed, click replaces the stream with its own, which must stay.
+                if getattr(sys, name) is guard:
+                    setattr(sys, name, streams[name])
 
 
 def _open_missing_descriptors() -> None:
