@@ -267,3 +267,14 @@ def test_a_command_without_streams_writes_to_none(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     command.main([], standalone_mode=False)
     assert (seen, sys.stdout, sys.stderr) == ([False], None, None)
+
+
+def test_a_result_that_finds_no_room_is_an_error_in_one_line():
+    program = (
+        "import click\nfrom preprocess.commands.guarded_output import GuardedCommand\n"
+        "click.command(cls=GuardedCommand)(lambda: click.echo('result'))(prog_name='show')"
+    )
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "show: <stdout> cannot be read or written (No space left on device): make room on its disk\n"
+    assert (done.returncode, done.stderr) == (1, said)

@@ -23,6 +23,7 @@ from preprocess.commands.output_stream import OutputStream
 from preprocess.commands.suggesting import SuggestingCommand
 from preprocess.printable import printable_text
 from preprocess.stop_signals import stops_as_interrupts
+from preprocess.system_errors import describe_system_error
 
 # Surrogates other than those in which Python decodes the bytes 0x80 … 0xff of a name.
 _NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
@@ -115,7 +116,11 @@ class GuardedCommand(SuggestingCommand):
                 return super().main(*args, **values)
         except SystemExit:
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.filename == "<stdout>" and values.get("standalone_mode", True):
+                name = values.get("prog_name") or Path(sys.argv[0]).name
+                click.echo(f"{name}: {describe_system_error(error)}", err=True)
+                sys.exit(1)
             # The interpreter prints the exception after this function has returned and the guards are gone.
             sys.excepthook = _print_safely
             raise
