@@ -1,5 +1,6 @@
 """What a snapshot claims is compared with its facts and its files before memory is taken for it."""
 
+import errno
 import json
 import os
 
@@ -7,12 +8,14 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from engine.records import snapshot
+from engine.records import snapshot, snapshot_claims
 from engine.records.digests import sealed
 from engine.records.given_weights import read_given_weights
-from engine.records.snapshot import SnapshotError, read_folder_state, read_snapshot, write_snapshot
+from engine.records.orbax_store import arrays_store
+from engine.records.run_folder import SNAPSHOTS
+from engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_folder_state, read_snapshot, write_snapshot
 from engine.records.weights import read_weights
-from engine.run.resume import start_at
+from engine.run.resume import find_start, start_at
 from preprocess.claimed_size import FREE_BYTES, MOST_RATIO, is_plausible
 
 GB = 1 << 30
@@ -33,7 +36,7 @@ def written(tmp_path, monkeypatch):
 
 
 def store_of(folder):
-    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/4/state"}).result()
+    return ts.KvStore.open(arrays_store(folder / "4")).result()
 
 
 def claim(folder, name="w", **changes):
@@ -171,3 +174,45 @@ def test_zeros_that_are_hardly_stored_are_plausible_up_to_a_bound(tmp_path):
     assert is_plausible(FREE_BYTES, 0)
     assert is_plausible(MOST_RATIO * 1000 + FREE_BYTES, 1000)
     assert not is_plausible(MOST_RATIO * 1000 + FREE_BYTES + 1, 1000)
+
+
+@pytest.mark.parametrize("name", ["exp#1", "50%", "a?b", "lr=0.1%20x", "a|b"])
+def test_the_characters_of_urls_in_a_path_have_no_meaning(tmp_path, name):
+    folder = tmp_path / name
+    write_snapshot(folder, 4, 8, {"w": np.arange(3.0), "z": np.ones(2)})
+    np.testing.assert_array_equal(read_snapshot(folder, 4).leaves["w"], [0, 1, 2])
+    ts.KvStore.open(arrays_store(folder / "4")).result().write("z/0", b"no").result()
+    with pytest.raises(SnapshotError, match=r"4 is damaged .*: z cannot be read"):
+        read_snapshot(folder, 4)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(
+            ValueError(f"UNKNOWN: Error reading manifest [os_error_code='{number}']")
+            for number in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.EACCES)
+        ),
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+    ],
+)
+@pytest.mark.parametrize(
+    "reader", [(snapshot, "restore_facts"), (snapshot_claims, "arrays_store"), (snapshot, "restore_arrays")]
+)
+def test_a_newest_snapshot_that_was_not_read_is_neither_passed_over_nor_called_damaged(
+    tmp_path, monkeypatch, reader, error
+):
+    folder, step = tmp_path / SNAPSHOTS, 4
+    for each in (step, 5):
+        write_snapshot(folder, each, each, {"w": np.arange(3.0)})
+
+    def fail(path):
+        raise error
+
+    before = getattr(*reader)
+    monkeypatch.setattr(*reader, lambda path: (fail if path.name == "5" else before)(path))
+    with pytest.raises(UnreadSnapshotError, match=r"the snapshot .*5 cannot be read: "):
+        read_snapshot(folder, 5)
+    with pytest.raises(ValueError, match="or remove that snapshot to resume without it"):
+        find_start(tmp_path, pytest.fail)

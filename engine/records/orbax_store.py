@@ -84,9 +84,17 @@ def restore_arrays(path: Path) -> Any:
             return checkpointer.restore(path, args=ocp.args.Composite(state=ocp.args.PyTreeRestore()))["state"]
 
 
+def arrays_store(path: Path) -> dict[str, Any]:
+    """Return TensorStore's specification of where the arrays of a snapshot are.
+
+    A path is not written as a URL, in which `#`, `%`, `?` and `|` have a meaning.
+    """
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/state/"}}
+
+
 def first_unreadable(path: Path, names: Iterable[str]) -> str | None:
     """Read arrays one at a time, and return the name of the first unreadable array, or None if all can be read."""
-    store = {"driver": "ocdbt", "base": f"file://{path}/state"}
+    store = arrays_store(path)
     for name in names:
         try:
             # Orbax stores each array as zarr under its path, joined by dots.

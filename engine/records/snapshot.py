@@ -37,7 +37,7 @@ from preprocess.claimed_size import stored_size
 from preprocess.links import check_unlinked, remove_tree
 from preprocess.regular_file import check_regular, raise_error
 from preprocess.synced_folders import make_folders, sync_folder, sync_tree
-from preprocess.system_errors import remedy_of, system_number, system_reason
+from preprocess.system_errors import Cause, cause_of, remedy_of, system_number, system_reason
 
 _FORMAT = 1
 # The key of the facts for the state of the run's other files.
@@ -46,8 +46,8 @@ _MOST_FACTS_BYTES = 1 << 26
 _NAMED_AT_MOST = 3
 # Besides the arrays: the facts and Orbax's own files, a few hundred bytes per array.
 _SLACK_BYTES = 1 << 20
-# A file that is missing or no file; an error of no number is one of the content.
-_OF_DAMAGE = frozenset({None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL})
+# A file that is missing or no file; an error that is not the system's is one of the content.
+_OF_DAMAGE = frozenset({None, Cause.MISSING, Cause.LINKS, Cause.TAKEN})
 
 
 class SnapshotError(ValueError):
@@ -147,8 +147,7 @@ def read_snapshot(folder: Path, step: int) -> Snapshot:
     stored_bytes = _check_files(path)
     facts = _read_facts(path, step)
     described: dict[str, Any] = facts["leaves"]
-    if (fault := find_false_claim(path, described, stored_bytes)) is not None:
-        raise _damaged(path, fault)
+    _check_claims(path, described, stored_bytes)
     filled = {name: like for name, like in described.items() if 0 not in like["shape"]}
     restored = _restore_arrays(path, filled) if filled else {}
     leaves = {}
@@ -375,6 +374,15 @@ def _read_facts(path: Path, step: int) -> dict[str, Any]:
     return facts
 
 
+def _check_claims(path: Path, described: Mapping[str, Any], stored_bytes: int) -> None:
+    try:
+        fault = find_false_claim(path, described, stored_bytes)
+    except Exception as error:  # TensorStore raises exceptions of many types
+        raise _damaged(path, f"its arrays cannot be read ({short_reason(error)})", error) from error
+    if fault is not None:
+        raise _damaged(path, fault)
+
+
 def _restore_arrays(path: Path, described: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """Read all arrays at once; if that fails, find the first damaged array by reading them one at a time."""
     try:
@@ -407,9 +415,16 @@ def _list(names: list[str]) -> str:
 
 def _damaged(path: Path, what: str, error: BaseException | None = None) -> SnapshotError:
     """Return the error of a snapshot; `error` is that of the system or of TensorStore, if one was raised."""
-    if error is not None and system_number(error) not in _OF_DAMAGE:
+    if error is not None and _may_pass(error):
         return UnreadSnapshotError(f"the snapshot {path} cannot be read: {what}")
     return SnapshotError(f"the snapshot {path} is damaged and cannot be used: {what}")
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether an error is one of the disk or the machine, and so says nothing about the files."""
+    if isinstance(error, MemoryError) or "can't start new thread" in str(error):
+        return True
+    return cause_of(error) not in _OF_DAMAGE and system_number(error) != errno.EINVAL
 
 
 def _not_ours(what: str) -> SnapshotError:

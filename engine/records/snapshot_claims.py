@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import tensorstore as ts
 
-from engine.records.orbax_store import short_reason
+from engine.records.orbax_store import arrays_store
 from preprocess.claimed_size import is_plausible
 
 _MOST_ARRAYS = 100_000
@@ -31,6 +31,9 @@ def find_false_claim(path: Path, described: Mapping[str, Any], stored_bytes: int
         path: the folder of the snapshot.
         described: the dtype and the shape of each array by name, as the facts have them.
         stored_bytes: the size of its files.
+
+    Raises:
+        Exception: of any type, if the files cannot be read.
     """
     if len(described) > _MOST_ARRAYS:
         return f"it lists {len(described):,} arrays, of at most {_MOST_ARRAYS:,}"
@@ -53,17 +56,12 @@ def find_false_claim(path: Path, described: Mapping[str, Any], stored_bytes: int
 
 def _find_misfit(path: Path, shapes: Mapping[str, list[int]]) -> str | None:
     """Return how the stored arrays differ from these shapes; None if they do not."""
-    name = "an array"
-    try:
-        store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/state"}).result()
-        for name, shape in shapes.items():
-            found = store.read(name + _ARRAY_KEY).result()
-            if found.state != "value" or not _claims_shape(bytes(found.value), shape):
-                return f"{name} does not have the shape {shape} that it was written with"
-        name = "an array"
-        keys = {key.decode("utf-8", "replace") for key in store.list().result() if key.endswith(_ARRAY_KEY.encode())}
-    except Exception as error:  # noqa: BLE001 - TensorStore raises exceptions of many types
-        return f"{name} cannot be read ({short_reason(error)})"
+    store = ts.KvStore.open(arrays_store(path)).result()
+    for name, shape in shapes.items():
+        found = store.read(name + _ARRAY_KEY).result()
+        if found.state != "value" or not _claims_shape(bytes(found.value), shape):
+            return f"{name} does not have the shape {shape} that it was written with"
+    keys = {key.decode("utf-8", "replace") for key in store.list().result() if key.endswith(_ARRAY_KEY.encode())}
     others = keys - {each + _ARRAY_KEY for each in shapes}
     return f"{min(others).removesuffix(_ARRAY_KEY)} is not one of its arrays" if others else None
 
