@@ -12,6 +12,8 @@ from collections.abc import Buffer, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from preprocess.system_errors import status_of
+
 # Not every system has all of these flags. Windows needs O_BINARY, and has no pipes in its file system.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_RDONLY", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 
@@ -19,8 +21,6 @@ _FLAGS = sum(getattr(os, name, 0) for name in ("O_RDONLY", "O_NONBLOCK", "O_NOCT
 # replaced or written to, even if its modification time was reset.
 type FileIdentity = tuple[int, int, int, int]
 
-# A path that leads nowhere or may not be followed. Any other error says nothing about what is there.
-_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM})
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -144,19 +144,13 @@ def _too_large(path: str | os.PathLike[str], max_bytes: int) -> OSError:
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether ``path`` is a regular file or a link to one; False if it may not be accessed.
+    """Return whether ``path`` is a regular file or a link to one.
 
     Raises:
-        OSError: that cannot be known, because the disk or its server failed.
+        OSError: that cannot be known, because it may not be looked at, or the disk or its server failed.
     """
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except ValueError:
-        return False
-    except OSError as error:
-        if error.errno not in _NOT_THERE:
-            raise
-        return False
+    found = status_of(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def raise_error(error: OSError) -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from engine.run.class_identities import have_same_order, lacking, places
+from preprocess.shards.classes import ImageClass
 from preprocess.sources.class_names import name_classes, parse_name_file
 
 
@@ -44,3 +46,10 @@ def test_a_file_that_does_not_mean_what_its_order_suggests_is_named_in_one_line(
 def test_a_line_as_long_as_the_file_may_be_takes_no_longer_than_any():
     file = parse_name_file(b"n0 " + b" a" * (1 << 22), "classes.txt")
     assert len(name_classes([file], ["n0"]).names["n0"]) == (1 << 23) - 1
+
+
+def test_identifiers_in_another_unicode_form_are_the_same():
+    mac, linux = ([ImageClass(each, each) for each in ids] for ids in (("Bad", "Ku\u0308che"), ("K\u00fcche", "Bad")))
+    assert lacking(mac, linux) is None
+    assert places(mac, among=linux) == [1, 0]
+    assert have_same_order(mac, linux[::-1])

@@ -86,6 +86,8 @@ def test_a_run_uses_the_data_that_it_found_wherever_it_goes_on(tmp_path, monkeyp
     assert replay_run(run, from_step=0, model=Linear()).differences == ()
     assert not (tmp_path / "cache/feedloop/demo").exists()
 
+    monkeypatch.setenv("HOME", str(home))
+    assert data_of_record("~/data/shards", None) == "~/data/shards"
     (home / "data/shards").rename(tmp_path / "moved")
     gone = re.escape(f"must be in {home / 'data/shards'}, which does not exist: give the folder where they are now")
     for go_on in (

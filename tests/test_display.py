@@ -180,6 +180,18 @@ def test_a_stream_that_is_a_display_is_given_up_once():
         OutputStream(closed).write("a")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "text", "shown"),
+    [("koi8-r", "шаг × …", "шаг ? ?"), ("iso8859-2", "5 µs · é", "5 ?s ? é"), ("latin-1", "5 µs …", "5 µs ?")],
+)
+def test_only_what_an_alphabet_lacks_is_replaced(encoding, text, shown):
+    behind = io.TextIOWrapper(io.BytesIO(), encoding)
+    stream = OutputStream(behind)
+    stream.write(text)
+    stream.flush()
+    assert behind.buffer.getvalue().decode(encoding) == shown  # type: ignore[attr-defined]
+
+
 def test_a_call_of_train_outlives_its_sink_of_lines_and_its_notices():
     def notify(_: str) -> None:
         raise OSError(5, "Input/output error")

@@ -378,16 +378,23 @@ def test_train_comes_first(tmp_path):
     assert list_splits(str(tmp_path)) == ("train", "aaa", "val")
 
 
-@pytest.mark.parametrize("what", ["listdir", "stat"])
-def test_a_pack_that_cannot_be_looked_at_has_not_lost_a_split(data, monkeypatch, what):
-    """A file server that fails for a moment must not make a training leave out the evaluation."""
+@pytest.mark.parametrize(
+    ("what", "code", "reason"),
+    [
+        ("listdir", errno.ESTALE, "Stale file handle"),
+        ("stat", errno.ESTALE, "Stale file handle"),
+        ("stat", errno.EACCES, "Permission denied"),
+    ],
+)
+def test_a_pack_that_cannot_be_looked_at_has_not_lost_a_split(data, monkeypatch, what, code, reason):
+    """Neither a file server that fails for a moment nor a lack of rights may leave out an evaluation."""
     real, failing = getattr(os, what), data if what == "listdir" else data / "train/manifest.json"
 
     def fail(path=".", *args, **more):
         if os.fspath(path) == str(failing):
-            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+            raise OSError(code, reason, str(path))
         return real(path, *args, **more)
 
     monkeypatch.setattr(os, what, fail)
-    with pytest.raises(ShardError, match=f"^{failing} can't be read: Stale file handle"):
+    with pytest.raises(ShardError, match=f"^{failing} can't be read: {reason}"):
         find_splits(str(data))

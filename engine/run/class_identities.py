@@ -3,6 +3,7 @@
 Must not know: models, files.
 """
 
+import unicodedata
 from collections.abc import Sequence
 
 from preprocess.printable import printable
@@ -14,8 +15,8 @@ _MOST_NAMED = 3
 
 def lacking(has: Sequence[ImageClass], lacks: Sequence[ImageClass]) -> str | None:
     """Return the classes of `has` that `lacks` does not contain, such as "2 classes (cat, dog)"; None if none."""
-    known = {each.id for each in lacks}
-    found = [printable(each.id) for each in has if each.id not in known]
+    known = {_identity(each) for each in lacks}
+    found = [printable(each.id) for each in has if _identity(each) not in known]
     if not found:
         return None
     more = ", …" if len(found) > _MOST_NAMED else ""
@@ -28,10 +29,15 @@ def places(of: Sequence[ImageClass], among: Sequence[ImageClass]) -> list[int]:
     Raises:
         KeyError: a class is not there.
     """
-    number_of = {each.id: number for number, each in enumerate(among)}
-    return [number_of[each.id] for each in of]
+    number_of = {_identity(each): number for number, each in enumerate(among)}
+    return [number_of[_identity(each)] for each in of]
 
 
 def have_same_order(one: Sequence[ImageClass], other: Sequence[ImageClass]) -> bool:
     """Return whether two lists have the same identifiers in the same order."""
-    return [each.id for each in one] == [each.id for each in other]
+    return [*map(_identity, one)] == [*map(_identity, other)]
+
+
+def _identity(of: ImageClass) -> str:
+    """Return the identifier in one Unicode form: a Mac names the folder of a class in another than Linux."""
+    return unicodedata.normalize("NFC", of.id)

@@ -14,7 +14,7 @@ from engine.locations import DATA_VARIABLE
 from models.user_cache import CACHE_REMEDY, user_cache_folder
 from preprocess.printable import printable
 from preprocess.shards.reader import list_splits
-from preprocess.storage_options import is_url
+from preprocess.storage_options import expand_home, is_url
 
 USUAL_PLACE = Path("data/shards")
 DATA_LOCATION = "data_location"
@@ -72,11 +72,11 @@ def data_of_record(given: str | None, found_at: str | None) -> str | None:
         ValueError: the data are not there any more.
     """
     place = found_at if given is None else given
-    if place is None or is_url(place) or os.path.lexists(place):
+    if place is None or is_url(place) or os.path.lexists(expand_home(place)):
         return place
     cache = user_cache_folder()
     demo = None if cache is None else cache / _DEMO
-    if demo is not None and Path(place).parts[-2:] == demo.parts[-2:]:
+    if demo is not None and place == found_at and Path(place).parts[-2:] == demo.parts[-2:]:
         return os.fspath(demo)  # which is drawn again
     if given is None and os.environ.get(DATA_VARIABLE):
         return None

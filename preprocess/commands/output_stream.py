@@ -35,8 +35,10 @@ class OutputStream:
         def write() -> None:
             try:
                 self._stream.write(text)
-            except UnicodeEncodeError as error:
-                self._stream.write(text.encode(error.encoding, errors).decode(error.encoding))
+            except UnicodeEncodeError:
+                # Not the error's encoding, which is "charmap" for every alphabet of single bytes.
+                encoding = self._stream.encoding
+                self._stream.write(text.encode(encoding, errors).decode(encoding))
 
         self._try(write)
         return len(text)

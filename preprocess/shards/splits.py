@@ -19,6 +19,7 @@ from preprocess.shards.arrays import CHECKSUMS, LABELS, METADATA_KEY, PIXELS, TA
 from preprocess.shards.location import Location, ShardError, open_location
 from preprocess.shards.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
 from preprocess.shards.split_files import PARTS, PLAN_KEY, is_split_file
+from preprocess.sources.system_entries import is_hidden
 
 # Any one of these shows that a folder contains a split or its remains.
 _MARKS = (
@@ -127,7 +128,7 @@ def _states_of_folders(location: Location) -> dict[str, _State]:
     states = {}
     try:
         # Not `glob`, which takes a folder that cannot be listed for an empty one.
-        for path in sorted(folder.iterdir()):
+        for path in sorted(each for each in folder.iterdir() if not is_hidden(each.name)):
             if is_regular(path / MANIFEST_KEY):
                 states[path.name] = _State.COMPLETE
             elif is_regular(path / PLAN_KEY):
