@@ -189,7 +189,7 @@ def test_only_what_an_alphabet_lacks_is_replaced(encoding, text, shown):
     stream = OutputStream(behind)
     stream.write(text)
     stream.flush()
-    assert behind.buffer.getvalue().decode(encoding) == shown  # type: ignore[attr-defined]
+    assert behind.buffer.getvalue().decode(encoding) == shown
 
 
 def test_a_call_of_train_outlives_its_sink_of_lines_and_its_notices():
