@@ -3,11 +3,13 @@
 Owns the rules for the words of `engine.settings.Owner`. Must not know: how a record is read, or a command's options.
 """
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from engine.config import SETTINGS, TrainConfig, describe_value
+from engine.locations import DATA_VARIABLE
 from engine.settings import OnResume, Owner
 from preprocess.printable import printable
 from preprocess.quantities import listed
@@ -17,9 +19,9 @@ STORAGE = "storage_options"
 
 OF_A_RECORD = tuple(name for name, each in SETTINGS.items() if each.owner in (Owner.RUN, Owner.DATA))
 """The settings that are taken from the record of a run."""
-OF_A_RECIPE = tuple(
-    name for name in OF_A_RECORD if SETTINGS[name].on_resume is not OnResume.COMPUTED and name != STORAGE
-)
+OF_A_RECORD_AS_RECIPE = tuple(name for name in OF_A_RECORD if SETTINGS[name].on_resume is not OnResume.COMPUTED)
+"""The settings that are taken from the record of a run for another run."""
+OF_A_RECIPE = tuple(name for name in OF_A_RECORD_AS_RECIPE if name != STORAGE)
 """The settings that a recipe may have. How a store is reached is in part the user's: who asks, and who pays."""
 OF_A_USER = tuple(name for name, each in SETTINGS.items() if each.owner is Owner.USER)
 """The settings that each launch must give again; a line names those that a record has."""
@@ -27,15 +29,23 @@ OF_AN_EVALUATION = ("compilation_cache", "cache", "cache_gb", STORAGE)
 """Those of them that have an effect where nothing is trained, and how the data are reached."""
 
 
-def take_recorded(config: TrainConfig) -> tuple[TrainConfig, dict[str, Any]]:
+def take_recorded(config: TrainConfig, *, has_no_place: bool = False) -> tuple[TrainConfig, dict[str, Any]]:
     """Return the settings of a record that may be used, and the recorded values of those that were replaced, by name.
 
     Of the user's and the launch's, none is used. Of the options of a store, its address is used, without keys (see
-    `preprocess.storage_options.recorded_options`).
+    `preprocess.storage_options.recorded_options`), unless the user has named a URL in $FEEDLOOP_DATA, and the record
+    does not say where its data are.
+
+    Args:
+        config: the settings of the record.
+        has_no_place: whether the data are searched for, because the record does not name their place.
     """
     changes = {name: each.default for name, each in SETTINGS.items() if name not in OF_A_RECORD}
     given = parse_text(config.storage_options)
-    if (kept := recorded_options(given)) != given:
+    kept = recorded_options(given)
+    if has_no_place and kept.get("credentials") == ANONYMOUS and is_url(os.environ.get(DATA_VARIABLE, "")):
+        kept = {}
+    if kept != given:
         changes[STORAGE] = as_text(kept)
     replaced = {name: value for name in changes if (value := getattr(config, name)) != changes[name]}
     return replace(config, **changes), replaced
@@ -85,22 +95,15 @@ def with_given(recorded: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     return replace(_without_foreign_server(recorded, given), **given)
 
 
-def recorded_settings(recorded: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+def recorded_settings(
+    recorded: TrainConfig, given: Mapping[str, Any], names: Collection[str] = OF_A_RECORD
+) -> dict[str, Any]:
     """Return the settings of a record that count below those that the user gives now, see `with_given`."""
     usable = _without_foreign_server(recorded, given).to_json()
-    return {name: usable[name] for name in OF_A_RECORD}
-
-
-def recipe_of(recorded: TrainConfig) -> dict[str, Any]:
-    """Return the settings of a record that another run may have, which may be written to a store."""
-    usable = replace(recorded, storage_options=None) if _names_foreign_server(recorded) else recorded
-    return {name: value for name, value in usable.to_json().items() if name in (*OF_A_RECIPE, STORAGE)}
+    return {name: usable[name] for name in names}
 
 
 def _without_foreign_server(recorded: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     names_url = any(is_url(given.get(name) or "") for name in ("data", "init_from", "run_dir"))
-    return replace(recorded, storage_options=None) if names_url and _names_foreign_server(recorded) else recorded
-
-
-def _names_foreign_server(recorded: TrainConfig) -> bool:
-    return parse_text(recorded.storage_options).get("credentials") == ANONYMOUS
+    is_foreign = parse_text(recorded.storage_options).get("credentials") == ANONYMOUS
+    return replace(recorded, storage_options=None) if names_url and is_foreign else recorded

@@ -72,11 +72,11 @@ def test_each_setting_has_an_owner_and_a_new_one_needs_one():
         undeclared(None, "Output", SETTINGS["data"].stage, "Upload to this account.")
 
 
-def record(folder: Path, config: TrainConfig, **changes: Any) -> Path:
+def record(folder: Path, config: TrainConfig, resolved: Any = (), **changes: Any) -> Path:
     """Write the sealed record that a run with these settings has, as a stranger can."""
     with RunFolder(folder) as run:
         run.clear()
-        run.write_config(config, {"model": "resnet8", "device": "cpu"}, None, origins={}, **changes)
+        run.write_config(config, {"model": "resnet8", "device": "cpu", **dict(resolved)}, None, origins={}, **changes)
         run.launched()
     return folder / "config.json"
 
@@ -124,20 +124,42 @@ def test_a_record_as_a_recipe_brings_no_cache_and_no_keys(tmp_path, monkeypatch)
     path = record(tmp_path / "run", TrainConfig(data="s3://bucket/x", storage_options=options, **FOREIGN))
     recipe = load_recipe(path)
     assert not recipe.settings.keys() & FOREIGN.keys()
-    assert recipe.settings["storage_options"] is None
+    without_keys = "credentials=anonymous,endpoint=http://a.example:9,timeout=7"
+    assert recipe.settings["storage_options"] == without_keys
     configs = []
     monkeypatch.setattr(cli, "print_plan", lambda config, *_: configs.append(config))
     done = CliRunner().invoke(cli.main, ["--recipe", str(path), "--dry-run", "--cache", str(tmp_path / "mine")])
     assert done.exit_code == 0, done.output
     assert configs[0].cache == str(tmp_path / "mine")
     assert (configs[0].compilation_cache, configs[0].wandb) == (None, None)
-    assert configs[0].storage_options == "credentials=anonymous,endpoint=http://a.example:9,timeout=7"
+    assert configs[0].storage_options == without_keys
     (line,) = done.stderr.splitlines()
     assert "--cache gift" not in line
     assert "--wandb team" in line
     assert "no keys are sent to http://a.example:9, which the run's record names" in line
     CliRunner().invoke(cli.main, ["--recipe", str(path), "--dry-run", "--run-dir", "s3://mine/run"])
     assert configs[1].storage_options is None
+    # explain-program asks the same server: the bucket of the record is not looked for at another.
+    explained = []
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+
+    def explain(described, *_):
+        explained.append(described.config)
+        raise CompiledError
+
+    monkeypatch.setattr(explain_cli, "_explain", explain)
+    mine, like = ["--data", "s3://mine/x"], f"--recipe {path}"
+    for arguments in (
+        ["--recipe", str(path)],
+        ["--recipe", str(path), *mine],
+        ["--compare", like, like],
+        ["--compare", like, like, *mine],
+    ):
+        CliRunner().invoke(explain_cli.main, arguments)
+    assert [(each.data, each.storage_options) for each in explained] == [
+        ("s3://bucket/x", without_keys),
+        ("s3://mine/x", None),
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -176,6 +198,35 @@ def test_a_url_that_the_user_names_is_not_looked_for_at_a_server_of_the_record(m
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://a:9")
     recorded, _ = take_recorded(TrainConfig(storage_options="endpoint=http://a:9,timeout=9"))
     assert with_given(recorded, {"data": "s3://mine/x"}).storage_options == "endpoint=http://a:9,timeout=9"
+
+
+@pytest.mark.parametrize(
+    ("config", "resolved", "is_used"),
+    [
+        ({}, {}, False),
+        ({}, {"data_location": "s3://theirs/x"}, True),
+        ({"data": "s3://theirs/x"}, {}, True),
+        ({"synthetic": True}, {}, True),
+        ({}, {"data": "batches of your own"}, True),
+    ],
+)
+def test_nor_is_a_url_that_the_environment_names(tmp_path, monkeypatch, config, resolved, is_used):
+    made = TrainConfig(storage_options="endpoint=http://a:9", **config)
+    path = record(tmp_path / "run", made, resolved=resolved)
+    foreign = "credentials=anonymous,endpoint=http://a:9"
+    for place in (None, "data/mine"):
+        if place is not None:
+            monkeypatch.setenv("FEEDLOOP_DATA", place)
+        assert read_record(path).config.storage_options == foreign
+    monkeypatch.setenv("FEEDLOOP_DATA", "s3://mine/x")
+    found = read_record(path)
+    assert found.config.storage_options == (foreign if is_used else None)
+    line = found.describe_replaced(found.config)
+    assert line == (
+        "no keys are sent to http://a:9, which the run's record names"
+        if is_used
+        else "not used from the run's record: --storage-option endpoint=http://a:9"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +273,7 @@ def test_no_command_loads_programs_from_a_cache_that_the_record_names(place, mon
         lambda: predict(run, [photo], top=1, **how),
         lambda: replay_run(run, **how),
         lambda: explain_program(run_settings(run, notify=said.append), model=Linear()),
-        lambda: train(replace(run_settings(run), resume=True, steps=2), model=Linear()),
+        lambda: train(replace(run_settings(run), resume=True, steps=2), model=Linear(), notify=said.append),
     ):
         with pytest.raises(CompiledError):
             command()
@@ -230,7 +281,13 @@ def test_no_command_loads_programs_from_a_cache_that_the_record_names(place, mon
     assert caches == [None, None, "off", None, None, None]
     line, remedy = f"not used from the run's record: --compilation-cache {place / 'gift'}", "again to use your own)"
     told = [each for each in said if each.startswith("not used")]
-    assert told == [*[f"{line} (give --compilation-cache {remedy}"] * 2, line, line, line]
+    assert told == [
+        *[f"{line} (give --compilation-cache {remedy}"] * 2,
+        line,
+        line,
+        f"{line} (give --compilation-cache {remedy}",
+        line,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -242,16 +299,16 @@ def test_no_command_loads_programs_from_a_cache_that_the_record_names(place, mon
         (predict_cli.main, ["run", "photo.png"]),
     ],
 )
-def test_a_command_says_once_on_stderr_which_option_to_give_again(place, monkeypatch, caches, command, arguments):
+def test_a_command_says_once_which_option_to_give_again(place, monkeypatch, caches, command, arguments):
     monkeypatch.setattr(os, "_exit", lambda _: None)
     monkeypatch.chdir(place)
     arguments = [*arguments, "--model", "tests.toy:Linear"]
     done = CliRunner().invoke(command, arguments)
-    (told,) = [each for each in done.stderr.splitlines() if each.startswith("not used")]
+    (told,) = [each for each in done.output.splitlines() if each.startswith("not used")]
     remedy = "(give --compilation-cache again to use your own)"
     assert told == f"not used from the run's record: --compilation-cache {place / 'gift'} {remedy}"
     done = CliRunner().invoke(command, [*arguments, "--compilation-cache", "own"])
-    assert "not used" not in done.stderr
+    assert "not used" not in done.output
     assert caches == [None, "own"]
 
 

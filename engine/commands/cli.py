@@ -25,7 +25,7 @@ from engine.commands.setting_options import option_names
 from engine.commands.supervisor import keep_runtime_output, supervise, without_option
 from engine.commands.train_options import EPILOG, option_groups, train_options
 from engine.config import NO_VALUE, SETTINGS, TrainConfig
-from engine.owners import STORAGE, recorded_settings
+from engine.owners import recorded_settings
 from engine.peers import Peers, is_of_runtime, is_supervised
 from engine.processes import check_address, join_as, leave_processes, this_process
 from engine.recipes import LoadedRecipe, load_recipe
@@ -124,10 +124,7 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
     if recipe is None:
         return merge_options(command_line(context))
     given = command_line(context)
-    settings = recipe.settings
-    if recipe.recorded is not None:
-        settings = settings | {STORAGE: recorded_settings(recipe.recorded.config, given.settings)[STORAGE]}
-    merged = merge_options(OptionSource(f"recipe {recipe.name}", settings), given)
+    merged = merge_options(OptionSource(f"recipe {recipe.name}", recipe.settings_below(given.settings)), given)
     if recipe.unnamed_data and not (merged.settings["data"] or merged.settings["synthetic"]):
         raise ValueError(
             f"a recipe from a run must contain the location of its data, but {recipe.source} does not contain the "
@@ -163,7 +160,6 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
     if context.params["append_epochs"] is not None:
         del settings["learning_rate"]  # that of the cycles before
     merged = merge_options(OptionSource(_RECORDED, settings), given)
-    _say_what_is_not_used(recorded, merged)
     origins = {
         name: recorded.origins.get(name, origin) if origin == _RECORDED else origin
         for name, origin in merged.origins.items()

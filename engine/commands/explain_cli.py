@@ -226,16 +226,17 @@ def _described(context: click.Context, part_names: Mapping[str, str], outer: Opt
     parts = load_own_parts(part_names)
     own = command_line(context)
     sources = [own] if outer is None else [outer, own]
+    all_given = {name: value for each in sources for name, value in each.settings.items()}
     run, recipe = context.params["run"], context.params["recipe"]
     if run is not None and recipe is not None:
         raise ValueError(f"RUN has its own settings, got --recipe {recipe} as well: leave one out")
     record = None
     if run is not None:
         record = _recorded(run, context, parts)
-        sources.insert(0, OptionSource(_RECORDED, recorded_settings(record.config, own.settings)))
+        sources.insert(0, OptionSource(_RECORDED, recorded_settings(record.config, all_given)))
     elif recipe is not None:
         loaded = load_recipe(recipe)
-        sources.insert(0, OptionSource(f"recipe {loaded.name}", loaded.settings))
+        sources.insert(0, OptionSource(f"recipe {loaded.name}", loaded.settings_below(all_given)))
         record = loaded.recorded
     config = TrainConfig(**merge_options(*sources).settings)
     if record is not None and (line := record.describe_replaced(config, OF_AN_EVALUATION, SETTINGS)) is not None:

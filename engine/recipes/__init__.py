@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig, epochs_in
 from engine.named_parts import NAMED_PARTS, OWN_PARTS
-from engine.owners import OF_A_RECIPE, OF_A_USER, STORAGE, recipe_of
+from engine.owners import OF_A_RECIPE, OF_A_RECORD_AS_RECIPE, OF_A_USER, STORAGE, recorded_settings
 from engine.settings import ConfigError, SettingError, suggest_setting
 from models.names import MODEL_NAMES
 from preprocess.regular_file import read_regular
@@ -89,6 +89,12 @@ class LoadedRecipe:
         """Whether the recipe comes with the project."""
         return bool(self.path) and Path(self.path).parent == _FOLDER
 
+    def settings_below(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that count below those that the user gives, see `engine.owners.with_given`."""
+        if self.recorded is None:
+            return self.settings
+        return self.settings | recorded_settings(self.recorded.config, given, (STORAGE,))
+
 
 def recipe_names() -> tuple[str, ...]:
     """Return the names of the recipes that come with the project, in alphabetical order."""
@@ -159,7 +165,7 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
             str(path),
             ("a recipe must have one cycle, but the run had others appended (--append-epochs): use another run",),
         )
-    settings = recipe_of(recorded.config)
+    settings = recorded_settings(recorded.config, {}, OF_A_RECORD_AS_RECIPE)
     unnamed_data = ""
     if settings["data"] is None:
         # The run searched for its data; the same search could find other data now.

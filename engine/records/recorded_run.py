@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.config import SETTINGS, TrainConfig
+from engine.config import OWN_BATCHES, SETTINGS, TrainConfig
 from engine.owners import OF_A_USER, STORAGE, describe_replaced, take_recorded
 from engine.records.digests import SEAL, is_as_sealed, json_digest
 from engine.records.file_errors import describe_unreadable
@@ -148,7 +148,8 @@ def read_record(path: Path) -> RecordedRun:
             if not isinstance(values[name], dict):
                 raise TypeError(f"{name} must be an object, but is {type(values[name]).__name__}")
         _check_resolved(values["resolved"])
-        config, replaced = take_recorded(TrainConfig.from_json(_of_older_runs(values["resolved"]) | values["config"]))
+        config = TrainConfig.from_json(_of_older_runs(values["resolved"]) | values["config"])
+        config, replaced = take_recorded(config, has_no_place=_has_no_place(config, values["resolved"]))
         return RecordedRun(
             config=config,
             resolved=dict(values["resolved"]),
@@ -205,6 +206,12 @@ def _is_triple(value: Any) -> bool:
 
 def _are_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+def _has_no_place(config: TrainConfig, resolved: Mapping[str, Any]) -> bool:
+    """Return whether a record does not name the place of its data, which are then searched for."""
+    is_elsewhere = config.synthetic or resolved.get("data") == OWN_BATCHES
+    return config.data is None and resolved.get("data_location") is None and not is_elsewhere
 
 
 def _of_older_runs(resolved: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import TrainConfig
+from engine.config import SETTINGS, TrainConfig
 from engine.control.event import factor_before
 from engine.crossing.choice import this_platform
 from engine.crossing.devices import settle_devices, split_processor
@@ -382,6 +382,8 @@ def _find_start(
     for warning in compare_named(recorded.resolved, parts.named):
         notify(warning)
     check_settings(config, recorded.config)
+    if (line := recorded.describe_replaced(config, options=SETTINGS)) is not None:
+        notify(line)
     start = find_start(path, notify)
     check_chain(path, recorded, start)
     where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, because it has no snapshot"
