@@ -71,7 +71,6 @@ def test_a_run_that_is_interrupted_before_its_steps_leaves_the_folder_free(tmp_p
     assert num_notices >= 3
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_lock_is_free_once_nothing_refers_to_it(tmp_path):
     cycle: list[object] = []
     lock = FolderLock(tmp_path)

@@ -27,6 +27,14 @@ class FolderInUseError(ValueError):
     """Raised if the folder is already locked by this process or another process."""
 
 
+class _LockFile(io.FileIO):
+    """A file that closes itself, without the warning of Python, when the last reference to it is gone."""
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            self.close()
+
+
 class FolderLock:
     """A context manager for an exclusive `flock` on a folder's `.lock` file; only the holder may work in the folder.
 
@@ -41,7 +49,7 @@ class FolderLock:
     def __init__(self, folder: Path, leftover: str | None = None) -> None:
         self._folder, self._path, self._leftover = folder, folder / LOCK_NAME, leftover
         # Closed, and so unlocked, also where an interruption keeps `release` from being called.
-        self._file: io.FileIO | None = None
+        self._file: _LockFile | None = None
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -60,7 +68,7 @@ class FolderLock:
             ValueError: the file cannot be created.
         """
         try:
-            self._file = io.FileIO(self._lock(), "r+")
+            self._file = _LockFile(self._lock(), "r+")
         except FileLockedError as error:
             raise self._in_use() from error
         except OSError as error:
