@@ -52,12 +52,12 @@ NO_VALUE = "default"
 """The spelling of None in options and messages."""
 
 OFF = "off"
-_LEAST_AREA = 2.0**-126
 """The value of `cache` that disables it."""
 
 OWN_BATCHES = "batches of your own"
 """The value of `data` in `config.json` for a run on user-defined batches."""
 
+_LEAST_AREA = 2.0**-126
 # The image size and number of classes of ImageNet.
 SYNTHETIC_IMAGE_SIZE, SYNTHETIC_CLASSES = 224, 1000
 # Goyal et al. (2017), arXiv:1706.02677: a learning rate of 0.1 per 256 images in the batch.

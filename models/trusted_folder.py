@@ -9,13 +9,15 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from preprocess.regular_file import kind_of
+
 MOST_FILE_BYTES = 1 << 30
 """The largest file that is loaded: an endless one would fill the memory."""
 
 _FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _ENTERED_BY_OTHERS = stat.S_IXGRP | stat.S_IXOTH
-_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-          stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder"}  # fmt: skip
+# Of Linux: the user IDs of this user namespace, and the one that stands for all that it does not map.
+_USER_MAP, _UNMAPPED_USER = Path("/proc/self/uid_map"), Path("/proc/sys/fs/overflowuid")
 
 
 def make_private_folder(folder: Path) -> None:
@@ -42,10 +44,10 @@ def folder_fault(folder: Path) -> str | None:
             status = each.stat()
         except FileNotFoundError:
             continue
-        if not _is_own(status):
+        is_above = each not in (place, Path(os.path.realpath(place)))
+        if not (_is_own(status) or (is_above and status.st_uid == _hidden_root())):
             return f"{each} belongs to user {status.st_uid}: give a folder of your own"
         # Where only the owner of an entry may rename it, folders above are as good as private.
-        is_above = each not in (place, Path(os.path.realpath(place)))
         if _is_writable(status) and not (is_above and _is_passable(status)):
             return f"other users can write to {each}: chmod go-w {each}"
     return None
@@ -64,7 +66,7 @@ def file_fault(path: Path, folder: os.stat_result, *, most_bytes: int = MOST_FIL
     """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        return f"{path} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'a special file')}, not a file: remove it"
+        return f"{path} is {kind_of(status.st_mode)}, not a file: remove it"
     if not _is_own(status):
         return f"{path} belongs to user {status.st_uid}: remove it"
     # Files are as private as the folder, if nobody else can enter it.
@@ -87,6 +89,20 @@ def _folders_above(place: Path) -> Iterator[Path]:
 
 def _is_own(status: os.stat_result) -> bool:
     return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
+
+
+def _hidden_root() -> int | None:
+    """Return the user to whom the files of root seem to belong in a user namespace without root; None elsewhere.
+
+    Unprivileged containers are such namespaces. Files of all other users seem to belong to the same one, and so it
+    counts only for folders above that of the user.
+    """
+    try:
+        outside = [(int(first), int(count)) for _, first, count in map(str.split, _USER_MAP.read_text().splitlines())]
+        is_mapped = any(first <= 0 < first + count for first, count in outside)
+        return None if is_mapped or not outside else int(_UNMAPPED_USER.read_text())
+    except (OSError, ValueError):  # another system
+        return None
 
 
 def _is_writable(status: os.stat_result) -> bool:

@@ -27,6 +27,7 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link",
 }
 
 
@@ -72,10 +73,14 @@ def check_regular(status: os.stat_result, path: str | os.PathLike[str], *, max_b
         OSError: the file is larger than ``max_bytes`` (EFBIG).
     """
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
-        raise IrregularFileError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
+        raise IrregularFileError(errno.EINVAL, f"it is {kind_of(status.st_mode)}, not a file", os.fspath(path))
     if max_bytes is not None and status.st_size > max_bytes:
         raise _too_large(path, max_bytes)
+
+
+def kind_of(mode: int) -> str:
+    """Return what is in the place of a regular file, such as "a folder", by its `st_mode`."""
+    return _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
 def identity_of(found: os.stat_result) -> FileIdentity:

@@ -360,17 +360,23 @@ def test_a_cache_in_a_run_or_a_pack_is_refused(tmp_path, monkeypatch):
     record(tmp_path / "runs/gift", TrainConfig())
     (tmp_path / "runs/gift/loss.jsonl").touch()
     pack(fake_source(4), tmp_path / "packs/small")
+    record(tmp_path / "runs/bare", TrainConfig())
+    (tmp_path / "runs/config.json").write_text('{"model_type": "of another program"}')
+    for number in range(150):
+        (tmp_path / f"packs/small/{number}").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "runs/gift/cache")
     (tmp_path / "runs/gift/out").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path / "runs/gift")
     refused = "must not be in the folder of a run or of packed data, .*: choose a folder elsewhere, or off$"
     for place in (
         *("runs/gift", "runs/gift/a/b", "packs/small/cache", "packs/small/train", "link", "runs/gift/out/cache"),
-        *("runs/../packs/small/x",),
+        *("runs/../packs/small/x", "runs/bare/cache"),
     ):
         for name in ("cache", "compilation_cache"):
             with pytest.raises(SettingError, match=f"^{name} {refused}"):
                 check_cache_place(name, str(tmp_path / place))
+            with pytest.raises(SettingError, match=refused):
+                check_cache_place(name, f"file://{str(tmp_path / place).replace('a', '%61')}")
     with pytest.raises(SettingError, match=refused):
         check_cache_place("cache", "cache")
     for place in ("runs/cache", "packs/cache", "runs/gift/../cache", "cache"):

@@ -43,6 +43,38 @@ def cache(tmp_path):
     return folder
 
 
+@AS_ROOT
+@pytest.mark.parametrize(
+    ("user_map", "is_trusted"),
+    [
+        ("      1000       1000          1\n", True),  # Apptainer, bubblewrap
+        ("         0       1000          1\n         1     100000      65536\n", True),  # Podman, Docker without root
+        ("         0          0 4294967295\n", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_where_a_user_namespace_hides_root_its_folders_above_are_trusted(tmp_path, monkeypatch, user_map, is_trusted):
+    monkeypatch.setattr(trusted_folder, "_USER_MAP", tmp_path / "map")
+    if user_map is not None:
+        (tmp_path / "map").write_text(user_map)
+    above, cache = tmp_path / "above", tmp_path / "above/cache"
+    cache.mkdir(parents=True)
+    cache.chmod(0o700)
+    os.chown(above, OTHER, OTHER)
+    for mode, is_private in ((0o755, True), (0o1777, True), (0o775, False), (0o777, False)):
+        above.chmod(mode)
+        fault = folder_fault(cache)
+        assert (fault is None) == (is_trusted and is_private), (mode, fault)
+    assert is_trusted or fault == f"{above} belongs to user {OTHER}: give a folder of your own"
+    above.chmod(0o755)
+    # Who else the owner of the cache may be is not known.
+    os.chown(cache, OTHER, OTHER)
+    assert folder_fault(cache) in [
+        f"{each} belongs to user {OTHER}: give a folder of your own" for each in (cache, above)
+    ]
+
+
 def test_folders_that_are_made_are_private(tmp_path):
     before = os.umask(0)
     try:

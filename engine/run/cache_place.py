@@ -4,21 +4,28 @@ The programs in a compilation cache are loaded and run. A run folder or a pack m
 is refused, also if the user names it.
 """
 
+import json
 import os
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
+from urllib.parse import unquote
 
 from engine.config import OFF, TrainConfig
+from engine.records.limits import MOST_JSON_BYTES
 from engine.records.run_folder import CONFIG, LOSS_LOG, SNAPSHOTS, WEIGHTS
 from engine.settings import SettingError
 from preprocess.printable import printable
+from preprocess.regular_file import read_regular
 from preprocess.shards.arrays import PIXELS
 from preprocess.shards.manifest import MANIFEST_KEY
 from preprocess.storage_options import is_url
 
-# A folder with more entries than this is no pack, which has one folder for each split.
-_MOST_SPLITS = 100
+_FILE_SCHEME = "file://"
+
+
+def local_folder(folder: str) -> str:
+    """Return the path of a cache that is given as a URL of this machine; anything else as it is."""
+    return unquote(folder.removeprefix(_FILE_SCHEME)) if folder.startswith(_FILE_SCHEME) else folder
 
 
 def check_cache_places(config: TrainConfig) -> None:
@@ -35,7 +42,7 @@ def check_cache_place(name: str, folder: str | None, run_dir: str | None = None)
         folder: the folder, which may not exist; None and "off" name none.
         run_dir: the folder of a run that is about to begin, which may not exist.
     """
-    if folder is None or folder == OFF or is_url(folder):
+    if folder is None or folder == OFF or is_url(folder := local_folder(folder)):
         return
     own = None if run_dir is None or is_url(run_dir) else Path(os.path.realpath(run_dir))
     for each in _folders_above(folder):
@@ -57,7 +64,18 @@ def _folders_above(folder: str) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and any((folder / name).exists() for name in (LOSS_LOG, WEIGHTS, SNAPSHOTS))
+    if not (folder / CONFIG).is_file():
+        return False
+    return any((folder / name).exists() for name in (LOSS_LOG, WEIGHTS, SNAPSHOTS)) or _is_record(folder / CONFIG)
+
+
+def _is_record(path: Path) -> bool:
+    """Return whether a file of this common name describes a run."""
+    try:
+        values = json.loads(read_regular(path, max_bytes=MOST_JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and {"config", "resolved"} <= values.keys()
 
 
 def _is_pack(folder: Path) -> bool:
@@ -66,10 +84,9 @@ def _is_pack(folder: Path) -> bool:
         return True
     try:
         with os.scandir(folder) as found:
-            names = [each.name for each in islice(found, _MOST_SPLITS)]
+            return any(each.is_dir() and _is_split(Path(each.path)) for each in found)
     except OSError:
         return False
-    return any(_is_split(folder / name) for name in names)
 
 
 def _is_split(folder: Path) -> bool:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 from engine.config import OFF, TrainConfig
 from engine.locations import storage_options_of
-from engine.run.cache_place import check_cache_place
+from engine.run.cache_place import check_cache_place, local_folder
 from engine.settings import SettingError
 from preprocess.quantities import quantity
 from preprocess.shards.reader import ShardSplit, open_split
@@ -33,7 +33,7 @@ def open_cache(config: TrainConfig, data: str, notify: Callable[[str], None]) ->
         notify(f"cache: not used, because {data} is on this machine")
         return None
     check_cache_place("cache", config.cache)
-    folder = expand_home(config.cache).absolute()
+    folder = expand_home(local_folder(config.cache)).absolute()
     try:
         return ShardCache(folder, round(config.cache_gb * _GB), notify)
     except OSError as error:

@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from engine.hlo.kernels import kernel_flops
 from engine.records.whole_file import make_folder, write_whole
 from engine.run.cache_faults import reporting_cache_faults
-from engine.run.cache_place import check_cache_place
+from engine.run.cache_place import check_cache_place, local_folder
 from engine.run.garbage_collector import without_collector
 from models.kernels.onednn.team_library import cache_fault
 from models.layers.platform_forms import tracing_for
@@ -188,6 +188,7 @@ def caching_compilations(
     with _SETTINGS_GUARD:
         if folder is None:
             folder = jax.config.jax_compilation_cache_dir or _default_folder(notify)
+        folder = local_folder(folder)
         if folder != "off" and (fault := _cache_fault(folder)) is not None:
             notify(fault)
             folder = "off"
