@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from preprocess.sources import tree
 from preprocess.sources.open_source import ImageClass, SourceError, open_source
 from preprocess.sources.tree import MAX_DEPTH, MAX_VISITS, list_folder
 
@@ -349,3 +350,19 @@ def test_names_in_messages_are_escaped(tmp_path):
     (tmp_path / "a\x1b]0;x\x07.jpg").write_bytes(b"x")
     with pytest.raises(SourceError, match=r"for example 'a\\x1b\]0;x\\x07\.jpg'"):
         open_source(tmp_path)
+
+
+def test_files_beside_the_splits_are_known_by_their_names_alone(tmp_path, monkeypatch):
+    """ImageNet's annotations are half a million files: a look at each takes minutes on a file server."""
+    grow(tmp_path, ["train/a/1.png", "val/a/1.png", "Annotations/train/1.xml", "Annotations/train/2.xml"])
+    looked = []
+
+    def status_of(path):
+        looked.append(os.path.relpath(path, tmp_path))
+        return Path(path).stat()
+
+    monkeypatch.setattr(tree, "status_of", status_of)
+    with open_source(tmp_path) as source:
+        assert set(source.splits) == {"train", "val"}
+        assert [len(split) for split in source.splits.values()] == [1, 1]
+    assert set(looked) == {"train/a/1.png", "val/a/1.png"}

@@ -143,7 +143,8 @@ def _has_folders(entry: os.DirEntry[str]) -> bool:
 def _find_image(entry: os.DirEntry[str]) -> str | None:
     """Return the path of an image in a folder that is no split, below the folder that contains it; None without one."""
     try:
-        below = (below for below, _ in files_below(entry.path, f"the folder {printable(entry.path)}"))
+        # By names alone: such a folder may have as many files as there are images, and a stat of each takes minutes.
+        below = (below for below, _ in _entries_below(entry.path, f"the folder {printable(entry.path)}"))
         return next((f"{entry.name}/{path}" for path in below if is_image_name(path)), None)
     except SourceError:  # such as a folder without permission: nothing is read in it
         return None
@@ -217,6 +218,12 @@ def files_below(top: str, place: str, ignored: Counter[str] | None = None) -> It
 
     A broken link has size 0, and reading it raises SourceError. Hidden entries are counted in `ignored`.
     """
+    for below, entry in _entries_below(top, place, ignored):
+        yield below, file_size(entry)
+
+
+def _entries_below(top: str, place: str, ignored: Counter[str] | None = None) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield the relative path and the entry of all that is below a folder and is not a folder; as `files_below`."""
     waiting = [_Folder(top, "", ())]
     visits: Counter[tuple[int, int]] = Counter()
     while waiting:
@@ -226,7 +233,7 @@ def files_below(top: str, place: str, ignored: Counter[str] | None = None) -> It
         _check_reached(folder, here, visits[here], place)
         folders, others = list_folder(Path(folder.path), ignored)
         for entry in others:
-            yield f"{folder.below}{entry.name}", file_size(entry)
+            yield f"{folder.below}{entry.name}", entry
         above = (*folder.above, here)
         # Reversed, because the last folder of the list is visited first: folders are then visited in name order.
         waiting += [_Folder(each.path, f"{folder.below}{each.name}/", above) for each in reversed(folders)]
