@@ -31,8 +31,6 @@ _LOOK_EVERY_S = 0.25
 _DONE_EVERY_S = 0.1
 # A process that knows that another is gone waits only this long for its beat.
 _HURRY_S = 5.0
-# A process whose supervisor is gone may stop cleanly for so long, or for --peer-timeout if that is shorter.
-_ORPHAN_S = 30.0
 
 
 class State(StrEnum):
@@ -167,7 +165,7 @@ class Peers:
         self._host = socket.gethostname()
         # That of the start: the supervisor may be gone by now.
         self._parent = int(os.environ.get(SUPERVISOR, os.getppid()))
-        self._orphan_since_s: float | None = None
+        self._is_orphan = False
         self._step: Callable[[], int | None] = lambda: None
         self._state, self._message = State.RUNNING, ""
         self._own, self._peers, self._coordinator = 0, dict[int, Peer](), ""
@@ -291,20 +289,17 @@ class Peers:
                 if self._state is State.ENDED:
                     self._end(message)
 
-    def _end_without_supervisor(self) -> None:
-        """Stop this process cleanly and, if that takes too long, at once: others may be gone, or wait for it."""
-        if self._orphan_since_s is None:
-            self._orphan_since_s = self._now_s
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif self._now_s - self._orphan_since_s > min(self._limit_s, _ORPHAN_S):
-            os._exit(1)
+    def _stop_without_supervisor(self) -> None:
+        """Stop this process cleanly, however long its last snapshot takes, and judge the others from now on."""
+        self._is_orphan = self._judges = True
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _show(self) -> None:
-        """Show the supervisor that this process is alive; end it if its supervisor is gone."""
+        """Show the supervisor that this process is alive; stop it if its supervisor is gone."""
         if self._path is None:
             return
-        if os.getppid() != self._parent:
-            self._end_without_supervisor()
+        if os.getppid() != self._parent and not self._is_orphan:
+            self._stop_without_supervisor()
         first = self._peers[0].beat if self._peers else None
         shown = {
             "step": self._step(),

@@ -1,10 +1,25 @@
 """Which process ends a run, from what the processes say of themselves and from their silence."""
 
+import os
 import re
+import signal
+import threading
+import time
 
 import pytest
 
-from engine.peers import Beat, Peer, State, describe_fault, find_fault, is_of_runtime
+from engine.peers import (
+    BEAT_FILE,
+    SEES_ALL,
+    SUPERVISOR,
+    Beat,
+    Peer,
+    Peers,
+    State,
+    describe_fault,
+    find_fault,
+    is_of_runtime,
+)
 
 
 def peers(*ages_s: float, **states: State) -> dict[int, Peer]:
@@ -61,3 +76,39 @@ def test_errors_of_the_runtime_are_recognised_by_their_cause():
     lost.__cause__ = jax.errors.JaxRuntimeError("Connection closed by peer")
     assert is_of_runtime(lost)
     assert not is_of_runtime(ValueError("data"))
+
+
+class Store:
+    """A coordinator that keeps the last texts, to which process 1 has said something once."""
+
+    def __init__(self) -> None:
+        self.texts = {"feedloop/beats/1": '[1, {"host": "host1", "step": 7, "state": "running", "message": ""}]'}
+
+    def key_value_set(self, key: str, text: str, **_: bool) -> None:
+        self.texts[key] = text
+
+    def key_value_dir_get(self, _: str) -> list[tuple[str, str]]:
+        return list(self.texts.items())
+
+
+def test_a_process_whose_supervisor_is_gone_is_only_asked_to_stop_and_judges_the_others_itself(tmp_path, monkeypatch):
+    asked, killed, ended = list[int](), list[int](), list[str]()
+    is_ended = threading.Event()
+    monkeypatch.setenv(BEAT_FILE, str(tmp_path / "0"))
+    monkeypatch.setenv(SEES_ALL, "1")
+    monkeypatch.setenv(SUPERVISOR, "1" if os.getppid() != 1 else "2")
+    monkeypatch.setattr(os, "kill", lambda _, number: asked.append(number))
+    monkeypatch.setattr(os, "_exit", killed.append)
+
+    def end(message: str) -> None:
+        ended.append(message)
+        is_ended.set()
+        threading.Event().wait()
+
+    alone = Peers(0.5, end)
+    time.sleep(2.0)  # four times the limit, as of a last snapshot
+    assert (asked, killed, ended) == ([signal.SIGTERM], [], [])
+    alone.join(Store(), 0, 2, "localhost:1")
+    assert is_ended.wait(20)
+    assert ended[0].startswith("process 1 on host1 has not answered for")
+    assert (asked, killed) == ([signal.SIGTERM], [])
