@@ -2,16 +2,12 @@
 
 import os
 import sys
-from contextlib import suppress
-from pathlib import Path
 
 from preprocess.cores import num_allowed_cores, num_cores
 
 NUM_THREADS_VARIABLE = "PJRT_NPROC"
 """The environment variable in which XLA reads how many threads to make; oneDNN's kernels follow it."""
-_TASKS = Path("/proc/self/task")
-# The kernel keeps 15 characters of "tf_XLAExecute" and the like.
-_THREADS_OF_XLA = "tf_XLA"
+_was_forked = False
 
 
 def _has_devices() -> bool:
@@ -44,16 +40,21 @@ def spare_thread(num_devices: int) -> None:
 def check_not_forked() -> None:
     """Raise RuntimeError in a process that was forked after jax had made its devices: XLA's threads are not in it.
 
-    What is computed there never ends. Linux only.
+    What is computed there never ends. A fork before this module was imported is not noticed.
     """
-    if not _has_devices() or sys.modules["jax"].default_backend() != "cpu":
-        return
-    names = []
-    for path in _TASKS.glob("*/comm"):
-        with suppress(OSError):  # a thread that has just ended
-            names.append(path.read_text(encoding="utf-8", errors="replace"))
-    if names and not any(name.startswith(_THREADS_OF_XLA) for name in names):
+    if _was_forked:
         raise RuntimeError(
             "this process was forked from one in which jax was in use already, and has none of its threads, so that it "
             "would wait for ever: start it with multiprocessing.get_context('spawn'), or use jax in it alone"
         )
+
+
+def _note_fork() -> None:
+    global _was_forked
+    # jax's own question for it would wait for a lock, which a thread that is not in this process may hold.
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    _was_forked = bool(getattr(bridge, "_backends", None))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
