@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ import pytest
 from PIL import Image
 
 from engine import TrainConfig, train
+from engine.commands.run_display import summarise
 from engine.control.board import ControlBoard
 from engine.stream import loss_stream
 from engine.stream.loss_stream import LossStream
@@ -67,6 +69,41 @@ def test_an_output_that_cannot_be_written_is_one_warning_at_most_and_the_run_goe
     assert "".join(warnings).startswith(warning)
     # A closed descriptor was given to none of the files of the run.
     assert all(json.loads(line) for line in (tmp_path / "run/loss.jsonl").read_text().splitlines())
+
+
+def test_processes_that_train_together_go_on_without_the_reader_too(tmp_path):
+    """Each has streams of its own, because the runtime's words go to a file."""
+    command = f"{shlex.join([*RUN, '--spawn', '2', '--steps', '100'])} | head -1; echo ${{PIPESTATUS[0]}} > code"
+    done = shell(command, tmp_path)
+    assert (tmp_path / "code").read_text() == "0\n", done.stderr
+    assert end_of(tmp_path) == ("steps", 100, 100)
+    assert done.stderr.count(f"warning: <stdout> {GONE} (Broken pipe)") == 1, done.stderr
+
+
+class Paused(io.StringIO):
+    """A stream whose reader is away until the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.gate.wait()
+        return super().write(text)
+
+
+def test_the_summary_waits_for_a_slow_reader_unless_a_signal_stopped_the_run(monkeypatch):
+    result = train(TrainConfig(steps=2, batch=8, num_classes=3), model=cast(Any, Linear()), batches=toy_batch)
+    slow, gone = Paused(), Paused()
+    threading.Timer(2.0, slow.gate.set).start()
+    monkeypatch.setattr(sys, "stdout", slow)
+    summarise(result)
+    assert slow.getvalue().startswith("done: 2 steps")
+    monkeypatch.setattr(sys, "stdout", gone)
+    monkeypatch.setattr("engine.commands.run_display._READER_S", 1e6)
+    summarise(replace(result, stopped_by="SIGTERM"))
+    assert gone.getvalue() == ""
+    gone.gate.set()
 
 
 @pytest.mark.parametrize(

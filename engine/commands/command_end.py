@@ -49,8 +49,8 @@ def say_to_stderr(text: str) -> None:
         click.echo(printable_text(text), err=True)
 
 
-def say_in_time(text: str) -> bool:
-    """Print a message to stdout, but do not wait for ever if nothing reads it; return whether it was printed.
+def say_in_time(text: str, limit_s: float) -> None:
+    """Print a message to stdout; if nothing reads it within so many seconds, go on without it.
 
     Raises:
         Exception: whatever printing raised.
@@ -66,10 +66,9 @@ def say_in_time(text: str) -> bool:
     # A daemon: the end of the command does not wait for it either (`leave`).
     speaker = threading.Thread(target=say, daemon=True)
     speaker.start()
-    speaker.join(_FLUSH_TIMEOUT_S)
+    speaker.join(limit_s)
     if failures:
         raise failures[0]
-    return not speaker.is_alive()
 
 
 def say_on_terminal(console: "Console", text: str) -> None:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from engine.stream.sinks import Sink
 
 
+# For whoever reads the summary: a pager may be paused. A signal asked for an end at once.
+_READER_S, _STOPPED_S = 30.0, 1.0
+
+
 class LossDisplay:
     """The display of a run on stdout: a progress line on a terminal, plain lines if stdout is redirected."""
 
@@ -96,7 +100,8 @@ def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *,
     if not result.is_complete and result.snapshot_step is not None:
         lines.append(f"to resume: run-train --run-dir {shlex.quote(place)} --resume{_processes()}")
     # The summary comes last, where it stays on the screen.
-    say_in_time("\n".join([*_tables(result, profile_format, runtime_report=runtime_report), *lines]))
+    text = "\n".join([*_tables(result, profile_format, runtime_report=runtime_report), *lines])
+    say_in_time(text, _READER_S if result.stopped_by in ends else _STOPPED_S)
 
 
 def _from_here(run_dir: Path | str | None) -> str:

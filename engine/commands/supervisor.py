@@ -24,6 +24,8 @@ from engine.commands.child_program import child_program
 from engine.commands.command_end import say_to_stderr
 from engine.peers import BEAT_FILE, SEES_ALL, SUPERVISOR, describe_fault, is_supervised, signals_file
 from engine.signal_bursts import SignalBursts
+from preprocess.commands.guarded_output import GuardedStream
+from preprocess.commands.output_stream import OutputStream
 from preprocess.stop_signals import install, stop_signals, uninstall
 
 _LOOK_EVERY_S = 0.2
@@ -104,9 +106,15 @@ def keep_runtime_output() -> None:
             if (stream := getattr(sys, name)) is None:
                 continue
             stream.flush()
-            own = os.dup(descriptor)
-            opened = os.fdopen(own, "w", buffering=1, encoding=stream.encoding, errors=stream.errors)
-            setattr(sys, name, opened)
+            opened = open(  # noqa: SIM115 - as long as the process lives; with the name that a message about it says
+                f"<{name}>",
+                "w",
+                buffering=1,
+                encoding=stream.encoding,
+                errors=stream.errors,
+                opener=lambda *_, descriptor=descriptor: os.dup(descriptor),
+            )
+            setattr(sys, name, GuardedStream(OutputStream(opened, is_display=name == "stderr")))
             os.dup2(file.fileno(), descriptor)
 
 
@@ -253,7 +261,9 @@ class _Stop:
         self._asked_s = self._ended_s = 0.0
 
     def cut_short(self, passed_s: float) -> _Fault | None:
-        """Return that all are to be ended, if the others could only wait for one that has stopped; None if not.
+        """Return why all processes are to be ended once one of them has stopped; None while the others may go on.
+
+        All end if the others have had time to stop too, or if none had begun a step, so that there is nothing to save.
 
         Args:
             passed_s: seconds since the last call, or since the signal.
