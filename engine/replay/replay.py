@@ -98,8 +98,8 @@ def replay_run(
             `preprocess.storage_options.STORAGE_OPTIONS`; None uses the recorded address for the data.
 
     Returns:
-        What was compared, and the first difference of each kind. If the caller is the main thread, SIGINT and SIGTERM
-        stop the replay at the next step and are named in `stopped_by`.
+        What was compared, and the first difference of each kind. If the caller is the main thread, SIGINT, SIGTERM and
+        SIGHUP stop the replay at the next step and are named in `stopped_by`.
 
     Raises:
         ValueError: if the run does not fit the data or the user-defined parts, a line is missing, or there is no
