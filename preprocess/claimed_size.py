@@ -20,6 +20,11 @@ def stored_size(status: os.stat_result) -> int:
     return min(status.st_size, 512 * blocks) if blocks > 1 else status.st_size
 
 
+def least_stored_bytes(claimed_bytes: int) -> int:
+    """Return how many bytes must be stored for numbers of `claimed_bytes`."""
+    return max(0, -(-(claimed_bytes - FREE_BYTES) // MOST_RATIO))
+
+
 def is_plausible(claimed_bytes: int, stored_bytes: int) -> bool:
     """Return whether files of `stored_bytes` may stand for numbers of `claimed_bytes`."""
-    return claimed_bytes <= MOST_RATIO * stored_bytes + FREE_BYTES
+    return stored_bytes >= least_stored_bytes(claimed_bytes)

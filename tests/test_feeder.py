@@ -5,7 +5,7 @@ import random
 import threading
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.feed import feeder as feeder_module
-from engine.feed.feeder import Feeder, FeederError, ring_depth
+from engine.feed.feeder import Feeder, FeederError, batch_bytes, ring_depth
+from engine.settings import SettingError
 
 SHAPE = (4, 2, 3)
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
@@ -57,6 +58,23 @@ class Lending(Source):
         self._before(step)
         pixels, labels[...] = batch_of(step)
         return SimpleNamespace(images=list(pixels), check=lambda: None)
+
+
+def test_a_ring_larger_than_the_memory_is_refused_before_it_is_taken(monkeypatch):
+    size, refused = (
+        batch_bytes(Source()),
+        "memory of this machine, 0.0 GB, but [49] of batch 4 take 0.0 GB: use a smaller",
+    )
+    for source, depth, memory, is_refused in (
+        (Source(), 9, 9 * size, False),
+        (Source(), 9, 9 * size - 1, True),
+        (Lending(), 9, size, False),
+        (Source(), 9, None, False),
+    ):
+        monkeypatch.setattr(feeder_module, "host_memory_bytes", lambda found=memory: found)
+        feeder = Feeder(source, start_index=0, stop_index=100, depth=depth, num_threads=1, timeout_s=1)
+        with closing(feeder), pytest.raises(SettingError, match=refused) if is_refused else nullcontext():
+            feeder.start()
 
 
 def batch_of(step):

@@ -16,6 +16,7 @@ from engine.records.run_folder import SNAPSHOTS
 from engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_folder_state, read_snapshot, write_snapshot
 from engine.records.weights import read_weights
 from engine.run.resume import find_start, start_at
+from preprocess import claimed_size
 from preprocess.claimed_size import FREE_BYTES, MOST_RATIO, is_plausible
 
 GB = 1 << 30
@@ -165,6 +166,22 @@ def test_holes_in_the_files_are_not_stored(written, tmp_path):
             ValueError, match=r"must be stored whole, but of the 10,737,418,321 bytes of .*: copy the file"
         ):
             read(weights)
+
+
+def test_whatever_state_can_be_written_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(claimed_size, "FREE_BYTES", 1000)
+    for number, tree in enumerate(
+        ({"table": np.zeros(1 << 20)}, {"w": np.random.default_rng(0).normal(size=9000)}, {})
+    ):
+        write_snapshot(tmp_path, number, 1, {**tree, "step": np.int32(4)})
+        read = read_snapshot(tmp_path, number).leaves
+        assert all(np.array_equal(read[name], tree[name]) for name in tree)
+    # Only as much as is needed, and only where it is.
+    paddings = {path.parts[-4]: path.stat().st_size for path in tmp_path.rglob("padding")}
+    assert paddings == {"0": -(-(8 * (1 << 20) + 4 - 1000) // MOST_RATIO)}
+    (tmp_path / "0/state/d/padding").unlink()
+    with pytest.raises(SnapshotError, match="its arrays would take"):
+        read_snapshot(tmp_path, 0)
 
 
 def test_zeros_that_are_hardly_stored_are_plausible_up_to_a_bound(tmp_path):

@@ -19,6 +19,7 @@ from engine.feed.feed_meter import FeedMeter
 from engine.feed.row_copies import RowCopies
 from engine.feed.thread_place import describe_places, places_of
 from engine.settings import SettingError
+from preprocess.memory import host_memory_bytes
 from preprocess.read_meter import NO_PROFILE
 
 # How often a wait checks whether the workers are alive and whether it was cancelled.
@@ -156,7 +157,12 @@ class Feeder:
         self._closed = False
 
     def start(self) -> None:
-        """Allocate the ring and start reading ahead; call this method once."""
+        """Allocate the ring and start reading ahead; call this method once.
+
+        Raises:
+            SettingError: the ring is larger than the memory of this machine, which could be filled by it.
+        """
+        self._check_memory()
         source, allocate = self._source, self._allocate or (lambda num_bytes: np.zeros(num_bytes, np.uint8))
         shape, label_shape = (source.batch, *self.shard_shape[1:]), (source.batch, *self.label_shape[1:])
         self._slots = [_Slot(shape, label_shape, allocate) for _ in range(self.depth)]
@@ -165,6 +171,24 @@ class Feeder:
             thread.start()
             # Only after the start: `close` cannot join a thread that the system refused to start.
             self._threads.append(thread)
+
+    def _lender(self) -> LendingSource | None:
+        return self._source if self._allocate is None and isinstance(self._source, LendingSource) else None
+
+    def _check_memory(self) -> None:
+        # Of batches that are lent, one at a time may have to be copied.
+        depth = self.depth if self._lender() is None else 1
+        needed, available = depth * self.batch_bytes, host_memory_bytes()
+        if available is not None and needed > available:
+            raise SettingError(
+                "batch",
+                "the batches that are read ahead must fit into the memory of this machine, {available:,.1f} GB, but "
+                "{depth:,} of {setting} {batch:,} take {needed:,.1f} GB: use a smaller {setting} or {prefetch}",
+                available=available / 1e9,
+                needed=needed / 1e9,
+                depth=depth,
+                batch=self._source.batch,
+            )
 
     def take(
         self,
@@ -342,7 +366,7 @@ class Feeder:
 
     def _work(self) -> None:
         """Claim batches and fill their slots until all are read or the ring closes; runs on each worker thread."""
-        lender = self._source if self._allocate is None and isinstance(self._source, LendingSource) else None
+        lender = self._lender()
         reading = self.meter.readings.join()
         while (claimed := self._claim()) is not None:
             batch_index, slot = claimed

@@ -33,7 +33,7 @@ from engine.records.orbax_store import first_unreadable, restore_arrays, restore
 from engine.records.snapshot_claims import find_false_claim
 from engine.records.stored_types import as_snapshot, from_snapshot
 from engine.records.versions import version_of
-from preprocess.claimed_size import stored_size
+from preprocess.claimed_size import is_plausible, least_stored_bytes, stored_size
 from preprocess.links import check_unlinked, remove_tree
 from preprocess.regular_file import check_regular, raise_error
 from preprocess.synced_folders import make_folders, sync_folder, sync_tree
@@ -46,6 +46,8 @@ _MOST_FACTS_BYTES = 1 << 26
 _NAMED_AT_MOST = 3
 # Besides the arrays: the facts and Orbax's own files, a few hundred bytes per array.
 _SLACK_BYTES = 1 << 20
+# Beside the files of the arrays, which TensorStore finds by their names.
+_PADDING = "state/d/padding"
 # A file that is missing or no file; an error that is not the system's is one of the content.
 _OF_DAMAGE = frozenset({None, Cause.MISSING, Cause.LINKS, Cause.TAKEN})
 
@@ -118,8 +120,11 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: Folder
         make_folders(folder)
         remove_tree(unfinished)
         source.parent.mkdir(parents=True)
-        _check_room(folder, sum(array.nbytes for _, array in named.values()))
+        num_bytes = sum(array.nbytes for _, array in named.values())
+        _check_room(folder, num_bytes)
         save_items(source, _nest(named), facts)
+        if not is_plausible(num_bytes, _check_files(source)):
+            _add_padding(source, least_stored_bytes(num_bytes))
         sync_tree(source)
         _put_in_place(source, folder / str(step))
     except SnapshotError:
@@ -398,6 +403,13 @@ def _match(name: str, array: NDArray[Any], like: Any) -> Any:
         found, expected = (f"{each.dtype.name} {list(each.shape)}" for each in (array, plain))
         raise _not_ours(f"contains {name} as {found} instead of {expected}")
     return like_leaf(array, like)
+
+
+def _add_padding(path: Path, num_bytes: int) -> None:
+    """Add bytes that no disk compresses, because readers refuse a state that is stored in far fewer than it has."""
+    with (path / _PADDING).open("xb") as file:
+        for start in range(0, num_bytes, _SLACK_BYTES):
+            file.write(os.urandom(min(_SLACK_BYTES, num_bytes - start)))
 
 
 def _put_in_place(source: Path, target: Path) -> None:
