@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from engine.peers import Peers
-from engine.xla_threads import fit_threads_to_quota
+from engine.xla_threads import fitting_threads
 
 PEER_TIMEOUT_S = 60.0
 JOIN_TIMEOUT_S = 120.0
@@ -40,8 +40,8 @@ def this_process() -> ThisProcess:
     """Return the number of this process and of all processes that train together, (0, 1) without others."""
     import jax
 
-    fit_threads_to_quota()
-    return ThisProcess(jax.process_index(), jax.process_count())
+    with fitting_threads():
+        return ThisProcess(jax.process_index(), jax.process_count())
 
 
 def join_processes(

@@ -2,11 +2,12 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from models.kernels.xla_threads import NUM_THREADS_VARIABLE, choose_num_threads, chosen_num_threads
 from preprocess.cores import num_allowed_cores, num_cores
 
-NUM_THREADS_VARIABLE = "PJRT_NPROC"
-"""The environment variable in which XLA reads how many threads to make; oneDNN's kernels follow it."""
 _was_forked = False
 
 
@@ -15,13 +16,27 @@ def _has_devices() -> bool:
     return "jax" in sys.modules and sys.modules["jax._src.xla_bridge"].backends_are_initialized()
 
 
-def fit_threads_to_quota() -> None:
-    """Have XLA make a thread for each core that a container's quota allows; does nothing once jax has its devices.
+@contextmanager
+def fitting_threads() -> Iterator[None]:
+    """Inside the block, devices that jax makes get the threads that `spare_thread` or a container's quota asks for.
 
-    XLA itself counts the cores on which the scheduler may put it, of which a container may have the time of a few.
+    XLA itself counts the cores on which the scheduler may put it, of which a container may have the time of a few. The
+    environment has the number only until the block ends: processes that this one starts are not to have it.
     """
-    if not _has_devices() and num_cores() < num_allowed_cores():
-        os.environ.setdefault(NUM_THREADS_VARIABLE, str(num_cores()))
+    if _has_devices():
+        yield
+        return
+    if num_cores() < num_allowed_cores():
+        choose_num_threads(num_cores())
+    count = chosen_num_threads()
+    if count is None or NUM_THREADS_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[NUM_THREADS_VARIABLE] = str(count)
+    try:
+        yield
+    finally:
+        os.environ.pop(NUM_THREADS_VARIABLE, None)
 
 
 def spare_thread(num_devices: int) -> None:
@@ -34,7 +49,7 @@ def spare_thread(num_devices: int) -> None:
         num_devices: on how many parts of the processor the program runs.
     """
     if not _has_devices() and num_cores() <= num_devices:
-        os.environ.setdefault(NUM_THREADS_VARIABLE, str(num_devices + 1))
+        choose_num_threads(num_devices + 1)
 
 
 def check_not_forked() -> None:

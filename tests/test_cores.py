@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine import xla_threads
+from models.kernels import xla_threads as kernels_threads
 from preprocess.cores import num_allowed_cores
 
 ROOT = Path(__file__).parents[1]
@@ -35,18 +36,26 @@ def test_without_affinity_all_cores_of_the_machine_count(monkeypatch, found, exp
 @pytest.mark.parametrize(("environment", "expected"), [({}, 3), ({"PJRT_NPROC": "5"}, 5)])
 def test_xla_has_as_many_threads_as_the_quota_or_the_user_says(environment, expected):
     program = """
-import os
+import os, sys
 from pathlib import Path
 from unittest.mock import patch
 from engine import xla_threads
 from engine.crossing.choice import this_platform
+from engine.records.machine import describe_machine
 with patch.multiple(xla_threads, num_cores=lambda: 3, num_allowed_cores=lambda: 64):
     this_platform()
+assert str(os.environ.get("PJRT_NPROC")) == sys.argv[1]  # nothing is left to the children
+assert describe_machine("cpu", "", {})["threads"] == sys.argv[2]
 print(sum(path.read_text().startswith("tf_XLAExecute") for path in Path("/proc/self/task").glob("*/comm")))
 """
     kept = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=kept | environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program, str(environment.get("PJRT_NPROC")), str(expected)],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert int(done.stdout) == expected
 
@@ -74,17 +83,19 @@ def test_a_source_may_use_jax_where_devices_are_as_many_as_cores(devices):
     assert done.stdout == "60\n", done.stderr
 
 
-@pytest.mark.parametrize(("cores", "devices", "threads"), [(1, 1, "2"), (2, 2, "3"), (2, 1, None), (4, 8, "9")])
+@pytest.mark.parametrize(("cores", "devices", "threads"), [(1, 1, 2), (2, 2, 3), (2, 1, None), (4, 8, 9)])
 def test_there_is_a_thread_of_xla_for_the_source(monkeypatch, cores, devices, threads):
     monkeypatch.delenv("PJRT_NPROC", raising=False)
     monkeypatch.setattr(xla_threads, "_has_devices", lambda: False)
     monkeypatch.setattr(xla_threads, "num_cores", lambda: cores)
     monkeypatch.setattr(xla_threads, "num_allowed_cores", lambda: 64)
+    monkeypatch.setattr(kernels_threads, "_chosen", None)
     xla_threads.spare_thread(devices)
-    assert os.environ.get("PJRT_NPROC") == threads
-    xla_threads.fit_threads_to_quota()
-    assert os.environ["PJRT_NPROC"] == (threads or str(cores))
-    monkeypatch.delenv("PJRT_NPROC")
+    assert kernels_threads.given_num_threads() == threads
+    with xla_threads.fitting_threads():
+        assert os.environ["PJRT_NPROC"] == str(threads or cores)
+    assert "PJRT_NPROC" not in os.environ
+    assert kernels_threads.given_num_threads() == (threads or cores)
 
 
 FORKED = """

@@ -10,6 +10,7 @@ from engine.records import machine
 from engine.records.machine import MACHINE, describe_machine, machine_differences, machine_warning
 from engine.records.recorded_run import read_recorded
 from engine.records.topology import Topology, describe_promise
+from models.kernels import xla_threads
 from tests.toy import Linear, toy_batch, toy_config
 
 XEON = "vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nmodel name : Xeon\nflags : {}\n"
@@ -22,6 +23,7 @@ def described(monkeypatch, tmp_path, info, **environment):
     with monkeypatch.context() as changed:
         changed.setattr(machine, "_CPU_INFO", tmp_path / "cpuinfo")
         changed.setattr(machine, "num_allowed_cores", lambda: 3)
+        changed.setattr(xla_threads, "_chosen", None)
         for name in ("XLA_FLAGS", "PJRT_NPROC"):
             changed.delenv(name, raising=False)
         for name, value in environment.items():

@@ -16,7 +16,7 @@ from engine.crossing.infeed import BatchInfeed, Infeed, WordsOf
 from engine.crossing.observer import PullObserver
 from engine.crossing.transport import CallbackTransport, InplaceTransport, Transport
 from engine.feed.feeder import Allocate, Feeder
-from engine.xla_threads import check_not_forked, fit_threads_to_quota
+from engine.xla_threads import check_not_forked, fitting_threads
 from models.layers.platform_forms import PLATFORMS
 from preprocess.quantities import quantity
 
@@ -40,9 +40,9 @@ def this_platform() -> str:
         RuntimeError: if this process was forked from one that used jax.
     """
     check_not_forked()
-    fit_threads_to_quota()
     try:
-        platform = jax.default_backend()
+        with fitting_threads():
+            platform = jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # what jax raises if no backend of $JAX_PLATFORMS is available
         asked = os.environ.get("JAX_PLATFORMS", "")
         raise ValueError(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from engine.xla_threads import NUM_THREADS_VARIABLE
+from models.kernels.xla_threads import NUM_THREADS_VARIABLE, given_num_threads
 from preprocess.cores import num_allowed_cores
 from preprocess.quantities import listed
 
@@ -70,7 +70,7 @@ def describe_machine(platform: str, platform_version: str, options: Mapping[str,
         return {PLATFORM: " ".join(platform_version.split())} | everywhere
     model, found = _read_processor()
     limit = next((each.partition("=")[2].upper() for each in reversed(flags) if each.startswith(f"{_LIMIT}=")), None)
-    threads = os.environ.get(NUM_THREADS_VARIABLE) or str(num_allowed_cores())
+    threads = str(given_num_threads() or num_allowed_cores())
     return {PROCESSOR: model, INSTRUCTIONS: _limited(found, limit), THREADS: threads} | everywhere
 
 

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from models.kernels.onednn.fork_safe_lock import ForkSafeLock
+from models.kernels.xla_threads import given_num_threads
 
 DISTRIBUTION = "onednn-cpu-gomp"
 """The wheel that holds the library."""
 
 _FILE = "libdnnl.so.3"
-# The threads that run primitives are those of XLA, which has so many where this is set.
-_XLA_THREADS = "PJRT_NPROC"
 _SUCCESS = 0
 _CPU = 1
 
@@ -173,8 +172,7 @@ def _load_library() -> Library:
 
 def _num_threads() -> int:
     """Return how many threads run primitives: those that XLA has, one per core of the scheduler's affinity or fewer."""
-    given = os.environ.get(_XLA_THREADS, "")
-    return min(len(os.sched_getaffinity(0)), int(given) if given.isdecimal() and int(given) else sys.maxsize)
+    return min(len(os.sched_getaffinity(0)), given_num_threads() or sys.maxsize)
 
 
 def _library_path() -> Path:
