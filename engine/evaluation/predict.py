@@ -151,7 +151,7 @@ def _predict(
     elif model is not None:
         raise ValueError(f"a model can be given only with a run, got the file {path}: give the folder of the run")
     config = replace(TrainConfig() if recorded is None else recorded.config, **given)
-    if recorded is not None and (line := recorded.describe_replaced(config, _OF_USER, _OF_USER)) is not None:
+    if recorded is not None and (line := recorded.record.describe_replaced(config, _OF_USER, _OF_USER)) is not None:
         notify(line)
     refuse_missing_kernels(config, given, this_platform())
     # The labels of photographs are unknown: the loss is not used.

@@ -124,7 +124,7 @@ def _evaluate_run(
 ) -> EvaluationResult:
     """Evaluate the weights of a run with its settings or, if they are given, with changed ones."""
     config = recorded.config if changed is None else changed
-    if changed is None and (line := recorded.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)):
+    if changed is None and (line := recorded.record.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)):
         notify(line)
     check_own_model(recorded, model)
     own = check_own_loss(recorded, loss, metrics)

@@ -4,7 +4,7 @@ Owns reading these so that the weights can be used. Must not know: data, program
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,11 +41,11 @@ class TrainedRun:
         manifest_digest, eval_manifest_digest: SHA-256 of the manifests of the training split and of the split that it
             was evaluated on, None if there was none.
         weights: the trained weights, with their metadata.
+        record: the content of its `config.json`.
         own_parts: the names of the user-defined functions that it trained with, by part.
         snapshot_step: the step of the snapshot that the weights are from, None if they are from the weights file.
         labels: a description of the labels of its batches, None if they were class numbers.
         data_location: where it found its data, None if they have no place or an old record lacks it.
-        recorded: the content of its `config.json`.
     """
 
     path: Path
@@ -58,15 +58,11 @@ class TrainedRun:
     manifest_digest: str | None
     eval_manifest_digest: str | None
     weights: StoredWeights
+    record: RecordedRun
     own_parts: Mapping[str, Any] = field(default_factory=dict)
     snapshot_step: int | None = None
     labels: Any = None
     data_location: str | None = None
-    recorded: RecordedRun | None = None
-
-    def describe_replaced(self, now: TrainConfig, used: Collection[str], options: Collection[str]) -> str | None:
-        """Return a line about what is not used of the record; see `engine.owners.describe_replaced`."""
-        return None if self.recorded is None else self.recorded.describe_replaced(now, used, options)
 
 
 def run_settings(
@@ -136,11 +132,11 @@ def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:
             manifest_digest=recorded.manifest_digest,
             eval_manifest_digest=resolved.get("eval_manifest_sha256"),
             weights=weights,
+            record=recorded,
             own_parts=resolved.get("own_parts", {}),
             snapshot_step=snapshot_step,
             labels=resolved.get("labels"),
             data_location=resolved.get(DATA_LOCATION),
-            recorded=recorded,
         )
     except KeyError as error:
         raise _incomplete(path, error) from None
