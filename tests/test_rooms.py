@@ -22,6 +22,7 @@ FLOORS = (
     "preprocess.regular_file",
     "preprocess.suggestions",
     "preprocess.quantities",
+    "preprocess.system_entries",
     "preprocess.claimed_size",
     "preprocess.links",
     "preprocess.stop_signals",

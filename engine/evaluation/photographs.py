@@ -18,7 +18,7 @@ from preprocess.decoding.memory_budget import file_budget, pixel_budget
 from preprocess.pixels import pack_rgb
 from preprocess.regular_file import read_regular
 from preprocess.sources.split_names import IMAGE_SUFFIXES, is_image_name
-from preprocess.sources.system_entries import count_ignored, describe_ignored, is_hidden
+from preprocess.system_entries import count_ignored, describe_ignored, is_hidden
 from preprocess.system_errors import reading_remedy, status_of
 
 _MOST_FILE_BYTES = 1 << 30

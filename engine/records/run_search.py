@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine.records.run_summary import is_run
-from preprocess.sources.system_entries import is_hidden
+from preprocess.system_entries import is_hidden
 
 MOST_DEPTH = 8
 MOST_ENTRIES = 500_000

@@ -19,7 +19,7 @@ from preprocess.shards.arrays import CHECKSUMS, LABELS, METADATA_KEY, PIXELS, TA
 from preprocess.shards.location import Location, ShardError, open_location
 from preprocess.shards.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
 from preprocess.shards.split_files import PARTS, PLAN_KEY, is_split_file
-from preprocess.sources.system_entries import is_hidden
+from preprocess.system_entries import is_hidden
 
 # Any one of these shows that a folder contains a split or its remains.
 _MARKS = (

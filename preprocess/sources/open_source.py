@@ -27,11 +27,11 @@ from preprocess.sources.labels_file import LabelTable, read_labels
 from preprocess.sources.listing import FoundSplit, Layout, ListedSplit, SourceError, SourceImage, SourceSplit
 from preprocess.sources.selection import HOLDOUT_RULE, held_out, pack_order
 from preprocess.sources.split_names import SPLIT_ORDER
-from preprocess.sources.system_entries import describe_ignored
 from preprocess.sources.tarindex import BLOCK, is_tar, open_tar
 from preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, TarStore, imagenet_openers, tar_layout
 from preprocess.sources.tree import list_folder, split_folders, split_openers
 from preprocess.suggestions import describe_forms
+from preprocess.system_entries import describe_ignored
 from preprocess.system_errors import reading_remedy, status_of
 
 __all__ = ["ImageClass", "Source", "SourceError", "SourceImage", "SourceSplit", "open_source"]

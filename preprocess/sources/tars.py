@@ -21,8 +21,8 @@ from preprocess.sources.devkit import ARCHIVE as DEVKIT_ARCHIVE
 from preprocess.sources.devkit import find_devkit
 from preprocess.sources.listing import FoundSplit, Layout, Listing, SourceError, index_classes
 from preprocess.sources.split_names import SPLIT_ORDER, TopFolder, choose_splits, is_image_name, split_of
-from preprocess.sources.system_entries import visible
 from preprocess.sources.tarindex import Member, TarFile, members, open_tar
+from preprocess.system_entries import visible
 
 TRAIN_ARCHIVE = "ILSVRC2012_img_train.tar"
 VAL_ARCHIVE = "ILSVRC2012_img_val.tar"
