@@ -112,6 +112,9 @@ PROGRAM_MAY_KNOW = {
     "models.names",
     "models.user_cache",
     "models.trusted_folder",
+    # How much memory the slots of the batches may take.
+    "preprocess.control_groups",
+    "preprocess.memory",
     "preprocess.quantities",
     "preprocess.read_meter",
     "preprocess.storage_options",
