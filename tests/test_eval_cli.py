@@ -141,7 +141,7 @@ def test_weights_of_no_run(place, monkeypatch):
         (["run", "--batch", "0"], "--batch must lie in 1 … 1048576, got 0"),
         (["run", "--image-size", "9"], "must be at most the size of the images, 8 × 8 px, got 9: leave"),
         (["--weights", "nowhere.safetensors"], "nowhere.safetensors does not exist"),
-        (["--weights", "data/val/manifest.json"], "must be a complete safetensors file"),
+        (["--weights", "data/val/manifest.json"], "weights must be a safetensors file or a file of PyTorch"),
     ],
 )
 def test_wrong_usage_is_one_clear_error(place, monkeypatch, arguments, message):

@@ -135,7 +135,7 @@ def test_a_full_disk_under_a_sink_ends_the_run_and_the_other_sinks_get_every_los
         (lambda pixels, labels: (pixels, labels[:-1]), r"labels must be integers \[8\].* int64 \[7\] for batch 3"),
         (lambda pixels, labels: (pixels[:, :2], labels), r"shape of the first, .* returned \(8, 2, 4\) for batch 3"),
         (lambda pixels, labels: (pixels, labels + CLASSES), r"labels must lie in 0 … 2, but .* for batch 3"),
-        (lambda pixels, labels: pixels, r"a tuple \(pixels, labels\), but the source returned ndarray"),
+        (lambda pixels, labels: pixels, r"but the source returned uint32 \[8, 4, 4\]"),
     ],
 )
 def test_a_wrong_batch_during_the_run_is_named(bad, message):

@@ -344,17 +344,17 @@ class Feeder:
     def check_is_in_time(self, batch_index: int, deadline: float) -> None:
         """Raise FeederError if `time.perf_counter` has passed the deadline (in seconds) for a missing batch."""
         if time.perf_counter() >= deadline:
-            late = f"the batch of {self._name_batch(batch_index)} did not arrive within {self.timeout_s:g} s because "
+            late = f"the batch of {self._name_batch(batch_index)} did not arrive within {self.timeout_s:g} s because"
             places = places_of(self._filling.get(batch_index))
             if any("jax" in Path(file).parts for file, *_ in places):
                 raise FeederError(
-                    f"{late}its source waits for a result of jax, and the training program may occupy all of jax's "
+                    f"{late} its source waits for a result of jax, and the training program may occupy all of jax's "
                     "threads: use NumPy in the source, or set PJRT_NPROC in the environment to more than the number of "
                     f"devices. {describe_places(places)}"
                 )
+            where = f". {describe_places(places)}" if places else ""
             raise FeederError(
-                f"{late}the source has stalled or is too slow: check the storage, or raise --infeed-timeout"
-                + (f". {describe_places(places)}" if places else "")
+                f"{late} the source has stalled or is too slow: check the storage, or raise --infeed-timeout{where}"
             )
 
     def _check_can_arrive(self, batch_index: int, deadline: float) -> None:
