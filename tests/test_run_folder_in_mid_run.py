@@ -175,10 +175,8 @@ def test_a_log_that_the_disk_does_not_keep_ends_the_run_and_no_record_counts_on_
     refused = refuse_to_sync(monkeypatch, tmp_path / name, errno.EIO)
     with pytest.raises(OSError, match=f"'{tmp_path}/{name}'") as caught:
         run(tmp_path)
-    assert (
-        f"{tmp_path}/{name} cannot be written (Input/output error): try again; if it fails again, check the disk or the "
-        "network" in caught.value.__notes__
-    )
+    advice = "try again; if it fails again, check the disk or the network"
+    assert f"{tmp_path}/{name} cannot be written (Input/output error): {advice}" in caught.value.__notes__
     assert len(refused) == 1  # at the next call a disk reports success
     assert snapshot_steps(tmp_path / "snapshots") == []
     assert json.loads((tmp_path / "result.json").read_text())["files"] is None

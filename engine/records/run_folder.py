@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -75,6 +76,7 @@ _WRITTEN_BELOW = (f"{SNAPSHOTS}/{UNFINISHED}", f"{WANDB}/{WANDB_RUN_ID}", f"{WAN
 _MAKE_TRIES = 10
 # So long, an interrupted run waits for what is still at work in its folder.
 _UNLOCK_WAIT_S = 1.0
+_LOOK_EVERY_S = 0.05
 _RECORDED_VERSIONS = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
 
 
@@ -140,8 +142,8 @@ class RunFolder:
         self._is_kept = True
 
         def unlock() -> None:
-            while threads := threads_at_work():
-                threads[0].join()
+            while threads_at_work():
+                time.sleep(_LOOK_EVERY_S)
             self._lock.release()
 
         unlocking = threading.Thread(target=unlock, name="unlock", daemon=True)

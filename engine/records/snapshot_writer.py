@@ -166,7 +166,8 @@ class SnapshotWriter:
 
     def threads_at_work(self) -> list[threading.Thread]:
         """Return the thread that writes, unless it has ended."""
-        return [self._thread] if self._thread.is_alive() else []
+        # Not `is_alive`, which Python 3.12 takes for false after an interrupted `join` (its issue 45274).
+        return [each for each in threading.enumerate() if each is self._thread]
 
     def close(self, timeout_s: float) -> bool:
         """Accept no more snapshots, and wait at most `timeout_s` for pending ones to be written; can be called again.

@@ -400,7 +400,8 @@ class Launch:
     def threads_at_work(self) -> list[threading.Thread]:
         """Return the threads of the program and of its sinks that are still at work, as after an interruption."""
         program = [] if self._program is None else [self._program.thread]
-        return [thread for thread in (*program, *self.stream.threads) if thread.is_alive()]
+        running = threading.enumerate()  # not `is_alive`: see `SnapshotWriter.threads_at_work`
+        return [thread for thread in (*program, *self.stream.threads) if thread in running]
 
     def failure(self, state: TrainState) -> BaseException | None:
         """Return the run's error, if any. Errors on the host take precedence over others, and causes over effects."""
