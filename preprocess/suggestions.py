@@ -9,6 +9,8 @@ import difflib
 import unicodedata
 from collections.abc import Iterable
 
+from preprocess.unicode_form import composed
+
 _FEW = 3
 
 
@@ -52,7 +54,7 @@ def describe_forms(word: str, other: str) -> str:
 
 def is_same_text(word: str, other: str) -> bool:
     """Return whether two texts are the same but for their Unicode form."""
-    return unicodedata.normalize("NFC", word) == unicodedata.normalize("NFC", other)
+    return composed(word) == composed(other)
 
 
 def _form(text: str) -> str:
@@ -60,4 +62,4 @@ def _form(text: str) -> str:
 
 
 def _folded(word: str) -> str:
-    return unicodedata.normalize("NFC", word).lower()
+    return composed(word).lower()

@@ -20,6 +20,7 @@ FLOORS = (
     "preprocess.system_errors",
     "preprocess.json_digest",
     "preprocess.regular_file",
+    "preprocess.unicode_form",
     "preprocess.suggestions",
     "preprocess.quantities",
     "preprocess.system_entries",
@@ -119,6 +120,7 @@ PROGRAM_MAY_KNOW = {
     "preprocess.read_meter",
     "preprocess.storage_options",
     "preprocess.suggestions",
+    "preprocess.unicode_form",
 }
 
 

@@ -348,7 +348,7 @@ def test_an_array_that_disagrees_with_the_manifest_is_refused(data):
         open_split(str(data), "train")
 
 
-@pytest.mark.parametrize("bad", ["", "nosuch://x", "gs://"])
+@pytest.mark.parametrize("bad", ["", "nosuch://x", "gs://", "file:///x|zip:pack/"])
 def test_an_invalid_address_is_refused(bad):
     with pytest.raises(ShardError, match="gs://"):
         list_splits(bad)

@@ -16,7 +16,7 @@ from engine.commands.cli import main as run_train
 from models.names import MODEL_NAMES
 from models.registry import find_network, model_names, networks
 from preprocess.commands.suggesting import SuggestingCommand
-from preprocess.suggestions import did_you_mean, nearest
+from preprocess.suggestions import did_you_mean, is_same_text, nearest
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
@@ -134,3 +134,10 @@ def test_a_word_in_another_unicode_form_is_not_suggested_for_itself():
     assert did_you_mean(composed, [decomposed]) == f": it is {decomposed} in another Unicode form (NFD, not NFC)"
     assert did_you_mean("Kuche", [composed]) == f": did you mean {composed}?"
     assert nearest(unicodedata.normalize("NFD", "Tür"), [unicodedata.normalize("NFC", "Tür")]) is not None
+
+
+@pytest.mark.timeout(20)
+def test_thousands_of_marks_on_a_letter_take_no_time():
+    word = "a" + "\u0301\u0323" * 500_000  # composing them takes hours, and no signal ends it
+    assert is_same_text(word, word)
+    assert not is_same_text(word, "a")

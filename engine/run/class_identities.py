@@ -3,12 +3,12 @@
 Must not know: models, files.
 """
 
-import unicodedata
 from collections.abc import Sequence
 
 from preprocess.printable import printable
 from preprocess.quantities import quantity
 from preprocess.shards.classes import ImageClass
+from preprocess.unicode_form import composed
 
 _MOST_NAMED = 3
 
@@ -40,4 +40,4 @@ def have_same_order(one: Sequence[ImageClass], other: Sequence[ImageClass]) -> b
 
 def _identity(of: ImageClass) -> str:
     """Return the identifier in one Unicode form: a Mac names the folder of a class in another than Linux."""
-    return unicodedata.normalize("NFC", of.id)
+    return composed(of.id)

@@ -444,7 +444,8 @@ def _spec_of(data: str) -> dict[str, Any]:
             ) from error
     else:
         spec = {"driver": "file", "path": str(expand_home(data))}
-    if not isinstance(spec.get("path", ""), str) or "driver" not in spec:
+    # A store within another ("file:///x|zip:y") would be opened by TensorStore without the checks of local files.
+    if not isinstance(spec.get("path", ""), str) or "driver" not in spec or "base" in spec:
         raise ShardError(
             f"{data} does not name a folder in a single store; use a path, gs://bucket/folder or s3://bucket/folder"
         )

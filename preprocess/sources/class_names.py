@@ -3,7 +3,6 @@
 Owns how a line names a class, whose identifier may contain blanks. Must not know: layouts.
 """
 
-import unicodedata
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from preprocess.quantities import quantity
 from preprocess.regular_file import read_regular
 from preprocess.sources.listing import SourceError
 from preprocess.system_errors import reading_remedy
+from preprocess.unicode_form import composed
 
 NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
 _REMEDY = "correct or remove it"
@@ -89,7 +89,7 @@ def name_classes(files: Iterable[NameFile], ids: Collection[str]) -> ClassNames:
         ids: the identifiers of all classes.
     """
     # The same text in another form of Unicode is the same identifier.
-    by_text = {unicodedata.normalize("NFC", each): each for each in ids}
+    by_text = {composed(each): each for each in ids}
     names: dict[str, str] = {}
     notes: list[str] = []
     for file in files:
@@ -105,7 +105,7 @@ def _match(file: NameFile, by_text: Mapping[str, str]) -> tuple[dict[str, str], 
 
     Also returns the lines that are no class if the file is a list of identifiers, else None.
     """
-    lines = [unicodedata.normalize("NFC", line) for line in file.lines]
+    lines = [composed(line) for line in file.lines]
     whole, longest = [line for line in lines if line in by_text], max(map(len, by_text), default=0)
     pairs = {line: _divide(line, by_text, longest) for line in lines if line not in by_text}
     divided = {line: pair for line, pair in pairs.items() if pair is not None}
