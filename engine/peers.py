@@ -31,6 +31,8 @@ _LOOK_EVERY_S = 0.25
 _DONE_EVERY_S = 0.1
 # A process that knows that another is gone waits only this long for its beat.
 _HURRY_S = 5.0
+# A process without a supervisor that has not begun a run may wait for others that never come: it is ended after this.
+_UNBEGUN_S = 10.0
 
 
 class State(StrEnum):
@@ -165,7 +167,7 @@ class Peers:
         self._host = socket.gethostname()
         # That of the start: the supervisor may be gone by now.
         self._parent = int(os.environ.get(SUPERVISOR, os.getppid()))
-        self._is_orphan = False
+        self._orphan_since_s: float | None = None
         self._step: Callable[[], int | None] = lambda: None
         self._state, self._message = State.RUNNING, ""
         self._own, self._peers, self._coordinator = 0, dict[int, Peer](), ""
@@ -291,15 +293,17 @@ class Peers:
 
     def _stop_without_supervisor(self) -> None:
         """Stop this process cleanly, however long its last snapshot takes, and judge the others from now on."""
-        self._is_orphan = self._judges = True
+        self._orphan_since_s, self._judges = self._now_s, True
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _show(self) -> None:
         """Show the supervisor that this process is alive; stop it if its supervisor is gone."""
         if self._path is None:
             return
-        if os.getppid() != self._parent and not self._is_orphan:
+        if os.getppid() != self._parent and self._orphan_since_s is None:
             self._stop_without_supervisor()
+        elif self._step() is None and self._now_s > (self._orphan_since_s or self._now_s) + _UNBEGUN_S:
+            os._exit(1)
         first = self._peers[0].beat if self._peers else None
         shown = {
             "step": self._step(),

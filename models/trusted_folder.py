@@ -9,9 +9,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from preprocess.regular_file import kind_of
-
 MOST_FILE_BYTES = 1 << 30
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 """The largest file that is loaded: an endless one would fill the memory."""
 
 _FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -66,7 +65,7 @@ def file_fault(path: Path, folder: os.stat_result, *, most_bytes: int = MOST_FIL
     """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        return f"{path} is {kind_of(status.st_mode)}, not a file: remove it"
+        return f"{path} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'a device')}, not a file: remove it"
     if not _is_own(status):
         return f"{path} belongs to user {status.st_uid}: remove it"
     # Files are as private as the folder, if nobody else can enter it.

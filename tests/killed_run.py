@@ -103,6 +103,8 @@ class Death:
             return
         # The new name of a rename, the only name of everything else.
         path = arguments[1] if event == "os.rename" else arguments[0]
+        if event == "os.truncate" and isinstance(path, int):
+            path = Path(f"/proc/self/fd/{path}").readlink()
         if self._is_due(os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)):
             die()
 
