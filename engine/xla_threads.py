@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from models.kernels.xla_threads import NUM_THREADS_VARIABLE, choose_num_threads, chosen_num_threads
+from models.xla_threads import NUM_THREADS_VARIABLE, choose_num_threads, chosen_num_threads
 from preprocess.cores import num_allowed_cores, num_cores
 
 _was_forked = False

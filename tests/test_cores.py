@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine import xla_threads
-from models.kernels import xla_threads as kernels_threads
+from models import xla_threads as kernels_threads
 from preprocess.cores import num_allowed_cores
 
 ROOT = Path(__file__).parents[1]

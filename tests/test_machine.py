@@ -10,7 +10,7 @@ from engine.records import machine
 from engine.records.machine import MACHINE, describe_machine, machine_differences, machine_warning
 from engine.records.recorded_run import read_recorded
 from engine.records.topology import Topology, describe_promise
-from models.kernels import xla_threads
+from models import xla_threads
 from tests.toy import Linear, toy_batch, toy_config
 
 XEON = "vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nmodel name : Xeon\nflags : {}\n"

@@ -41,6 +41,7 @@ FLOORS = (
     # models: pure functions
     "models.user_cache",
     "models.trusted_folder",
+    "models.xla_threads",
     "models.names",
     "models.model",
     "models.paths",
@@ -111,6 +112,7 @@ PROGRAM_MAY_KNOW = {
     "models.kernels",
     "models.layers",
     "models.names",
+    "models.xla_threads",
     "models.user_cache",
     "models.trusted_folder",
     # How much memory the slots of the batches may take.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from models.kernels.xla_threads import NUM_THREADS_VARIABLE, given_num_threads
+from models.xla_threads import NUM_THREADS_VARIABLE, given_num_threads
 from preprocess.cores import num_allowed_cores
 from preprocess.quantities import listed
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from models.kernels.onednn.fork_safe_lock import ForkSafeLock
-from models.kernels.xla_threads import given_num_threads
+from models.xla_threads import given_num_threads
 
 DISTRIBUTION = "onednn-cpu-gomp"
 """The wheel that holds the library."""
