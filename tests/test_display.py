@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -126,15 +125,16 @@ def test_a_terminal_that_lacks_characters_shows_others(tmp_path, environment):
 
 def test_a_terminal_that_goes_away_is_no_end_of_a_run(tmp_path):
     """Under nohup: the signal is ignored, and the terminal can no longer be written."""
-    process, terminal = pty.fork()
-    if process == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        os.chdir(tmp_path)
-        os.execve(sys.executable, [*RUN, "--steps", "6000"], HERE)
-    while "loss" not in os.read(terminal, 65536).decode(errors="replace"):
-        pass
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    terminal, shown = pty.openpty()
+    command = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *RUN, "--steps", "6000"]
+    with subprocess.Popen(
+        command, stdin=shown, stdout=shown, stderr=shown, cwd=tmp_path, env=HERE, start_new_session=True
+    ) as process:
+        os.close(shown)
+        while "loss" not in os.read(terminal, 65536).decode(errors="replace"):
+            pass
+        os.close(terminal)
+        assert process.wait(100) == 0
     assert end_of(tmp_path) == ("steps", 6000, 6000)
 
 
