@@ -16,6 +16,16 @@ from preprocess.stop_signals import install, stop_signals, stops_as_interrupts, 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 60
 
+
+@pytest.fixture(autouse=True)
+def _default_handlers():
+    """Whoever started the tests may ignore SIGHUP, and another test may have left a handler."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 # Two handlers above each other; a child forked from a thread; what the signal does there and here.
 FORKED = """
 import os, signal, sys, threading, time
