@@ -195,7 +195,8 @@ def test_a_display_that_hangs_fails_no_run(monkeypatch):
     gate.set()
     assert (stream.failure, other.failure, board.stop_reason) == (None, None, None)
     assert kept.steps == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert ["within 0.2 s" in each for each in said] == [True, True]
+    # The second names how long it waited, which may be more than it was to.
+    assert ["did not accept" in each or "within 0.2 s" in each for each in said] == [True, True], said
 
 
 def test_a_stream_that_is_a_display_is_given_up_once():
