@@ -171,7 +171,6 @@ def test_a_gpu_program_is_deterministic_unless_disabled():
     options = compiler_options(traced.lowered, "gpu", deterministic=True)
     assert options == {
         "xla_gpu_exclude_nondeterministic_ops": True,
-        "xla_gpu_autotune_level": 0,
         "xla_gpu_enable_triton_gemm": False,
     }
     # XLA refuses an option that it does not have, on any backend.

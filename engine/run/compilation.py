@@ -149,14 +149,14 @@ def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic
     single convolutions is correct.
 
     On GPU, a deterministic program excludes nondeterministic operations; XLA rejects an operation without a
-    deterministic alternative. Autotuning is off, because it could choose another kernel each time; XLA uses the
-    libraries' first choice. Matrix products are left to cuBLAS: without autotuning, none of XLA's own kernels for
-    them is certain to work (jaxlib 0.11.2).
+    deterministic alternative. It then times no kernels, which could choose another one each time, but takes the
+    first that the library proposes. `xla_gpu_autotune_level` must stay above 0: at 0, XLA names no kernel at all, and
+    cuDNN runs its convolutions on one that is thousands of times slower (H100, jaxlib 0.11.2). Matrix products are
+    left to cuBLAS: none of XLA's own kernels for them is certain to work untimed (jaxlib 0.11.2).
     """
     if backend == "gpu" and deterministic:
         return {
             "xla_gpu_exclude_nondeterministic_ops": True,
-            "xla_gpu_autotune_level": 0,
             "xla_gpu_enable_triton_gemm": False,
         }
     if backend != "cpu" or "bf16" not in lowered.as_text():
