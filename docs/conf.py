@@ -7,12 +7,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
 
-project = "Feedloop"
-author = "The Feedloop authors"
-copyright = "The Feedloop authors, Apache-2.0"  # noqa: A001 - Sphinx reads this name
-version = release = version_of("feedloop")
+project = "Loopfeed"
+author = "The Loopfeed authors"
+copyright = "The Loopfeed authors, Apache-2.0"  # noqa: A001 - Sphinx reads this name
+version = release = version_of("loopfeed")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "feedloop_docs"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "loopfeed_docs"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 master_doc = "index"
@@ -29,7 +29,7 @@ autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
-# Types of other projects, whose inventories would have to be fetched, and type aliases of Feedloop, which are not
+# Types of other projects, whose inventories would have to be fetched, and type aliases of Loopfeed, which are not
 # documented separately. Every other name in a signature or docstring must be on a page.
 _ALIASES = (
     "Apply|BatchFunction|BatchStats|Channels|EvaluationArrays|Labels|LaunchState|Loss|OwnAugmentation|OwnOptimizer|"
@@ -37,14 +37,14 @@ _ALIASES = (
 )
 nitpick_ignore_regex = [
     ("py:class", r"(collections\.abc|jax|numpy|os|pathlib|tensorstore|PIL)\..*"),
-    ("py:class", rf"(engine|models)\.[\w.]+\.({_ALIASES})"),
+    ("py:class", rf"loopfeed\.[\w.]+\.({_ALIASES})"),
     ("py:class", "RecordedRun"),  # of a public class, but not public
 ]
 
 html_theme = "furo"
-html_title = f"Feedloop {version}"
+html_title = f"Loopfeed {version}"
 html_static_path = ["_static"]
-html_css_files = ["feedloop.css"]
+html_css_files = ["loopfeed.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}

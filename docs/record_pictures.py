@@ -5,7 +5,7 @@ Draws the demo set into data/demo if it is not there, trains on it in a terminal
 - docs/images/terminal.svg, the screen as it stands in the middle of the run and at its end,
 - docs/images/loss.svg, the loss of every step, out of the run's loss.jsonl.
 
-Takes as long as the training, 2 minutes on 2 idle cores. Needs neither a network nor more than Feedloop's own packages.
+Takes as long as the training, 2 minutes on 2 idle cores. Needs neither a network nor more than Loopfeed's own packages.
 """
 
 import codecs
@@ -90,7 +90,7 @@ def draw_screen(command: str, output: str) -> str:
     shown = [line for line in before if line.strip()]
     for line in [*shown, None, *end[-4:]]:
         console.print(Text("        ⋮", style="dim") if line is None else Text.from_ansi(line))
-    svg = console.export_svg(title="run-train", theme=MONOKAI, unique_id="feedloop")
+    svg = console.export_svg(title="run-train", theme=MONOKAI, unique_id="loopfeed")
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     return re.sub(r"font-family: [^;]+;", f"font-family: {_FONT};", svg)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from engine import TrainConfig, report_run, train
-from preprocess import pack_demo
+from loopfeed import TrainConfig, pack_demo, report_run, train
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

@@ -1,8 +1,8 @@
 """The settings of a run: one frozen, validated record with a strict JSON round trip.
 
-Each setting is declared only here, as `engine.settings` describes; options, checks, reference and resume rules are
-derived from the declaration. Must not import jax, so that the commands start fast. `engine.run.resolve` replaces
-settings that are None (model, image size, classes) once the data are open.
+Each setting is declared only here, as `loopfeed.engine.settings` describes; options, checks, reference and resume rules
+are derived from the declaration. Must not import jax, so that the commands start fast. `loopfeed.engine.run.resolve`
+replaces settings that are None (model, image size, classes) once the data are open.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from engine.images.settings import MAX_AUTO_AUGMENT_OPS, NUM_MAGNITUDES, AutoAugmentName, CropName, PaddingName
-from engine.patterns import parse_freeze, parse_groups
-from engine.settings import (
+from loopfeed.engine.images.settings import MAX_AUTO_AUGMENT_OPS, NUM_MAGNITUDES, AutoAugmentName, CropName, PaddingName
+from loopfeed.engine.patterns import parse_freeze, parse_groups
+from loopfeed.engine.settings import (
     LARGEST_FLOAT32,
     Belongs,
     ConfigError,
@@ -31,9 +31,9 @@ from engine.settings import (
     table_of,
     unknown_setting,
 )
-from models.names import MODEL_NAMES
-from preprocess.storage_options import STORAGE_OPTIONS, StorageOptionError
-from preprocess.storage_options import parse_text as parse_storage_options
+from loopfeed.models.names import MODEL_NAMES
+from loopfeed.preprocess.storage_options import STORAGE_OPTIONS, StorageOptionError
+from loopfeed.preprocess.storage_options import parse_text as parse_storage_options
 
 __all__ = ["ConfigError", "SettingError", "TrainConfig"]
 
@@ -113,7 +113,7 @@ class TrainConfig:
     epochs: float | None = setting(
         None, TRAINING, _HOST, _CHANGES, "Passes over the training split, instead of {steps}.", between=_COUNT,
         unit="E", default_text="set by {steps}", in_place_of="steps",
-        details="Can be fractional; `engine.run.epochs.settle_epochs` computes `steps`.",
+        details="Can be fractional; `loopfeed.engine.run.epochs.settle_epochs` computes `steps`.",
     )
     batch: int = setting(
         128, TRAINING, _PROGRAM, _KEPT, "Images per step.", between=(1, 2**20), unit="IMAGES",
@@ -211,7 +211,7 @@ class TrainConfig:
 
     data: str | None = setting(
         None, DATA, _HOST, _DATA_CHANGES, "Packed data set: a folder or a URL.", unit="DIR|URL", completion="folder",
-        default_text="$FEEDLOOP_DATA, else data/shards, else the demo set",
+        default_text="$LOOPFEED_DATA, else data/shards, else the demo set",
         details="A data set in an object store is given by its TensorStore URL. A resumed run checks that the data "
         "have not changed.",
     )

@@ -3,10 +3,10 @@
 import os
 from dataclasses import replace
 
-from engine.config import OFF, TrainConfig
-from preprocess.storage_options import as_text, expand_home, is_url, parse_text, with_environment
+from loopfeed.engine.config import OFF, TrainConfig
+from loopfeed.preprocess.storage_options import as_text, expand_home, is_url, parse_text, with_environment
 
-DATA_VARIABLE = "FEEDLOOP_DATA"
+DATA_VARIABLE = "LOOPFEED_DATA"
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:

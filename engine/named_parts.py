@@ -1,7 +1,7 @@
 """The user-defined parts of a run that the command line can name, and the record of their names and sources.
 
-A record is only compared with what a command line names now: nothing here loads code, and `engine.commands.own_parts`,
-which does, reads no file. Must not know: jax, what a part is used for.
+A record is only compared with what a command line names now: nothing here loads code, and
+`loopfeed.engine.commands.own_parts`, which does, reads no file. Must not know: jax, what a part is used for.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,6 +1,7 @@
 """Whose settings are: what a command uses of a record or a recipe, which may be somebody else's.
 
-Owns the rules for the words of `engine.settings.Owner`. Must not know: how a record is read, or a command's options.
+Owns the rules for the words of `loopfeed.engine.settings.Owner`. Must not know: how a record is read, or a command's
+options.
 """
 
 import os
@@ -8,12 +9,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.config import SETTINGS, TrainConfig, describe_value
-from engine.locations import DATA_VARIABLE
-from engine.settings import OnResume, Owner
-from preprocess.printable import printable
-from preprocess.quantities import listed
-from preprocess.storage_options import ANONYMOUS, as_text, is_url, parse_text, recorded_options
+from loopfeed.engine.config import SETTINGS, TrainConfig, describe_value
+from loopfeed.engine.locations import DATA_VARIABLE
+from loopfeed.engine.settings import OnResume, Owner
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import listed
+from loopfeed.preprocess.storage_options import ANONYMOUS, as_text, is_url, parse_text, recorded_options
 
 STORAGE = "storage_options"
 
@@ -33,8 +34,8 @@ def take_recorded(config: TrainConfig, *, has_no_place: bool = False) -> tuple[T
     """Return the settings of a record that may be used, and the recorded values of those that were replaced, by name.
 
     Of the user's and the launch's, none is used. Of the options of a store, its address is used, without keys (see
-    `preprocess.storage_options.recorded_options`), unless the user has named a URL in $FEEDLOOP_DATA, and the record
-    does not say where its data are.
+    `loopfeed.preprocess.storage_options.recorded_options`), unless the user has named a URL in $LOOPFEED_DATA, and the
+    record does not say where its data are.
 
     Args:
         config: the settings of the record.

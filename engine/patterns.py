@@ -7,8 +7,8 @@ import math
 import re
 from typing import NamedTuple
 
-from engine.settings import LARGEST_FLOAT32, SettingError
-from preprocess.quantities import parse_float
+from loopfeed.engine.settings import LARGEST_FLOAT32, SettingError
+from loopfeed.preprocess.quantities import parse_float
 
 _FACTORS = ("learning_rate", "weight_decay")
 _OPENING, _CLOSING = "([{", ")]}"

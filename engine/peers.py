@@ -19,13 +19,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-BEAT_FILE = "FEEDLOOP_BEAT_FILE"
+BEAT_FILE = "LOOPFEED_BEAT_FILE"
 """The environment variable that names the file in which a process shows its beats to its supervisor."""
-SEES_ALL = "FEEDLOOP_SUPERVISOR_SEES_ALL"
+SEES_ALL = "LOOPFEED_SUPERVISOR_SEES_ALL"
 """The environment variable that says that the supervisor started all processes, and judges them itself."""
-SUPERVISOR = "FEEDLOOP_SUPERVISOR"
+SUPERVISOR = "LOOPFEED_SUPERVISOR"
 """The environment variable with the process ID of the supervisor."""
-_FOLDER = "feedloop/beats"
+_FOLDER = "loopfeed/beats"
 _LOOK_EVERY_S = 0.25
 # At the end, all wait for the last one.
 _DONE_EVERY_S = 0.1

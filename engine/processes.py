@@ -15,13 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from engine.peers import Peers
-from engine.xla_threads import fitting_threads
+from loopfeed.engine.peers import Peers
+from loopfeed.engine.xla_threads import fitting_threads
 
 PEER_TIMEOUT_S = 60.0
 JOIN_TIMEOUT_S = 120.0
 _ASK_EVERY_S = 0.5
-_EXCHANGED = "feedloop/exchanged"
+_EXCHANGED = "loopfeed/exchanged"
 # Opening large data on a slow storage takes minutes; a process that dies is noticed by the watch.
 _EXCHANGE_LIMIT_S = 600
 # All have come to the end: a second is enough.
@@ -76,7 +76,7 @@ def join_processes(
 
 
 def _end(message: str) -> NoReturn:
-    sys.stderr.write(f"feedloop: {message}\n")
+    sys.stderr.write(f"loopfeed: {message}\n")
     sys.stderr.flush()
     os._exit(1)
 

@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from engine.keys import like_leaf, plain_key
-from engine.settings import SettingError
-from models.layers.batch_norm import NormGroups
-from models.layers.stored import stored
+from loopfeed.engine.keys import like_leaf, plain_key
+from loopfeed.engine.settings import SettingError
+from loopfeed.models.layers.batch_norm import NormGroups
+from loopfeed.models.layers.stored import stored
 
 AXIS = "data"
 _EVERYWHERE = PartitionSpec()

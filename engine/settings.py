@@ -15,7 +15,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from preprocess.suggestions import describe_nearest, did_you_mean, nearest
+from loopfeed.preprocess.suggestions import describe_nearest, did_you_mean, nearest
 
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _KEY = "setting"
@@ -36,7 +36,7 @@ class Owner(Enum):
 
     What names a place to write to or to load programs from, an account, or a command's task must be `USER` or `LAUNCH`:
     the record of a run and a recipe may come from somebody else, and of these two nothing in them is used.
-    `engine.owners` has the rules.
+    `loopfeed.engine.owners` has the rules.
     """
 
     RUN = "of the run: a resume keeps it"
@@ -419,5 +419,5 @@ def unknown_setting(name: str, known: Mapping[str, Setting], what: str) -> Unkno
     """Return the error for an unknown setting name; `what` is the class or file that was given the name."""
     if near := suggest_setting(name, known.values()):
         return UnknownSettingError(name, "{what} has no setting {name!r}{near}", what=what, name=name, near=near)
-    others = describe_nearest(name, known, "help(engine.TrainConfig)")
+    others = describe_nearest(name, known, "help(loopfeed.TrainConfig)")
     return UnknownSettingError(name, "{what} has no setting {name!r}{others}", what=what, name=name, others=others)

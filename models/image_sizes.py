@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.families.vision_transformer import POSITIONS, VisionTransformer, size_of_positions
-from models.model import Params
-from models.registry import find_network
+from loopfeed.models.families.vision_transformer import POSITIONS, VisionTransformer, size_of_positions
+from loopfeed.models.model import Params
+from loopfeed.models.registry import find_network
 
 # Keys (1981): the cubic through its samples whose error falls fastest.
 _SHARPNESS = -0.5
@@ -21,7 +21,7 @@ def image_size_of(model_name: str, params: Mapping[str, Any]) -> int | None:
     """Return the height and width in pixels of the images that parameters are for, None if they are for any.
 
     Args:
-        model_name: one of `models.registry.model_names()`.
+        model_name: one of `loopfeed.models.registry.model_names()`.
         params: parameters of that model; only shapes are used.
     """
     net = find_network(model_name)

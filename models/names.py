@@ -1,4 +1,4 @@
-"""The names of all networks, for code that must not import jax. `models.registry` defines the networks."""
+"""The names of all networks, for code that must not import jax. `loopfeed.models.registry` defines the networks."""
 
 MODEL_NAMES = (
     "resnet18",

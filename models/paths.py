@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models.model import Params
+from loopfeed.models.model import Params
 
 
 def get_at(params: Params, path: str) -> Any:

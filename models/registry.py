@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from models.families import convnext, pooled_convnet, resnet, vision_transformer
-from models.families.convnext import ConvNeXt
-from models.families.pooled_convnet import PooledConvNet
-from models.families.resnet import ResNet
-from models.families.vision_transformer import VisionTransformer
-from models.model import BatchStats, Model, Params
-from models.names import MODEL_NAMES
+from loopfeed.models.families import convnext, pooled_convnet, resnet, vision_transformer
+from loopfeed.models.families.convnext import ConvNeXt
+from loopfeed.models.families.pooled_convnet import PooledConvNet
+from loopfeed.models.families.resnet import ResNet
+from loopfeed.models.families.vision_transformer import VisionTransformer
+from loopfeed.models.model import BatchStats, Model, Params
+from loopfeed.models.names import MODEL_NAMES
 
 type Network = ResNet | PooledConvNet | VisionTransformer | ConvNeXt
-"""The architecture of a network. Its `head` is the path of the classifier, `undecayed` as in `models.model.Model`."""
+"""The architecture of a network. Its `head` is the path of the classifier, `undecayed` as in `Model`."""
 
 _FAMILIES = MappingProxyType(
     {ResNet: resnet, PooledConvNet: pooled_convnet, VisionTransformer: vision_transformer, ConvNeXt: convnext}
@@ -116,7 +116,7 @@ def find_network(name: str) -> Network:
         near = difflib.get_close_matches(name.lower(), known, n=3)
         suggestion = f"did you mean {' or '.join(near)}?" if near else "choose one of these"
         raise UnknownModelError(
-            "must be auto or a name that models.model_names() returns and run-train --help lists, "
+            "must be auto or a name that loopfeed.model_names() returns and run-train --help lists, "
             f"got {name!r}: {suggestion}"
         )
     return known[name]

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import jax
 
-from models.families.pooled_convnet import PooledConvNet
-from models.families.resnet import ResNet
-from models.registry import Network, count_params, family_of, init_network, networks
+from loopfeed.models.families.pooled_convnet import PooledConvNet
+from loopfeed.models.families.resnet import ResNet
+from loopfeed.models.registry import Network, count_params, family_of, init_network, networks
 
 _LARGE = (224, 1000)
 _SMALL = (32, 10)

@@ -5,8 +5,8 @@ the order of a kernel's axes differ, and PyTorch keeps parameters and running st
 Some have timm's names instead: `resnet50-d`, `convnext-tiny` and the vision transformers, which in timm are
 `resnet50d`, `convnext_tiny`, `vit_small_patch16_224` and `vit_base_patch16_224`.
 `convnet8`, which torchvision does not have, uses its own paths (`stage1.0.conv.weight`) and the same layouts; its norms
-have no weight, and their bias is stored without the factor `models.families.pooled_convnet.BIAS_GAIN`. The fixed stem
-kernel of `convnet8-wide`, `models.families.pooled_convnet.cosine_kernel`, is not stored.
+have no weight, and their bias is stored without the factor `loopfeed.models.families.pooled_convnet.BIAS_GAIN`. The
+fixed stem kernel of `convnet8-wide`, `loopfeed.models.families.pooled_convnet.cosine_kernel`, is not stored.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.families.vision_transformer import CLASS_TOKEN, POSITIONS, VisionTransformer, size_of_positions
-from models.model import BatchStats, Params
-from models.registry import Network, at_image_size, find_network, init_network
+from loopfeed.models.families.vision_transformer import CLASS_TOKEN, POSITIONS, VisionTransformer, size_of_positions
+from loopfeed.models.model import BatchStats, Params
+from loopfeed.models.registry import Network, at_image_size, find_network, init_network
 
 type Leaves = dict[str, Any]
 
@@ -34,7 +34,7 @@ def to_torchvision(model_name: str, params: Params, batch_stats: BatchStats) -> 
     """Return a model's arrays as a flat dictionary for `torch.nn.Module.load_state_dict`.
 
     Args:
-        model_name: one of `models.registry.model_names()`.
+        model_name: one of `loopfeed.models.registry.model_names()`.
         params: parameters of that model.
         batch_stats: batch statistics of that model.
 
@@ -58,7 +58,7 @@ def from_torchvision(model_name: str, tensors: Mapping[str, np.ndarray]) -> tupl
     """Convert arrays in torchvision's names and layouts to parameters and batch statistics (inverts `to_torchvision`).
 
     Args:
-        model_name: one of `models.registry.model_names()`.
+        model_name: one of `loopfeed.models.registry.model_names()`.
         tensors: arrays by name; `num_batches_tracked` is optional and ignored. The length of the classifier's bias is
             the number of classes. The position embedding of a vision transformer determines the size of its images.
 

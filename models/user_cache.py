@@ -7,7 +7,7 @@ CACHE_REMEDY = "set XDG_CACHE_HOME to a folder that this user can write"
 
 
 def user_cache_folder() -> Path | None:
-    """Return the user's cache folder, $XDG_CACHE_HOME/feedloop, else ~/.cache/feedloop; None if there can be none.
+    """Return the user's cache folder, $XDG_CACHE_HOME/loopfeed, else ~/.cache/loopfeed; None if there can be none.
 
     It need not exist yet. There is none without a home folder, as a container with an unknown user ID has it, or where
     this process could not create it. What is in a folder that exists can be used even if it cannot be written.
@@ -22,7 +22,7 @@ def user_cache_folder() -> Path | None:
         if not home.is_absolute():
             return None
         cache_home = home / ".cache"
-    folder = cache_home / "feedloop"
+    folder = cache_home / "loopfeed"
     return folder if _can_be(folder) else None
 
 

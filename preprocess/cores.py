@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
-from preprocess.control_groups import group_folders
+from loopfeed.preprocess.control_groups import group_folders
 
 # Of cgroup v1.
 _CFS = ("quota", "period")

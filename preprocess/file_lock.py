@@ -1,7 +1,8 @@
 """An exclusive file lock that the kernel releases when the process that holds it ends for any reason.
 
 This module creates and locks the file. Its callers define what the lock permits and the message if it is taken:
-`preprocess.packing.owner` for a split that is being packed, `engine.records.folder_lock` for a run folder.
+`loopfeed.preprocess.packing.owner` for a split that is being packed, `loopfeed.engine.records.folder_lock` for a run
+folder.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from preprocess.links import open_unlinked
-from preprocess.regular_file import IrregularFileError, check_regular, close_quietly
-from preprocess.system_errors import Cause, cause_of, remedy_of
+from loopfeed.preprocess.links import open_unlinked
+from loopfeed.preprocess.regular_file import IrregularFileError, check_regular, close_quietly
+from loopfeed.preprocess.system_errors import Cause, cause_of, remedy_of
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """The errors of file systems without locks, including some network file systems."""

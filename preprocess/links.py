@@ -11,7 +11,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from preprocess.regular_file import IrregularFileError
+from loopfeed.preprocess.regular_file import IrregularFileError
 
 # Not every system has the flag.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)

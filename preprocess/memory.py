@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
-from preprocess.control_groups import group_folders
+from loopfeed.preprocess.control_groups import group_folders
 
 # Of cgroup v2 and v1.
 _LIMITS = ("memory.max", "memory.limit_in_bytes")

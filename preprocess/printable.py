@@ -1,8 +1,8 @@
 """Escapes untrusted names and text so that they cannot control a terminal or hide other output.
 
 File names, class names, archive members and the contents of pack and run folders are untrusted. They are escaped twice:
-by `printable` when a name is inserted into a message, and by `preprocess.commands.guarded_output` when a command writes
-its output. A message that omits the first step is therefore still harmless.
+by `printable` when a name is inserted into a message, and by `loopfeed.preprocess.commands.guarded_output` when a
+command writes its output. A message that omits the first step is therefore still harmless.
 """
 
 import os

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
-from preprocess.quantities import quantity
+from loopfeed.preprocess.quantities import quantity
 
 STAGES = ("source", "open", "read", "check", "copy")
 """The stages of reading, by number."""

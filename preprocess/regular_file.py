@@ -12,7 +12,7 @@ from collections.abc import Buffer, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from preprocess.system_errors import status_of
+from loopfeed.preprocess.system_errors import status_of
 
 # Not every system has all of these flags. Windows needs O_BINARY, and has no pipes in its file system.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_RDONLY", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))

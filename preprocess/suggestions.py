@@ -1,6 +1,6 @@
 """Suggestions for unknown words ("did you mean …?").
 
-Does not import click, so that `engine.settings`, which imports this module, does not either.
+Does not import click, so that `loopfeed.engine.settings`, which imports this module, does not either.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import difflib
 import unicodedata
 from collections.abc import Iterable
 
-from preprocess.unicode_form import composed
+from loopfeed.preprocess.unicode_form import composed
 
 _FEW = 3
 

@@ -8,7 +8,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from preprocess.regular_file import raise_error
+from loopfeed.preprocess.regular_file import raise_error
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 """The errors of file systems that can't sync a file or a folder; they keep it in another way, or not at all."""

@@ -7,8 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from preprocess.printable import printable
-from preprocess.quantities import quantity
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
 
 _SYSTEM_NAMES = frozenset(
     {

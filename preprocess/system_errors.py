@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 
-from preprocess.printable import printable
+from loopfeed.preprocess.printable import printable
 
 
 class Cause(Enum):

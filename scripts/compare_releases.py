@@ -24,11 +24,12 @@ import numpy as np
 from PIL import Image
 from safetensors.numpy import load_file
 
-from engine.records.snapshot import read_snapshot, snapshot_steps
-from preprocess.quantities import quantity
+from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
+from loopfeed.preprocess.quantities import quantity
 from scripts.kill_and_resume import COMPARED, TRAINING, num_lines, read_lines, wait_until
 
 ROOT = Path(__file__).parents[1]
+VARIABLES = ("LOOPFEED_", "FEEDLOOP_", "JAX_", "XLA_")
 LEAST_STEPS = 60  # a request takes seconds, and must arrive before the run ends
 REQUEST_AT_STEP = 9
 TIMEOUT_S = 900.0
@@ -39,12 +40,13 @@ IMAGE_SIZE, NUM_CLASSES, SHARD_IMAGES = 32, 5, 40
 START = (
     "import sys; from importlib import import_module; sys.argv[0] = {name!r}; import_module({module!r}).{function}()"
 )
-# The reader is in another module in older releases.
+# The reader is in another module in older releases, whose packages were called `engine`, `models` and `preprocess`.
 READ = """
 import hashlib, sys
 from importlib import import_module
 import numpy as np
-found = [module for module in map(import_module, ("preprocess", "preprocess.shards")) if hasattr(module, "open_split")]
+names = ("loopfeed",) if sys.argv[2] == "loopfeed" else ("preprocess", "preprocess.shards")
+found = [module for module in map(import_module, names) if hasattr(module, "open_split")]
 for split in ("train", "val"):
     with found[0].open_split(sys.argv[1], split) as images:
         pixels = np.zeros((images.num_images, images.height, images.width), np.uint32)
@@ -85,9 +87,15 @@ class Release:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of its commands: on the CPU, without the user's settings."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("FEEDLOOP_", "JAX_", "XLA_"))}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLES)}
         cache = self.base / f"cache-{self.name}"
-        return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(self.root), "XDG_CACHE_HOME": str(cache)}
+        path = os.pathsep.join(map(str, (self.root, self.root / "src")))
+        return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XDG_CACHE_HOME": str(cache)}
+
+    @property
+    def package(self) -> str:
+        """The package of its reader."""
+        return "loopfeed" if (self.root / "src/loopfeed").is_dir() else "preprocess"
 
     def run(self, name: str, *arguments: str | Path) -> str:
         """Run a command and return its output; raise FailedError if it fails."""
@@ -191,7 +199,7 @@ def open_folder(keep: Path | None) -> Iterator[Path]:
 def check_sources(old: Release, new: Release) -> None:
     """Raise FailedError if a release does not run from its own sources."""
     for release in (old, new):
-        found = release.run_program("import engine, preprocess; print(engine.__file__); print(preprocess.__file__)")
+        found = release.run_program(f"import {release.package}; print({release.package}.__file__)")
         wrong = [path for path in found.splitlines() if not Path(path).is_relative_to(release.root)]
         if wrong:
             raise FailedError(f"the {release.name} code must be in {release.root}, and {wrong[0]} was imported")
@@ -240,7 +248,9 @@ class PackComparisons:
 
     def reading(self) -> Compared:
         """Compare what both read from the old pack."""
-        ours, theirs = (each.run_program(READ, pack_of(self.old)).splitlines() for each in (self.new, self.old))
+        ours, theirs = (
+            each.run_program(READ, pack_of(self.old), each.package).splitlines() for each in (self.new, self.old)
+        )
         differences = [f"{a} is {b}" for a, b in zip(ours, theirs, strict=True) if a != b]
         return differences, f"{sum(NUM_IMAGES.values())} images"
 

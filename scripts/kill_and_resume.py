@@ -30,8 +30,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine.records.snapshot import read_snapshot
-from preprocess.quantities import quantity
+from loopfeed.engine.records.snapshot import read_snapshot
+from loopfeed.preprocess.quantities import quantity
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

@@ -133,7 +133,7 @@ install_project() { # VENV EXTRA CONSTRAINTS
   if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then # uv makes environments without pip
     "$venv/bin/python" -m ensurepip >"$log" 2>&1 || { cat "$log" >&2 && return 1; }
   fi
-  say "installing feedloop${extra:+[$extra]} into ${venv##*/}: about 900 MB, up to several minutes the first time (${venv##*/}/install.log)"
+  say "installing loopfeed${extra:+[$extra]} into ${venv##*/}: about 900 MB, up to several minutes the first time (${venv##*/}/install.log)"
   : >"$venv/.installing"
   # Only wheels: without a compiler, building a dependency would fail minutes later with a less clear message.
   "$venv/bin/python" -m pip install --disable-pip-version-check --only-binary=:all: \

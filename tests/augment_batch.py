@@ -1,6 +1,6 @@
 """Augmented images and targets of a batch in one call, computed as in the program."""
 
-from engine.images.augment import augment_images, make_targets
+from loopfeed.engine.images.augment import augment_images, make_targets
 
 
 def augment_batch(augmentation, pixels, labels, positions, seed_words, scale, num_classes):

@@ -93,9 +93,9 @@ def traced_program(
     import jax
     import numpy as np
 
-    from engine import TrainConfig, train
-    from engine.crossing.choice import choose_transport
-    from engine.crossing.devices import Team, choose_team
+    from loopfeed import TrainConfig, train
+    from loopfeed.engine.crossing.choice import choose_transport
+    from loopfeed.engine.crossing.devices import Team, choose_team
     from tests.fake_xla import fake_transport
 
     found: list[Any] = []
@@ -114,9 +114,11 @@ def traced_program(
 
     config = TrainConfig(transport="cuda", kernels="xla", **({"num_classes": 10} | settings))
     with (
-        mock.patch("engine.run.launch.trace_ahead", trace_ahead),
-        mock.patch("engine.run.host_side.choose_transport", on_fake_card),
-        mock.patch("engine.run.host_side.choose_team", choose_team if cards is None else lambda _: Team(cards, cards)),
+        mock.patch("loopfeed.engine.run.launch.trace_ahead", trace_ahead),
+        mock.patch("loopfeed.engine.run.host_side.choose_transport", on_fake_card),
+        mock.patch(
+            "loopfeed.engine.run.host_side.choose_team", choose_team if cards is None else lambda _: Team(cards, cards)
+        ),
     ):
         try:
             evaluation = blank(config.batch + 3) if is_evaluated else None
@@ -141,12 +143,12 @@ def compile_program(
     With `stages`, the registry's network has these numbers of blocks instead of its own. If `is_normed`, the model is
     that of `tests.normed_network`, and not one of the registry.
     """
-    from engine.replicas import shapes_on
-    from engine.run.compilation import compiler_options
-    from engine.sizing.absent_cards import absent_cards, compiling_without_cards
-    from engine.sizing.cards import CARDS
-    from models.layers.platform_forms import tracing_for
-    from models.registry import networks
+    from loopfeed.engine.replicas import shapes_on
+    from loopfeed.engine.run.compilation import compiler_options
+    from loopfeed.engine.sizing.absent_cards import absent_cards, compiling_without_cards
+    from loopfeed.engine.sizing.cards import CARDS
+    from loopfeed.models.layers.platform_forms import tracing_for
+    from loopfeed.models.registry import networks
     from tests.normed_network import Normed
 
     cards = absent_cards(CARDS["h100"], number, number)
@@ -154,7 +156,7 @@ def compile_program(
         if stages is not None:
             known: dict[str, Any] = dict(networks())
             known[settings["model"]] = replace(known[settings["model"]], stages=tuple(stages))
-            stack.enter_context(mock.patch("models.registry.networks", return_value=known))
+            stack.enter_context(mock.patch("loopfeed.models.registry.networks", return_value=known))
         function, arguments = traced_program(
             settings,
             cards if number > 1 else None,

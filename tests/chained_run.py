@@ -11,11 +11,11 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from engine import train
-from engine.control.request import ControlRequest
-from engine.records.control_requests import send_request
-from engine.records.recorded_run import read_recorded
-from engine.records.snapshot import read_snapshot, snapshot_steps, write_snapshot
+from loopfeed import train
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.records.control_requests import send_request
+from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps, write_snapshot
 from tests.toy import Linear, toy_batch, toy_config
 
 STEPS = 6

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from engine.commands.loss_chart import Span
+from loopfeed.engine.commands.loss_chart import Span
 
 
 def chart_text(lines: Sequence[Sequence[Span]]) -> str:

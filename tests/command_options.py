@@ -1,17 +1,17 @@
 """The options of every command that the project installs, read from click."""
 
-from engine.commands.cli import main as run_train
-from engine.commands.control_cli import main as control_run
-from engine.commands.eval_cli import main as run_eval
-from engine.commands.explain_cli import main as explain_program
-from engine.commands.export_cli import main as export_weights
-from engine.commands.list_cli import main as list_runs
-from engine.commands.predict_cli import main as predict_images
-from engine.commands.report_cli import main as report_run
-from engine.commands.tail_cli import main as tail_run
-from engine.commands.verify_cli import main as verify_run
-from preprocess.commands.cli import main as preprocess_imagenet
-from preprocess.commands.inspect_cli import main as inspect_shards
+from loopfeed.engine.commands.cli import main as run_train
+from loopfeed.engine.commands.control_cli import main as control_run
+from loopfeed.engine.commands.eval_cli import main as run_eval
+from loopfeed.engine.commands.explain_cli import main as explain_program
+from loopfeed.engine.commands.export_cli import main as export_weights
+from loopfeed.engine.commands.list_cli import main as list_runs
+from loopfeed.engine.commands.predict_cli import main as predict_images
+from loopfeed.engine.commands.report_cli import main as report_run
+from loopfeed.engine.commands.tail_cli import main as tail_run
+from loopfeed.engine.commands.verify_cli import main as verify_run
+from loopfeed.preprocess.commands.cli import main as preprocess_imagenet
+from loopfeed.preprocess.commands.inspect_cli import main as inspect_shards
 
 _COMMANDS = {
     "control-run": control_run,

@@ -31,7 +31,7 @@ def _own_caches(tmp_path_factory):
     before = dict(os.environ)
     os.environ["XDG_CACHE_HOME"] = os.fspath(tmp_path_factory.mktemp("cache"))
     aws = [name for name in os.environ if name.startswith("AWS_")]
-    for name in ("FEEDLOOP_DATA", "JAX_COMPILATION_CACHE_DIR", *aws):
+    for name in ("LOOPFEED_DATA", "JAX_COMPILATION_CACHE_DIR", *aws):
         os.environ.pop(name, None)
     yield
     os.environ.clear()
@@ -54,7 +54,7 @@ def _freeze_heap():
 
 @pytest.fixture(scope="session")
 def cache_folder(_own_caches) -> Path:
-    return Path(os.environ["XDG_CACHE_HOME"]) / "feedloop"
+    return Path(os.environ["XDG_CACHE_HOME"]) / "loopfeed"
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +76,7 @@ def copied_run(chained_run, tmp_path) -> Path:
 @pytest.fixture(params=["cpu", "cuda"])
 def platform(request):
     """Run a test twice: with the forms of the models for the CPU, and with those for an NVIDIA card, on the CPU."""
-    from models.layers.platform_forms import tracing_for
+    from loopfeed.models.layers.platform_forms import tracing_for
 
     with tracing_for(request.param):
         yield request.param
@@ -85,7 +85,7 @@ def platform(request):
 @pytest.fixture
 def on_a_card():
     """Trace the forms of the models for an NVIDIA card, which the CPU computes."""
-    from models.layers.platform_forms import tracing_for
+    from loopfeed.models.layers.platform_forms import tracing_for
 
     with tracing_for("cuda"):
         yield
@@ -94,7 +94,7 @@ def on_a_card():
 @pytest.fixture
 def untraced_blocks():
     """Clear the traces of residual blocks before and after a test that replaces their parts."""
-    from models.families import resnet
+    from loopfeed.models.families import resnet
 
     resnet._apply_block.clear_cache()  # type: ignore[attr-defined]
     yield
@@ -123,7 +123,7 @@ def without_llvms_optimiser():
 @pytest.fixture
 def cards(monkeypatch):
     """Make the transport "cuda" use a new fake card for each launch; check the cards after the test."""
-    from engine.crossing.choice import choose_transport
+    from loopfeed.engine.crossing.choice import choose_transport
     from tests.fake_xla import fake_transport
 
     made: list[FakeCuda] = []
@@ -135,7 +135,7 @@ def cards(monkeypatch):
         made.append(fake)
         return transport
 
-    for module in ("engine.run.host_side", "engine.evaluation.counting"):
+    for module in ("loopfeed.engine.run.host_side", "loopfeed.engine.evaluation.counting"):
         monkeypatch.setattr(f"{module}.choose_transport", choose)
     yield made
     for fake in made:

@@ -15,11 +15,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from engine import Metric, train
-from engine.crossing.cuda.infeed import StreamedInfeed
-from engine.crossing.infeed import Infeed
-from engine.crossing.pushed import PushedLosses
-from engine.stream.loss_stream import LossStream
+from loopfeed import Metric, train
+from loopfeed.engine.crossing.cuda.infeed import StreamedInfeed
+from loopfeed.engine.crossing.infeed import Infeed
+from loopfeed.engine.crossing.pushed import PushedLosses
+from loopfeed.engine.stream.loss_stream import LossStream
 from tests.toy import BATCH, Linear, toy_batch, toy_config
 
 STEPS, EVAL_BATCHES, CHUNKS = 12, 2, (1, 4)

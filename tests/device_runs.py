@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine import Callback, Metric, TrainConfig, devices, this_process, train
+from loopfeed import Callback, Metric, TrainConfig, devices, this_process, train
 from tests.normed_network import SETTINGS, Normed
 from tests.toy import CLASSES, Linear, toy_batch, toy_config
 

@@ -7,12 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from models.kernels.onednn.convolutions import Convolution, Part, padding_of_product
-from models.kernels.onednn.library import load_library
-from models.kernels.onednn.operations import prepare, text_of
-from models.kernels.onednn.primitives import Primitives
-from models.kernels.onednn.team import PythonTeam
-from models.layers.convolution_forms import Geometry
+from loopfeed.models.kernels.onednn.convolutions import Convolution, Part, padding_of_product
+from loopfeed.models.kernels.onednn.library import load_library
+from loopfeed.models.kernels.onednn.operations import prepare, text_of
+from loopfeed.models.kernels.onednn.primitives import Primitives
+from loopfeed.models.kernels.onednn.team import PythonTeam
+from loopfeed.models.layers.convolution_forms import Geometry
 
 DTYPES = ("float32", "bfloat16")
 PARTS = (Part.FORWARD, Part.INPUT_GRADIENT, Part.FILTER_GRADIENT)

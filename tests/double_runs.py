@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from engine import TrainConfig, train
+from loopfeed import TrainConfig, train
 from tests.normed_network import SETTINGS, Normed
 
 NORMS: dict[str, dict[str, Any]] = {"whole": {"batch_norm_sync": True}, "sixteen": {"batch_norm_group": 16}}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from engine.crossing.cuda.driver import PROTOTYPES
+from loopfeed.engine.crossing.cuda.driver import PROTOTYPES
 
 NAMES = {
     1: "CUDA_ERROR_INVALID_VALUE",

@@ -9,13 +9,13 @@ import numpy as np
 import tensorstore as ts
 from PIL import Image
 
-from preprocess.decoding.decode import ResizeRule
-from preprocess.packing.pack import PackResult, pack_split
-from preprocess.packing.plan import PackSettings
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.location import open_location
-from preprocess.shards.split_files import PLAN_KEY
-from preprocess.sources.listing import SourceImage
+from loopfeed.preprocess.decoding.decode import ResizeRule
+from loopfeed.preprocess.packing.pack import PackResult, pack_split
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.split_files import PLAN_KEY
+from loopfeed.preprocess.sources.listing import SourceImage
 
 CLASSES = (ImageClass("n1", "tench"), ImageClass("n2", "goldfish"), ImageClass("n3", "great white shark"))
 

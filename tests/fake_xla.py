@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from engine.crossing.cuda.driver import CudaDriver
-from engine.crossing.cuda.transport import CudaTransport, XlaBuffers
+from loopfeed.engine.crossing.cuda.driver import CudaDriver
+from loopfeed.engine.crossing.cuda.transport import CudaTransport, XlaBuffers
 from tests.fake_cuda import FakeCuda
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from models.kernels.onednn.library import load_library
-from models.kernels.onednn.operations import prepare, text_of
-from models.kernels.onednn.products import BatchedProduct, Product
-from models.kernels.onednn.team import PythonTeam
-from models.layers.convolution_forms import Geometry
+from loopfeed.models.kernels.onednn.library import load_library
+from loopfeed.models.kernels.onednn.operations import prepare, text_of
+from loopfeed.models.kernels.onednn.products import BatchedProduct, Product
+from loopfeed.models.kernels.onednn.team import PythonTeam
+from loopfeed.models.layers.convolution_forms import Geometry
 from tests.direct_operations import DTYPES, Problem, normal
 
 # XLA's buffers begin at multiples of this; a vector that is read whole may end up to there, but never on another page.

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from models.kernels import MissingKernelsError
-from models.kernels.onednn.library import Isa, load_library
+from loopfeed.models.kernels import MissingKernelsError
+from loopfeed.models.kernels.onednn.library import Isa, load_library
 
-NO_LIBRARY = MissingKernelsError("onednn-cpu-gomp is not installed", "pip install 'feedloop[kernels]'")
+NO_LIBRARY = MissingKernelsError("onednn-cpu-gomp is not installed", "pip install 'loopfeed[kernels]'")
 """The error of a machine on which nothing but the extra is missing."""
 
 
@@ -31,7 +31,7 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
         raise NO_LIBRARY
 
-    monkeypatch.setattr("engine.program.kernels.load_library", load)
+    monkeypatch.setattr("loopfeed.engine.program.kernels.load_library", load)
 
 
 def needs_instructions(isa: Isa) -> pytest.MarkDecorator:
@@ -46,7 +46,7 @@ def choosing_for(isa: Isa) -> Iterator[None]:
     library = replace(load_library(), isa=isa)
     with pytest.MonkeyPatch.context() as patch:
         for module in ("onednn_convolution", "onednn_product"):
-            patch.setattr(f"models.layers.{module}.load_library", lambda: library)
+            patch.setattr(f"loopfeed.models.layers.{module}.load_library", lambda: library)
         yield
 
 
@@ -54,5 +54,7 @@ def choosing_for(isa: Isa) -> Iterator[None]:
 def onednn_for_all_shapes() -> Iterator[None]:
     """Let convolutions use oneDNN whatever their shapes, also where XLA's forms are faster, as for small networks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.layers.onednn_convolution.is_faster", lambda operation: operation.dtype != "float16")
+        patch.setattr(
+            "loopfeed.models.layers.onednn_convolution.is_faster", lambda operation: operation.dtype != "float16"
+        )
         yield

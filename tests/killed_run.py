@@ -14,11 +14,11 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine import train
-from engine.config import TrainConfig
-from engine.control.request import ControlRequest, new_request_id
-from engine.feed.feeder import _LEAST_DEPTH
-from engine.records.control_requests import send_request
+from loopfeed import train
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.request import ControlRequest, new_request_id
+from loopfeed.engine.feed.feeder import _LEAST_DEPTH
+from loopfeed.engine.records.control_requests import send_request
 from tests.toy import CLASSES, Linear, toy_batch
 
 STEPS, SNAPSHOT_EVERY, EVAL_EVERY, ACCUMULATE = 24, 8, 6, 2

@@ -17,13 +17,13 @@ import numpy as np
 import tensorstore as ts
 from PIL import Image
 
-from preprocess.decoding.decode import ResizeRule
-from preprocess.packing import numbers
-from preprocess.packing.pack import PackResult, pack_split
-from preprocess.packing.plan import PackSettings
-from preprocess.shards.arrays import write_array
-from preprocess.shards.location import Location, open_location
-from preprocess.sources.open_source import open_source
+from loopfeed.preprocess.decoding.decode import ResizeRule
+from loopfeed.preprocess.packing import numbers
+from loopfeed.preprocess.packing.pack import PackResult, pack_split
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.shards.arrays import write_array
+from loopfeed.preprocess.shards.location import Location, open_location
+from loopfeed.preprocess.sources.open_source import open_source
 
 SIZE = 4
 COLOURS = ("blue", "green", "red")

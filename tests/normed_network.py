@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import RunningStats, batch_norm
-from models.layers.convolution import convolution
-from models.layers.head import dense, global_average_pool
+from loopfeed import RunningStats, batch_norm
+from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.head import dense, global_average_pool
 
 SIZE, CLASSES, CHANNELS = 8, 4, 8
 SETTINGS: dict[str, Any] = {"synthetic": True, "image_size": SIZE, "num_classes": CLASSES, "batch": 32}

@@ -21,11 +21,11 @@ from typing import Self
 
 import pytest
 
-BUCKET = "feedloop-tests"
-SECRET = "feedloop-test-secret"  # the logs of a run must not contain it
+BUCKET = "loopfeed-tests"
+SECRET = "loopfeed-test-secret"  # the logs of a run must not contain it
 # SeaweedFS takes these keys alone; the other servers take any.
 KEYS = {
-    "AWS_ACCESS_KEY_ID": "feedloop-test-key",
+    "AWS_ACCESS_KEY_ID": "loopfeed-test-key",
     "AWS_SECRET_ACCESS_KEY": SECRET,
     "AWS_EC2_METADATA_DISABLED": "true",
     "GOOGLE_AUTH_TOKEN_FOR_TESTING": SECRET,
@@ -54,7 +54,7 @@ class ObjectServer:
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.url = f"{self.scheme}://{BUCKET}"
         self.environment = KEYS | {"AWS_ENDPOINT_URL": self.endpoint}
-        self._folder = Path(tempfile.mkdtemp(prefix="feedloop-server-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="loopfeed-server-"))
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
+PROGRAM = "from loopfeed.engine.commands.cli import main; main(prog_name='run-train')"
 MODULE = "tests.device_runs"
 OWN = ["--model", f"{MODULE}:Showing", "--batches", f"{MODULE}:slow_batches", "--metrics", f"{MODULE}:METRICS"]
 # The metrics show which images the model saw.
@@ -99,7 +99,7 @@ def own_processes(folder: Path, number: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = path.read_bytes().decode(errors="replace").split("\0")
-            is_child = b"FEEDLOOP_BEAT_FILE" in (path.parent / "environ").read_bytes()
+            is_child = b"LOOPFEED_BEAT_FILE" in (path.parent / "environ").read_bytes()
         except OSError:
             continue
         if is_child and str(folder) in line and line[line.index("--process-id") + 1] == str(number):

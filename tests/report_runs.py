@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from engine import TrainConfig, train
-from preprocess.shards.classes import ImageClass
+from loopfeed import TrainConfig, train
+from loopfeed.preprocess.shards.classes import ImageClass
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear
 

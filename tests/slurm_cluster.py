@@ -124,7 +124,7 @@ def _configuration(folder: Path, libraries: Path | None) -> str:
             ports.append(free.getsockname()[1])
     user, host = getpass.getuser(), socket.gethostname().partition(".")[0]
     lines = [
-        "ClusterName=feedloop-tests",
+        "ClusterName=loopfeed-tests",
         f"SlurmctldHost={host}(127.0.0.1)",
         f"SlurmUser={user}",
         f"SlurmdUser={user}",

@@ -6,8 +6,8 @@ They compile in a third of the time of the networks whose names they have.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from models import registry
-from models.families.resnet import ResNet
+from loopfeed.models import registry
+from loopfeed.models.families.resnet import ResNet
 
 
 @contextmanager

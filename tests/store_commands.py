@@ -1,4 +1,4 @@
-"""Runs Feedloop's commands as a user does, each in a process of its own that finds the server of a test.
+"""Runs Loopfeed's commands as a user does, each in a process of its own that finds the server of a test.
 
 Only their programs are compiled without LLVM's optimiser, which is faster.
 """

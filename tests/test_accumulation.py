@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.updates.accumulation import accumulate, init_accumulation
+from loopfeed.engine.updates.accumulation import accumulate, init_accumulation
 
 gather = jax.jit(accumulate)
 

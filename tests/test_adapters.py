@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine import train
-from engine.adapters import equinox, flax_linen, flax_nnx
-from engine.program.slow_convolutions import count_lax_convolutions
-from engine.records.weights import name_tensors
-from models import Model
+from loopfeed import Model, train
+from loopfeed.engine.adapters import equinox, flax_linen, flax_nnx
+from loopfeed.engine.program.slow_convolutions import count_lax_convolutions
+from loopfeed.engine.records.weights import name_tensors
 from tests.toy import CLASSES, SIZE, toy_batch, toy_config
 
 eqx: Any = pytest.importorskip("equinox")
@@ -73,7 +72,7 @@ def of_equinox(rate=0.5, **options):
 
 
 ADAPTED = {"linen": linen, "nnx": of_nnx, "equinox": of_equinox}
-with_loop_safe_layers = importlib.import_module("engine.adapters.equinox_layers").with_loop_safe_layers
+with_loop_safe_layers = importlib.import_module("loopfeed.engine.adapters.equinox_layers").with_loop_safe_layers
 NAMES = {
     "linen": ("LinenNet", "params.Conv_0.kernel", "batch_stats.BatchNorm_0.mean"),
     "nnx": ("NnxNet", "params.heads.0.kernel", "batch_stats.norm.mean"),
@@ -244,9 +243,12 @@ def test_what_an_adapter_cannot_take_is_refused(adapt, message):
 @pytest.mark.parametrize(
     ("module", "adapter"),
     [
-        (lambda: LinenNet(), r"LinenNet, a module of flax: pass engine.adapters.flax_linen\(module, \(height"),
-        (lambda: LinenNet, "LinenNet, a module of flax: pass engine.adapters.flax_linen"),
-        (lambda: NnxNet(rngs=nnx.Rngs(0)), r"NnxNet, a module of flax: pass engine.adapters.flax_nnx\(module\)"),
+        (lambda: LinenNet(), r"LinenNet, a module of flax: pass loopfeed.engine.adapters.flax_linen\(module, \(height"),
+        (lambda: LinenNet, "LinenNet, a module of flax: pass loopfeed.engine.adapters.flax_linen"),
+        (
+            lambda: NnxNet(rngs=nnx.Rngs(0)),
+            r"NnxNet, a module of flax: pass loopfeed.engine.adapters.flax_nnx\(module\)",
+        ),
         (lambda: eqx.nn.make_with_state(EquinoxNet)(KEY)[0], r"EquinoxNet, a module of equinox: pass .*equinox\(model"),
     ],
     ids=["linen", "linen class", "nnx", "equinox"],

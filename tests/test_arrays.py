@@ -2,8 +2,8 @@
 
 import pytest
 
-from preprocess.shards.arrays import LABELS, create_array, damage, labels_metadata, read_array
-from preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.arrays import LABELS, create_array, damage, labels_metadata, read_array
+from loopfeed.preprocess.shards.location import open_location
 
 
 def test_creating_an_array_replaces_other_metadata(tmp_path):

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine.images.augment import one_hot_or_nan, prepare_for_evaluation
-from engine.images.positions import Positions, Purpose, positions
-from engine.images.settings import Augmentation
-from engine.images.unpack import PixelScale, unpack_pixels
-from engine.objective.cross_entropy import cross_entropy
-from preprocess.pixels import pack_rgb, unpack_rgb
+from loopfeed.engine.images.augment import one_hot_or_nan, prepare_for_evaluation
+from loopfeed.engine.images.positions import Positions, Purpose, positions
+from loopfeed.engine.images.settings import Augmentation
+from loopfeed.engine.images.unpack import PixelScale, unpack_pixels
+from loopfeed.engine.objective.cross_entropy import cross_entropy
+from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
 from tests.augment_batch import augment_batch
 from tests.threefry_reference import index, words_at
 
@@ -114,7 +114,7 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from tests.augment_batch import augment_batch
-from engine.images.positions import positions
+from loopfeed.engine.images.positions import positions
 from tests.test_augment import EVERYTHING, K, SCALE, seed_words, stream
 
 def run(num_devices):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.images.settings import Augmentation
+from loopfeed.engine.images.settings import Augmentation
 
 FULL = Augmentation(
     crop="resized", size=224, area_range=(0.25, 1.0), ratio_range=(0.5, 2.0), horizontal_flip=0.5, brightness=0.4,
@@ -132,5 +132,5 @@ def test_mixing_needs_pairs():
 
 
 def test_the_settings_need_no_jax():
-    code = "import sys, engine.images.settings; sys.exit('jax' in sys.modules)"
+    code = "import sys, loopfeed.engine.images.settings; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

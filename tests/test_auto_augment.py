@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from engine import train
-from engine.images.augment import augment_images
-from engine.images.auto_augment import apply_rows, auto_augment, count_levels, draw_rows
-from engine.images.auto_table import Operation, make_row, ranges_of, table_rows
-from engine.images.positions import Positions, image_keys
-from engine.images.settings import Augmentation
-from engine.images.unpack import PixelScale
-from engine.program.statics import statics_of
-from preprocess.pixels import pack_rgb, unpack_rgb
+from loopfeed import train
+from loopfeed.engine.images.augment import augment_images
+from loopfeed.engine.images.auto_augment import apply_rows, auto_augment, count_levels, draw_rows
+from loopfeed.engine.images.auto_table import Operation, make_row, ranges_of, table_rows
+from loopfeed.engine.images.positions import Positions, image_keys
+from loopfeed.engine.images.settings import Augmentation
+from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.program.statics import statics_of
+from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
 from tests.test_resample import photograph
 from tests.threefry_reference import index, words_at
 from tests.toy import Linear, toy_batch, toy_config

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from engine import replay_run, train
-from engine.updates.averages import init_average, update_average
+from loopfeed import replay_run, train
+from loopfeed.engine.updates.averages import init_average, update_average
 from tests.toy import Linear, toy_batch, toy_config
 
 

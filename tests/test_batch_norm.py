@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.layers.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm, stored_relu
-from models.layers.convolution import convolution
+from loopfeed.models.layers.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm, stored_relu
+from loopfeed.models.layers.convolution import convolution
 
 pytestmark = pytest.mark.kernels
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine import evaluate, train
-from engine.feed.label_form import LabelForm
-from engine.objective.batch_size_check import check_batch_size
-from engine.objective.metrics import (
+from loopfeed import evaluate, train
+from loopfeed.engine.feed.label_form import LabelForm
+from loopfeed.engine.objective.batch_size_check import check_batch_size
+from loopfeed.engine.objective.metrics import (
     Metric,
     as_metrics,
     balanced_accuracy,
@@ -21,7 +21,7 @@ from engine.objective.metrics import (
     mean_average_precision,
     top_k,
 )
-from engine.objective.objective import Objective
+from loopfeed.engine.objective.objective import Objective
 from tests.toy import Linear, toy_batch, toy_config
 
 BITS = LabelForm.of(np.zeros((2, 3), bool), 2, "these labels")

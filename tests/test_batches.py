@@ -6,12 +6,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from engine.feed import shard_batches as shard_batches_module
-from engine.feed.batches import FunctionBatches, SyntheticBatches
-from engine.feed.order import EpochOrder
-from engine.feed.shard_batches import ShardBatches
-from preprocess.pixels import UNUSED_BITS
-from preprocess.shards.reader import open_split
+from loopfeed.engine.feed import shard_batches as shard_batches_module
+from loopfeed.engine.feed.batches import FunctionBatches, SyntheticBatches
+from loopfeed.engine.feed.order import EpochOrder
+from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.preprocess.pixels import UNUSED_BITS
+from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack, packed_words
 from tests.toy import toy_batch
 

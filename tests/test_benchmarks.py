@@ -489,11 +489,11 @@ def test_a_missing_python_is_named():
 
 
 def test_an_interpreter_with_pytorch_can_be_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEEDLOOP_TORCH_PYTHON", sys.executable)
+    monkeypatch.setenv("LOOPFEED_TORCH_PYTHON", sys.executable)
     assert ensure_peer("torch", tmp_path, say=print) == Path(sys.executable)
-    monkeypatch.setenv("FEEDLOOP_TORCH_PYTHON", str(tmp_path / "none"))
+    monkeypatch.setenv("LOOPFEED_TORCH_PYTHON", str(tmp_path / "none"))
     with pytest.raises(
-        PeerError, match=r"FEEDLOOP_TORCH_PYTHON must name a Python that has torch, got '.*none', which"
+        PeerError, match=r"LOOPFEED_TORCH_PYTHON must name a Python that has torch, got '.*none', which"
     ):
         ensure_peer("torch", tmp_path, say=print)
 

@@ -9,14 +9,14 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file
 
-from engine import evaluate, train
-from engine.commands.export_cli import main
-from engine.objective.metrics import confusion_matrix
-from engine.records.best_snapshot import best_step, parse_metric
-from engine.records.snapshot import snapshot_steps
-from engine.records.weights import read_weights
-from engine.settings import SettingError
-from engine.stream.sinks import EvaluationRecord
+from loopfeed import evaluate, train
+from loopfeed.engine.commands.export_cli import main
+from loopfeed.engine.objective.metrics import confusion_matrix
+from loopfeed.engine.records.best_snapshot import best_step, parse_metric
+from loopfeed.engine.records.snapshot import snapshot_steps
+from loopfeed.engine.records.weights import read_weights
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.stream.sinks import EvaluationRecord
 from tests.test_tally import evaluation_set
 from tests.toy import Linear, toy_batch, toy_config
 

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
-from models.layers.batch_norm import NormGroups, RunningStats, batch_norm, normalising_over, stored_relu
-from models.layers.bfloat16_bits import read_twice, round_by_bits, widen_by_bits
-from models.layers.gelu import gelu
-from models.layers.head import global_average_pool
-from models.layers.layer_norm import layer_norm
-from models.layers.linear import linear
-from models.layers.platform_forms import tracing_for
-from models.layers.pooling import max_pool
+from loopfeed.models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
+from loopfeed.models.layers.batch_norm import NormGroups, RunningStats, batch_norm, normalising_over, stored_relu
+from loopfeed.models.layers.bfloat16_bits import read_twice, round_by_bits, widen_by_bits
+from loopfeed.models.layers.gelu import gelu
+from loopfeed.models.layers.head import global_average_pool
+from loopfeed.models.layers.layer_norm import layer_norm
+from loopfeed.models.layers.linear import linear
+from loopfeed.models.layers.platform_forms import tracing_for
+from loopfeed.models.layers.pooling import max_pool
 
 
 def _lacks_kernels() -> bool:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.commands.binned_losses import BinnedLosses
-from engine.records.loss_log import LossRows
+from loopfeed.engine.commands.binned_losses import BinnedLosses
+from loopfeed.engine.records.loss_log import LossRows
 
 NAN = float("nan")
 

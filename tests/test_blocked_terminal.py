@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from engine.signal_bursts import BURST_S
+from loopfeed.engine.signal_bursts import BURST_S
 from tests.toy import toy_batch
 
 pytestmark = pytest.mark.integration  # whole programs, or large networks
@@ -29,7 +29,7 @@ class BlockedRun:
         options = ["--steps", STEPS, "--batch", 8, "--num-classes", 3, "--run-dir", self.folder]
         options += ["--model", "tests.toy:Linear", "--batches", batches]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from engine.commands.cli import main; main()", *map(str, options)],
+            [sys.executable, "-c", "from loopfeed.engine.commands.cli import main; main()", *map(str, options)],
             stdout=writer,
             stderr=subprocess.PIPE,
             text=True,

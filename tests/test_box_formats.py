@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, features
 
-from preprocess.decoding import box_formats
-from preprocess.decoding.box_formats import codestream_of, has_deep_avif, is_avif
-from preprocess.decoding.decode import DecodeError, ResizeRule, decode_crop, decode_image
-from preprocess.packing.journal import Journal
-from preprocess.shards.location import ShardError, open_location
+from loopfeed.preprocess.decoding import box_formats
+from loopfeed.preprocess.decoding.box_formats import codestream_of, has_deep_avif, is_avif
+from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_crop, decode_image
+from loopfeed.preprocess.packing.journal import Journal
+from loopfeed.preprocess.shards.location import ShardError, open_location
 from tests.fake_source import fake_source, pack
 
 RULE = ResizeRule(24, 32)
@@ -101,7 +101,7 @@ def test_what_pillow_would_cut_to_8_bits_is_refused():
 
 
 def test_levels_are_not_ignored_for_deep_avif(monkeypatch):
-    monkeypatch.setattr("preprocess.decoding.formats.has_deep_avif", lambda _: True)
+    monkeypatch.setattr("loopfeed.preprocess.decoding.formats.has_deep_avif", lambda _: True)
     assert decode_image(file_of("AVIF"), RULE).shape == (24, 24, 3)
     with pytest.raises(DecodeError, match="--levels cannot be applied to its 10 or 12 bits"):
         decode_image(file_of("AVIF"), ResizeRule(24, 32, levels="0:1023"))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.images.boxes import BLOCKS_OF_BOX, Boxes, BoxRule, draw_boxes, mask_boxes
+from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, Boxes, BoxRule, draw_boxes, mask_boxes
 from tests.threefry_reference import index, unit
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine import evaluate, replay_run, train
-from engine.settings import SettingError
+from loopfeed import evaluate, replay_run, train
+from loopfeed.engine.settings import SettingError
 from scripts.benchmarks.delayed_store import DelayedStore
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_config

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine import Callback, EvaluationRecord, LossRecord, RunHandle, replay_run, train
-from engine.control.board import ControlBoard
-from engine.control.event import ControlEvent
-from engine.run.callbacks import Callbacks
-from engine.run.epochs import steps_of_epochs
-from engine.run.launch import Launch
+from loopfeed import Callback, EvaluationRecord, LossRecord, RunHandle, replay_run, train
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.run.callbacks import Callbacks
+from loopfeed.engine.run.epochs import steps_of_epochs
+from loopfeed.engine.run.launch import Launch
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
 
@@ -354,7 +354,7 @@ class Misspelt(Callback):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"callbacks": [3]}, "a callback must be an engine.Callback or a function of a record, got int"),
+        ({"callbacks": [3]}, "a callback must be a loopfeed.Callback or a function of a record, got int"),
         ({"callbacks": [Misspelt()]}, r"on_snapshot, on_step, got Misspelt\.on_eval: did you mean on_evaluation\?$"),
         ({"callbacks": [Log]}, r"a callback must be an object, got the class Log: give Log\(\)"),
         (

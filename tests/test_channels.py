@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from preprocess.packing.channels import ChannelSums, channel_sums
-from preprocess.pixels import LAYOUTS, to_words
+from loopfeed.preprocess.packing.channels import ChannelSums, channel_sums
+from loopfeed.preprocess.pixels import LAYOUTS, to_words
 
 IMAGES = st.lists(hnp.arrays(np.uint8, (3, 4, 3)), min_size=1, max_size=5)
 

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from engine import train
-from engine.program.slow_convolutions import count_lax_convolutions
-from models import convolution
+from loopfeed import convolution, train
+from loopfeed.engine.program.slow_convolutions import count_lax_convolutions
 from tests.toy import CLASSES, Linear, toy_batch, toy_config
 
 

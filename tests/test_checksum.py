@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.shards import checksum
-from preprocess.shards.checksum import crc32c
+from loopfeed.preprocess.shards import checksum
+from loopfeed.preprocess.shards.checksum import crc32c
 from tests import test_shards
 
 

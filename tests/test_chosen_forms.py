@@ -5,11 +5,11 @@ from functools import partial, wraps
 import jax
 import pytest
 
-from models.kernels import ONEDNN, XLA
-from models.layers import convolution as module
-from models.layers import convolution_forms
-from models.layers.chosen_forms import chosen_forms
-from models.layers.convolution_forms import Geometry
+from loopfeed.models.kernels import ONEDNN, XLA
+from loopfeed.models.layers import convolution as module
+from loopfeed.models.layers import convolution_forms
+from loopfeed.models.layers.chosen_forms import chosen_forms
+from loopfeed.models.layers.convolution_forms import Geometry
 from tests.kernels import needs_onednn
 
 pytestmark = pytest.mark.kernels

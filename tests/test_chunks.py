@@ -12,13 +12,13 @@ import jax
 import numpy as np
 import pytest
 
-from engine import replay_run, train
-from engine.control.board import ControlBoard
-from engine.control.request import ControlRequest
-from engine.crossing.cuda.ring import DeviceRing
-from engine.records.control_log import read_events
-from engine.records.snapshot import read_snapshot, snapshot_steps
-from engine.run.nonfinite import NonFiniteError
+from loopfeed import replay_run, train
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.crossing.cuda.ring import DeviceRing
+from loopfeed.engine.records.control_log import read_events
+from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
+from loopfeed.engine.run.nonfinite import NonFiniteError
 from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")

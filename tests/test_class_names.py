@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.run.class_identities import have_same_order, lacking, places
-from preprocess.shards.classes import ImageClass
-from preprocess.sources.class_names import name_classes, parse_name_file
+from loopfeed.engine.run.class_identities import have_same_order, lacking, places
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.sources.class_names import name_classes, parse_name_file
 
 
 @pytest.mark.parametrize(

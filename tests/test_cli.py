@@ -13,14 +13,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from engine.commands.cli import main
-from engine.commands.setting_options import option_spelling
-from engine.commands.train_options import COMMAND_OPTIONS, option_groups
-from engine.config import SETTINGS, TrainConfig
-from engine.recipes import load_recipe, recipe_names
-from engine.records.run_folder import RunFolder
-from engine.signal_bursts import BURST_S
-from models.registry import model_names
+from loopfeed.engine.commands.cli import main
+from loopfeed.engine.commands.setting_options import option_spelling
+from loopfeed.engine.commands.train_options import COMMAND_OPTIONS, option_groups
+from loopfeed.engine.config import SETTINGS, TrainConfig
+from loopfeed.engine.recipes import load_recipe, recipe_names
+from loopfeed.engine.records.run_folder import RunFolder
+from loopfeed.engine.signal_bursts import BURST_S
+from loopfeed.models.registry import model_names
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 
@@ -45,7 +45,7 @@ model = "resnet8"
 decay_all = true
 """
 
-MAIN = "from engine.commands.cli import main; main()"
+MAIN = "from loopfeed.engine.commands.cli import main; main()"
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +202,7 @@ def train_in_process(prelude):
 import os, time
 import jax.numpy as jnp
 from jax import lax
-from engine import train
+from loopfeed import train
 from tests.toy import Linear, toy_batch, toy_config
 {prelude}
 try:
@@ -467,7 +467,7 @@ def test_dump_hlo_belongs_to_one_launch_and_is_not_repeated_at_a_resume(tmp_path
         folder.write_config(recorded, {}, None, origins=dict.fromkeys(SETTINGS, "command line"))
         folder.launched()
     planned: list[TrainConfig] = []
-    monkeypatch.setattr("engine.commands.cli.print_plan", lambda config, *_: planned.append(config))
+    monkeypatch.setattr("loopfeed.engine.commands.cli.print_plan", lambda config, *_: planned.append(config))
     options = ["--resume", "--run-dir", str(tmp_path / "run"), "--dry-run", "--traceback"]
     for again in ([], ["--dump-hlo", "other"]):
         result = CliRunner().invoke(main, [*options, *again])
@@ -479,7 +479,7 @@ def test_dump_hlo_belongs_to_one_launch_and_is_not_repeated_at_a_resume(tmp_path
     ("option", "shown"), [("--help", "--learning-rate"), ("--list-recipes", "imagenet-90: ResNet")]
 )
 def test_help_does_not_load_jax(option, shown):
-    source = "import sys\nfrom click.testing import CliRunner\nfrom engine.commands.cli import main\n"
+    source = "import sys\nfrom click.testing import CliRunner\nfrom loopfeed.engine.commands.cli import main\n"
     source += (
         f"print(CliRunner().invoke(main, ['{option}']).output)\nprint('jax' in sys.modules, 'numpy' in sys.modules)"
     )
@@ -499,7 +499,7 @@ def test_runs_that_start_in_the_same_second_get_separate_folders(tmp_path):
 
 def test_a_program_that_needs_too_much_memory_is_reported_before_the_launch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("engine.run.launch.host_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr("loopfeed.engine.run.launch.host_memory_bytes", lambda: 100_000)
     result = CliRunner().invoke(main, [*TINY, "--steps", "1", "--run-dir", "run"])
     assert result.exit_code == 0
     assert "warning: the program needs about" in result.stdout

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from preprocess.decoding.colour import to_grey_or_rgb
-from preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
+from loopfeed.preprocess.decoding.colour import to_grey_or_rgb
+from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
 
 RULE = ResizeRule(size=16, resize=16, resample="nearest")
 GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)
@@ -274,7 +274,7 @@ def of_mode(mode, transparency):
     ],
 )  # fmt: skip
 def test_conversion_in_tiles_equals_conversion_of_the_whole_image(monkeypatch, mode, transparency, tile_pixels):
-    monkeypatch.setattr("preprocess.decoding.colour._TILE_PIXELS", tile_pixels)
+    monkeypatch.setattr("loopfeed.preprocess.decoding.colour._TILE_PIXELS", tile_pixels)
     found, expected = to_grey_or_rgb(of_mode(mode, transparency)), whole(of_mode(mode, transparency))
     assert (found.mode, found.size) == (expected.mode, expected.size)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
@@ -282,12 +282,12 @@ def test_conversion_in_tiles_equals_conversion_of_the_whole_image(monkeypatch, m
 
 @pytest.mark.parametrize("values", [[[-1, 5]], [[5, 70_000]]])
 def test_integers_out_of_range_are_named_in_every_tile(monkeypatch, values):
-    monkeypatch.setattr("preprocess.decoding.colour._TILE_PIXELS", 1)
+    monkeypatch.setattr("loopfeed.preprocess.decoding.colour._TILE_PIXELS", 1)
     with pytest.raises(ValueError, match=f"integer pixel values range from {values[0][0]} to {values[0][1]},"):
         to_grey_or_rgb(Image.fromarray(np.array(values, np.int32)))
 
 
 def test_a_nan_is_refused_in_every_tile(monkeypatch):
-    monkeypatch.setattr("preprocess.decoding.colour._TILE_PIXELS", 1)
+    monkeypatch.setattr("loopfeed.preprocess.decoding.colour._TILE_PIXELS", 1)
     with pytest.raises(ValueError, match="float pixel values range from nan to nan"):
         to_grey_or_rgb(Image.fromarray(np.array([[0.5, np.nan, 0.25]], np.float32)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine.records.snapshot import read_snapshot, snapshot_steps
+from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
 from scripts.compare_releases import (
     FailedError,
     Release,

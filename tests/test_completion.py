@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from engine.recipes import recipe_names
-from models.names import MODEL_NAMES
+from loopfeed.engine.recipes import recipe_names
+from loopfeed.models.names import MODEL_NAMES
 
 ROOT = Path(__file__).parents[1]
 MODULES = {
-    "run-train": "engine.commands.cli",
-    "run-eval": "engine.commands.eval_cli",
-    "verify-run": "engine.commands.verify_cli",
-    "predict-images": "engine.commands.predict_cli",
-    "export-weights": "engine.commands.export_cli",
-    "explain-program": "engine.commands.explain_cli",
-    "tail-run": "engine.commands.tail_cli",
-    "list-runs": "engine.commands.list_cli",
-    "control-run": "engine.commands.control_cli",
-    "inspect-shards": "preprocess.commands.inspect_cli",
-    "preprocess-imagenet": "preprocess.commands.cli",
+    "run-train": "loopfeed.engine.commands.cli",
+    "run-eval": "loopfeed.engine.commands.eval_cli",
+    "verify-run": "loopfeed.engine.commands.verify_cli",
+    "predict-images": "loopfeed.engine.commands.predict_cli",
+    "export-weights": "loopfeed.engine.commands.export_cli",
+    "explain-program": "loopfeed.engine.commands.explain_cli",
+    "tail-run": "loopfeed.engine.commands.tail_cli",
+    "list-runs": "loopfeed.engine.commands.list_cli",
+    "control-run": "loopfeed.engine.commands.control_cli",
+    "inspect-shards": "loopfeed.preprocess.commands.inspect_cli",
+    "preprocess-imagenet": "loopfeed.preprocess.commands.cli",
 }
 
 

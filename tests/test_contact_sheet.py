@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ImageChops
 
-from preprocess.commands.contact_sheet import Geometry, choose_images, draw_contact_sheet, geometry_for
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.reader import open_split
+from loopfeed.preprocess.commands.contact_sheet import Geometry, choose_images, draw_contact_sheet, geometry_for
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import FakeSource, pack
 
 

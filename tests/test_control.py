@@ -7,9 +7,17 @@ import jax
 import numpy as np
 import pytest
 
-from engine.control.board import ControlBoard
-from engine.control.event import ControlEvent
-from engine.control.word import CONTROL_WORDS, EVALUATE, SNAPSHOT, STOP, decode_control, encode_control, stop_at_once
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.word import (
+    CONTROL_WORDS,
+    EVALUATE,
+    SNAPSHOT,
+    STOP,
+    decode_control,
+    encode_control,
+    stop_at_once,
+)
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engine.commands import control_cli
-from engine.commands.control_cli import main
-from engine.control.event import ControlEvent
-from engine.control.request import ControlRequest
-from engine.records.control_log import CONTROL_LOG_NAME, ControlLog, read_events
-from engine.records.control_requests import CONTROL_FOLDER_NAME, ControlMailbox, send_request
-from engine.records.folder_lock import FolderLock
+from loopfeed.engine.commands import control_cli
+from loopfeed.engine.commands.control_cli import main
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLog, read_events
+from loopfeed.engine.records.control_requests import CONTROL_FOLDER_NAME, ControlMailbox, send_request
+from loopfeed.engine.records.folder_lock import FolderLock
 
 LIMIT_S = 60
-COMMAND = [sys.executable, "-c", "from engine.commands.control_cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from loopfeed.engine.commands.control_cli import main; main()"]
 
 
 class FakeRun:
@@ -68,8 +68,8 @@ class FakeRun:
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr("engine.records.control_requests._POLL_EVERY_S", 0.005)
-    monkeypatch.setattr("engine.commands.control_cli._POLL_EVERY_S", 0.005)
+    monkeypatch.setattr("loopfeed.engine.records.control_requests._POLL_EVERY_S", 0.005)
+    monkeypatch.setattr("loopfeed.engine.commands.control_cli._POLL_EVERY_S", 0.005)
 
 
 def control(*arguments):
@@ -371,7 +371,7 @@ def test_an_interrupt_that_is_too_late_is_reported(tmp_path, start):
 def test_it_works_from_its_own_process_without_jax(tmp_path):
     with FakeRun(tmp_path):
         code = (
-            "import sys; from engine.commands.control_cli import main\n"
+            "import sys; from loopfeed.engine.commands.control_cli import main\n"
             "try:\n    main()\nexcept SystemExit as end: print(end.code, 'jax' in sys.modules)"
         )
         done = subprocess.run(
@@ -382,7 +382,7 @@ def test_it_works_from_its_own_process_without_jax(tmp_path):
 
 def test_help_loads_nothing_heavy():
     code = (
-        "import sys; from engine.commands.control_cli import main\n"
+        "import sys; from loopfeed.engine.commands.control_cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit: pass\n"
         "print('\\nLOADED', *sorted({'jax', 'numpy', 'tensorstore', 'PIL', 'rich'} & set(sys.modules)))"
     )
@@ -393,7 +393,9 @@ def test_help_loads_nothing_heavy():
 
 def test_sending_a_request_does_not_load_jax():
     modules = ("control_requests", "control_log", "folder_lock")
-    code = f"import sys, {', '.join(f'engine.records.{name}' for name in modules)}; print('jax' in sys.modules)"
+    code = (
+        f"import sys, {', '.join(f'loopfeed.engine.records.{name}' for name in modules)}; print('jax' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
     assert done.stdout == "False\n"
 
@@ -402,4 +404,4 @@ def test_every_option_is_in_one_group_of_the_help():
     grouped = [name for names in control_cli._GROUPS.values() for name in names]
     options = [param.name for param in main.params if param.param_type_name == "option"]
     assert sorted([*grouped, "version"]) == sorted(name for name in options if name is not None)
-    assert control("--version").stdout.rstrip().endswith(version("feedloop"))
+    assert control("--version").stdout.rstrip().endswith(version("loopfeed"))

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.control.event import ControlEvent, events_at, factor_before
-from engine.records.control_log import CONTROL_LOG_NAME, ControlLog, read_events
+from loopfeed.engine.control.event import ControlEvent, events_at, factor_before
+from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLog, read_events
 
 LIMIT_S = 60
 FACTORS = st.none() | st.just(0.0) | st.floats(2.0**-126, 2.0**127)
@@ -213,8 +213,8 @@ def test_a_closed_log_can_be_reopened_and_appended_to(tmp_path):
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from engine.records.control_log import (ControlLog)
-from engine.control.event import (ControlEvent)
+from loopfeed.engine.records.control_log import (ControlLog)
+from loopfeed.engine.control.event import (ControlEvent)
 log = ControlLog(Path(sys.argv[1]))
 for pull in range(3):
     log.append(ControlEvent(pull, pull + 1, 0.5, False, False, False, "a", 1.0))

@@ -12,8 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.control.request import ControlRequest, new_request_id
-from engine.records.control_requests import CONTROL_FOLDER_NAME, ControlMailbox, remove_requests, send_request, withdraw
+from loopfeed.engine.control.request import ControlRequest, new_request_id
+from loopfeed.engine.records.control_requests import (
+    CONTROL_FOLDER_NAME,
+    ControlMailbox,
+    remove_requests,
+    send_request,
+    withdraw,
+)
 
 LIMIT_S = 60
 REQUESTS = st.builds(
@@ -44,7 +50,7 @@ def open_mailbox(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr("engine.records.control_requests._POLL_EVERY_S", 0.002)
+    monkeypatch.setattr("loopfeed.engine.records.control_requests._POLL_EVERY_S", 0.002)
 
 
 def wait_until(condition):
@@ -114,7 +120,7 @@ def test_ids_sort_by_time_and_differ(monkeypatch):
     times = [1, 9, 10, 1_763_712_000_000_000_000]
     ids = []
     for now in times:
-        monkeypatch.setattr("engine.control.request.time.time_ns", lambda now=now: now)
+        monkeypatch.setattr("loopfeed.engine.control.request.time.time_ns", lambda now=now: now)
         ids += [new_request_id(), new_request_id()]
     assert len(set(ids)) == 8
     assert [int(one.split("-")[0]) for one in sorted(ids)] == [now for now in times for _ in range(2)]
@@ -378,7 +384,7 @@ def test_a_mailbox_that_was_not_started_closes_and_removes_nothing(tmp_path):
 
 
 def test_closing_a_busy_mailbox_delivers_no_more_and_does_not_wait_for_the_disk(tmp_path, open_mailbox, monkeypatch):
-    monkeypatch.setattr("engine.records.control_requests._CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("loopfeed.engine.records.control_requests._CLOSE_TIMEOUT_S", 0.01)
     gate, is_closed_first = threading.Event(), []
     delivered: list[str] = []
 

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from models.families import resnet
-from models.families.resnet import ResNet
-from models.kernels import ONEDNN, XLA, using_kernels
-from models.kernels.onednn.handler import TARGET
-from models.layers import convolution_forms as forms
-from models.layers.convolution import convolution, filter_gradient_form, forward_form, input_gradient_form
-from models.layers.convolution_forms import Geometry
-from models.model import Model
-from models.registry import build_model
+from loopfeed.models.families import resnet
+from loopfeed.models.families.resnet import ResNet
+from loopfeed.models.kernels import ONEDNN, XLA, using_kernels
+from loopfeed.models.kernels.onednn.handler import TARGET
+from loopfeed.models.layers import convolution_forms as forms
+from loopfeed.models.layers.convolution import convolution, filter_gradient_form, forward_form, input_gradient_form
+from loopfeed.models.layers.convolution_forms import Geometry
+from loopfeed.models.model import Model
+from loopfeed.models.registry import build_model
 from tests.kernels import needs_onednn
 from tests.loop_hlo import slow_convolutions, training_loop
 

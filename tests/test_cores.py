@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine import xla_threads
-from models import xla_threads as kernels_threads
-from preprocess.cores import num_allowed_cores
+from loopfeed.engine import xla_threads
+from loopfeed.models import xla_threads as kernels_threads
+from loopfeed.preprocess.cores import num_allowed_cores
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,9 +39,9 @@ def test_xla_has_as_many_threads_as_the_quota_or_the_user_says(environment, expe
 import os, sys
 from pathlib import Path
 from unittest.mock import patch
-from engine import xla_threads
-from engine.crossing.choice import this_platform
-from engine.records.machine import describe_machine
+from loopfeed.engine import xla_threads
+from loopfeed.engine.crossing.choice import this_platform
+from loopfeed.engine.records.machine import describe_machine
 with patch.multiple(xla_threads, num_cores=lambda: 3, num_allowed_cores=lambda: 64):
     this_platform()
 assert str(os.environ.get("PJRT_NPROC")) == sys.argv[1]  # nothing is left to the children
@@ -64,7 +64,7 @@ IN_A_SOURCE = """
 import os, sys
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 import jax, jax.numpy as jnp, numpy as np
-from engine import TrainConfig, train
+from loopfeed import TrainConfig, train
 from tests.toy import Linear
 def batches(step):
     key = jax.random.key(step)
@@ -101,7 +101,7 @@ def test_there_is_a_thread_of_xla_for_the_source(monkeypatch, cores, devices, th
 FORKED = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
-from engine import TrainConfig, train
+from loopfeed import TrainConfig, train
 from tests.toy import Linear, toy_batch
 import jax
 if sys.argv[1] == "used":

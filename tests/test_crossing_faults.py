@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine import train
-from engine.control.board import ControlBoard
-from engine.crossing.cuda.driver import CudaDriver
-from engine.crossing.cuda.ring import DeviceRing
-from engine.crossing.cuda.transport import _Layout
-from engine.crossing.push_meter import PushMeter
-from engine.crossing.token import first_token
-from engine.crossing.transport import CallbackTransport, InplaceTransport
-from engine.feed.feeder import Feeder
-from engine.profile.profiler import Profiler, _Pulls
-from engine.stream.loss_stream import LossStream
+from loopfeed import train
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.cuda.driver import CudaDriver
+from loopfeed.engine.crossing.cuda.ring import DeviceRing
+from loopfeed.engine.crossing.cuda.transport import _Layout
+from loopfeed.engine.crossing.push_meter import PushMeter
+from loopfeed.engine.crossing.token import first_token
+from loopfeed.engine.crossing.transport import CallbackTransport, InplaceTransport
+from loopfeed.engine.feed.feeder import Feeder
+from loopfeed.engine.profile.profiler import Profiler, _Pulls
+from loopfeed.engine.stream.loss_stream import LossStream
 from tests.fake_xla import fake_transport
 from tests.toy import BATCH, Linear, toy_batch, toy_config
 

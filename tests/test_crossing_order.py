@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engine import train
-from engine.feed.feeder import _LEAST_DEPTH
-from engine.records.snapshot import snapshot_steps
-from engine.run.recorded_launch import RecordedLaunch
+from loopfeed import train
+from loopfeed.engine.feed.feeder import _LEAST_DEPTH
+from loopfeed.engine.records.snapshot import snapshot_steps
+from loopfeed.engine.run.recorded_launch import RecordedLaunch
 from tests.crossing_order import CHUNKS, EVALUATED, METRICS, expected_order, recorded_order
 from tests.killed_run import wait_for
 from tests.toy import Linear, toy_batch, toy_config
@@ -51,7 +51,7 @@ KILLED = f"""
 import os, signal, sys
 from unittest import mock
 from tests.test_crossing_order import run
-from engine.run.recorded_launch import RecordedLaunch
+from loopfeed.engine.run.recorded_launch import RecordedLaunch
 
 def note(launch, step, path):
     if step == {EVALUATED_AT[1]}:

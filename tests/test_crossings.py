@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from engine.config import TrainConfig
-from engine.crossing import choice as crossings
-from engine.crossing.choice import choose_chunk, choose_transport, this_platform, wasted_steps_warning
-from engine.crossing.cuda.driver import CudaDriver, CudaError
-from engine.crossing.transport import InplaceTransport
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.crossing import choice as crossings
+from loopfeed.engine.crossing.choice import choose_chunk, choose_transport, this_platform, wasted_steps_warning
+from loopfeed.engine.crossing.cuda.driver import CudaDriver, CudaError
+from loopfeed.engine.crossing.transport import InplaceTransport
 from tests.fake_cuda import FakeCuda
 
 
@@ -34,7 +34,7 @@ def test_the_transport_follows_name_and_platform(name, platform, chosen):
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_on_a_card_the_driver_is_asked_for_the_device_that_jax_computes_on(monkeypatch, name):
     fake = FakeCuda()
-    monkeypatch.setattr("engine.crossing.cuda.driver.load_functions", lambda: fake.functions)
+    monkeypatch.setattr("loopfeed.engine.crossing.cuda.driver.load_functions", lambda: fake.functions)
     transport = choose_transport(name, "cuda")
     assert transport.name == "cuda"
     assert transport.runs_ahead
@@ -50,7 +50,7 @@ def test_a_transport_elsewhere_than_on_its_backend_is_refused(name, needed):
 
 
 def test_a_missing_driver_is_an_error_with_a_remedy(monkeypatch):
-    monkeypatch.setattr("engine.crossing.cuda.driver.LIBRARY", "libcuda-that-is-not-there.so.1")
+    monkeypatch.setattr("loopfeed.engine.crossing.cuda.driver.LIBRARY", "libcuda-that-is-not-there.so.1")
     with pytest.raises(
         CudaError, match=r"needs NVIDIA's driver, libcuda-that-is-not-there.so.1, .* --transport callback"
     ):

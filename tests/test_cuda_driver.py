@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.crossing.cuda import driver as driver_module
-from engine.crossing.cuda.arena import Arena
-from engine.crossing.cuda.collector import Collector
-from engine.crossing.cuda.driver import PROTOTYPES, CudaDriver, CudaError, load_functions
+from loopfeed.engine.crossing.cuda import driver as driver_module
+from loopfeed.engine.crossing.cuda.arena import Arena
+from loopfeed.engine.crossing.cuda.collector import Collector
+from loopfeed.engine.crossing.cuda.driver import PROTOTYPES, CudaDriver, CudaError, load_functions
 from tests.fake_cuda import FakeCuda
 
 

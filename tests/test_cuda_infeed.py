@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.control.board import ControlBoard
-from engine.crossing.cuda.driver import CudaError
-from engine.crossing.cuda.infeed import StreamedInfeed
-from engine.crossing.cuda.ring import Stopwatch
-from engine.feed.batches import FunctionBatches
-from engine.feed.feeder import Feeder
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.cuda.driver import CudaError
+from loopfeed.engine.crossing.cuda.infeed import StreamedInfeed
+from loopfeed.engine.crossing.cuda.ring import Stopwatch
+from loopfeed.engine.feed.batches import FunctionBatches
+from loopfeed.engine.feed.feeder import Feeder
 from tests.fake_xla import fake_transport
 from tests.toy import BATCH, SIZE, toy_batch
 

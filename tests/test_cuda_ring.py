@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.crossing.cuda import ring
-from engine.crossing.cuda.arena import Arena
-from engine.crossing.cuda.driver import CudaDriver, CudaError
-from engine.crossing.cuda.ring import DeviceRing, Places, Stopwatch, num_slots
-from engine.feed.batches import FunctionBatches, SyntheticBatches
-from engine.feed.feeder import Feeder, FeederError
+from loopfeed.engine.crossing.cuda import ring
+from loopfeed.engine.crossing.cuda.arena import Arena
+from loopfeed.engine.crossing.cuda.driver import CudaDriver, CudaError
+from loopfeed.engine.crossing.cuda.ring import DeviceRing, Places, Stopwatch, num_slots
+from loopfeed.engine.feed.batches import FunctionBatches, SyntheticBatches
+from loopfeed.engine.feed.feeder import Feeder, FeederError
 from tests.fake_cuda import FakeCuda
 
 BATCH, SIZE = 4, 3

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine.crossing.cuda import transport as cuda_transport
-from engine.crossing.cuda.driver import CudaError
-from engine.crossing.token import first_token
+from loopfeed.engine.crossing.cuda import transport as cuda_transport
+from loopfeed.engine.crossing.cuda.driver import CudaError
+from loopfeed.engine.crossing.token import first_token
 from tests.called_loop import check_calls
 from tests.fake_xla import fake_transport
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import TrainConfig, replay_run, run_settings, train
-from engine.feed.shard_batches import ShardBatches
-from engine.records.recorded_run import read_recorded
-from engine.records.snapshot import read_snapshot, remove_snapshot, snapshot_steps
-from engine.run.cycles import append_cycle, describe_rate_change, rate_text
+from loopfeed import TrainConfig, replay_run, run_settings, train
+from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.snapshot import read_snapshot, remove_snapshot, snapshot_steps
+from loopfeed.engine.run.cycles import append_cycle, describe_rate_change, rate_text
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 

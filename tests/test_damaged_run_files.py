@@ -10,16 +10,16 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from engine import evaluate, replay_run
-from engine.records.control_log import read_events
-from engine.records.digests import sealed
-from engine.records.evaluation_log import EvaluationLog
-from engine.records.folder_lock import FolderLock, is_locked, was_killed
-from engine.records.loss_log import LossLog, read_run_end, read_run_facts
-from engine.records.recorded_end import read_result
-from engine.records.recorded_run import read_recorded
-from engine.records.weights import read_weights
-from engine.replay.checked_files import check_files
+from loopfeed import evaluate, replay_run
+from loopfeed.engine.records.control_log import read_events
+from loopfeed.engine.records.digests import sealed
+from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.folder_lock import FolderLock, is_locked, was_killed
+from loopfeed.engine.records.loss_log import LossLog, read_run_end, read_run_facts
+from loopfeed.engine.records.recorded_end import read_result
+from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.weights import read_weights
+from loopfeed.engine.replay.checked_files import check_files
 from tests.chained_run import EVALUATED, LOGS, Untraced, holding, make_older, refusal, resume, run, without_digest
 from tests.toy import Linear, toy_batch
 

@@ -17,10 +17,10 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from preprocess.commands.cli import main
-from preprocess.packing import dask_cluster
-from preprocess.packing.dask_cluster import DaskCluster
-from preprocess.shards.location import open_location
+from loopfeed.preprocess.commands.cli import main
+from loopfeed.preprocess.packing import dask_cluster
+from loopfeed.preprocess.packing.dask_cluster import DaskCluster
+from loopfeed.preprocess.shards.location import open_location
 from tests.fake_source import files_of
 from tests.object_servers import KEYS, SECRET, MotoServer, free_port
 
@@ -33,7 +33,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/howto/cluster-packing.md"
 TIMEOUT_S = 120
-MAIN = "from preprocess.commands.cli import main; main()"
+MAIN = "from loopfeed.preprocess.commands.cli import main; main()"
 OPTIONS = ("--size", "32", "--resize", "32", "--shard-images", "4")
 
 
@@ -267,27 +267,27 @@ def test_results_that_are_lost_are_taken_from_the_journal_or_packed_again(
 HIDDEN = """
 import importlib.metadata as metadata
 found = metadata.distributions
-metadata.distributions = lambda **given: [each for each in found(**given) if each.metadata["Name"] != "feedloop"]
+metadata.distributions = lambda **given: [each for each in found(**given) if each.metadata["Name"] != "loopfeed"]
 """
 
 
-def test_workers_without_feedloop_or_with_another_version_are_named(tmp_path, cluster, source):
+def test_workers_without_loopfeed_or_with_another_version_are_named(tmp_path, cluster, source):
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden/sitecustomize.py").write_text(HIDDEN)
     worker = cluster.add_worker(PYTHONPATH=str(tmp_path / "hidden"))
     code, output = pack_with(source, tmp_path / "again", cluster.address)
     assert code == 2
-    assert "has no feedloop (needed: " in output
+    assert "has no loopfeed (needed: " in output
     assert "install the same versions on all machines" in output
     worker.kill()
     worker.wait()
-    other = tmp_path / "other/feedloop-0.0.1.dist-info"
+    other = tmp_path / "other/loopfeed-0.0.1.dist-info"
     other.mkdir(parents=True)
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: feedloop\nVersion: 0.0.1\n")
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: loopfeed\nVersion: 0.0.1\n")
     cluster.add_worker(PYTHONPATH=f"{other.parent}:{ROOT}")
     code, output = pack_with(source, tmp_path / "again", cluster.address)
     assert code == 2
-    assert "has feedloop 0.0.1 instead of " in output
+    assert "has loopfeed 0.0.1 instead of " in output
     assert not (tmp_path / "again").exists()
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine import TrainConfig, evaluate, replay_run, run_settings, train
-from engine.locations import DATA_VARIABLE
-from engine.run.dataset import choose_data, data_of_record, make_demo
-from preprocess.demo import demo_set
-from preprocess.demo import drawing as demo
-from preprocess.shards.reader import list_splits, open_split
+from loopfeed import TrainConfig, evaluate, replay_run, run_settings, train
+from loopfeed.engine.locations import DATA_VARIABLE
+from loopfeed.engine.run.dataset import choose_data, data_of_record, make_demo
+from loopfeed.preprocess.demo import demo_set
+from loopfeed.preprocess.demo import drawing as demo
+from loopfeed.preprocess.shards.reader import list_splits, open_split
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear
 
@@ -22,11 +22,11 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_a_named_data_set_takes_precedence(elsewhere, monkeypatch):
-    monkeypatch.setenv("FEEDLOOP_DATA", "from-the-environment")
+    monkeypatch.setenv("LOOPFEED_DATA", "from-the-environment")
     (elsewhere / "data/shards").mkdir(parents=True)
     assert choose_data("named").data == "named"
     assert choose_data(None).data == "from-the-environment"
-    monkeypatch.delenv("FEEDLOOP_DATA")
+    monkeypatch.delenv("LOOPFEED_DATA")
     assert choose_data(None).data == "data/shards"
     assert not choose_data(None).is_demo
 
@@ -35,7 +35,7 @@ def test_the_demo_set_is_the_default_and_the_reason_says_so(elsewhere, cache_fol
     choice = choose_data(None)
     assert choice.is_demo
     assert choice.data == str(cache_folder / "demo")
-    assert choice.reason == "no --data, no $FEEDLOOP_DATA and no data/shards: the demo set"
+    assert choice.reason == "no --data, no $LOOPFEED_DATA and no data/shards: the demo set"
 
 
 def test_the_demo_set_may_be_named_as_a_record_of_a_run_does(elsewhere):
@@ -84,7 +84,7 @@ def test_a_run_uses_the_data_that_it_found_wherever_it_goes_on(tmp_path, monkeyp
     assert not any("data default" in each for each in told)
     assert evaluate(run, model=Linear()).record.num_images == 12
     assert replay_run(run, from_step=0, model=Linear()).differences == ()
-    assert not (tmp_path / "cache/feedloop/demo").exists()
+    assert not (tmp_path / "cache/loopfeed/demo").exists()
 
     monkeypatch.setenv("HOME", str(home))
     assert data_of_record("~/data/shards", None) == "~/data/shards"
@@ -104,6 +104,6 @@ def test_a_demo_set_of_another_machine_is_that_of_this_one(monkeypatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(DATA_VARIABLE, "where-they-are-now")
     assert data_of_record(None, "/moved/away") is None
-    assert data_of_record(None, "/home/other/.cache/feedloop/demo") == str(tmp_path / "feedloop/demo")
+    assert data_of_record(None, "/home/other/.cache/loopfeed/demo") == str(tmp_path / "loopfeed/demo")
     assert data_of_record(None, "gs://bucket/data") == "gs://bucket/data"
     assert data_of_record(None, None) is None

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.decoding.decode import (
+from loopfeed.preprocess.decoding.decode import (
     RESAMPLERS,
     DecodeError,
     ResizeRule,

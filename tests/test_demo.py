@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.recipes import load_recipe
-from preprocess.demo import drawing as demo
-from preprocess.demo.drawing import MIN_CONTRAST, SHAPES, draw_demo, draw_image
-from preprocess.sources.open_source import open_source
+from loopfeed.engine.recipes import load_recipe
+from loopfeed.preprocess.demo import drawing as demo
+from loopfeed.preprocess.demo.drawing import MIN_CONTRAST, SHAPES, draw_demo, draw_image
+from loopfeed.preprocess.sources.open_source import open_source
 
 
 def files_of(root):

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageChops
 
-from engine import TrainConfig, evaluate, train
-from engine.images.unpack import pack_dense
-from preprocess.commands.cli import main
-from preprocess.commands.contact_sheet import draw_contact_sheet
-from preprocess.packing.plan import PackSettings
-from preprocess.pixels import LAYOUTS, image_bytes, pack_rgb, to_rgb, to_words, words_of_row
-from preprocess.shards.location import ShardError
-from preprocess.shards.reader import open_split
-from preprocess.shards.verify import verify_split
+from loopfeed import TrainConfig, evaluate, train
+from loopfeed.engine.images.unpack import pack_dense
+from loopfeed.preprocess.commands.cli import main
+from loopfeed.preprocess.commands.contact_sheet import draw_contact_sheet
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.pixels import LAYOUTS, image_bytes, pack_rgb, to_rgb, to_words, words_of_row
+from loopfeed.preprocess.shards.location import ShardError
+from loopfeed.preprocess.shards.reader import open_split
+from loopfeed.preprocess.shards.verify import verify_split
 from tests.fake_source import fake_source, files_of, pack
 from tests.toy import CLASSES, Linear
 

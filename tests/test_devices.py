@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine import ConfigError, TrainConfig, devices
-from engine.config import parse_devices
-from engine.crossing.devices import choose_devices, settle_devices
-from engine.crossing.infeed import SharedWords
-from engine.replicas import ALONE, AXIS, norm_groups
-from models.layers.batch_norm import NormGroups, RunningStats, batch_norm, normalising_over
+from loopfeed import ConfigError, TrainConfig, devices
+from loopfeed.engine.config import parse_devices
+from loopfeed.engine.crossing.devices import choose_devices, settle_devices
+from loopfeed.engine.crossing.infeed import SharedWords
+from loopfeed.engine.replicas import ALONE, AXIS, norm_groups
+from loopfeed.models.layers.batch_norm import NormGroups, RunningStats, batch_norm, normalising_over
 from tests.device_runs import AGAIN
 from tests.double_runs import RUNS
 from tests.toy import toy_config
@@ -89,7 +89,7 @@ def test_a_failed_run_goes_on_with_another_number_of_devices_and_is_replayed(fou
     assert results[before]["interrupted"]["failure"] == "cut off"
     program = f"""
 import dataclasses, json, shutil
-from engine import replay_run, run_settings, train
+from loopfeed import replay_run, run_settings, train
 from tests.device_runs import evaluation
 from tests.toy import Linear, toy_batch
 run = {str(tmp_path / "run")!r}
@@ -214,7 +214,7 @@ def test_one_device_reduces_nothing():
 
 def test_a_batch_that_does_not_divide_is_refused():
     program = """
-from engine import train
+from loopfeed import train
 from tests.toy import Linear, toy_batch, toy_config
 try:
     train(toy_config(devices="cpu:3"), model=Linear(), batches=toy_batch)

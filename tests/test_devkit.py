@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from preprocess.sources.devkit import ARCHIVE, FOLDER, find_devkit
-from preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources.devkit import ARCHIVE, FOLDER, find_devkit
+from loopfeed.preprocess.sources.listing import SourceError
 
 pytest.importorskip("scipy.io")
 import tarfile
@@ -42,9 +42,9 @@ def test_a_member_that_would_fill_the_memory_is_not_read(tmp_path, monkeypatch):
     with tarfile.open(tmp_path / ARCHIVE) as archive:
         num_bytes = archive.getmember(f"{FOLDER}/data/meta.mat").size
     assert num_bytes > truth_bytes
-    monkeypatch.setattr("preprocess.sources.devkit._MAX_MEMBER_BYTES", num_bytes)
+    monkeypatch.setattr("loopfeed.preprocess.sources.devkit._MAX_MEMBER_BYTES", num_bytes)
     assert find_devkit(tmp_path) is not None
-    monkeypatch.setattr("preprocess.sources.devkit._MAX_MEMBER_BYTES", num_bytes - 1)
+    monkeypatch.setattr("loopfeed.preprocess.sources.devkit._MAX_MEMBER_BYTES", num_bytes - 1)
     with pytest.raises(
         SourceError,
         match=rf"data/meta\.mat in .* has {num_bytes} bytes, more than the \d+ allowed; download the archive",

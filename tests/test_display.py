@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine import TrainConfig, train
-from engine.commands.run_display import summarise
-from engine.control.board import ControlBoard
-from engine.stream import loss_stream
-from engine.stream.loss_stream import LossStream
-from engine.stream.sinks import PlainSink
-from preprocess.commands.output_stream import OutputStream
+from loopfeed import TrainConfig, train
+from loopfeed.engine.commands.run_display import summarise
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.stream import loss_stream
+from loopfeed.engine.stream.loss_stream import LossStream
+from loopfeed.engine.stream.sinks import PlainSink
+from loopfeed.preprocess.commands.output_stream import OutputStream
 from tests.pseudo_terminal import Terminal
 from tests.test_loss_stream import RecordingSink, pushed
 from tests.toy import Linear, toy_batch
 
-TRAIN = [sys.executable, "-c", "from engine.commands.cli import main; main(prog_name='run-train')"]
-PACK = [sys.executable, "-c", "from preprocess.commands.cli import main; main()"]
+TRAIN = [sys.executable, "-c", "from loopfeed.engine.commands.cli import main; main(prog_name='run-train')"]
+PACK = [sys.executable, "-c", "from loopfeed.preprocess.commands.cli import main; main()"]
 TOY = ["--model", "tests.toy:Linear", "--batches", "tests.toy:toy_batch", "--num-classes", "3", "--batch", "8"]
 RUN = [*TRAIN, *TOY, "--run-dir", "run"]
 LIMIT_S = 120
@@ -99,7 +99,7 @@ def test_the_summary_waits_for_a_slow_reader_unless_a_signal_stopped_the_run(mon
     summarise(result)
     assert slow.getvalue().startswith("done: 2 steps")
     monkeypatch.setattr(sys, "stdout", gone)
-    monkeypatch.setattr("engine.commands.run_display._READER_S", 1e6)
+    monkeypatch.setattr("loopfeed.engine.commands.run_display._READER_S", 1e6)
     summarise(replace(result, stopped_by="SIGTERM"))
     assert gone.getvalue() == ""
     gone.gate.set()
@@ -180,7 +180,7 @@ def test_a_display_that_fails_is_left_out_with_one_warning():
 
 def test_a_display_that_hangs_fails_no_run(monkeypatch):
     monkeypatch.setattr(loss_stream, "_PUSH_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("engine.stream.lane.MOST_QUEUED", 3)
+    monkeypatch.setattr("loopfeed.engine.stream.lane.MOST_QUEUED", 3)
     gate, said, board = threading.Event(), list[str](), ControlBoard()
     stream = LossStream(batch=8, wait_of=lambda _: 0.0, board=board, warn=said.append)
     full, late, kept = Failing(gate=gate), Failing(gate=gate), RecordingSink()

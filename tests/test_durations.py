@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.durations import Durations, Times
+from loopfeed.engine.durations import Durations, Times
 
 
 @given(st.lists(st.floats(1e-6, 1000), min_size=1, max_size=200))

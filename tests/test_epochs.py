@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import TrainConfig, train
-from engine.config import MOST_EVALUATIONS, SETTINGS
-from engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations, steps_of_epochs
-from engine.run.open_run import open_run
-from engine.run.parts import OwnParts
+from loopfeed import TrainConfig, train
+from loopfeed.engine.config import MOST_EVALUATIONS, SETTINGS
+from loopfeed.engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations, steps_of_epochs
+from loopfeed.engine.run.open_run import open_run
+from loopfeed.engine.run.parts import OwnParts
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, Linear, toy_batch
 
@@ -111,7 +111,7 @@ def test_impossible_epochs_are_refused(values, message):
 def test_the_limit_of_the_counted_setting_is_the_one_that_it_declares(name, monkeypatch):
     counted = name.replace("epochs", "steps")
     limited = dict(SETTINGS) | {counted: replace(SETTINGS[counted], between=(0, 7))}
-    monkeypatch.setattr("engine.run.epochs.SETTINGS", limited)
+    monkeypatch.setattr("loopfeed.engine.run.epochs.SETTINGS", limited)
     assert getattr(settle_epochs(TrainConfig.from_json({name: 7, "batch": NUM_IMAGES}), NUM_IMAGES), counted) == 7
     with pytest.raises(
         ValueError, match=rf"^{name} must be at most 7 steps, got 8, which is 8 steps for 10 images: give fewer"
@@ -252,10 +252,10 @@ def test_a_demo_set_that_is_not_there_yet_is_made_before_it_is_counted(tmp_path,
         made.append(str(folder))
         pack(fake_source(10), folder)
 
-    demo = tmp_path / "cache/feedloop/demo"
+    demo = tmp_path / "cache/loopfeed/demo"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("engine.run.data.make_demo", make_demo)
+    monkeypatch.setattr("loopfeed.engine.run.data.make_demo", make_demo)
     said: list[str] = []
     with open_run(TrainConfig(epochs=1, batch=5), OwnParts(model=Linear()), said.append, is_dry=True) as run:
         assert run.config.steps == 2

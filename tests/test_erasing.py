@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.images.erasing import BLOCKS_OF_ERASING, draw_erased, erase
+from loopfeed.engine.images.erasing import BLOCKS_OF_ERASING, draw_erased, erase
 from tests.threefry_reference import index, unit
 
 erased_of = jax.jit(draw_erased, static_argnums=(1, 2, 3))

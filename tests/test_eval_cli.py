@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engine import TrainConfig, train
-from engine.commands.eval_cli import main
-from engine.stream.sinks import evaluation_words
+from loopfeed import TrainConfig, train
+from loopfeed.engine.commands.eval_cli import main
+from loopfeed.engine.stream.sinks import evaluation_words
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("small_resnets")
 SMALL = f"""
 import sys
 sys.path.insert(0, {os.fspath(Path(__file__).parents[1])!r})
-from engine.commands.eval_cli import main
+from loopfeed.engine.commands.eval_cli import main
 from tests.small_resnets import small_resnets
 with small_resnets(): main()
 """
@@ -155,7 +155,7 @@ def test_wrong_usage_is_one_clear_error(place, monkeypatch, arguments, message):
 STUCK = (
     """
 import os, time
-from preprocess.shards.reader import ShardSplit
+from loopfeed.preprocess.shards.reader import ShardSplit
 def wait(*_, **__):
     os.write(1, b"stuck\\n")  # whole, as several threads may be stuck
     time.sleep(600)
@@ -195,7 +195,7 @@ def test_a_stalled_source_is_exit_code_1(place):
 
 def test_help_needs_no_jax():
     program = (
-        "import sys\nfrom engine.commands.eval_cli import main\n"
+        "import sys\nfrom loopfeed.engine.commands.eval_cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: print(*({'jax', 'numpy', 'tensorstore', 'optax'} & set(sys.modules)), file=sys.stderr)"
     )

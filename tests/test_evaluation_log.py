@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.records import evaluation_log
-from engine.records.best_snapshot import best_step, parse_metric
-from engine.records.evaluation_log import EvaluationLog
-from engine.records.run_folder_sink import RunFolderSink
-from engine.stream.sinks import EvaluationRecord
+from loopfeed.engine.records import evaluation_log
+from loopfeed.engine.records.best_snapshot import best_step, parse_metric
+from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.run_folder_sink import RunFolderSink
+from loopfeed.engine.stream.sinks import EvaluationRecord
 
 
 def evaluation(step, top1=0.25, loss=1.5):

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine import TrainConfig, evaluate, evaluate_weights, run_settings, train
-from engine.evaluation import counting
-from engine.feed.feeder import FeederError
-from engine.records.folder_lock import FolderLock
-from engine.records.weights import with_digest
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.reader import open_split
+from loopfeed import TrainConfig, evaluate, evaluate_weights, run_settings, train
+from loopfeed.engine.evaluation import counting
+from loopfeed.engine.feed.feeder import FeederError
+from loopfeed.engine.records.folder_lock import FolderLock
+from loopfeed.engine.records.weights import with_digest
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
 from tests.test_tally import evaluation_set
 from tests.toy import BATCH, Linear, toy_batch, toy_config

@@ -8,10 +8,10 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from engine import TrainConfig, train
-from engine.commands import explain_cli
-from engine.commands.explain_cli import main
-from engine.sizing.device_rates import DeviceRates
+from loopfeed import TrainConfig, train
+from loopfeed.engine.commands import explain_cli
+from loopfeed.engine.commands.explain_cli import main
+from loopfeed.engine.sizing.device_rates import DeviceRates
 from tests.fake_source import fake_source, files_of, pack
 from tests.toy import Linear, toy_config
 
@@ -38,7 +38,7 @@ def invoke(monkeypatch, place, *arguments):
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr("engine.inspection.explain.measure_device", lambda *_, **__: RATES)
+    monkeypatch.setattr("loopfeed.engine.inspection.explain.measure_device", lambda *_, **__: RATES)
     result = CliRunner().invoke(main, list(map(str, arguments)))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return (codes or [result.exit_code])[0], result.stdout, result.stderr
@@ -124,7 +124,7 @@ def test_a_recipe_and_an_own_part_of_one_program(monkeypatch, place):
 
 def test_help_loads_neither_jax_nor_numpy():
     program = (
-        "import sys; from engine.commands.explain_cli import main; main(['--help'], standalone_mode=False); "
+        "import sys; from loopfeed.engine.commands.explain_cli import main; main(['--help'], standalone_mode=False); "
         "print('loaded', {'jax', 'numpy', 'orbax'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

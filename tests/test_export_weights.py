@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from engine import train
-from engine.evaluation.export import export_weights
+from loopfeed import train
+from loopfeed.engine.evaluation.export import export_weights
 from tests.toy import Linear, toy_batch, toy_config
 
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.feed import feeder as feeder_module
-from engine.feed.feeder import Feeder, FeederError, batch_bytes, ring_depth
-from engine.settings import SettingError
+from loopfeed.engine.feed import feeder as feeder_module
+from loopfeed.engine.feed.feeder import Feeder, FeederError, batch_bytes, ring_depth
+from loopfeed.engine.settings import SettingError
 
 SHAPE = (4, 2, 3)
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.records.given_weights import read_given_weights
-from preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
-from preprocess.file_kinds import kind_of
-from preprocess.shards.location import ShardError
-from preprocess.shards.manifest import Manifest
-from preprocess.sources.labels_file import read_labels
-from preprocess.sources.listing import SourceError
+from loopfeed.engine.records.given_weights import read_given_weights
+from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
+from loopfeed.preprocess.file_kinds import kind_of
+from loopfeed.preprocess.shards.location import ShardError
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.sources.labels_file import read_labels
+from loopfeed.preprocess.sources.listing import SourceError
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 132735\n"
 

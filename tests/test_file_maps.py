@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from preprocess.shards.file_maps import map_file
+from loopfeed.preprocess.shards.file_maps import map_file
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_more_shards_are_mapped_than_descriptors_may_be_open(tmp_path):
     program = """
 import resource, sys
 import numpy as np
-from preprocess.shards.reader import open_split
+from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack, packed_words
 
 source = fake_source(150, size=64)
@@ -74,7 +74,7 @@ with open_split(sys.argv[1], "train") as split:
 FOREIGN = """
 import ctypes, mmap, os, signal, sys
 import numpy as np
-from preprocess.shards.file_maps import map_file
+from loopfeed.preprocess.shards.file_maps import map_file
 
 path, kind = sys.argv[1:]
 file = os.open(path, os.O_RDONLY)

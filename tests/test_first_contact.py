@@ -9,12 +9,12 @@ from contextlib import closing, contextmanager
 import pytest
 from click.testing import CliRunner
 
-from engine.config import TrainConfig
-from engine.run.train import plan_run
-from preprocess.commands import cli, inspect_cli
-from preprocess.shards import first_contact
-from preprocess.shards.location import ShardError, open_location
-from preprocess.shards.reader import open_split
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.run.train import plan_run
+from loopfeed.preprocess.commands import cli, inspect_cli
+from loopfeed.preprocess.shards import first_contact
+from loopfeed.preprocess.shards.location import ShardError, open_location
+from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
 
 REFUSED = "http://127.0.0.1:9/set"

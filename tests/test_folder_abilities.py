@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from engine import train
-from engine.control.request import ControlRequest
-from engine.records import snapshot as snapshot_module
-from engine.records.control_requests import send_request
-from engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots
-from engine.records.run_folder import RunFolder, check_folder
-from engine.records.snapshot import read_snapshot, snapshot_steps, write_snapshot
-from engine.records.snapshot_writer import SnapshotWriter, UnwritableFolderError
+from loopfeed import train
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.records import snapshot as snapshot_module
+from loopfeed.engine.records.control_requests import send_request
+from loopfeed.engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots
+from loopfeed.engine.records.run_folder import RunFolder, check_folder
+from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps, write_snapshot
+from loopfeed.engine.records.snapshot_writer import SnapshotWriter, UnwritableFolderError
 from tests.chained_run import STEPS, run
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -85,7 +85,7 @@ def test_a_request_that_comes_while_the_folder_is_tried_is_kept(tmp_path, monkey
     def ask(*_):
         send_request(tmp_path, ControlRequest(stop=True))
 
-    monkeypatch.setattr("engine.records.run_folder.check_can_hold_snapshots", ask)
+    monkeypatch.setattr("loopfeed.engine.records.run_folder.check_can_hold_snapshots", ask)
     with RunFolder(tmp_path) as folder:
         assert len(list((folder.path / "control").iterdir())) == 1
 
@@ -130,7 +130,7 @@ def failing(error, first=0):
 
 def test_a_run_whose_first_snapshot_fails_stops_there(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "engine.run.recorded_launch.SnapshotWriter", failing(OSError(errno.EREMOTEIO, "Remote I/O error"))
+        "loopfeed.engine.run.recorded_launch.SnapshotWriter", failing(OSError(errno.EREMOTEIO, "Remote I/O error"))
     )
     with pytest.raises(UnwritableFolderError, match=r"^no snapshot could be written.* Remote I/O error$") as caught:
         run(tmp_path, steps=1_000_000)
@@ -143,7 +143,7 @@ def test_a_run_whose_first_snapshot_fails_stops_there(tmp_path, monkeypatch):
 
 def test_a_run_on_a_full_disk_goes_on_and_says_at_its_end_that_it_has_no_snapshot(tmp_path, monkeypatch):
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("engine.run.recorded_launch.SnapshotWriter", failing(full))
+    monkeypatch.setattr("loopfeed.engine.run.recorded_launch.SnapshotWriter", failing(full))
     with pytest.raises(UnwritableFolderError, match="No space left on device"):
         run(tmp_path)
     assert json.loads((tmp_path / "result.json").read_text())["steps_done"] == STEPS

@@ -12,15 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from engine.records.folder_lock import LOCK_NAME, FolderInUseError, FolderLock, is_leftover, is_locked, was_killed
-from engine.records.whole_file import write_whole
+from loopfeed.engine.records.folder_lock import (
+    LOCK_NAME,
+    FolderInUseError,
+    FolderLock,
+    is_leftover,
+    is_locked,
+    was_killed,
+)
+from loopfeed.engine.records.whole_file import write_whole
 
 LIMIT_S = 60
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from engine.records.folder_lock import FolderLock
+from loopfeed.engine.records.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
@@ -108,7 +115,7 @@ def test_a_child_made_by_fork_does_not_keep_it(tmp_path):
     # The child shares the open file; run apart, for a fork beside threads is a warning.
     program = (
         "import os, signal, sys\nfrom pathlib import Path\n"
-        "from engine.records.folder_lock import FolderLock, is_locked\n"
+        "from loopfeed.engine.records.folder_lock import FolderLock, is_locked\n"
         "lock = FolderLock(Path(sys.argv[1]))\nlock.acquire()\nchild = os.fork()\n"
         "if not child:\n    signal.pause()\n"
         "lock.release()\nprint(is_locked(Path(sys.argv[1])))\nos.kill(child, signal.SIGKILL)\nos.waitpid(child, 0)\n"
@@ -167,7 +174,7 @@ def test_a_concurrent_check_is_waited_for(tmp_path, monkeypatch):
     (tmp_path / LOCK_NAME).touch()
     looking = os.open(tmp_path / LOCK_NAME, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr("preprocess.file_lock.time.sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+    monkeypatch.setattr("loopfeed.preprocess.file_lock.time.sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
     assert not is_locked(tmp_path)  # those who look don't see each other
     with FolderLock(tmp_path):
         assert is_locked(tmp_path)

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 from PIL.PpmImagePlugin import PpmImageFile
 
-from preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
-from preprocess.decoding.format_bounds import bounded, check_jpeg_scans
+from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
+from loopfeed.preprocess.decoding.format_bounds import bounded, check_jpeg_scans
 
 RULE = ResizeRule(size=8, resize=8, resample="nearest")
 NOISE = np.random.default_rng(3).integers(0, 256, (40, 50, 3), dtype=np.uint8)
@@ -118,7 +118,7 @@ def test_a_file_with_another_largest_value_that_is_cut_short_is_refused():
 def test_scans_are_counted_only_where_there_may_be_many(monkeypatch, mode, progressive):
     counted: list[int] = []
     monkeypatch.setattr(
-        "preprocess.decoding.formats.check_jpeg_scans", lambda _, num_pixels: counted.append(num_pixels)
+        "loopfeed.preprocess.decoding.formats.check_jpeg_scans", lambda _, num_pixels: counted.append(num_pixels)
     )
     file = io.BytesIO()
     Image.fromarray(NOISE).convert(mode).save(file, "JPEG", progressive=progressive)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.decoding.formats import open_pixels, strip_jpeg, strip_png
-from preprocess.decoding.known_formats import sniff
-from preprocess.decoding.orientation import choose_orientation
+from loopfeed.preprocess.decoding.formats import open_pixels, strip_jpeg, strip_png
+from loopfeed.preprocess.decoding.known_formats import sniff
+from loopfeed.preprocess.decoding.orientation import choose_orientation
 
 
 def encode(image, kind, **options):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from engine.run.garbage_collector import PausedCollector, keeping_imports, without_collector
+from loopfeed.engine.run.garbage_collector import PausedCollector, keeping_imports, without_collector
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_a_users_own_pause_is_kept(is_failing):
 def test_imports_of_a_command_are_kept_and_those_of_others_are_not():
     code = (
         "import gc, sys\n"
-        "from engine.run.garbage_collector import keeping_imports\n"
+        "from loopfeed.engine.run.garbage_collector import keeping_imports\n"
         "assert 'jax' not in sys.modules\n"
         "with keeping_imports():\n"
         "    assert not gc.isenabled()\n"

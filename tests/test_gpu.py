@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine import train
-from engine.crossing.choice import choose_transport, this_platform
-from engine.crossing.token import first_token
+from loopfeed import train
+from loopfeed.engine.crossing.choice import choose_transport, this_platform
+from loopfeed.engine.crossing.token import first_token
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[1]
-RUN_TRAIN = "import sys; sys.argv[0] = 'run-train'; from engine.commands.cli import main; main()"
+RUN_TRAIN = "import sys; sys.argv[0] = 'run-train'; from loopfeed.engine.commands.cli import main; main()"
 SETTINGS = ("--synthetic", "--image-size", "32", "--num-classes", "10", "--model", "resnet8", "--batch", "128")
 
 

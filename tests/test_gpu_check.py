@@ -112,7 +112,7 @@ def test_whatever_the_project_imports_at_once_is_a_dependency():
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
                 for top in {name.partition(".")[0] for name in names}:
-                    ours = top in ("engine", "preprocess", "models") or top in sys.stdlib_module_names
+                    ours = top == "loopfeed" or top in sys.stdlib_module_names
                     assert ours or {each.lower() for each in homes[top]} & known, f"{path}: {top}"
 
 
@@ -126,7 +126,9 @@ def test_the_commands_that_install_what_is_missing_have_a_way_without_a_network(
 def test_the_users_path_stays_behind_the_projects(monkeypatch):
     monkeypatch.chdir("/")
     monkeypatch.setenv("PYTHONPATH", f".site{os.pathsep}/other")
-    assert environment_of(is_rehearsal=False)["PYTHONPATH"] == os.pathsep.join([str(ROOT), "/.site", "/other"])
+    assert environment_of(is_rehearsal=False)["PYTHONPATH"] == os.pathsep.join(
+        [str(ROOT), str(ROOT / "src"), "/.site", "/other"]
+    )
 
 
 # Time

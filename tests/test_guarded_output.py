@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.commands.guarded_output import GuardedCommand, GuardedStream, terminal_of, write_data
-from preprocess.printable import (
+from loopfeed.preprocess.commands.guarded_output import GuardedCommand, GuardedStream, terminal_of, write_data
+from loopfeed.preprocess.printable import (
     MAX_NAME_CHARACTERS,
     printable,
     printable_line,
@@ -31,17 +31,17 @@ FORBIDDEN = [bytes([code]) for code in (*range(9), *range(11, 32), 127)]
 FORBIDDEN += [chr(code).encode() for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))]
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
-    "preprocess-imagenet": "preprocess.commands.cli",
-    "inspect-shards": "preprocess.commands.inspect_cli",
-    "run-train": "engine.commands.cli",
-    "tail-run": "engine.commands.tail_cli",
-    "list-runs": "engine.commands.list_cli",
-    "run-eval": "engine.commands.eval_cli",
-    "control-run": "engine.commands.control_cli",
-    "verify-run": "engine.commands.verify_cli",
-    "predict-images": "engine.commands.predict_cli",
-    "export-weights": "engine.commands.export_cli",
-    "explain-program": "engine.commands.explain_cli",
+    "preprocess-imagenet": "loopfeed.preprocess.commands.cli",
+    "inspect-shards": "loopfeed.preprocess.commands.inspect_cli",
+    "run-train": "loopfeed.engine.commands.cli",
+    "tail-run": "loopfeed.engine.commands.tail_cli",
+    "list-runs": "loopfeed.engine.commands.list_cli",
+    "run-eval": "loopfeed.engine.commands.eval_cli",
+    "control-run": "loopfeed.engine.commands.control_cli",
+    "verify-run": "loopfeed.engine.commands.verify_cli",
+    "predict-images": "loopfeed.engine.commands.predict_cli",
+    "export-weights": "loopfeed.engine.commands.export_cli",
+    "explain-program": "loopfeed.engine.commands.explain_cli",
 }
 
 
@@ -143,7 +143,7 @@ def test_a_command_that_ends_by_itself_leaves_the_hook_of_the_process(how):
 
 def test_an_exception_that_no_command_catches_is_printed_safely(tmp_path):
     (tmp_path / "failing.py").write_text(
-        "import click\nfrom preprocess.commands.guarded_output import GuardedCommand\n"
+        "import click\nfrom loopfeed.preprocess.commands.guarded_output import GuardedCommand\n"
         f"@click.command(cls=GuardedCommand)\ndef main():\n    raise RuntimeError({BARE!r})\n",
         encoding="utf-8",
         errors="surrogateescape",
@@ -271,7 +271,7 @@ def test_a_command_without_streams_writes_to_none(monkeypatch):
 
 def test_a_result_that_finds_no_room_is_an_error_in_one_line():
     program = (
-        "import click\nfrom preprocess.commands.guarded_output import GuardedCommand\n"
+        "import click\nfrom loopfeed.preprocess.commands.guarded_output import GuardedCommand\n"
         "click.command(cls=GuardedCommand)(lambda: click.echo('result'))(prog_name='show')"
     )
     with Path("/dev/full").open("w") as full:

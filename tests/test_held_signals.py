@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.commands.held_signals import signals_held
+from loopfeed.engine.commands.held_signals import signals_held
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 

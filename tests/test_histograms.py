@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.program.histograms import NUM_BUCKETS, compute_histograms
+from loopfeed.engine.program.histograms import NUM_BUCKETS, compute_histograms
 
 RANDOM = np.random.default_rng(5)
 NAN, INF = np.nan, np.inf

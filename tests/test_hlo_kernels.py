@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from engine.hlo.kernels import KERNEL_TARGET, is_kernel, kernel_flops, kernel_operation, operation_products
-from engine.hlo.text import parse_hlo
-from engine.hlo.work import bytes_of, flops_of
-from engine.profile.attribution import operations_of
-from engine.run.compilation import compile_traced, trace_ahead
-from engine.runtime.slow_operations import find_slow_operations
-from engine.scopes import parse_op_name
-from models import convolution
-from models.kernels import ONEDNN, using_kernels
-from models.kernels.onednn.convolutions import Part
-from models.kernels.onednn.handler import TARGET
-from models.kernels.onednn.operations import text_of
-from models.layers.chosen_forms import FILTER_GRADIENT, FORWARD, INPUT_GRADIENT, chosen_forms
-from models.layers.convolution_forms import Geometry
+from loopfeed import convolution
+from loopfeed.engine.hlo.kernels import KERNEL_TARGET, is_kernel, kernel_flops, kernel_operation, operation_products
+from loopfeed.engine.hlo.text import parse_hlo
+from loopfeed.engine.hlo.work import bytes_of, flops_of
+from loopfeed.engine.profile.attribution import operations_of
+from loopfeed.engine.run.compilation import compile_traced, trace_ahead
+from loopfeed.engine.runtime.slow_operations import find_slow_operations
+from loopfeed.engine.scopes import parse_op_name
+from loopfeed.models.kernels import ONEDNN, using_kernels
+from loopfeed.models.kernels.onednn.convolutions import Part
+from loopfeed.models.kernels.onednn.handler import TARGET
+from loopfeed.models.kernels.onednn.operations import text_of
+from loopfeed.models.layers.chosen_forms import FILTER_GRADIENT, FORWARD, INPUT_GRADIENT, chosen_forms
+from loopfeed.models.layers.convolution_forms import Geometry
 from tests.direct_operations import Problem
 from tests.kernels import needs_onednn, onednn_for_all_shapes
 

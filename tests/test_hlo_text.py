@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from engine.hlo.program import Array, Source, bits_of
-from engine.hlo.text import arrays_of, parse_hlo
+from loopfeed.engine.hlo.program import Array, Source, bits_of
+from loopfeed.engine.hlo.text import arrays_of, parse_hlo
 
 # A program for a card: a library's kernel, a branch without a table, an asynchronous copy, sources in the metadata.
 CARD = r"""HloModule jit_train, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }

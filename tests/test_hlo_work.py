@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine.hlo.text import parse_hlo
-from engine.hlo.work import bytes_of, flops_of, products_of
-from engine.inspection.steps import Steps
+from loopfeed.engine.hlo.text import parse_hlo
+from loopfeed.engine.hlo.work import bytes_of, flops_of, products_of
+from loopfeed.engine.inspection.steps import Steps
 
 
 def compiled(function, *arguments):

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from models.families.vision_transformer import VisionTransformer
-from models.image_sizes import image_size_of, resize_params
-from models.registry import build_model
+from loopfeed.models.families.vision_transformer import VisionTransformer
+from loopfeed.models.image_sizes import image_size_of, resize_params
+from loopfeed.models.registry import build_model
 
 C = 384
 

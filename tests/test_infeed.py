@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.control.board import ControlBoard
-from engine.control.request import ControlRequest
-from engine.crossing.infeed import Infeed
-from engine.crossing.token import first_token
-from engine.crossing.transport import InplaceTransport
-from engine.feed.batches import FunctionBatches
-from engine.feed.feeder import Feeder
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.crossing.infeed import Infeed
+from loopfeed.engine.crossing.token import first_token
+from loopfeed.engine.crossing.transport import InplaceTransport
+from loopfeed.engine.feed.batches import FunctionBatches
+from loopfeed.engine.feed.feeder import Feeder
 from tests.toy import BATCH, SIZE, CountedBatches, toy_batch
 
 

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine import TrainConfig, replay_run, train
-from engine.records.weights import name_tensors
-from engine.records.weights_metadata import describe_weights
-from engine.run.initial_weights import load_initial_weights
-from engine.updates.update import Weights
-from models.registry import build_model
-from preprocess.shards.classes import ImageClass
+from loopfeed import TrainConfig, replay_run, train
+from loopfeed.engine.records.weights import name_tensors
+from loopfeed.engine.records.weights_metadata import describe_weights
+from loopfeed.engine.run.initial_weights import load_initial_weights
+from loopfeed.engine.updates.update import Weights
+from loopfeed.models.registry import build_model
+from loopfeed.preprocess.shards.classes import ImageClass
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import Linear, toy_batch, toy_config
@@ -33,9 +33,9 @@ HERE = Path(__file__).parent
 def torch_python():
     if importlib.util.find_spec("torch") is not None:
         return sys.executable
-    if python := os.environ.get("FEEDLOOP_TORCH_PYTHON"):
+    if python := os.environ.get("LOOPFEED_TORCH_PYTHON"):
         return python
-    pytest.skip("PyTorch is not installed here; name an interpreter that has it in FEEDLOOP_TORCH_PYTHON")
+    pytest.skip("PyTorch is not installed here; name an interpreter that has it in LOOPFEED_TORCH_PYTHON")
 
 
 def shapes_of(name, num_classes):
@@ -150,7 +150,7 @@ def test_a_run_of_an_earlier_version_that_kept_rows_by_number_is_replayed_by_no_
     assert any("because the classes differ: the file lacks 1 class (d)" in each for each in told)
     assert replay_run(tmp_path / "now", from_step=0).differences == ()
     with monkeypatch.context() as earlier:
-        earlier.setattr("engine.run.open_run.rules_of", lambda *_: {})
+        earlier.setattr("loopfeed.engine.run.open_run.rules_of", lambda *_: {})
         train(TrainConfig(run_dir=tmp_path / "then", **given, **settings))
     with pytest.raises(ValueError, match="the classifier of initial weights with other classes has changed since"):
         replay_run(tmp_path / "then", from_step=0)

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from preprocess.commands.inspect_cli import main
-from preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.commands.inspect_cli import main
+from loopfeed.preprocess.shards.classes import ImageClass
 from tests.fake_source import fake_source, pack
 
 
@@ -131,7 +131,7 @@ def test_traceback_is_shown_on_demand(tmp_path):
 
 
 def test_a_closed_pipe_ends_the_output_quietly(data):
-    command = [sys.executable, "-c", "from preprocess.commands.inspect_cli import main; main()", str(data)]
+    command = [sys.executable, "-c", "from loopfeed.preprocess.commands.inspect_cli import main; main()", str(data)]
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -11,24 +11,23 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine import DeviceRates, explain_program
-from engine.hlo.text import parse_hlo
-from engine.inspection.buffers import find_peak
-from engine.inspection.carry import read_carry
-from engine.inspection.comparison import compare_reports, comparison_json, comparison_lines
-from engine.inspection.convolutions import trace_work
-from engine.inspection.findings import find_faults
-from engine.inspection.ir import hlo_lines, stablehlo_lines
-from engine.inspection.plain import report_lines
-from engine.inspection.steps import Steps
-from engine.inspection.work_by_scope import total_of, work_by_scope
-from engine.program.statics import seed_words
-from engine.program.train_state import init_state
-from engine.scopes import ACTIONS
-from engine.updates.update import UpdateRule
-from models import convolution
-from models.kernels import ONEDNN, XLA
-from models.registry import build_model, family_of, find_network
+from loopfeed import DeviceRates, convolution, explain_program
+from loopfeed.engine.hlo.text import parse_hlo
+from loopfeed.engine.inspection.buffers import find_peak
+from loopfeed.engine.inspection.carry import read_carry
+from loopfeed.engine.inspection.comparison import compare_reports, comparison_json, comparison_lines
+from loopfeed.engine.inspection.convolutions import trace_work
+from loopfeed.engine.inspection.findings import find_faults
+from loopfeed.engine.inspection.ir import hlo_lines, stablehlo_lines
+from loopfeed.engine.inspection.plain import report_lines
+from loopfeed.engine.inspection.steps import Steps
+from loopfeed.engine.inspection.work_by_scope import total_of, work_by_scope
+from loopfeed.engine.program.statics import seed_words
+from loopfeed.engine.program.train_state import init_state
+from loopfeed.engine.scopes import ACTIONS
+from loopfeed.engine.updates.update import UpdateRule
+from loopfeed.models.kernels import ONEDNN, XLA
+from loopfeed.models.registry import build_model, family_of, find_network
 from tests.kernels import needs_onednn, onednn_for_all_shapes
 from tests.toy import toy_config
 
@@ -150,7 +149,7 @@ def test_convolutions_name_their_form_their_line_and_why(report):
     assert "lax.conv_general_dilated" in line
     (finding,) = [each for each in report.findings if each.kind == "lax-convolution"]
     assert (finding.scope, finding.source) == ("train/forward/side", by_lax.source)
-    assert "use models.convolution" in finding.message
+    assert "use loopfeed.convolution" in finding.message
 
 
 def test_the_carry_is_the_training_state_leaf_by_leaf(report):
@@ -347,7 +346,7 @@ def faulty():
 
 
 def test_faults_are_found_by_name(faulty):
-    from engine.inspection.crossings import find_moves
+    from loopfeed.engine.inspection.crossings import find_moves
 
     carry, moves = read_carry(faulty), find_moves(faulty)
     found = {(each.kind, each.scope, each.num_bytes) for each in find_faults(faulty, (), carry, moves, is_cpu=True)}

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from engine import train
-from engine.records.folder_lock import FolderLock, is_locked
+from loopfeed import train
+from loopfeed.engine.records.folder_lock import FolderLock, is_locked
 from tests.toy import Linear, toy_batch, toy_config
 
 STEPS = 10**7

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance
 
-from engine.images.jitter import (
+from loopfeed.engine.images.jitter import (
     change_brightness,
     change_contrast,
     change_saturation,
@@ -18,7 +18,7 @@ from engine.images.jitter import (
     split_planes,
     turn_hue,
 )
-from preprocess.pixels import pack_rgb, unpack_rgb
+from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
 from tests.test_resample import photograph
 
 ENHANCERS = {

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import TrainConfig
-from engine.records.digests import RunningDigest
-from engine.records.evaluation_log import EvaluationLog
-from engine.records.file_errors import LostFileError
-from engine.records.json_lines import JsonLines
-from engine.records.run_folder import LOSS_LOG, RunFolder
-from engine.runtime.goodput import _last_line
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.records.digests import RunningDigest
+from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.records.json_lines import JsonLines
+from loopfeed.engine.records.run_folder import LOSS_LOG, RunFolder
+from loopfeed.engine.runtime.goodput import _last_line
 from tests.chained_run import STEPS, run
 
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")

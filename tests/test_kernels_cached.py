@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from models.kernels import ONEDNN, XLA
-from models.kernels.onednn.library import Isa, load_library
+from loopfeed.models.kernels import ONEDNN, XLA
+from loopfeed.models.kernels.onednn.library import Isa, load_library
 from tests.kernels import needs_instructions
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +18,7 @@ NEEDED = {"float32": Isa.AVX512, "bfloat16": Isa.AVX512_BF16}
 # without LLVM's optimiser.
 RUNS = """
 import json, sys
-from engine.commands.cli import main
+from loopfeed.engine.commands.cli import main
 from tests.kernels import onednn_for_all_shapes
 from tests.small_resnets import small_resnets
 sys.argv[0] = "run-train"

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from engine import (
+from loopfeed import (
     DeviceRates,
     TrainConfig,
     check_step,
+    convolution,
     evaluate,
     explain_program,
     predict,
@@ -23,21 +24,20 @@ from engine import (
     show_batch,
     train,
 )
-from engine.commands.eval_cli import main as run_eval
-from engine.config import SETTINGS, SettingError
-from engine.inspection.explain import measure_this_device
-from engine.program.kernels import AUTO, describe_kernels, kernels_on, settle_kernels
-from engine.run import compilation
-from engine.run.open_run import open_run
-from engine.run.parts import OwnParts
-from engine.run.step_check import _step_program
-from engine.sizing import device_rates
-from engine.sizing.planning import plan_here
-from models import convolution
-from models.kernels import ONEDNN, XLA
-from models.kernels.choice import kernels_in_use
-from models.kernels.onednn.library import Isa, load_library
-from models.kernels.onednn.operations import call_operation
+from loopfeed.engine.commands.eval_cli import main as run_eval
+from loopfeed.engine.config import SETTINGS, SettingError
+from loopfeed.engine.inspection.explain import measure_this_device
+from loopfeed.engine.program.kernels import AUTO, describe_kernels, kernels_on, settle_kernels
+from loopfeed.engine.run import compilation
+from loopfeed.engine.run.open_run import open_run
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.step_check import _step_program
+from loopfeed.engine.sizing import device_rates
+from loopfeed.engine.sizing.planning import plan_here
+from loopfeed.models.kernels import ONEDNN, XLA
+from loopfeed.models.kernels.choice import kernels_in_use
+from loopfeed.models.kernels.onednn.library import Isa, load_library
+from loopfeed.models.kernels.onednn.operations import call_operation
 from tests.kernels import NO_LIBRARY, needs_onednn, onednn_for_all_shapes, without_library
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
@@ -166,7 +166,7 @@ def test_auto_is_xla_where_the_library_is_missing(monkeypatch):
 @pytest.mark.parametrize(
     ("platform", "is_kept", "message"),
     [
-        ("cpu", False, r"(kernels) cannot be used here: onednn-cpu-gomp is not installed: pip install 'feedloop[kern"),
+        ("cpu", False, r"(kernels) cannot be used here: onednn-cpu-gomp is not installed: pip install 'loopfeed[kern"),
         ("cpu", True, r"(kernels), which the run has used from its beginning, cannot be used here: onednn-cpu-gomp"),
         ("cuda", False, r"(kernels) cannot be used here: they are for CPUs, and jax runs on cuda: set the environment"),
     ],
@@ -211,7 +211,7 @@ def test_a_resume_says_that_onednn_rounds_otherwise_on_this_processor(runs, tmp_
     train_network(config_of(AUTO, run_dir=path, resume=True, steps=4), notify=said.append)
     assert not [line for line in said if "other rounding" in line]
     other = replace(load_library(), version="9.7.0")
-    monkeypatch.setattr("engine.program.kernels.load_library", lambda: other)
+    monkeypatch.setattr("loopfeed.engine.program.kernels.load_library", lambda: other)
     train_network(config_of(AUTO, run_dir=path, resume=True, steps=5), notify=said.append)
     (line,) = (line for line in said if "other rounding" in line)
     assert re.fullmatch(r"the run used oneDNN .* and goes on with oneDNN 9\.7\.0 .*: .*", line)
@@ -262,7 +262,7 @@ def test_an_evaluation_refuses_missing_kernels_only_if_it_names_them(runs, monke
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_a_run_says_which_kernels_it_uses(monkeypatch, has_amx):
     library = replace(load_library(), isa=Isa.AMX if has_amx else Isa.AVX512)
-    monkeypatch.setattr("engine.program.kernels.load_library", lambda: library)
+    monkeypatch.setattr("loopfeed.engine.program.kernels.load_library", lambda: library)
     said: list[str] = []
     train(config_of(AUTO), model=Linear(), batches=toy_batch, notify=said.append)
     (line,) = (each for each in said if each.startswith("kernels: "))
@@ -279,7 +279,7 @@ def test_a_run_says_which_kernels_it_uses(monkeypatch, has_amx):
 def test_a_run_says_how_to_get_the_faster_kernels_where_they_can_be_had(monkeypatch):
     without_library(monkeypatch)
     assert describe_kernels(config_of(XLA), "cpu") == (
-        "kernels: XLA's; on this processor oneDNN's are faster: pip install 'feedloop[kernels]'"
+        "kernels: XLA's; on this processor oneDNN's are faster: pip install 'loopfeed[kernels]'"
     )
     monkeypatch.setattr(NO_LIBRARY, "remedy", "")
     assert describe_kernels(config_of(XLA), "cpu") is None

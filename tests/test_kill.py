@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.records.control_log import read_events
-from engine.records.snapshot import snapshot_steps
+from loopfeed.engine.records.control_log import read_events
+from loopfeed.engine.records.snapshot import snapshot_steps
 from tests.killed_run import ACCUMULATE, EVAL_EVERY, SNAPSHOT_EVERY, STEPS, read_outcome, train_here
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.commands.cli import main
+from loopfeed.engine.commands.cli import main
 
 ROOT = Path(__file__).parents[1]
 yaml: Any = pytest.importorskip("yaml")

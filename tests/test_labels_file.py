@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from preprocess.shards.targets import unpack_bits
-from preprocess.sources import labels_file
-from preprocess.sources.labels_file import MAX_LINE_BYTES, read_labels
-from preprocess.sources.listing import SourceError
+from loopfeed.preprocess.shards.targets import unpack_bits
+from loopfeed.preprocess.sources import labels_file
+from loopfeed.preprocess.sources.labels_file import MAX_LINE_BYTES, read_labels
+from loopfeed.preprocess.sources.listing import SourceError
 
 
 def read(tmp_path, name, content):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from models import conv_general_dilated, convolution
+from loopfeed import conv_general_dilated, convolution
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 

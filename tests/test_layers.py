@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.objective.losses import LOSSES
-from models.layers.attention import self_attention
-from models.layers.batch_norm import RunningStats, batch_norm, stored_relu
-from models.layers.convolution import convolution
-from models.layers.gelu import gelu, quick_gelu
-from models.layers.head import dense, global_average_pool
-from models.layers.layer_norm import layer_norm
-from models.layers.pooling import average_pool, global_max_pool, max_pool
+from loopfeed.engine.objective.losses import LOSSES
+from loopfeed.models.layers.attention import self_attention
+from loopfeed.models.layers.batch_norm import RunningStats, batch_norm, stored_relu
+from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.gelu import gelu, quick_gelu
+from loopfeed.models.layers.head import dense, global_average_pool
+from loopfeed.models.layers.layer_norm import layer_norm
+from loopfeed.models.layers.pooling import average_pool, global_max_pool, max_pool
 
 pytestmark = pytest.mark.kernels
 

@@ -11,9 +11,17 @@ from dataclasses import asdict, dataclass, field, replace
 import pytest
 import tensorstore as ts
 
-from engine.records.stored.lease import LEASE, LEASE_S, Holder, Lease, StoredRunInUseError, _parse, _process_identity
-from preprocess.shards.location import Location, ShardError, open_location
-from preprocess.storage_options import DEFAULT_TIMEOUT_S
+from loopfeed.engine.records.stored.lease import (
+    LEASE,
+    LEASE_S,
+    Holder,
+    Lease,
+    StoredRunInUseError,
+    _parse,
+    _process_identity,
+)
+from loopfeed.preprocess.shards.location import Location, ShardError, open_location
+from loopfeed.preprocess.storage_options import DEFAULT_TIMEOUT_S
 
 NOW = 1_000.0
 
@@ -43,7 +51,7 @@ def location():
 def dates_that_say_nothing(monkeypatch):
     """Have the date jump by years at each look."""
     jumps = itertools.cycle([2e9, 5e8, 3e9, 0.0])
-    monkeypatch.setattr("engine.records.stored.lease.time.time", lambda: next(jumps))
+    monkeypatch.setattr("loopfeed.engine.records.stored.lease.time.time", lambda: next(jumps))
 
 
 def lease_of(location, now=NOW, *, clock=None):
@@ -193,7 +201,7 @@ def test_a_lease_that_lasts_for_hours_is_not_waited_for(location):
 
 def test_each_renewal_changes_the_lease(location, monkeypatch):
     """Even where no clock goes on: the change is what others see."""
-    monkeypatch.setattr("engine.records.stored.lease.time.time", lambda: 0.0)
+    monkeypatch.setattr("loopfeed.engine.records.stored.lease.time.time", lambda: 0.0)
     lease, found = lease_of(location), set()
     lease.acquire(pytest.fail)
     for _ in range(5):

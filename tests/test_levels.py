@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from preprocess.commands.cli import main
-from preprocess.commands.pack_report import _warn_of_notes
-from preprocess.decoding.decode import MissingLevelsError, ResizeRule, decode_crop
-from preprocess.decoding.levels import Levels
-from preprocess.decoding.notes import NOTHING, DecodeNotes
-from preprocess.packing.channels import ChannelSums
-from preprocess.packing.journal import ShardRecord
-from preprocess.shards.reader import open_split
+from loopfeed.preprocess.commands.cli import main
+from loopfeed.preprocess.commands.pack_report import _warn_of_notes
+from loopfeed.preprocess.decoding.decode import MissingLevelsError, ResizeRule, decode_crop
+from loopfeed.preprocess.decoding.levels import Levels
+from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
+from loopfeed.preprocess.packing.channels import ChannelSums
+from loopfeed.preprocess.packing.journal import ShardRecord
+from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import files_of
 
 SIZE = 16

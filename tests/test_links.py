@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import train
-from engine.control.request import ControlRequest
-from engine.records.control_requests import ControlMailbox, remove_requests, send_request, withdraw
-from engine.records.json_lines import JsonLines
-from engine.records.run_folder import RunFolder, check_folder
-from engine.records.snapshot import SnapshotError, remove_snapshot, write_snapshot
-from preprocess.links import LinkedPathError, check_unlinked, open_unlinked, remove_tree
-from preprocess.shards.location import ShardError, open_location
-from preprocess.shards.shard_cache import ShardCache
+from loopfeed import train
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.records.control_requests import ControlMailbox, remove_requests, send_request, withdraw
+from loopfeed.engine.records.json_lines import JsonLines
+from loopfeed.engine.records.run_folder import RunFolder, check_folder
+from loopfeed.engine.records.snapshot import SnapshotError, remove_snapshot, write_snapshot
+from loopfeed.preprocess.links import LinkedPathError, check_unlinked, open_unlinked, remove_tree
+from loopfeed.preprocess.shards.location import ShardError, open_location
+from loopfeed.preprocess.shards.shard_cache import ShardCache
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 

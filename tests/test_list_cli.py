@@ -12,15 +12,15 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-import engine
-from engine.commands.list_cli import main
-from engine.commands.run_table import differing_settings, table_lines
-from engine.config import TrainConfig
-from engine.records import run_search
-from engine.records.digests import sealed
-from engine.records.folder_lock import LOCK_NAME, FolderLock
-from engine.records.run_search import find_runs
-from engine.records.run_summary import RunSummary, summarise_run
+import loopfeed
+from loopfeed.engine.commands.list_cli import main
+from loopfeed.engine.commands.run_table import differing_settings, table_lines
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.records import run_search
+from loopfeed.engine.records.digests import sealed
+from loopfeed.engine.records.folder_lock import LOCK_NAME, FolderLock
+from loopfeed.engine.records.run_search import find_runs
+from loopfeed.engine.records.run_summary import RunSummary, summarise_run
 from tests.toy import Linear, toy_batch, toy_config
 
 NOW = 1_700_000_000.0
@@ -54,7 +54,7 @@ def trained(tmp_path_factory):
     """A folder with the run of a toy model."""
     root = tmp_path_factory.mktemp("runs")
     config = toy_config(run_dir=str(root / "toy"), eval_every_steps=2, learning_rate=0.25)
-    result = engine.train(config, model=Linear(), batches=toy_batch, evaluation=toy_batch(99, batch=20))
+    result = loopfeed.train(config, model=Linear(), batches=toy_batch, evaluation=toy_batch(99, batch=20))
     return root, result
 
 
@@ -235,7 +235,7 @@ def test_what_cannot_be_listed(tmp_path):
 
 def test_runs_in_a_store_are_listed(tmp_path):
     config = toy_config(run_dir=f"file://{tmp_path}/bucket/runs/one", steps=3)
-    engine.train(config, model=Linear(), batches=toy_batch)
+    loopfeed.train(config, model=Linear(), batches=toy_batch)
     (tmp_path / "bucket/runs/two").mkdir()
     (tmp_path / "bucket/runs/two/state.json").write_text("{}")
     found = objects(f"file://{tmp_path}/bucket/runs")
@@ -314,7 +314,7 @@ def test_runs_are_listed_while_one_trains(tmp_path):
             states.append((found["state"], found["steps"]))
         return toy_batch(step)
 
-    engine.train(toy_config(run_dir=str(tmp_path / "live")), model=Linear(), batches=batches)
+    loopfeed.train(toy_config(run_dir=str(tmp_path / "live")), model=Linear(), batches=batches)
     # The feeder may be ahead of the first loss.
     assert states in ([("running", 5)], [("starting", 5)])
     assert objects(tmp_path)["live"]["state"] == "done"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import tensorstore as ts
 
-from preprocess.printable import printable
-from preprocess.shards.location import ShardError, open_location
-from preprocess.shards.split_files import delete_split_files, is_split_file, split_files
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.shards.location import ShardError, open_location
+from loopfeed.preprocess.shards.split_files import delete_split_files, is_split_file, split_files
 
 
 @pytest.mark.parametrize("address", ["memory://x", "file"])

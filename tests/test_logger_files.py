@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine import TensorBoardSink, train
-from engine.loggers.event_file import EventFile
-from engine.loggers.pictures import draw_images
-from engine.objective.metrics import confusion_matrix
+from loopfeed import TensorBoardSink, train
+from loopfeed.engine.loggers.event_file import EventFile
+from loopfeed.engine.loggers.pictures import draw_images
+from loopfeed.engine.objective.metrics import confusion_matrix
 from tests.test_observed import Seen
 from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
 

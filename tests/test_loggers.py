@@ -10,20 +10,20 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from engine import ConfigError, train
-from engine.crossing.pushed import PushedImages
-from engine.loggers import logger_sink, required_package
-from engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
-from engine.loggers.event_file import EventFile, frame_record
-from engine.loggers.experiment_log import Table
-from engine.loggers.logger_sink import LoggerSink
-from engine.loggers.pictures import captions, draw_images, draw_matrix
-from engine.loggers.record_log import log_record
-from engine.loggers.tensorboard import TensorBoardSink, markdown_of
-from engine.loggers.wandb import WandbSink, check_login, is_in_repository_of_user, kept_run_id
-from engine.objective.metrics import confusion_matrix
-from engine.profile.table import Profile, ProfileRow
-from engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
+from loopfeed import ConfigError, train
+from loopfeed.engine.crossing.pushed import PushedImages
+from loopfeed.engine.loggers import logger_sink, required_package
+from loopfeed.engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
+from loopfeed.engine.loggers.event_file import EventFile, frame_record
+from loopfeed.engine.loggers.experiment_log import Table
+from loopfeed.engine.loggers.logger_sink import LoggerSink
+from loopfeed.engine.loggers.pictures import captions, draw_images, draw_matrix
+from loopfeed.engine.loggers.record_log import log_record
+from loopfeed.engine.loggers.tensorboard import TensorBoardSink, markdown_of
+from loopfeed.engine.loggers.wandb import WandbSink, check_login, is_in_repository_of_user, kept_run_id
+from loopfeed.engine.objective.metrics import confusion_matrix
+from loopfeed.engine.profile.table import Profile, ProfileRow
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
 
 STEPS = 6
@@ -218,7 +218,7 @@ def test_a_run_that_fails_still_closes_its_log():
 @pytest.mark.parametrize(("name", "value"), [("tensorboard", True), ("wandb", "project")])
 def test_a_missing_package_is_named_at_once(name, value, monkeypatch, tmp_path):
     monkeypatch.setattr(required_package, "find_spec", lambda _: None)
-    message = rf"needs the package {name}, which is not installed: pip install 'feedloop\[{name}\]'"
+    message = rf"needs the package {name}, which is not installed: pip install 'loopfeed\[{name}\]'"
     with pytest.raises(ConfigError, match=message):
         train(toy_config(run_dir=tmp_path / "run", **{name: value}), model=Linear(), batches=CountedBatches())
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, Glyphs, LossCurve, draw_chart
+from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, Glyphs, LossCurve, draw_chart
 from tests.chart_text import chart_text
 
 NAN = float("nan")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import train
-from engine.records.loss_log import (
+from loopfeed import train
+from loopfeed.engine.records.loss_log import (
     CONFIG_NAME,
     EVALUATION_LOG_NAME,
     LOSS_LOG_NAME,
@@ -237,7 +237,9 @@ def test_the_names_are_those_that_a_run_writes(tmp_path):
 
 
 def test_neither_the_log_nor_the_command_loads_jax():
-    program = "import sys, engine.records.loss_log, engine.commands.tail_cli; print('jax' in sys.modules)"
+    program = (
+        "import sys, loopfeed.engine.records.loss_log, loopfeed.engine.commands.tail_cli; print('jax' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 

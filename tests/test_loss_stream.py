@@ -10,11 +10,11 @@ import weakref
 import numpy as np
 import pytest
 
-from engine.control.board import ControlBoard
-from engine.crossing.pushed import PushedEvaluation, PushedLosses, PushedSnapshot
-from engine.stream import lane, loss_stream, sinks
-from engine.stream.loss_stream import LossStream
-from engine.stream.sinks import EvaluationProgress
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.pushed import PushedEvaluation, PushedLosses, PushedSnapshot
+from loopfeed.engine.stream import lane, loss_stream, sinks
+from loopfeed.engine.stream.loss_stream import LossStream
+from loopfeed.engine.stream.sinks import EvaluationProgress
 
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
 SOON_S = 20.0

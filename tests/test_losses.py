@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.images.mixing import WHOLE
-from engine.objective.cross_entropy import cross_entropy
-from engine.objective.losses import binary_cross_entropy_loss, cross_entropy_loss, mean_squared_error_loss
-from engine.objective.objective import Objective
-from engine.objective.targets import smooth_targets
+from loopfeed.engine.images.mixing import WHOLE
+from loopfeed.engine.objective.cross_entropy import cross_entropy
+from loopfeed.engine.objective.losses import binary_cross_entropy_loss, cross_entropy_loss, mean_squared_error_loss
+from loopfeed.engine.objective.objective import Objective
+from loopfeed.engine.objective.targets import smooth_targets
 
 INF = np.inf
 ONE = jnp.ones(1)

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from engine import replay_run, train
-from engine.records import machine
-from engine.records.machine import MACHINE, describe_machine, machine_differences, machine_warning
-from engine.records.recorded_run import read_recorded
-from engine.records.topology import Topology, describe_promise
-from models import xla_threads
+from loopfeed import replay_run, train
+from loopfeed.engine.records import machine
+from loopfeed.engine.records.machine import MACHINE, describe_machine, machine_differences, machine_warning
+from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.topology import Topology, describe_promise
+from loopfeed.models import xla_threads
 from tests.toy import Linear, toy_batch, toy_config
 
 XEON = "vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nmodel name : Xeon\nflags : {}\n"
@@ -105,7 +105,7 @@ def test_a_resume_and_a_replay_name_what_differs(tmp_path, monkeypatch):
     told.clear()
     other = here | {"threads": "7", "instructions": "SSE4_2"}
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("engine.run.changes.describe_machine", lambda *_: other)
+        elsewhere.setattr("loopfeed.engine.run.changes.describe_machine", lambda *_: other)
         train(toy_config(steps=4, run_dir=run, kernels="xla", resume=True), notify=told.append, **how)
     (warning,) = [line for line in told if line.startswith("warning")]
     assert f"the threads of XLA, one for each core ({here['threads']}, now 7;" in warning
@@ -127,8 +127,8 @@ def test_a_record_of_an_earlier_version_promises_only_on_the_same_processor(tmp_
     run, told = tmp_path / "run", list[str]()
     how: dict[str, Any] = {"model": Linear(), "batches": toy_batch}
     with monkeypatch.context() as earlier:
-        earlier.setattr("engine.run.launch.MACHINE", "another key")
-        earlier.setattr("engine.run.open_run.MACHINE", "another key")
+        earlier.setattr("loopfeed.engine.run.launch.MACHINE", "another key")
+        earlier.setattr("loopfeed.engine.run.open_run.MACHINE", "another key")
         train(toy_config(steps=2, run_dir=run, kernels="xla"), **how)
     replay_run(run, from_step=0, notify=told.append, **how)
     assert any("on the same processor and cores, which the record lacks" in line for line in told)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.location import ShardError
-from preprocess.shards.manifest import TARGETS_VERSION, Manifest, is_manifest
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.location import ShardError
+from loopfeed.preprocess.shards.manifest import TARGETS_VERSION, Manifest, is_manifest
 
 MANIFEST = Manifest(
     format_version=2,
@@ -91,7 +91,7 @@ def changed(**changes):
     return json.dumps(json.loads(MANIFEST.to_json()) | changes)
 
 
-def test_a_newer_version_asks_for_a_newer_feedloop():
+def test_a_newer_version_asks_for_a_newer_loopfeed():
     # Whatever else a newer version holds: its version is what the reader is told.
     with pytest.raises(ShardError, match=r"here/manifest.json: format version 4 is newer than 3.*install a newer"):
         Manifest.from_json(changed(format_version=TARGETS_VERSION + 1, colour="oklab"), where="here/manifest.json")

@@ -17,9 +17,9 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.shards import mapped_images, mapped_shards
-from preprocess.shards.mapped_images import MappedImages
-from preprocess.shards.reader import ShardError, open_split
+from loopfeed.preprocess.shards import mapped_images, mapped_shards
+from loopfeed.preprocess.shards.mapped_images import MappedImages
+from loopfeed.preprocess.shards.reader import ShardError, open_split
 from tests.fake_source import fake_source, pack, packed_words
 from tests.test_shards import crc32c
 
@@ -364,7 +364,7 @@ def test_a_file_is_checked_once_a_second_and_not_all_files_at_once(packs, monkey
     monkeypatch.setattr(mapped_shards, "_MOST_LOOKS_A_S", most_looks_a_s)
     monkeypatch.setattr(mapped_shards, "_identify", lambda path: looks.append(path))
     now_s = [time.monotonic()]
-    monkeypatch.setattr("preprocess.shards.mapped_shards.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("loopfeed.preprocess.shards.mapped_shards.time.monotonic", lambda: now_s[0])
     folder, _ = packs[LARGE, True]
     with open_split(str(folder), "train") as split:
         assert isinstance(split._mapped, MappedImages)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.sources.matfile import MatFileError, read_matfile
+from loopfeed.preprocess.sources.matfile import MatFileError, read_matfile
 
 scipy_io = pytest.importorskip("scipy.io")
 
@@ -96,7 +96,7 @@ def test_unreadable_content_is_refused_with_a_reason(content, message):
 
 
 def test_a_variable_that_inflates_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr("preprocess.sources.matfile.MAX_BYTES", 1000)
+    monkeypatch.setattr("loopfeed.preprocess.sources.matfile.MAX_BYTES", 1000)
     with pytest.raises(MatFileError, match="more than 1000 bytes"):
         read_matfile(written({"a": np.zeros(10000)}))
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from preprocess.decoding.memory_budget import MemoryBudget, MemoryWaitError
+from loopfeed.preprocess.decoding.memory_budget import MemoryBudget, MemoryWaitError
 
 TIMEOUT_S = 60.0
 

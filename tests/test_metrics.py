@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from engine.objective.losses import LOSSES, weighted_mean
-from engine.objective.metrics import (
+from loopfeed.engine.objective.losses import LOSSES, weighted_mean
+from loopfeed.engine.objective.metrics import (
     Metric,
     balanced_accuracy,
     confusion_matrix,

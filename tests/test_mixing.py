@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.scipy.special import betainc
 
-from engine.images.boxes import Boxes
-from engine.images.mixing import (
+from loopfeed.engine.images.boxes import Boxes
+from loopfeed.engine.images.mixing import (
     WHOLE,
     draw_beta,
     draw_cut,
@@ -17,7 +17,7 @@ from engine.images.mixing import (
     paste_partners,
     swap_partners,
 )
-from engine.images.positions import Purpose, image_keys, positions
+from loopfeed.engine.images.positions import Purpose, image_keys, positions
 from tests.threefry_reference import index, unit, words_at
 
 SEED = 11

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.config import SettingError
-from engine.evaluation.run import evaluate
-from engine.feed.label_form import LabelForm
-from engine.records.digests import SEAL
-from engine.records.recorded_run import read_recorded
-from engine.records.run_folder import CONFIG, CONTINUED
-from engine.run.label_fit import check_labels_stay
-from engine.run.train import train
+from loopfeed.engine.config import SettingError
+from loopfeed.engine.evaluation.run import evaluate
+from loopfeed.engine.feed.label_form import LabelForm
+from loopfeed.engine.records.digests import SEAL
+from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.run_folder import CONFIG, CONTINUED
+from loopfeed.engine.run.label_fit import check_labels_stay
+from loopfeed.engine.run.train import train
 from tests.toy import BATCH, SIZE, toy_batch, toy_config
 
 MOVING: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from engine import evaluate, train
+from loopfeed import evaluate, train
 from tests.fake_source import fake_source, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from engine.stream.notices import Notices
+from loopfeed.engine.stream.notices import Notices
 
 SOON_S = 20.0
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from preprocess.demo.drawing import draw_demo
-from preprocess.shards.location import open_location
+from loopfeed.preprocess.demo.drawing import draw_demo
+from loopfeed.preprocess.shards.location import open_location
 from tests.fake_source import fake_source, files_of, pack
 from tests.object_servers import GoogleServer, MotoServer, SeaweedServer
 from tests.store_commands import command, losses
@@ -52,7 +52,7 @@ def test_a_pack_in_parts_and_a_run_on_it_are_those_of_a_local_folder(place, serv
     is_conditional = not isinstance(server, GoogleServer)
     assert [WARNING in output for output in outputs] == [not is_conditional] * 3
     if not is_conditional:
-        # Feedloop does send conditions, and this server ignores them.
+        # Loopfeed does send conditions, and this server ignores them.
         owner = "name=imagenet%2Ftrain%2Fjournal%2Fparts%2F1-of-3.owner&ifGenerationMatch="
         assert owner in server.log()
 

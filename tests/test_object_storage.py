@@ -1,7 +1,7 @@
 """Packs on a real S3 server on this machine: the same bytes and results as in a local folder, and servers that fail.
 
 The commands are those of docs/howto/object-storage.md, run as a user runs them. The server is moto, or SeaweedFS with
-FEEDLOOP_TEST_S3=seaweedfs in the environment; tests/test_object_servers.py has shorter tests of both.
+LOOPFEED_TEST_S3=seaweedfs in the environment; tests/test_object_servers.py has shorter tests of both.
 """
 
 import json
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.demo.drawing import draw_demo
-from preprocess.shards.location import open_location
+from loopfeed.preprocess.demo.drawing import draw_demo
+from loopfeed.preprocess.shards.location import open_location
 from tests.fake_source import files_of
 from tests.object_servers import BUCKET, S3_SERVERS, SECRET
 from tests.store_commands import command, losses, same_weights, start
@@ -23,7 +23,7 @@ from tests.store_commands import command, losses, same_weights, start
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/howto/object-storage.md"
 URL = f"s3://{BUCKET}/imagenet"
-S3Server = S3_SERVERS[os.environ.get("FEEDLOOP_TEST_S3", "moto")]
+S3Server = S3_SERVERS[os.environ.get("LOOPFEED_TEST_S3", "moto")]
 TRAIN = ["run-train", "--batch", "16", "--model", "resnet8", "--lr", "0.05"]
 DEADLINE_S = 60
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

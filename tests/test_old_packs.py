@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from preprocess.commands.inspect_cli import main
-from preprocess.packing.plan import tool_versions
-from preprocess.shards.reader import ShardError, list_splits, open_split
-from preprocess.shards.split_files import PLAN_KEY
-from preprocess.shards.verify import verify_split
+from loopfeed.preprocess.commands.inspect_cli import main
+from loopfeed.preprocess.packing.plan import tool_versions
+from loopfeed.preprocess.shards.reader import ShardError, list_splits, open_split
+from loopfeed.preprocess.shards.split_files import PLAN_KEY
+from loopfeed.preprocess.shards.verify import verify_split
 from tests.fake_source import fake_source, files_of, pack, packed_words
 
 SOURCE = fake_source(13, broken=frozenset({2, 12}))

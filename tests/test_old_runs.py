@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engine import TrainResult, replay_run, run_settings, train
-from engine.commands import cli, control_cli, eval_cli, tail_cli, verify_cli
-from engine.control.request import ControlRequest
-from engine.records.control_log import read_events
-from engine.records.control_requests import send_request
-from engine.records.folder_lock import is_locked
-from engine.records.snapshot import read_snapshot, snapshot_steps
+from loopfeed import TrainResult, replay_run, run_settings, train
+from loopfeed.engine.commands import cli, control_cli, eval_cli, tail_cli, verify_cli
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.records.control_log import read_events
+from loopfeed.engine.records.control_requests import send_request
+from loopfeed.engine.records.folder_lock import is_locked
+from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
 
 LOGS = ("loss.jsonl", "eval.jsonl", "control.jsonl")
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from models.families.convnext import ConvNeXt
-from models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
-from models.kernels.onednn.convolutions import Part
-from models.kernels.onednn.library import Isa, load_library
-from models.kernels.onednn.operations import build, has_fast_kernel
-from models.kernels.onednn.primitives import Builder
-from models.layers.chosen_forms import chosen_forms
-from models.layers.convolution import convolution
-from models.layers.convolution_forms import Geometry
-from models.layers.onednn_convolution import is_narrow_product
-from models.registry import at_image_size, family_of, networks
+from loopfeed.models.families.convnext import ConvNeXt
+from loopfeed.models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
+from loopfeed.models.kernels.onednn.convolutions import Part
+from loopfeed.models.kernels.onednn.library import Isa, load_library
+from loopfeed.models.kernels.onednn.operations import build, has_fast_kernel
+from loopfeed.models.kernels.onednn.primitives import Builder
+from loopfeed.models.layers.chosen_forms import chosen_forms
+from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.convolution_forms import Geometry
+from loopfeed.models.layers.onednn_convolution import is_narrow_product
+from loopfeed.models.registry import at_image_size, family_of, networks
 from tests.direct_operations import DTYPES, PARTS, Problem, normal, run_part, run_primitives
 from tests.kernels import choosing_for
 from tests.test_convolution import problems, value_and_gradients
@@ -83,7 +83,7 @@ def shapes_of(net, image_size, monkeypatch):
         found[(x.shape, kernel.shape, geometry)] = None
         return jnp.zeros((x.shape[0], *size, kernel.shape[3]), x.dtype)
 
-    monkeypatch.setattr("models.layers.convolution._convolution", record)
+    monkeypatch.setattr("loopfeed.models.layers.convolution._convolution", record)
     net = at_image_size(net, image_size)
     family = family_of(net)
     init, apply = partial(family.init, net, 10), partial(family.apply, net, train=True, dtype=jnp.dtype("float32"))

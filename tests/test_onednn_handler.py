@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from models.kernels import MissingKernelsError, using_kernels
-from models.kernels.onednn import handler
-from models.kernels.onednn.convolutions import Part
-from models.kernels.onednn.library import Argument, load_library
-from models.kernels.onednn.operations import operation_of, prepare, text_of
-from models.kernels.onednn.primitives import Primitives, Task
-from models.layers.convolution import convolution
-from models.layers.convolution_forms import Geometry
+from loopfeed.models.kernels import MissingKernelsError, using_kernels
+from loopfeed.models.kernels.onednn import handler
+from loopfeed.models.kernels.onednn.convolutions import Part
+from loopfeed.models.kernels.onednn.library import Argument, load_library
+from loopfeed.models.kernels.onednn.operations import operation_of, prepare, text_of
+from loopfeed.models.kernels.onednn.primitives import Primitives, Task
+from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.convolution_forms import Geometry
 from tests.direct_operations import Problem, normal, python_team, run_part
 from tests.kernels import onednn_for_all_shapes
 
@@ -221,10 +221,10 @@ def test_nothing_is_read_or_written_beside_the_buffers():
 RUNNING = """
 import os, sys, threading, time
 import jax, jax.numpy as jnp
-from models.kernels import using_kernels
-from models.kernels.onednn import handler
-from models.kernels.onednn.operations import prepare
-from models.layers.convolution import convolution
+from loopfeed.models.kernels import using_kernels
+from loopfeed.models.kernels.onednn import handler
+from loopfeed.models.kernels.onednn.operations import prepare
+from loopfeed.models.layers.convolution import convolution
 
 x, kernel = jnp.ones((8, 16, 16, 16)), jnp.full((3, 3, 16, 16), 0.01)
 step = jax.jit(lambda x, count: jax.lax.fori_loop(0, count, lambda _, x: convolution(x, kernel) * 0.5, x))
@@ -280,8 +280,8 @@ print("forked")
 
 FORK_WHILE_LOADING = """
 import os, signal, threading
-from models.kernels.onednn import handler, library
-from models.kernels.onednn.operations import prepare
+from loopfeed.models.kernels.onednn import handler, library
+from loopfeed.models.kernels.onednn.operations import prepare
 
 loading, may_end = threading.Event(), threading.Event()
 
@@ -336,8 +336,8 @@ DEVICES = """
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 from jax.sharding import Mesh, PartitionSpec
-from models.kernels import using_kernels
-from models.layers.convolution import convolution
+from loopfeed.models.kernels import using_kernels
+from loopfeed.models.layers.convolution import convolution
 from tests.direct_operations import normal
 
 x, kernel = normal(0, (4, 16, 17, 32)), normal(1, (3, 3, 32, 32)) / 17
@@ -353,7 +353,7 @@ found = {}
 for kernels in ("onednn", "xla"):
     with using_kernels(kernels):
         step = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=(split, whole), out_specs=(split, whole)))
-        assert ("feedloop_onednn" in step.lower(x, kernel).as_text()) == (kernels == "onednn")
+        assert ("loopfeed_onednn" in step.lower(x, kernel).as_text()) == (kernels == "onednn")
         found[kernels] = [[np.asarray(each) for each in step(x, kernel)] for _ in range(5)]
 for repeated in found["onednn"]:
     for mine, first, wanted in zip(repeated, found["onednn"][0], found["xla"][0], strict=True):

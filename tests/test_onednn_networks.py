@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models.kernels import ONEDNN, XLA, using_kernels
-from models.registry import build_model
+from loopfeed.models.kernels import ONEDNN, XLA, using_kernels
+from loopfeed.models.registry import build_model
 from tests.kernels import needs_onednn
 
 

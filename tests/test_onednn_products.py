@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.hlo.kernels import operation_products
-from models.kernels import MissingKernelsError, using_kernels
-from models.kernels.onednn.handler import TARGET
-from models.kernels.onednn.library import Isa, load_library
-from models.kernels.onednn.operations import prepare, text_of
-from models.kernels.onednn.primitives import Builder
-from models.kernels.onednn.products import BatchedProduct, Product
-from models.layers.attention import self_attention
-from models.layers.head import dense
-from models.layers.onednn_product import has_faster_batch, has_faster_kernel
+from loopfeed.engine.hlo.kernels import operation_products
+from loopfeed.models.kernels import MissingKernelsError, using_kernels
+from loopfeed.models.kernels.onednn.handler import TARGET
+from loopfeed.models.kernels.onednn.library import Isa, load_library
+from loopfeed.models.kernels.onednn.operations import prepare, text_of
+from loopfeed.models.kernels.onednn.primitives import Builder
+from loopfeed.models.kernels.onednn.products import BatchedProduct, Product
+from loopfeed.models.layers.attention import self_attention
+from loopfeed.models.layers.head import dense
+from loopfeed.models.layers.onednn_product import has_faster_batch, has_faster_kernel
 from tests.direct_operations import DTYPES, normal, python_team
 from tests.kernels import choosing_for
 

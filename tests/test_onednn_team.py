@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from models.kernels.onednn import team_library
-from models.kernels.onednn.library import DISTRIBUTION, MissingKernelsError, load_library
-from models.kernels.onednn.primitives import pieces
+from loopfeed.models.kernels.onednn import team_library
+from loopfeed.models.kernels.onednn.library import DISTRIBUTION, MissingKernelsError, load_library
+from loopfeed.models.kernels.onednn.primitives import pieces
 
 try:
     load_library()
@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[1]
 DIGESTS = """
 import functools, hashlib, json, threading
 import jax, jax.numpy as jnp
-from models.kernels.choice import using_kernels
-from models.kernels.onednn import handler
-from models.kernels.onednn.operations import prepare
-from models.layers.convolution import convolution
+from loopfeed.models.kernels.choice import using_kernels
+from loopfeed.models.kernels.onednn import handler
+from loopfeed.models.kernels.onednn.operations import prepare
+from loopfeed.models.layers.convolution import convolution
 
 @functools.cache
 def step(dtype, kernel, stride, groups):

@@ -12,9 +12,9 @@ import optax.contrib
 import pytest
 from jax import lax
 
-from engine.config import OptimizerName
-from engine.patterns import Group
-from engine.updates.optim import (
+from loopfeed.engine.config import OptimizerName
+from loopfeed.engine.patterns import Group
+from loopfeed.engine.updates.optim import (
     Hyperparams,
     every_leaf,
     init_optimizer,

@@ -9,20 +9,20 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.commands.cli import main as run_train
-from engine.commands.command_end import describe_error
-from engine.commands.eval_cli import main as run_eval
-from engine.commands.option_sources import (
+from loopfeed.engine.commands.cli import main as run_train
+from loopfeed.engine.commands.command_end import describe_error
+from loopfeed.engine.commands.eval_cli import main as run_eval
+from loopfeed.engine.commands.option_sources import (
     OptionalNumber,
     OptionSource,
     command_line,
     merge_options,
 )
-from engine.commands.setting_options import option_names, setting_option
-from engine.config import PrecisionName, TrainConfig
-from engine.images.settings import Augmentation
-from engine.run.changes import check_settings
-from engine.settings import SettingError
+from loopfeed.engine.commands.setting_options import option_names, setting_option
+from loopfeed.engine.config import PrecisionName, TrainConfig
+from loopfeed.engine.images.settings import Augmentation
+from loopfeed.engine.run.changes import check_settings
+from loopfeed.engine.settings import SettingError
 
 NAMES = [field.name for field in fields(TrainConfig)]
 FREE = ["batch", "momentum", "seed", "flip", "mixup"]  # of no pair

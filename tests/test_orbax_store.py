@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from engine.records.orbax_store import restore_arrays
+from loopfeed.engine.records.orbax_store import restore_arrays
 
 
 def drop_failed_task(message):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.feed.order import EpochOrder
+from loopfeed.engine.feed.order import EpochOrder
 
 MASK = (1 << 64) - 1
 SEEDS = st.integers(0, 2**63 - 1)

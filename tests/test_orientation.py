@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from preprocess.decoding import formats
-from preprocess.decoding.formats import open_pixels, strip_png
-from preprocess.decoding.known_formats import sniff
-from preprocess.decoding.notes import NOTHING, DecodeNotes
-from preprocess.decoding.orientation import png_text, turn_upright
+from loopfeed.preprocess.decoding import formats
+from loopfeed.preprocess.decoding.formats import open_pixels, strip_png
+from loopfeed.preprocess.decoding.known_formats import sniff
+from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
+from loopfeed.preprocess.decoding.orientation import png_text, turn_upright
 
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 10, 3), np.uint8))
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine.control.board import ControlBoard
-from engine.crossing.outfeed import Outfeed
-from engine.crossing.token import first_token
-from engine.crossing.transport import InplaceTransport
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.outfeed import Outfeed
+from loopfeed.engine.crossing.token import first_token
+from loopfeed.engine.crossing.transport import InplaceTransport
 
 
 def push_steps(outfeed, steps):

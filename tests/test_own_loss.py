@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from engine import TrainConfig, evaluate, replay_run, train
-from engine.objective.metrics import Metric, confusion_matrix, mean_of, top_k
+from loopfeed import TrainConfig, evaluate, replay_run, train
+from loopfeed.engine.objective.metrics import Metric, confusion_matrix, mean_of, top_k
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 
 STEPS = 30

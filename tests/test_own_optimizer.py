@@ -13,12 +13,12 @@ import optax
 import optax.contrib
 import pytest
 
-from engine import Callback, replay_run, train
-from engine.patterns import Group, parse_freeze, parse_groups
-from engine.records.control_log import read_events
-from engine.records.snapshot import read_snapshot
-from engine.run.nonfinite import NonFiniteError
-from engine.updates.clipping import clip_by_global_norm, clip_gradient
+from loopfeed import Callback, replay_run, train
+from loopfeed.engine.patterns import Group, parse_freeze, parse_groups
+from loopfeed.engine.records.control_log import read_events
+from loopfeed.engine.records.snapshot import read_snapshot
+from loopfeed.engine.run.nonfinite import NonFiniteError
+from loopfeed.engine.updates.clipping import clip_by_global_norm, clip_gradient
 from tests.toy import Linear, toy_batch, toy_config
 
 STEPS = 30

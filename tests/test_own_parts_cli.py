@@ -7,19 +7,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from engine import load_recipe
-from engine.commands.cli import main as run_train
-from engine.commands.eval_cli import main as run_eval
-from engine.commands.own_parts import load_own_parts
-from engine.commands.verify_cli import main as verify_run
-from engine.named_parts import OWN_PARTS, NamedPart, compare_named
-from engine.records.digests import SEAL, sealed
-from engine.run.parts import OwnParts
+from loopfeed import load_recipe
+from loopfeed.engine.commands.cli import main as run_train
+from loopfeed.engine.commands.eval_cli import main as run_eval
+from loopfeed.engine.commands.own_parts import load_own_parts
+from loopfeed.engine.commands.verify_cli import main as verify_run
+from loopfeed.engine.named_parts import OWN_PARTS, NamedPart, compare_named
+from loopfeed.engine.records.digests import SEAL, sealed
+from loopfeed.engine.run.parts import OwnParts
 from tests.small_resnets import small_resnets
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +68,7 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.setattr("engine.commands.command_end.os._exit", sys.exit)
+    monkeypatch.setattr("loopfeed.engine.commands.command_end.os._exit", sys.exit)
     yield tmp_path
     for name in ("mine", "package", "package.inner", "broken", "leaves"):
         sys.modules.pop(name, None)
@@ -200,15 +201,17 @@ def test_only_a_function_without_parameters_is_called_if_the_part_may_be_a_funct
 
 
 @pytest.mark.parametrize("name", ["models.py", "models/__init__.py"])
-def test_a_module_whose_name_is_taken_is_named_with_the_other_one(place, name):
-    import models
-
+def test_a_module_whose_name_is_taken_is_named_with_the_other_one(place, monkeypatch, name):
+    """That of the run is loaded, so that another one would need its name."""
+    taken = place.parent / "taken.py"
+    monkeypatch.setitem(sys.modules, "models", SimpleNamespace(__file__=str(taken)))
+    taken.touch()
     (place / name).parent.mkdir(exist_ok=True)
     (place / name).write_text("def build_model(): ...\ndef Net(): ...")
     for part in ("models:Net", "models:build_model", "models.inner:Net"):
         with pytest.raises(
             ValueError,
-            match=f"--model {part}: another module called models is loaded already, {models.__file__}, so "
+            match=f"--model {part}: another module called models is loaded already, {taken}, so "
             f"{place / name} cannot be: rename that file or folder",
         ):
             load_own_parts({"model": part})
@@ -219,7 +222,8 @@ def test_the_working_directory_is_on_the_path_as_for_python_with_m(place):
     script = place / "scripts/show.py"
     script.parent.mkdir()
     script.write_text(
-        "from engine.commands.own_parts import load_own_parts as load\nprint(load({'metrics': 'found:PLACE'}).metrics)"
+        "from loopfeed.engine.commands.own_parts import load_own_parts as load\n"
+        "print(load({'metrics': 'found:PLACE'}).metrics)"
     )
     (place / "found.py").write_text("PLACE = {'here': None}")
     for flags, expected in ([], "{'here': None}"), (["-P"], "there is no module found"):

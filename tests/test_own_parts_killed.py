@@ -62,7 +62,7 @@ OPTIONS += ["--optimizer", "optax:adabelief"]
 
 def command(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     module = {"run-train": "cli", "verify-run": "verify_cli"}[name]
-    code = f"from engine.commands.{module} import main; main()"
+    code = f"from loopfeed.engine.commands.{module} import main; main()"
     words = [sys.executable, "-c", code, *arguments, *OPTIONS]
     return subprocess.run(words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=240)
 

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from engine import evaluate, replay_run, train
-from engine.images.augment import augment_images
-from engine.images.positions import Positions
-from engine.images.settings import Augmentation
-from engine.images.unpack import PixelScale
-from engine.program.model_key import takes_key
+from loopfeed import evaluate, replay_run, train
+from loopfeed.engine.images.augment import augment_images
+from loopfeed.engine.images.positions import Positions
+from loopfeed.engine.images.settings import Augmentation
+from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.program.model_key import takes_key
 from tests.test_own_loss import images_of
 from tests.threefry_reference import words_at
 from tests.toy import BATCH, Linear, toy_batch, toy_config

@@ -10,15 +10,15 @@ import time
 import pytest
 import tensorstore as ts
 
-from preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
-from preprocess.shards.location import Location, ShardError, open_location
+from loopfeed.preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
+from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from tests.fake_source import FakeSource, fake_source, files_of, pack
 
 TIMEOUT_S = 60
 
 SLOW = """
 import sys, time
-from preprocess.packing import pipeline
+from loopfeed.preprocess.packing import pipeline
 from tests.fake_source import *
 pipeline._MAX_BLOCK_IMAGES = 1
 class Slow(FakeSource):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from engine import (
+from loopfeed import (
     SettingError,
     TrainConfig,
     evaluate,
@@ -22,16 +22,16 @@ from engine import (
     run_settings,
     train,
 )
-from engine.commands import cli, eval_cli, explain_cli, predict_cli
-from engine.config import SETTINGS
-from engine.owners import OF_A_RECORD, take_recorded, with_given
-from engine.recipes import RecipeError, load_recipe
-from engine.records.recorded_run import read_record
-from engine.records.run_folder import RunFolder
-from engine.run.cache_place import check_cache_place
-from engine.run.compilation import caching_compilations
-from engine.settings import Owner, setting
-from preprocess.storage_options import as_text, parse_text, recorded_options
+from loopfeed.engine.commands import cli, eval_cli, explain_cli, predict_cli
+from loopfeed.engine.config import SETTINGS
+from loopfeed.engine.owners import OF_A_RECORD, take_recorded, with_given
+from loopfeed.engine.recipes import RecipeError, load_recipe
+from loopfeed.engine.records.recorded_run import read_record
+from loopfeed.engine.records.run_folder import RunFolder
+from loopfeed.engine.run.cache_place import check_cache_place
+from loopfeed.engine.run.compilation import caching_compilations
+from loopfeed.engine.settings import Owner, setting
+from loopfeed.preprocess.storage_options import as_text, parse_text, recorded_options
 from scripts.benchmarks.delayed_store import DelayedStore
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
@@ -216,9 +216,9 @@ def test_nor_is_a_url_that_the_environment_names(tmp_path, monkeypatch, config, 
     foreign = "credentials=anonymous,endpoint=http://a:9"
     for place in (None, "data/mine"):
         if place is not None:
-            monkeypatch.setenv("FEEDLOOP_DATA", place)
+            monkeypatch.setenv("LOOPFEED_DATA", place)
         assert read_record(path).config.storage_options == foreign
-    monkeypatch.setenv("FEEDLOOP_DATA", "s3://mine/x")
+    monkeypatch.setenv("LOOPFEED_DATA", "s3://mine/x")
     found = read_record(path)
     assert found.config.storage_options == (foreign if is_used else None)
     line = found.describe_replaced(found.config)
@@ -238,7 +238,7 @@ def place(tmp_path_factory):
     (folder / "photo.png").write_bytes(fake_source(1).read(0))
     gift = os.fspath(folder / "gift")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("engine.run.open_run.caching_compilations", lambda *_, **__: nullcontext())
+        patched.setattr("loopfeed.engine.run.open_run.caching_compilations", lambda *_, **__: nullcontext())
         train(local(folder, run_dir=folder / "run", compilation_cache=gift), model=Linear())
     assert json.loads((folder / "run/config.json").read_text())["config"]["compilation_cache"] == gift
     return folder
@@ -261,7 +261,7 @@ def caches(monkeypatch):
         found.append(folder)
         raise CompiledError
 
-    monkeypatch.setattr("engine.run.compilation.check_cache_place", note)
+    monkeypatch.setattr("loopfeed.engine.run.compilation.check_cache_place", note)
     return found
 
 
@@ -320,7 +320,7 @@ def test_no_request_to_a_server_that_only_the_record_names_is_signed(place, tmp_
     with DelayedStore(place) as store:
         remote = {"data": "s3://bucket/data", "storage_options": f"endpoint={store.endpoint}"}
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("engine.run.open_run.caching_compilations", lambda *_, **__: nullcontext())
+            patched.setattr("loopfeed.engine.run.open_run.caching_compilations", lambda *_, **__: nullcontext())
             train(local(place, run_dir=run, cache=tmp_path / "cache", **remote), model=Linear())
         # The user names this server, so that keys are sent.
         assert store.num_signed

@@ -19,23 +19,23 @@ import pytest
 import tensorstore as ts
 from PIL import Image
 
-from preprocess.decoding.decode import ResizeRule
-from preprocess.decoding.memory_budget import MemoryBudget
-from preprocess.packing import numbers as numbers_module
-from preprocess.packing import pipeline, shard_file
-from preprocess.packing import plan as plan_module
-from preprocess.packing.channels import ChannelSums
-from preprocess.packing.journal import Journal, ShardRecord, read_failures
-from preprocess.packing.pack import PackProgress, pack_split
-from preprocess.packing.pipeline import PackedImage, decode_in_order
-from preprocess.packing.plan import PackSettings
-from preprocess.shards.arrays import create_array
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.location import Location, ShardError, open_location
-from preprocess.shards.reader import open_split
-from preprocess.sources.listing import ChangedSourceError
-from preprocess.sources.open_source import open_source
-from preprocess.system_errors import Cause, cause_of
+from loopfeed.preprocess.decoding.decode import ResizeRule
+from loopfeed.preprocess.decoding.memory_budget import MemoryBudget
+from loopfeed.preprocess.packing import numbers as numbers_module
+from loopfeed.preprocess.packing import pipeline, shard_file
+from loopfeed.preprocess.packing import plan as plan_module
+from loopfeed.preprocess.packing.channels import ChannelSums
+from loopfeed.preprocess.packing.journal import Journal, ShardRecord, read_failures
+from loopfeed.preprocess.packing.pack import PackProgress, pack_split
+from loopfeed.preprocess.packing.pipeline import PackedImage, decode_in_order
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.shards.arrays import create_array
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.location import Location, ShardError, open_location
+from loopfeed.preprocess.shards.reader import open_split
+from loopfeed.preprocess.sources.listing import ChangedSourceError
+from loopfeed.preprocess.sources.open_source import open_source
+from loopfeed.preprocess.system_errors import Cause, cause_of
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words, settings_for
 
 
@@ -167,7 +167,7 @@ def test_interrupted_at_any_write_it_continues_to_the_same_bytes(
 def test_a_killed_process_is_continued(tmp_path, source, expected):
     code = (
         "import sys, time\n"
-        "from preprocess.packing import pipeline\n"
+        "from loopfeed.preprocess.packing import pipeline\n"
         "from tests.fake_source import *\n"
         "pipeline._MAX_BLOCK_IMAGES = 1\n"
         "class Slow(FakeSource):\n"

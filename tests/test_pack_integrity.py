@@ -12,15 +12,22 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from engine.config import TrainConfig
-from engine.run.train import train
-from preprocess.commands.inspect_cli import main
-from preprocess.shards import arrays, decoded_checks, image_numbers, mapped_images, mapped_shards, stored_pixels
-from preprocess.shards.checksum import crc32c
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.reader import ChangedShardError, ShardError, open_split
-from preprocess.shards.splits import find_splits
-from preprocess.shards.verify import verify_split
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.run.train import train
+from loopfeed.preprocess.commands.inspect_cli import main
+from loopfeed.preprocess.shards import (
+    arrays,
+    decoded_checks,
+    image_numbers,
+    mapped_images,
+    mapped_shards,
+    stored_pixels,
+)
+from loopfeed.preprocess.shards.checksum import crc32c
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.reader import ChangedShardError, ShardError, open_split
+from loopfeed.preprocess.shards.splits import find_splits
+from loopfeed.preprocess.shards.verify import verify_split
 from tests.fake_source import fake_source, pack, packed_words
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import tensorstore as ts
 
-from preprocess.packing import parts as parts_module
-from preprocess.packing import pipeline
-from preprocess.packing.journal import Journal
-from preprocess.packing.owner import OWNER_KEY, PartOwner
-from preprocess.packing.pack import PackProgress
-from preprocess.packing.part import Part, describe_parts
-from preprocess.packing.parts import finish_parts, pack_part
-from preprocess.shards.location import Location, ShardError, open_location
+from loopfeed.preprocess.packing import parts as parts_module
+from loopfeed.preprocess.packing import pipeline
+from loopfeed.preprocess.packing.journal import Journal
+from loopfeed.preprocess.packing.owner import OWNER_KEY, PartOwner
+from loopfeed.preprocess.packing.pack import PackProgress
+from loopfeed.preprocess.packing.part import Part, describe_parts
+from loopfeed.preprocess.packing.parts import finish_parts, pack_part
+from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from tests.fake_source import FakeSource, fake_source, files_of, leave_unfinished_split, pack, settings_for
 
 TIMEOUT_S = 60
@@ -158,7 +158,7 @@ def _finish_dying_at(operation, source, dest, monkeypatch, **values):
         return call
 
     with monkeypatch.context() as patch:
-        from preprocess.packing.shard_file import ShardFile
+        from loopfeed.preprocess.packing.shard_file import ShardFile
 
         for kind, name in (
             (Location, "write"),

@@ -9,12 +9,12 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from preprocess.commands import inspect_cli, pack_splits
-from preprocess.commands.cli import main
-from preprocess.packing.owner import BusyError, PartOwner
-from preprocess.packing.part import Part
-from preprocess.shards.location import ShardError, open_location
-from preprocess.shards.splits import read_manifest
+from loopfeed.preprocess.commands import inspect_cli, pack_splits
+from loopfeed.preprocess.commands.cli import main
+from loopfeed.preprocess.packing.owner import BusyError, PartOwner
+from loopfeed.preprocess.packing.part import Part
+from loopfeed.preprocess.shards.location import ShardError, open_location
+from loopfeed.preprocess.shards.splits import read_manifest
 from tests.fake_source import files_of
 from tests.labelled_photographs import draw_photographs, write_labels
 
@@ -159,7 +159,7 @@ def test_an_unfinished_pack_in_parts_is_continued_part_by_part(tmp_path, folder)
 
 
 def _without_finishing(source, location, settings, part, **values):
-    from preprocess.packing import parts
+    from loopfeed.preprocess.packing import parts
 
     def is_busy(*_):
         raise BusyError("busy")
@@ -199,7 +199,7 @@ def test_dask_is_named_where_it_is_not_installed(tmp_path, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
     result = run(folder, tmp_path / "out", *SIZE, "--executor", "dask", "--scheduler", "tcp://127.0.0.1:9")
     assert result.exit_code == 2
-    assert "needs the package distributed; install it with pip install 'feedloop[distributed]'" in result.stderr
+    assert "needs the package distributed; install it with pip install 'loopfeed[distributed]'" in result.stderr
 
 
 def test_a_dry_run_of_a_part_writes_nothing(tmp_path, folder):

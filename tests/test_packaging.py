@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from models.kernels.onednn.library import DISTRIBUTION
+from loopfeed.models.kernels.onednn.library import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -20,33 +20,37 @@ PACKAGES = ("engine", "preprocess", "models")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 HOST_CALLBACKS = {"buffer_callback", "io_callback", "pure_callback", "host_callback"}
 CROSSINGS = {
-    "engine.crossing.infeed",
-    "engine.crossing.outfeed",
-    "engine.crossing.cuda.infeed",
-    "engine.crossing.cuda.transport",
-    "engine.crossing.transport",
+    "loopfeed.engine.crossing.infeed",
+    "loopfeed.engine.crossing.outfeed",
+    "loopfeed.engine.crossing.cuda.infeed",
+    "loopfeed.engine.crossing.cuda.transport",
+    "loopfeed.engine.crossing.transport",
 }
 # Kernels of a processor run inside the program and move no data: their calls are no crossings, and stand in one room.
 KERNEL_CALLS = {"ffi_call", "register_ffi_target", "pycapsule"}
-KERNELS = "models.kernels"
-TRANSPORTS = {"engine.crossing.transport", "engine.crossing.cuda.transport"}
-TOKEN = "engine.crossing.token"
-BEGIN_CHAINS = {"engine.program.loop", "engine.program.one_batch", "engine.evaluation.counting"}
+KERNELS = "loopfeed.models.kernels"
+TRANSPORTS = {"loopfeed.engine.crossing.transport", "loopfeed.engine.crossing.cuda.transport"}
+TOKEN = "loopfeed.engine.crossing.token"
+BEGIN_CHAINS = {
+    "loopfeed.engine.program.loop",
+    "loopfeed.engine.program.one_batch",
+    "loopfeed.engine.evaluation.counting",
+}
 # The methods that cross: of transports, infeeds and outfeeds, and what calls them on one device.
 PUSHES = {f"push_{what}" for what in ("losses", "evaluation", "snapshot", "histograms", "images")}
 CROSSES = PUSHES | {"emit", "enqueue", "pull", "for_each", "on_first"}
 # They hand the crossings the transport that these call.
 CHOOSE_TRANSPORT = {
-    "engine.crossing.choice",
-    "engine.run.host_side",
-    "engine.run.launch_parts",
-    "engine.evaluation.counting",
+    "loopfeed.engine.crossing.choice",
+    "loopfeed.engine.run.host_side",
+    "loopfeed.engine.run.launch_parts",
+    "loopfeed.engine.evaluation.counting",
 }
 
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return ".".join(("loopfeed", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
 def imported(source: str, module: str, is_package: bool = False) -> set[str]:
@@ -81,7 +85,8 @@ def imports_of(path: Path) -> set[str]:
 
 
 def top_levels(path: Path) -> set[str]:
-    return {name.partition(".")[0] for name in imports_of(path)}
+    """Return the packages that a module imports, of Loopfeed's own those below `loopfeed`."""
+    return {".".join(name.split(".")[: 2 if name.startswith("loopfeed.") else 1]) for name in imports_of(path)}
 
 
 def lower_bound(requirement: Requirement) -> Version:
@@ -121,8 +126,13 @@ def test_preprocess_starts_without_jax() -> None:
     paths = (ROOT / "preprocess").rglob("*.py")
     # What runs on a Dask worker needs the extra `distributed`.
     modules = [module_name(path) for path in paths if path.stem not in ("__main__", "dask_worker")]
-    assert {"preprocess.commands.cli", "preprocess.shards.reader", "preprocess.packing.pack"} <= set(modules)
-    program = f"import sys, {', '.join(modules)}; print(*({{'jax', 'jaxlib', 'engine', 'models'}} & set(sys.modules)))"
+    assert {
+        "loopfeed.preprocess.commands.cli",
+        "loopfeed.preprocess.shards.reader",
+        "loopfeed.preprocess.packing.pack",
+    } <= set(modules)
+    foreign = {"jax", "jaxlib", "loopfeed.engine", "loopfeed.models"}
+    program = f"import sys, {', '.join(modules)}; print(*({foreign} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == ""
 
@@ -130,12 +140,13 @@ def test_preprocess_starts_without_jax() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_imports_go_one_way(path: Path) -> None:
     forbidden = {
-        "preprocess": {"jax", "jaxlib", "engine", "models"},
-        "models": {"engine", "preprocess"},
+        "preprocess": {"jax", "jaxlib", "loopfeed.engine", "loopfeed.models"},
+        "models": {"loopfeed.engine", "loopfeed.preprocess"},
         "engine": set(),
     }
     assert top_levels(path) & forbidden[path.relative_to(ROOT).parts[0]] == set()
-    ours = {name for name in imports_of(path) if name.partition(".")[0] in PACKAGES}
+    ours = {name for name in imports_of(path) if name.startswith("loopfeed")}
+    assert "loopfeed" not in top_levels(path)  # the public face imports everything
     assert {name for name in ours if any(part.endswith("cli") for part in name.split("."))} == set()
 
 
@@ -152,7 +163,7 @@ def test_only_the_two_crossings_reach_the_host(path: Path) -> None:
     if module in CHOOSE_TRANSPORT:
         assert "transport.call(" not in source
     elif module not in CROSSINGS:
-        assert "engine.crossing.transport" not in imports_of(path)
+        assert "loopfeed.engine.crossing.transport" not in imports_of(path)
 
 
 def test_the_crossings_of_a_program_are_one_chain() -> None:
@@ -162,7 +173,7 @@ def test_the_crossings_of_a_program_are_one_chain() -> None:
     dropped = [
         f"{module}:{statement.lineno}"
         for module, text in texts.items()
-        if module.startswith("engine.")
+        if module.startswith("loopfeed.engine.")
         for statement in ast.walk(ast.parse(text))
         if isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Call)
@@ -174,7 +185,7 @@ def test_the_crossings_of_a_program_are_one_chain() -> None:
 
 def test_the_calls_of_kernels_are_found() -> None:
     callers = {module_name(path) for path in SOURCES if mentioned(path.read_text(encoding="utf-8")) & KERNEL_CALLS}
-    assert callers == {"models.kernels.onednn.handler"}
+    assert callers == {"loopfeed.models.kernels.onednn.handler"}
 
 
 def test_the_kernels_are_one_version_of_the_library_where_there_is_one() -> None:
@@ -189,7 +200,7 @@ def test_the_kernels_are_one_version_of_the_library_where_there_is_one() -> None
         ("darwin", "arm64", False),
     ):
         assert found.marker.evaluate({"sys_platform": system, "platform_machine": machine}) == is_there
-    assert "feedloop[kernels]" in PROJECT["optional-dependencies"]["dev"]
+    assert "loopfeed[kernels]" in PROJECT["optional-dependencies"]["dev"]
 
 
 def test_lowest_pins_are_the_lower_bounds() -> None:
@@ -211,18 +222,24 @@ def test_python_version_file_is_the_lowest_supported() -> None:
     assert f"Programming Language :: Python :: {chosen}" in PROJECT["classifiers"]
 
 
-def test_every_package_is_typed_and_described() -> None:
+def test_every_package_is_described() -> None:
     for package in PACKAGES:
-        assert (ROOT / package / "py.typed").is_file()
         assert ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8")))
 
 
-def test_the_wheel_leaves_out_no_file_of_the_packages() -> None:
-    """Recipes are TOML beside the modules: hatch takes every file of a package that nothing leaves out."""
+def test_the_repository_has_the_layout_of_what_is_installed() -> None:
+    """An editable install puts src on the path, where links stand for the folders; a wheel has the folders."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
-    assert list(build) == ["targets"]
-    assert {target: set(said) for target, said in build["targets"].items()} == {"wheel": {"packages"}}
-    assert set(build["targets"]["wheel"]["packages"]) == set(PACKAGES)
+    sources = build["targets"]["wheel"]["sources"]
+    assert sources == {"src/loopfeed": "loopfeed"} | {package: f"loopfeed/{package}" for package in PACKAGES}
+    assert build["dev-mode-dirs"] == ["src"]
+    place = ROOT / "src/loopfeed"
+    assert {path.name: path.readlink().as_posix() for path in place.iterdir() if path.is_symlink()} == {
+        package: f"../../{package}" for package in PACKAGES
+    }
+    own = {f"src/loopfeed/{path.name}" for path in place.iterdir() if path.is_file()}
+    assert own == {f"src/loopfeed/{name}" for name in ("__init__.py", "__main__.py", "py.typed")}
+    for target in ("wheel", "sdist"):
+        assert {*own, *PACKAGES} <= set(build["targets"][target]["only-include"])
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
     assert not [pattern for pattern in ignored if "toml" in pattern]
-    assert list((ROOT / "engine/recipes").glob("*.toml"))

@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 
-from engine.run.parts import is_same_part, name_of
+from loopfeed.engine.run.parts import is_same_part, name_of
 from tests.toy import Linear
 
 SCRIPT = """
 import jax.numpy as jnp
 import jax
 
-from engine.run.train import train
+from loopfeed.engine.run.train import train
 from tests.toy import Linear, toy_batch, toy_config
 
 

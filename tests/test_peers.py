@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from engine.peers import (
+from loopfeed.engine.peers import (
     BEAT_FILE,
     SEES_ALL,
     SUPERVISOR,
@@ -82,7 +82,7 @@ class Store:
     """A coordinator that keeps the last texts, to which process 1 has said something once."""
 
     def __init__(self) -> None:
-        self.texts = {"feedloop/beats/1": '[1, {"host": "host1", "step": 7, "state": "running", "message": ""}]'}
+        self.texts = {"loopfeed/beats/1": '[1, {"host": "host1", "step": 7, "state": "running", "message": ""}]'}
 
     def key_value_set(self, key: str, text: str, **_: bool) -> None:
         self.texts[key] = text

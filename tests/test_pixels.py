@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
-from preprocess.pixels import UNUSED_BITS, pack_rgb, unpack_rgb
+from loopfeed.preprocess.pixels import UNUSED_BITS, pack_rgb, unpack_rgb
 
 RGB = hnp.arrays(np.uint8, hnp.array_shapes(min_dims=0, max_dims=3, max_side=5).map(lambda shape: (*shape, 3)))
 

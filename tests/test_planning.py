@@ -16,25 +16,31 @@ import pytest
 import tensorstore as ts
 from click.testing import CliRunner
 
-from engine.commands.cli import main
-from engine.commands.compile_for_cards import PROGRAM
-from engine.commands.plan_options import print_plan
-from engine.config import TrainConfig
-from engine.feed.shard_batches import ShardBatches
-from engine.peers import SEES_ALL
-from engine.processes import ThisProcess
-from engine.run.parts import OwnParts
-from engine.run.train import plan_run, train
-from engine.sizing import card_compiler, flow, planning, rates
-from engine.sizing.card_compiler import COMPILER_FOLDER, CardAnalysis, CardCompilerError, CardRequest, compile_for_cards
-from engine.sizing.cards import SHARE_VARIABLE
-from engine.sizing.flow import measure_flow
-from engine.sizing.memory import LargestBatch
-from engine.sizing.plan import DECODE, READ, Place
-from engine.sizing.planning import Target, plan_for_cards, plan_here
-from engine.sizing.rates import ReadRate
-from engine.sizing.volumes import split_volume
-from preprocess.shards.reader import open_split
+from loopfeed.engine.commands.cli import main
+from loopfeed.engine.commands.compile_for_cards import PROGRAM
+from loopfeed.engine.commands.plan_options import print_plan
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.engine.peers import SEES_ALL
+from loopfeed.engine.processes import ThisProcess
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.train import plan_run, train
+from loopfeed.engine.sizing import card_compiler, flow, planning, rates
+from loopfeed.engine.sizing.card_compiler import (
+    COMPILER_FOLDER,
+    CardAnalysis,
+    CardCompilerError,
+    CardRequest,
+    compile_for_cards,
+)
+from loopfeed.engine.sizing.cards import SHARE_VARIABLE
+from loopfeed.engine.sizing.flow import measure_flow
+from loopfeed.engine.sizing.memory import LargestBatch
+from loopfeed.engine.sizing.plan import DECODE, READ, Place
+from loopfeed.engine.sizing.planning import Target, plan_for_cards, plan_here
+from loopfeed.engine.sizing.rates import ReadRate
+from loopfeed.engine.sizing.volumes import split_volume
+from loopfeed.preprocess.shards.reader import open_split
 from tests.card_compilation import CardCompiler
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
@@ -132,9 +138,9 @@ def test_processes_on_one_machine_share_its_memory_and_try_no_batches(monkeypatc
 
 @pytest.mark.parametrize(("index", "printed"), [(0, "\nplan\n"), (1, "")])
 def test_only_the_first_of_several_processes_prints_the_plan(monkeypatch, capsys, index, printed):
-    monkeypatch.setattr("engine.processes.this_process", lambda: ThisProcess(index, 2))
+    monkeypatch.setattr("loopfeed.engine.processes.this_process", lambda: ThisProcess(index, 2))
     monkeypatch.setattr(planning, "plan_here", lambda *_: None)
-    monkeypatch.setattr("engine.sizing.report.plan_lines", lambda _: ["plan"])
+    monkeypatch.setattr("loopfeed.engine.sizing.report.plan_lines", lambda _: ["plan"])
     print_plan(TrainConfig(), OwnParts(), {}, {"target": None, "rate": None})
     assert capsys.readouterr().out == printed
 
@@ -319,8 +325,8 @@ def test_the_compiler_gets_the_request_and_computes_on_the_cpu(monkeypatch, tmp_
 
 @pytest.mark.integration
 def test_the_compilers_process_does_not_take_packages_of_the_working_directory(monkeypatch, tmp_path):
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "engine/__init__.py").write_text("raise SystemExit('the wrong package')")
+    (tmp_path / "loopfeed").mkdir()
+    (tmp_path / "loopfeed/__init__.py").write_text("raise SystemExit('the wrong package')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(card_compiler, "find_card_compiler", lambda: tmp_path)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine import TrainConfig, evaluate, train
-from engine.crossing.choice import traced_platform
-from engine.evaluation import counting
-from engine.run import compilation, host_side, launch
-from models.layers.platform_forms import on_platform, tracing_for
+from loopfeed import TrainConfig, evaluate, train
+from loopfeed.engine.crossing.choice import traced_platform
+from loopfeed.engine.evaluation import counting
+from loopfeed.engine.run import compilation, host_side, launch
+from loopfeed.models.layers.platform_forms import on_platform, tracing_for
 
 SETTINGS: dict[str, Any] = {
     "batch": 4,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from models.families import pooled_convnet
-from models.families.pooled_convnet import PooledConvNet, cosine_kernel
-from models.model import BatchStats
-from models.registry import build_model, count_params
+from loopfeed.models.families import pooled_convnet
+from loopfeed.models.families.pooled_convnet import PooledConvNet, cosine_kernel
+from loopfeed.models.model import BatchStats
+from loopfeed.models.registry import build_model, count_params
 
 NET = PooledConvNet(stem=6, stages=(8, 10))
 FIXED = replace(NET, stem_learns=False)

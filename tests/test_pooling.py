@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from models.layers.pooling import average_pool, global_max_pool, max_pool
+from loopfeed.models.layers.pooling import average_pool, global_max_pool, max_pool
 
 pytestmark = pytest.mark.kernels
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.images.positions import (
+from loopfeed.engine.images.positions import (
     Positions,
     Purpose,
     draw_words,

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from engine import TrainConfig, train
-from engine.objective import objective
-from engine.program import loop
-from models.families import resnet
-from models.layers.batch_norm import batch_norm
-from models.layers.convolution import convolution
-from models.layers.head import dense
-from models.layers.platform_forms import tracing_for
-from models.layers.pooling import max_pool
-from models.registry import build_model
+from loopfeed import TrainConfig, train
+from loopfeed.engine.objective import objective
+from loopfeed.engine.program import loop
+from loopfeed.models.families import resnet
+from loopfeed.models.layers.batch_norm import batch_norm
+from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.head import dense
+from loopfeed.models.layers.platform_forms import tracing_for
+from loopfeed.models.layers.pooling import max_pool
+from loopfeed.models.registry import build_model
 from tests.toy import Linear, toy_batch, toy_config
 
 # Whole programs, or large networks. LLVM's optimiser moves no rounding to bfloat16, and would take half of the time.

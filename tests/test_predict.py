@@ -12,18 +12,18 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from engine import TrainConfig, evaluate, predict, train
-from engine.commands import predict_cli
-from engine.commands.eval_cli import main as run_eval
-from engine.commands.predict_cli import main as predict_images
-from engine.evaluation.predict import PredictionResult
-from engine.records.weights import read_weights
-from preprocess.decoding.decode import ResizeRule, decode_image
-from preprocess.packing.pack import pack_split
-from preprocess.packing.plan import PackSettings
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.location import open_location
-from preprocess.sources.open_source import open_source
+from loopfeed import TrainConfig, evaluate, predict, train
+from loopfeed.engine.commands import predict_cli
+from loopfeed.engine.commands.eval_cli import main as run_eval
+from loopfeed.engine.commands.predict_cli import main as predict_images
+from loopfeed.engine.evaluation.predict import PredictionResult
+from loopfeed.engine.records.weights import read_weights
+from loopfeed.preprocess.decoding.decode import ResizeRule, decode_image
+from loopfeed.preprocess.packing.pack import pack_split
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.sources.open_source import open_source
 from tests.toy import Linear, toy_batch, toy_config
 
 RULE = ResizeRule(size=10, resize=12, levels="0:4095")

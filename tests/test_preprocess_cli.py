@@ -13,16 +13,16 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from preprocess.commands import cli
-from preprocess.commands.cli import main
-from preprocess.decoding.default_resize import default_resize
-from preprocess.demo import demo_set
-from preprocess.demo.drawing import draw_demo
-from preprocess.packing.pack import pack_split
-from preprocess.packing.plan import PackSettings
-from preprocess.shards.location import ShardError, open_location
-from preprocess.shards.reader import list_splits, open_split
-from preprocess.sources.open_source import open_source
+from loopfeed.preprocess.commands import cli
+from loopfeed.preprocess.commands.cli import main
+from loopfeed.preprocess.decoding.default_resize import default_resize
+from loopfeed.preprocess.demo import demo_set
+from loopfeed.preprocess.demo.drawing import draw_demo
+from loopfeed.preprocess.packing.pack import pack_split
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.shards.location import ShardError, open_location
+from loopfeed.preprocess.shards.reader import list_splits, open_split
+from loopfeed.preprocess.sources.open_source import open_source
 from tests.fake_source import files_of
 
 
@@ -123,11 +123,11 @@ def test_a_split_that_was_held_out_and_is_not_made_anew_is_warned_of(tmp_path, s
 
 
 def test_a_pack_of_an_earlier_hold_out_rule_is_completed_by_that_rule(tmp_path, photographs, monkeypatch):
-    from preprocess.sources import selection
+    from loopfeed.preprocess.sources import selection
 
     options = ["--size", 28, "--holdout", 0.1]
     with monkeypatch.context() as earlier:
-        earlier.setattr("preprocess.packing.holdout.HOLDOUT_RULE", 1)
+        earlier.setattr("loopfeed.preprocess.packing.holdout.HOLDOUT_RULE", 1)
         assert run(photographs, tmp_path / "old", *options, "--split", "train").exit_code == 0
     manifest = json.loads((tmp_path / "old" / "train" / "manifest.json").read_text(encoding="utf-8"))
     assert "holdout" not in manifest["tool_versions"]
@@ -277,14 +277,14 @@ def test_the_demo_set_needs_only_dest(tmp_path, monkeypatch):
 
 
 def test_piped_progress_is_plain_lines(tmp_path, source, monkeypatch):
-    monkeypatch.setattr("preprocess.commands.progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("loopfeed.preprocess.commands.progress.LINE_EVERY_S", 0.0)
     result = run(source, tmp_path / "shards", "--size", 100)
     assert "train: 13 of 13 images, " in result.stderr
     assert "\x1b" not in result.output
 
 
 def command(*arguments):
-    return [sys.executable, "-c", "from preprocess.commands.cli import main; main()", *map(str, arguments)]
+    return [sys.executable, "-c", "from loopfeed.preprocess.commands.cli import main; main()", *map(str, arguments)]
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path, source):
@@ -312,13 +312,13 @@ def test_an_interrupted_command_says_how_to_continue_and_does_so(tmp_path, sourc
     run(source, tmp_path / "expected", "--size", 32, "--shard-images", 2)
     slow = (
         "import time\n"
-        "from preprocess.packing import pipeline\n"
+        "from loopfeed.preprocess.packing import pipeline\n"
         "decode, pipeline._MAX_BLOCK_IMAGES = pipeline.decode_crop, 1\n"
         "def wait(encoded, rule, **shared):\n"
         "    time.sleep(0.3)\n"
         "    return decode(encoded, rule, **shared)\n"
         "pipeline.decode_crop = wait\n"
-        "from preprocess.commands.cli import main\n"
+        "from loopfeed.preprocess.commands.cli import main\n"
         "main()\n"
     )
     dest = tmp_path / "shards"
@@ -340,7 +340,7 @@ def test_an_interrupted_command_says_how_to_continue_and_does_so(tmp_path, sourc
     assert files_of(dest) == files_of(tmp_path / "expected")
 
 
-@pytest.mark.parametrize("module", ["preprocess.commands.cli", "preprocess.commands.inspect_cli"])
+@pytest.mark.parametrize("module", ["loopfeed.preprocess.commands.cli", "loopfeed.preprocess.commands.inspect_cli"])
 def test_help_loads_nothing_heavy(module):
     code = (
         f"import sys; from {module} import main\n"
@@ -393,7 +393,7 @@ def test_too_little_memory_is_one_message(tmp_path, source, monkeypatch):
     def fail(*_, **__):
         raise MemoryError("Unable to allocate 3 TiB")
 
-    monkeypatch.setattr("preprocess.commands.pack_splits.pack_split", fail)
+    monkeypatch.setattr("loopfeed.preprocess.commands.pack_splits.pack_split", fail)
     result = run(source, tmp_path / "data", "--size", "8")
     assert result.exit_code == 2
     assert "not enough memory (Unable to allocate 3 TiB); use fewer --workers" in result.stderr

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from engine import join_processes, this_process
-from engine.commands.cli import main
-from engine.commands.supervisor import _PROGRAM, without_option
-from engine.feed.own_rows import rows_of
-from engine.records.topology import Topology, describe_promise
+from loopfeed import join_processes, this_process
+from loopfeed.engine.commands.cli import main
+from loopfeed.engine.commands.supervisor import _PROGRAM, without_option
+from loopfeed.engine.feed.own_rows import rows_of
+from loopfeed.engine.records.topology import Topology, describe_promise
 from tests.device_runs import rows_alone
 from tests.process_runs import MODULE, OWN, ROOT, TOY, going, own_processes, records, resumed, run, words
 from tests.toy import toy_batch
 
-VERIFY = "from engine.commands.verify_cli import main; main(prog_name='verify-run')"
+VERIFY = "from loopfeed.engine.commands.verify_cli import main; main(prog_name='verify-run')"
 EVERYTHING = [
     *("--model", f"{MODULE}:Showing", "--metrics", f"{MODULE}:METRICS", "--evaluation", f"{MODULE}:evaluation"),
     *("--batch", "12", "--num-classes", "3", "--steps", "8", "--eval-every", "4", "--learning-rate", "0.05"),
@@ -169,7 +169,7 @@ def test_a_coordinator_that_cannot_be_reached_is_an_error(tmp_path):
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message, monkeypatch):
-    monkeypatch.setattr("engine.commands.cli.leave", lambda code, **_: sys.exit(code))
+    monkeypatch.setattr("loopfeed.engine.commands.cli.leave", lambda code, **_: sys.exit(code))
     done = CliRunner().invoke(main, ["--synthetic", *options])
     assert done.exit_code == 2
     assert message in done.output

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.config import TrainConfig
-from engine.feed.batches import SyntheticBatches
-from engine.profile.formats import to_csv
-from engine.profile.profiler import Profiler
-from engine.run.data import RunData
-from engine.run.profiling import Profiling
-from engine.run.resolve import warn_of_settings
-from engine.run.train import train
-from engine.scopes import ACTIONS
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.feed.batches import SyntheticBatches
+from loopfeed.engine.profile.formats import to_csv
+from loopfeed.engine.profile.profiler import Profiler
+from loopfeed.engine.run.data import RunData
+from loopfeed.engine.run.profiling import Profiling
+from loopfeed.engine.run.resolve import warn_of_settings
+from loopfeed.engine.run.train import train
+from loopfeed.engine.scopes import ACTIONS
 from tests.toy import Linear, toy_batch, toy_config
 
 STEPS, SLEEP_S, EVERY = 18, 0.05, 9
@@ -224,7 +224,7 @@ def test_a_trace_that_cannot_be_made_is_reported_and_the_run_goes_on(monkeypatch
     def refuse():
         raise RuntimeError("another profile is in progress")
 
-    monkeypatch.setattr("engine.profile.capture._start", refuse)
+    monkeypatch.setattr("loopfeed.engine.profile.capture._start", refuse)
     said: list[str] = []
     result = profiled(steps=4, batches=slow_batch, notify=said.append)
     assert result.steps_done == 4
@@ -238,7 +238,7 @@ def test_a_trace_that_cannot_be_read_is_reported(monkeypatch):
     def fail(*_):
         raise KeyError("no such plane")
 
-    monkeypatch.setattr("engine.profile.profiler.read_spans", fail)
+    monkeypatch.setattr("loopfeed.engine.profile.profiler.read_spans", fail)
     said: list[str] = []
     assert profiled(steps=8, batches=slow_batch, notify=said.append).profile.traced == ()
     assert any("the trace could not be read (KeyError" in line for line in said)
@@ -331,7 +331,7 @@ def test_a_window_beyond_the_run_is_not_traced_and_the_rows_of_the_host_remain()
 
 
 def test_where_gradients_are_accumulated_the_rows_and_the_notes_count_micro_steps(monkeypatch):
-    monkeypatch.setattr("engine.profile.capture._MOST_BATCHES", 6)
+    monkeypatch.setattr("loopfeed.engine.profile.capture._MOST_BATCHES", 6)
     result = profiled(steps=8, batches=slow_batch, accumulate_steps=2, profile_steps="1:2000000000")
     profile: Any = result.profile
     assert profile.row("train", "step") is None

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from engine.profile.capture import Capture, Window, _never
-from engine.scopes import TRAIN, VALID
+from loopfeed.engine.profile.capture import Capture, Window, _never
+from loopfeed.engine.scopes import TRAIN, VALID
 
 LIMIT_S = 20.0
 
@@ -18,7 +18,7 @@ class FakeProfiler:
         self.num_begun = self.num_ended = 0
         self.collected = threading.Event()
         self.collected.set()
-        monkeypatch.setattr("engine.profile.capture._start", self.start)
+        monkeypatch.setattr("loopfeed.engine.profile.capture._start", self.start)
 
     def start(self):
         self.num_begun += 1
@@ -107,7 +107,7 @@ def test_batches_that_are_drawn_at_once_are_traced_until_the_draw_after_them_is_
 
 
 def test_an_evaluation_is_traced_from_its_start_until_training_resumes(profiler, begin, monkeypatch):
-    monkeypatch.setattr("engine.profile.capture._MOST_TRACED_S", 1000.0)
+    monkeypatch.setattr("loopfeed.engine.profile.capture._MOST_TRACED_S", 1000.0)
     capture = begin(valid=Window(5, 10))
     capture.batches_drawn(TRAIN, 5)
     is_tracing(profiler, capture)
@@ -144,7 +144,7 @@ def test_an_evaluation_in_the_window_of_training_is_not_traced_again(profiler, b
 
 @pytest.mark.parametrize("is_chosen", [False, True])
 def test_a_window_ends_by_time_after_a_few_batches(profiler, begin, monkeypatch, is_chosen):
-    monkeypatch.setattr(f"engine.profile.capture._MOST_{'CHOSEN' if is_chosen else 'TRACED'}_S", 0.01)
+    monkeypatch.setattr(f"loopfeed.engine.profile.capture._MOST_{'CHOSEN' if is_chosen else 'TRACED'}_S", 0.01)
     capture = begin(train=Window(0, 500, is_chosen))
     is_tracing(profiler, capture)
     capture.batches_drawn(TRAIN, 4)
@@ -155,7 +155,7 @@ def test_a_window_ends_by_time_after_a_few_batches(profiler, begin, monkeypatch,
 
 
 def test_a_window_ends_after_as_many_batches_as_a_trace_can_hold(profiler, begin, monkeypatch):
-    monkeypatch.setattr("engine.profile.capture._MOST_BATCHES", 3)
+    monkeypatch.setattr("loopfeed.engine.profile.capture._MOST_BATCHES", 3)
     capture = begin(train=Window(0, 2**31, is_chosen=True))
     is_tracing(profiler, capture)
     capture.batches_drawn(TRAIN, 5)
@@ -165,7 +165,7 @@ def test_a_window_ends_after_as_many_batches_as_a_trace_can_hold(profiler, begin
 
 def test_a_window_ends_when_the_trace_takes_too_much_memory(profiler, begin, monkeypatch):
     used = iter([5 << 30])
-    monkeypatch.setattr("engine.profile.capture.process_memory_bytes", lambda: next(used, 7 << 30))
+    monkeypatch.setattr("loopfeed.engine.profile.capture.process_memory_bytes", lambda: next(used, 7 << 30))
     capture = begin(train=Window(0, 500, is_chosen=True))
     until(lambda: TRAIN in capture.traces)
     assert capture.traces[TRAIN].limit == "1,024 MiB"
@@ -196,7 +196,7 @@ def test_the_end_of_the_loop_ends_a_trace_and_begins_none(profiler, begin):
 
 
 def test_a_trace_that_is_not_collected_in_time_is_left_out(profiler, begin, monkeypatch):
-    monkeypatch.setattr("engine.profile.capture._CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("loopfeed.engine.profile.capture._CLOSE_TIMEOUT_S", 0.05)
     said: list[str] = []
     capture = begin(train=Window(0, 100), said=said)
     is_tracing(profiler, capture)
@@ -213,7 +213,7 @@ def test_a_profiler_that_fails_is_reported_once(monkeypatch, begin):
     def refuse():
         raise RuntimeError("another profile is in progress")
 
-    monkeypatch.setattr("engine.profile.capture._start", refuse)
+    monkeypatch.setattr("loopfeed.engine.profile.capture._start", refuse)
     said: list[str] = []
     capture = begin(train=Window(0, 10), valid=Window(0, 10), said=said)
     capture._thread.join(LIMIT_S)

@@ -5,13 +5,13 @@ import statistics
 
 import pytest
 
-from engine.crossing.pushed import PushedEvaluation, PushedLosses, PushedSnapshot
-from engine.profile.attribution import TracedBatch
-from engine.profile.capture import Window
-from engine.profile.clock import HostClock, Spread
-from engine.profile.profiler import Course
-from engine.profile.rows import Measured, make_profile
-from engine.scopes import NO_SCOPE, Scope
+from loopfeed.engine.crossing.pushed import PushedEvaluation, PushedLosses, PushedSnapshot
+from loopfeed.engine.profile.attribution import TracedBatch
+from loopfeed.engine.profile.capture import Window
+from loopfeed.engine.profile.clock import HostClock, Spread
+from loopfeed.engine.profile.profiler import Course
+from loopfeed.engine.profile.rows import Measured, make_profile
+from loopfeed.engine.scopes import NO_SCOPE, Scope
 
 LOSSES, SNAPSHOT = PushedLosses(1, [0.5], [0.1], 0.0), PushedSnapshot(1, 1, None)
 EVALUATION = PushedEvaluation(1, 8, 1, 1, 0.5, 0.0)

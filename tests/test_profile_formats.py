@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from engine.profile.formats import COLUMNS, describe_seconds, format_profile, to_csv
-from engine.profile.table import Profile, ProfileRow, ScopeRow, TracedSteps
+from loopfeed.engine.profile.formats import COLUMNS, describe_seconds, format_profile, to_csv
+from loopfeed.engine.profile.table import Profile, ProfileRow, ScopeRow, TracedSteps
 
 PROFILE = Profile(
     rows=(

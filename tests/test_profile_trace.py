@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.hlo.text import parse_hlo
-from engine.profile.attribution import Operation, attribute, operations_of
-from engine.profile.trace import OpSpan, read_spans
-from engine.scopes import NO_SCOPE, Scope
+from loopfeed.engine.hlo.text import parse_hlo
+from loopfeed.engine.profile.attribution import Operation, attribute, operations_of
+from loopfeed.engine.profile.trace import OpSpan, read_spans
+from loopfeed.engine.scopes import NO_SCOPE, Scope
 from tests.xspaces import CARD, Event, end_of, make_trace, op
 
 FORWARD, STAGE, OPT_STEP = Scope("train", "forward"), Scope("train", "forward", "stage1"), Scope("train", "opt_step")

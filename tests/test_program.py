@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine import train
+from loopfeed import train
 from tests.lax_resnet8 import step as lax_step
 from tests.toy import SIZE, CountedBatches, Linear, toy_batch, toy_config
 

@@ -9,143 +9,128 @@ from pathlib import Path
 
 import pytest
 
+import loopfeed
+
 ROOT = Path(__file__).parents[1]
-PUBLIC = {
-    "engine": [
-        "BatchSource",
-        "Callback",
-        "ConfigError",
-        "DeviceInfo",
-        "DeviceRates",
-        "Difference",
-        "EvaluationRecord",
-        "EvaluationResult",
-        "EvaluationSource",
-        "FeederError",
-        "ImagePredictions",
-        "LoadedRecipe",
-        "LossRecord",
-        "Metric",
-        "NonFiniteError",
-        "PredictionResult",
-        "Profile",
-        "ProgramReport",
-        "ReplayReport",
-        "RunHandle",
-        "RuntimeReport",
-        "SettingError",
-        "ShownBatch",
-        "Sink",
-        "StepCheck",
-        "TensorBoardSink",
-        "ThisProcess",
-        "TrainConfig",
-        "TrainModel",
-        "TrainResult",
-        "WandbSink",
-        "balanced_accuracy",
-        "check_step",
-        "confusion_matrix",
-        "describe_runtime",
-        "devices",
-        "evaluate",
-        "evaluate_weights",
-        "expected_calibration_error",
-        "explain_program",
-        "join_processes",
-        "load_recipe",
-        "mean_average_precision",
-        "mean_of",
-        "predict",
-        "read_runtime",
-        "read_weights",
-        "recipe_names",
-        "replay_run",
-        "report_run",
-        "run_settings",
-        "show_batch",
-        "this_process",
-        "top_k",
-        "train",
-    ],
-    "models": [
-        "Model",
-        "RunningStats",
-        "batch_norm",
-        "build_model",
-        "conv_general_dilated",
-        "convolution",
-        "count_params",
-        "dense",
-        "from_torchvision",
-        "global_average_pool",
-        "max_pool",
-        "model_names",
-        "to_torchvision",
-    ],
-    "preprocess": [
-        "ChangedShardError",
-        "Damage",
-        "ShardCache",
-        "ShardError",
-        "ShardSplit",
-        "list_splits",
-        "open_split",
-        "pack_demo",
-        "pack_rgb",
-        "unpack_rgb",
-        "verify_split",
-    ],
-}
+PUBLIC = [
+    "BatchSource",
+    "Callback",
+    "ChangedShardError",
+    "ConfigError",
+    "Damage",
+    "DeviceInfo",
+    "DeviceRates",
+    "Difference",
+    "EvaluationRecord",
+    "EvaluationResult",
+    "EvaluationSource",
+    "FeederError",
+    "ImagePredictions",
+    "LoadedRecipe",
+    "LossRecord",
+    "Metric",
+    "Model",
+    "NonFiniteError",
+    "PredictionResult",
+    "Profile",
+    "ProgramReport",
+    "ReplayReport",
+    "RunHandle",
+    "RunningStats",
+    "RuntimeReport",
+    "SettingError",
+    "ShardCache",
+    "ShardError",
+    "ShardSplit",
+    "ShownBatch",
+    "Sink",
+    "StepCheck",
+    "TensorBoardSink",
+    "ThisProcess",
+    "TrainConfig",
+    "TrainModel",
+    "TrainResult",
+    "WandbSink",
+    "balanced_accuracy",
+    "batch_norm",
+    "build_model",
+    "check_step",
+    "confusion_matrix",
+    "conv_general_dilated",
+    "convolution",
+    "count_params",
+    "dense",
+    "describe_runtime",
+    "devices",
+    "evaluate",
+    "evaluate_weights",
+    "expected_calibration_error",
+    "explain_program",
+    "from_torchvision",
+    "global_average_pool",
+    "join_processes",
+    "list_splits",
+    "load_recipe",
+    "max_pool",
+    "mean_average_precision",
+    "mean_of",
+    "model_names",
+    "open_split",
+    "pack_demo",
+    "pack_rgb",
+    "predict",
+    "read_runtime",
+    "read_weights",
+    "recipe_names",
+    "replay_run",
+    "report_run",
+    "run_settings",
+    "show_batch",
+    "this_process",
+    "to_torchvision",
+    "top_k",
+    "train",
+    "unpack_rgb",
+    "verify_split",
+]
 
 
-@pytest.mark.parametrize("package", PUBLIC)
-def test_the_public_names_are_these(package: str) -> None:
-    face = importlib.import_module(package)
-    assert sorted(face.__all__) == PUBLIC[package]
-    assert dir(face) == face.__all__
-    for name in face.__all__:
-        assert getattr(face, name).__doc__
+def test_the_public_names_are_these() -> None:
+    assert loopfeed.__all__ == PUBLIC
+    assert dir(loopfeed) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(loopfeed, name).__doc__
 
 
-@pytest.mark.parametrize("package", PUBLIC)
-def test_a_type_checker_finds_what_is_loaded(package: str) -> None:
-    face = importlib.import_module(package)
-    tree = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))
+def test_a_type_checker_finds_what_is_loaded() -> None:
+    tree = ast.parse(Path(loopfeed.__file__).read_text(encoding="utf-8"))
     checked = {
         alias.name: node.module
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module not in ("typing", "importlib")
         for alias in node.names
     }
-    assert checked == face._HOME
-    assert list(face._HOME) == face.__all__
+    assert checked == loopfeed._HOME
+    assert list(loopfeed._HOME) == PUBLIC
     for name, module in checked.items():
-        assert getattr(face, name) is getattr(importlib.import_module(str(module)), name)
+        assert getattr(loopfeed, name) is getattr(importlib.import_module(str(module)), name)
 
 
-@pytest.mark.parametrize("package", PUBLIC)
-def test_an_unknown_name_is_refused_with_those_that_there_are(package: str) -> None:
-    with pytest.raises(
-        AttributeError, match=f"module '{package}' has no attribute 'nothing'; it has {PUBLIC[package][0]}"
-    ):
-        importlib.import_module(package).nothing  # noqa: B018 - the access is the test
+def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(AttributeError, match=f"module 'loopfeed' has no attribute 'nothing'; it has {PUBLIC[0]}"):
+        loopfeed.nothing  # noqa: B018 - the access is the test
 
 
 @pytest.mark.parametrize(
     "program",
-    ["from {0} import {1}", "import {0}; {0}.{1}", "import {0}; getattr({0}, '{1}')"],
+    ["from loopfeed import {0}", "import loopfeed; loopfeed.{0}", "import loopfeed; getattr(loopfeed, '{0}')"],
     ids=["import", "attribute", "getattr"],
 )
-@pytest.mark.parametrize(
-    ("package", "given", "meant"),
-    [("engine", "trian", "train"), ("models", "model_nmaes", "model_names"), ("preprocess", "opn_split", "open_split")],
-)
-def test_python_suggests_the_public_name_for_a_misspelt_one(package: str, given: str, meant: str, program: str) -> None:
+def test_python_suggests_the_public_name_for_a_misspelt_one(program: str) -> None:
     with pytest.raises((AttributeError, ImportError)) as caught:
-        exec(program.format(package, given))
+        exec(program.format("trian"))
     *_, last = traceback.format_exception(caught.value)
-    assert last.rstrip().endswith(f". Did you mean: '{meant}'?")
+    assert last.rstrip().endswith(". Did you mean: 'train'?")
 
 
 def loaded_by(program: str) -> set[str]:
@@ -163,51 +148,56 @@ def packages_of(modules: set[str]) -> set[str]:
     return {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("package", PUBLIC)
-def test_importing_a_package_loads_nothing_else(package: str) -> None:
-    loaded = loaded_by(f"import {package}")
-    assert {module for module in loaded if module.partition(".")[0] == package} == {package}
-    assert packages_of(loaded) == {package}
+def test_importing_the_package_loads_nothing_else() -> None:
+    loaded = loaded_by("import loopfeed")
+    assert {module for module in loaded if module.partition(".")[0] == "loopfeed"} == {"loopfeed"}
+    assert packages_of(loaded) == {"loopfeed"}
+
+
+def test_the_folders_are_no_packages_of_their_own() -> None:
+    """They stand beside a user's own `models` or `engine`."""
+    loaded = loaded_by(f"import loopfeed; [getattr(loopfeed, name) for name in {PUBLIC!r}]")
+    assert "loopfeed.engine.run.train" in loaded
+    assert not packages_of(loaded) & {"engine", "models", "preprocess"}
 
 
 USES = {
-    "pack_demo": "preprocess.pack_demo('demo')",
-    "list_splits": "assert preprocess.list_splits('demo') == ('train', 'val')",
-    "open_split": "split = preprocess.open_split('demo', 'val')",
-    "ShardSplit": "assert isinstance(split, preprocess.ShardSplit)",
-    "ShardCache": "assert preprocess.ShardCache(pathlib.Path('copies'), 1000, print).grant(2000) == 1000",
-    "pack_rgb": "words = preprocess.pack_rgb(numpy.zeros((split.height, split.width, 3), numpy.uint8))",
-    "unpack_rgb": "assert not preprocess.unpack_rgb(words).any()",
-    "verify_split": "assert preprocess.verify_split('demo', 'val') == ()",
-    "Damage": "preprocess.Damage('labels/c/0', 'truncated')",
-    "ShardError": "assert issubclass(preprocess.ShardError, ValueError)",
-    "ChangedShardError": "assert issubclass(preprocess.ChangedShardError, preprocess.ShardError)",
+    "pack_demo": "loopfeed.pack_demo('demo')",
+    "list_splits": "assert loopfeed.list_splits('demo') == ('train', 'val')",
+    "open_split": "split = loopfeed.open_split('demo', 'val')",
+    "ShardSplit": "assert isinstance(split, loopfeed.ShardSplit)",
+    "ShardCache": "assert loopfeed.ShardCache(pathlib.Path('copies'), 1000, print).grant(2000) == 1000",
+    "pack_rgb": "words = loopfeed.pack_rgb(numpy.zeros((split.height, split.width, 3), numpy.uint8))",
+    "unpack_rgb": "assert not loopfeed.unpack_rgb(words).any()",
+    "verify_split": "assert loopfeed.verify_split('demo', 'val') == ()",
+    "Damage": "loopfeed.Damage('labels/c/0', 'truncated')",
+    "ShardError": "assert issubclass(loopfeed.ShardError, ValueError)",
+    "ChangedShardError": "assert issubclass(loopfeed.ChangedShardError, loopfeed.ShardError)",
 }
-"""A use of each public name of preprocess, to run one after the other."""
+"""A use of each public name that packs or reads packs, to run one after the other."""
 # `pack_demo` with fewer images; it loads these modules itself.
-FEWER = """import functools, pathlib, numpy, preprocess
-from preprocess.demo import demo_set
+FEWER = """import functools, pathlib, numpy, loopfeed
+from loopfeed.preprocess.demo import demo_set
 demo_set.draw_demo = functools.partial(demo_set.draw_demo, num_images=40)
 """
 READING = "split.read_into(numpy.arange(1), words[None], numpy.zeros(1, numpy.int32), timeout_s=60)"
 # numpy, Pillow and TensorStore with what they load themselves, by the names of their packages.
-PREPROCESS_PACKAGES = {"PIL", "google_crc32c", "ml_dtypes", "numpy", "preprocess", "tensorstore"}
+PREPROCESS_PACKAGES = {"PIL", "google_crc32c", "ml_dtypes", "numpy", "loopfeed", "tensorstore"}
 
 
 def test_the_public_names_of_preprocess_load_no_jax_when_they_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sorted(USES) == PUBLIC["preprocess"]
+    assert set(USES) <= set(PUBLIC)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     packages = packages_of(loaded_by(FEWER + "; ".join([*USES.values(), READING])))
     # Cython's own modules have the number of its release in their names.
     assert {name for name in packages if not name.startswith(("_cython", "cython"))} <= PREPROCESS_PACKAGES
-    assert {"PIL", "numpy", "preprocess", "tensorstore"} <= packages
+    assert {"PIL", "numpy", "loopfeed", "tensorstore"} <= packages
 
 
-def test_a_function_is_not_hidden_by_a_module_of_its_name() -> None:
-    """Importing a submodule sets an attribute of its package: none may have the name of a public function."""
-    for package, names in PUBLIC.items():
-        taken = {path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or path.is_dir()}
-        assert not taken & set(names)
+def test_a_name_is_not_hidden_by_a_module_of_its_name() -> None:
+    """Importing a submodule sets an attribute of its package: none may have the name of a public one."""
+    taken = {path.stem for path in Path(loopfeed.__file__).parent.iterdir()}
+    assert not taken & set(PUBLIC)

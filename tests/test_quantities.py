@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from engine.stream.sinks import EvaluationRecord, LossRecord, evaluation_words, loss_fields, loss_number
-from preprocess.quantities import listed, quantity
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, evaluation_words, loss_fields, loss_number
+from loopfeed.preprocess.quantities import listed, quantity
 
 
 @pytest.mark.parametrize(

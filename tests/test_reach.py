@@ -9,14 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from engine import NonFiniteError, train
-from engine.config import OptimizerName
-from engine.patterns import Group
-from engine.updates.optim import Hyperparams
-from engine.updates.reach import UNKNOWN, Reach, keeps_finite
-from engine.updates.schedules import schedule_values
-from engine.updates.skipping import init_skips
-from engine.updates.update import Pull, UpdateRule, UpdateValues, Weights, init_update, update_weights
+from loopfeed import NonFiniteError, train
+from loopfeed.engine.config import OptimizerName
+from loopfeed.engine.patterns import Group
+from loopfeed.engine.updates.optim import Hyperparams
+from loopfeed.engine.updates.reach import UNKNOWN, Reach, keeps_finite
+from loopfeed.engine.updates.schedules import schedule_values
+from loopfeed.engine.updates.skipping import init_skips
+from loopfeed.engine.updates.update import Pull, UpdateRule, UpdateValues, Weights, init_update, update_weights
 from tests.toy import Linear, toy_batch, toy_config
 
 SHAPES = {"kernel": (5, 4), "bias": (4,)}

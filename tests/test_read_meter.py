@@ -8,13 +8,13 @@ import time
 import numpy as np
 import pytest
 
-from engine.feed.feed_meter import FeedMeter
-from engine.feed.windowed_batches import WindowedBatches
-from preprocess import read_meter
-from preprocess.read_meter import AWAIT, CHECK, COPY, IDLE, OPEN, READ, SOURCE, Profile, ReadMeter
-from preprocess.shards import mapped_images, mapped_shards, stored_pixels
-from preprocess.shards.decoded_checks import DecodedChecks
-from preprocess.shards.reader import open_split
+from loopfeed.engine.feed.feed_meter import FeedMeter
+from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.preprocess import read_meter
+from loopfeed.preprocess.read_meter import AWAIT, CHECK, COPY, IDLE, OPEN, READ, SOURCE, Profile, ReadMeter
+from loopfeed.preprocess.shards import mapped_images, mapped_shards, stored_pixels
+from loopfeed.preprocess.shards.decoded_checks import DecodedChecks
+from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
 
 SLOW_S = 0.05

@@ -14,22 +14,22 @@ import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner
 
-from engine.commands.cli import main as run_train
-from engine.commands.option_sources import OptionSource, command_line, merge_options
-from engine.config import OWN_BATCHES, SETTINGS, ConfigError, TrainConfig
-from engine.program.statics import statics_of, update_values
-from engine.recipes import LoadedRecipe, RecipeError, load_recipe, recipe_names
-from engine.recipes.expected import expected_accuracy
-from engine.records.run_folder import RunFolder
-from engine.run.data import open_data
-from engine.run.epochs import settle_epochs, steps_of_epochs
-from engine.run.parts import OwnParts
-from engine.run.resolve import resolve
-from engine.settings import OnResume, Owner
-from engine.updates.schedules import learning_rate_at
-from models.registry import build_model
-from preprocess.commands.cli import main as preprocess_imagenet
-from preprocess.shards.manifest import Manifest
+from loopfeed.engine.commands.cli import main as run_train
+from loopfeed.engine.commands.option_sources import OptionSource, command_line, merge_options
+from loopfeed.engine.config import OWN_BATCHES, SETTINGS, ConfigError, TrainConfig
+from loopfeed.engine.program.statics import statics_of, update_values
+from loopfeed.engine.recipes import LoadedRecipe, RecipeError, load_recipe, recipe_names
+from loopfeed.engine.recipes.expected import expected_accuracy
+from loopfeed.engine.records.run_folder import RunFolder
+from loopfeed.engine.run.data import open_data
+from loopfeed.engine.run.epochs import settle_epochs, steps_of_epochs
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.resolve import resolve
+from loopfeed.engine.settings import OnResume, Owner
+from loopfeed.engine.updates.schedules import learning_rate_at
+from loopfeed.models.registry import build_model
+from loopfeed.preprocess.commands.cli import main as preprocess_imagenet
+from loopfeed.preprocess.shards.manifest import Manifest
 from tests.fake_source import fake_source, pack
 
 NAMES = recipe_names()
@@ -349,11 +349,11 @@ def test_a_record_that_was_changed_or_has_a_model_of_your_own_is_refused(tmp_pat
 
 def test_the_record_of_a_run_without_a_data_option_names_the_data_that_it_found(packed, tmp_path, monkeypatch):
     monkeypatch.chdir(packed)
-    monkeypatch.setenv("FEEDLOOP_DATA", ".")
+    monkeypatch.setenv("LOOPFEED_DATA", ".")
     config = TrainConfig(batch=4)
     with ExitStack() as stack:
         resolved = resolve(config, OwnParts(), open_data(config, OwnParts(), stack, lambda _: None)).to_json()
-    monkeypatch.setenv("FEEDLOOP_DATA", "elsewhere")
+    monkeypatch.setenv("LOOPFEED_DATA", "elsewhere")
     recipe = load_recipe(record_run(tmp_path / "run", config, manifest_digest="abc", **resolved))
     assert (recipe.settings["data"], recipe.unnamed_data) == (packed, "")
     # What was named stays, and so does what needs none.
@@ -365,7 +365,7 @@ def test_the_record_of_a_run_without_a_data_option_names_the_data_that_it_found(
 def test_an_older_record_that_does_not_say_where_its_data_were_needs_them_named(tmp_path, monkeypatch):
     path = record_run(tmp_path / "old", TrainConfig(batch=4), manifest_digest="abc", data="/x/train, 9 images")
     planned: list[TrainConfig] = []
-    monkeypatch.setattr("engine.commands.cli.print_plan", lambda config, *_: planned.append(config))
+    monkeypatch.setattr("loopfeed.engine.commands.cli.print_plan", lambda config, *_: planned.append(config))
 
     def plan(*options):
         result = CliRunner().invoke(run_train, ["--recipe", str(path), "--dry-run", "--traceback", *options])
@@ -400,7 +400,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 def test_recipes_do_not_load_jax():
     code = (
-        "import sys; from engine.recipes import load_recipe; load_recipe('imagenet-90'); "
+        "import sys; from loopfeed.engine.recipes import load_recipe; load_recipe('imagenet-90'); "
         "assert not {'jax', 'numpy', 'tensorstore'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=FOLDER.parents[1])

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from engine import Callback, replay_run, train
-from engine.control import board as boards
-from engine.control.board import ControlBoard
-from engine.control.recording import EventRecorder
-from engine.control.request import ControlRequest
-from engine.control.word import SNAPSHOT
-from engine.records import control_log
-from engine.records.control_log import ControlLog, read_events
+from loopfeed import Callback, replay_run, train
+from loopfeed.engine.control import board as boards
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.recording import EventRecorder
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.control.word import SNAPSHOT
+from loopfeed.engine.records import control_log
+from loopfeed.engine.records.control_log import ControlLog, read_events
 from tests.toy import Linear, toy_batch, toy_config
 
 pytestmark = [pytest.mark.usefixtures("without_llvms_optimiser"), pytest.mark.timeout(120)]

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from models.registry import build_model, count_params, model_names
+from loopfeed.models.registry import build_model, count_params, model_names
 
 # With 1000 classes: what torchvision documents (vit_b_16 and convnext_tiny too), what XLA.jl's ResNet-50 has, what
 # PyTorch counts for timm's vit_small_patch16_224, and timm's resnet50d, which timm's tables (results/*.csv) round to

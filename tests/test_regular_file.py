@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from engine.records.folder_lock import FolderLock, is_locked
-from engine.records.json_lines import JsonLines
-from preprocess.packing.owner import Owner
-from preprocess.regular_file import IrregularFileError, is_regular, open_regular, read_at, read_into, read_regular
-from preprocess.shards.location import open_location
-from preprocess.shards.mapped_shards import OpenFile
+from loopfeed.engine.records.folder_lock import FolderLock, is_locked
+from loopfeed.engine.records.json_lines import JsonLines
+from loopfeed.preprocess.packing.owner import Owner
+from loopfeed.preprocess.regular_file import (
+    IrregularFileError,
+    is_regular,
+    open_regular,
+    read_at,
+    read_into,
+    read_regular,
+)
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.mapped_shards import OpenFile
 
 
 def test_reads_a_file_whole(tmp_path):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from preprocess.packing.pack import pack_split
-from preprocess.packing.part import Part
-from preprocess.packing.parts import finish_parts, pack_part
-from preprocess.shards import shard_sizes
-from preprocess.shards.location import ShardError, open_location
-from preprocess.shards.split_files import JOURNAL
-from preprocess.shards.targets import SplitTargets
+from loopfeed.preprocess.packing.pack import pack_split
+from loopfeed.preprocess.packing.part import Part
+from loopfeed.preprocess.packing.parts import finish_parts, pack_part
+from loopfeed.preprocess.shards import shard_sizes
+from loopfeed.preprocess.shards.location import ShardError, open_location
+from loopfeed.preprocess.shards.split_files import JOURNAL
+from loopfeed.preprocess.shards.targets import SplitTargets
 from tests.fake_source import fake_source, files_of, pack, settings_for
 
 

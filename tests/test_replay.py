@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine import replay_run, train
-from engine.control.request import ControlRequest
-from engine.records.control_log import read_events
-from engine.records.control_requests import send_request
-from engine.records.snapshot import read_snapshot, remove_snapshot, snapshot_steps, write_snapshot
-from engine.replay.checked_files import CheckedFiles
-from engine.replay.report import Difference, _Kind
+from loopfeed import replay_run, train
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.records.control_log import read_events
+from loopfeed.engine.records.control_requests import send_request
+from loopfeed.engine.records.snapshot import read_snapshot, remove_snapshot, snapshot_steps, write_snapshot
+from loopfeed.engine.replay.checked_files import CheckedFiles
+from loopfeed.engine.replay.report import Difference, _Kind
 from tests.fake_source import fake_source, files_of, pack
 from tests.small_resnets import small_resnets
 from tests.toy import SIZE, Linear, toy_batch, toy_config
@@ -253,7 +253,7 @@ def test_the_end_of_a_killed_run_is_compared_as_far_as_it_goes(copied):
         (
             None,
             {"model": None},
-            r"with your own model, which must be given from Python: engine.replay_run\(.*, model=…\)",
+            r"with your own model, which must be given from Python: loopfeed.replay_run\(.*, model=…\)",
         ),
         (None, {"batches": None}, r"with your own batches, which must be given from Python"),
         (None, {"evaluation": None}, r"with your own evaluation"),
@@ -284,7 +284,7 @@ def test_an_impossible_replay_is_refused(copied, damage, values, message):
 )
 def test_wrong_arguments_are_refused_before_anything_is_opened(recorded, monkeypatch, values, message):
     for opener in ("HostSide", "open_data"):
-        monkeypatch.setattr(f"engine.replay.replay.{opener}", lambda *_, **__: pytest.fail("opened"))
+        monkeypatch.setattr(f"loopfeed.engine.replay.replay.{opener}", lambda *_, **__: pytest.fail("opened"))
     with pytest.raises(ValueError, match=message):
         replay(recorded, **values)
 
@@ -409,7 +409,7 @@ def test_packed_data_may_have_moved_and_must_be_the_same(packed, tmp_path):
 def test_one_step_and_one_file_are_told_in_the_singular(tmp_path, monkeypatch):
     train(toy_config(steps=1, run_dir=str(tmp_path)), model=Linear(), batches=toy_batch)
     told: list[str] = []
-    monkeypatch.setattr("engine.replay.replay.check_files", lambda *_: CheckedFiles(1, (), ("loss.jsonl",)))
+    monkeypatch.setattr("loopfeed.engine.replay.replay.check_files", lambda *_: CheckedFiles(1, (), ("loss.jsonl",)))
     assert replay_run(tmp_path, model=Linear(), batches=toy_batch, notify=told.append).is_same
     assert told[1:4] == [
         "files: 1 matches its digest (a snapshot counts as one file)",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine import report_run
+from loopfeed import report_run
 from tests.browser import open_browser
 from tests.report_runs import OTHER, RUN, make_runs
 from tests.toy import Linear

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.report_page.axes import round_numbers, steps_axis, value_axis
-from engine.report_page.charts import Chart, Line, draw, rounded, spread
+from loopfeed.engine.report_page.axes import round_numbers, steps_axis, value_axis
+from loopfeed.engine.report_page.charts import Chart, Line, draw, rounded, spread
 from tests.report_pages import parse, points
 
 STEPS = np.arange(1.0, 6.0)

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from engine.report_page.absent import Absent
-from engine.report_page.curves import Curves, read_curves, smooth
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.curves import Curves, read_curves, smooth
 
 
 def write_log(run, losses, *, first=1, **columns):
@@ -66,7 +66,7 @@ def test_bins_are_those_of_a_plain_loop(tmp_path, most_points):
 
 @pytest.mark.parametrize("chunk_bytes", [200, 1 << 22])
 def test_lines_after_a_resume_replace_those_before(tmp_path, chunk_bytes, monkeypatch):
-    monkeypatch.setattr("engine.report_page.curves._CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("loopfeed.engine.report_page.curves._CHUNK_BYTES", chunk_bytes)
     write_log(tmp_path, [9.0, 9.0, None, 9.0, 9.0, 9.0])
     write_log(tmp_path, [1.0, 2.0, 3.0, 4.0], first=3)
     curves = curves_of(tmp_path)

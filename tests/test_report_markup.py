@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.report_page.markup import Html, data_block, join, table, tag
+from loopfeed.engine.report_page.markup import Html, data_block, join, table, tag
 from tests.report_pages import parse
 from tests.report_runs import HOSTILE
 

@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from engine import TrainConfig, evaluate, report_run, train
-from engine.commands.report_cli import main
-from engine.evaluation.result import ImagePredictions
-from engine.records.folder_lock import FolderLock
-from engine.report_page.evaluated import confident_mistakes, count_matrix, most_confused
-from engine.runtime.record import (
+from loopfeed import TrainConfig, evaluate, report_run, train
+from loopfeed.engine.commands.report_cli import main
+from loopfeed.engine.evaluation.result import ImagePredictions
+from loopfeed.engine.records.folder_lock import FolderLock
+from loopfeed.engine.report_page.evaluated import confident_mistakes, count_matrix, most_confused
+from loopfeed.engine.runtime.record import (
     Goodput,
     LaunchRuntime,
     MemoryPeaks,
@@ -30,7 +30,7 @@ from engine.runtime.record import (
     Stall,
     Verdict,
 )
-from engine.runtime.runtime_file import encode_runtime
+from loopfeed.engine.runtime.runtime_file import encode_runtime
 from tests.fake_source import fake_source, pack
 from tests.labelled_photographs import draw_photographs, pack_labelled, write_labels
 from tests.report_pages import parse, points, rows_of, section, table

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.images.boxes import Boxes
-from engine.images.resample import resize_boxes, triangle_weights
-from preprocess.pixels import pack_rgb, unpack_rgb
+from loopfeed.engine.images.boxes import Boxes
+from loopfeed.engine.images.resample import resize_boxes, triangle_weights
+from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
 
 BOXES = [(0, 0, 40, 56), (3, 7, 20, 20), (39, 55, 1, 1), (0, 10, 40, 3), (12, 0, 5, 56), (5, 6, 11, 13)]
 resized = jax.jit(resize_boxes, static_argnums=2)

@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from models.families import resnet
-from models.families.resnet import ResNet
-from models.layers.platform_forms import tracing_for
-from models.registry import build_model, find_network, model_names
+from loopfeed.models.families import resnet
+from loopfeed.models.families.resnet import ResNet
+from loopfeed.models.layers.platform_forms import tracing_for
+from loopfeed.models.registry import build_model, find_network, model_names
 
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
 

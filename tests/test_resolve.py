@@ -5,11 +5,11 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from engine import TrainConfig
-from engine.run.data import open_data
-from engine.run.parts import OwnParts
-from engine.run.resolve import check_arguments, resolve, warn_of_settings
-from preprocess.shards.location import Location
+from loopfeed import TrainConfig
+from loopfeed.engine.run.data import open_data
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.resolve import check_arguments, resolve, warn_of_settings
+from loopfeed.preprocess.shards.location import Location
 from tests.fake_source import CLASSES, FakeSource, fake_source, leave_unfinished_split, pack
 from tests.toy import Linear, toy_batch, toy_config
 

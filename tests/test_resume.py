@@ -16,18 +16,18 @@ import jax
 import numpy as np
 import pytest
 
-from engine import ConfigError, TrainConfig, replay_run, run_settings, train
-from engine.control.event import ControlEvent
-from engine.control.request import ControlRequest
-from engine.records.control_log import read_events
-from engine.records.control_requests import send_request
-from engine.records.recorded_run import RecordedRun, read_recorded
-from engine.records.run_folder import RunFolder, recorded_versions
-from engine.records.snapshot import snapshot_steps, write_snapshot
-from engine.records.snapshot_writer import SnapshotWriter
-from engine.records.topology import Topology, describe_promise
-from engine.run.changed_rules import rules_of
-from engine.run.changes import (
+from loopfeed import ConfigError, TrainConfig, replay_run, run_settings, train
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.records.control_log import read_events
+from loopfeed.engine.records.control_requests import send_request
+from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.run_folder import RunFolder, recorded_versions
+from loopfeed.engine.records.snapshot import snapshot_steps, write_snapshot
+from loopfeed.engine.records.snapshot_writer import SnapshotWriter
+from loopfeed.engine.records.topology import Topology, describe_promise
+from loopfeed.engine.run.changed_rules import rules_of
+from loopfeed.engine.run.changes import (
     HOST_SETTINGS,
     RUNTIME_SETTINGS,
     check_same_everywhere,
@@ -35,10 +35,10 @@ from engine.run.changes import (
     check_steps,
     note_changes,
 )
-from engine.run.nonfinite import NonFiniteError
-from engine.run.parts import OwnParts
-from engine.run.resume import StartingPoint, find_cuts
-from engine.run.train import plan_run
+from loopfeed.engine.run.nonfinite import NonFiniteError
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.resume import StartingPoint, find_cuts
+from loopfeed.engine.run.train import plan_run
 from tests.fake_source import fake_source, leave_unfinished_split, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
@@ -343,7 +343,7 @@ def test_a_run_of_another_rule_is_refused_by_its_name_and_its_weights_are_not(tm
     train(config, model=Linear(), batches=batches)
     train(replace(config, steps=3, resume=True), model=Linear(), batches=batches)
     with monkeypatch.context() as earlier:
-        earlier.setattr("engine.run.open_run.rules_of", lambda *_: {})
+        earlier.setattr("loopfeed.engine.run.open_run.rules_of", lambda *_: {})
         train(replace(config, run_dir=tmp_path / "old"), model=Linear(), batches=batches)
     before = contents(tmp_path / "old")
     with pytest.raises(ValueError, match=re.escape(rule) + r".*--init-from with its model\.safetensors"):
@@ -663,7 +663,7 @@ def test_a_process_with_other_settings_or_data_is_refused(change, digest, messag
         said.append(text)
         return [said[0], text]
 
-    monkeypatch.setattr("engine.run.changes.exchange", exchange)
+    monkeypatch.setattr("loopfeed.engine.run.changes.exchange", exchange)
     config = toy_config()
     check_same_everywhere(config, "a" * 64)
     check_same_everywhere(replace(config, run_dir="/elsewhere", reader_threads=7), "a" * 64)
@@ -684,7 +684,7 @@ def test_a_process_with_other_settings_or_data_is_refused(change, digest, messag
     ],
 )
 def test_a_replay_promises_what_its_devices_allow(recorded, device, num_parts, promise, monkeypatch):
-    monkeypatch.setattr("engine.records.topology.num_cores", lambda: 2)
+    monkeypatch.setattr("loopfeed.engine.records.topology.num_cores", lambda: 2)
     assert promise in describe_promise(recorded, device, num_parts)
 
 
@@ -719,7 +719,7 @@ def test_a_snapshot_that_cannot_be_written_is_a_warning_and_the_last_good_one_st
             raise OSError(errno.ENOSPC, "No space left on device")
         write_snapshot(folder, step, pulls, tree, state)
 
-    monkeypatch.setattr("engine.run.recorded_launch.SnapshotWriter", partial(SnapshotWriter, write=write))
+    monkeypatch.setattr("loopfeed.engine.run.recorded_launch.SnapshotWriter", partial(SnapshotWriter, write=write))
     told: list[str] = []
 
     def batches(step):

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from engine import train
-from engine.control.request import ControlRequest
-from engine.feed.feeder import Feeder
-from engine.records import snapshot
-from engine.records.control_log import read_events
-from engine.records.control_requests import send_request
-from engine.records.json_lines import JsonLines
-from engine.records.run_folder import RunFolder, recorded_versions
-from engine.records.snapshot import snapshot_steps
-from engine.run.resume import StartingPoint, find_cuts, rewind_run
+from loopfeed import train
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.feed.feeder import Feeder
+from loopfeed.engine.records import snapshot
+from loopfeed.engine.records.control_log import read_events
+from loopfeed.engine.records.control_requests import send_request
+from loopfeed.engine.records.json_lines import JsonLines
+from loopfeed.engine.records.run_folder import RunFolder, recorded_versions
+from loopfeed.engine.records.snapshot import snapshot_steps
+from loopfeed.engine.run.resume import StartingPoint, find_cuts, rewind_run
 from tests.fake_source import files_of
 from tests.test_resume import EVALUATED, StoppingEvaluation, run
 from tests.toy import Linear, toy_batch, toy_config
@@ -205,7 +205,7 @@ def test_versions_of_all_launches_of_a_run_are_recorded(tmp_path, monkeypatch):
     path = tmp_path / "run"
     with monkeypatch.context() as earlier:
         versions = recorded_versions() | {"jax": "0.1.2"}
-        earlier.setattr("engine.records.run_folder.recorded_versions", lambda: versions)
+        earlier.setattr("loopfeed.engine.records.run_folder.recorded_versions", lambda: versions)
         small_run(path, steps=2)
     for steps in (3, 4):
         told: list[str] = []
@@ -227,7 +227,7 @@ def test_one_snapshot_at_a_time_waits_for_the_lines_of_a_slow_disk(tmp_path, mon
         append(self, text)
 
     monkeypatch.setattr(JsonLines, "append", held)
-    monkeypatch.setattr("engine.records.snapshot_writer._SAY_SKIPPED_EVERY_S", 0.0)
+    monkeypatch.setattr("loopfeed.engine.records.snapshot_writer._SAY_SKIPPED_EVERY_S", 0.0)
 
     def batches(step):
         if step == 7:

@@ -12,117 +12,117 @@ PACKAGES = ("engine", "preprocess", "models")
 # From the ground up: a room imports itself and rooms that stand before it here, types included.
 FLOORS = (
     # preprocess: images to shards, and back
-    "preprocess.control_groups",
-    "preprocess.cores",
-    "preprocess.memory",
-    "preprocess.printable",
-    "preprocess.file_kinds",
-    "preprocess.system_errors",
-    "preprocess.json_digest",
-    "preprocess.regular_file",
-    "preprocess.unicode_form",
-    "preprocess.suggestions",
-    "preprocess.quantities",
-    "preprocess.system_entries",
-    "preprocess.claimed_size",
-    "preprocess.links",
-    "preprocess.stop_signals",
-    "preprocess.file_lock",
-    "preprocess.synced_folders",
-    "preprocess.pixels",
-    "preprocess.read_meter",
-    "preprocess.storage_options",
-    "preprocess.shards",
-    "preprocess.sources",
-    "preprocess.decoding",
-    "preprocess.packing",
-    "preprocess.demo",
-    "preprocess.commands",
+    "loopfeed.preprocess.control_groups",
+    "loopfeed.preprocess.cores",
+    "loopfeed.preprocess.memory",
+    "loopfeed.preprocess.printable",
+    "loopfeed.preprocess.file_kinds",
+    "loopfeed.preprocess.system_errors",
+    "loopfeed.preprocess.json_digest",
+    "loopfeed.preprocess.regular_file",
+    "loopfeed.preprocess.unicode_form",
+    "loopfeed.preprocess.suggestions",
+    "loopfeed.preprocess.quantities",
+    "loopfeed.preprocess.system_entries",
+    "loopfeed.preprocess.claimed_size",
+    "loopfeed.preprocess.links",
+    "loopfeed.preprocess.stop_signals",
+    "loopfeed.preprocess.file_lock",
+    "loopfeed.preprocess.synced_folders",
+    "loopfeed.preprocess.pixels",
+    "loopfeed.preprocess.read_meter",
+    "loopfeed.preprocess.storage_options",
+    "loopfeed.preprocess.shards",
+    "loopfeed.preprocess.sources",
+    "loopfeed.preprocess.decoding",
+    "loopfeed.preprocess.packing",
+    "loopfeed.preprocess.demo",
+    "loopfeed.preprocess.commands",
     # models: pure functions
-    "models.user_cache",
-    "models.trusted_folder",
-    "models.xla_threads",
-    "models.names",
-    "models.model",
-    "models.paths",
-    "models.kernels",
-    "models.layers",
-    "models.families",
-    "models.registry",
-    "models.summaries",
-    "models.image_sizes",
-    "models.torchvision_names",
+    "loopfeed.models.user_cache",
+    "loopfeed.models.trusted_folder",
+    "loopfeed.models.xla_threads",
+    "loopfeed.models.names",
+    "loopfeed.models.model",
+    "loopfeed.models.paths",
+    "loopfeed.models.kernels",
+    "loopfeed.models.layers",
+    "loopfeed.models.families",
+    "loopfeed.models.registry",
+    "loopfeed.models.summaries",
+    "loopfeed.models.image_sizes",
+    "loopfeed.models.torchvision_names",
     # engine: shards to weights
-    "engine.adapters",
-    "engine.keys",
-    "engine.scopes",
-    "engine.settings",
-    "engine.given_values",
-    "engine.patterns",
-    "engine.replicas",
-    "engine.hlo",
-    "engine.signal_bursts",
-    "engine.xla_threads",
-    "engine.peers",
-    "engine.processes",
-    "engine.durations",
-    "engine.images",
-    "engine.config",
-    "engine.locations",
-    "engine.owners",
-    "engine.named_parts",
-    "engine.control",
-    "engine.feed",
-    "engine.objective",
-    "engine.updates",
-    "engine.crossing",
-    "engine.program",
-    "engine.profile",
-    "engine.stream",
-    "engine.records",
-    "engine.loggers",
-    "engine.runtime",
-    "engine.recipes",
-    "engine.run",
-    "engine.sizing",
-    "engine.inspection",
-    "engine.evaluation",
-    "engine.replay",
-    "engine.report_page",
-    "engine.commands",
+    "loopfeed.engine.adapters",
+    "loopfeed.engine.keys",
+    "loopfeed.engine.scopes",
+    "loopfeed.engine.settings",
+    "loopfeed.engine.given_values",
+    "loopfeed.engine.patterns",
+    "loopfeed.engine.replicas",
+    "loopfeed.engine.hlo",
+    "loopfeed.engine.signal_bursts",
+    "loopfeed.engine.xla_threads",
+    "loopfeed.engine.peers",
+    "loopfeed.engine.processes",
+    "loopfeed.engine.durations",
+    "loopfeed.engine.images",
+    "loopfeed.engine.config",
+    "loopfeed.engine.locations",
+    "loopfeed.engine.owners",
+    "loopfeed.engine.named_parts",
+    "loopfeed.engine.control",
+    "loopfeed.engine.feed",
+    "loopfeed.engine.objective",
+    "loopfeed.engine.updates",
+    "loopfeed.engine.crossing",
+    "loopfeed.engine.program",
+    "loopfeed.engine.profile",
+    "loopfeed.engine.stream",
+    "loopfeed.engine.records",
+    "loopfeed.engine.loggers",
+    "loopfeed.engine.runtime",
+    "loopfeed.engine.recipes",
+    "loopfeed.engine.run",
+    "loopfeed.engine.sizing",
+    "loopfeed.engine.inspection",
+    "loopfeed.engine.evaluation",
+    "loopfeed.engine.replay",
+    "loopfeed.engine.report_page",
+    "loopfeed.engine.commands",
 )
 # What the program may know of: no sinks, no records, no files.
 PROGRAM_MAY_KNOW = {
-    "engine.config",
-    "engine.owners",
-    "engine.control",
-    "engine.crossing",
-    "engine.durations",
-    "engine.feed",
-    "engine.given_values",
-    "engine.images",
-    "engine.keys",
-    "engine.objective",
-    "engine.patterns",
-    "engine.replicas",
-    "engine.program",
-    "engine.scopes",
-    "engine.settings",
-    "engine.updates",
-    "models.kernels",
-    "models.layers",
-    "models.names",
-    "models.xla_threads",
-    "models.user_cache",
-    "models.trusted_folder",
+    "loopfeed.engine.config",
+    "loopfeed.engine.owners",
+    "loopfeed.engine.control",
+    "loopfeed.engine.crossing",
+    "loopfeed.engine.durations",
+    "loopfeed.engine.feed",
+    "loopfeed.engine.given_values",
+    "loopfeed.engine.images",
+    "loopfeed.engine.keys",
+    "loopfeed.engine.objective",
+    "loopfeed.engine.patterns",
+    "loopfeed.engine.replicas",
+    "loopfeed.engine.program",
+    "loopfeed.engine.scopes",
+    "loopfeed.engine.settings",
+    "loopfeed.engine.updates",
+    "loopfeed.models.kernels",
+    "loopfeed.models.layers",
+    "loopfeed.models.names",
+    "loopfeed.models.xla_threads",
+    "loopfeed.models.user_cache",
+    "loopfeed.models.trusted_folder",
     # How much memory the slots of the batches may take.
-    "preprocess.control_groups",
-    "preprocess.memory",
-    "preprocess.quantities",
-    "preprocess.read_meter",
-    "preprocess.storage_options",
-    "preprocess.suggestions",
-    "preprocess.unicode_form",
+    "loopfeed.preprocess.control_groups",
+    "loopfeed.preprocess.memory",
+    "loopfeed.preprocess.quantities",
+    "loopfeed.preprocess.read_meter",
+    "loopfeed.preprocess.storage_options",
+    "loopfeed.preprocess.suggestions",
+    "loopfeed.preprocess.unicode_form",
 }
 
 
@@ -132,8 +132,8 @@ def modules() -> dict[str, Path]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            if name not in PACKAGES:
+            name = ".".join(("loopfeed", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+            if name.count(".") > 1:
                 found[name] = path
     return found
 
@@ -151,14 +151,14 @@ def imports(path: Path) -> set[str]:
             found |= {name if name in MODULES else str(node.module) for name in names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return {name for name in found if name.partition(".")[0] in PACKAGES}
+    return {name for name in found if name.partition(".")[0] == "loopfeed"}
 
 
 IMPORTS = {name: imports(path) - {name} for name, path in MODULES.items()}
 
 
 def room(module: str) -> str:
-    return ".".join(module.split(".")[:2])
+    return ".".join(module.split(".")[:3])
 
 
 def reached(module: str) -> set[str]:
@@ -189,7 +189,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_the_program_knows_nothing_of_files() -> None:
-    known = {name for module in MODULES if room(module) == "engine.program" for name in reached(module)}
+    known = {name for module in MODULES if room(module) == "loopfeed.engine.program" for name in reached(module)}
     assert {room(name) for name in known} <= PROGRAM_MAY_KNOW
 
 
@@ -201,13 +201,21 @@ def test_the_walk_of_a_batch_in_the_docs_is_that_of_the_code() -> None:
         for number, modules in re.findall(r"^\| (\d+) [^|]*\|([^|]*)\|$", page, re.MULTILINE)
     }
     assert sorted(stations) == list(range(1, 13))
-    named = re.findall(r"`((?:engine|models|preprocess)\.[\w.]+)`", page)
+    named = re.findall(r"`(loopfeed\.[\w.]+)`", page)
     assert len(named) == len(set(named))
     assert set(named) <= MODULES.keys()
-    offline, in_training = reached("preprocess.commands.cli"), reached("engine.run.train")
+    offline, in_training = reached("loopfeed.preprocess.commands.cli"), reached("loopfeed.engine.run.train")
     assert stations[1] | stations[2] | stations[3] | stations[4] <= offline
     assert set().union(*(stations[number] for number in range(5, 13))) <= in_training
     # What the program itself does, it imports; models come to it as functions.
-    pulled = {name for name in stations[7] if name in ("engine.crossing.infeed", "engine.control.word")}
-    own = pulled | stations[8] | {"engine.objective.cross_entropy"} | stations[10] | {"engine.crossing.outfeed"}
-    assert own <= reached("engine.program.loop")
+    pulled = {
+        name for name in stations[7] if name in ("loopfeed.engine.crossing.infeed", "loopfeed.engine.control.word")
+    }
+    own = (
+        pulled
+        | stations[8]
+        | {"loopfeed.engine.objective.cross_entropy"}
+        | stations[10]
+        | {"loopfeed.engine.crossing.outfeed"}
+    )
+    assert own <= reached("loopfeed.engine.program.loop")

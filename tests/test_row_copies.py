@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from engine.feed import row_copies
-from engine.feed.row_copies import RowCopies
+from loopfeed.engine.feed import row_copies
+from loopfeed.engine.feed.row_copies import RowCopies
 
 
 @pytest.fixture(params=[1, 2, 3, 8])

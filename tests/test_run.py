@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from engine import TrainConfig, train
-from engine.crossing.transport import InplaceTransport
-from engine.feed.feeder import FeederError
-from engine.program.kernels import settle_kernels
-from engine.records.snapshot_writer import SnapshotWriter
-from engine.run.launch import Launch
-from engine.run.train import plan_run
-from engine.signal_bursts import BURST_S
-from preprocess.shards.reader import ShardError, ShardSplit
+from loopfeed import TrainConfig, train
+from loopfeed.engine.crossing.transport import InplaceTransport
+from loopfeed.engine.feed.feeder import FeederError
+from loopfeed.engine.program.kernels import settle_kernels
+from loopfeed.engine.records.snapshot_writer import SnapshotWriter
+from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.train import plan_run
+from loopfeed.engine.signal_bursts import BURST_S
+from loopfeed.preprocess.shards.reader import ShardError, ShardSplit
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
@@ -386,7 +386,7 @@ def test_a_failed_program_writes_the_pending_snapshot_and_says_how_to_resume(tmp
     with pytest.raises(ArithmeticError, match="off the bus") as caught:
         train(toy_config(steps=6, run_dir=tmp_path, snapshot_every_steps=4), model=Linear(), batches=toy_batch)
     assert json.loads((tmp_path / "result.json").read_text())["snapshot_step"] == 4
-    assert "from step 4; resume from it: train with replace(engine.run_settings(" in caught.value.__notes__[0]
+    assert "from step 4; resume from it: train with replace(loopfeed.run_settings(" in caught.value.__notes__[0]
 
 
 def test_an_abandoned_run_names_the_reason_and_how_to_resume(tmp_path):
@@ -456,13 +456,13 @@ def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp
     def refuse(*_):
         raise TypeError("no such dtype on disk")
 
-    monkeypatch.setattr("engine.run.recorded_launch.name_tensors", refuse)
+    monkeypatch.setattr("loopfeed.engine.run.recorded_launch.name_tensors", refuse)
     with pytest.raises(ConnectionResetError) as caught:
         train(toy_config(steps=9, run_dir=tmp_path), model=Linear(), batches=CountedBatches(raise_at=3))
     unwritten, goes_on = caught.value.__notes__
     assert "no such dtype on disk" in unwritten
     assert goes_on == (
-        f"the last good snapshot is from step 3; resume from it: train with replace(engine.run_settings("
+        f"the last good snapshot is from step 3; resume from it: train with replace(loopfeed.run_settings("
         f"'{tmp_path}'), resume=True) and the same model and batches"
     )
     assert json.loads((tmp_path / "result.json").read_text())["steps_done"] == 3

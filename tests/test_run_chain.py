@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine import evaluate, replay_run, train
-from engine.records.digests import sealed
-from engine.records.recorded_run import read_recorded
-from engine.records.snapshot import read_snapshot
-from engine.replay.checked_files import check_files
+from loopfeed import evaluate, replay_run, train
+from loopfeed.engine.records.digests import sealed
+from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.snapshot import read_snapshot
+from loopfeed.engine.replay.checked_files import check_files
 from tests.chained_run import EVALUATED, LOGS, STEPS, holding, make_older, refusal, resume, run, without_digest
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
@@ -215,7 +215,7 @@ def test_a_replay_reports_what_it_checks_and_reads_the_snapshots_at_its_ends_onc
         return read_snapshot(folder, step)
 
     for module in ("checked_files", "recorded_stretch"):
-        monkeypatch.setattr(f"engine.replay.{module}.read_snapshot", noted)
+        monkeypatch.setattr(f"loopfeed.engine.replay.{module}.read_snapshot", noted)
     told: list[str] = []
     report = replay_run(chained_run, model=Linear(), batches=toy_batch, evaluation=EVALUATED, notify=told.append)
     assert report.is_same

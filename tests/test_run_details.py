@@ -10,15 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import engine.records.run_folder
-from engine import train
-from engine.control.board import ControlBoard
-from engine.control.word import encode_control
-from engine.records.folder_lock import FolderLock
-from engine.records.whole_file import write_whole
-from engine.run import resume
-from engine.run.launch import Launch
-from engine.run.train import plan_run
+import loopfeed.engine.records.run_folder
+from loopfeed import train
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.word import encode_control
+from loopfeed.engine.records.folder_lock import FolderLock
+from loopfeed.engine.records.whole_file import write_whole
+from loopfeed.engine.run import resume
+from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.train import plan_run
 from tests.fake_source import fake_source, files_of, pack
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 
@@ -113,7 +113,7 @@ def test_weights_that_cannot_be_written_fail_an_otherwise_successful_run(tmp_pat
             raise OSError(28, "No space left on device", str(path))
         write_whole(path, content)
 
-    monkeypatch.setattr(engine.records.run_folder, "write_whole", full)
+    monkeypatch.setattr(loopfeed.engine.records.run_folder, "write_whole", full)
     with pytest.raises(OSError, match=r"No space left on device.*model\.safetensors"):
         train(toy_config(steps=3, run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
     end = json.loads((tmp_path / "run/result.json").read_text())

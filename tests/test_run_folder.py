@@ -15,11 +15,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from engine import train
-from engine.config import TrainConfig
-from engine.records.digests import is_as_sealed
-from engine.records.folder_lock import FolderLock, is_locked
-from engine.records.run_folder import LOSS_LOG, RESULT, RunFolder, check_folder
+from loopfeed import train
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.records.digests import is_as_sealed
+from loopfeed.engine.records.folder_lock import FolderLock, is_locked
+from loopfeed.engine.records.run_folder import LOSS_LOG, RESULT, RunFolder, check_folder
 from tests.toy import Linear, toy_batch, toy_config
 
 WRITTEN = ["config.json", "loss.jsonl", "model.safetensors", "result.json"]
@@ -273,7 +273,7 @@ def test_the_content_of_config_json(tmp_path):
     assert values["manifest_sha256"] == "abc123"
     assert values["origins"] == {"steps": "command line"}
     assert values["earlier"] == []
-    names = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
+    names = ("loopfeed", "jax", "jaxlib", "numpy", "optax", "tensorstore")
     assert values["versions"] == {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
@@ -318,7 +318,7 @@ def test_a_run_that_is_continued_is_not_abandoned(tmp_path):
 def test_weights_are_the_same_bytes_in_every_process(tmp_path):
     metadata = {f"key{number}": "value" for number in range(20)}
     script = (
-        "import sys, numpy as np, pathlib; from engine.records.run_folder import RunFolder\n"
+        "import sys, numpy as np, pathlib; from loopfeed.engine.records.run_folder import RunFolder\n"
         f"RunFolder(pathlib.Path(sys.argv[1])).write_weights({{'b': np.arange(3.0), 'a': np.eye(2)}}, {metadata})"
     )
     for name in ("first", "second"):

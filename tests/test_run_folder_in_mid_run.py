@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.control.event import ControlEvent
-from engine.records.control_log import ControlLog, read_events
-from engine.records.digests import RunningDigest
-from engine.records.file_errors import LostFileError
-from engine.records.json_lines import JsonLines
-from engine.records.run_folder import RunFolder
-from engine.records.snapshot import read_folder_state, snapshot_steps
-from engine.records.weights import read_weights
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.records.control_log import ControlLog, read_events
+from loopfeed.engine.records.digests import RunningDigest
+from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.records.json_lines import JsonLines
+from loopfeed.engine.records.run_folder import RunFolder
+from loopfeed.engine.records.snapshot import read_folder_state, snapshot_steps
+from loopfeed.engine.records.weights import read_weights
 from tests.chained_run import STEPS, run
 from tests.toy import toy_batch
 
@@ -133,7 +133,7 @@ def test_a_lack_of_memory_for_the_weights_is_reported_with_the_file(tmp_path, mo
     def refuse(*_):
         raise MemoryError
 
-    monkeypatch.setattr("engine.records.weights.save", refuse)
+    monkeypatch.setattr("loopfeed.engine.records.weights.save", refuse)
     with pytest.raises(MemoryError, match=r"model\.safetensors needs 0 MB of memory, more than is free.*\(--resume\)"):
         run(tmp_path, eval_every_steps=0)
 

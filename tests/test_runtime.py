@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 
-from engine.durations import Times
-from engine.records.file_errors import LostFileError
-from engine.runtime.goodput import add_up, find_rollback, without_details
-from engine.runtime.monitor import RingSamples, RuntimeMonitor
-from engine.runtime.record import (
+from loopfeed.engine.durations import Times
+from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.runtime.goodput import add_up, find_rollback, without_details
+from loopfeed.engine.runtime.monitor import RingSamples, RuntimeMonitor
+from loopfeed.engine.runtime.record import (
     Goodput,
     LaunchRuntime,
     MemoryPeaks,
@@ -29,10 +29,10 @@ from engine.runtime.record import (
     Stall,
     Verdict,
 )
-from engine.runtime.report import describe_runtime
-from engine.runtime.runtime_file import decode_runtime
-from engine.runtime.verdict import Circumstances, judge
-from engine.runtime.watchdog import Watchdog, describe_threads
+from loopfeed.engine.runtime.report import describe_runtime
+from loopfeed.engine.runtime.runtime_file import decode_runtime
+from loopfeed.engine.runtime.verdict import Circumstances, judge
+from loopfeed.engine.runtime.watchdog import Watchdog, describe_threads
 
 LAUNCH = LaunchRuntime(
     started=100.0, ended=200.0, start_step=0, end_step=500, state="done", versions={}, devices="cpu",
@@ -122,7 +122,7 @@ def test_the_verdict_names_what_bound_the_run(launch, about, by, parts):
 
 
 def test_every_option_that_a_verdict_names_exists():
-    from engine.commands.cli import main
+    from loopfeed.engine.commands.cli import main
 
     options = {name for each in main.params for name in (*each.opts, *each.secondary_opts)}
     advice = " ".join(
@@ -425,7 +425,7 @@ def test_a_disk_that_hangs_delays_the_end_by_a_limited_time():
 
 
 def test_old_reports_of_stalls_are_dropped_whole(monkeypatch):
-    monkeypatch.setattr("engine.runtime.monitor.MOST_STALLS_BYTES", 400)
+    monkeypatch.setattr("loopfeed.engine.runtime.monitor.MOST_STALLS_BYTES", 400)
     written: list[bytes] = []
     watching = monitor(lambda name, content: written.append(content) if name == "stalls.txt" else None, said=[])
     for number in range(9):

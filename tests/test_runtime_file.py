@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.durations import Times
-from engine.records.run_folder import RUNTIME
-from engine.runtime.record import (
+from loopfeed.engine.durations import Times
+from loopfeed.engine.records.run_folder import RUNTIME
+from loopfeed.engine.runtime.record import (
     Compilations,
     Goodput,
     LaunchRuntime,
@@ -27,7 +27,7 @@ from engine.runtime.record import (
     Stall,
     Verdict,
 )
-from engine.runtime.runtime_file import decode_runtime, encode_runtime, read_runtime
+from loopfeed.engine.runtime.runtime_file import decode_runtime, encode_runtime, read_runtime
 
 LAUNCH = LaunchRuntime(
     started=10.0,

@@ -16,23 +16,23 @@ import numpy as np
 import pytest
 from jax import lax
 
-from engine import Callback, train
-from engine.feed.batches import ArrayBatches
-from engine.feed.feed_meter import FeedMeter
-from engine.feed.feeder import FeederError
-from engine.records.run_folder import RUNTIME, STALLS, WRITTEN_HERE
-from engine.records.stored.capture import FolderCapture
-from engine.records.stored.state import Part
-from engine.run import open_run as open_run_module
-from engine.run.launch_meter import LaunchMeter
-from engine.runtime.clock import LaunchClock
-from engine.runtime.record import Goodput
-from engine.runtime.runtime_file import encode_runtime, read_runtime
-from engine.stream import lane
-from engine.stream.sinks import PlainSink
-from preprocess.read_meter import CHECK, ReadMeter
-from preprocess.shards import mapped_shards
-from preprocess.shards.mapped_images import MappedImages
+from loopfeed import Callback, train
+from loopfeed.engine.feed.batches import ArrayBatches
+from loopfeed.engine.feed.feed_meter import FeedMeter
+from loopfeed.engine.feed.feeder import FeederError
+from loopfeed.engine.records.run_folder import RUNTIME, STALLS, WRITTEN_HERE
+from loopfeed.engine.records.stored.capture import FolderCapture
+from loopfeed.engine.records.stored.state import Part
+from loopfeed.engine.run import open_run as open_run_module
+from loopfeed.engine.run.launch_meter import LaunchMeter
+from loopfeed.engine.runtime.clock import LaunchClock
+from loopfeed.engine.runtime.record import Goodput
+from loopfeed.engine.runtime.runtime_file import encode_runtime, read_runtime
+from loopfeed.engine.stream import lane
+from loopfeed.engine.stream.sinks import PlainSink
+from loopfeed.preprocess.read_meter import CHECK, ReadMeter
+from loopfeed.preprocess.shards import mapped_shards
+from loopfeed.preprocess.shards.mapped_images import MappedImages
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -457,7 +457,7 @@ def test_a_run_that_is_stopped_is_recorded_as_stopped(tmp_path):
 
 def test_a_run_folder_that_refuses_the_record_warns_once(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "engine.records.run_folder.RunFolder.write_monitoring",
+        "loopfeed.engine.records.run_folder.RunFolder.write_monitoring",
         lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
     )
     said: list[str] = []

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine import evaluate, read_weights, train
-from engine.evaluation.export import export_weights
-from engine.records.recorded_run import read_recorded
-from engine.records.weights import check_names, name_tensors, with_digest
-from engine.run.resolve import recorded_own_parts
+from loopfeed import evaluate, read_weights, train
+from loopfeed.engine.evaluation.export import export_weights
+from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.weights import check_names, name_tensors, with_digest
+from loopfeed.engine.run.resolve import recorded_own_parts
 from tests.test_initial_weights import drawn
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -137,5 +137,5 @@ def test_weights_that_cannot_be_mapped_are_read(tmp_path, monkeypatch, error):
         raise error
 
     save_file({"params.weights": np.arange(6, dtype=np.float32)}, tmp_path / "w.safetensors")
-    monkeypatch.setattr("engine.records.weights.safe_open", refuse)
+    monkeypatch.setattr("loopfeed.engine.records.weights.safe_open", refuse)
     np.testing.assert_array_equal(read_weights(tmp_path / "w.safetensors").params["weights"], np.arange(6))

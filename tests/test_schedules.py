@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import ScheduleName
-from engine.updates.schedules import learning_rate_at, momentum_at, schedule_values
+from loopfeed.engine.config import ScheduleName
+from loopfeed.engine.updates.schedules import learning_rate_at, momentum_at, schedule_values
 
 SCHEDULES = get_args(ScheduleName)
 PEAK = 0.4

@@ -5,8 +5,8 @@ import re
 import jax
 import pytest
 
-from engine.run.train import plan_run
-from engine.scopes import ACTIONS, NO_SCOPE, Scope, parse_op_name
+from loopfeed.engine.run.train import plan_run
+from loopfeed.engine.scopes import ACTIONS, NO_SCOPE, Scope, parse_op_name
 from tests.toy import Linear, toy_batch, toy_config
 
 

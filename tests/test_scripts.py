@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from models.kernels.onednn.library import Isa, load_library
+from loopfeed.models.kernels.onednn.library import Isa, load_library
 from tests.kernels import needs_onednn
 
 ROOT = Path(__file__).parents[1]
@@ -301,7 +301,7 @@ def test_an_instruction_set_that_the_tests_pretend_is_the_newest_that_onednn_use
     assert names == ["AVX512_CORE_AMX", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2", "SSE41"]
     expected = [[isa for isa in Isa if isa <= most and load_library().has(isa)] for most in reversed(Isa)] + [[], []]
     show = """
-from models.kernels.onednn.library import Isa, load_library
+from loopfeed.models.kernels.onednn.library import Isa, load_library
 try:
     print([isa for isa in Isa if load_library().has(isa)])
 except RuntimeError as error:

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.kernels import ONEDNN, XLA, using_kernels
-from models.kernels.onednn.handler import TARGET
-from models.kernels.onednn.library import load_library
-from models.layers.attention import self_attention
-from models.layers.batch_norm import RunningStats, batch_norm, stored_relu
-from models.layers.convolution import convolution
-from models.layers.gelu import gelu, quick_gelu
-from models.layers.head import dense
-from models.layers.pooling import max_pool
+from loopfeed.models.kernels import ONEDNN, XLA, using_kernels
+from loopfeed.models.kernels.onednn.handler import TARGET
+from loopfeed.models.kernels.onednn.library import load_library
+from loopfeed.models.layers.attention import self_attention
+from loopfeed.models.layers.batch_norm import RunningStats, batch_norm, stored_relu
+from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.gelu import gelu, quick_gelu
+from loopfeed.models.layers.head import dense
+from loopfeed.models.layers.pooling import max_pool
 from tests.direct_operations import normal
 from tests.kernels import needs_onednn
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.shards.classes import ImageClass
-from preprocess.sources import selection
-from preprocess.sources.listing import Listing, SourceError
-from preprocess.sources.selection import held_out, pack_order
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.sources import selection
+from loopfeed.preprocess.sources.listing import Listing, SourceError
+from loopfeed.preprocess.sources.selection import held_out, pack_order
 
 
 def listing_of(pairs):

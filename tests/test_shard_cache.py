@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.feed.windowed_batches import WindowedBatches
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.reader import open_split
-from preprocess.shards.shard_cache import IN_USE_S, ShardCache
+from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.reader import open_split
+from loopfeed.preprocess.shards.shard_cache import IN_USE_S, ShardCache
 from scripts.benchmarks.delayed_store import DelayedStore
 from tests.fake_source import fake_source, pack, packed_words
 
@@ -121,7 +121,7 @@ def test_a_full_disk_is_one_warning(tmp_path, monkeypatch, fault):
         raise fault
 
     with monkeypatch.context() as patched:
-        patched.setattr("preprocess.shards.shard_cache.os.pwrite", fails)
+        patched.setattr("loopfeed.preprocess.shards.shard_cache.os.pwrite", fails)
         assert not add(cache, 1)
     assert not add(cache, 2)
     assert add(cache, 0)
@@ -133,7 +133,7 @@ def test_a_full_disk_is_one_warning(tmp_path, monkeypatch, fault):
 WRITER = f"""
 import sys, time
 from pathlib import Path
-from preprocess.shards.shard_cache import ShardCache
+from loopfeed.preprocess.shards.shard_cache import ShardCache
 def parts():
     yield b"x" * 50
     print("begun", flush=True)

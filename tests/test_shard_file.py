@@ -12,11 +12,11 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.packing import shard_file
-from preprocess.packing.shard_file import ShardFile
-from preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_array
-from preprocess.shards.checksum import crc32c
-from preprocess.shards.location import open_location
+from loopfeed.preprocess.packing import shard_file
+from loopfeed.preprocess.packing.shard_file import ShardFile
+from loopfeed.preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_array
+from loopfeed.preprocess.shards.checksum import crc32c
+from loopfeed.preprocess.shards.location import open_location
 
 
 def drawn(num_images, height, width, seed=0):

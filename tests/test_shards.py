@@ -17,12 +17,12 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.shards import stored_pixels
-from preprocess.shards.arrays import NUMBERS_PER_CHUNK, NUMBERS_PER_SHARD
-from preprocess.shards.location import open_location
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.reader import ShardError, list_splits, open_split
-from preprocess.shards.splits import find_splits
+from loopfeed.preprocess.shards import stored_pixels
+from loopfeed.preprocess.shards.arrays import NUMBERS_PER_CHUNK, NUMBERS_PER_SHARD
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.reader import ShardError, list_splits, open_split
+from loopfeed.preprocess.shards.splits import find_splits
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words
 
 

@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-import engine
-from engine.commands import cli
-from engine.images.mixing import WHOLE
-from engine.run.captions import captions_of
-from preprocess.shards.classes import ImageClass
+import loopfeed
+from loopfeed.engine.commands import cli
+from loopfeed.engine.images.mixing import WHOLE
+from loopfeed.engine.run.captions import captions_of
+from loopfeed.preprocess.shards.classes import ImageClass
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
 
 AUGMENTED: dict[str, Any] = {"crop": "random", "crop_padding": 1, "flip": 0.5, "cutmix": 0.4, "seed": 3}
@@ -48,13 +48,13 @@ def noisy(images, keys):
 def test_of_a_resume_it_is_the_batch_that_comes_next_and_the_run_is_untouched(tmp_path):
     config = toy_config(run_dir=str(tmp_path / "run"), steps=3, **AUGMENTED)
     parts: dict[str, Any] = {"model": Remembering(), "batches": toy_batch, "augment": noisy}
-    third = engine.train(config, **parts).batch_stats["images"]
+    third = loopfeed.train(config, **parts).batch_stats["images"]
     config = replace(config, resume=True, steps=4)
     before = files_of(tmp_path)
-    shown = engine.show_batch(config, **parts)
+    shown = loopfeed.show_batch(config, **parts)
     assert files_of(tmp_path) == before
     assert shown.step == 4
-    fourth = engine.train(config, **parts).batch_stats["images"]
+    fourth = loopfeed.train(config, **parts).batch_stats["images"]
     np.testing.assert_allclose(shown.images, fourth, rtol=0, atol=ROUNDING)
     np.testing.assert_array_equal(shown.labels, toy_batch(3)[1])
     assert np.abs(shown.images - third).max() > 0.1
@@ -65,7 +65,9 @@ def files_of(folder: Path) -> dict[Path, bytes]:
 
 
 def test_without_augmentation_the_pictures_are_the_packed_pixels():
-    shown = engine.show_batch(toy_config(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.1)), model=Linear(), batches=toy_batch)
+    shown = loopfeed.show_batch(
+        toy_config(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.1)), model=Linear(), batches=toy_batch
+    )
     words, labels = toy_batch(0)
     expected = np.stack([words >> 24, words >> 16 & 255, words >> 8 & 255], axis=-1)
     np.testing.assert_array_equal(shown.pictures, expected)
@@ -74,8 +76,8 @@ def test_without_augmentation_the_pictures_are_the_packed_pixels():
 
 
 def test_mixed_pictures_are_what_their_captions_say():
-    plain = engine.show_batch(toy_config(), model=Linear(), batches=toy_batch)
-    mixed = engine.show_batch(toy_config(mixup=1.0), model=Linear(), batches=toy_batch)
+    plain = loopfeed.show_batch(toy_config(), model=Linear(), batches=toy_batch)
+    mixed = loopfeed.show_batch(toy_config(mixup=1.0), model=Linear(), batches=toy_batch)
     assert mixed.own_share is not None
     own = mixed.own_share[:, None, None, None]
     partners = plain.pictures.reshape(-1, 2, SIZE, SIZE, 3)[:, ::-1].reshape(plain.pictures.shape)
@@ -130,7 +132,7 @@ def test_a_name_cannot_forge_a_caption():
 
 def test_the_file_is_a_sheet_of_all_pictures(tmp_path):
     path = tmp_path / "batch.png"
-    shown = engine.show_batch(toy_config(batch=BATCH), path, model=Linear(), batches=toy_batch)
+    shown = loopfeed.show_batch(toy_config(batch=BATCH), path, model=Linear(), batches=toy_batch)
     sheet = np.asarray(Image.open(path))
     assert sheet.shape[2] == 3
     # Each of the 8 pictures is enlarged by a whole factor, so its middle pixel is there.
@@ -152,7 +154,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_is_read(tmp_pa
     (tmp_path / "folder.png").mkdir()
     batches = CountedBatches()
     with pytest.raises(ValueError, match=message):
-        engine.show_batch(toy_config(), tmp_path / name, model=Linear(), batches=batches)
+        loopfeed.show_batch(toy_config(), tmp_path / name, model=Linear(), batches=batches)
     assert not batches.calls
 
 
@@ -167,7 +169,7 @@ class Broken:
 
 def test_the_error_of_the_source_is_raised_and_no_file_is_written(tmp_path):
     with pytest.raises(ConnectionResetError, match="the camera went away"):
-        engine.show_batch(toy_config(), tmp_path / "a.png", model=Linear(), batches=Broken())
+        loopfeed.show_batch(toy_config(), tmp_path / "a.png", model=Linear(), batches=Broken())
     assert not list(tmp_path.iterdir())
 
 
@@ -212,7 +214,7 @@ def test_options_that_exclude_each_other(invoke, options, message):
 _SHOWN_ON = """
 import json, sys
 import numpy as np
-from engine import show_batch
+from loopfeed import show_batch
 from tests.test_show_batch import AUGMENTED
 from tests.toy import Linear, toy_batch, toy_config
 shown = show_batch(toy_config(devices=sys.argv[1], **AUGMENTED), model=Linear(), batches=toy_batch)

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.records.run_folder_sink import RunFolderSink
-from engine.stream.sinks import EvaluationRecord, LossRecord, PlainSink, evaluation_words, loss_fields
+from loopfeed.engine.records.run_folder_sink import RunFolderSink
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, PlainSink, evaluation_words, loss_fields
 
 FLOAT32 = st.floats(width=32)
 
@@ -160,8 +160,8 @@ def test_a_missing_folder_is_an_error(tmp_path):
 FULL_DISK = """
 import os, resource, signal, sys
 from pathlib import Path
-from engine.stream.sinks import (LossRecord)
-from engine.records.run_folder_sink import (RunFolderSink)
+from loopfeed.engine.stream.sinks import (LossRecord)
+from loopfeed.engine.records.run_folder_sink import (RunFolderSink)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 sink = RunFolderSink(Path(sys.argv[1]), Path(sys.argv[1]).with_name("eval.jsonl"))

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import TrainConfig
-from engine.run.parts import OwnParts
-from engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
-from engine.sizing.imagenet import BlackImages, stand_for_imagenet
-from engine.sizing.memory import START, MemoryNeed, batch_unit, find_largest_batch, program_parts
-from engine.sizing.plan import (
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
+from loopfeed.engine.sizing.imagenet import BlackImages, stand_for_imagenet
+from loopfeed.engine.sizing.memory import START, MemoryNeed, batch_unit, find_largest_batch, program_parts
+from loopfeed.engine.sizing.plan import (
     COPY,
     DECODE,
     DEVICES,
@@ -30,9 +30,9 @@ from engine.sizing.plan import (
     count_evaluations,
     count_snapshots,
 )
-from engine.sizing.report import plan_lines
-from engine.sizing.volumes import imagenet_volume, split_volume
-from preprocess.shards.reader import open_split
+from loopfeed.engine.sizing.report import plan_lines
+from loopfeed.engine.sizing.volumes import imagenet_volume, split_volume
+from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
 from tests.labelled_photographs import draw_photographs, pack_labelled, write_labels
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.updates.skipping import all_finite, choose, count_skips, gives_up, has_finite_norm, init_skips
+from loopfeed.engine.updates.skipping import all_finite, choose, count_skips, gives_up, has_finite_norm, init_skips
 
 
 def tree_with(value, dtype=np.float32):

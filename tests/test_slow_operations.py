@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from engine.runtime.slow_operations import find_slow_operations
+from loopfeed.engine.runtime.slow_operations import find_slow_operations
 
 
 def looped(step, *arrays):
@@ -50,7 +50,7 @@ def test_the_gradients_of_a_lax_convolution_are_named():
     found = find_slow_operations(text, is_cpu=True)
     assert {each.kind for each in found} == {"convolution"}
     assert {each.name for each in found} == {"train/backward/conv1"}
-    assert any("models.convolution" in each.why for each in found)
+    assert any("loopfeed.convolution" in each.why for each in found)
 
 
 # As XLA compiles a sort, and a copy to the host, for a card.

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engine.commands.cli import main
-from engine.commands.requeue import check_requeue, requeue_job
+from loopfeed.engine.commands.cli import main
+from loopfeed.engine.commands.requeue import check_requeue, requeue_job
 from tests.slurm_cluster import SlurmCluster, need_slurm
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/howto/slurm.md"
-PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
+PROGRAM = "from loopfeed.engine.commands.cli import main; main(prog_name='run-train')"
 TOY = "--model tests.toy:Linear --batches tests.device_runs:slow_batches --batch 12 --num-classes 3"
 STEPS = 30
 
@@ -161,7 +161,7 @@ def test_a_job_that_slurm_does_not_take_back_is_an_error(scontrol, capsys):
 
 def test_requeue_needs_a_job_its_command_and_a_folder(scontrol, monkeypatch):
     del scontrol
-    monkeypatch.setattr("engine.commands.cli.leave", lambda code, **_: sys.exit(code))
+    monkeypatch.setattr("loopfeed.engine.commands.cli.leave", lambda code, **_: sys.exit(code))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     done = CliRunner().invoke(main, ["--synthetic", "--run-dir", "run", "--requeue"])
     assert done.exit_code == 2

@@ -25,8 +25,8 @@ from absl import logging as absl_logging
 from hypothesis import HealthCheck, given, settings
 from jax.experimental import buffer_callback
 
-from engine.records import orbax_store, snapshot
-from engine.records.snapshot import (
+from loopfeed.engine.records import orbax_store, snapshot
+from loopfeed.engine.records.snapshot import (
     SnapshotError,
     keep_newest,
     match_state,
@@ -150,7 +150,7 @@ def test_the_facts_hold_a_digest_that_anyone_can_take(tmp_path):
     digest = hashlib.sha256(head + bytes.fromhex("00000000 0000803f 00000040")).hexdigest()
     assert facts["leaves"] == {"params.bias": {"dtype": "float32", "shape": [3], "sha256": digest}}
     assert (facts["format"], facts["step"], facts["pulls"]) == (1, 2, 4)
-    assert sorted(facts["versions"]) == ["feedloop", "jax", "orbax-checkpoint"]
+    assert sorted(facts["versions"]) == ["loopfeed", "jax", "orbax-checkpoint"]
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -293,7 +293,7 @@ def test_a_format_of_the_future_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "_FORMAT", 2)
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(2)})
     monkeypatch.undo()
-    with pytest.raises(SnapshotError, match=r"must have format 1, but .*/1 has format 2: read it with feedloop "):
+    with pytest.raises(SnapshotError, match=r"must have format 1, but .*/1 has format 2: read it with loopfeed "):
         read_snapshot(tmp_path, 1)
 
 
@@ -422,7 +422,7 @@ WRITE_FOR_EVER = """
 import sys
 import numpy as np
 from pathlib import Path
-from engine.records.snapshot import keep_newest, write_snapshot
+from loopfeed.engine.records.snapshot import keep_newest, write_snapshot
 folder, rng = Path(sys.argv[1]), np.random.default_rng(0)
 for step in range(int(sys.argv[2]), 10**6):
     state = {"params": {str(i): rng.normal(size=20_000) for i in range(8)}, "step": np.int32(step)}
@@ -513,7 +513,7 @@ import logging, resource, signal, sys, warnings
 warnings.simplefilter("error")
 import numpy as np
 from pathlib import Path
-from engine.records.snapshot import SnapshotError, read_snapshot, write_snapshot
+from loopfeed.engine.records.snapshot import SnapshotError, read_snapshot, write_snapshot
 assert not any(name.startswith("orbax") for name in sys.modules), "imported early"
 folder, hook = Path(sys.argv[1]), sys.unraisablehook
 write_snapshot(folder, 1, 1, {"a": np.zeros(2)})

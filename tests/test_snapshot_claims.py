@@ -8,16 +8,22 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from engine.records import snapshot, snapshot_claims
-from engine.records.digests import sealed
-from engine.records.given_weights import read_given_weights
-from engine.records.orbax_store import arrays_store
-from engine.records.run_folder import SNAPSHOTS
-from engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_folder_state, read_snapshot, write_snapshot
-from engine.records.weights import read_weights
-from engine.run.resume import find_start, start_at
-from preprocess import claimed_size
-from preprocess.claimed_size import FREE_BYTES, MOST_RATIO, is_plausible
+from loopfeed.engine.records import snapshot, snapshot_claims
+from loopfeed.engine.records.digests import sealed
+from loopfeed.engine.records.given_weights import read_given_weights
+from loopfeed.engine.records.orbax_store import arrays_store
+from loopfeed.engine.records.run_folder import SNAPSHOTS
+from loopfeed.engine.records.snapshot import (
+    SnapshotError,
+    UnreadSnapshotError,
+    read_folder_state,
+    read_snapshot,
+    write_snapshot,
+)
+from loopfeed.engine.records.weights import read_weights
+from loopfeed.engine.run.resume import find_start, start_at
+from loopfeed.preprocess import claimed_size
+from loopfeed.preprocess.claimed_size import FREE_BYTES, MOST_RATIO, is_plausible
 
 GB = 1 << 30
 

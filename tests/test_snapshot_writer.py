@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.records import snapshot_writer
-from engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps, write_snapshot
-from engine.records.snapshot_writer import SnapshotWriter
+from loopfeed.engine.records import snapshot_writer
+from loopfeed.engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps, write_snapshot
+from loopfeed.engine.records.snapshot_writer import SnapshotWriter
 
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
 SOON_S = 20.0

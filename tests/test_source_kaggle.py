@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from preprocess.sources.open_source import ImageClass, SourceError, open_source
+from loopfeed.preprocess.sources.open_source import ImageClass, SourceError, open_source
 
 CLASSES = (ImageClass("n01", "tench"), ImageClass("n02", "goldfish"))
 

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("scipy.io")
 
-from preprocess.sources.listing import ChangedSourceError
-from preprocess.sources.open_source import ImageClass, SourceError, open_source
+from loopfeed.preprocess.sources.listing import ChangedSourceError
+from loopfeed.preprocess.sources.open_source import ImageClass, SourceError, open_source
 from tests.imagenet_archives import SORTED_IDS, SORTED_NAMES, devkit, tar_bytes, train_archive, val_archive
 
 TRUTH = [3, 1, 1, 2, 2, 3]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.sources import tree
-from preprocess.sources.open_source import ImageClass, SourceError, open_source
-from preprocess.sources.tree import MAX_DEPTH, MAX_VISITS, list_folder
+from loopfeed.preprocess.sources import tree
+from loopfeed.preprocess.sources.open_source import ImageClass, SourceError, open_source
+from loopfeed.preprocess.sources.tree import MAX_DEPTH, MAX_VISITS, list_folder
 
 
 def grow(root, files):

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 from PIL import Image
 
-from preprocess.sources.open_source import SourceError, open_source
+from loopfeed.preprocess.sources.open_source import SourceError, open_source
 from tests.fake_source import fake_source, pack
 
 

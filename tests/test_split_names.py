@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.sources.open_source import SourceError, open_source
-from preprocess.sources.split_names import SPLIT_FOLDERS
+from loopfeed.preprocess.sources.open_source import SourceError, open_source
+from loopfeed.preprocess.sources.split_names import SPLIT_FOLDERS
 from tests.imagenet_archives import tar_bytes
 
 

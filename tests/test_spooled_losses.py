@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 import numpy as np
 import pytest
 
-from engine.stream.spooled_losses import SpooledLosses
+from loopfeed.engine.stream.spooled_losses import SpooledLosses
 
 VALUES = [0.1, float("nan"), -0.0, float("inf"), 1e-40, 7.0, 8.5, 2.0, 3.0, 4.0, 5.0]
 

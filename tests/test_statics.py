@@ -12,11 +12,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from engine import TrainConfig, train
-from engine.config import OptimizerName, ScheduleName
-from engine.program.statics import statics_of
-from engine.run.nonfinite import NonFiniteError
-from engine.updates.schedules import learning_rate_at, schedule_values
+from loopfeed import TrainConfig, train
+from loopfeed.engine.config import OptimizerName, ScheduleName
+from loopfeed.engine.program.statics import statics_of
+from loopfeed.engine.run.nonfinite import NonFiniteError
+from loopfeed.engine.updates.schedules import learning_rate_at, schedule_values
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from models.kernels import ONEDNN, XLA, MissingKernelsError
-from models.registry import build_model
+from loopfeed.models.kernels import ONEDNN, XLA, MissingKernelsError
+from loopfeed.models.registry import build_model
 from scripts.benchmarks import step
 from scripts.benchmarks.bench import Settings
 
@@ -37,16 +37,16 @@ def test_each_network_has_a_case_in_each_precision(tmp_path, monkeypatch):
         for dtype in ("float32", "bfloat16"):
             names = {each.name for each in found[f"{network} {dtype}"].candidates}
             compared = {"torch channels_last, memory kept", "torch compile channels_last, memory kept"}
-            assert names >= {"feedloop", "feedloop, kernels xla", "limit: memory and products"} | compared
+            assert names >= {"loopfeed", "loopfeed, kernels xla", "limit: memory and products"} | compared
             for each in found[f"{network} {dtype}"].candidates:
-                assert (each.name == "feedloop, float32") == ("float32" in each.arguments and dtype == "bfloat16")
+                assert (each.name == "loopfeed, float32") == ("float32" in each.arguments and dtype == "bfloat16")
 
 
 def test_a_target_in_bfloat16_is_one_of_processors_with_amx(tmp_path, monkeypatch):
     for sets, of_float32, of_torch in (["amx_tile", "amx_bf16"], 2.0, 1.2), (["avx512_bf16"], None, None):
         case = cases(tmp_path, monkeypatch, sets)["resnet20 32 px b128 bfloat16"]
         targets = {each.name: each.target for each in case.candidates}
-        assert targets["feedloop, float32"] == of_float32
+        assert targets["loopfeed, float32"] == of_float32
         assert {target for name, target in targets.items() if name.startswith("torch")} == {of_torch}
     aims = cases(tmp_path, monkeypatch, [])["resnet18 64 px b16 float32"]
     assert {each.target for each in aims.candidates if each.peer} == {1.3}

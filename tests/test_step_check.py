@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from jax.extend import core
 from jax.interpreters import mlir
 
-import engine
-from engine.commands import cli
-from engine.commands.step_report import report_lines, verdict
-from engine.program.flat_program import flatten_program
-from engine.program.looped_step import sample_of
-from engine.program.random_rounding import RandomRounding, switches
-from engine.run.differences import LARGEST_EFFECT, MARGIN, Difference, compare, effect, join, largest_effect
-from engine.run.step_check import StepCheck
-from models.layers.pooling import global_max_pool, max_pool
+import loopfeed
+from loopfeed.engine.commands import cli
+from loopfeed.engine.commands.step_report import report_lines, verdict
+from loopfeed.engine.program.flat_program import flatten_program
+from loopfeed.engine.program.looped_step import sample_of
+from loopfeed.engine.program.random_rounding import RandomRounding, switches
+from loopfeed.engine.run.differences import LARGEST_EFFECT, MARGIN, Difference, compare, effect, join, largest_effect
+from loopfeed.engine.run.step_check import StepCheck
+from loopfeed.models.layers.pooling import global_max_pool, max_pool
 from tests.toy import Linear, toy_batch, toy_config
 
 # --- planted faults
@@ -62,13 +62,13 @@ class Scoped(Linear):
 
 
 def check(model):
-    return engine.check_step(toy_config(momentum=0.9), model=model, batches=toy_batch)
+    return loopfeed.check_step(toy_config(momentum=0.9), model=model, batches=toy_batch)
 
 
 @pytest.mark.integration  # each operation is compiled alone
 def test_rounding_explains_a_step_that_is_right():
     notes: list[str] = []
-    found = engine.check_step(toy_config(), model=Scoped(), batches=toy_batch, notify=notes.append)
+    found = loopfeed.check_step(toy_config(), model=Scoped(), batches=toy_batch, notify=notes.append)
     names = [f"forward/{name}" for name in ("first", "middle", "last")]
     assert [name for name in found.scopes if name.startswith("forward")] == names
     assert [name for name in found.scopes if not name.startswith("forward")][-1] == "opt_step"

@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 import pytest
 
-from preprocess.commands.guarded_output import GuardedCommand
-from preprocess.stop_signals import install, stop_signals, stops_as_interrupts, uninstall
+from loopfeed.preprocess.commands.guarded_output import GuardedCommand
+from loopfeed.preprocess.stop_signals import install, stop_signals, stops_as_interrupts, uninstall
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 60
@@ -29,7 +29,7 @@ def _default_handlers():
 # Two handlers above each other; a child forked from a thread; what the signal does there and here.
 FORKED = """
 import os, signal, sys, threading, time
-from preprocess.stop_signals import install
+from loopfeed.preprocess.stop_signals import install
 seen = []
 install(signal.SIGTERM, lambda number, frame: seen.append("first"))
 install(signal.SIGTERM, lambda number, frame: seen.append("second"))
@@ -91,13 +91,13 @@ def test_every_command_is_interrupted_by_these_signals():
 
 STOPPED_PACK = """
 import os, signal, sys
-from preprocess.packing import pipeline
+from loopfeed.preprocess.packing import pipeline
 decode = pipeline.decode_crop
 def stop(encoded, rule, **shared):
     os.kill(os.getpid(), int(sys.argv.pop()) if len(sys.argv) > 6 else 0)
     return decode(encoded, rule, **shared)
 pipeline.decode_crop = stop
-from preprocess.commands.cli import main
+from loopfeed.preprocess.commands.cli import main
 main(sys.argv[1:6])
 """
 

@@ -14,22 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from engine.commands import cli as train_cli
-from engine.commands import eval_cli
-from engine.config import TrainConfig
-from engine.locations import storage_options_of, with_absolute_paths
-from engine.records.downloaded_file import local_file
-from engine.records.given_weights import read_given_weights
-from engine.settings import SettingError
-from preprocess.commands import cli, inspect_cli
-from preprocess.decoding.decode import ResizeRule
-from preprocess.packing.dask_request import PackRequest
-from preprocess.packing.owner import Owner
-from preprocess.packing.plan import PackSettings
-from preprocess.shards import first_contact, location
-from preprocess.shards.location import ShardError, open_location
-from preprocess.shards.reader import open_split
-from preprocess.storage_options import (
+from loopfeed.engine.commands import cli as train_cli
+from loopfeed.engine.commands import eval_cli
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.locations import storage_options_of, with_absolute_paths
+from loopfeed.engine.records.downloaded_file import local_file
+from loopfeed.engine.records.given_weights import read_given_weights
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.commands import cli, inspect_cli
+from loopfeed.preprocess.decoding.decode import ResizeRule
+from loopfeed.preprocess.packing.dask_request import PackRequest
+from loopfeed.preprocess.packing.owner import Owner
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.shards import first_contact, location
+from loopfeed.preprocess.shards.location import ShardError, open_location
+from loopfeed.preprocess.shards.reader import open_split
+from loopfeed.preprocess.storage_options import (
     STORAGE_OPTIONS,
     StorageOptionError,
     as_text,
@@ -192,7 +192,7 @@ def test_where_the_keys_come_from(monkeypatch, uncontacted, home):
 
     endpoint = "http://127.0.0.1:9"
     vendor = home / "vendor"
-    monkeypatch.setattr("preprocess.storage_options._VENDOR_FILE", vendor)
+    monkeypatch.setattr("loopfeed.preprocess.storage_options._VENDOR_FILE", vendor)
     assert found() == {"type": "anonymous"}
     vendor.write_text("Amazon EC2\n")
     assert found() == {"type": "imds"}
@@ -255,7 +255,7 @@ def test_a_run_records_address_and_region_of_its_stores(monkeypatch):
     assert recorded(data="/local") is recorded(synthetic=True) is None
     assert recorded(data=URL) == recorded(init_from=f"{URL}/a", data="/local") == "endpoint=http://a,region=eu"
     assert recorded(data=URL, storage_options="endpoint=http://b,retries=2") == "endpoint=http://b,region=eu,retries=2"
-    monkeypatch.setenv("FEEDLOOP_DATA", URL)
+    monkeypatch.setenv("LOOPFEED_DATA", URL)
     assert recorded() == "endpoint=http://a,region=eu"
     first = with_absolute_paths(TrainConfig())
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other")

@@ -6,18 +6,18 @@ import os
 import numpy as np
 import pytest
 
-from engine.records import weights
-from engine.records.weights import read_weights
-from engine.stream.spooled_losses import SpooledLosses
-from preprocess.shards import file_maps, stored_pixels
-from preprocess.shards.reader import open_split
-from preprocess.shards.split_arrays import open_pixels
+from loopfeed.engine.records import weights
+from loopfeed.engine.records.weights import read_weights
+from loopfeed.engine.stream.spooled_losses import SpooledLosses
+from loopfeed.preprocess.shards import file_maps, stored_pixels
+from loopfeed.preprocess.shards.reader import open_split
+from loopfeed.preprocess.shards.split_arrays import open_pixels
 from tests.fake_source import fake_source, pack, packed_words
 
 
 @pytest.fixture(params=[errno.ENODEV, errno.ENOMEM])
 def nothing_maps(request, monkeypatch):
-    """Let every mapping of a file fail: Feedloop's own and, as its error reads, TensorStore's."""
+    """Let every mapping of a file fail: Loopfeed's own and, as its error reads, TensorStore's."""
     number = request.param
     map_memory, read = file_maps._map, stored_pixels._read
 

@@ -15,18 +15,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import engine
-from engine import train
-from engine.commands.control_cli import main as control_run
-from engine.commands.tail_cli import main as tail_run
-from engine.evaluation.export import export_weights
-from engine.records.downloaded_file import local_file
-from engine.records.stored import mirror
-from engine.records.stored.lease import LEASE, Lease
-from engine.records.stored.reading import download
-from engine.records.stored.working_copy import WorkingCopy, working_copies
-from engine.run.train import plan_run
-from preprocess.shards.location import Location, ShardError, open_location
+import loopfeed
+from loopfeed import train
+from loopfeed.engine.commands.control_cli import main as control_run
+from loopfeed.engine.commands.tail_cli import main as tail_run
+from loopfeed.engine.evaluation.export import export_weights
+from loopfeed.engine.records.downloaded_file import local_file
+from loopfeed.engine.records.stored import mirror
+from loopfeed.engine.records.stored.lease import LEASE, Lease
+from loopfeed.engine.records.stored.reading import download
+from loopfeed.engine.records.stored.working_copy import WorkingCopy, working_copies
+from loopfeed.engine.run.train import plan_run
+from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from tests.fake_source import files_of
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture
 def url(tmp_path, cache_folder, monkeypatch):
     # The programs stay in the cache of all tests; working copies do not.
-    (tmp_path / "cache/feedloop").mkdir(parents=True)
-    (tmp_path / "cache/feedloop/xla").symlink_to(cache_folder / "xla")
+    (tmp_path / "cache/loopfeed").mkdir(parents=True)
+    (tmp_path / "cache/loopfeed/xla").symlink_to(cache_folder / "xla")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return f"file://{tmp_path}/bucket/run"
 
@@ -99,15 +99,15 @@ def test_a_run_in_a_store_is_resumed_and_read_there(tmp_path, url, whole):
     assert not working_copies().exists()
     assert comparable(copied(url, tmp_path / "copy")) == comparable(whole)
 
-    config = engine.run_settings(url)
+    config = loopfeed.run_settings(url)
     assert config.run_dir == url
     assert json.loads((tmp_path / "copy/config.json").read_text())["config"]["run_dir"] == url
     parts = {"model": Linear(), "evaluation": EVALUATED}
     for stored, local in ((url, whole), (config, replace(config, run_dir=str(whole)))):
-        records = [engine.evaluate(each, **parts, notify=said.append).record for each in (stored, local)]
+        records = [loopfeed.evaluate(each, **parts, notify=said.append).record for each in (stored, local)]
         assert replace(records[0], time=0.0) == replace(records[1], time=0.0)
     assert f"weights: {url}, linear after 16 steps" in said
-    assert engine.replay_run(url, from_step=8, batches=toy_batch, **parts).is_same
+    assert loopfeed.replay_run(url, from_step=8, batches=toy_batch, **parts).is_same
     done = export_weights(url, tmp_path / "stored.safetensors", snapshot=16)
     assert done.digest == export_weights(whole, tmp_path / "local.safetensors", snapshot=16).digest
     with local_file(f"{url}/model.safetensors") as path:
@@ -138,7 +138,7 @@ def test_training_does_not_wait_for_the_store(tmp_path, url, whole, monkeypatch)
         assert not is_trained.is_set()
         return slow_batch(step)
 
-    class Watching(engine.Callback):
+    class Watching(loopfeed.Callback):
         def on_end(self, *_):
             is_trained.set()
 
@@ -310,7 +310,9 @@ def test_an_error_of_the_run_is_raised_after_its_last_state_is_stored(tmp_path, 
     with pytest.raises(ConnectionResetError, match="the camera went away") as caught:
         run(url, batches=batches)
     assert not working_copies().exists()
-    assert f"resume from it: train with replace(engine.run_settings({url!r}), resume=True)" in caught.value.__notes__[0]
+    assert (
+        f"resume from it: train with replace(loopfeed.run_settings({url!r}), resume=True)" in caught.value.__notes__[0]
+    )
     found = copied(url, tmp_path / "copy")
     assert "the camera went away" in (found / "result.json").read_text()
     run(url, resume=True)

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.records.stored.lease import LEASE, Lease
-from engine.records.stored.reading import download
-from engine.records.stored.state import MARKER, OBJECTS, StoredState, read_state
-from preprocess.demo.drawing import draw_demo
-from preprocess.shards.location import ShardError, open_location
+from loopfeed.engine.records.stored.lease import LEASE, Lease
+from loopfeed.engine.records.stored.reading import download
+from loopfeed.engine.records.stored.state import MARKER, OBJECTS, StoredState, read_state
+from loopfeed.preprocess.demo.drawing import draw_demo
+from loopfeed.preprocess.shards.location import ShardError, open_location
 from tests.object_servers import BUCKET, KEYS, MotoServer
 from tests.store_commands import command, losses, same_weights, start
 from tests.test_object_storage import TRAIN
@@ -92,7 +92,7 @@ def test_a_killed_run_is_resumed_from_the_store_alone_and_waits_for_a_paused_ser
     process.kill()
     process.communicate()
     assert 10 <= max(state_of(location).snapshot_steps) < 60
-    shutil.rmtree(place / ".cache/feedloop/runs")
+    shutil.rmtree(place / ".cache/loopfeed/runs")
     # Its lease names this machine and a process that has died.
     assert holder_of(location) == process.pid
     resumed = start(place, server, "run-train", "--run-dir", url, "--resume")
@@ -108,7 +108,7 @@ def test_a_killed_run_is_resumed_from_the_store_alone_and_waits_for_a_paused_ser
     check_same(place, url, "resumed")
     assert {key for key in location.list_keys() if key.startswith(OBJECTS)} == state_of(location).keys
     assert set(location.list_keys()) == {MARKER, *state_of(location).keys}
-    assert not (place / ".cache/feedloop/runs").exists()
+    assert not (place / ".cache/loopfeed/runs").exists()
     recorded = json.loads((place / "resumed/config.json").read_text())["config"]
     assert (recorded["run_dir"], recorded["storage_options"]) == (url, f"endpoint={server.endpoint}")
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in json.dumps(list(recorded.values())).split('"')

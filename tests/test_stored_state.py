@@ -14,16 +14,16 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.records.file_errors import LostFileError
-from engine.records.stored import mirror as module
-from engine.records.stored.capture import FolderCapture
-from engine.records.stored.following import followed_copy
-from engine.records.stored.lease import LEASE, Lease, StoredRunInUseError
-from engine.records.stored.mirror import Mirror
-from engine.records.stored.reading import download, local_copy, with_weights
-from engine.records.stored.state import MARKER, OBJECTS, Part, StoredRunError, StoredState, read_state
-from engine.records.stored.working_copy import WorkingCopy
-from preprocess.shards.location import Location, ShardError, open_location
+from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.records.stored import mirror as module
+from loopfeed.engine.records.stored.capture import FolderCapture
+from loopfeed.engine.records.stored.following import followed_copy
+from loopfeed.engine.records.stored.lease import LEASE, Lease, StoredRunInUseError
+from loopfeed.engine.records.stored.mirror import Mirror
+from loopfeed.engine.records.stored.reading import download, local_copy, with_weights
+from loopfeed.engine.records.stored.state import MARKER, OBJECTS, Part, StoredRunError, StoredState, read_state
+from loopfeed.engine.records.stored.working_copy import WorkingCopy
+from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from tests.fake_source import files_of
 
 
@@ -399,7 +399,7 @@ def test_a_snapshot_that_is_removed_while_it_is_read_is_left_out(tmp_path, monke
 def test_a_marker_cannot_lead_out_of_the_run(location, name, parts):
     content = StoredState({"config.json": ()}, "launch", 0.0).to_bytes()
     values = json.loads(content) | {"files": {name: parts}}
-    from engine.records.digests import sealed
+    from loopfeed.engine.records.digests import sealed
 
     location.write(MARKER, json.dumps(sealed({k: v for k, v in values.items() if k != "sha256"})).encode())
     with pytest.raises(StoredRunError, match=r"memory://run/state.json cannot be read \(.*\): restore that object"):
@@ -411,7 +411,7 @@ def test_a_changed_marker_and_one_of_a_newer_version_are_refused():
     assert StoredState.from_bytes(content, "").files == {"config.json": ()}
     with pytest.raises(StoredRunError, match="it has changed since it was written"):
         StoredState.from_bytes(content.replace(b"launch", b"lunch!", 1), "")
-    from engine.records.digests import sealed
+    from loopfeed.engine.records.digests import sealed
 
     newer = json.dumps(sealed({"format": 2, "files": {}})).encode()
     with pytest.raises(StoredRunError, match="its format is 2, and this version reads format 1"):
@@ -643,7 +643,7 @@ def test_messages_name_the_url(tmp_path):
 
 
 def test_a_followed_run_grows_as_the_run_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.records.stored.following._REFRESH_EVERY_S", 0.0)
+    monkeypatch.setattr("loopfeed.engine.records.stored.following._REFRESH_EVERY_S", 0.0)
     url = f"file://{tmp_path}/store"
     location = open_location(url)
     run = tmp_path / "run"

@@ -12,11 +12,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from engine.commands.cli import main as run_train
-from models.names import MODEL_NAMES
-from models.registry import find_network, model_names, networks
-from preprocess.commands.suggesting import SuggestingCommand
-from preprocess.suggestions import did_you_mean, is_same_text, nearest
+from loopfeed.engine.commands.cli import main as run_train
+from loopfeed.models.names import MODEL_NAMES
+from loopfeed.models.registry import find_network, model_names, networks
+from loopfeed.preprocess.commands.suggesting import SuggestingCommand
+from loopfeed.preprocess.suggestions import did_you_mean, is_same_text, nearest
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
@@ -100,7 +100,7 @@ def test_a_misspelt_model_is_refused_with_the_nearest(tmp_path, monkeypatch):
     tiny = ["--synthetic", "--image-size", "8", "--num-classes", "3", "--batch", "4", "--steps", "1"]
     result = CliRunner().invoke(run_train, [*tiny, "--model", "resnet-110"])
     assert codes == [2]
-    assert result.stderr.startswith("run-train: --model must be auto or a name that models.model_names() returns ")
+    assert result.stderr.startswith("run-train: --model must be auto or a name that loopfeed.model_names() returns ")
     assert result.stderr.endswith("got 'resnet-110': did you mean resnet110 or resnet101 or resnet50?\n")
 
 
@@ -109,7 +109,7 @@ def test_the_names_of_the_networks_are_those_of_the_registry():
 
 
 def test_names_and_suggestions_do_not_load_jax():
-    modules = "models.names, preprocess.suggestions, preprocess.commands.completion"
+    modules = "loopfeed.models.names, loopfeed.preprocess.suggestions, loopfeed.preprocess.commands.completion"
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, cwd=ROOT).returncode == 0
 

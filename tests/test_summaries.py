@@ -3,9 +3,9 @@
 import pytest
 from click.testing import CliRunner
 
-from engine.commands.cli import main
-from models.registry import model_names
-from models.summaries import summarise_models
+from loopfeed.engine.commands.cli import main
+from loopfeed.models.registry import model_names
+from loopfeed.models.summaries import summarise_models
 
 # Billions of multiply-accumulates: torchvision's `_ops` for its ResNets, convnext_tiny and vit_b_16, and
 # models/registry.py for the convnets.

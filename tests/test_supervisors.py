@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.commands import supervisor
+from loopfeed.engine.commands import supervisor
 from tests.process_runs import ROOT, TOY, own_processes, records, resumed, run, separately, words
 
 LOST = r"run-train: process {} on \S+ {} after step \d+, so the run ends: the newest snapshot is intact"
@@ -160,7 +160,7 @@ def test_processes_whose_supervisor_is_killed_at_the_start_end_too(tmp_path):
 
 PYTHON = """
 import sys
-from engine import join_processes, train
+from loopfeed import join_processes, train
 from tests.device_runs import slow_batches
 from tests.toy import Linear, toy_config
 join_processes(sys.argv[1], 2, int(sys.argv[2]), peer_timeout_s=5)
@@ -189,4 +189,4 @@ def test_python_programs_name_the_lost_process(tmp_path):
         for program in programs:
             program.kill()
             program.wait()
-    assert f"feedloop: process 1 on {socket.gethostname()} was lost" in log.with_suffix(".0").read_text()
+    assert f"loopfeed: process 1 on {socket.gethostname()} was lost" in log.with_suffix(".0").read_text()

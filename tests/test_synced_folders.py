@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.packing.pack import pack_split
-from preprocess.shards.location import open_location
-from preprocess.shards.unsynced import prepare_for_writing
-from preprocess.synced_folders import make_folders, sync_folder, sync_tree
+from loopfeed.preprocess.packing.pack import pack_split
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.unsynced import prepare_for_writing
+from loopfeed.preprocess.synced_folders import make_folders, sync_folder, sync_tree
 from tests.fake_source import fake_source, files_of, pack, settings_for
 
 

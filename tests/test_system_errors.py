@@ -16,26 +16,33 @@ import tensorstore as ts
 from click.testing import CliRunner
 from PIL import Image
 
-from engine.commands.command_end import describe_error
-from engine.evaluation import photographs
-from engine.records import orbax_store, recorded_end, recorded_run, snapshot
-from engine.records.snapshot import SnapshotError, write_snapshot
-from engine.records.whole_file import make_folder, write_whole
-from engine.run.compilation import caching_compilations, compile_traced, trace_ahead
-from engine.run.resume import find_start
-from engine.runtime import runtime_file
-from preprocess import regular_file
-from preprocess.commands.guarded_output import GuardedStream
-from preprocess.commands.inspect_cli import main as inspect_shards
-from preprocess.shards import image_numbers, stored_pixels, verify
-from preprocess.shards import location as location_module
-from preprocess.shards.arrays import create_array, damage, labels_metadata
-from preprocess.shards.location import Location, ShardError, open_location
-from preprocess.shards.mapped_images import MappedImages
-from preprocess.shards.reader import open_split
-from preprocess.sources import tree
-from preprocess.sources.open_source import SourceError, open_source
-from preprocess.system_errors import Cause, cause_of, describe_system_error, naming_file, reading_remedy, status_of
+from loopfeed.engine.commands.command_end import describe_error
+from loopfeed.engine.evaluation import photographs
+from loopfeed.engine.records import orbax_store, recorded_end, recorded_run, snapshot
+from loopfeed.engine.records.snapshot import SnapshotError, write_snapshot
+from loopfeed.engine.records.whole_file import make_folder, write_whole
+from loopfeed.engine.run.compilation import caching_compilations, compile_traced, trace_ahead
+from loopfeed.engine.run.resume import find_start
+from loopfeed.engine.runtime import runtime_file
+from loopfeed.preprocess import regular_file
+from loopfeed.preprocess.commands.guarded_output import GuardedStream
+from loopfeed.preprocess.commands.inspect_cli import main as inspect_shards
+from loopfeed.preprocess.shards import image_numbers, stored_pixels, verify
+from loopfeed.preprocess.shards import location as location_module
+from loopfeed.preprocess.shards.arrays import create_array, damage, labels_metadata
+from loopfeed.preprocess.shards.location import Location, ShardError, open_location
+from loopfeed.preprocess.shards.mapped_images import MappedImages
+from loopfeed.preprocess.shards.reader import open_split
+from loopfeed.preprocess.sources import tree
+from loopfeed.preprocess.sources.open_source import SourceError, open_source
+from loopfeed.preprocess.system_errors import (
+    Cause,
+    cause_of,
+    describe_system_error,
+    naming_file,
+    reading_remedy,
+    status_of,
+)
 from tests.fake_source import fake_source, pack
 
 TOO_LARGE = r"File too large\)?[;:] raise the limit on the size of a file \(ulimit -f\), or use another disk"
@@ -371,9 +378,9 @@ def test_a_record_that_cannot_be_read_now_is_neither_to_be_restored_nor_removed(
         raise OSError(number, os.strerror(number), str(path))
 
     for module, read in (
-        ("engine.records.recorded_run", recorded_run.read_recorded),
-        ("engine.records.recorded_end", recorded_end.read_result),
-        ("engine.runtime.runtime_file", runtime_file.read_runtime),
+        ("loopfeed.engine.records.recorded_run", recorded_run.read_recorded),
+        ("loopfeed.engine.records.recorded_end", recorded_end.read_result),
+        ("loopfeed.engine.runtime.runtime_file", runtime_file.read_runtime),
     ):
         monkeypatch.setattr(f"{module}.read_regular", refuse)
         with pytest.raises(ValueError, match=rf"\.json cannot be read \({re.escape(os.strerror(number))}\): ") as it:

@@ -20,17 +20,17 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.commands import followed_run
-from engine.commands.tail_cli import _print_lines, main, plain_lines
-from engine.commands.tail_frame import Tick
-from engine.records.folder_lock import LOCK_NAME, FolderLock
-from engine.records.loss_log import LossBatch, LossRows, RunFacts
-from engine.records.run_folder_sink import RunFolderSink
-from engine.stream.sinks import EvaluationRecord, LossRecord, PlainSink
+from loopfeed.engine.commands import followed_run
+from loopfeed.engine.commands.tail_cli import _print_lines, main, plain_lines
+from loopfeed.engine.commands.tail_frame import Tick
+from loopfeed.engine.records.folder_lock import LOCK_NAME, FolderLock
+from loopfeed.engine.records.loss_log import LossBatch, LossRows, RunFacts
+from loopfeed.engine.records.run_folder_sink import RunFolderSink
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, PlainSink
 from tests.pseudo_terminal import LIMIT_S, Terminal, plain
 
 NAN = float("nan")
-COMMAND = [sys.executable, "-c", "from engine.commands.tail_cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from loopfeed.engine.commands.tail_cli import main; main()"]
 
 
 def write_run(run: Path, steps_done: int, steps: int = 1000, ended: bool = True) -> Path:
@@ -191,7 +191,7 @@ def test_a_folder_of_runs_names_the_one_that_began_last(tmp_path):
 
 
 def test_version_and_help_say_what_the_other_commands_say():
-    assert tail("--version").stdout.rstrip().endswith(version("feedloop"))
+    assert tail("--version").stdout.rstrip().endswith(version("loopfeed"))
     assert "--width and --height affect only the chart" in " ".join(tail("--help").stdout.split())
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.commands.binned_losses import BinnedLosses
-from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
-from engine.commands.tail_frame import Picture, duration_text, end_text, frame_lines, pack_fields
-from engine.records.loss_log import LossRows, RunEnd, RunFacts
-from engine.stream.sinks import EvaluationRecord
+from loopfeed.engine.commands.binned_losses import BinnedLosses
+from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
+from loopfeed.engine.commands.tail_frame import Picture, duration_text, end_text, frame_lines, pack_fields
+from loopfeed.engine.records.loss_log import LossRows, RunEnd, RunFacts
+from loopfeed.engine.stream.sinks import EvaluationRecord
 from tests.chart_text import chart_text
 
 NAN = float("nan")
@@ -119,6 +119,6 @@ def test_durations(seconds, text):
 
 
 def test_help_loads_neither_numpy_nor_rich():
-    program = "import sys, engine.commands.tail_cli; print({'numpy', 'rich', 'jax'} & set(sys.modules))"
+    program = "import sys, loopfeed.engine.commands.tail_cli; print({'numpy', 'rich', 'jax'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -12,15 +12,15 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.commands.binned_losses import BinnedLosses
-from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, LossCurve
-from engine.commands.overlay_chart import LETTERS, draw_overlay
-from engine.commands.overlay_frame import Shown, legend_lines, overlay_lines
-from engine.commands.run_names import distinct_names, shorten_names
-from engine.commands.tail_cli import main
-from engine.commands.tail_frame import Picture
-from engine.records.folder_lock import LOCK_NAME
-from engine.records.loss_log import LossRows, RunEnd, RunFacts
+from loopfeed.engine.commands.binned_losses import BinnedLosses
+from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, LossCurve
+from loopfeed.engine.commands.overlay_chart import LETTERS, draw_overlay
+from loopfeed.engine.commands.overlay_frame import Shown, legend_lines, overlay_lines
+from loopfeed.engine.commands.run_names import distinct_names, shorten_names
+from loopfeed.engine.commands.tail_cli import main
+from loopfeed.engine.commands.tail_frame import Picture
+from loopfeed.engine.records.folder_lock import LOCK_NAME
+from loopfeed.engine.records.loss_log import LossRows, RunEnd, RunFacts
 from tests.chart_text import chart_text
 from tests.pseudo_terminal import Terminal, plain
 from tests.test_tail_cli import COMMAND, add_steps, end_run, evaluate_at, tail, write_run

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import TrainConfig, train
-from engine.feed.batches import PADDING_LABEL
-from engine.objective.tally import count_top5, empty_tally, tally_batch
-from models.registry import build_model
-from preprocess.pixels import unpack_rgb
-from preprocess.shards.reader import ShardError, open_split
+from loopfeed import TrainConfig, train
+from loopfeed.engine.feed.batches import PADDING_LABEL
+from loopfeed.engine.objective.tally import count_top5, empty_tally, tally_batch
+from loopfeed.models.registry import build_model
+from loopfeed.preprocess.pixels import unpack_rgb
+from loopfeed.preprocess.shards.reader import ShardError, open_split
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import BATCH, CLASSES, CountedBatches, Linear, toy_batch, toy_config

@@ -14,19 +14,19 @@ import tensorstore as ts
 from click.testing import CliRunner
 from PIL import Image
 
-from preprocess.commands.cli import main as preprocess_imagenet
-from preprocess.commands.inspect_cli import main as inspect_shards
-from preprocess.packing.plan import PackSettings
-from preprocess.pixels import to_rgb
-from preprocess.shards import arrays, image_numbers
-from preprocess.shards.arrays import row_shards
-from preprocess.shards.location import ShardError
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.reader import open_split
-from preprocess.shards.targets import count_classes, pack_bits, unpack_bits
-from preprocess.shards.verify import verify_split
-from preprocess.sources.listing import SourceError
-from preprocess.sources.open_source import open_source
+from loopfeed.preprocess.commands.cli import main as preprocess_imagenet
+from loopfeed.preprocess.commands.inspect_cli import main as inspect_shards
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.pixels import to_rgb
+from loopfeed.preprocess.shards import arrays, image_numbers
+from loopfeed.preprocess.shards.arrays import row_shards
+from loopfeed.preprocess.shards.location import ShardError
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.reader import open_split
+from loopfeed.preprocess.shards.targets import count_classes, pack_bits, unpack_bits
+from loopfeed.preprocess.shards.verify import verify_split
+from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources.open_source import open_source
 from tests.fake_source import fake_source, files_of, pack
 from tests.labelled_photographs import COLOURS, SIZE, draw_photographs, pack_labelled, read_independently, write_labels
 

@@ -16,17 +16,17 @@ import optax
 import pytest
 from click.testing import CliRunner
 
-from engine import evaluate, evaluate_weights, predict, read_weights, replay_run, train
-from engine.commands.eval_cli import main as run_eval
-from engine.config import TrainConfig
-from engine.feed.label_form import WEIGHT_WORDS, LabelForm
-from engine.feed.order import EpochOrder
-from engine.feed.shard_batches import SequentialBatches, ShardBatches
-from engine.objective.losses import binary_cross_entropy_loss
-from preprocess.pixels import to_rgb
-from preprocess.shards import mapped_images
-from preprocess.shards.reader import open_split
-from preprocess.shards.targets import pack_bits
+from loopfeed import evaluate, evaluate_weights, predict, read_weights, replay_run, train
+from loopfeed.engine.commands.eval_cli import main as run_eval
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.feed.label_form import WEIGHT_WORDS, LabelForm
+from loopfeed.engine.feed.order import EpochOrder
+from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches
+from loopfeed.engine.objective.losses import binary_cross_entropy_loss
+from loopfeed.preprocess.pixels import to_rgb
+from loopfeed.preprocess.shards import mapped_images
+from loopfeed.preprocess.shards.reader import open_split
+from loopfeed.preprocess.shards.targets import pack_bits
 from tests.fake_source import fake_source, pack
 from tests.labelled_photographs import draw_photographs, pack_labelled, read_independently, write_labels
 from tests.small_resnets import small_resnets
@@ -176,8 +176,8 @@ def test_lent_images_come_with_their_targets_and_the_weight_1(packs, monkeypatch
 
 KILLED = """
 import os, signal, sys
-from engine import train
-from engine.config import TrainConfig
+from loopfeed import train
+from loopfeed.engine.config import TrainConfig
 from tests.toy import Linear
 import json
 def die(record):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.sources.listing import SourceError
-from preprocess.sources.tarindex import BLOCK, is_tar, members, open_tar
+from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources.tarindex import BLOCK, is_tar, members, open_tar
 
 
 def tar_bytes(entries, form=tarfile.PAX_FORMAT):

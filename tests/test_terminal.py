@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from engine.commands.terminal import LossHistory, ProgressSink, sparkline
-from engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord
+from loopfeed.engine.commands.terminal import LossHistory, ProgressSink, sparkline
+from loopfeed.engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord
 
 LOSSES = st.floats(width=32)
 ESCAPES = re.compile(r"\x1b\[[0-9?;]*[A-Za-z]")

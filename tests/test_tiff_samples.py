@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from preprocess.decoding.decode import DecodeError, ResizeRule, decode_crop
+from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_crop
 
 SIZE, TILE, STRIP = 20, 16, 6
 RAW, DEFLATE = 1, 8

@@ -9,11 +9,11 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from models.families import convnext, vision_transformer
-from models.families.convnext import ConvNeXt
-from models.families.vision_transformer import VisionTransformer
-from models.model import Model
-from models.registry import at_image_size, build_model, family_of
+from loopfeed.models.families import convnext, vision_transformer
+from loopfeed.models.families.convnext import ConvNeXt
+from loopfeed.models.families.vision_transformer import VisionTransformer
+from loopfeed.models.model import Model
+from loopfeed.models.registry import at_image_size, build_model, family_of
 from tests import block_references as numpy_models
 from tests.loop_hlo import slow_convolutions, slow_products, training_loop
 

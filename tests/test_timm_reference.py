@@ -1,6 +1,6 @@
 """The networks of timm's families against timm itself: logits, gradients, files both ways, position embeddings.
 
-Skipped unless an interpreter with timm is named in FEEDLOOP_TORCH_PYTHON or is this one.
+Skipped unless an interpreter with timm is named in LOOPFEED_TORCH_PYTHON or is this one.
 """
 
 import os
@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine.records.weights import name_tensors
-from engine.run.initial_weights import load_initial_weights
-from models.image_sizes import resize_params
-from models.registry import build_model
-from models.torchvision_names import from_torchvision, to_torchvision
+from loopfeed.engine.records.weights import name_tensors
+from loopfeed.engine.run.initial_weights import load_initial_weights
+from loopfeed.models.image_sizes import resize_params
+from loopfeed.models.registry import build_model
+from loopfeed.models.torchvision_names import from_torchvision, to_torchvision
 
 REFERENCE = Path(__file__).with_name("timm_reference.py")
 NUM_CLASSES = 10
@@ -28,9 +28,9 @@ NUM_CLASSES = 10
 @pytest.fixture(scope="module")
 def timm_python():
     """An interpreter that can import timm."""
-    python = os.environ.get("FEEDLOOP_TORCH_PYTHON", sys.executable)
+    python = os.environ.get("LOOPFEED_TORCH_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import timm"], capture_output=True, check=False, timeout=240).returncode:
-        pytest.skip("timm is not installed here; name an interpreter that has it in FEEDLOOP_TORCH_PYTHON")
+        pytest.skip("timm is not installed here; name an interpreter that has it in LOOPFEED_TORCH_PYTHON")
     return python
 
 

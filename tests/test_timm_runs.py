@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine import TrainConfig, evaluate, evaluate_weights, read_weights, train
-from engine.program.statics import statics_of
-from engine.records.weights import name_tensors
-from engine.run import resolve
-from engine.run.initial_weights import load_initial_weights
-from engine.updates.optim import Hyperparams, kernels_only, make_optimizer
-from models import registry
-from models.families.convnext import ConvNeXt
-from models.families.vision_transformer import VisionTransformer
-from models.image_sizes import resize_params
-from models.registry import build_model
-from models.torchvision_names import from_torchvision, to_torchvision
+from loopfeed import TrainConfig, evaluate, evaluate_weights, read_weights, train
+from loopfeed.engine.program.statics import statics_of
+from loopfeed.engine.records.weights import name_tensors
+from loopfeed.engine.run import resolve
+from loopfeed.engine.run.initial_weights import load_initial_weights
+from loopfeed.engine.updates.optim import Hyperparams, kernels_only, make_optimizer
+from loopfeed.models import registry
+from loopfeed.models.families.convnext import ConvNeXt
+from loopfeed.models.families.vision_transformer import VisionTransformer
+from loopfeed.models.image_sizes import resize_params
+from loopfeed.models.registry import build_model
+from loopfeed.models.torchvision_names import from_torchvision, to_torchvision
 from tests.fake_source import fake_source, pack
 
 pytestmark = pytest.mark.integration  # whole programs, or large networks

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from models.kernels import ONEDNN, XLA, using_kernels
-from models.layers.attention import self_attention
-from models.layers.gelu import gelu, quick_gelu
-from models.layers.layer_norm import layer_norm
-from models.layers.linear import linear, patch_linear
+from loopfeed.models.kernels import ONEDNN, XLA, using_kernels
+from loopfeed.models.layers.attention import self_attention
+from loopfeed.models.layers.gelu import gelu, quick_gelu
+from loopfeed.models.layers.layer_norm import layer_norm
+from loopfeed.models.layers.linear import linear, patch_linear
 from tests.block_references import gelu as numpy_gelu
 from tests.block_references import norm as numpy_norm
 from tests.kernels import needs_onednn

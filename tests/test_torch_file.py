@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from engine.records import stored_zip, tensor_pickle
-from engine.records.given_weights import read_given_weights
-from engine.records.tensor_pickle import TensorPickleError, read_tensor_pickle
-from engine.records.torch_file import read_torch_file
-from engine.records.weights import name_tensors
-from engine.run.initial_weights import load_initial_weights
+from loopfeed.engine.records import stored_zip, tensor_pickle
+from loopfeed.engine.records.given_weights import read_given_weights
+from loopfeed.engine.records.tensor_pickle import TensorPickleError, read_tensor_pickle
+from loopfeed.engine.records.torch_file import read_torch_file
+from loopfeed.engine.records.weights import name_tensors
+from loopfeed.engine.run.initial_weights import load_initial_weights
 from tests.test_initial_weights import assert_same, drawn, shapes_of
 from tests.torch_archive import (
     ORDERED_DICT,

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from models.registry import build_model, find_network, model_names
-from models.torchvision_names import from_torchvision, to_torchvision
+from loopfeed.models.registry import build_model, find_network, model_names
+from loopfeed.models.torchvision_names import from_torchvision, to_torchvision
 
 REFERENCE = Path(__file__).with_name("torch_resnet_reference.py")
 
@@ -20,9 +20,9 @@ REFERENCE = Path(__file__).with_name("torch_resnet_reference.py")
 def torch_python():
     if importlib.util.find_spec("torch") is not None:
         return sys.executable
-    if python := os.environ.get("FEEDLOOP_TORCH_PYTHON"):
+    if python := os.environ.get("LOOPFEED_TORCH_PYTHON"):
         return python
-    pytest.skip("PyTorch is not installed here; name an interpreter that has it in FEEDLOOP_TORCH_PYTHON")
+    pytest.skip("PyTorch is not installed here; name an interpreter that has it in LOOPFEED_TORCH_PYTHON")
 
 
 def drawn(name):

@@ -76,7 +76,7 @@ def sound(tmp_path_factory):
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(random_.integers(0, 256, (9, 8, 3)).astype(np.uint8)).save(path)
     pack = folder / "pack"
-    code = "from preprocess.commands.cli import main; main()"
+    code = "from loopfeed.preprocess.commands.cli import main; main()"
     command = [sys.executable, "-c", code, str(folder / "source"), str(pack), "--size", "8", "--shard-images", "4"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     contents = {split: read_split(pack / split) for split in ("train", "val")}

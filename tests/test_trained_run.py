@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine import run_settings, train
-from engine.evaluation.trained_run import read_run
-from engine.records.digests import sealed
+from loopfeed import run_settings, train
+from loopfeed.engine.evaluation.trained_run import read_run
+from loopfeed.engine.records.digests import sealed
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
 

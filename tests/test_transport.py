@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from engine.crossing.token import first_token
-from engine.crossing.transport import CallbackTransport, InplaceTransport
+from loopfeed.engine.crossing.token import first_token
+from loopfeed.engine.crossing.transport import CallbackTransport, InplaceTransport
 from tests.called_loop import RESULTS, check_calls
 
 

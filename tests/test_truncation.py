@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image, ImageFile
 
-from preprocess.commands.cli import main
-from preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
-from preprocess.decoding.formats import open_pixels
-from preprocess.decoding.known_formats import sniff
-from preprocess.decoding.notes import NOTHING, DecodeNotes
-from preprocess.decoding.truncation import salvage
+from loopfeed.preprocess.commands.cli import main
+from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
+from loopfeed.preprocess.decoding.formats import open_pixels
+from loopfeed.preprocess.decoding.known_formats import sniff
+from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
+from loopfeed.preprocess.decoding.truncation import salvage
 from tests.test_levels import SIZE, opaque, png, tiff
 
 HEIGHT, WIDTH = 64, 80

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from engine.run.compilation import caching_compilations, compile_traced, trace_ahead
-from models import trusted_folder
-from models.kernels.onednn import team_library
-from models.trusted_folder import file_fault, folder_fault, make_private_folder
+from loopfeed.engine.run.compilation import caching_compilations, compile_traced, trace_ahead
+from loopfeed.models import trusted_folder
+from loopfeed.models.kernels.onednn import team_library
+from loopfeed.models.trusted_folder import file_fault, folder_fault, make_private_folder
 
 OTHER = 65534  # nobody
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
@@ -177,7 +177,7 @@ def library(tmp_path, monkeypatch):
         pytest.skip("there is no C compiler, or another processor")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert team_library.load_team() is not None
-    (path,) = (tmp_path / "feedloop/kernels").iterdir()
+    (path,) = (tmp_path / "loopfeed/kernels").iterdir()
     return path
 
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.images.unpack import PixelScale, unpack_pixels
-from preprocess.pixels import pack_rgb, unpack_rgb
+from loopfeed.engine.images.unpack import PixelScale, unpack_pixels
+from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
 
 SCALE = PixelScale(
     mean=jnp.array([0.485, 0.456, 0.406], jnp.float32), std=jnp.array([0.229, 0.224, 0.225], jnp.float32)

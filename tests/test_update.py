@@ -11,11 +11,19 @@ import optax
 import pytest
 from jax import lax
 
-from engine.config import OptimizerName, ScheduleName
-from engine.updates.averages import init_average, update_average
-from engine.updates.optim import Hyperparams
-from engine.updates.schedules import schedule_values
-from engine.updates.update import Pull, UpdateRule, UpdateState, UpdateValues, Weights, init_update, update_weights
+from loopfeed.engine.config import OptimizerName, ScheduleName
+from loopfeed.engine.updates.averages import init_average, update_average
+from loopfeed.engine.updates.optim import Hyperparams
+from loopfeed.engine.updates.schedules import schedule_values
+from loopfeed.engine.updates.update import (
+    Pull,
+    UpdateRule,
+    UpdateState,
+    UpdateValues,
+    Weights,
+    init_update,
+    update_weights,
+)
 
 NAMES, SCHEDULES = get_args(OptimizerName), get_args(ScheduleName)
 IMAGES, CLASSES, NUM_BATCHES = 12, 3, 24

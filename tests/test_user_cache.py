@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.records.stored.working_copy import working_copies
-from engine.run.compilation import caching_compilations
-from engine.run.dataset import choose_data
-from models.kernels.onednn.team_library import load_team
-from models.user_cache import user_cache_folder
-from preprocess.storage_options import expand_home
+from loopfeed.engine.records.stored.working_copy import working_copies
+from loopfeed.engine.run.compilation import caching_compilations
+from loopfeed.engine.run.dataset import choose_data
+from loopfeed.models.kernels.onednn.team_library import load_team
+from loopfeed.models.user_cache import user_cache_folder
+from loopfeed.preprocess.storage_options import expand_home
 
 
 @pytest.mark.parametrize("named", [None, "", "relative/cache"])
@@ -20,12 +20,12 @@ def test_the_cache_is_in_the_home_folder(monkeypatch, tmp_path, named):
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", named)
-    assert user_cache_folder() == tmp_path / ".cache/feedloop"
+    assert user_cache_folder() == tmp_path / ".cache/loopfeed"
 
 
 def test_the_cache_is_where_xdg_says(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "scratch/cache"))
-    assert user_cache_folder() == tmp_path / "scratch/cache/feedloop"
+    assert user_cache_folder() == tmp_path / "scratch/cache/loopfeed"
 
 
 def without_home(monkeypatch):
@@ -47,7 +47,7 @@ def with_unwritable_home(monkeypatch):
 @pytest.fixture(params=[without_home, with_unwritable_home])
 def no_cache(request, monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.delenv("FEEDLOOP_DATA", raising=False)
+    monkeypatch.delenv("LOOPFEED_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
     request.param(monkeypatch)
     return tmp_path
@@ -73,8 +73,8 @@ def test_a_folder_that_cannot_be_written_can_still_be_read(monkeypatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert user_cache_folder() is None
-    (tmp_path / "feedloop").mkdir()
-    assert user_cache_folder() == tmp_path / "feedloop"
+    (tmp_path / "loopfeed").mkdir()
+    assert user_cache_folder() == tmp_path / "loopfeed"
 
 
 def test_a_file_in_the_way_is_no_cache(monkeypatch, tmp_path):

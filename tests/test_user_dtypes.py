@@ -9,16 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engine import read_weights, replay_run, train
-from engine.control.board import ControlBoard
-from engine.crossing.choice import choose_transport
-from engine.crossing.outfeed import Outfeed
-from engine.crossing.token import first_token
-from engine.records.snapshot import read_snapshot, snapshot_steps, write_snapshot
-from engine.records.stored_types import check_weight_types
-from engine.records.weights import _load_unmapped, name_tensors, place_tensors, weights_file
-from engine.records.weights import read_weights as read_file
-from engine.updates.update import Weights
+from loopfeed import read_weights, replay_run, train
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.choice import choose_transport
+from loopfeed.engine.crossing.outfeed import Outfeed
+from loopfeed.engine.crossing.token import first_token
+from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps, write_snapshot
+from loopfeed.engine.records.stored_types import check_weight_types
+from loopfeed.engine.records.weights import _load_unmapped, name_tensors, place_tensors, weights_file
+from loopfeed.engine.records.weights import read_weights as read_file
+from loopfeed.engine.updates.update import Weights
 from tests.fake_xla import fake_transport
 from tests.toy import BATCH, CLASSES, Linear, toy_batch, toy_config
 

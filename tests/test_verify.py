@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from preprocess.shards.location import ShardError
-from preprocess.shards.reader import open_split
-from preprocess.shards.verify import Damage, verify_split
+from loopfeed.preprocess.shards.location import ShardError
+from loopfeed.preprocess.shards.reader import open_split
+from loopfeed.preprocess.shards.verify import Damage, verify_split
 from tests.fake_source import fake_source, pack
 
 

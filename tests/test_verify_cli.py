@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engine import TrainConfig, train
-from engine.commands.verify_cli import main
+from loopfeed import TrainConfig, train
+from loopfeed.engine.commands.verify_cli import main
 from tests.fake_source import fake_source, files_of, pack
 from tests.pseudo_terminal import Terminal, plain
 from tests.toy import Linear, toy_batch, toy_config
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("small_resnets")
 SMALL = f"""
 import sys
 sys.path.insert(0, {os.fspath(Path(__file__).parents[1])!r})
-from engine.commands.verify_cli import main
+from loopfeed.engine.commands.verify_cli import main
 from tests.small_resnets import small_resnets
 with small_resnets(): main()
 """
@@ -93,7 +93,7 @@ def test_a_changed_loss_is_reported(monkeypatch, place):
         ),
         (["run", "--to", 9], "(--to) must be a step in run/loss.jsonl, 1 … 4, got 9"),
         (["run", "--data", "elsewhere"], "elsewhere"),
-        (["own"], "which must be given from Python: engine.replay_run('own', model=…, batches=…)"),
+        (["own"], "which must be given from Python: loopfeed.replay_run('own', model=…, batches=…)"),
         (["run", "--from", -1], "Invalid value for '--from'"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_signal_stops_the_replay(place):
 
 def test_help_loads_neither_jax_nor_numpy():
     program = (
-        "import sys; from engine.commands.verify_cli import main; main(['--help'], standalone_mode=False); "
+        "import sys; from loopfeed.engine.commands.verify_cli import main; main(['--help'], standalone_mode=False); "
         "print('loaded', {'jax', 'numpy', 'orbax'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

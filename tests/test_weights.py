@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from engine.records.weights import name_tensors
-from models.registry import build_model
+from loopfeed.engine.records.weights import name_tensors
+from loopfeed.models.registry import build_model
 from tests.toy import Linear
 
 

@@ -8,12 +8,12 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
-from engine import TrainConfig, evaluate, train
-from engine.commands.eval_cli import main as run_eval
-from engine.commands.predict_cli import main as predict_images
-from engine.records.weights import read_weights, with_digest
-from engine.records.weights_metadata import check_metadata, classes_of, describe_weights, resize_rule_of
-from preprocess.shards.classes import ImageClass
+from loopfeed import TrainConfig, evaluate, train
+from loopfeed.engine.commands.eval_cli import main as run_eval
+from loopfeed.engine.commands.predict_cli import main as predict_images
+from loopfeed.engine.records.weights import read_weights, with_digest
+from loopfeed.engine.records.weights_metadata import check_metadata, classes_of, describe_weights, resize_rule_of
+from loopfeed.preprocess.shards.classes import ImageClass
 from tests.fake_source import CLASSES, fake_source, pack
 
 pytestmark = pytest.mark.usefixtures("small_resnets")

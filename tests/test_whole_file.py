@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.records.whole_file import remove_unfinished, write_whole
+from loopfeed.engine.records.whole_file import remove_unfinished, write_whole
 
 
 def test_a_file_has_the_content_that_was_written(tmp_path):

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.feed.feeder import Feeder
-from engine.feed.own_rows import rows_of
-from engine.feed.windowed_batches import WindowedBatches
-from engine.settings import SettingError
-from preprocess.read_meter import ReadMeter
-from preprocess.shards.reader import ShardError, open_split
+from loopfeed.engine.feed.feeder import Feeder
+from loopfeed.engine.feed.own_rows import rows_of
+from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.read_meter import ReadMeter
+from loopfeed.preprocess.shards.reader import ShardError, open_split
 from tests.fake_source import fake_source, pack, packed_words
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import replay_run, train
-from engine.feed.windowed_order import WindowedOrder
+from loopfeed import replay_run, train
+from loopfeed.engine.feed.windowed_order import WindowedOrder
 from tests.fake_source import fake_source, pack, packed_words
 from tests.toy import Linear, toy_batch, toy_config
 
 ROOT = Path(__file__).parents[1]
-PROGRAM = "from engine.commands.cli import main; main(prog_name='run-train')"
+PROGRAM = "from loopfeed.engine.commands.cli import main; main(prog_name='run-train')"
 NUM_IMAGES, BATCH, STEPS, WINDOW = 29, 6, 6, 13
 # The images of two windows, and their labels.
 WINDOW_GB = 2 * WINDOW * (4 * 4 * 4 + 4) / 1e9

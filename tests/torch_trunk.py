@@ -5,7 +5,7 @@ Run as a script by an interpreter that has torch, numpy and pillow.
     python torch_trunk.py FOLDER CLASSES STEPS OUT.pt
 
 FOLDER has one folder of 32-pixel images per class, of which the first CLASSES are used. `docs/examples/trunk.pt` was
-made with PyTorch 2.13.0 from the images that `preprocess.demo.drawing.draw_demo` draws: `demo/train 5 300`. Floats are
+made with PyTorch 2.13.0 from the images that `draw_demo` draws: `demo/train 5 300`. Floats are
 stored in float16.
 """
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.config import TrainConfig
+from loopfeed.engine.config import TrainConfig
 
 BATCH, SIZE, CLASSES = 8, 4, 3
 

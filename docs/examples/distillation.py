@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine import TrainConfig, train
-from models import build_model, convolution
-from preprocess import pack_rgb
+from loopfeed import TrainConfig, build_model, convolution, pack_rgb, train
 
 NUM_CLASSES, BATCH, SIZE, NUM_IMAGES = 4, 32, 16, 2048
 TINTS = np.array([[60, 0, 0], [0, 60, 0], [0, 0, 60], [40, 40, 0]])

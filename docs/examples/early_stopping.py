@@ -4,15 +4,15 @@ import math
 
 import numpy as np
 
-from engine import (
+from loopfeed import (
     Callback,
     EvaluationRecord,
     RunHandle,
     TrainConfig,
     TrainResult,
+    pack_rgb,
     train,
 )
-from preprocess import pack_rgb
 
 PATIENCE = 3
 

@@ -6,9 +6,8 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from engine import TrainConfig, train
-from engine.adapters import equinox
-from preprocess import pack_rgb
+from loopfeed import TrainConfig, pack_rgb, train
+from loopfeed.engine.adapters import equinox
 
 NUM_CLASSES, BATCH, SIZE = 4, 32, 16
 TINTS = np.array([[90, 0, 0], [0, 90, 0], [0, 0, 90], [60, 60, 0]])

@@ -7,9 +7,15 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from engine import TrainConfig, train
-from models import build_model, from_torchvision
-from preprocess import open_split, pack_demo, unpack_rgb
+from loopfeed import (
+    TrainConfig,
+    build_model,
+    from_torchvision,
+    open_split,
+    pack_demo,
+    train,
+    unpack_rgb,
+)
 
 # %% Weights to start from. Here a short run makes them; torchvision's weights in a
 # safetensors file work as well.

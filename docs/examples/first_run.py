@@ -3,8 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from engine import TrainConfig, evaluate, train
-from preprocess import pack_demo
+from loopfeed import TrainConfig, evaluate, pack_demo, train
 
 # %% Draw and pack a data set: ten shapes in two splits, as `preprocess-imagenet --demo`
 # does.

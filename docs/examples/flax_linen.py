@@ -6,9 +6,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from engine import TrainConfig, train
-from engine.adapters import flax_linen
-from preprocess import pack_rgb
+from loopfeed import TrainConfig, pack_rgb, train
+from loopfeed.engine.adapters import flax_linen
 
 NUM_CLASSES, BATCH, SIZE = 4, 32, 16
 TINTS = np.array([[90, 0, 0], [0, 90, 0], [0, 0, 90], [60, 60, 0]])

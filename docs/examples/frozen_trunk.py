@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from engine import TrainConfig, train
-from preprocess import pack_demo
+from loopfeed import TrainConfig, pack_demo, train
 
 # %% The environment may name a packed data set and a state dictionary, written by
 # `torch.save(model.state_dict(), "resnet8.pt")`. By default they are the demo set and

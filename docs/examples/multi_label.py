@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from engine import TrainConfig, mean_average_precision, train
-from preprocess import open_split
+from loopfeed import TrainConfig, mean_average_precision, open_split, train
 
 COLOURS, SIZE, NUM_IMAGES = ("red", "green", "blue"), 16, 400
 

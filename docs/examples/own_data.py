@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine import TrainConfig, train
-from preprocess import pack_rgb
+from loopfeed import TrainConfig, pack_rgb, train
 
 BATCH, SIZE, NUM_CLASSES = 64, 16, 4
 

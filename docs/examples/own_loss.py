@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from engine import TrainConfig, mean_average_precision, train
-from preprocess import pack_rgb
+from loopfeed import TrainConfig, mean_average_precision, pack_rgb, train
 
 NUM_COLOURS, BATCH, SIZE = 3, 32, 16
 

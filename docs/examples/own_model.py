@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine import TrainConfig, train
-from models import convolution
-from preprocess import pack_demo
+from loopfeed import TrainConfig, convolution, pack_demo, train
 
 NUM_CLASSES = 10
 
@@ -29,7 +27,7 @@ def init(key: jax.Array) -> tuple[Any, Any]:
     return params, {}
 
 
-# %% The network. Images arrive normalised, float32 [B, H, W, 3]. `models.convolution`
+# %% The network. Images arrive normalised, float32 [B, H, W, 3]. `loopfeed.convolution`
 # computes the same as `lax.conv_general_dilated`, and is fast inside the loop on a CPU.
 def apply(
     params: Any, batch_stats: Any, images: jax.Array, train: bool

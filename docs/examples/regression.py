@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from engine import TrainConfig, train
-from preprocess import open_split
+from loopfeed import TrainConfig, open_split, train
 
 SIZE, NUM_IMAGES = 16, 400
 

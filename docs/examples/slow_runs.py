@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine import TrainConfig, train
-from models import convolution
-from preprocess import pack_rgb
+from loopfeed import TrainConfig, convolution, pack_rgb, train
 
 BATCH, SIZE, NUM_CLASSES = 32, 16, 4
 

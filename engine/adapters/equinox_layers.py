@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from engine.adapters.library import load
-from models.layers.convolution import convolution
+from loopfeed.engine.adapters.library import load
+from loopfeed.models.layers.convolution import convolution
 
 eqx: Any = load("equinox")
 
@@ -28,7 +28,7 @@ def with_loop_safe_layers(model: Any) -> Any:
 
 
 class LoopSafeConv2d(eqx.nn.Conv2d):
-    """A convolution that computes a whole batch with `models.convolution` when it is mapped over images."""
+    """A convolution that computes a whole batch with `loopfeed.convolution` when it is mapped over images."""
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         """Return `[K,P,Q]` for an image `[C,H,W]`."""

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine.adapters.library import image_keys, load, mode_arguments, takes
-from engine.adapters.named_tree import nest, unnest
-from engine.adapters.precision import cast_floats, cast_like, check_precision
-from models.model import Model
+from loopfeed.engine.adapters.library import image_keys, load, mode_arguments, takes
+from loopfeed.engine.adapters.named_tree import nest, unnest
+from loopfeed.engine.adapters.precision import cast_floats, cast_like, check_precision
+from loopfeed.models.model import Model
 
 
 def equinox(model: Any, state: Any = None, *, axis_name: str = "batch", precision: str = "float32") -> Model:
@@ -100,7 +100,7 @@ def _pair(eqx: Any, made: Any) -> tuple[Any, Any]:
 
 
 def _split(eqx: Any, model: Any, state: Any) -> _Parts:
-    from engine.adapters.equinox_layers import with_loop_safe_layers
+    from loopfeed.engine.adapters.equinox_layers import with_loop_safe_layers
 
     params, rest = eqx.partition(with_loop_safe_layers(model), eqx.is_inexact_array)
     buffers, static = eqx.partition(rest, eqx.is_array)

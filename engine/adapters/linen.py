@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from engine.adapters.library import batch_key, load, mode_arguments
-from engine.adapters.precision import cast_floats, cast_like, check_precision
-from models.layers.lax_convolution import conv_general_dilated
-from models.model import Model
+from loopfeed.engine.adapters.library import batch_key, load, mode_arguments
+from loopfeed.engine.adapters.precision import cast_floats, cast_like, check_precision
+from loopfeed.models.layers.lax_convolution import conv_general_dilated
+from loopfeed.models.model import Model
 
 _IMAGE_AXES = 3
 _STATS = "batch_stats"

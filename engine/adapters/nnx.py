@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from engine.adapters.library import batch_key, load, mode_arguments, takes
-from engine.adapters.named_tree import nest, unnest
-from engine.adapters.precision import cast_floats, cast_like, check_precision
-from models.layers.lax_convolution import conv_general_dilated
-from models.model import Model
+from loopfeed.engine.adapters.library import batch_key, load, mode_arguments, takes
+from loopfeed.engine.adapters.named_tree import nest, unnest
+from loopfeed.engine.adapters.precision import cast_floats, cast_like, check_precision
+from loopfeed.models.layers.lax_convolution import conv_general_dilated
+from loopfeed.models.model import Model
 
 
 def flax_nnx(module: Any, *, precision: str = "float32") -> Model:

@@ -9,8 +9,8 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from engine.commands.loss_chart import LossCurve
-from engine.records.loss_log import NO_ROWS, Floats, LossRows
+from loopfeed.engine.commands.loss_chart import LossCurve
+from loopfeed.engine.records.loss_log import NO_ROWS, Floats, LossRows
 
 _RATE_WINDOW_STEPS = 128
 

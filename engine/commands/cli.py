@@ -9,35 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from engine.commands.command_end import describe_error, leave, notes_of, say_to_stderr
-from engine.commands.look_options import check_look_options, is_look, look
-from engine.commands.new_run_dir import run_dir_of
-from engine.commands.option_sources import (
+from loopfeed.engine.commands.command_end import describe_error, leave, notes_of, say_to_stderr
+from loopfeed.engine.commands.look_options import check_look_options, is_look, look
+from loopfeed.engine.commands.new_run_dir import run_dir_of
+from loopfeed.engine.commands.option_sources import (
     MergedOptions,
     OptionSource,
     command_line,
     merge_options,
 )
-from engine.commands.own_parts import load_own_parts, take_part_names
-from engine.commands.plan_options import check_plan_options, print_plan
-from engine.commands.run_display import LossDisplay, summarise
-from engine.commands.setting_options import option_names
-from engine.commands.supervisor import keep_runtime_output, supervise, without_option
-from engine.commands.train_options import EPILOG, option_groups, train_options
-from engine.config import NO_VALUE, SETTINGS, TrainConfig
-from engine.owners import recorded_settings
-from engine.peers import Peers, is_of_runtime, is_supervised
-from engine.processes import check_address, join_as, leave_processes, this_process
-from engine.recipes import LoadedRecipe, load_recipe
-from engine.recipes.expected import expected_accuracy
-from engine.run.garbage_collector import keeping_imports
-from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.storage_options import parse_text
+from loopfeed.engine.commands.own_parts import load_own_parts, take_part_names
+from loopfeed.engine.commands.plan_options import check_plan_options, print_plan
+from loopfeed.engine.commands.run_display import LossDisplay, summarise
+from loopfeed.engine.commands.setting_options import option_names
+from loopfeed.engine.commands.supervisor import keep_runtime_output, supervise, without_option
+from loopfeed.engine.commands.train_options import EPILOG, option_groups, train_options
+from loopfeed.engine.config import NO_VALUE, SETTINGS, TrainConfig
+from loopfeed.engine.owners import recorded_settings
+from loopfeed.engine.peers import Peers, is_of_runtime, is_supervised
+from loopfeed.engine.processes import check_address, join_as, leave_processes, this_process
+from loopfeed.engine.recipes import LoadedRecipe, load_recipe
+from loopfeed.engine.recipes.expected import expected_accuracy
+from loopfeed.engine.run.garbage_collector import keeping_imports
+from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
-    from engine.records.recorded_run import RecordedRun
-    from engine.run.parts import OwnParts
-    from engine.run.result import TrainResult
+    from loopfeed.engine.records.recorded_run import RecordedRun
+    from loopfeed.engine.run.parts import OwnParts
+    from loopfeed.engine.run.result import TrainResult
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _RECORDED = "the recorded run"
@@ -50,7 +50,7 @@ _RECORDED = "the recorded run"
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @train_options
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 @click.pass_context
 def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceback: bool, **_options: Any) -> None:
     """Train an image classifier in one compiled program.
@@ -139,8 +139,8 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
 
 def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
     """Return the recorded settings of the run to resume, overridden by the command line."""
-    from engine.records.recorded_run import read_recorded
-    from engine.records.stored.reading import resumable_copy, settings_only
+    from loopfeed.engine.records.recorded_run import read_recorded
+    from loopfeed.engine.records.stored.reading import resumable_copy, settings_only
 
     run_dir = context.params["run_dir"]
     if run_dir is None:
@@ -193,7 +193,7 @@ def _supervise(context: click.Context) -> int | None:
     arguments = without_option(sys.argv[1:], "--spawn")
     if not params["requeue"]:
         return supervise(arguments, params["spawn"], params["peer_timeout"]).code
-    from engine.commands.requeue import STOPS, check_requeue, has_run, requeue_job
+    from loopfeed.engine.commands.requeue import STOPS, check_requeue, has_run, requeue_job
 
     run_dir = params["run_dir"]
     check_requeue(run_dir, overwrite=params["overwrite"])
@@ -247,8 +247,8 @@ def _train(
 ) -> "TrainResult":
     """Train, and return the result; `recipe` is that of a new run."""
     with keeping_imports():
-        from engine.crossing.devices import split_processor
-        from engine.run.open_run import open_run
+        from loopfeed.engine.crossing.devices import split_processor
+        from loopfeed.engine.run.open_run import open_run
 
     split_processor([config], has_own_source=parts.has_own_source)
     if this_process().index > 0:

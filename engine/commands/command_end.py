@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from engine.settings import SettingError
-from preprocess.printable import printable_text
-from preprocess.system_errors import cause_of, describe_system_error
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.printable import printable_text
+from loopfeed.preprocess.system_errors import cause_of, describe_system_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,7 +89,7 @@ def describe_error(error: Exception, name_setting: Callable[[str], str] = str) -
         text = text if error.errno is None else "the reader of the output closed it (broken pipe)"
     elif isinstance(error, OSError) and error.errno is not None and type(error).__str__ is OSError.__str__:
         notes = notes_of(error)
-        # The note of `engine.records.file_errors` says the same, and that the file was to be written.
+        # The note of `loopfeed.engine.records.file_errors` says the same, and that the file was to be written.
         is_told = notes.startswith(f"\n  {error.filename} cannot be written")
         return notes.strip() if is_told else f"{describe_system_error(error)}{notes}"
     elif "RESOURCE_EXHAUSTED" in text and isinstance(error, RuntimeError) and cause_of(error) is None:

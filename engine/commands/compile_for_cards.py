@@ -1,12 +1,12 @@
-"""Answers a request of `engine.sizing.card_compiler`: compiles a run's program for NVIDIA GPUs that are not here."""
+"""Answers a request of `loopfeed.engine.sizing.card_compiler`: compiles a program for GPUs that are not here."""
 
 import json
 import sys
 from pathlib import Path
 
-from engine.commands.child_program import child_program
+from loopfeed.engine.commands.child_program import child_program
 
-PROGRAM = child_program("engine.commands.compile_for_cards", "answer_request", "answer_request(*sys.argv[1:])")
+PROGRAM = child_program("loopfeed.engine.commands.compile_for_cards", "answer_request", "answer_request(*sys.argv[1:])")
 """The program of the process that compiles."""
 
 
@@ -26,12 +26,12 @@ def answer_request(request_file: str, answer_file: str) -> None:
 def _compile(
     settings: dict[str, object], parts: dict[str, str], card: str, num_devices: int, devices_per_host: int
 ) -> dict[str, object]:
-    from engine.commands.own_parts import load_own_parts
-    from engine.config import TrainConfig
-    from engine.run.open_run import open_run
-    from engine.sizing.absent_cards import absent_cards, card_placement, compiling_without_cards
-    from engine.sizing.cards import CARDS
-    from engine.sizing.imagenet import stand_for_imagenet
+    from loopfeed.engine.commands.own_parts import load_own_parts
+    from loopfeed.engine.config import TrainConfig
+    from loopfeed.engine.run.open_run import open_run
+    from loopfeed.engine.sizing.absent_cards import absent_cards, card_placement, compiling_without_cards
+    from loopfeed.engine.sizing.cards import CARDS
+    from loopfeed.engine.sizing.imagenet import stand_for_imagenet
 
     config = TrainConfig.from_json(settings)
     devices = absent_cards(CARDS[card], num_devices, devices_per_host)

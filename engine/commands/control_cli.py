@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from engine.commands.held_signals import signals_held
-from engine.control.request import ControlRequest, check_learning_rate_factor
-from engine.records.control_requests import CONTROL_FOLDER_NAME, send_request, withdraw
-from engine.records.folder_lock import is_locked
-from preprocess.commands.completion import complete_folder
-from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.printable import printable_line
-from preprocess.stop_signals import install, stop_signals, uninstall
-from preprocess.storage_options import is_url
-from preprocess.system_errors import describe_system_error, status_of
+from loopfeed.engine.commands.held_signals import signals_held
+from loopfeed.engine.control.request import ControlRequest, check_learning_rate_factor
+from loopfeed.engine.records.control_requests import CONTROL_FOLDER_NAME, send_request, withdraw
+from loopfeed.engine.records.folder_lock import is_locked
+from loopfeed.preprocess.commands.completion import complete_folder
+from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.printable import printable_line
+from loopfeed.preprocess.stop_signals import install, stop_signals, uninstall
+from loopfeed.preprocess.storage_options import is_url
+from loopfeed.preprocess.system_errors import describe_system_error, status_of
 
 if TYPE_CHECKING:
-    from engine.control.event import ControlEvent
+    from loopfeed.engine.control.event import ControlEvent
 
 _POLL_EVERY_S = 0.1
 _STOPPED = 130
@@ -88,7 +88,7 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=60.0, metavar="S", callback=_checked_timeout,
     help="Withdraw the request if the run has not accepted it within S seconds; 'inf' waits forever.",
 )  # fmt: skip
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 def main(
     run: str, learning_rate_factor: float | None, snapshot: bool, evaluate: bool, stop: bool, timeout: float
 ) -> None:
@@ -135,7 +135,7 @@ def _check_options(factor: float | None, *, snapshot: bool, evaluate: bool, stop
 
 def _check_is_running(run: Path) -> None:
     """Raise a click error if no process is training in folder `run`."""
-    from engine.records.loss_log import CONFIG_NAME
+    from loopfeed.engine.records.loss_log import CONFIG_NAME
 
     if is_locked(run):
         return
@@ -192,7 +192,7 @@ def _ask(run: Path, request: ControlRequest, timeout_s: float) -> "ControlEvent"
 
 def _why_no_effect(run: Path, timeout_s: float, *, is_running: bool, is_withdrawn: bool) -> str:
     """Return a message that says why a request had no effect and what to do about it."""
-    from engine.records.control_log import CONTROL_LOG_NAME
+    from loopfeed.engine.records.control_log import CONTROL_LOG_NAME
 
     if not is_running:
         return f"{run} ended before the request took effect: resume the run with run-train --resume"
@@ -208,7 +208,7 @@ def _why_no_effect(run: Path, timeout_s: float, *, is_running: bool, is_withdraw
 
 
 def _find_event(run: Path, request: ControlRequest) -> "ControlEvent | None":
-    from engine.records.control_log import CONTROL_LOG_NAME, read_events
+    from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
 
     events = read_events(run / CONTROL_LOG_NAME)
     return next((event for event in events if event.request == request.id), None)

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from engine.commands.command_end import describe_error, leave, say_to_stderr
-from engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
-from engine.commands.setting_options import option_names, overriding_option, setting_option
-from engine.commands.weights_options import mean_option, model_option, parse_snapshot, std_option
-from engine.config import SETTINGS, TrainConfig
-from engine.named_parts import compare_named
-from engine.owners import OF_AN_EVALUATION, with_given
-from preprocess.commands.completion import complete_file, complete_folder, complete_word
-from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.quantities import quantity
-from preprocess.storage_options import parse_text
+from loopfeed.engine.commands.command_end import describe_error, leave, say_to_stderr
+from loopfeed.engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
+from loopfeed.engine.commands.setting_options import option_names, overriding_option, setting_option
+from loopfeed.engine.commands.weights_options import mean_option, model_option, parse_snapshot, std_option
+from loopfeed.engine.config import SETTINGS, TrainConfig
+from loopfeed.engine.named_parts import compare_named
+from loopfeed.engine.owners import OF_AN_EVALUATION, with_given
+from loopfeed.preprocess.commands.completion import complete_file, complete_folder, complete_word
+from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
-    from engine.evaluation.result import ClassResult, EvaluationResult
+    from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
@@ -128,7 +128,7 @@ def _or_default(name: str) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, as in eval.jsonl, instead of text.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @overriding_option("compilation_cache", default_text=SETTINGS["compilation_cache"].render_default())
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 def main(
     *,
     run: str | None,
@@ -167,7 +167,7 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
         found = "neither" if run is None else f"{run} and --weights {weights}"
         raise ValueError(f"exactly one of RUN and --weights FILE must be given, got {found}: give one of the two")
     if options["predictions"] is not None:
-        from engine.evaluation.prediction_file import check_prediction_file
+        from loopfeed.engine.evaluation.prediction_file import check_prediction_file
 
         check_prediction_file(options["predictions"])
     settings = {name: options[name] for name in _SETTINGS if options[name] is not None}
@@ -185,7 +185,7 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
         raise ValueError("--snapshot can be given only with RUN, got --weights instead: leave one of the two out")
     if names:
         raise ValueError(f"--{next(iter(names))} of your own can be given only with RUN, got --weights {weights}")
-    from engine.evaluation.run import evaluate_weights
+    from loopfeed.engine.evaluation.run import evaluate_weights
 
     return evaluate_weights(
         weights,
@@ -201,7 +201,7 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
 def _evaluate_run(
     run: str, settings: dict[str, Any], names: dict[str, str], options: dict[str, Any]
 ) -> "EvaluationResult":
-    from engine.records.stored.reading import local_copy, naming_in, with_weights
+    from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
 
     snapshot, storage_options = options["snapshot"], parse_text(options["storage_options"])
     with local_copy(run, storage_options, with_weights(snapshot)) as folder:
@@ -215,11 +215,11 @@ def _evaluate_folder(
     options: dict[str, Any],
     notify: Callable[[str], None],
 ) -> "EvaluationResult":
-    from engine.crossing.choice import this_platform
-    from engine.evaluation.run import evaluate
-    from engine.evaluation.trained_run import run_settings
-    from engine.program.kernels import refuse_missing_kernels
-    from engine.records.recorded_run import read_recorded
+    from loopfeed.engine.crossing.choice import this_platform
+    from loopfeed.engine.evaluation.run import evaluate
+    from loopfeed.engine.evaluation.trained_run import run_settings
+    from loopfeed.engine.program.kernels import refuse_missing_kernels
+    from loopfeed.engine.records.recorded_run import read_recorded
 
     recorded = run_settings(run)
     record = read_recorded(run)
@@ -251,15 +251,15 @@ def _evaluate_folder(
 
 def _write_predictions(result: "EvaluationResult", path: str | None) -> None:
     if path is not None and result.predictions is not None:
-        from engine.evaluation.prediction_file import write_predictions
+        from loopfeed.engine.evaluation.prediction_file import write_predictions
 
         write_predictions(path, result.predictions)
         say_to_stderr(f"predictions: {path}, {quantity(len(result.predictions.labels), 'image')}")
 
 
 def _result_text(result: "EvaluationResult", weights: str | None) -> str:
-    from engine.stream.sinks import evaluation_words
-    from preprocess.printable import printable
+    from loopfeed.engine.stream.sinks import evaluation_words
+    from loopfeed.preprocess.printable import printable
 
     text = evaluation_words(result.record)
     if result.is_mirrored:
@@ -273,7 +273,7 @@ def _class_lines(classes: "tuple[ClassResult, ...]") -> list[str]:
     """Return a table with one row per class: label, identifier, name, number of images and top-1 accuracy."""
     if not classes:
         return []
-    from preprocess.printable import printable
+    from loopfeed.preprocess.printable import printable
 
     rows = [("label", "class", "name", "images", "top-1")]
     for label, each in enumerate(classes):

@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from engine.commands.command_end import describe_error, leave, say_to_stderr
-from engine.commands.option_sources import OptionSource, command_line, merge_options
-from engine.commands.own_parts import load_own_parts, take_part_names
-from engine.commands.setting_options import option_names, option_spelling
-from engine.commands.train_options import describing_options, option_groups
-from engine.config import SETTINGS, TrainConfig
-from engine.named_parts import (
+from loopfeed.engine.commands.command_end import describe_error, leave, say_to_stderr
+from loopfeed.engine.commands.option_sources import OptionSource, command_line, merge_options
+from loopfeed.engine.commands.own_parts import load_own_parts, take_part_names
+from loopfeed.engine.commands.setting_options import option_names, option_spelling
+from loopfeed.engine.commands.train_options import describing_options, option_groups
+from loopfeed.engine.config import SETTINGS, TrainConfig
+from loopfeed.engine.named_parts import (
     NAME_FORM,
     OWN_PARTS,
     compare_named,
     options_of,
     recorded_named_parts,
 )
-from engine.owners import OF_AN_EVALUATION, recorded_settings
-from engine.recipes import load_recipe
-from engine.settings import Owner
-from preprocess.commands.completion import complete_folder
-from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.printable import printable_line
-from preprocess.quantities import listed
-from preprocess.storage_options import parse_text
+from loopfeed.engine.owners import OF_AN_EVALUATION, recorded_settings
+from loopfeed.engine.recipes import load_recipe
+from loopfeed.engine.settings import Owner
+from loopfeed.preprocess.commands.completion import complete_folder
+from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.printable import printable_line
+from loopfeed.preprocess.quantities import listed
+from loopfeed.preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
-    from engine.inspection.report import ProgramReport
-    from engine.records.recorded_run import RecordedRun
-    from engine.run.parts import OwnParts
-    from engine.sizing.device_rates import DeviceRates
+    from loopfeed.engine.inspection.report import ProgramReport
+    from loopfeed.engine.records.recorded_run import RecordedRun
+    from loopfeed.engine.run.parts import OwnParts
+    from loopfeed.engine.sizing.device_rates import DeviceRates
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _RECORDED = "the recorded run"
@@ -100,7 +100,7 @@ def _groups() -> dict[str, tuple[str, ...]]:
 @click.option("--top", type=click.IntRange(min=1), default=10, metavar="N", help="Rows of a list, the largest first.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @describing_options(_SETTINGS)
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 @click.pass_context
 def main(
     context: click.Context,
@@ -162,9 +162,9 @@ def _check_options(compare: tuple[str, str] | None, ir: str | None, report_forma
 
 
 def _explanation(described: _Described, ir: str | None, report_format: str, depth: int, top: int) -> str:
-    from engine.inspection.ir import hlo_lines, stablehlo_lines
-    from engine.inspection.plain import report_lines
-    from engine.inspection.steps import Steps
+    from loopfeed.engine.inspection.ir import hlo_lines, stablehlo_lines
+    from loopfeed.engine.inspection.plain import report_lines
+    from loopfeed.engine.inspection.steps import Steps
 
     report = _explain(described, depth, None)
     if ir == "hlo":
@@ -179,8 +179,8 @@ def _explanation(described: _Described, ir: str | None, report_format: str, dept
 
 
 def _comparison(context: click.Context, texts: tuple[str, str], report_format: str, depth: int) -> str:
-    from engine.crossing.devices import split_processor
-    from engine.inspection.comparison import compare_reports, comparison_json, comparison_lines
+    from loopfeed.engine.crossing.devices import split_processor
+    from loopfeed.engine.inspection.comparison import compare_reports, comparison_json, comparison_lines
 
     names, outer = _take_part_names(context), command_line(context)
     found = []
@@ -251,11 +251,11 @@ def _take_part_names(context: click.Context) -> dict[str, str]:
 
 def _recorded(run: str, context: click.Context, parts: "OwnParts") -> "RecordedRun":
     """Return the record of a run; raise ValueError if it needs a part of the user's own that is not given."""
-    from engine.evaluation.trained_run import check_folder
-    from engine.records.recorded_run import read_recorded
-    from engine.records.stored.reading import local_copy, settings_only
-    from engine.run.dataset import DATA_LOCATION, data_of_record
-    from engine.run.resolve import recorded_own_parts
+    from loopfeed.engine.evaluation.trained_run import check_folder
+    from loopfeed.engine.records.recorded_run import read_recorded
+    from loopfeed.engine.records.stored.reading import local_copy, settings_only
+    from loopfeed.engine.run.dataset import DATA_LOCATION, data_of_record
+    from loopfeed.engine.run.resolve import recorded_own_parts
 
     with local_copy(run, parse_text(context.params["storage_options"]), settings_only) as folder:
         check_folder(folder)
@@ -276,6 +276,6 @@ def _recorded(run: str, context: click.Context, parts: "OwnParts") -> "RecordedR
 
 
 def _explain(described: _Described, depth: int, rates: "DeviceRates | None") -> "ProgramReport":
-    from engine.inspection.explain import explain_parts
+    from loopfeed.engine.inspection.explain import explain_parts
 
     return explain_parts(described.config, described.parts, partial(say_to_stderr), rates=rates, depth=depth)

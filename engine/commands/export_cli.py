@@ -7,14 +7,14 @@ from typing import Literal
 
 import click
 
-from engine.commands.command_end import describe_error, leave, say_to_stderr
-from engine.commands.setting_options import option_names
-from engine.commands.weights_options import parse_snapshot
-from preprocess.commands.completion import complete_file, complete_folder, complete_word
-from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.commands.storage import storage_option
-from preprocess.printable import printable
-from preprocess.storage_options import parse_pairs
+from loopfeed.engine.commands.command_end import describe_error, leave, say_to_stderr
+from loopfeed.engine.commands.setting_options import option_names
+from loopfeed.engine.commands.weights_options import parse_snapshot
+from loopfeed.preprocess.commands.completion import complete_file, complete_folder, complete_word
+from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.commands.storage import storage_option
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.storage_options import parse_pairs
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
@@ -56,7 +56,7 @@ Examples:
 @storage_option
 @click.option("--overwrite", is_flag=True, help="Replace the file OUT.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 def main(
     run: str,
     out: str,
@@ -75,7 +75,7 @@ def main(
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by SIGINT, SIGTERM or SIGHUP.
     """
     try:
-        from engine.evaluation.export import export_weights
+        from loopfeed.engine.evaluation.export import export_weights
 
         if metric is not None and snapshot != "best":
             raise ValueError(

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from engine.commands.tail_frame import Tick
-from preprocess.printable import printable_line
-from preprocess.storage_options import is_url, parse_pairs
-from preprocess.system_errors import status_of
+from loopfeed.engine.commands.tail_frame import Tick
+from loopfeed.preprocess.printable import printable_line
+from loopfeed.preprocess.storage_options import is_url, parse_pairs
+from loopfeed.preprocess.system_errors import status_of
 
 if TYPE_CHECKING:
-    from engine.records.loss_log import RunEnd
+    from loopfeed.engine.records.loss_log import RunEnd
 
 _START_WAIT_S = 5.0  # run-train imports jax before it creates its folder
 _POLL_START_S = 0.1
@@ -51,7 +51,7 @@ def open_source(run: str, storage_option: tuple[str, ...]) -> Iterator[RunSource
         yield RunSource(Path(run), run, lambda: None)
         return
     # TensorStore takes a moment to load.
-    from engine.records.stored.following import followed_copy
+    from loopfeed.engine.records.stored.following import followed_copy
 
     with followed_copy(run, parse_pairs(storage_option)) as (folder, refresh):
         yield RunSource(folder, run, refresh)
@@ -65,7 +65,7 @@ def await_run(source: RunSource, once: bool, timeout_s: float) -> None:
     """
     run, name = source.folder, source.name
     _refuse_file(source)
-    from engine.records.folder_lock import is_locked
+    from loopfeed.engine.records.folder_lock import is_locked
 
     wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
     started_s = time.monotonic()
@@ -125,13 +125,13 @@ def await_runs(sources: Sequence[RunSource], once: bool, timeout_s: float) -> No
 
 
 def _is_run(folder: Path) -> bool:
-    from engine.records.folder_lock import is_locked
+    from loopfeed.engine.records.folder_lock import is_locked
 
     return _has_started(folder) or is_locked(folder)
 
 
 def _has_started(run: Path, has_log: bool = False) -> bool:
-    from engine.records.loss_log import CONFIG_NAME, LOSS_LOG_NAME
+    from loopfeed.engine.records.loss_log import CONFIG_NAME, LOSS_LOG_NAME
 
     return (run / LOSS_LOG_NAME).exists() or (not has_log and (run / CONFIG_NAME).exists())
 
@@ -153,7 +153,7 @@ def _refuse_folder_of_runs(source: RunSource) -> None:
 
 def _runs_in(folder: Path) -> list[Path]:
     """Return the run folders directly below a folder, ordered by the time they started."""
-    from engine.records.loss_log import CONFIG_NAME
+    from loopfeed.engine.records.loss_log import CONFIG_NAME
 
     # A run writes its settings once, when it starts.
     started = [(path.stat().st_mtime_ns, path.parent) for path in folder.glob(f"*/{CONFIG_NAME}")]
@@ -173,8 +173,8 @@ class FollowedRun:
     """
 
     def __init__(self, source: RunSource) -> None:
-        from engine.records.evaluation_log import EvaluationLog
-        from engine.records.loss_log import EVALUATION_LOG_NAME, LOSS_LOG_NAME, LossLog
+        from loopfeed.engine.records.evaluation_log import EvaluationLog
+        from loopfeed.engine.records.loss_log import EVALUATION_LOG_NAME, LOSS_LOG_NAME, LossLog
 
         self.source = source
         self.exists, self.is_killed, self.last_step, self.heard_s = False, False, -1, time.monotonic()
@@ -184,8 +184,8 @@ class FollowedRun:
 
     def read(self) -> Iterator[Tick]:
         """Yield what is new in the folder, in several ticks if it is much; only the last is caught up."""
-        from engine.records.folder_lock import was_killed
-        from engine.records.loss_log import read_run_end, read_run_facts
+        from loopfeed.engine.records.folder_lock import was_killed
+        from loopfeed.engine.records.loss_log import read_run_end, read_run_facts
 
         run = self.source.folder
         # The end is read before the rows, so that all rows written before it are seen.

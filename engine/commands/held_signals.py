@@ -4,7 +4,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from preprocess.stop_signals import install, stop_signals, uninstall
+from loopfeed.preprocess.stop_signals import install, stop_signals, uninstall
 
 # The third signal always takes effect: a write to a terminal that nothing reads would block forever.
 _MOST_HELD = 2

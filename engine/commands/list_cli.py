@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from preprocess.commands.completion import complete_folder
-from preprocess.commands.guarded_output import GuardedCommand, write_data
-from preprocess.commands.storage import storage_option
-from preprocess.printable import printable_line
-from preprocess.storage_options import is_url, parse_pairs
-from preprocess.system_errors import reading_remedy, status_of
+from loopfeed.preprocess.commands.completion import complete_folder
+from loopfeed.preprocess.commands.guarded_output import GuardedCommand, write_data
+from loopfeed.preprocess.commands.storage import storage_option
+from loopfeed.preprocess.printable import printable_line
+from loopfeed.preprocess.storage_options import is_url, parse_pairs
+from loopfeed.preprocess.system_errors import reading_remedy, status_of
 
 if TYPE_CHECKING:
-    from engine.records.run_summary import RunSummary
+    from loopfeed.engine.records.run_summary import RunSummary
 
 
 class _WrongFolderError(click.ClickException):
@@ -45,7 +45,7 @@ States:
 @click.argument("folder", metavar="[DIR]", default="runs", shell_complete=complete_folder)
 @click.option("--json", "as_json", is_flag=True, help="Print everything known of each run as one line of JSON.")
 @storage_option
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
     """List the runs in the folder DIR ("runs" by default) and below, the one that changed last at the end.
 
@@ -61,7 +61,7 @@ def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
     notes: list[str] = []
     try:
         if is_url(folder):
-            from engine.records.stored.summaries import summarise_stored_runs
+            from loopfeed.engine.records.stored.summaries import summarise_stored_runs
 
             runs = list(summarise_stored_runs(folder, now_s, parse_pairs(storage_option)))
         else:
@@ -85,8 +85,8 @@ def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
 
 
 def _local_runs(folder: Path, now_s: float, notes: list[str]) -> "list[RunSummary]":
-    from engine.records.run_search import find_runs
-    from engine.records.run_summary import summarise_run
+    from loopfeed.engine.records.run_search import find_runs
+    from loopfeed.engine.records.run_summary import summarise_run
 
     if not folder.is_dir():
         found = "does not exist" if status_of(folder) is None else "is a file"
@@ -95,7 +95,7 @@ def _local_runs(folder: Path, now_s: float, notes: list[str]) -> "list[RunSummar
 
 
 def _print_table(runs: "list[RunSummary]", folder: str, now_s: float) -> None:
-    from engine.commands.run_table import table_lines
+    from loopfeed.engine.commands.run_table import table_lines
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     names = [_name_in(run.run, folder) for run in runs]

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from engine.config import TrainConfig
-from preprocess.commands.completion import complete_file
-from preprocess.commands.sheet_path import check_sheet_path
+from loopfeed.engine.config import TrainConfig
+from loopfeed.preprocess.commands.completion import complete_file
+from loopfeed.preprocess.commands.sheet_path import check_sheet_path
 
 if TYPE_CHECKING:
-    from engine.run.parts import OwnParts
+    from loopfeed.engine.run.parts import OwnParts
 
 LOOK_OPTIONS = ("show_batch", "step_check")
 """The parameter names of these options."""
@@ -56,7 +56,7 @@ def is_look(params: Mapping[str, Any]) -> bool:
 
 def look(config: TrainConfig, parts: "OwnParts", params: Mapping[str, Any]) -> bool:
     """Do what the given option says, and print it; return whether nothing is wrong."""
-    from engine.crossing.devices import split_processor
+    from loopfeed.engine.crossing.devices import split_processor
 
     # Before the modules that use jax are imported.
     split_processor([config])
@@ -67,9 +67,9 @@ def look(config: TrainConfig, parts: "OwnParts", params: Mapping[str, Any]) -> b
 
 
 def _show_batch(config: TrainConfig, parts: "OwnParts", path: Path) -> None:
-    from engine.processes import this_process
-    from engine.run.open_run import open_run
-    from engine.run.show_batch import first_batch_of
+    from loopfeed.engine.processes import this_process
+    from loopfeed.engine.run.open_run import open_run
+    from loopfeed.engine.run.show_batch import first_batch_of
 
     is_first = this_process().index == 0
     with open_run(config, parts, click.echo if is_first else lambda _: None, is_dry=True) as run:
@@ -80,8 +80,8 @@ def _show_batch(config: TrainConfig, parts: "OwnParts", path: Path) -> None:
 
 
 def _check_step(config: TrainConfig, parts: "OwnParts") -> bool:
-    from engine.commands.step_report import report_lines
-    from engine.run.step_check import check_step_of
+    from loopfeed.engine.commands.step_report import report_lines
+    from loopfeed.engine.run.step_check import check_step_of
 
     check = check_step_of(config, parts, click.echo)
     click.echo("\n".join(["", *report_lines(check)]))

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from engine.config import COUNTED_IN_EPOCHS, NO_VALUE, SETTINGS, describe_value, epochs_in
-from engine.settings import SettingError
+from loopfeed.engine.config import COUNTED_IN_EPOCHS, NO_VALUE, SETTINGS, describe_value, epochs_in
+from loopfeed.engine.settings import SettingError
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"

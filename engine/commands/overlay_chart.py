@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from engine.commands.loss_chart import (
+from loopfeed.engine.commands.loss_chart import (
     BRAILLE_BLANK,
     Glyphs,
     Ink,

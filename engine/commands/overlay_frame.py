@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.commands.run_names import shorten_names
-from engine.commands.tail_frame import Picture, clock_fields, glyphs_for, text_of
-from preprocess.quantities import quantity
+from loopfeed.engine.commands.run_names import shorten_names
+from loopfeed.engine.commands.tail_frame import Picture, clock_fields, glyphs_for, text_of
+from loopfeed.preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from engine.commands.loss_chart import Glyphs, Span
+    from loopfeed.engine.commands.loss_chart import Glyphs, Span
 
 _LEAST_CHART_HEIGHT = 8
 # Columns are left out before names are shorter than twice the first; the second is all that a narrow terminal leaves.
@@ -62,8 +62,8 @@ class Shown:
 
 def legend_lines(runs: Sequence[Shown], width: int, now_s: float) -> list[str]:
     """Return a line of text for each run: letter, name, step, loss, and its state; more if `width` allows it."""
-    from engine.commands.overlay_chart import LETTERS
-    from engine.stream.sinks import loss_number
+    from loopfeed.engine.commands.overlay_chart import LETTERS
+    from loopfeed.engine.stream.sinks import loss_number
 
     steps, losses, accuracies, speeds = [], [], [], []
     for run in runs:
@@ -107,8 +107,8 @@ def _loss_of(run: Shown) -> float:
 
 def overlay_lines(runs: Sequence[Shown], width: int, height: int, glyphs: "Glyphs", now_s: float) -> "list[list[Span]]":
     """Return a frame of title, chart and legend, at most `height` lines long and `width` characters wide."""
-    from engine.commands.loss_chart import Span
-    from engine.commands.overlay_chart import draw_overlay, ink_of
+    from loopfeed.engine.commands.loss_chart import Span
+    from loopfeed.engine.commands.overlay_chart import draw_overlay, ink_of
 
     title = [Span(f"smoothed loss of {quantity(len(runs), 'run')}"[:width], "axis")]
     legend = [[Span(line[:1], ink_of(index)), Span(line[1:], "axis")] for index, line in

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from engine.config import TrainConfig, parse_devices
-from engine.settings import SettingError
-from engine.sizing.cards import CARDS
-from preprocess.commands.suggesting import SuggestingChoice
+from loopfeed.engine.config import TrainConfig, parse_devices
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.sizing.cards import CARDS
+from loopfeed.preprocess.commands.suggesting import SuggestingChoice
 
 if TYPE_CHECKING:
-    from engine.run.parts import OwnParts
-    from engine.sizing.planning import Target
+    from loopfeed.engine.run.parts import OwnParts
+    from loopfeed.engine.sizing.planning import Target
 
 PLAN_OPTIONS = ("dry_run", "target", "devices_per_host", "rate")
 """The parameter names of these options."""
@@ -67,14 +67,14 @@ def check_plan_options(params: Mapping[str, Any]) -> None:
 
 def print_plan(config: TrainConfig, parts: "OwnParts", names: Mapping[str, str], params: Mapping[str, Any]) -> None:
     """Make the plan of a run, and print it."""
-    from engine.processes import this_process
-    from engine.sizing.planning import plan_for_cards, plan_here
-    from engine.sizing.report import plan_lines
+    from loopfeed.engine.processes import this_process
+    from loopfeed.engine.sizing.planning import plan_for_cards, plan_here
+    from loopfeed.engine.sizing.report import plan_lines
 
     if params["target"] is None:
         plan = plan_here(config, parts, click.echo, params["rate"])
     else:
-        from engine.commands.compile_for_cards import PROGRAM
+        from loopfeed.engine.commands.compile_for_cards import PROGRAM
 
         target = _target(config, params)
         plan = plan_for_cards(config, parts, names, target, click.echo, program=PROGRAM, device_rate=params["rate"])
@@ -84,8 +84,8 @@ def print_plan(config: TrainConfig, parts: "OwnParts", names: Mapping[str, str],
 
 
 def _target(config: TrainConfig, params: Mapping[str, Any]) -> "Target":
-    from engine.run.dataset import choose_data
-    from engine.sizing.planning import Target
+    from loopfeed.engine.run.dataset import choose_data
+    from loopfeed.engine.sizing.planning import Target
 
     if not config.synthetic and params["batches"] is None and choose_data(config.data).is_demo:
         raise SettingError(

@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from engine.commands.command_end import describe_error, leave, say_to_stderr
-from engine.commands.own_parts import load_own_parts, take_part_names
-from engine.commands.setting_options import option_names, overriding_option, setting_option
-from engine.commands.weights_options import mean_option, model_option, std_option
-from engine.config import SETTINGS
-from engine.named_parts import compare_named
-from preprocess.commands.completion import complete_file
-from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.commands.guarded_output import write_data
-from preprocess.commands.storage import storage_option
-from preprocess.commands.suggesting import SuggestingChoice
-from preprocess.decoding.default_resize import MAX_SIZE
-from preprocess.printable import printable, printable_name, spreadsheet_cell
-from preprocess.quantities import quantity
-from preprocess.storage_options import parse_pairs
+from loopfeed.engine.commands.command_end import describe_error, leave, say_to_stderr
+from loopfeed.engine.commands.own_parts import load_own_parts, take_part_names
+from loopfeed.engine.commands.setting_options import option_names, overriding_option, setting_option
+from loopfeed.engine.commands.weights_options import mean_option, model_option, std_option
+from loopfeed.engine.config import SETTINGS
+from loopfeed.engine.named_parts import compare_named
+from loopfeed.preprocess.commands.completion import complete_file
+from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.commands.guarded_output import write_data
+from loopfeed.preprocess.commands.storage import storage_option
+from loopfeed.preprocess.commands.suggesting import SuggestingChoice
+from loopfeed.preprocess.decoding.default_resize import MAX_SIZE
+from loopfeed.preprocess.printable import printable, printable_name, spreadsheet_cell
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.storage_options import parse_pairs
 
 if TYPE_CHECKING:
-    from engine.evaluation.predict import PredictionResult
+    from loopfeed.engine.evaluation.predict import PredictionResult
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
@@ -131,7 +131,7 @@ _AS_RUN = "as in the run"
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @overriding_option("compilation_cache", default_text=SETTINGS["compilation_cache"].render_default())
 @storage_option
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 def main(
     *, run: str, images: tuple[str, ...], top: int, as_json: bool, as_csv: bool, traceback: bool, **options: Any
 ) -> None:
@@ -167,7 +167,7 @@ def main(
 
 
 def _predict(run: str, images: tuple[str, ...], top: int, options: dict[str, Any]) -> "PredictionResult":
-    from engine.records.stored.reading import local_copy, naming_in, with_weights
+    from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
 
     with local_copy(run, parse_pairs(options["storage_option"]), with_weights(None)) as place:
         return _predict_with(place, images, top, options, naming_in(say_to_stderr, place, run))
@@ -176,8 +176,8 @@ def _predict(run: str, images: tuple[str, ...], top: int, options: dict[str, Any
 def _predict_with(
     place: Path, images: tuple[str, ...], top: int, options: dict[str, Any], notify: Callable[[str], None]
 ) -> "PredictionResult":
-    from engine.evaluation.predict import predict
-    from engine.records.recorded_run import read_recorded
+    from loopfeed.engine.evaluation.predict import predict
+    from loopfeed.engine.records.recorded_run import read_recorded
 
     parts = load_own_parts(take_part_names(options, {"model": None}))
     if parts.named and place.is_dir():

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from engine.commands.command_end import describe_error, leave, say_to_stderr
-from engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
-from engine.commands.setting_options import option_names, overriding_option
-from preprocess.commands.completion import complete_file, complete_folder
-from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.commands.storage import storage_option
-from preprocess.printable import printable
-from preprocess.storage_options import parse_pairs
+from loopfeed.engine.commands.command_end import describe_error, leave, say_to_stderr
+from loopfeed.engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
+from loopfeed.engine.commands.setting_options import option_names, overriding_option
+from loopfeed.preprocess.commands.completion import complete_file, complete_folder
+from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.commands.storage import storage_option
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.storage_options import parse_pairs
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
@@ -65,7 +65,7 @@ Examples:
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 def main(
     *,
     runs: tuple[str, ...],
@@ -87,7 +87,7 @@ def main(
     Exit codes: 0 done, 1 failed, 2 wrong usage or no run folder, 130 stopped by SIGINT, SIGTERM or SIGHUP.
     """
     try:
-        from engine.report_page.report import report_run
+        from loopfeed.engine.report_page.report import report_run
 
         parts = load_own_parts(take_part_names(own, {}))
         path = report_run(

@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from engine.commands.command_end import say_to_stderr
-from engine.records.run_folder import CONFIG
+from loopfeed.engine.commands.command_end import say_to_stderr
+from loopfeed.engine.records.run_folder import CONFIG
 
 STOPS = (signal.SIGUSR1,)
 """The signals that a job script asks Slurm for before the time limit; they stop the run as SIGTERM does."""

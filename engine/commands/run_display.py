@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from engine.commands.command_end import say_in_time, say_on_terminal
-from engine.config import ProfileFormat, TrainConfig
-from engine.peers import SEES_ALL
-from engine.processes import this_process
-from preprocess.commands.guarded_output import show_only_on_stdout, terminal_of
-from preprocess.quantities import quantity
+from loopfeed.engine.commands.command_end import say_in_time, say_on_terminal
+from loopfeed.engine.config import ProfileFormat, TrainConfig
+from loopfeed.engine.peers import SEES_ALL
+from loopfeed.engine.processes import this_process
+from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout, terminal_of
+from loopfeed.preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.run.result import TrainResult
-    from engine.stream.sinks import Sink
+    from loopfeed.engine.run.result import TrainResult
+    from loopfeed.engine.stream.sinks import Sink
 
 
 # For whoever reads the summary: a pager may be paused. A signal asked for an end at once.
@@ -46,10 +46,10 @@ class LossDisplay:
     def make_sink(self, config: TrainConfig) -> "Sink":
         """Return the sink that displays the losses of a run with these settings."""
         if self._console is None:
-            from engine.stream.sinks import PlainSink
+            from loopfeed.engine.stream.sinks import PlainSink
 
             return PlainSink(sys.stdout or io.StringIO(), steps=config.steps)
-        from engine.commands.terminal import ProgressSink
+        from loopfeed.engine.commands.terminal import ProgressSink
 
         return ProgressSink(self._console, steps=config.steps, batch=config.batch)
 
@@ -114,10 +114,10 @@ def _from_here(run_dir: Path | str | None) -> str:
 def _tables(result: "TrainResult", profile_format: ProfileFormat, *, runtime_report: bool) -> Iterator[str]:
     """Yield the profile and the runtime report that the user asked for."""
     if result.profile is not None:
-        from engine.profile.formats import format_profile
+        from loopfeed.engine.profile.formats import format_profile
 
         yield format_profile(result.profile, profile_format)
     if runtime_report:
-        from engine.runtime.report import describe_runtime
+        from loopfeed.engine.runtime.report import describe_runtime
 
         yield describe_runtime(result.runtime) + "\n"

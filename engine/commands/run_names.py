@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from preprocess.printable import printable_line
+from loopfeed.preprocess.printable import printable_line
 
 _ELLIPSIS = "~"
 _ALIKE = 4  # names that share fewer characters do not begin alike

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.commands.run_names import shorten_names, without_middle
-from engine.commands.tail_frame import duration_text
-from engine.config import COMPILATION, DATA, INFEED, MONITORING, OUTPUT, SETTINGS
-from engine.records.run_summary import RunSummary
-from engine.settings import Owner
-from preprocess.printable import printable_line
+from loopfeed.engine.commands.run_names import shorten_names, without_middle
+from loopfeed.engine.commands.tail_frame import duration_text
+from loopfeed.engine.config import COMPILATION, DATA, INFEED, MONITORING, OUTPUT, SETTINGS
+from loopfeed.engine.records.run_summary import RunSummary
+from loopfeed.engine.settings import Owner
+from loopfeed.preprocess.printable import printable_line
 
 _GAP = 2
 _LEAST_NAME_WIDTH = 16

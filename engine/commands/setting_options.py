@@ -1,4 +1,4 @@
-"""Click options for settings, derived entirely from their declarations in `engine.config`.
+"""Click options for settings, derived entirely from their declarations in `loopfeed.engine.config`.
 
 Knows no individual setting; each command chooses its options.
 """
@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 
-from engine.commands.option_sources import CountedSteps, OptionalNumber
-from engine.config import COUNTED_IN_EPOCHS, SETTINGS
-from engine.named_parts import OWN_PARTS
-from engine.settings import Setting
-from models.names import MODEL_NAMES
-from preprocess.commands.completion import Complete, complete_file, complete_folder, complete_word
-from preprocess.commands.suggesting import SuggestingChoice, ascii_only
+from loopfeed.engine.commands.option_sources import CountedSteps, OptionalNumber
+from loopfeed.engine.config import COUNTED_IN_EPOCHS, SETTINGS
+from loopfeed.engine.named_parts import OWN_PARTS
+from loopfeed.engine.settings import Setting
+from loopfeed.models.names import MODEL_NAMES
+from loopfeed.preprocess.commands.completion import Complete, complete_file, complete_folder, complete_word
+from loopfeed.preprocess.commands.suggesting import SuggestingChoice, ascii_only
 
 type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

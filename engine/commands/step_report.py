@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from preprocess.printable import printable_line
+from loopfeed.preprocess.printable import printable_line
 
 if TYPE_CHECKING:
-    from engine.run.differences import Difference
-    from engine.run.step_check import StepCheck
+    from loopfeed.engine.run.differences import Difference
+    from loopfeed.engine.run.step_check import StepCheck
 
 _WIDTH = 80
 _NAME_WIDTH = 32
@@ -32,7 +32,7 @@ def report_lines(check: "StepCheck") -> list[str]:
 
 def verdict(check: "StepCheck") -> str:
     """Return in a few sentences whether the step is right, and where it first is not."""
-    from engine.run.differences import MARGIN
+    from loopfeed.engine.run.differences import MARGIN
 
     rule = (
         f"Allowed is {MARGIN:g} times the change (root mean square) that random rounding of each operation makes, "
@@ -47,7 +47,7 @@ def verdict(check: "StepCheck") -> str:
             f"UNSTABLE in {printable_line(name)}{others}: rounding alone moves what leaves it {how_far}, and no "
             "switch of a ReLU explains it. Either numbers cancel there, or a derivative compares numbers that XLA may "
             "compute a second time with another rounding, as x == x.max() does: take the derivative at a stored index "
-            "(jnp.argmax, models.max_pool)."
+            "(jnp.argmax, loopfeed.max_pool)."
         )
     if check.is_explained:
         return f"Rounding explains all differences. {rule}"
@@ -72,7 +72,7 @@ def verdict(check: "StepCheck") -> str:
 
 def _shortened(scopes: "Mapping[str, Difference]") -> "dict[str, Difference]":
     """Return the scopes, if there are many those that are explained joined by action and first part of the path."""
-    from engine.run.differences import join
+    from loopfeed.engine.run.differences import join
 
     if len(scopes) <= _MOST_SCOPES:
         return dict(scopes)

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from engine.commands.child_program import child_program
-from engine.commands.command_end import say_to_stderr
-from engine.peers import BEAT_FILE, SEES_ALL, SUPERVISOR, describe_fault, is_supervised, signals_file
-from engine.signal_bursts import SignalBursts
-from preprocess.commands.guarded_output import GuardedStream
-from preprocess.commands.output_stream import OutputStream
-from preprocess.stop_signals import install, stop_signals, uninstall
+from loopfeed.engine.commands.child_program import child_program
+from loopfeed.engine.commands.command_end import say_to_stderr
+from loopfeed.engine.peers import BEAT_FILE, SEES_ALL, SUPERVISOR, describe_fault, is_supervised, signals_file
+from loopfeed.engine.signal_bursts import SignalBursts
+from loopfeed.preprocess.commands.guarded_output import GuardedStream
+from loopfeed.preprocess.commands.output_stream import OutputStream
+from loopfeed.preprocess.stop_signals import install, stop_signals, uninstall
 
 _LOOK_EVERY_S = 0.2
 # Between a request to end and the end by force.
@@ -37,7 +37,7 @@ _CONNECT_S = 3.0
 _MOST_RUNTIME_LINES = 20
 _WRONG_USAGE, _STOPPED = 2, 130
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PROGRAM = child_program("engine.commands.cli", "main", "main(prog_name='run-train')")
+_PROGRAM = child_program("loopfeed.engine.commands.cli", "main", "main(prog_name='run-train')")
 
 
 class Outcome(NamedTuple):
@@ -63,7 +63,7 @@ def supervise(
         peer_timeout_s: seconds without a sign of life after which a process counts as stuck.
         stops: signals that are passed on as SIGTERM.
     """
-    with tempfile.TemporaryDirectory(prefix="feedloop-") as folder:
+    with tempfile.TemporaryDirectory(prefix="loopfeed-") as folder:
         relay = _Relay()
         with _Forwarding(stops) as forwarding:
             children = _start(arguments, num_processes, Path(folder), relay)

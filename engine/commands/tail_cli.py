@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from engine.commands.followed_run import (
+from loopfeed.engine.commands.followed_run import (
     FollowedRun,
     RunKilledError,
     RunNotFoundError,
@@ -29,23 +29,23 @@ from engine.commands.followed_run import (
     follow_together,
     open_source,
 )
-from engine.commands.held_signals import signals_held
-from engine.commands.overlay_frame import Shown, overlay_text
-from engine.commands.run_names import distinct_names
-from engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
-from preprocess.commands.completion import complete_folder
-from preprocess.commands.guarded_output import GuardedCommand, terminal_of
-from preprocess.commands.output_stream import OutputStream
-from preprocess.commands.storage import storage_option
-from preprocess.printable import printable_line
-from preprocess.system_errors import describe_system_error, is_out_of_room, reading_remedy
+from loopfeed.engine.commands.held_signals import signals_held
+from loopfeed.engine.commands.overlay_frame import Shown, overlay_text
+from loopfeed.engine.commands.run_names import distinct_names
+from loopfeed.engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
+from loopfeed.preprocess.commands.completion import complete_folder
+from loopfeed.preprocess.commands.guarded_output import GuardedCommand, terminal_of
+from loopfeed.preprocess.commands.output_stream import OutputStream
+from loopfeed.preprocess.commands.storage import storage_option
+from loopfeed.preprocess.printable import printable_line
+from loopfeed.preprocess.system_errors import describe_system_error, is_out_of_room, reading_remedy
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from engine.records.loss_log import LossRows, RunEnd
-    from engine.stream.sinks import EvaluationRecord
+    from loopfeed.engine.records.loss_log import LossRows, RunEnd
+    from loopfeed.engine.stream.sinks import EvaluationRecord
 
 _MOST_RUNS = 26  # one letter each
 
@@ -94,7 +94,7 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
     help="Give up if the run writes nothing for S seconds; 'inf' waits forever.",
 )  # fmt: skip
 @storage_option
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 def main(
     runs: tuple[str, ...],
     once: bool,
@@ -173,8 +173,8 @@ def _open_console(width: int | None, height: int | None) -> "Console":
 
 
 def _new_picture(run: str, *, smoothing: float, last: int | None, log_scale: bool) -> Picture:
-    from engine.commands.binned_losses import BinnedLosses
-    from engine.records.loss_log import RunFacts
+    from loopfeed.engine.commands.binned_losses import BinnedLosses
+    from loopfeed.engine.records.loss_log import RunFacts
 
     return Picture(Path(run), BinnedLosses(smoothing, last), RunFacts(), log_scale)
 
@@ -302,7 +302,7 @@ def plain_lines(
         waiting: evaluations in order of step; those that are yielded are removed.
         up_to_step: yield evaluations up to this step; later ones stay in `waiting`.
     """
-    from engine.stream.sinks import evaluation_words, loss_fields
+    from loopfeed.engine.stream.sinks import evaluation_words, loss_fields
 
     for record in records_of(rows):
         while waiting and waiting[0].step < record.step:

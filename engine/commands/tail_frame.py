@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preprocess.printable import printable_line
-from preprocess.quantities import quantity
+from loopfeed.preprocess.printable import printable_line
+from loopfeed.preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from engine.commands.binned_losses import BinnedLosses
-    from engine.commands.loss_chart import Glyphs, Span
-    from engine.records.loss_log import LossBatch, LossRows, RunEnd, RunFacts
-    from engine.stream.sinks import EvaluationRecord, LossRecord
+    from loopfeed.engine.commands.binned_losses import BinnedLosses
+    from loopfeed.engine.commands.loss_chart import Glyphs, Span
+    from loopfeed.engine.records.loss_log import LossBatch, LossRows, RunEnd, RunFacts
+    from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord
 
 _SILENT_SHOWN_S = 5.0  # a pause is shown after this time, or after the time of this many steps
 _SILENT_SHOWN_STEPS = 5
@@ -68,7 +68,7 @@ class Picture:
 
 def records_of(rows: "LossRows") -> "Iterator[LossRecord]":
     """Yield each row as a loss record; missing numbers are NaN."""
-    from engine.stream.sinks import LossRecord
+    from loopfeed.engine.stream.sinks import LossRecord
 
     columns = (rows.step, rows.loss, rows.learning_rate, rows.images_per_s, rows.wait_ms, rows.time_s, rows.metrics)
     for row in zip(*(column.tolist() for column in columns), strict=True):
@@ -105,7 +105,7 @@ def end_text(end: "RunEnd") -> str:
 
 def status_fields(picture: Picture, now_s: float) -> list[str]:
     """Return the text fields to show below the chart; `now_s` is the current time in seconds since the Unix epoch."""
-    from engine.stream.sinks import loss_fields, loss_number, metric_fields
+    from loopfeed.engine.stream.sinks import loss_fields, loss_number, metric_fields
 
     history, facts = picture.history, picture.facts
     fields = []
@@ -152,7 +152,7 @@ def pack_fields(fields: list[str], width: int) -> list[str]:
 
 def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now_s: float) -> "list[list[Span]]":
     """Return a frame of title, chart and status, at most `height` lines long and `width` characters wide."""
-    from engine.commands.loss_chart import Span, draw_chart
+    from loopfeed.engine.commands.loss_chart import Span, draw_chart
 
     facts = picture.facts
     title = [
@@ -179,7 +179,7 @@ def frame_text(picture: Picture, console: "Console", height: int) -> "Text":
 
 def glyphs_for(console: "Console") -> "Glyphs":
     """Return the character set that the console's encoding supports."""
-    from engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
+    from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
 
     return UNICODE_GLYPHS if _encodes(console.encoding, "│┤└─┬×⣿") else ASCII_GLYPHS
 

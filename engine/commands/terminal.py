@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, evaluation_words
-from preprocess.quantities import quantity
+from loopfeed.engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, evaluation_words
+from loopfeed.preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,15 +5,15 @@ from typing import Any
 
 import click
 
-from engine.commands.look_options import LOOK_OPTIONS
-from engine.commands.look_options import OPTIONS as OPTIONS_TO_LOOK
-from engine.commands.own_parts import OWN_GROUP, own_part_options
-from engine.commands.plan_options import OPTIONS, PLAN_OPTIONS
-from engine.commands.setting_options import Decorator, setting_option
-from engine.config import COMPILATION, DATA, MONITORING, OUTPUT, SETTINGS
-from engine.named_parts import OWN_PARTS
-from engine.recipes import load_recipe, recipe_names
-from preprocess.commands.completion import complete_word
+from loopfeed.engine.commands.look_options import LOOK_OPTIONS
+from loopfeed.engine.commands.look_options import OPTIONS as OPTIONS_TO_LOOK
+from loopfeed.engine.commands.own_parts import OWN_GROUP, own_part_options
+from loopfeed.engine.commands.plan_options import OPTIONS, PLAN_OPTIONS
+from loopfeed.engine.commands.setting_options import Decorator, setting_option
+from loopfeed.engine.config import COMPILATION, DATA, MONITORING, OUTPUT, SETTINGS
+from loopfeed.engine.named_parts import OWN_PARTS
+from loopfeed.engine.recipes import load_recipe, recipe_names
+from loopfeed.preprocess.commands.completion import complete_word
 
 _PROCESSES = ("spawn", "coordinator", "num_processes", "process_id", "peer_timeout", "join_timeout", "requeue")
 _ONLY_OWN = tuple(name for name in OWN_PARTS if name not in SETTINGS)
@@ -75,7 +75,7 @@ def _list_models(context: click.Context, _parameter: click.Parameter, is_wanted:
     """Print the models of the registry and exit if the option is given."""
     if not is_wanted or context.resilient_parsing:
         return
-    from models.summaries import summarise_models
+    from loopfeed.models.summaries import summarise_models
 
     for each in summarise_models():
         click.echo(

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from engine.commands.command_end import describe_error, leave, say_on_terminal, say_to_stderr
-from engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
-from engine.commands.setting_options import option_names, overriding_option
-from engine.named_parts import OWN_PARTS, compare_named
-from preprocess.commands.completion import complete_folder
-from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.commands.guarded_output import terminal_of
-from preprocess.commands.storage import storage_option
-from preprocess.printable import printable_line
-from preprocess.storage_options import parse_pairs
+from loopfeed.engine.commands.command_end import describe_error, leave, say_on_terminal, say_to_stderr
+from loopfeed.engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
+from loopfeed.engine.commands.setting_options import option_names, overriding_option
+from loopfeed.engine.named_parts import OWN_PARTS, compare_named
+from loopfeed.preprocess.commands.completion import complete_folder
+from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.commands.guarded_output import terminal_of
+from loopfeed.preprocess.commands.storage import storage_option
+from loopfeed.preprocess.printable import printable_line
+from loopfeed.preprocess.storage_options import parse_pairs
 
 if TYPE_CHECKING:
-    from engine.stream.sinks import Sink
+    from loopfeed.engine.stream.sinks import Sink
 
 _SAME, _DIFFERS, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
@@ -71,7 +71,7 @@ Examples:
 @own_part_options(OWN_PARTS)
 @storage_option
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 def main(
     run: str,
     from_step: int | None,
@@ -91,7 +91,7 @@ def main(
     SIGTERM or SIGHUP.
     """
     try:
-        from engine.records.stored.reading import local_copy, naming_in
+        from loopfeed.engine.records.stored.reading import local_copy, naming_in
 
         with local_copy(run, parse_pairs(storage_option)) as folder:
             display, say = _progress()
@@ -119,8 +119,8 @@ def _verify(
     display: "Callable[[int, int], Sink] | None",
     say: Callable[[str], None],
 ) -> int:
-    from engine.records.recorded_run import read_recorded
-    from engine.replay.replay import replay_run
+    from loopfeed.engine.records.recorded_run import read_recorded
+    from loopfeed.engine.replay.replay import replay_run
 
     parts = load_own_parts(names)
     for warning in compare_named(read_recorded(run).resolved, parts.named):
@@ -154,7 +154,7 @@ def _progress() -> "tuple[Callable[[int, int], Sink] | None, Callable[[str], Non
         return None, say_to_stderr
     from rich.console import Console
 
-    from engine.commands.terminal import ProgressSink
+    from loopfeed.engine.commands.terminal import ProgressSink
 
     # One console for both, so that messages are printed above the progress line.
     console = Console(file=terminal_of(sys.stderr))

@@ -4,8 +4,8 @@ from typing import Literal
 
 import click
 
-from models.names import MODEL_NAMES
-from preprocess.commands.completion import complete_word
+from loopfeed.models.names import MODEL_NAMES
+from loopfeed.preprocess.commands.completion import complete_word
 
 
 def parse_snapshot(

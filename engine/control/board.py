@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from engine.control.event import ControlEvent, events_at, factor_before
-from engine.control.recording import Recording
-from engine.control.request import CALLBACK_ORIGIN, ControlRequest, origin_of
-from engine.control.word import EVALUATE, SNAPSHOT, ControlWords, encode_control, stop_at_once
+from loopfeed.engine.control.event import ControlEvent, events_at, factor_before
+from loopfeed.engine.control.recording import Recording
+from loopfeed.engine.control.request import CALLBACK_ORIGIN, ControlRequest, origin_of
+from loopfeed.engine.control.word import EVALUATE, SNAPSHOT, ControlWords, encode_control, stop_at_once
 
 # How long a pull waits for the record of an event: usually a millisecond. It doubles with each event that is late, so
 # that requests take effect on a slow disk too, while one that hangs stops the program only once.

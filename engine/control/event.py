@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from engine.control.request import check_flags, check_learning_rate_factor, check_request_id, parse_fields
+from loopfeed.engine.control.request import check_flags, check_learning_rate_factor, check_request_id, parse_fields
 
 _MAX_COUNT = 2**31  # the device counts in int32
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from engine.control.event import ControlEvent
+from loopfeed.engine.control.event import ControlEvent
 
 type Confirm = Callable[[], bool]
 """Called once the event is recorded: () → whether it takes effect; if not, the record must be taken back."""

@@ -1,7 +1,7 @@
 """Choice of the transport, the infeed and the chunk length for this machine.
 
-Owns only the choice; the implementations are in `engine.crossing.transport`, `engine.crossing.infeed` and, for NVIDIA,
-`engine.crossing.cuda`.
+Owns only the choice; the implementations are in `loopfeed.engine.crossing.transport`, `loopfeed.engine.crossing.infeed`
+and, for NVIDIA, `loopfeed.engine.crossing.cuda`.
 """
 
 import math
@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 import jax
 
-from engine.config import TrainConfig, TransportName
-from engine.control.board import ControlBoard
-from engine.crossing.infeed import BatchInfeed, Infeed, WordsOf
-from engine.crossing.observer import PullObserver
-from engine.crossing.transport import CallbackTransport, InplaceTransport, Transport
-from engine.feed.feeder import Allocate, Feeder
-from engine.xla_threads import check_not_forked, fitting_threads
-from models.layers.platform_forms import PLATFORMS
-from preprocess.quantities import quantity
+from loopfeed.engine.config import TrainConfig, TransportName
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.infeed import BatchInfeed, Infeed, WordsOf
+from loopfeed.engine.crossing.observer import PullObserver
+from loopfeed.engine.crossing.transport import CallbackTransport, InplaceTransport, Transport
+from loopfeed.engine.feed.feeder import Allocate, Feeder
+from loopfeed.engine.xla_threads import check_not_forked, fitting_threads
+from loopfeed.models.layers.platform_forms import PLATFORMS
+from loopfeed.preprocess.quantities import quantity
 
 type MakeFeeder = Callable[[Allocate | None], Feeder]
 """Allocator of the slots' memory (None: NumPy's) → a feeder that is not started."""
@@ -100,8 +100,8 @@ def choose_transport(name: TransportName, platform: str, num_devices: int = 1) -
         return InplaceTransport()
     if name == "callback":
         return CallbackTransport()
-    from engine.crossing.cuda.driver import CudaDriver
-    from engine.crossing.cuda.transport import CudaTransport
+    from loopfeed.engine.crossing.cuda.driver import CudaDriver
+    from loopfeed.engine.crossing.cuda.transport import CudaTransport
 
     return CudaTransport(CudaDriver(this_device().local_hardware_id))
 
@@ -118,7 +118,7 @@ def make_infeed(
     times_waits: bool = True,
     observer: PullObserver | None = None,
 ) -> BatchInfeed:
-    """Create the infeed that suits a transport; see `engine.crossing.cuda.infeed.StreamedInfeed` for the arguments."""
+    """Create the infeed that suits a transport, with the arguments of `cuda.infeed.StreamedInfeed`."""
     if not transport.runs_ahead:
         return Infeed(
             make_feeder(None),
@@ -131,8 +131,8 @@ def make_infeed(
             times_waits=times_waits,
             observer=observer,
         )
-    from engine.crossing.cuda.infeed import StreamedInfeed
-    from engine.crossing.cuda.transport import CudaTransport
+    from loopfeed.engine.crossing.cuda.infeed import StreamedInfeed
+    from loopfeed.engine.crossing.cuda.transport import CudaTransport
 
     assert isinstance(transport, CudaTransport)
     return StreamedInfeed(

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import jax
 
-from engine.config import MOST_PARTS, TrainConfig, parse_devices
-from engine.crossing.choice import this_device, this_platform
-from engine.settings import SettingError
-from engine.xla_threads import spare_thread
+from loopfeed.engine.config import MOST_PARTS, TrainConfig, parse_devices
+from loopfeed.engine.crossing.choice import this_device, this_platform
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.xla_threads import spare_thread
 
 _TERMINATE = "--xla_cpu_collective_call_terminate_timeout_seconds"
 # Seconds for which a reduction may wait beyond the time limit of a batch.

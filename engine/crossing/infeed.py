@@ -16,15 +16,15 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from engine.control.board import ControlBoard
-from engine.control.word import CONTROL_WORDS, STOP, ControlWord, ControlWords, decode_control, stop_at_once
-from engine.crossing.observer import PullObserver
-from engine.crossing.token import Token
-from engine.crossing.transport import Array, Transport
-from engine.feed.batches import Labels, Pixels
-from engine.feed.feeder import Feeder
-from engine.images.unpack import pack_dense
-from engine.scopes import UNPACK
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.word import CONTROL_WORDS, STOP, ControlWord, ControlWords, decode_control, stop_at_once
+from loopfeed.engine.crossing.observer import PullObserver
+from loopfeed.engine.crossing.token import Token
+from loopfeed.engine.crossing.transport import Array, Transport
+from loopfeed.engine.feed.batches import Labels, Pixels
+from loopfeed.engine.feed.feeder import Feeder
+from loopfeed.engine.images.unpack import pack_dense
+from loopfeed.engine.scopes import UNPACK
 
 
 class Batch(NamedTuple):
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
     Attributes:
         pixels: uint32 [b, H, W], packed.
-        labels: int32 [b], or [b, words] if they are not class numbers (`engine.feed.label_form`).
+        labels: int32 [b], or [b, words] if they are not class numbers (`loopfeed.engine.feed.label_form`).
     """
 
     pixels: jax.Array

@@ -6,7 +6,7 @@ never raise.
 
 from typing import Protocol
 
-from engine.crossing.pushed import Pushed
+from loopfeed.engine.crossing.pushed import Pushed
 
 
 class PullObserver(Protocol):

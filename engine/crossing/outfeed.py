@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.control.board import ControlBoard
-from engine.crossing.observer import PushObserver
-from engine.crossing.plain_types import Restore, as_plain
-from engine.crossing.push_meter import PushMeter
-from engine.crossing.pushed import (
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.observer import PushObserver
+from loopfeed.engine.crossing.plain_types import Restore, as_plain
+from loopfeed.engine.crossing.push_meter import PushMeter
+from loopfeed.engine.crossing.pushed import (
     Histogram,
     Pushed,
     PushedEvaluation,
@@ -27,11 +27,11 @@ from engine.crossing.pushed import (
     PushedSnapshot,
     mean_of_images,
 )
-from engine.crossing.token import Token
-from engine.crossing.transport import Array, Transport
-from engine.images.mixing import WHOLE
-from engine.keys import plain_keys
-from engine.objective.tally import Tally, count_top5
+from loopfeed.engine.crossing.token import Token
+from loopfeed.engine.crossing.transport import Array, Transport
+from loopfeed.engine.images.mixing import WHOLE
+from loopfeed.engine.keys import plain_keys
+from loopfeed.engine.objective.tally import Tally, count_top5
 
 
 class Outfeed:

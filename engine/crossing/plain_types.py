@@ -30,7 +30,7 @@ def as_plain(array: jax.Array) -> tuple[jax.Array, Restore | None]:
         elements fill bytes; otherwise, as of int4, the elements as the smallest dtype of NumPy that holds them all.
 
     Raises:
-        TypeError: if it is an array of PRNG keys, which `engine.keys` converts.
+        TypeError: if it is an array of PRNG keys, which `loopfeed.engine.keys` converts.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(f"what crosses to the host must be arrays of numbers, got {array.dtype}: convert it first")

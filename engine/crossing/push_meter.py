@@ -9,8 +9,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
-from engine.durations import Durations
+from loopfeed.engine.crossing.pushed import Pushed, PushedEvaluation, PushedLosses, PushedSnapshot
+from loopfeed.engine.durations import Durations
 
 
 class PushMeter:

@@ -1,9 +1,10 @@
 """Transports, which call host functions from inside the compiled program.
 
-Both crossings (`engine.crossing.infeed`, `engine.crossing.outfeed`) use a transport; nothing else in the project makes
-a host callback. The host function receives NumPy arrays. It must never call jax or block without a time limit, because
-both hang the program. No exception reaches the program, which it would abort: the first one is kept, to be raised by
-the code that launched the program, and from then on all calls are answered with zeros, which end the loops.
+Both crossings (`loopfeed.engine.crossing.infeed`, `loopfeed.engine.crossing.outfeed`) use a transport; nothing else in
+the project makes a host callback. The host function receives NumPy arrays. It must never call jax or block without a
+time limit, because both hang the program. No exception reaches the program, which it would abort: the first one is
+kept, to be raised by the code that launched the program, and from then on all calls are answered with zeros, which end
+the loops.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 from numpy.typing import NDArray
 
-from engine.crossing.token import TOKEN_SHAPE, Token
+from loopfeed.engine.crossing.token import TOKEN_SHAPE, Token
 
 type Array = NDArray[Any]
 type HostFunction = Callable[[Sequence[Array], Sequence[Array]], None]

@@ -1,6 +1,6 @@
 """The evaluation program: compiled, run over all images of a source, and its counts.
 
-The loop (`engine.program.evaluate_split`) and the crossings that feed it are the same as in training.
+The loop (`loopfeed.engine.program.evaluate_split`) and the crossings that feed it are the same as in training.
 """
 
 import math
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.control.board import ControlBoard
-from engine.crossing.choice import (
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.choice import (
     choose_chunk,
     choose_transport,
     make_infeed,
@@ -23,28 +23,28 @@ from engine.crossing.choice import (
     this_platform,
     traced_platform,
 )
-from engine.crossing.infeed import BatchInfeed
-from engine.crossing.token import first_token
-from engine.crossing.transport import Transport
-from engine.evaluation.result import ImagePredictions
-from engine.evaluation.subject import (
+from loopfeed.engine.crossing.infeed import BatchInfeed
+from loopfeed.engine.crossing.token import first_token
+from loopfeed.engine.crossing.transport import Transport
+from loopfeed.engine.evaluation.result import ImagePredictions
+from loopfeed.engine.evaluation.subject import (
     Subject,
 )
-from engine.feed.batches import CheckedSource, EvaluationSource, label_form_of
-from engine.feed.feeder import Feeder, ring_depth
-from engine.images.augment import prepare_for_evaluation
-from engine.images.unpack import PixelScale
-from engine.objective.batch_size_check import check_batch_size
-from engine.objective.logits import logits_of
-from engine.objective.predictions import empty_predictions
-from engine.objective.tally import Tally, empty_tally
-from engine.program.checked_model import CheckedModel
-from engine.program.evaluate_split import evaluate_split
-from engine.program.kernels import settle_kernels
-from engine.program.statics import OwnFunctions, Statics, statics_of
-from engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
-from engine.run.signals import call_on_worker
-from engine.updates.update import Weights
+from loopfeed.engine.feed.batches import CheckedSource, EvaluationSource, label_form_of
+from loopfeed.engine.feed.feeder import Feeder, ring_depth
+from loopfeed.engine.images.augment import prepare_for_evaluation
+from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.objective.batch_size_check import check_batch_size
+from loopfeed.engine.objective.logits import logits_of
+from loopfeed.engine.objective.predictions import empty_predictions
+from loopfeed.engine.objective.tally import Tally, empty_tally
+from loopfeed.engine.program.checked_model import CheckedModel
+from loopfeed.engine.program.evaluate_split import evaluate_split
+from loopfeed.engine.program.kernels import settle_kernels
+from loopfeed.engine.program.statics import OwnFunctions, Statics, statics_of
+from loopfeed.engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
+from loopfeed.engine.run.signals import call_on_worker
+from loopfeed.engine.updates.update import Weights
 
 
 class RankedClasses(NamedTuple):

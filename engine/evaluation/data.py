@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import TrainConfig
-from engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
-from engine.feed.shard_batches import SequentialBatches
-from engine.locations import storage_options_of
-from engine.run.cached_data import open_cache, open_cached_split
-from engine.run.class_identities import lacking, places
-from engine.run.data import choose_eval_split, have_same_classes, manifest_digest_of
-from engine.run.dataset import choose_data, data_of_record, make_demo
-from engine.run.label_fit import check_loss_fits
-from preprocess.quantities import quantity
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.location import open_location
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.reader import list_splits, read_manifest
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
+from loopfeed.engine.feed.shard_batches import SequentialBatches
+from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.run.cached_data import open_cache, open_cached_split
+from loopfeed.engine.run.class_identities import lacking, places
+from loopfeed.engine.run.data import choose_eval_split, have_same_classes, manifest_digest_of
+from loopfeed.engine.run.dataset import choose_data, data_of_record, make_demo
+from loopfeed.engine.run.label_fit import check_loss_fits
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.reader import list_splits, read_manifest
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from engine.evaluation.snapshot_weights import find_best
-from engine.evaluation.trained_run import check_has_weights, read_run
-from engine.records.run_folder import CONFIG, LOSS_LOG
-from engine.records.stored.reading import local_copy, with_weights
-from engine.records.weights import weights_file
-from engine.records.whole_file import write_whole
+from loopfeed.engine.evaluation.snapshot_weights import find_best
+from loopfeed.engine.evaluation.trained_run import check_has_weights, read_run
+from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG
+from loopfeed.engine.records.stored.reading import local_copy, with_weights
+from loopfeed.engine.records.weights import weights_file
+from loopfeed.engine.records.whole_file import write_whole
 
 
 class ExportedWeights(NamedTuple):

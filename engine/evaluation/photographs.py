@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feed.batches import PADDING_LABEL, Labels, Pixels
-from preprocess.decoding.decode import ResizeRule, decode_image
-from preprocess.decoding.memory_budget import file_budget, pixel_budget
-from preprocess.pixels import pack_rgb
-from preprocess.regular_file import read_regular
-from preprocess.sources.split_names import IMAGE_SUFFIXES, is_image_name
-from preprocess.system_entries import count_ignored, describe_ignored, is_hidden
-from preprocess.system_errors import reading_remedy, status_of
+from loopfeed.engine.feed.batches import PADDING_LABEL, Labels, Pixels
+from loopfeed.preprocess.decoding.decode import ResizeRule, decode_image
+from loopfeed.preprocess.decoding.memory_budget import file_budget, pixel_budget
+from loopfeed.preprocess.pixels import pack_rgb
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.sources.split_names import IMAGE_SUFFIXES, is_image_name
+from loopfeed.preprocess.system_entries import count_ignored, describe_ignored, is_hidden
+from loopfeed.preprocess.system_errors import reading_remedy, status_of
 
 _MOST_FILE_BYTES = 1 << 30
 _ANY_CLASS = 0

@@ -1,6 +1,6 @@
 """Classification of photographs with trained weights, by the program that evaluates them.
 
-Owns the order of the steps and what is returned. `engine.evaluation.counting` compiles and runs the program.
+Owns the order of the steps and what is returned. `loopfeed.engine.evaluation.counting` compiles and runs the program.
 """
 
 import os
@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import TrainConfig
-from engine.control.board import ControlBoard
-from engine.crossing.choice import this_platform
-from engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
-from engine.evaluation.photographs import PhotographBatches, RgbBatches, list_photographs
-from engine.evaluation.subject import (
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.choice import this_platform
+from loopfeed.engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
+from loopfeed.engine.evaluation.photographs import PhotographBatches, RgbBatches, list_photographs
+from loopfeed.engine.evaluation.subject import (
     Channels,
     Subject,
     check_own_model,
@@ -25,13 +25,13 @@ from engine.evaluation.subject import (
     file_subject,
     run_subject,
 )
-from engine.evaluation.trained_run import TrainedRun, read_run
-from engine.program.kernels import refuse_missing_kernels
-from engine.program.statics import NO_OWN_FUNCTIONS
-from engine.program.train_state import TrainModel
-from engine.records.stored.reading import local_copy, naming_in, with_weights
-from engine.records.weights import StoredWeights, read_weights
-from engine.records.weights_metadata import (
+from loopfeed.engine.evaluation.trained_run import TrainedRun, read_run
+from loopfeed.engine.program.kernels import refuse_missing_kernels
+from loopfeed.engine.program.statics import NO_OWN_FUNCTIONS
+from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
+from loopfeed.engine.records.weights import StoredWeights, read_weights
+from loopfeed.engine.records.weights_metadata import (
     IMAGE_SIZE,
     MEAN,
     STD,
@@ -41,12 +41,12 @@ from engine.records.weights_metadata import (
     image_size_in,
     resize_rule_of,
 )
-from engine.run.signals import StopSignals, ignore_message
-from engine.settings import SettingError
-from preprocess.cores import num_cores
-from preprocess.decoding.decode import ResizeRule
-from preprocess.decoding.default_resize import default_resize
-from preprocess.shards.classes import ImageClass
+from loopfeed.engine.run.signals import StopSignals, ignore_message
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.decoding.decode import ResizeRule
+from loopfeed.preprocess.decoding.default_resize import default_resize
+from loopfeed.preprocess.shards.classes import ImageClass
 
 _USUAL_SIZE = 224
 # The only one that has an effect on photographs.
@@ -111,7 +111,7 @@ def predict(
             for a file.
         resize_rule: values of size, resize, resample, levels and truncated to use instead of those in the weights.
         notify: called with one-line messages about the weights.
-        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`.
+        storage_options: how to reach the store of a URL, see `loopfeed.preprocess.storage_options.STORAGE_OPTIONS`.
 
     Raises:
         ValueError: if the weights, the model and the settings do not fit together, or there are no images.
@@ -147,7 +147,7 @@ def _predict(
     _check_outputs(stored, path)
     if recorded is not None:
         _check_leaves_out(path, {"model": given.get("model"), "mean": mean, "std": std})
-        check_own_model(recorded, model, function="engine.predict", command="predict-images")
+        check_own_model(recorded, model, function="loopfeed.predict", command="predict-images")
     elif model is not None:
         raise ValueError(f"a model can be given only with a run, got the file {path}: give the folder of the run")
     config = replace(TrainConfig() if recorded is None else recorded.config, **given)

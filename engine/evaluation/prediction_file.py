@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.evaluation.result import ImagePredictions
-from engine.records.whole_file import write_whole
-from preprocess.system_errors import status_of
+from loopfeed.engine.evaluation.result import ImagePredictions
+from loopfeed.engine.records.whole_file import write_whole
+from loopfeed.preprocess.system_errors import status_of
 
 _COLUMNS = ("index", "label", "predicted", "probability", "loss")
 _SUFFIXES = (".csv", ".jsonl")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.stream.sinks import EvaluationRecord
+from loopfeed.engine.stream.sinks import EvaluationRecord
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The steps of an evaluation outside a training run, from opening the images to returning the counts.
 
-Owns the order of these steps; `engine.evaluation.counting` compiles and runs the program.
+Owns the order of these steps; `loopfeed.engine.evaluation.counting` compiles and runs the program.
 """
 
 import os
@@ -12,14 +12,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from engine.config import TrainConfig
-from engine.control.board import ControlBoard
-from engine.crossing.pushed import mean_of_images
-from engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
-from engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_own
-from engine.evaluation.result import ClassResult, EvaluationResult
-from engine.evaluation.snapshot_weights import find_best
-from engine.evaluation.subject import (
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.pushed import mean_of_images
+from loopfeed.engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
+from loopfeed.engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_own
+from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult
+from loopfeed.engine.evaluation.snapshot_weights import find_best
+from loopfeed.engine.evaluation.subject import (
     Channels,
     Subject,
     check_own_loss,
@@ -30,25 +30,25 @@ from engine.evaluation.subject import (
     run_subject,
     with_recorded_loss,
 )
-from engine.evaluation.trained_run import TrainedRun, read_run
-from engine.feed.batches import EvaluationArrays, EvaluationSource, label_form_of
-from engine.locations import storage_options_of
-from engine.objective.losses import Loss
-from engine.objective.metrics import Metric, PerExample
-from engine.objective.tally import Tally, count_top5
-from engine.owners import OF_AN_EVALUATION
-from engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics
-from engine.program.train_state import TrainModel
-from engine.records.given_weights import read_given_weights, rename_head
-from engine.records.stored.reading import local_copy, naming_in, with_weights
-from engine.records.weights_metadata import classes_of
-from engine.run.data import label_kind
-from engine.run.label_fit import check_labels_stay
-from engine.run.signals import StopSignals, ignore_message
-from engine.settings import SettingError
-from engine.stream.sinks import EvaluationRecord
-from models.registry import find_network
-from models.torchvision_names import num_classes_of
+from loopfeed.engine.evaluation.trained_run import TrainedRun, read_run
+from loopfeed.engine.feed.batches import EvaluationArrays, EvaluationSource, label_form_of
+from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.objective.losses import Loss
+from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.objective.tally import Tally, count_top5
+from loopfeed.engine.owners import OF_AN_EVALUATION
+from loopfeed.engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics
+from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.records.given_weights import read_given_weights, rename_head
+from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
+from loopfeed.engine.records.weights_metadata import classes_of
+from loopfeed.engine.run.data import label_kind
+from loopfeed.engine.run.label_fit import check_labels_stay
+from loopfeed.engine.run.signals import StopSignals, ignore_message
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.models.registry import find_network
+from loopfeed.models.torchvision_names import num_classes_of
 
 
 def evaluate(
@@ -72,14 +72,14 @@ def evaluate(
     may differ if two logits differ only in theirs.
 
     Args:
-        run: the folder or URL of the run, or its settings, possibly changed (`engine.run_settings` reads them). Of the
-            settings, `run_dir` is the folder, and data, eval_split, batch, image_size, eval_mirror, precision, kernels
-            and those of the infeed take effect.
+        run: the folder or URL of the run, or its settings, possibly changed (`loopfeed.run_settings` reads them). Of
+            the settings, `run_dir` is the folder, and data, eval_split, batch, image_size, eval_mirror, precision,
+            kernels and those of the infeed take effect.
         model: your own model, if the run trained one.
         evaluation: your own images instead of a split: (uint32 [N, H, W] packed pixels, integer [N] labels), or an
             `EvaluationSource`.
         loss: your own loss, if the run trained with one.
-        metrics: your own metrics, whether or not the run computed them, as for `engine.train`.
+        metrics: your own metrics, whether or not the run computed them, as for `loopfeed.train`.
         per_class: also count each class separately.
         notify: called with one-line messages about the weights and the images.
         snapshot: the step of the snapshot to evaluate, instead of the weights that the run wrote at its end; "best" is

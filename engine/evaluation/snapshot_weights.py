@@ -11,18 +11,18 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.images.unpack import LEAST_STD
-from engine.records.best_snapshot import best_step, parse_metric
-from engine.records.evaluation_log import EvaluationLog
-from engine.records.folder_state import check_config_digest
-from engine.records.recorded_run import RecordedRun, read_recorded
-from engine.records.run_folder import CONFIG, EVALUATION_LOG, SNAPSHOTS
-from engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_snapshot, snapshot_steps
-from engine.records.weights import StoredWeights, Tensors, name_tensors, part_of
-from engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA, describe_weights
-from engine.run.resolve import recorded_own_parts
-from engine.updates.update import Weights
-from models.registry import build_model
+from loopfeed.engine.images.unpack import LEAST_STD
+from loopfeed.engine.records.best_snapshot import best_step, parse_metric
+from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.folder_state import check_config_digest
+from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, SNAPSHOTS
+from loopfeed.engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_snapshot, snapshot_steps
+from loopfeed.engine.records.weights import StoredWeights, Tensors, name_tensors, part_of
+from loopfeed.engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA, describe_weights
+from loopfeed.engine.run.resolve import recorded_own_parts
+from loopfeed.engine.updates.update import Weights
+from loopfeed.models.registry import build_model
 
 _AVERAGE = "update.average."
 

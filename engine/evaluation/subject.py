@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from engine.config import SETTINGS, TrainConfig
-from engine.crossing.choice import this_platform
-from engine.evaluation.trained_run import TrainedRun, describe_later_steps
-from engine.feed.batches import EvaluationSource
-from engine.named_parts import NAME_FORM
-from engine.objective.losses import Loss
-from engine.objective.metrics import Metric, PerExample
-from engine.program.kernels import replace_missing_kernels
-from engine.program.statics import OwnFunctions
-from engine.program.train_state import TrainModel, init_weights
-from engine.records.weights import StoredWeights, place_tensors
-from engine.records.weights_metadata import (
+from loopfeed.engine.config import SETTINGS, TrainConfig
+from loopfeed.engine.crossing.choice import this_platform
+from loopfeed.engine.evaluation.trained_run import TrainedRun, describe_later_steps
+from loopfeed.engine.feed.batches import EvaluationSource
+from loopfeed.engine.named_parts import NAME_FORM
+from loopfeed.engine.objective.losses import Loss
+from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.program.kernels import replace_missing_kernels
+from loopfeed.engine.program.statics import OwnFunctions
+from loopfeed.engine.program.train_state import TrainModel, init_weights
+from loopfeed.engine.records.weights import StoredWeights, place_tensors
+from loopfeed.engine.records.weights_metadata import (
     IMAGE_SIZE,
     LOSS,
     MEAN,
@@ -31,13 +31,13 @@ from engine.records.weights_metadata import (
     image_size_in,
     steps_in,
 )
-from engine.run.misfit_errors import too_large_image, unknown_model
-from engine.settings import SettingError
-from engine.updates.update import Weights
-from models.image_sizes import image_size_of
-from models.registry import UnknownModelError, build_model, find_network
-from models.torchvision_names import num_classes_of
-from preprocess.quantities import quantity
+from loopfeed.engine.run.misfit_errors import too_large_image, unknown_model
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.update import Weights
+from loopfeed.models.image_sizes import image_size_of
+from loopfeed.models.registry import UnknownModelError, build_model, find_network
+from loopfeed.models.torchvision_names import num_classes_of
+from loopfeed.preprocess.quantities import quantity
 
 type Channels = tuple[float, float, float]
 
@@ -76,7 +76,7 @@ def check_own_model(
     recorded: TrainedRun,
     model: TrainModel | None,
     *,
-    function: str = "engine.evaluate",
+    function: str = "loopfeed.evaluate",
     command: str = "run-eval",
 ) -> None:
     """Raise ValueError if a user-defined model is missing, or is given for a run that trained a registry model.
@@ -106,7 +106,7 @@ def check_own_loss(
     if name is not None and loss is None:
         raise ValueError(
             f"{recorded.path} was trained with a loss of your own, {name}, which must be given from Python: "
-            f"engine.evaluate({str(recorded.path)!r}, loss=…), or with run-eval --loss {NAME_FORM}"
+            f"loopfeed.evaluate({str(recorded.path)!r}, loss=…), or with run-eval --loss {NAME_FORM}"
         )
     if name is None and loss is not None:
         raise ValueError(
@@ -164,7 +164,7 @@ def file_subject(
     notify: Callable[[str], None],
     remedy: str = PACK_AGAIN,
 ) -> Subject:
-    """Prepare the evaluation of the weights in a file; see `engine.evaluation.run.evaluate_weights`.
+    """Prepare the evaluation of the weights in a file; see `loopfeed.engine.evaluation.run.evaluate_weights`.
 
     Raises:
         ValueError: if the weights do not fit the model, or a crop is larger than the images.

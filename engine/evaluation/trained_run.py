@@ -10,21 +10,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import TrainConfig
-from engine.evaluation.snapshot_weights import SnapshotWeights, read_snapshot_weights
-from engine.owners import STORAGE, with_given
-from engine.records.folder_lock import is_locked
-from engine.records.folder_state import check_config_digest
-from engine.records.loss_log import last_logged_step
-from engine.records.recorded_end import RecordedEnd, read_result
-from engine.records.recorded_run import RecordedRun, read_recorded
-from engine.records.run_folder import CONFIG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
-from engine.records.snapshot import SnapshotError, read_folder_state, snapshot_steps
-from engine.records.stored.reading import local_copy, settings_only
-from engine.records.weights import StoredWeights, read_weights
-from engine.run.dataset import DATA_LOCATION
-from preprocess.storage_options import as_text, is_url
-from preprocess.system_errors import status_of
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.evaluation.snapshot_weights import SnapshotWeights, read_snapshot_weights
+from loopfeed.engine.owners import STORAGE, with_given
+from loopfeed.engine.records.folder_lock import is_locked
+from loopfeed.engine.records.folder_state import check_config_digest
+from loopfeed.engine.records.loss_log import last_logged_step
+from loopfeed.engine.records.recorded_end import RecordedEnd, read_result
+from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
+from loopfeed.engine.records.snapshot import SnapshotError, read_folder_state, snapshot_steps
+from loopfeed.engine.records.stored.reading import local_copy, settings_only
+from loopfeed.engine.records.weights import StoredWeights, read_weights
+from loopfeed.engine.run.dataset import DATA_LOCATION
+from loopfeed.preprocess.storage_options import as_text, is_url
+from loopfeed.preprocess.system_errors import status_of
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def run_settings(
 
     Args:
         run: the folder or URL of the run.
-        storage_options: how to reach the store of a URL, see `preprocess.storage_options.STORAGE_OPTIONS`; if they are
-            given, the settings have them in place of the recorded ones.
+        storage_options: how to reach the store of a URL, see `loopfeed.preprocess.storage_options.STORAGE_OPTIONS`; if
+            they are given, the settings have them in place of the recorded ones.
         notify: called with a line about recorded settings that are not returned, if there are any.
 
     Raises:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.given_values import describe_given
-from preprocess.quantities import quantity
-from preprocess.read_meter import ReadMeter
+from loopfeed.engine.given_values import describe_given
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.read_meter import ReadMeter
 
 if TYPE_CHECKING:
-    from engine.feed.label_form import LabelForm
+    from loopfeed.engine.feed.label_form import LabelForm
 
 type Pixels = NDArray[np.uint32]
 type Labels = NDArray[np.int32]
@@ -50,9 +50,9 @@ class BatchSource(Protocol):
         """Write batch `batch_index` (from 0) into uint32 [B, H, W] packed pixels and int32 [B] labels.
 
         If the source has an attribute `row_words` that differs from its width, the pixels are in the dense layout,
-        uint32 [B, H, row_words] (`preprocess.pixels`). If the source has an attribute `label_form`, a `LabelForm`, its
-        labels are int32 [B, label_form.num_words], written by `label_form.pack`. A wrapper of such a source must have
-        these attributes too.
+        uint32 [B, H, row_words] (`loopfeed.preprocess.pixels`). If the source has an attribute `label_form`, a
+        `LabelForm`, its labels are int32 [B, label_form.num_words], written by `label_form.pack`. A wrapper of such a
+        source must have these attributes too.
         """
         ...
 
@@ -302,7 +302,7 @@ def _form_of(labels: Any, num_images: int, origin: str, *, kind: LabelKind) -> "
     if _are_classes(labels, num_images, kind):
         return None
     # Here, because it needs jax, which sources of class numbers do not.
-    from engine.feed.label_form import LabelForm
+    from loopfeed.engine.feed.label_form import LabelForm
 
     return LabelForm.of(labels, num_images, origin)
 
@@ -327,7 +327,7 @@ def _checked(
     pixels = _as_array(pixels, f"the pixels that {origin} has{suffix}")
     if pixels.dtype != np.uint32 or pixels.ndim != 3:
         raise ValueError(
-            f"pixels must be uint32 [B, H, W], packed R<<24 | G<<16 | B<<8 (preprocess.pack_rgb), but "
+            f"pixels must be uint32 [B, H, W], packed R<<24 | G<<16 | B<<8 (loopfeed.pack_rgb), but "
             f"{origin} has {pixels.dtype} {list(pixels.shape)}{suffix}"
         )
     if not _are_classes(labels, len(pixels), kind):

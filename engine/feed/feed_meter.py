@@ -8,7 +8,7 @@ import threading
 from time import perf_counter
 from typing import NamedTuple
 
-from preprocess.read_meter import AWAIT, COPY, SOURCE, STAGES, WINDOW, File, Profile, Reading, ReadMeter
+from loopfeed.preprocess.read_meter import AWAIT, COPY, SOURCE, STAGES, WINDOW, File, Profile, Reading, ReadMeter
 
 MOST_STALLS = 20
 # A shorter wait is no stall: that much goes to waking a thread.

@@ -14,13 +14,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, label_words, read_meter_of, row_words
-from engine.feed.feed_meter import FeedMeter
-from engine.feed.row_copies import RowCopies
-from engine.feed.thread_place import describe_places, places_of
-from engine.settings import SettingError
-from preprocess.memory import host_memory_bytes
-from preprocess.read_meter import NO_PROFILE
+from loopfeed.engine.feed.batches import (
+    BatchSource,
+    Labels,
+    LendingSource,
+    Lent,
+    Pixels,
+    label_words,
+    read_meter_of,
+    row_words,
+)
+from loopfeed.engine.feed.feed_meter import FeedMeter
+from loopfeed.engine.feed.row_copies import RowCopies
+from loopfeed.engine.feed.thread_place import describe_places, places_of
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.memory import host_memory_bytes
+from loopfeed.preprocess.read_meter import NO_PROFILE
 
 # How often a wait checks whether the workers are alive and whether it was cancelled.
 _LOOK_EVERY_S = 0.25

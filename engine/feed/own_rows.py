@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from engine.feed.batches import (
+from loopfeed.engine.feed.batches import (
     BatchSource,
     CheckedSource,
     FunctionBatches,

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feed.batches import PADDING_LABEL, Labels, Lent, Pixels
-from engine.feed.order import EpochOrder
-from preprocess.shards.reader import ShardSplit
+from loopfeed.engine.feed.batches import PADDING_LABEL, Labels, Lent, Pixels
+from loopfeed.engine.feed.order import EpochOrder
+from loopfeed.preprocess.shards.reader import ShardSplit
 
 if TYPE_CHECKING:
-    from engine.feed.label_form import LabelForm
+    from loopfeed.engine.feed.label_form import LabelForm
 
 _POSITIONS_AT_ONCE = 2048
 
@@ -35,11 +35,11 @@ class ShardBatches:
         self._ordered = 0, np.empty((0, batch), np.int64)
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Read the batch's images from the shards; raise preprocess.shards.reader.ShardError if that fails."""
+        """Read the batch's images from the shards; raise loopfeed.preprocess.shards.reader.ShardError if that fails."""
         self.fill_rows(batch_index, range(self.batch), pixels, labels, timeout_s=timeout_s)
 
     def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Read some rows of the batch; see `engine.feed.own_rows.RowSource`."""
+        """Read some rows of the batch; see `loopfeed.engine.feed.own_rows.RowSource`."""
         words = weighted(labels) if self.label_form else labels
         images = self._images_of(batch_index)[rows.start : rows.stop]
         self.split.read_into(images, pixels, words, timeout_s=timeout_s)
@@ -57,7 +57,7 @@ class ShardBatches:
         return self.split.lend(images, words, timeout_s=timeout_s)
 
     def check_unchanged(self) -> None:
-        """Raise preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
+        """Raise loopfeed.preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
         self.split.check_unchanged()
 
     def _images_of(self, batch_index: int) -> NDArray[np.int64]:
@@ -99,7 +99,7 @@ class SequentialBatches:
         self.fill_rows(batch_index, range(self.batch), pixels, labels, timeout_s=timeout_s)
 
     def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Read some rows of the batch; see `engine.feed.own_rows.RowSource`."""
+        """Read some rows of the batch; see `loopfeed.engine.feed.own_rows.RowSource`."""
         start = batch_index % self.num_batches * self.batch + rows.start
         count = max(0, min(len(rows), self.split.num_images - start))
         pixels[count:], labels[count:] = 0, 0 if self.label_form else PADDING_LABEL
@@ -112,7 +112,7 @@ class SequentialBatches:
             labels[:count] = self._label_of[labels[:count]]
 
     def check_unchanged(self) -> None:
-        """Raise preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
+        """Raise loopfeed.preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
         self.split.check_unchanged()
 
 
@@ -121,7 +121,7 @@ def label_form_of_split(split: ShardSplit) -> "LabelForm | None":
     if not split.target_words:
         return None
     # Here, because it needs jax, which class numbers do not.
-    from engine.feed.label_form import LabelForm
+    from loopfeed.engine.feed.label_form import LabelForm
 
     targets = split.manifest.targets
     return LabelForm.of_targets(split.num_classes, are_bits=targets is not None and targets.kind == "classes")
@@ -129,7 +129,7 @@ def label_form_of_split(split: ShardSplit) -> "LabelForm | None":
 
 def weighted(labels: Labels) -> Labels:
     """Write the weight 1 of each example into its first word, and return the words of the labels behind it."""
-    from engine.feed.label_form import WEIGHT_WORDS
+    from loopfeed.engine.feed.label_form import WEIGHT_WORDS
 
     labels[:, :WEIGHT_WORDS] = np.ones(1, np.float32).view(np.int32)
     return labels[:, WEIGHT_WORDS:]

@@ -1,8 +1,8 @@
 """Two windows of images in memory: while batches are taken from one, the next is read.
 
 Owns the memory, the reading threads and the moment at which a window is given up; the order itself is
-`engine.feed.windowed_order`'s. Does not depend on jax. A window is read in large contiguous parts. An error of the
-split is kept, and raised to whoever takes images of that window.
+`loopfeed.engine.feed.windowed_order`'s. Does not depend on jax. A window is read in large contiguous parts. An error of
+the split is kept, and raised to whoever takes images of that window.
 """
 
 import threading
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feed.batches import Labels, Pixels
-from engine.feed.windowed_order import WindowedOrder
-from preprocess.quantities import quantity
-from preprocess.read_meter import AWAIT, COPY, NO_PROFILE, READ, WINDOW, Profile
-from preprocess.shards.reader import ShardError, ShardSplit
+from loopfeed.engine.feed.batches import Labels, Pixels
+from loopfeed.engine.feed.windowed_order import WindowedOrder
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.read_meter import AWAIT, COPY, NO_PROFILE, READ, WINDOW, Profile
+from loopfeed.preprocess.shards.reader import ShardError, ShardSplit
 
 # Parts of this size hide a latency of 100 ms if several are read at a time.
 _PART_BYTES = 8 << 20

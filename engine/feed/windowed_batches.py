@@ -1,12 +1,12 @@
 """Batches of a packed split in the windowed order, which a store with a long latency can deliver fast."""
 
-from engine.feed.batches import Labels, Pixels
-from engine.feed.shard_batches import label_form_of_split, weighted
-from engine.feed.window_reader import NUM_WINDOWS, WindowReader, stored_bytes
-from engine.feed.windowed_order import WindowedOrder
-from engine.settings import SettingError
-from preprocess.quantities import quantity
-from preprocess.shards.reader import ShardSplit
+from loopfeed.engine.feed.batches import Labels, Pixels
+from loopfeed.engine.feed.shard_batches import label_form_of_split, weighted
+from loopfeed.engine.feed.window_reader import NUM_WINDOWS, WindowReader, stored_bytes
+from loopfeed.engine.feed.windowed_order import WindowedOrder
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.reader import ShardSplit
 
 # More images would need too much memory for their places in the window.
 _MOST_WINDOW_IMAGES = 1 << 20
@@ -71,11 +71,11 @@ class WindowedBatches:
         self.held_bytes = self._reader.num_bytes
 
     def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Copy the batch's images from their windows; raise preprocess.shards.reader.ShardError if that fails."""
+        """Copy the batch's images from their windows; raise ShardError if that fails."""
         self.fill_rows(batch_index, range(self.batch), pixels, labels, timeout_s=timeout_s)
 
     def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Read some rows of the batch; see `engine.feed.own_rows.RowSource`."""
+        """Read some rows of the batch; see `loopfeed.engine.feed.own_rows.RowSource`."""
         if rows.start < self._rows.start or rows.stop > self._rows.stop:
             raise ValueError(f"the windows hold the rows {self._rows} of each batch, got {rows}: ask for these alone")
         words = weighted(labels) if self.label_form else labels
@@ -89,7 +89,7 @@ class WindowedBatches:
             start = stop
 
     def check_unchanged(self) -> None:
-        """Raise preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
+        """Raise loopfeed.preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
         self.split.check_unchanged()
 
     def close(self) -> None:

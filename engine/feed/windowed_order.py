@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feed.order import draw_words, mix_words, permute
+from loopfeed.engine.feed.order import draw_words, mix_words, permute
 
 # More lanes, or pairs of lanes, than processes are of no use; fewer leave larger parts of a window to permute.
 _MOST_LANES = 64

@@ -1,4 +1,4 @@
-"""Calls of a processor's own kernels in a program (`models.kernels`): which operation each makes, and its work.
+"""Calls of a processor's own kernels (`loopfeed.models.kernels`) in a program: the operation and the work of each.
 
 A call says in JSON what it computes, so that nothing has to be built to count it.
 """
@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from engine.hlo.program import Instruction
-from engine.hlo.windows import count_meetings
+from loopfeed.engine.hlo.program import Instruction
+from loopfeed.engine.hlo.windows import count_meetings
 
-KERNEL_TARGET = "feedloop_onednn"
-"""What a call of such a kernel names as its target (`models.kernels.onednn.handler.TARGET`)."""
+KERNEL_TARGET = "loopfeed_onednn"
+"""What a call of such a kernel names as its target (`loopfeed.models.kernels.onednn.handler.TARGET`)."""
 _OPERATION = re.compile(r'operation = "((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\([0-9A-Fa-f]{2}|.)")
 

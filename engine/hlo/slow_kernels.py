@@ -7,7 +7,7 @@ bfloat16 37, float64 35, int32 27, complex64 5.4; int8 1.5, uint32 0.8, int64 0.
 
 import re
 
-from engine.hlo.program import HloProgram, Instruction
+from loopfeed.engine.hlo.program import HloProgram, Instruction
 
 # Cross-correlation of NHWC images by an HWIO kernel, in any number of axes.
 _CANONICAL = re.compile(r"b(\d*)f_\1io->b\1f")

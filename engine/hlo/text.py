@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from engine.hlo.program import Array, Computation, HloProgram, Instruction, Source
+from loopfeed.engine.hlo.program import Array, Computation, HloProgram, Instruction, Source
 
 _MODULE = re.compile(r"HloModule ([^\s,]+)")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)?\{\s*$")

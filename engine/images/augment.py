@@ -1,18 +1,18 @@
 """The augmentation pipeline on the device, between the infeed and the network.
 
-Every random draw is a function of (seed, position), see `engine.images.positions`; the host sends the same packed words
-whatever the settings. Up to the normalisation all arithmetic on pixels is exact, so that batch size, sharding and
-kernels do not change a single bit. Does not depend on the loop.
+Every random draw is a function of (seed, position), see `loopfeed.engine.images.positions`; the host sends the same
+packed words whatever the settings. Up to the normalisation all arithmetic on pixels is exact, so that batch size,
+sharding and kernels do not change a single bit. Does not depend on the loop.
 """
 
 import jax
 import jax.numpy as jnp
 
-from engine.images.auto_augment import auto_augment
-from engine.images.boxes import BLOCKS_OF_BOX
-from engine.images.crops import centre_crop, draw_crop_boxes, flip_horizontally, random_crop
-from engine.images.erasing import BLOCKS_OF_ERASING, draw_erased, erase
-from engine.images.jitter import (
+from loopfeed.engine.images.auto_augment import auto_augment
+from loopfeed.engine.images.boxes import BLOCKS_OF_BOX
+from loopfeed.engine.images.crops import centre_crop, draw_crop_boxes, flip_horizontally, random_crop
+from loopfeed.engine.images.erasing import BLOCKS_OF_ERASING, draw_erased, erase
+from loopfeed.engine.images.jitter import (
     change_brightness,
     change_contrast,
     change_saturation,
@@ -22,12 +22,12 @@ from engine.images.jitter import (
     split_planes,
     turn_hue,
 )
-from engine.images.mixing import draw_mixture, mix_levels, mix_targets, paste_partners
-from engine.images.positions import Positions, Purpose, draw_words, image_keys, to_choice
-from engine.images.resample import resize_boxes
-from engine.images.settings import Augmentation
-from engine.images.unpack import PixelScale, normalise_levels, unpack_pixels
-from engine.scopes import AUGMENT, UNPACK
+from loopfeed.engine.images.mixing import draw_mixture, mix_levels, mix_targets, paste_partners
+from loopfeed.engine.images.positions import Positions, Purpose, draw_words, image_keys, to_choice
+from loopfeed.engine.images.resample import resize_boxes
+from loopfeed.engine.images.settings import Augmentation
+from loopfeed.engine.images.unpack import PixelScale, normalise_levels, unpack_pixels
+from loopfeed.engine.scopes import AUGMENT, UNPACK
 
 
 def augment_images(
@@ -38,8 +38,8 @@ def augment_images(
     Args:
         augmentation: the settings, static.
         pixels: uint32 [b, H, W], packed.
-        positions: positions of the images, see `engine.images.positions`. If images are mixed, the first must be even,
-            as it is if every device takes the same even number of images.
+        positions: positions of the images, see `loopfeed.engine.images.positions`. If images are mixed, the first must
+            be even, as it is if every device takes the same even number of images.
         seed_words: uint32 [2], the seed's high and low half.
         scale: mean and standard deviation of the pixels.
 

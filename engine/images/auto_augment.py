@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from engine.images.auto_table import ONE, Operation, table_rows
-from engine.images.jitter import Planes, join_planes, luma_of, mean_luma, split_planes
-from engine.images.positions import Purpose, draw_words, to_index
-from engine.images.settings import NUM_MAGNITUDES, Augmentation
+from loopfeed.engine.images.auto_table import ONE, Operation, table_rows
+from loopfeed.engine.images.jitter import Planes, join_planes, luma_of, mean_luma, split_planes
+from loopfeed.engine.images.positions import Purpose, draw_words, to_index
+from loopfeed.engine.images.settings import NUM_MAGNITUDES, Augmentation
 
 _LEVELS = 256
 # Pixels that are counted at once: with all of a 224 px image, a CPU took six times as long.
@@ -31,7 +31,7 @@ def auto_augment(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array)
     Args:
         augmentation: the settings, static.
         pixels: uint32 [b, H, W], packed.
-        keys: keys of the images, from `engine.images.positions.image_keys`.
+        keys: keys of the images, from `loopfeed.engine.images.positions.image_keys`.
 
     Returns:
         uint32 [b, H, W], packed, low byte 0.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.images.settings import NUM_MAGNITUDES
+from loopfeed.engine.images.settings import NUM_MAGNITUDES
 
 ONE = 2**12
 """A factor of 1."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine.images.positions import to_index, to_unit
+from loopfeed.engine.images.positions import to_index, to_unit
 
 NUM_ATTEMPTS = 10
 """Sizes tried before the draw of a box fails, as in torchvision."""

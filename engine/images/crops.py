@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from engine.images.boxes import BLOCKS_OF_BOX, Boxes, BoxRule, draw_boxes
-from engine.images.positions import to_index
-from engine.images.settings import PaddingName
+from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, Boxes, BoxRule, draw_boxes
+from loopfeed.engine.images.positions import to_index
+from loopfeed.engine.images.settings import PaddingName
 
 
 def centre_crop(pixels: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -64,7 +64,7 @@ def draw_crop_boxes(
     Args:
         words: uint32 [b, BLOCKS_OF_BOX, 2], uniform.
         height, width: size of the images, in pixels.
-        area_range, ratio_range: see `engine.images.settings.Augmentation`.
+        area_range, ratio_range: see `loopfeed.engine.images.settings.Augmentation`.
 
     Returns:
         The boxes; if none of ten sizes fits, the largest central box whose aspect ratio is in the range.

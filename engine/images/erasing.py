@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from engine.images.boxes import BLOCKS_OF_BOX, BoxRule, draw_boxes, mask_boxes
-from engine.images.positions import to_choice
+from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, BoxRule, draw_boxes, mask_boxes
+from loopfeed.engine.images.positions import to_choice
 
 # Zhong et al. (2020), arXiv:1708.04896, and torchvision's RandomErasing.
 AREA_RANGE = (0.02, 0.33)

@@ -9,7 +9,7 @@ result on every device and in every batch. The luma is Pillow's, 0.299 R + 0.587
 import jax
 import jax.numpy as jnp
 
-from engine.images.positions import to_index
+from loopfeed.engine.images.positions import to_index
 
 type Planes = tuple[jax.Array, jax.Array, jax.Array]
 """R, G and B levels: int32 [b, H, W] each, 0 … 255."""

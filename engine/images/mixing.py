@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine.images.boxes import Boxes, mask_boxes
-from engine.images.positions import Purpose, draw_words, to_choice, to_index, to_unit
+from loopfeed.engine.images.boxes import Boxes, mask_boxes
+from loopfeed.engine.images.positions import Purpose, draw_words, to_choice, to_index, to_unit
 
 WHOLE = 2**16
 """Share of an image in its mixture if it is not mixed: 1 in units of 2**-16."""
@@ -36,9 +36,10 @@ def draw_mixture(keys: jax.Array, height: int, width: int, *, mixup_alpha: float
     """Draw the mixing parameters of each pair of images.
 
     Args:
-        keys: keys of b images from `engine.images.positions.image_keys`, b even, the first at an even position.
+        keys: keys of b images from `loopfeed.engine.images.positions.image_keys`, b even, the first at an even
+            position.
         height, width: size of the images, in pixels.
-        mixup_alpha, cutmix_alpha: see `engine.images.settings.Augmentation`; at least one is not 0.
+        mixup_alpha, cutmix_alpha: see `loopfeed.engine.images.settings.Augmentation`; at least one is not 0.
     """
     # A pair uses the key of its even position.
     pair_keys = keys[::2]

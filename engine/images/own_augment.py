@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from engine.given_values import describe_given
-from engine.images.positions import Purpose, key_of_purpose
+from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.images.positions import Purpose, key_of_purpose
 
 type OwnAugmentation = Callable[[jax.Array, jax.Array], jax.Array]
 """(images float32 [B, H, W, 3], normalised; keys [B], one PRNG key per image) → images of the same shape and dtype."""
@@ -18,7 +18,7 @@ def apply_own_augmentation(augment: OwnAugmentation, images: jax.Array, keys: ja
     Args:
         augment: the function.
         images: float32 [B, H, W, 3], normalised.
-        keys: keys of the images, from `engine.images.positions.image_keys`.
+        keys: keys of the images, from `loopfeed.engine.images.positions.image_keys`.
 
     Returns:
         float32 [B, H, W, 3].

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from engine.images.boxes import Boxes
+from loopfeed.engine.images.boxes import Boxes
 
 _SHIFTS = (24, 16, 8)
 

@@ -1,7 +1,7 @@
 """Augmentation settings: a frozen, validated dataclass that can be written to JSON and read back.
 
 Owns names, ranges, defaults and the resulting output shape; must not import jax, so that the commands start fast.
-`engine.images.augment` applies the settings.
+`loopfeed.engine.images.augment` applies the settings.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from engine.settings import SettingError, is_number, shown
+from loopfeed.engine.settings import SettingError, is_number, shown
 
 CropName = Literal["centre", "random", "resized"]
 PaddingName = Literal["zeros", "reflect"]

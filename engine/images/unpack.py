@@ -26,7 +26,7 @@ class PixelScale(NamedTuple):
 
 
 def pack_dense(words: jax.Array) -> jax.Array:
-    """Convert dense pixels, uint32 [B, H, 3·W/4], to packed pixels, uint32 [B, H, W]; see `preprocess.pixels`."""
+    """Convert dense pixels, uint32 [B, H, 3·W/4], to packed ones, uint32 [B, H, W] (`loopfeed.preprocess.pixels`)."""
     B, H, num_words = words.shape
     bytes_in_order = lax.bitcast_convert_type(words, jnp.uint8)  # the least significant byte first
     red, green, blue = jnp.moveaxis(bytes_in_order.reshape(B, H, num_words * 4 // 3, 3).astype(jnp.uint32), -1, 0)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.hlo.program import Array, HloProgram, Instruction, Source
-from engine.hlo.work import CONTAINERS, NO_KERNELS, kept_results
-from engine.inspection.steps import Steps
+from loopfeed.engine.hlo.program import Array, HloProgram, Instruction, Source
+from loopfeed.engine.hlo.work import CONTAINERS, NO_KERNELS, kept_results
+from loopfeed.engine.inspection.steps import Steps
 
 # Instructions whose result is memory of their operands.
 _ALIASES = frozenset({"bitcast", "domain", "add-dependency"})

@@ -8,9 +8,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.hlo.program import HloProgram, Instruction
-from engine.inspection.steps import Steps
-from engine.scopes import TRAIN
+from loopfeed.engine.hlo.program import HloProgram, Instruction
+from loopfeed.engine.inspection.steps import Steps
+from loopfeed.engine.scopes import TRAIN
 
 _STATE = "state."
 _PASSED_ON = frozenset({"copy", "bitcast", "opt-barrier", "copy-start", "copy-done"})

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import describe_value
-from engine.inspection.report import ProgramReport
+from loopfeed.engine.config import describe_value
+from loopfeed.engine.inspection.report import ProgramReport
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The convolutions of a traced program: their shapes, their products, and the form that each takes on the platform.
 
-Read from the jaxpr, so nothing has to be compiled. A convolution of `models.layers` is a choice between platforms, in
-which one branch is `lax`'s own convolution: that one says what is computed, and the platform's branch how.
+Read from the jaxpr, so nothing has to be compiled. A convolution of `loopfeed.models.layers` is a choice between
+platforms, in which one branch is `lax`'s own convolution: that one says what is computed, and the platform's branch
+how.
 """
 
 import math
@@ -12,18 +13,18 @@ from typing import Any
 
 import jax
 
-import models.layers
-from engine.hlo.program import Source
-from engine.scopes import FORWARD, TRAIN, Scope, parse_op_name
-from models.kernels import XLA
-from models.layers.chosen_forms import ChosenForm, chosen_forms, is_kernel_call
-from models.layers.convolution_forms import Geometry
+import loopfeed.models.layers
+from loopfeed.engine.hlo.program import Source
+from loopfeed.engine.scopes import FORWARD, TRAIN, Scope, parse_op_name
+from loopfeed.models.kernels import XLA
+from loopfeed.models.layers.chosen_forms import ChosenForm, chosen_forms, is_kernel_call
+from loopfeed.models.layers.convolution_forms import Geometry
 
-_OURS = PurePath(str(models.layers.__file__)).parent
+_OURS = PurePath(str(loopfeed.models.layers.__file__)).parent
 _JAX = PurePath(jax.__file__).parent
 _CONVOLUTION = _OURS / "convolution.py"
 _PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p)
-# What `jax.lax.conv_general_dilated` is when it is called outside of models.layers.
+# What `jax.lax.conv_general_dilated` is when it is called outside of loopfeed.models.layers.
 LAX_FORM = "XLA's own (lax)"
 
 
@@ -102,7 +103,7 @@ def trace_work(jaxpr: Any, platform: str, kernels: str = XLA) -> TracedWork:
     Args:
         jaxpr: the program.
         platform: the platform for which it is compiled: "cpu", "cuda", …
-        kernels: the kernels with which it was traced, as `models.kernels.using_kernels` takes them.
+        kernels: the kernels with which it was traced, as `loopfeed.models.kernels.using_kernels` takes them.
     """
     found: list[Convolution] = []
     products = 0
@@ -136,7 +137,7 @@ def _names_of(jaxpr: Any, outer: str) -> Iterator[str]:
 
 
 def _forward_products(jaxpr: Any, outer: str, times: int) -> Iterator[tuple[Any, Scope, int]]:
-    """Yield the products of the forward pass of training: convolutions of models.layers, `lax`'s, and `dot_general`."""
+    """Yield the products of training's forward pass: convolutions of models.layers and of `lax`, and `dot_general`."""
     for equation in jaxpr.eqns:
         names = f"{outer}/{equation.source_info.name_stack}"
         primitive = equation.primitive
@@ -166,7 +167,7 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def _is_own_convolution(equation: Any) -> bool:
-    """Return whether an equation is the choice between platforms that `models.layers.convolution` makes."""
+    """Return whether an equation is the choice between platforms that `loopfeed.models.layers.convolution` makes."""
     if "branches_platforms" not in equation.params:
         return False
     return any(PurePath(frame.file_name) == _CONVOLUTION for frame in _frames(equation))
@@ -235,7 +236,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _source_of(equation: Any) -> Source | None:
-    """Return the line, outside of jax and of models.layers, that an equation comes from."""
+    """Return the line, outside of jax and of loopfeed.models.layers, that an equation comes from."""
     for frame in _frames(equation):
         path = PurePath(frame.file_name)
         if path.parent != _OURS and not path.is_relative_to(_JAX):

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.hlo.program import Array, Instruction, Source
-from engine.hlo.work import bytes_of, fused_into
-from engine.inspection.steps import Steps
-from engine.scopes import SNAPSHOT, TRAIN, VALID
+from loopfeed.engine.hlo.program import Array, Instruction, Source
+from loopfeed.engine.hlo.work import bytes_of, fused_into
+from loopfeed.engine.inspection.steps import Steps
+from loopfeed.engine.scopes import SNAPSHOT, TRAIN, VALID
 
 _MOVES = frozenset({"copy", "transpose", "copy-start"})
-# `engine.crossing.token.Token`, which every crossing takes and returns first.
+# `loopfeed.engine.crossing.token.Token`, which every crossing takes and returns first.
 _TOKEN = "u8[]"
 # What a fusion may contain, beside a copy or transpose, and still compute nothing.
 _NOTHING = frozenset({"parameter", "constant", "bitcast", "reshape", "broadcast", "convert", "tuple", "slice"})

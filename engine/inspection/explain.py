@@ -7,33 +7,33 @@ code; the first report therefore compiles again what `train` has compiled.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from engine.config import TrainConfig
-from engine.crossing.choice import this_device, this_platform
-from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
-from engine.hlo.text import parse_hlo
-from engine.images.own_augment import OwnAugmentation
-from engine.inspection.buffers import find_peak
-from engine.inspection.carry import read_carry
-from engine.inspection.convolutions import trace_order, trace_work
-from engine.inspection.crossings import find_fusions, find_host_calls, find_moves
-from engine.inspection.findings import find_faults
-from engine.inspection.report import ProgramReport
-from engine.inspection.steps import Steps
-from engine.inspection.work_by_scope import product_flops, work_by_scope
-from engine.objective.losses import Loss
-from engine.objective.metrics import Metric, PerExample
-from engine.program.kernels import kernels_on
-from engine.program.train_state import TrainModel
-from engine.run.open_run import open_run
-from engine.run.parts import OwnParts
-from engine.run.result import DryRun, RunFacts
-from engine.scopes import TRAIN
-from engine.sizing.device_rates import DeviceRates, measure_device
-from engine.updates.own_optimizer import OwnOptimizer
-from engine.updates.update import Schedule
-from models.kernels import ONEDNN, XLA
-from models.kernels.onednn.library import load_library
-from models.registry import at_image_size, family_of, find_network
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.crossing.choice import this_device, this_platform
+from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from loopfeed.engine.hlo.text import parse_hlo
+from loopfeed.engine.images.own_augment import OwnAugmentation
+from loopfeed.engine.inspection.buffers import find_peak
+from loopfeed.engine.inspection.carry import read_carry
+from loopfeed.engine.inspection.convolutions import trace_order, trace_work
+from loopfeed.engine.inspection.crossings import find_fusions, find_host_calls, find_moves
+from loopfeed.engine.inspection.findings import find_faults
+from loopfeed.engine.inspection.report import ProgramReport
+from loopfeed.engine.inspection.steps import Steps
+from loopfeed.engine.inspection.work_by_scope import product_flops, work_by_scope
+from loopfeed.engine.objective.losses import Loss
+from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.program.kernels import kernels_on
+from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.run.open_run import open_run
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.result import DryRun, RunFacts
+from loopfeed.engine.scopes import TRAIN
+from loopfeed.engine.sizing.device_rates import DeviceRates, measure_device
+from loopfeed.engine.updates.own_optimizer import OwnOptimizer
+from loopfeed.engine.updates.update import Schedule
+from loopfeed.models.kernels import ONEDNN, XLA
+from loopfeed.models.kernels.onednn.library import load_library
+from loopfeed.models.registry import at_image_size, family_of, find_network
 
 _LEAST_MOVED = 1 << 16
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.hlo.program import HOST_SPACE, Instruction, Source
-from engine.hlo.slow_kernels import naive_reason
-from engine.hlo.work import fused_into
-from engine.inspection.carry import Carry
-from engine.inspection.convolutions import Convolution
-from engine.inspection.crossings import Move
-from engine.inspection.steps import Kernel, Steps
-from engine.scopes import FORWARD, TRAIN
+from loopfeed.engine.hlo.program import HOST_SPACE, Instruction, Source
+from loopfeed.engine.hlo.slow_kernels import naive_reason
+from loopfeed.engine.hlo.work import fused_into
+from loopfeed.engine.inspection.carry import Carry
+from loopfeed.engine.inspection.convolutions import Convolution
+from loopfeed.engine.inspection.crossings import Move
+from loopfeed.engine.inspection.steps import Kernel, Steps
+from loopfeed.engine.scopes import FORWARD, TRAIN
 
 LAX_CONVOLUTION, NAIVE_CONVOLUTION, NAIVE_PRODUCT = "lax-convolution", "naive-convolution", "naive-product"
 HOST_COPY = "host-copy"
@@ -74,7 +74,8 @@ def _lax(convolutions: tuple[Convolution, ...]) -> Iterator[Finding]:
             yield Finding(
                 LAX_CONVOLUTION,
                 "a convolution is jax.lax.conv_general_dilated, whose gradients are many times slower in a loop on a "
-                "CPU: use models.convolution, models.conv_general_dilated or an adapter of engine.adapters",
+                "CPU: use loopfeed.convolution, loopfeed.conv_general_dilated or an adapter of "
+                "loopfeed.engine.adapters",
                 "/".join(filter(None, (TRAIN, FORWARD, each.scope))),
                 each.source,
             )

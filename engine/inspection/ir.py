@@ -6,9 +6,9 @@ In StableHLO it is what jax asked for, in HLO what XLA made of it.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from engine.hlo.program import Instruction, Source
-from engine.inspection.steps import Steps, short_source
-from engine.scopes import TRAIN
+from loopfeed.engine.hlo.program import Instruction, Source
+from loopfeed.engine.inspection.steps import Steps, short_source
+from loopfeed.engine.scopes import TRAIN
 
 _LOCATION = re.compile(r"^(#loc\d*) = loc\((.*)\)$")
 _USED = re.compile(r"\s*loc\((#loc\d*|unknown|callsite\([^()]*\))\)")

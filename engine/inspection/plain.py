@@ -4,13 +4,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from engine.inspection.carry import CarryLeaf
-from engine.inspection.convolutions import Convolution
-from engine.inspection.findings import Finding
-from engine.inspection.report import ProgramReport
-from engine.inspection.steps import short_source
-from engine.inspection.work_by_scope import LOOPS, ONCE, ScopeWork
-from preprocess.quantities import quantity
+from loopfeed.engine.inspection.carry import CarryLeaf
+from loopfeed.engine.inspection.convolutions import Convolution
+from loopfeed.engine.inspection.findings import Finding
+from loopfeed.engine.inspection.report import ProgramReport
+from loopfeed.engine.inspection.steps import short_source
+from loopfeed.engine.inspection.work_by_scope import LOOPS, ONCE, ScopeWork
+from loopfeed.preprocess.quantities import quantity
 
 _WIDTH = 80
 _OUTSIDE = {LOOPS: "in the loops, of no scope", ONCE: "once, outside of the loops"}

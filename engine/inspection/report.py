@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.hlo.program import Array, HloProgram, Source
-from engine.inspection.buffers import Peak
-from engine.inspection.carry import Carry
-from engine.inspection.convolutions import TracedWork
-from engine.inspection.crossings import Fusions, HostCall, Move
-from engine.inspection.findings import Finding
-from engine.inspection.work_by_scope import ScopeWork, total_of
-from engine.sizing.device_rates import DeviceRates
+from loopfeed.engine.hlo.program import Array, HloProgram, Source
+from loopfeed.engine.inspection.buffers import Peak
+from loopfeed.engine.inspection.carry import Carry
+from loopfeed.engine.inspection.convolutions import TracedWork
+from loopfeed.engine.inspection.crossings import Fusions, HostCall, Move
+from loopfeed.engine.inspection.findings import Finding
+from loopfeed.engine.inspection.work_by_scope import ScopeWork, total_of
+from loopfeed.engine.sizing.device_rates import DeviceRates
 
 # What `to_json` leaves out: programs.
 _NOT_IN_JSON = ("program", "lowered")

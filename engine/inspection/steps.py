@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 
-from engine.hlo.program import HloProgram, Instruction, Source
-from engine.hlo.work import CONTAINERS, NO_KERNELS, bytes_of
-from engine.scopes import (
+from loopfeed.engine.hlo.program import HloProgram, Instruction, Source
+from loopfeed.engine.hlo.work import CONTAINERS, NO_KERNELS, bytes_of
+from loopfeed.engine.scopes import (
     BACKWARD,
     FORWARD,
     NO_SCOPE,

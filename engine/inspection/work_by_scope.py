@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from engine.hlo.kernels import is_kernel, kernel_operation
-from engine.hlo.program import HloProgram, Instruction
-from engine.hlo.work import bytes_of, flops_of, fused_into, products_of
-from engine.inspection.steps import Kernel, Steps
-from engine.scopes import ACTIONS, SNAPSHOT, Scope
-from engine.sizing.device_rates import DeviceRates
+from loopfeed.engine.hlo.kernels import is_kernel, kernel_operation
+from loopfeed.engine.hlo.program import HloProgram, Instruction
+from loopfeed.engine.hlo.work import bytes_of, flops_of, fused_into, products_of
+from loopfeed.engine.inspection.steps import Kernel, Steps
+from loopfeed.engine.scopes import ACTIONS, SNAPSHOT, Scope
+from loopfeed.engine.sizing.device_rates import DeviceRates
 
 ARITHMETIC, MEMORY = "arithmetic", "memory"
 """What bounds a kernel on the roofline."""
@@ -18,7 +18,7 @@ LOOPS, ONCE = "loops", "once"
 """The phases of rows that belong to neither training nor evaluation: in the loops, and outside of all."""
 # The name of jax's convolution, of which XLA makes a product if its kernel is 1×1, and cuDNN's calls.
 _PRIMITIVE = "conv_general_dilated"
-# The files of models.layers in which convolutions are computed as products.
+# The files of loopfeed.models.layers in which convolutions are computed as products.
 _CONVOLUTION = re.compile(r"models[/\\]layers[/\\](?:convolution|convolution_forms|grouped_forms)\.py$")
 
 
@@ -114,7 +114,7 @@ def product_flops(steps: Steps, phase: str) -> tuple[int, int]:
 
 
 def is_convolution(program: HloProgram, instruction: Instruction) -> bool:
-    """Return whether a product is a convolution, or part of one that `models.layers` computes as products."""
+    """Return whether a product is a convolution, or part of one that `loopfeed.models.layers` computes as products."""
     if is_kernel(instruction):
         return kernel_operation(instruction).get("kind") == "convolution"
     if instruction.opcode == "convolution" or instruction.op_name.rpartition("/")[2] == _PRIMITIVE:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.config import TrainConfig
-from engine.loggers.logger_sink import LoggerSink
-from engine.loggers.required_package import has_package, install_hint
-from engine.records.run_folder import TENSORBOARD
-from engine.settings import SettingError
-from engine.stream.sinks import Sink, TakesHistograms, TakesImages
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.loggers.logger_sink import LoggerSink
+from loopfeed.engine.loggers.required_package import has_package, install_hint
+from loopfeed.engine.records.run_folder import TENSORBOARD
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.stream.sinks import Sink, TakesHistograms, TakesImages
 
 
 def check_loggers(config: TrainConfig) -> None:
@@ -27,11 +27,11 @@ def make_loggers(config: TrainConfig, run_dir: Path | None) -> list[LoggerSink]:
     """
     found: list[LoggerSink] = []
     if config.tensorboard and run_dir is not None:
-        from engine.loggers.tensorboard import TensorBoardSink
+        from loopfeed.engine.loggers.tensorboard import TensorBoardSink
 
         found.append(TensorBoardSink(run_dir / TENSORBOARD))
     if config.wandb is not None:
-        from engine.loggers.wandb import WandbSink
+        from loopfeed.engine.loggers.wandb import WandbSink
 
         found.append(WandbSink(config.wandb))
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import google_crc32c
 
-from engine.records.run_folder import EVENT_FILE_SUFFIX
+from loopfeed.engine.records.run_folder import EVENT_FILE_SUFFIX
 
 _MASK = 0xA282EAD8
 # TensorBoard reads the files of a folder in the order of their names, which contain the second of their creation.

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from PIL.Image import Image
 
-from engine.crossing.pushed import Histogram
+from loopfeed.engine.crossing.pushed import Histogram
 
 
 class Moment(NamedTuple):

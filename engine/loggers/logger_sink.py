@@ -12,11 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from engine.crossing.pushed import PushedHistograms, PushedImages
-from engine.loggers.experiment_log import ExperimentLog, LogRefusedError
-from engine.loggers.record_log import Logged, log_record
-from engine.profile.table import Profile
-from engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
+from loopfeed.engine.crossing.pushed import PushedHistograms, PushedImages
+from loopfeed.engine.loggers.experiment_log import ExperimentLog, LogRefusedError
+from loopfeed.engine.loggers.record_log import Logged, log_record
+from loopfeed.engine.profile.table import Profile
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 
 # Records that a slow logger may be behind; the following ones are left out.
 _MOST_QUEUED = 16_384
@@ -35,7 +35,7 @@ type OpenLog = Callable[[RunDescription], ExperimentLog]
 
 
 class LoggerSink:
-    """A sink (`engine.Sink`) that logs a run with a logger of experiments, on a thread of its own.
+    """A sink (`loopfeed.Sink`) that logs a run with a logger of experiments, on a thread of its own.
 
     Numbers are named "train/…", "eval/…" and "speed/…", histograms "weights/…" and "gradients/…"; matrices that
     evaluations compute are logged as heat maps, other arrays are left out.
@@ -72,7 +72,7 @@ class LoggerSink:
         self._called_at: float | None = None
 
     def describe_run(self, run: RunDescription) -> None:
-        """Take what is known of the run; see `engine.stream.sinks.TakesDescription`."""
+        """Take what is known of the run; see `loopfeed.engine.stream.sinks.TakesDescription`."""
         self._run = run
 
     def open(self) -> None:

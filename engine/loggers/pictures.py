@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from engine.crossing.pushed import PushedImages
-from preprocess.printable import printable
+from loopfeed.engine.crossing.pushed import PushedImages
+from loopfeed.preprocess.printable import printable
 
 _BACKGROUND, _INK = (255, 255, 255), (32, 33, 36)
 _FRAME = (160, 160, 160)

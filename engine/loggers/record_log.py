@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.crossing.pushed import PushedHistograms, PushedImages
-from engine.loggers.experiment_log import Cell, ExperimentLog, Moment, Table
-from engine.loggers.pictures import MOST_MAP_SIDE, draw_images, draw_matrix
-from engine.profile.table import Profile, ProfileRow, ScopeRow
-from engine.stream.sinks import EvaluationRecord, LossRecord
+from loopfeed.engine.crossing.pushed import PushedHistograms, PushedImages
+from loopfeed.engine.loggers.experiment_log import Cell, ExperimentLog, Moment, Table
+from loopfeed.engine.loggers.pictures import MOST_MAP_SIDE, draw_images, draw_matrix
+from loopfeed.engine.profile.table import Profile, ProfileRow, ScopeRow
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord
 
 type Logged = LossRecord | EvaluationRecord | PushedHistograms | PushedImages | Profile
 """A record that loggers take."""

@@ -13,10 +13,10 @@ def has_package(package: str) -> bool:
 
 def install_hint(package: str, extra: str) -> str:
     """Return what is missing and how to install it."""
-    return f"the package {package}, which is not installed: pip install 'feedloop[{extra}]'"
+    return f"the package {package}, which is not installed: pip install 'loopfeed[{extra}]'"
 
 
 def check_package(package: str, user: str, extra: str) -> None:
-    """Raise ModuleNotFoundError if a package that `user` needs is not installed; `extra` of feedloop installs it."""
+    """Raise ModuleNotFoundError if a package that `user` needs is not installed; `extra` of loopfeed installs it."""
     if not has_package(package):
         raise ModuleNotFoundError(f"{user} needs {install_hint(package, extra)}", name=package)

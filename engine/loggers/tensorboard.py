@@ -13,13 +13,13 @@ from typing import Any
 
 from PIL.Image import Image
 
-from engine.config import AUGMENTATION, DATA, OPTIMISER, SETTINGS, TRAINING
-from engine.crossing.pushed import Histogram
-from engine.loggers.event_file import EventFile
-from engine.loggers.experiment_log import Cell, ExperimentLog, Moment, Table
-from engine.loggers.logger_sink import LoggerSink
-from engine.loggers.required_package import check_package
-from engine.stream.sinks import RunDescription
+from loopfeed.engine.config import AUGMENTATION, DATA, OPTIMISER, SETTINGS, TRAINING
+from loopfeed.engine.crossing.pushed import Histogram
+from loopfeed.engine.loggers.event_file import EventFile
+from loopfeed.engine.loggers.experiment_log import Cell, ExperimentLog, Moment, Table
+from loopfeed.engine.loggers.logger_sink import LoggerSink
+from loopfeed.engine.loggers.required_package import check_package
+from loopfeed.engine.stream.sinks import RunDescription
 
 _FILE_VERSION = "brain.Event:2"
 _RGB = 3
@@ -56,7 +56,7 @@ def open_event_log(folder: Path, run: RunDescription) -> ExperimentLog:
 
 
 class EventLog:
-    """An `engine.loggers.experiment_log.ExperimentLog` in an event file.
+    """An `loopfeed.engine.loggers.experiment_log.ExperimentLog` in an event file.
 
     Args:
         file: the file, new.

@@ -13,15 +13,15 @@ from urllib.parse import SplitResult, urlsplit
 import numpy as np
 from PIL.Image import Image
 
-from engine.crossing.pushed import Histogram
-from engine.loggers.experiment_log import ExperimentLog, LogRefusedError, Moment, Table
-from engine.loggers.logger_sink import LoggerSink
-from engine.loggers.required_package import check_package
-from engine.records.run_folder import WANDB, WANDB_RUN_ID
-from engine.records.whole_file import make_folder, write_whole
-from engine.stream.sinks import RunDescription
-from preprocess.regular_file import read_regular
-from preprocess.storage_options import expand_home
+from loopfeed.engine.crossing.pushed import Histogram
+from loopfeed.engine.loggers.experiment_log import ExperimentLog, LogRefusedError, Moment, Table
+from loopfeed.engine.loggers.logger_sink import LoggerSink
+from loopfeed.engine.loggers.required_package import check_package
+from loopfeed.engine.records.run_folder import WANDB, WANDB_RUN_ID
+from loopfeed.engine.records.whole_file import make_folder, write_whole
+from loopfeed.engine.stream.sinks import RunDescription
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.storage_options import expand_home
 
 _STEP = "step"
 # To reach the server, unless the user sets another limit; the package's own is 90 s.
@@ -151,7 +151,7 @@ def kept_run_id(folder: Path) -> str:
 
 
 class WandbLog:
-    """An `engine.loggers.experiment_log.ExperimentLog` of a run of Weights & Biases.
+    """An `loopfeed.engine.loggers.experiment_log.ExperimentLog` of a run of Weights & Biases.
 
     Args:
         run: the run, as `wandb.init` returns it.

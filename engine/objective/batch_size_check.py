@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feed.batches import PADDING_LABEL
-from engine.objective.objective import Objective
+from loopfeed.engine.feed.batches import PADDING_LABEL
+from loopfeed.engine.objective.objective import Objective
 
 type Values = Mapping[str, Any]
 """The value of each metric, by name."""

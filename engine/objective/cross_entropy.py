@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from models.layers.widening import widen
+from loopfeed.models.layers.widening import widen
 
 
 def without_zero_weights(values: jax.Array, weights: jax.Array) -> jax.Array:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from engine.objective.cross_entropy import without_zero_weights
-from models.layers.widening import widen
+from loopfeed.engine.objective.cross_entropy import without_zero_weights
+from loopfeed.models.layers.widening import widen
 
 type Loss = Callable[[Any, Any, jax.Array], jax.Array]
 """(outputs of the model, labels, float32 [B] weights of the examples) → float [B], the loss of each example.

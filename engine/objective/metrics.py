@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine.given_values import describe_given
+from loopfeed.engine.given_values import describe_given
 
 type PerExample = Callable[[Any, Any], jax.Array]
 """(outputs of the model, labels) → float [B], a value for each example."""
@@ -82,7 +82,8 @@ def _checked_values(values: Any, num_examples: int, name: str) -> jax.Array:
     if not is_array or values.shape != (num_examples,) or not _is_real(values.dtype):
         raise ValueError(
             f"{name} must return real numbers or booleans [{num_examples}], one for each example, but returned "
-            f"{describe_given(values)}: do not average over the batch, which the program does, or give an engine.Metric"
+            f"{describe_given(values)}: do not average over the batch, which the program does, or give a "
+            "loopfeed.Metric"
         )
     return jnp.asarray(values).astype(jnp.float32)
 

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine.feed.batches import PADDING_LABEL
-from engine.feed.label_form import LabelForm
-from engine.given_values import describe_given
-from engine.images.augment import make_targets
-from engine.images.mixing import WHOLE, mix_targets, swap_partners
-from engine.objective.cross_entropy import cross_entropy, without_zero_weights
-from engine.objective.logits import logits_of
-from engine.objective.losses import Loss, weighted_mean
-from engine.objective.metrics import Metric
-from engine.objective.targets import smooth_targets
-from models.layers.widening import widen
+from loopfeed.engine.feed.batches import PADDING_LABEL
+from loopfeed.engine.feed.label_form import LabelForm
+from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.images.augment import make_targets
+from loopfeed.engine.images.mixing import WHOLE, mix_targets, swap_partners
+from loopfeed.engine.objective.cross_entropy import cross_entropy, without_zero_weights
+from loopfeed.engine.objective.logits import logits_of
+from loopfeed.engine.objective.losses import Loss, weighted_mean
+from loopfeed.engine.objective.metrics import Metric
+from loopfeed.engine.objective.targets import smooth_targets
+from loopfeed.models.layers.widening import widen
 
 MOST_METRIC_NUMBERS = 40_000
 """The largest number of numbers that the metrics of a run may have together: one line of `eval.jsonl`."""
@@ -115,7 +115,7 @@ class Objective(NamedTuple):
             largest = max(sizes, key=lambda name: sizes[name])
             raise ValueError(
                 f"the metrics of a run must have at most {MOST_METRIC_NUMBERS:,} numbers together, got {total:,}, of "
-                f"which {largest} has {sizes[largest]:,}: leave it out, and compute it with engine.evaluate"
+                f"which {largest} has {sizes[largest]:,}: leave it out, and compute it with loopfeed.evaluate"
             )
 
     @property

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine.feed.batches import PADDING_LABEL
+from loopfeed.engine.feed.batches import PADDING_LABEL
 
 
 class Predictions(NamedTuple):

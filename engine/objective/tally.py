@@ -1,6 +1,6 @@
 """Running counts that give the exact top-1 and top-5 accuracy and mean loss of an evaluation; each image counts once.
 
-Owns the counts and how a batch is added to them; the loop over batches is in `engine.program.evaluate_split`.
+Owns the counts and how a batch is added to them; the loop over batches is in `loopfeed.engine.program.evaluate_split`.
 """
 
 from typing import Any, NamedTuple
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine.feed.batches import PADDING_LABEL
-from engine.objective.logits import logits_of
-from engine.objective.losses import cross_entropy_loss
-from engine.objective.metrics import NO_RANK
-from engine.objective.objective import CROSS_ENTROPY, Objective, checked_losses
-from engine.objective.predictions import Predictions, add_predictions
+from loopfeed.engine.feed.batches import PADDING_LABEL
+from loopfeed.engine.objective.logits import logits_of
+from loopfeed.engine.objective.losses import cross_entropy_loss
+from loopfeed.engine.objective.metrics import NO_RANK
+from loopfeed.engine.objective.objective import CROSS_ENTROPY, Objective, checked_losses
+from loopfeed.engine.objective.predictions import Predictions, add_predictions
 
 
 class ClassCounts(NamedTuple):

@@ -14,10 +14,10 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from engine.hlo.kernels import is_kernel
-from engine.hlo.program import HloProgram
-from engine.profile.trace import OpSpan
-from engine.scopes import ACTIONS, AUGMENT, DRAW, NO_SCOPE, PUSH, TRAIN, UNPACK, VALID, Scope, parse_op_name
+from loopfeed.engine.hlo.kernels import is_kernel
+from loopfeed.engine.hlo.program import HloProgram
+from loopfeed.engine.profile.trace import OpSpan
+from loopfeed.engine.scopes import ACTIONS, AUGMENT, DRAW, NO_SCOPE, PUSH, TRAIN, UNPACK, VALID, Scope, parse_op_name
 
 _CALLS_HOST = "custom-call"
 _CONTAINERS = frozenset({"while", "conditional", "call", "async-start"})

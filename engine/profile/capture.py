@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.scopes import TRAIN, VALID
-from preprocess.memory import process_memory_bytes
-from preprocess.quantities import quantity
+from loopfeed.engine.scopes import TRAIN, VALID
+from loopfeed.preprocess.memory import process_memory_bytes
+from loopfeed.preprocess.quantities import quantity
 
 # Longest sleep of the thread; it is woken when it has something to do.
 _LOOK_EVERY_S = 1.0
@@ -216,7 +216,7 @@ def _start() -> Callable[[], Any]:
         session = session_type(profiler_options=options)
         session.start()
         return session.stop
-    folder = tempfile.TemporaryDirectory(prefix="feedloop-profile-")
+    folder = tempfile.TemporaryDirectory(prefix="loopfeed-profile-")
     jax.profiler.start_trace(folder.name, profiler_options=options)
 
     def stop() -> Any:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 
-from engine.crossing.pushed import Pushed, PushedEvaluation, PushedSnapshot
+from loopfeed.engine.crossing.pushed import Pushed, PushedEvaluation, PushedSnapshot
 
 
 class Spread:

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 
-from engine.config import ProfileFormat
-from engine.profile.table import Profile, ProfileRow, ScopeRow
-from preprocess.printable import spreadsheet_cell
+from loopfeed.engine.config import ProfileFormat
+from loopfeed.engine.profile.table import Profile, ProfileRow, ScopeRow
+from loopfeed.preprocess.printable import spreadsheet_cell
 
 COLUMNS = (
     "Phase",

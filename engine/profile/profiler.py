@@ -4,17 +4,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from engine.crossing.pushed import Pushed
-from engine.hlo.text import parse_hlo
-from engine.profile.attribution import TracedBatch, attribute, operations_of
-from engine.profile.capture import Capture, Window
-from engine.profile.clock import HostClock, PhaseTimes
-from engine.profile.formats import describe_seconds
-from engine.profile.rows import Measured, make_profile
-from engine.profile.table import STEP, STEP_OF_SEVERAL, Profile
-from engine.profile.trace import read_spans
-from engine.scopes import TRAIN, VALID
-from preprocess.quantities import quantity
+from loopfeed.engine.crossing.pushed import Pushed
+from loopfeed.engine.hlo.text import parse_hlo
+from loopfeed.engine.profile.attribution import TracedBatch, attribute, operations_of
+from loopfeed.engine.profile.capture import Capture, Window
+from loopfeed.engine.profile.clock import HostClock, PhaseTimes
+from loopfeed.engine.profile.formats import describe_seconds
+from loopfeed.engine.profile.rows import Measured, make_profile
+from loopfeed.engine.profile.table import STEP, STEP_OF_SEVERAL, Profile
+from loopfeed.engine.profile.trace import read_spans
+from loopfeed.engine.scopes import TRAIN, VALID
+from loopfeed.preprocess.quantities import quantity
 
 _SKIPPED_STEPS, _TRACED_STEPS = 10, 30
 _TRACED_EVALUATION_BATCHES = 10
@@ -115,11 +115,11 @@ class Profiler:
         return self._course.window_warning()
 
     def push_began(self) -> None:
-        """Note that the program emits a record; see `engine.crossing.observer`."""
+        """Note that the program emits a record; see `loopfeed.engine.crossing.observer`."""
         self._clock.push_began()
 
     def push_ended(self, pushed: Pushed | None) -> None:
-        """Note that a record was received; see `engine.crossing.observer`."""
+        """Note that a record was received; see `loopfeed.engine.crossing.observer`."""
         self._clock.push_ended(pushed)
 
     def waited(self, waits_s: Iterable[float]) -> None:
@@ -235,12 +235,12 @@ class _Pulls:
         self._clock, self._times, self._capture, self._phase = clock, times, capture, phase
 
     def pull_began(self, batch_index: int) -> None:
-        """Note that the program asks for batches from this one on; see `engine.crossing.observer`."""
+        """Note that the program asks for batches from this one on; see `loopfeed.engine.crossing.observer`."""
         self._clock.pull_began(self._times, batch_index)
         self._capture.pull_began(self._phase)
 
     def pull_ended(self, num_batches: int) -> None:
-        """Note that so many batches are given; see `engine.crossing.observer`."""
+        """Note that so many batches are given; see `loopfeed.engine.crossing.observer`."""
         self._clock.pull_ended(self._times, num_batches)
         if num_batches > 1:
             self._capture.batches_drawn(self._phase, num_batches - 1)

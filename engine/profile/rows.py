@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engine.profile.attribution import TracedBatch
-from engine.profile.clock import HostClock, PhaseTimes, Spread
-from engine.profile.table import BATCH, FIT, STEP, UNATTRIBUTED, Profile, ProfileRow, ScopeRow, TracedSteps
-from engine.scopes import ACTIONS, DRAW, FORWARD, PREDICT, SNAPSHOT, TRAIN, VALID, Scope
+from loopfeed.engine.profile.attribution import TracedBatch
+from loopfeed.engine.profile.clock import HostClock, PhaseTimes, Spread
+from loopfeed.engine.profile.table import BATCH, FIT, STEP, UNATTRIBUTED, Profile, ProfileRow, ScopeRow, TracedSteps
+from loopfeed.engine.scopes import ACTIONS, DRAW, FORWARD, PREDICT, SNAPSHOT, TRAIN, VALID, Scope
 
 # The actions whose scopes tell at which depth the scopes of a model differ.
 _OF_MODEL = (FORWARD, PREDICT)

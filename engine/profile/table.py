@@ -14,7 +14,7 @@ UNATTRIBUTED = "unattributed"
 
 FIT_ACTIONS = ("fit", "epoch", "train", "valid")
 STEP, BATCH = "step", "batch"
-"""The actions, beside those of `engine.scopes`, that contain others: a step is `draw` and `batch`."""
+"""The actions, beside those of `loopfeed.engine.scopes`, that contain others: a step is `draw` and `batch`."""
 
 STEP_OF_SEVERAL = "micro-step"
 """The action in place of "step" where the gradients of several batches are accumulated: one of these batches."""
@@ -28,7 +28,7 @@ class ProfileRow:
         phase: "fit", "train" or "valid".
         action: the action: "fit", "epoch", "train" and "valid" in the first phase; in the others "step" (in
             training "micro-step", if gradients are accumulated), "draw", "batch", the actions of
-            `engine.scopes.ACTIONS`, and "unattributed".
+            `loopfeed.engine.scopes.ACTIONS`, and "unattributed".
         mean_s, std_s: mean and standard deviation of its duration in seconds; the deviation is None if the program
             draws several batches at once, so that only their sum is known.
         calls: number of times that it took place in this launch.

@@ -2,13 +2,13 @@
 
 import jax
 
-from engine.crossing.infeed import Batch
-from engine.images.augment import augment_images
-from engine.images.own_augment import apply_own_augmentation
-from engine.images.positions import Positions, image_keys, positions
-from engine.program.statics import Statics
-from engine.program.train_state import RunValues
-from engine.scopes import AUGMENT
+from loopfeed.engine.crossing.infeed import Batch
+from loopfeed.engine.images.augment import augment_images
+from loopfeed.engine.images.own_augment import apply_own_augmentation
+from loopfeed.engine.images.positions import Positions, image_keys, positions
+from loopfeed.engine.program.statics import Statics
+from loopfeed.engine.program.train_state import RunValues
+from loopfeed.engine.scopes import AUGMENT
 
 
 def augment_batch(

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from engine.feed.batches import BatchSource, FunctionBatches, label_form_of
-from engine.given_values import describe_given
-from engine.objective.logits import logits_of
-from engine.program.model_key import takes_key
-from engine.program.train_state import TrainModel, name_of_model
-from engine.settings import SettingError
-from models.kernels import using_kernels
+from loopfeed.engine.feed.batches import BatchSource, FunctionBatches, label_form_of
+from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.objective.logits import logits_of
+from loopfeed.engine.program.model_key import takes_key
+from loopfeed.engine.program.train_state import TrainModel, name_of_model
+from loopfeed.engine.settings import SettingError
+from loopfeed.models.kernels import using_kernels
 
 
 class CheckedModel:
@@ -26,7 +26,7 @@ class CheckedModel:
         model: the model to check.
         num_classes: K, or None to use the model's.
         source: source of the training batches.
-        kernels: the name of the kernels that its layers use, as `models.kernels.using_kernels` takes it.
+        kernels: the name of the kernels that its layers use, as `loopfeed.models.kernels.using_kernels` takes it.
         notify: called with a line of text if the model returns more logits than there are classes.
 
     Attributes:

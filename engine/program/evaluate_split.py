@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from engine.control.word import ControlWord
-from engine.crossing.infeed import Batch, BatchInfeed, Pulled
-from engine.crossing.token import Token
-from engine.images.augment import prepare_for_evaluation
-from engine.images.unpack import PixelScale
-from engine.objective.tally import Tally, empty_tally, merge_tallies, tally_outputs
-from engine.program.statics import Statics
-from engine.program.train_state import TrainModel
-from engine.replicas import Replicas
-from engine.scopes import DRAW, LOSS, PREDICT, UNPACK
-from engine.updates.update import Weights
+from loopfeed.engine.control.word import ControlWord
+from loopfeed.engine.crossing.infeed import Batch, BatchInfeed, Pulled
+from loopfeed.engine.crossing.token import Token
+from loopfeed.engine.images.augment import prepare_for_evaluation
+from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.objective.tally import Tally, empty_tally, merge_tallies, tally_outputs
+from loopfeed.engine.program.statics import Statics
+from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.replicas import Replicas
+from loopfeed.engine.scopes import DRAW, LOSS, PREDICT, UNPACK
+from loopfeed.engine.updates.update import Weights
 
 
 @jax.named_scope(DRAW)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from engine.scopes import Scope, parse_op_name
+from loopfeed.engine.scopes import Scope, parse_op_name
 
 # The names of the primitives that only group operations, in all supported versions of jax.
 _GROUPS = frozenset(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.layers.platform_forms import on_platform
+from loopfeed.models.layers.platform_forms import on_platform
 
 NUM_BUCKETS = 64
 # Arrays of one size share their operations, each of which costs time to compile; small ones are padded to few sizes.

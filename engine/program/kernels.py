@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.config import TrainConfig
-from engine.settings import SettingError
-from models.kernels import ONEDNN, XLA, MissingKernelsError
-from models.kernels.onednn.library import Isa, load_library
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.settings import SettingError
+from loopfeed.models.kernels import ONEDNN, XLA, MissingKernelsError
+from loopfeed.models.kernels.onednn.library import Isa, load_library
 
 AUTO = "auto"
 """The value of the setting `kernels` that stands for the fastest kernels of the machine."""

@@ -13,25 +13,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from engine.control.word import ControlWord
-from engine.crossing.infeed import Batch, BatchInfeed
-from engine.crossing.outfeed import Outfeed
-from engine.crossing.token import Token, first_token
-from engine.objective.tally import Tally, empty_tally
-from engine.program.augmented_batch import augment_batch
-from engine.program.evaluate_split import evaluate_split, pull_part
-from engine.program.histograms import compute_histograms
-from engine.program.model_key import model_keys
-from engine.program.observed import Observed, SeenImages, init_observed, named_leaves, observe_images
-from engine.program.statics import Statics
-from engine.program.train_state import RunValues, TrainModel, TrainState
-from engine.scopes import FORWARD, LOSS, OPT_STEP, PUSH, SNAPSHOT, TRAIN, VALID
-from engine.updates.reach import UNKNOWN, Reach
-from engine.updates.selection import join_frozen, keep_frozen, split_frozen
-from engine.updates.skipping import choose
-from engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
-from models.layers.batch_norm import normalising_over
-from models.layers.widening import widen
+from loopfeed.engine.control.word import ControlWord
+from loopfeed.engine.crossing.infeed import Batch, BatchInfeed
+from loopfeed.engine.crossing.outfeed import Outfeed
+from loopfeed.engine.crossing.token import Token, first_token
+from loopfeed.engine.objective.tally import Tally, empty_tally
+from loopfeed.engine.program.augmented_batch import augment_batch
+from loopfeed.engine.program.evaluate_split import evaluate_split, pull_part
+from loopfeed.engine.program.histograms import compute_histograms
+from loopfeed.engine.program.model_key import model_keys
+from loopfeed.engine.program.observed import Observed, SeenImages, init_observed, named_leaves, observe_images
+from loopfeed.engine.program.statics import Statics
+from loopfeed.engine.program.train_state import RunValues, TrainModel, TrainState
+from loopfeed.engine.scopes import FORWARD, LOSS, OPT_STEP, PUSH, SNAPSHOT, TRAIN, VALID
+from loopfeed.engine.updates.reach import UNKNOWN, Reach
+from loopfeed.engine.updates.selection import join_frozen, keep_frozen, split_frozen
+from loopfeed.engine.updates.skipping import choose
+from loopfeed.engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
+from loopfeed.models.layers.batch_norm import normalising_over
+from loopfeed.models.layers.widening import widen
 
 
 class _Carry(NamedTuple):

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from engine.crossing.infeed import Batch
-from engine.program.flat_program import FlatProgram, flatten_program
-from engine.program.loop import train_step
-from engine.program.statics import Statics
-from engine.program.train_state import RunValues, TrainModel, TrainState
-from engine.scopes import TRAIN
-from engine.updates.update import Outcome
+from loopfeed.engine.crossing.infeed import Batch
+from loopfeed.engine.program.flat_program import FlatProgram, flatten_program
+from loopfeed.engine.program.loop import train_step
+from loopfeed.engine.program.statics import Statics
+from loopfeed.engine.program.train_state import RunValues, TrainModel, TrainState
+from loopfeed.engine.scopes import TRAIN
+from loopfeed.engine.updates.update import Outcome
 
 _SAMPLE_SIZE = 1 << 16
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from engine.images.positions import Positions, Purpose, image_keys, key_of_purpose
+from loopfeed.engine.images.positions import Positions, Purpose, image_keys, key_of_purpose
 
 
 def takes_key(model: Any) -> bool:

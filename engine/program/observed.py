@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine.config import TrainConfig
-from engine.images.settings import Augmentation
-from engine.images.unpack import PixelScale, to_levels
-from engine.replicas import Replicas
-from engine.updates.selection import dotted_path, split_frozen
-from models.layers.widening import widen
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.images.settings import Augmentation
+from loopfeed.engine.images.unpack import PixelScale, to_levels
+from loopfeed.engine.replicas import Replicas
+from loopfeed.engine.updates.selection import dotted_path, split_frozen
+from loopfeed.models.layers.widening import widen
 
 MOST_IMAGES = 16
 """The largest number of images that are pushed."""
@@ -41,7 +41,7 @@ class SeenImages(NamedTuple):
     Attributes:
         levels: uint8 [k, h, w, 3], RGB.
         labels: int32 [k], or None if they are not class numbers.
-        own_shares: int32 [k], as `engine.images.mixing.Mixture.own_target`; None if nothing is mixed.
+        own_shares: int32 [k], as `loopfeed.engine.images.mixing.Mixture.own_target`; None if nothing is mixed.
     """
 
     levels: jax.Array
@@ -109,7 +109,7 @@ def observe_images(
         observation: what is observed.
         images: float32 [b, h, w, 3], normalised.
         labels: int32 [b], or None.
-        own_shares: as `engine.images.augment.augment_images` returns them.
+        own_shares: as `loopfeed.engine.images.augment.augment_images` returns them.
         scale: mean and standard deviation of the pixels.
     """
     if observation.images is None:

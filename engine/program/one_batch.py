@@ -5,10 +5,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine.crossing.infeed import Batch, BatchInfeed
-from engine.crossing.token import first_token
-from engine.program.evaluate_split import pull_part
-from engine.replicas import Replicas
+from loopfeed.engine.crossing.infeed import Batch, BatchInfeed
+from loopfeed.engine.crossing.token import first_token
+from loopfeed.engine.program.evaluate_split import pull_part
+from loopfeed.engine.replicas import Replicas
 
 
 class OneBatch(NamedTuple):

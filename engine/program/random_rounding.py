@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.program.flat_program import FlatProgram, Operation
+from loopfeed.engine.program.flat_program import FlatProgram, Operation
 
 # These copy numbers, and so do not round.
 _EXACT = frozenset(

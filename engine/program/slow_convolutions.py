@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-import models.layers
+import loopfeed.models.layers
 
-_OURS = PurePath(str(models.layers.__file__)).parent
+_OURS = PurePath(str(loopfeed.models.layers.__file__)).parent
 
 
 def slow_convolutions_warning(jaxpr: Any) -> str | None:
@@ -25,12 +25,12 @@ def slow_convolutions_warning(jaxpr: Any) -> str | None:
     return (
         f"warning: {count:,} convolution{' of the model is' if count == 1 else 's of the model are'} "
         "jax.lax.conv_general_dilated, whose gradients are many times slower inside a loop on a CPU: use "
-        "models.convolution, models.conv_general_dilated or an adapter of engine.adapters"
+        "loopfeed.convolution, loopfeed.conv_general_dilated or an adapter of loopfeed.engine.adapters"
     )
 
 
 def count_lax_convolutions(jaxpr: Any) -> int:
-    """Count the convolutions that a program differentiates, other than those of `models.layers`."""
+    """Count the convolutions that a program differentiates, other than those of `loopfeed.models.layers`."""
     return sum(1 for _ in _forward_convolutions(jaxpr, ""))
 
 

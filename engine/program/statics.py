@@ -8,23 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import TrainConfig
-from engine.feed.label_form import LabelForm
-from engine.images.own_augment import OwnAugmentation
-from engine.images.settings import Augmentation
-from engine.images.unpack import PixelScale
-from engine.objective.losses import LOSSES, Loss
-from engine.objective.metrics import Metric, PerExample, as_metrics
-from engine.objective.objective import CROSS_ENTROPY, Objective
-from engine.patterns import parse_freeze, parse_groups
-from engine.program.observed import NOTHING, Observation
-from engine.program.train_state import RunValues
-from engine.replicas import ALONE, Replicas
-from engine.updates.optim import Hyperparams
-from engine.updates.own_optimizer import OwnOptimizer
-from engine.updates.schedules import ONE_CYCLE_DIVISOR, ScheduleValues, schedule_values
-from engine.updates.update import Schedule, UpdateRule, UpdateValues
-from models.layers.batch_norm import NormGroups
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.feed.label_form import LabelForm
+from loopfeed.engine.images.own_augment import OwnAugmentation
+from loopfeed.engine.images.settings import Augmentation
+from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.objective.losses import LOSSES, Loss
+from loopfeed.engine.objective.metrics import Metric, PerExample, as_metrics
+from loopfeed.engine.objective.objective import CROSS_ENTROPY, Objective
+from loopfeed.engine.patterns import parse_freeze, parse_groups
+from loopfeed.engine.program.observed import NOTHING, Observation
+from loopfeed.engine.program.train_state import RunValues
+from loopfeed.engine.replicas import ALONE, Replicas
+from loopfeed.engine.updates.optim import Hyperparams
+from loopfeed.engine.updates.own_optimizer import OwnOptimizer
+from loopfeed.engine.updates.schedules import ONE_CYCLE_DIVISOR, ScheduleValues, schedule_values
+from loopfeed.engine.updates.update import Schedule, UpdateRule, UpdateValues
+from loopfeed.models.layers.batch_norm import NormGroups
 
 # You et al. (2019), arXiv:1904.00962, for LAMB; Kingma and Ba (2014), arXiv:1412.6980, for Adam.
 _EPSILONS = {"lamb": 1e-6}
@@ -93,7 +93,7 @@ def statics_of(
         config: the settings.
         own: the user-defined functions.
         label_form, evaluated_form: the form of the labels in training and in evaluations, None for class numbers.
-        undecayed: as in `models.Model.undecayed`.
+        undecayed: as in `loopfeed.Model.undecayed`.
     """
     rule = UpdateRule(
         optimizer=config.optimizer,

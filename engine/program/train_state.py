@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from engine.given_values import describe_given
-from engine.images.unpack import PixelScale
-from engine.objective.objective import CROSS_ENTROPY, Objective
-from engine.updates.update import UpdateRule, UpdateState, UpdateValues, Weights, init_update
+from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.objective.objective import CROSS_ENTROPY, Objective
+from loopfeed.engine.updates.update import UpdateRule, UpdateState, UpdateValues, Weights, init_update
 
 
 class TrainModel(Protocol):
-    """The interface that the program requires of a model; `models.model.Model` implements it."""
+    """The interface that the program requires of a model; `loopfeed.models.model.Model` implements it."""
 
     @property
     def init(self) -> Callable[[jax.Array], tuple[Any, Any]]:
@@ -75,7 +75,7 @@ class RunValues(NamedTuple):
         stop_at_top1: float32 [], leave the loop once an evaluation reaches it; above 1: never.
         snapshot_every_steps: int32 [], push a snapshot when the updates done are a multiple of it; 0: never.
         update: runtime values of the updates.
-        smoothing: float32 [], label smoothing, see `engine.objective.targets`.
+        smoothing: float32 [], label smoothing, see `loopfeed.engine.objective.targets`.
         seed_words: uint32 [2], the seed's high and low half, which key the augmentation.
         scale: mean and standard deviation of the pixels.
         histogram_every_steps, log_images_every_steps: int32 [], push histograms, or images, when the updates done are a
@@ -124,7 +124,7 @@ def init_weights(model: TrainModel, key: jax.Array) -> Weights:
         raise ValueError(
             f"init must return a tuple (params, batch_stats), but that of {name} returned Flax's variables, a dict of "
             f'params and {others}: return (variables["params"], variables.get("batch_stats", {{}})), or pass the '
-            "module through engine.adapters.flax_linen"
+            "module through loopfeed.engine.adapters.flax_linen"
         )
     if not isinstance(drawn, tuple | list) or len(drawn) != len(Weights._fields):
         raise ValueError(

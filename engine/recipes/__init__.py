@@ -1,7 +1,7 @@
 """Recipes: TOML files of training settings; the project's recipes also document the expected accuracy and its source.
 
-Owns the format of these files and their lookup; `engine.config` declares the settings. Must not import jax, so that the
-commands start fast.
+Owns the format of these files and their lookup; `loopfeed.engine.config` declares the settings. Must not import jax, so
+that the commands start fast.
 """
 
 import os
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig, epochs_in
-from engine.named_parts import NAMED_PARTS, OWN_PARTS
-from engine.owners import OF_A_RECIPE, OF_A_RECORD_AS_RECIPE, OF_A_USER, STORAGE, recorded_settings
-from engine.settings import ConfigError, SettingError, suggest_setting
-from models.names import MODEL_NAMES
-from preprocess.regular_file import read_regular
-from preprocess.suggestions import did_you_mean
-from preprocess.system_errors import reading_remedy
+from loopfeed.engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig, epochs_in
+from loopfeed.engine.named_parts import NAMED_PARTS, OWN_PARTS
+from loopfeed.engine.owners import OF_A_RECIPE, OF_A_RECORD_AS_RECIPE, OF_A_USER, STORAGE, recorded_settings
+from loopfeed.engine.settings import ConfigError, SettingError, suggest_setting
+from loopfeed.models.names import MODEL_NAMES
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.suggestions import did_you_mean
+from loopfeed.preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:
-    from engine.records.recorded_run import RecordedRun
+    from loopfeed.engine.records.recorded_run import RecordedRun
 
 _FOLDER = Path(__file__).parent
 _MAX_BYTES = 1 << 20
@@ -65,7 +65,7 @@ class LoadedRecipe:
         expected_data: `RunData.contents_digest` of the images with which it was measured.
         source: where the accuracy and the settings come from.
         hardware: where it ran, and for how long.
-        settings: the settings of `engine.config.TrainConfig` that the recipe contains.
+        settings: the settings of `loopfeed.engine.config.TrainConfig` that the recipe contains.
         unnamed_data: a description of the data, if the recipe is the record of a run that does not say where the data
             are; else empty.
         path: the file.
@@ -90,7 +90,7 @@ class LoadedRecipe:
         return bool(self.path) and Path(self.path).parent == _FOLDER
 
     def settings_below(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that count below those that the user gives, see `engine.owners.with_given`."""
+        """Return the settings that count below those that the user gives, see `loopfeed.engine.owners.with_given`."""
         if self.recorded is None:
             return self.settings
         return self.settings | recorded_settings(self.recorded.config, given, (STORAGE,))
@@ -134,7 +134,7 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> LoadedRecipe:
 
 def _recorded_recipe(path: Path) -> LoadedRecipe:
     """Return the recorded settings of a run as a recipe."""
-    from engine.records.recorded_run import read_record
+    from loopfeed.engine.records.recorded_run import read_record
 
     try:
         recorded = read_record(path)

@@ -3,9 +3,9 @@
 Must not import jax, so that the commands start fast.
 """
 
-from engine.config import SETTINGS, TrainConfig
-from engine.recipes import LoadedRecipe
-from engine.settings import Owner
+from loopfeed.engine.config import SETTINGS, TrainConfig
+from loopfeed.engine.recipes import LoadedRecipe
+from loopfeed.engine.settings import Owner
 
 # Where the images are, how they and the results travel, and when a run is looked at do not determine the weights. Seed
 # and kernels move them as rounding does: the recipe says for which it was measured.

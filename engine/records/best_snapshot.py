@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from engine.stream.sinks import EvaluationRecord
+from loopfeed.engine.stream.sinks import EvaluationRecord
 
 _READY_MADE = {"top1": True, "top5": True, "loss": False}
 _OWN = re.compile(r"([A-Za-z_]\w*):(max|min)")

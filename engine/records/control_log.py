@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.control.event import ControlEvent
-from engine.control.recording import Confirm
-from engine.control.request import parse_fields
-from engine.records.digests import SEAL, LogState, RunningDigest, json_digest
-from engine.records.json_lines import JsonLines, read_lines
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.recording import Confirm
+from loopfeed.engine.control.request import parse_fields
+from loopfeed.engine.records.digests import SEAL, LogState, RunningDigest, json_digest
+from loopfeed.engine.records.json_lines import JsonLines, read_lines
 
 CONTROL_LOG_NAME = "control.jsonl"
 

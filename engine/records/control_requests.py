@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from engine.control.request import ControlRequest, check_request_id
-from engine.records.whole_file import write_whole
-from preprocess.links import check_unlinked
+from loopfeed.engine.control.request import ControlRequest, check_request_id
+from loopfeed.engine.records.whole_file import write_whole
+from loopfeed.preprocess.links import check_unlinked
 
 CONTROL_FOLDER_NAME = "control"
 

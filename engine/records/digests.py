@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.json_digest import json_digest as digest_of_json
-from preprocess.regular_file import open_regular
+from loopfeed.preprocess.json_digest import json_digest as digest_of_json
+from loopfeed.preprocess.regular_file import open_regular
 
 SEAL = "sha256"
 """The key of a JSON record under which the digest of all its other keys is stored."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.records.stored.reading import read_stored_file
-from preprocess.shards.location import ShardError, open_location
+from loopfeed.engine.records.stored.reading import read_stored_file
+from loopfeed.preprocess.shards.location import ShardError, open_location
 
 _DOWNLOAD_TIMEOUT_S = 600.0
 """Time limit for the download of one file, in seconds; a server that is down is noticed sooner."""
@@ -35,7 +35,7 @@ def local_file(location: str, storage_options: Mapping[str, str] | None = None) 
         content = read_stored_file(store, key)
     if content is None:
         raise ShardError(f"{location} does not exist; check the URL")
-    with tempfile.TemporaryDirectory(prefix="feedloop-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="loopfeed-") as temporary:
         copy = Path(temporary) / "weights"
         copy.write_bytes(content)
         try:

@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
-from engine.records.limits import LONGEST_LINE_BYTES
-from engine.records.loss_log import end_of_hole
-from engine.stream.sinks import EvaluationRecord
-from preprocess.regular_file import open_regular
+from loopfeed.engine.records.limits import LONGEST_LINE_BYTES
+from loopfeed.engine.records.loss_log import end_of_hole
+from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.preprocess.regular_file import open_regular
 
 _MAX_COUNT = 2**53  # above it a float64 is no longer exact
 _FINGERPRINT_BYTES = 128  # the end of a line carries its time, so two launches differ within this many bytes

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Self
 
-from preprocess.system_errors import remedy_of, system_reason
+from loopfeed.preprocess.system_errors import remedy_of, system_reason
 
 
 def name_file(error: OSError, path: Path) -> None:

@@ -8,10 +8,10 @@ Orbax does without them. Instead of a list of such needs, this module does once 
 import secrets
 from pathlib import Path
 
-from preprocess.links import remove_tree
-from preprocess.printable import printable
-from preprocess.synced_folders import sync_folder
-from preprocess.system_errors import Cause, cause_of, remedy_of, system_reason
+from loopfeed.preprocess.links import remove_tree
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.synced_folders import sync_folder
+from loopfeed.preprocess.system_errors import Cause, cause_of, remedy_of, system_reason
 
 UNFINISHED = ".unfinished"
 """The folder in which a snapshot, and this trial, is written before it gets its name."""

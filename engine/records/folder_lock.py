@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from preprocess.file_lock import NO_LOCKS, FileLockedError, LockRefusedError, describe_failure, lock_file
-from preprocess.regular_file import open_regular
+from loopfeed.preprocess.file_lock import NO_LOCKS, FileLockedError, LockRefusedError, describe_failure, lock_file
+from loopfeed.preprocess.regular_file import open_regular
 
 LOCK_NAME = ".lock"
 
@@ -39,7 +39,7 @@ class FolderLock:
     """A context manager for an exclusive `flock` on a folder's `.lock` file; only the holder may work in the folder.
 
     Releasing the lock empties the file and leaves it in place; only the holder of the lock may remove it. On a file
-    system without locks, every process obtains the lock (`preprocess.file_lock`).
+    system without locks, every process obtains the lock (`loopfeed.preprocess.file_lock`).
 
     Args:
         folder: an existing, writable folder.

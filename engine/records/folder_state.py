@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.records.digests import LogState, RunningDigest, digest_file
-from engine.records.json_lines import read_lines
-from preprocess.quantities import quantity
-from preprocess.system_errors import reading_remedy
+from loopfeed.engine.records.digests import LogState, RunningDigest, digest_file
+from loopfeed.engine.records.json_lines import read_lines
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.system_errors import reading_remedy
 
 
 @dataclass(frozen=True)

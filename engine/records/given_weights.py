@@ -6,10 +6,10 @@ Owns how the two formats are told apart, and which names of other programs are u
 import os
 from typing import NamedTuple
 
-from engine.records.torch_file import read_torch_file
-from engine.records.weights import StoredWeights, Tensors, check_is_stored, name_read_errors, read_weights
-from preprocess.file_kinds import HEAD_BYTES, UNPACK, kind_of
-from preprocess.regular_file import open_regular
+from loopfeed.engine.records.torch_file import read_torch_file
+from loopfeed.engine.records.weights import StoredWeights, Tensors, check_is_stored, name_read_errors, read_weights
+from loopfeed.preprocess.file_kinds import HEAD_BYTES, UNPACK, kind_of
+from loopfeed.preprocess.regular_file import open_regular
 
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 """What DataParallel, `torch.compile` and training frameworks put before every name of a state dictionary."""
@@ -36,7 +36,8 @@ def read_given_weights(path: str | os.PathLike[str]) -> GivenWeights:
         out.
 
     Raises:
-        ValueError: as `engine.records.weights.read_weights` and `engine.records.torch_file.read_torch_file`.
+        ValueError: as `loopfeed.engine.records.weights.read_weights` and
+            `loopfeed.engine.records.torch_file.read_torch_file`.
     """
     with name_read_errors(path), os.fdopen(open_regular(path), "rb") as file:
         head = file.read(HEAD_BYTES)

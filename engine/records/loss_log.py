@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from engine.records.folder_lock import is_leftover
-from engine.records.limits import LONGEST_LINE_BYTES, MOST_JSON_BYTES
-from preprocess.regular_file import open_regular, read_regular
+from loopfeed.engine.records.folder_lock import is_leftover
+from loopfeed.engine.records.limits import LONGEST_LINE_BYTES, MOST_JSON_BYTES
+from loopfeed.preprocess.regular_file import open_regular, read_regular
 
 # The same names as in `run_folder`; a test keeps them equal. Importing them from there would load the settings and
 # importlib.metadata: 50 ms of a start of 400 ms.

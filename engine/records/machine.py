@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from models.xla_threads import NUM_THREADS_VARIABLE, given_num_threads
-from preprocess.cores import num_allowed_cores
-from preprocess.quantities import listed
+from loopfeed.models.xla_threads import NUM_THREADS_VARIABLE, given_num_threads
+from loopfeed.preprocess.cores import num_allowed_cores
+from loopfeed.preprocess.quantities import listed
 
 MACHINE = "machine"
 """The key of the description of a launch's machine in the resolved part of `config.json`."""

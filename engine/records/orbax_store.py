@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from engine.processes import this_process
+from loopfeed.engine.processes import this_process
 
 _LONGEST_REASON = 200
 # How long errors of a failed operation can still arrive from TensorStore's threads; they are not printed.

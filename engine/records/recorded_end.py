@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.records.control_log import CONTROL_LOG_NAME
-from engine.records.digests import SEAL, is_as_sealed, json_digest
-from engine.records.folder_state import FolderState
-from engine.records.limits import MOST_JSON_BYTES
-from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, RESULT
-from preprocess.regular_file import read_regular
-from preprocess.system_errors import reading_remedy
+from loopfeed.engine.records.control_log import CONTROL_LOG_NAME
+from loopfeed.engine.records.digests import SEAL, is_as_sealed, json_digest
+from loopfeed.engine.records.folder_state import FolderState
+from loopfeed.engine.records.limits import MOST_JSON_BYTES
+from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, RESULT
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.system_errors import reading_remedy
 
 FILES = "files"
 """The key of `result.json` for the state of the other files at the end of the run."""

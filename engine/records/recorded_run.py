@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.config import OWN_BATCHES, SETTINGS, TrainConfig
-from engine.owners import OF_A_USER, STORAGE, describe_replaced, take_recorded
-from engine.records.digests import SEAL, is_as_sealed, json_digest
-from engine.records.file_errors import describe_unreadable
-from engine.records.limits import MOST_JSON_BYTES
-from engine.records.machine import MACHINE
-from engine.records.run_folder import CONFIG, CONTINUED
-from engine.records.topology import Topology, in_one_process
-from engine.settings import Owner, shown
-from preprocess.regular_file import read_regular
-from preprocess.system_errors import reading_remedy, status_of
+from loopfeed.engine.config import OWN_BATCHES, SETTINGS, TrainConfig
+from loopfeed.engine.owners import OF_A_USER, STORAGE, describe_replaced, take_recorded
+from loopfeed.engine.records.digests import SEAL, is_as_sealed, json_digest
+from loopfeed.engine.records.file_errors import describe_unreadable
+from loopfeed.engine.records.limits import MOST_JSON_BYTES
+from loopfeed.engine.records.machine import MACHINE
+from loopfeed.engine.records.run_folder import CONFIG, CONTINUED
+from loopfeed.engine.records.topology import Topology, in_one_process
+from loopfeed.engine.settings import Owner, shown
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.system_errors import reading_remedy, status_of
 
 # What the runs of versions without a setting used, where that is not its default now.
 _OF_OLDER_RUNS = {"kernels": "xla", "eval_every_steps": 0, "snapshot_every_steps": 0}
@@ -32,8 +32,8 @@ class RecordedRun:
     """The content of `config.json`.
 
     Attributes:
-        config: the settings of the last launch that may be used, see `engine.owners.take_recorded`; those of the user
-            and of the launch have their defaults.
+        config: the settings of the last launch that may be used, see `loopfeed.engine.owners.take_recorded`; those of
+            the user and of the launch have their defaults.
         resolved: the values that they resolved to.
         manifest_digest: the digest of the data's manifest; None if there is no manifest.
         origins: where each setting came from.
@@ -62,7 +62,7 @@ class RecordedRun:
     def describe_replaced(
         self, now: TrainConfig, used: Collection[str] = (*OF_A_USER, STORAGE), options: Collection[str] = ()
     ) -> str | None:
-        """Return a line about what a command does not use of the record; see `engine.owners.describe_replaced`."""
+        """Return a line about what a command does not use of the record; as `describe_replaced` does."""
         return describe_replaced(self.config, self.replaced, now, used=used, options=options)
 
     @property

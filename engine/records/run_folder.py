@@ -6,7 +6,7 @@ trained weights), `runtime.json` (what the runtime did) and `stalls.txt` (stacks
 process at a time can use it.
 
 `config.json` and `result.json` contain digests of themselves, each snapshot and `result.json` also those of the other
-files at that time (`engine.records.folder_state`), and `model.safetensors` a digest of its tensors.
+files at that time (`loopfeed.engine.records.folder_state`), and `model.safetensors` a digest of its tensors.
 """
 
 import json
@@ -22,20 +22,20 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from engine.config import TrainConfig
-from engine.records.control_log import CONTROL_LOG_NAME
-from engine.records.control_requests import CONTROL_FOLDER_NAME, remove_requests
-from engine.records.digests import SEAL, sealed
-from engine.records.file_errors import LostFileError
-from engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots, check_path_is_text
-from engine.records.folder_lock import LOCK_NAME, FolderLock
-from engine.records.versions import version_of
-from engine.records.whole_file import remove_unfinished, write_whole
-from preprocess.links import LinkedPathError, check_unlinked, remove_tree
-from preprocess.regular_file import is_regular
-from preprocess.shards.arrays import PIXELS
-from preprocess.synced_folders import sync_folder
-from preprocess.system_errors import remedy_of, status_of
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.records.control_log import CONTROL_LOG_NAME
+from loopfeed.engine.records.control_requests import CONTROL_FOLDER_NAME, remove_requests
+from loopfeed.engine.records.digests import SEAL, sealed
+from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots, check_path_is_text
+from loopfeed.engine.records.folder_lock import LOCK_NAME, FolderLock
+from loopfeed.engine.records.versions import version_of
+from loopfeed.engine.records.whole_file import remove_unfinished, write_whole
+from loopfeed.preprocess.links import LinkedPathError, check_unlinked, remove_tree
+from loopfeed.preprocess.regular_file import is_regular
+from loopfeed.preprocess.shards.arrays import PIXELS
+from loopfeed.preprocess.synced_folders import sync_folder
+from loopfeed.preprocess.system_errors import remedy_of, status_of
 
 LOSS_LOG = "loss.jsonl"
 EVALUATION_LOG = "eval.jsonl"
@@ -77,7 +77,7 @@ _MAKE_TRIES = 10
 # So long, an interrupted run waits for what is still at work in its folder.
 _UNLOCK_WAIT_S = 1.0
 _LOOK_EVERY_S = 0.05
-_RECORDED_VERSIONS = ("feedloop", "jax", "jaxlib", "numpy", "optax", "tensorstore")
+_RECORDED_VERSIONS = ("loopfeed", "jax", "jaxlib", "numpy", "optax", "tensorstore")
 
 
 class RunFolder:
@@ -286,7 +286,7 @@ class RunFolder:
             OSError: if they cannot be written; LostFileError if another run has locked the folder since.
             MemoryError: if there is not enough memory for the file's content.
         """
-        from engine.records.weights import weights_file
+        from loopfeed.engine.records.weights import weights_file
 
         path = self.path / WEIGHTS
         try:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from engine.crossing.pushed import PushedSnapshot
-from engine.records.digests import LogState, RunningDigest
-from engine.records.json_lines import JsonLines
-from engine.stream.sinks import EvaluationRecord, LossRecord
+from loopfeed.engine.crossing.pushed import PushedSnapshot
+from loopfeed.engine.records.digests import LogState, RunningDigest
+from loopfeed.engine.records.json_lines import JsonLines
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord
 
 
 class RunFolderSink:
@@ -19,7 +19,7 @@ class RunFolderSink:
         leave_out: called on the program's thread with the step of a snapshot that is dropped because another one is
             still waiting for its lines.
         begun: the digest of each file's current content; a missing digest is computed from the file.
-        needs_snapshots: as in `engine.stream.sinks.NeedsSnapshots`.
+        needs_snapshots: as in `loopfeed.engine.stream.sinks.NeedsSnapshots`.
 
     Attributes:
         last_step: the step of the last loss that was written, None before the first.

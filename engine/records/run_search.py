@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.records.run_summary import is_run
-from preprocess.system_entries import is_hidden
+from loopfeed.engine.records.run_summary import is_run
+from loopfeed.preprocess.system_entries import is_hidden
 
 MOST_DEPTH = 8
 MOST_ENTRIES = 500_000

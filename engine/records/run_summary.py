@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.records.digests import SEAL, is_as_sealed
-from engine.records.evaluation_log import EvaluationLog
-from engine.records.folder_lock import is_locked, was_killed
-from engine.records.limits import MOST_JSON_BYTES
-from engine.records.loss_log import NO_ROWS, LossRows, read_last_rows, read_run_end
-from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, RUNTIME
-from engine.stream.sinks import EvaluationRecord
-from preprocess.regular_file import read_regular
+from loopfeed.engine.records.digests import SEAL, is_as_sealed
+from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.folder_lock import is_locked, was_killed
+from loopfeed.engine.records.limits import MOST_JSON_BYTES
+from loopfeed.engine.records.loss_log import NO_ROWS, LossRows, read_last_rows, read_run_end
+from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, RUNTIME
+from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.preprocess.regular_file import read_regular
 
 RunState = Literal["starting", "running", "done", "stopped", "failed", "killed", "damaged", "foreign"]
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from engine.records.weights import part_of
-from engine.records.weights import read_weights as read_stored
-from models.registry import model_names
-from models.torchvision_names import from_torchvision
-from preprocess.printable import printable
+from loopfeed.engine.records.weights import part_of
+from loopfeed.engine.records.weights import read_weights as read_stored
+from loopfeed.models.registry import model_names
+from loopfeed.models.torchvision_names import from_torchvision
+from loopfeed.preprocess.printable import printable
 
 _MAX_DEPTH = 100
 
@@ -37,7 +37,7 @@ def read_weights(path: str | os.PathLike[str]) -> SavedWeights:
     """Read the weights that a run wrote, `RUN/model.safetensors`, and check their digest.
 
     For a model of your own these are the leaves `params.…` and `batch_stats.…` in the model's own layouts and dtypes;
-    for a registry model, the float32 arrays that `models.from_torchvision` returns.
+    for a registry model, the float32 arrays that `loopfeed.from_torchvision` returns.
 
     Raises:
         ValueError: if the file cannot be read, has changed since it was written, or is not a run's.
@@ -53,7 +53,7 @@ def read_weights(path: str | os.PathLike[str]) -> SavedWeights:
     if name not in model_names():
         raise ValueError(
             f"weights must be those of a run, but {os.fspath(path)} records the model {printable(name or 'none')}, and "
-            "has no params.…: for torchvision's names use models.from_torchvision"
+            "has no params.…: for torchvision's names use loopfeed.from_torchvision"
         )
     try:
         params, batch_stats = from_torchvision(name, stored.tensors)

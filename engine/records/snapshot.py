@@ -23,21 +23,27 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.keys import is_key, like_leaf, plain_key
-from engine.records.control_log import CONTROL_LOG_NAME
-from engine.records.digests import describe_array, is_as_sealed, sealed
-from engine.records.file_errors import describe_unreadable
-from engine.records.folder_abilities import UNFINISHED, check_path_is_text, true_path
-from engine.records.folder_state import FolderState
-from engine.records.orbax_store import first_unreadable, restore_arrays, restore_facts, save_items, short_reason
-from engine.records.snapshot_claims import find_false_claim
-from engine.records.stored_types import as_snapshot, from_snapshot
-from engine.records.versions import version_of
-from preprocess.claimed_size import is_plausible, least_stored_bytes, stored_size
-from preprocess.links import check_unlinked, remove_tree
-from preprocess.regular_file import check_regular, raise_error
-from preprocess.synced_folders import make_folders, sync_folder, sync_tree
-from preprocess.system_errors import Cause, cause_of, remedy_of, system_number, system_reason
+from loopfeed.engine.keys import is_key, like_leaf, plain_key
+from loopfeed.engine.records.control_log import CONTROL_LOG_NAME
+from loopfeed.engine.records.digests import describe_array, is_as_sealed, sealed
+from loopfeed.engine.records.file_errors import describe_unreadable
+from loopfeed.engine.records.folder_abilities import UNFINISHED, check_path_is_text, true_path
+from loopfeed.engine.records.folder_state import FolderState
+from loopfeed.engine.records.orbax_store import (
+    first_unreadable,
+    restore_arrays,
+    restore_facts,
+    save_items,
+    short_reason,
+)
+from loopfeed.engine.records.snapshot_claims import find_false_claim
+from loopfeed.engine.records.stored_types import as_snapshot, from_snapshot
+from loopfeed.engine.records.versions import version_of
+from loopfeed.preprocess.claimed_size import is_plausible, least_stored_bytes, stored_size
+from loopfeed.preprocess.links import check_unlinked, remove_tree
+from loopfeed.preprocess.regular_file import check_regular, raise_error
+from loopfeed.preprocess.synced_folders import make_folders, sync_folder, sync_tree
+from loopfeed.preprocess.system_errors import Cause, cause_of, remedy_of, system_number, system_reason
 
 _FORMAT = 1
 # The key of the facts for the state of the run's other files.
@@ -280,7 +286,7 @@ def _make_facts(step: int, pulls: int, arrays: Mapping[str, NDArray[Any]], state
         "format": _FORMAT,
         "step": step,
         "pulls": pulls,
-        "versions": {name: version_of(name) for name in ("feedloop", "jax", "orbax-checkpoint")},
+        "versions": {name: version_of(name) for name in ("loopfeed", "jax", "orbax-checkpoint")},
         "leaves": {name: describe_array(name, array) for name, array in arrays.items()},
     }
     return sealed(facts if state is None else {**facts, _FOLDER: state.to_json()})
@@ -374,7 +380,7 @@ def _read_facts(path: Path, step: int) -> dict[str, Any]:
         raise _damaged(path, "its metadata has changed since it was written")
     if form != _FORMAT:
         raise SnapshotError(
-            f"a snapshot must have format {_FORMAT}, but {path} has format {form}: read it with feedloop {written_by}"
+            f"a snapshot must have format {_FORMAT}, but {path} has format {form}: read it with loopfeed {written_by}"
         )
     return facts
 

@@ -13,8 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import tensorstore as ts
 
-from engine.records.orbax_store import arrays_store
-from preprocess.claimed_size import is_plausible
+from loopfeed.engine.records.orbax_store import arrays_store
+from loopfeed.preprocess.claimed_size import is_plausible
 
 _MOST_ARRAYS = 100_000
 # NumPy multiplies the sizes of an empty array, too, those of zero left out.

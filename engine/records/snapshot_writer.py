@@ -1,6 +1,6 @@
 """A thread that writes snapshots, so that neither the program nor the terminal waits for the disk.
 
-Owns queueing, replacing and giving up; `engine.records.snapshot` owns the files.
+Owns queueing, replacing and giving up; `loopfeed.engine.records.snapshot` owns the files.
 
 Orbax's `CheckpointManager` also commits a step by a rename, with the facts beside the arrays, and keeps the newest N.
 It is not used because, as of Orbax 0.12.8, it
@@ -23,11 +23,11 @@ from typing import Any
 
 import jax
 
-from engine.durations import Durations
-from engine.records.folder_state import FolderState
-from engine.records.orbax_store import load_orbax
-from engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
-from preprocess.system_errors import is_out_of_room
+from loopfeed.engine.durations import Durations
+from loopfeed.engine.records.folder_state import FolderState
+from loopfeed.engine.records.orbax_store import load_orbax
+from loopfeed.engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
+from loopfeed.preprocess.system_errors import is_out_of_room
 
 _LOOK_EVERY_S = 0.1
 _SAY_SKIPPED_EVERY_S = 60.0
@@ -49,7 +49,7 @@ class SnapshotWriter:
         keep: how many of the newest snapshots to keep on disk; 0 keeps all.
         find_best: steps of the snapshots on disk → the step of the one to keep beside the newest, None for none.
         say: called from any thread with one line about a snapshot that was dropped or an error; must not block
-            (`engine.stream.notices`).
+            (`loopfeed.engine.stream.notices`).
         write: (folder, step, pulls, tree, state) → None, writes a snapshot whole or not at all.
         on_written: called on this object's thread with the step and the path of each snapshot on the disk.
         on_hopeless: called on this object's thread if no snapshot was written yet, and none is expected to be.

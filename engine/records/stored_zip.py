@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import BinaryIO, NamedTuple
 
-from preprocess.printable import printable
+from loopfeed.preprocess.printable import printable
 
 MAX_ENTRIES = 100_000
 _MAX_DIRECTORY_BYTES = 1 << 26

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from preprocess.printable import printable
+from loopfeed.preprocess.printable import printable
 
 MAX_PICKLE_BYTES = 1 << 23
 MAX_INSTRUCTIONS = 1_000_000

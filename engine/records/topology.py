@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.config import TrainConfig
-from preprocess.cores import num_cores
-from preprocess.quantities import listed
+from loopfeed.engine.config import TrainConfig
+from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.quantities import listed
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """PyTorch's files of state dictionaries, `.pt` and `.pth`, read as NumPy arrays without PyTorch and without code.
 
-Reads the zip format of PyTorch ≥ 1.6: `data.pkl`, interpreted by `engine.records.tensor_pickle`, and one entry of
-numbers for each storage. Storages that no chosen tensor needs, such as those of an optimiser, are not read.
+Reads the zip format of PyTorch ≥ 1.6: `data.pkl`, interpreted by `loopfeed.engine.records.tensor_pickle`, and one entry
+of numbers for each storage. Storages that no chosen tensor needs, such as those of an optimiser, are not read.
 """
 
 import math
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.records.stored_zip import StoredZip, ZipError
-from engine.records.tensor_pickle import (
+from loopfeed.engine.records.stored_zip import StoredZip, ZipError
+from loopfeed.engine.records.tensor_pickle import (
     MAX_PICKLE_BYTES,
     ForeignObjectError,
     StorageEntry,
@@ -22,9 +22,9 @@ from engine.records.tensor_pickle import (
     TensorView,
     read_tensor_pickle,
 )
-from preprocess.printable import printable
-from preprocess.quantities import quantity
-from preprocess.regular_file import open_regular
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.regular_file import open_regular
 
 STATE_DICT_KEYS = ("state_dict", "model", "model_state_dict", "ema")
 """The keys under which checkpoints keep their state dictionary; the first one present is read."""

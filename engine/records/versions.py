@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 NOT_INSTALLED = "not installed"
-"""The version of a package that is not installed, such as Feedloop when it runs from its source tree."""
+"""The version of a package that is not installed, such as Loopfeed when it runs from its source tree."""
 
 
 def version_of(package: str) -> str:

@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import save
 
-from engine.keys import like_leaf, plain_key
-from engine.records.digests import SEAL, describe_array, json_digest
-from engine.records.stored_types import as_weights, may_stand_for
-from engine.updates.update import Weights
-from models.torchvision_names import COUNTER, describe_mismatches, from_torchvision, to_torchvision
-from preprocess.claimed_size import is_plausible, stored_size
-from preprocess.printable import printable
-from preprocess.regular_file import open_regular, read_at
-from preprocess.system_errors import reading_remedy
+from loopfeed.engine.keys import like_leaf, plain_key
+from loopfeed.engine.records.digests import SEAL, describe_array, json_digest
+from loopfeed.engine.records.stored_types import as_weights, may_stand_for
+from loopfeed.engine.updates.update import Weights
+from loopfeed.models.torchvision_names import COUNTER, describe_mismatches, from_torchvision, to_torchvision
+from loopfeed.preprocess.claimed_size import is_plausible, stored_size
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.regular_file import open_regular, read_at
+from loopfeed.preprocess.system_errors import reading_remedy
 
 type Tensors = dict[str, NDArray[Any]]
 
@@ -78,7 +78,7 @@ def name_tensors(registry_name: str | None, params: Any, batch_stats: Any) -> Te
     Returns:
         For a registry model, torchvision's names and layouts; otherwise the path of each leaf, `params.…` and
         `batch_stats.…`, in the model's own layout; a part that is a single array is called `params` or `batch_stats`.
-        Dtypes of at most eight bits that safetensors lacks are widened (`engine.records.stored_types`).
+        Dtypes of at most eight bits that safetensors lacks are widened (`loopfeed.engine.records.stored_types`).
     """
     if registry_name is not None:
         return to_torchvision(registry_name, params, batch_stats)
@@ -90,7 +90,7 @@ def check_names(params: Any, batch_stats: Any) -> None:
 
     Raises:
         ValueError: if two tensors have the same name, or keys with dots make one branch of two when names are split at
-            their dots, as `engine.read_weights` does.
+            their dots, as `loopfeed.read_weights` does.
     """
     leaves = jax.tree_util.tree_leaves_with_path(_as_tree(params, batch_stats))
     seen: set[str] = set()

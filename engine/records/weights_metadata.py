@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from engine.config import SETTINGS
-from preprocess.printable import printable
-from preprocess.quantities import parse_float
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.targets import TARGET_KINDS
+from loopfeed.engine.config import SETTINGS
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import parse_float
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.targets import TARGET_KINDS
 
 STEPS_DONE = "steps_done"
 """The key for the number of updates that produced the weights."""
@@ -55,7 +55,7 @@ def describe_weights(
         num_classes: K, None if only a user-defined model determines it.
         classes: the classes by label; there can be fewer than K.
         resize_rule: how images are resized and cropped before the central crop of `height` × `width` pixels, as JSON of
-            `preprocess.decoding.decode.ResizeRule`.
+            `loopfeed.preprocess.decoding.decode.ResizeRule`.
         targets: `classes` if the weights were trained on images with several classes each, `numbers` for regression;
             None for one class per image.
         loss: with targets, the ready-made loss; None for a user-defined one.

@@ -6,8 +6,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from engine.records.file_errors import name_file
-from preprocess.synced_folders import make_folders, sync_folder
+from loopfeed.engine.records.file_errors import name_file
+from loopfeed.preprocess.synced_folders import make_folders, sync_folder
 
 
 def write_whole(path: Path, content: bytes) -> None:

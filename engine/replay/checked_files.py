@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from engine.records.control_log import CONTROL_LOG_NAME, read_events
-from engine.records.digests import LogState
-from engine.records.folder_lock import is_locked
-from engine.records.folder_state import (
+from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
+from loopfeed.engine.records.digests import LogState
+from loopfeed.engine.records.folder_lock import is_locked
+from loopfeed.engine.records.folder_state import (
     FolderState,
     RecordedBy,
     check_config_digest,
     check_no_more,
     digest_log,
 )
-from engine.records.recorded_end import RecordedEnd, read_result
-from engine.records.recorded_run import RecordedRun, read_recorded
-from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
-from engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
-from engine.records.weights import read_weights
+from loopfeed.engine.records.recorded_end import RecordedEnd, read_result
+from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
+from loopfeed.engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
+from loopfeed.engine.records.weights import read_weights
 
 _LOGS = (LOSS_LOG, EVALUATION_LOG, CONTROL_LOG_NAME)
 

@@ -12,16 +12,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engine.config import COUNTED_IN_EPOCHS, TrainConfig
-from engine.records.control_log import CONTROL_LOG_NAME, read_events
-from engine.records.json_lines import read_lines
-from engine.records.limits import LONGEST_LINE_BYTES
-from engine.records.recorded_run import RecordedRun, read_recorded
-from engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
-from engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
-from engine.records.topology import Topology
-from engine.run.resume import StartingPoint, start_at
-from preprocess.regular_file import open_regular, read_regular
+from loopfeed.engine.config import COUNTED_IN_EPOCHS, TrainConfig
+from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
+from loopfeed.engine.records.json_lines import read_lines
+from loopfeed.engine.records.limits import LONGEST_LINE_BYTES
+from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
+from loopfeed.engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
+from loopfeed.engine.records.topology import Topology
+from loopfeed.engine.run.resume import StartingPoint, start_at
+from loopfeed.preprocess.regular_file import open_regular, read_regular
 
 _MOST_LOG_BYTES = 1 << 36  # a few hundred million steps
 LOSS_NUMBERS = ("loss", "lr")
@@ -40,7 +40,8 @@ class Piece:
         stop_pull: the batch (from 0) before which the piece ends.
         topology: the devices and processes that made the updates.
         cuts_evaluation: whether the piece ends before an evaluation that is due after its last update.
-        machine: the machine that made the updates, as `engine.records.machine` describes it; None in older records.
+        machine: the machine that made the updates, as `loopfeed.engine.records.machine` describes it; None in older
+            records.
     """
 
     config: TrainConfig

@@ -12,48 +12,48 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from engine.config import OFF, TrainConfig
-from engine.control.board import ControlBoard
-from engine.control.event import ControlEvent
-from engine.control.word import ControlWords
-from engine.crossing.choice import this_platform
-from engine.crossing.devices import devices, split_processor
-from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
-from engine.images.own_augment import OwnAugmentation
-from engine.keys import plain_keys
-from engine.named_parts import NAME_FORM
-from engine.objective.losses import Loss
-from engine.objective.metrics import Metric, PerExample
-from engine.owners import OF_AN_EVALUATION, STORAGE, with_given
-from engine.program.kernels import settle_kernels
-from engine.program.train_state import TrainModel, TrainState
-from engine.records.machine import machine_differences
-from engine.records.recorded_run import RecordedRun, read_recorded
-from engine.records.run_folder import CONFIG, SNAPSHOTS
-from engine.records.snapshot import Snapshot, snapshot_steps
-from engine.records.stored.reading import local_copy, naming_in
-from engine.records.topology import describe_promise
-from engine.replay.checked_files import CheckedFiles, check_files, describe_check
-from engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
-from engine.replay.report import Comparison, ReplayReport
-from engine.run.changed_rules import check_rules
-from engine.run.changes import machine_of, thread_rule, versions_warning
-from engine.run.compilation import caching_compilations
-from engine.run.data import open_data
-from engine.run.dataset import DATA_LOCATION, data_of_record
-from engine.run.host_side import HostSide
-from engine.run.launch import Launch
-from engine.run.nonfinite import NonFiniteError
-from engine.run.parts import OwnParts, changed_sources
-from engine.run.resolve import check_arguments, recorded_own_parts, resolve
-from engine.run.resume import StartingPoint, check_data, check_given_weights
-from engine.run.signals import StopSignals, ignore_message
-from engine.stream.sinks import Sink
-from engine.updates.own_optimizer import OwnOptimizer
-from engine.updates.update import Schedule
-from preprocess.quantities import listed
-from preprocess.regular_file import IrregularFileError
-from preprocess.storage_options import as_text
+from loopfeed.engine.config import OFF, TrainConfig
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.word import ControlWords
+from loopfeed.engine.crossing.choice import this_platform
+from loopfeed.engine.crossing.devices import devices, split_processor
+from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from loopfeed.engine.images.own_augment import OwnAugmentation
+from loopfeed.engine.keys import plain_keys
+from loopfeed.engine.named_parts import NAME_FORM
+from loopfeed.engine.objective.losses import Loss
+from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.owners import OF_AN_EVALUATION, STORAGE, with_given
+from loopfeed.engine.program.kernels import settle_kernels
+from loopfeed.engine.program.train_state import TrainModel, TrainState
+from loopfeed.engine.records.machine import machine_differences
+from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.run_folder import CONFIG, SNAPSHOTS
+from loopfeed.engine.records.snapshot import Snapshot, snapshot_steps
+from loopfeed.engine.records.stored.reading import local_copy, naming_in
+from loopfeed.engine.records.topology import describe_promise
+from loopfeed.engine.replay.checked_files import CheckedFiles, check_files, describe_check
+from loopfeed.engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
+from loopfeed.engine.replay.report import Comparison, ReplayReport
+from loopfeed.engine.run.changed_rules import check_rules
+from loopfeed.engine.run.changes import machine_of, thread_rule, versions_warning
+from loopfeed.engine.run.compilation import caching_compilations
+from loopfeed.engine.run.data import open_data
+from loopfeed.engine.run.dataset import DATA_LOCATION, data_of_record
+from loopfeed.engine.run.host_side import HostSide
+from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.nonfinite import NonFiniteError
+from loopfeed.engine.run.parts import OwnParts, changed_sources
+from loopfeed.engine.run.resolve import check_arguments, recorded_own_parts, resolve
+from loopfeed.engine.run.resume import StartingPoint, check_data, check_given_weights
+from loopfeed.engine.run.signals import StopSignals, ignore_message
+from loopfeed.engine.stream.sinks import Sink
+from loopfeed.engine.updates.own_optimizer import OwnOptimizer
+from loopfeed.engine.updates.update import Schedule
+from loopfeed.preprocess.quantities import listed
+from loopfeed.preprocess.regular_file import IrregularFileError
+from loopfeed.preprocess.storage_options import as_text
 
 _END = "the end of the replay"
 
@@ -78,10 +78,10 @@ def replay_run(
 ) -> ReplayReport:
     """Repeat the updates `from_step` + 1 … `to_step` of a recorded run, and compare them with the record bit by bit.
 
-    First, every file of the run is checked against its recorded digest (`engine.replay.checked_files`). Then the replay
-    compares every loss and learning rate of `loss.jsonl`, every evaluation of `eval.jsonl` and, if the run has a
-    snapshot of `to_step`, every array of the state. Requests that took effect in the run are repeated, and settings
-    that changed at a resume change at the same step.
+    First, every file of the run is checked against its recorded digest (`loopfeed.engine.replay.checked_files`). Then
+    the replay compares every loss and learning rate of `loss.jsonl`, every evaluation of `eval.jsonl` and, if the run
+    has a snapshot of `to_step`, every array of the state. Requests that took effect in the run are repeated, and
+    settings that changed at a resume change at the same step.
 
     Args:
         run: the folder or URL of the run, which is only read; the run may still be in progress.
@@ -91,11 +91,11 @@ def replay_run(
         data: the current location of the packed data set; None uses the recorded one, and sends no keys to a server
             that only the record names.
         model, batches, evaluation, loss, metrics, optimizer, schedule, augment: the user-defined parts that were passed
-            to `engine.train`.
+            to `loopfeed.train`.
         notify: called with one-line messages about the replay.
         display: called with (last step, images per step); returns another sink for the losses.
         storage_options: how to reach the store of a URL, of the run and of the data, see
-            `preprocess.storage_options.STORAGE_OPTIONS`; None uses the recorded address for the data.
+            `loopfeed.preprocess.storage_options.STORAGE_OPTIONS`; None uses the recorded address for the data.
 
     Returns:
         What was compared, and the first difference of each kind. If the caller is the main thread, SIGINT, SIGTERM and
@@ -325,7 +325,7 @@ def _check_own(stretch: RecordedStretch, parts: OwnParts) -> None:
         arguments = ", ".join(f"{name}=…" for name in missing)
         raise ValueError(
             f"{stretch.run} was trained with your own {listed(missing)}, which must be given from Python: "
-            f"engine.replay_run({str(stretch.run)!r}, {arguments}), or with verify-run "
+            f"loopfeed.replay_run({str(stretch.run)!r}, {arguments}), or with verify-run "
             f"{' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
         )
     for name, is_needed in needed.items():

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.records.snapshot import match_state
-from engine.replay.recorded_stretch import EVALUATION_NUMBERS, Numbers, RecordedStretch, flatten_metrics
-from engine.stream.sinks import EvaluationRecord, LossRecord
-from preprocess.quantities import listed, quantity
+from loopfeed.engine.records.snapshot import match_state
+from loopfeed.engine.replay.recorded_stretch import EVALUATION_NUMBERS, Numbers, RecordedStretch, flatten_metrics
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord
+from loopfeed.preprocess.quantities import listed, quantity
 
 _MISSING = "nothing"
 

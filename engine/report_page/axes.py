@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.records.loss_log import Floats
-from engine.settings import LARGEST_FLOAT32
+from loopfeed.engine.records.loss_log import Floats
+from loopfeed.engine.settings import LARGEST_FLOAT32
 
 _LEAST_PART = 1e-9
 _CUT_FACTOR, _CUT_PERCENTILE = 3.0, 98.0

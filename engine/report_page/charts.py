@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.records.loss_log import Floats
-from engine.report_page.axes import Axis, steps_axis, value_axis
-from engine.report_page.markup import Html, data_block, folded, join, paragraph, table, tag
-from engine.report_page.number_text import short
-from preprocess.quantities import quantity
+from loopfeed.engine.records.loss_log import Floats
+from loopfeed.engine.report_page.axes import Axis, steps_axis, value_axis
+from loopfeed.engine.report_page.markup import Html, data_block, folded, join, paragraph, table, tag
+from loopfeed.engine.report_page.number_text import short
+from loopfeed.preprocess.quantities import quantity
 
 NUM_STYLES = 6
 """Number of colours, dash patterns and markers, which then repeat."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from engine.records.loss_log import LOSS_LOG_NAME, Floats, LossLog, LossRows, last_logged_step
-from engine.report_page.absent import Absent
+from loopfeed.engine.records.loss_log import LOSS_LOG_NAME, Floats, LossLog, LossRows, last_logged_step
+from loopfeed.engine.report_page.absent import Absent
 
 _CHUNK_BYTES = 1 << 22
 _MOST_METRICS = 8

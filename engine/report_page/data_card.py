@@ -8,16 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.config import OFF, OWN_BATCHES
-from engine.locations import storage_options_of
-from engine.records.recorded_run import RecordedRun
-from engine.report_page.absent import Absent
-from engine.run.data import choose_eval_split, manifest_digest_of
-from engine.run.dataset import DATA_LOCATION, choose_data, data_of_record
-from preprocess.printable import printable
-from preprocess.shards.location import Location, open_location
-from preprocess.shards.manifest import FAILURES_KEY, Manifest
-from preprocess.shards.reader import read_manifest
+from loopfeed.engine.config import OFF, OWN_BATCHES
+from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.run.data import choose_eval_split, manifest_digest_of
+from loopfeed.engine.run.dataset import DATA_LOCATION, choose_data, data_of_record
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.shards.location import Location, open_location
+from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest
+from loopfeed.preprocess.shards.reader import read_manifest
 
 _MOST_FAILURES = 5
 

@@ -1,7 +1,7 @@
 """The evaluation of a run's weights for the page: confusions, accuracy of each class, and confident mistakes.
 
-Owns what is counted from the decisions, and the pictures. `engine.evaluation` computes the decisions. Must not know:
-HTML.
+Owns what is counted from the decisions, and the pictures. `loopfeed.engine.evaluation` computes the decisions. Must not
+know: HTML.
 """
 
 import io
@@ -15,20 +15,20 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from engine.config import OFF
-from engine.evaluation.result import ClassResult, EvaluationResult, ImagePredictions
-from engine.evaluation.run import evaluate
-from engine.locations import storage_options_of
-from engine.objective.losses import Loss
-from engine.objective.metrics import Metric, PerExample
-from engine.program.train_state import TrainModel
-from engine.records.recorded_run import RecordedRun
-from engine.report_page.absent import Absent
-from engine.report_page.data_card import data_place, evaluated_split
-from engine.stream.sinks import EvaluationRecord
-from preprocess.pixels import to_rgb
-from preprocess.shards.location import open_location
-from preprocess.shards.reader import ShardSplit, open_split, read_manifest
+from loopfeed.engine.config import OFF
+from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult, ImagePredictions
+from loopfeed.engine.evaluation.run import evaluate
+from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.objective.losses import Loss
+from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.data_card import data_place, evaluated_split
+from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.preprocess.pixels import to_rgb
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.reader import ShardSplit, open_split, read_manifest
 
 LARGEST_MATRIX = 24
 """The largest number of classes for which the page has the whole confusion matrix."""
@@ -41,7 +41,7 @@ _LOSSLESS_PX, _LARGEST_PX, _JPEG_QUALITY = 48, 128, 82
 
 @dataclass(frozen=True)
 class OwnParts:
-    """What an evaluation of runs with parts of the user's own needs; see `engine.evaluate`."""
+    """What an evaluation of runs with parts of the user's own needs; see `loopfeed.evaluate`."""
 
     model: TrainModel | None = None
     loss: Loss | None = None

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.control.event import ControlEvent
-from engine.records.control_log import CONTROL_LOG_NAME, read_events
-from engine.records.evaluation_log import EvaluationLog
-from engine.records.loss_log import RunFacts as RecordedFacts
-from engine.records.loss_log import read_run_facts
-from engine.records.recorded_run import RecordedRun, read_recorded
-from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT
-from engine.records.run_summary import RunSummary, summarise_run
-from engine.report_page.absent import Absent
-from engine.report_page.curves import Curves, read_curves
-from engine.report_page.profile import ProfileTable, read_profile
-from engine.report_page.spent import Spent, read_report, spent_time
-from engine.runtime.record import RuntimeReport
-from engine.stream.sinks import EvaluationRecord
-from preprocess.quantities import quantity
-from preprocess.storage_options import is_url
-from preprocess.system_errors import status_of
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
+from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.loss_log import RunFacts as RecordedFacts
+from loopfeed.engine.records.loss_log import read_run_facts
+from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT
+from loopfeed.engine.records.run_summary import RunSummary, summarise_run
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.curves import Curves, read_curves
+from loopfeed.engine.report_page.profile import ProfileTable, read_profile
+from loopfeed.engine.report_page.spent import Spent, read_report, spent_time
+from loopfeed.engine.runtime.record import RuntimeReport
+from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.storage_options import is_url
+from loopfeed.preprocess.system_errors import status_of
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from engine.report_page.absent import Absent
-from engine.report_page.markup import Html, Node, join, paragraph, tag
-from engine.report_page.subject import Subject
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.markup import Html, Node, join, paragraph, tag
+from loopfeed.engine.report_page.subject import Subject
 
 
 def section(name: str, title: str, *content: Node | Iterable[Node]) -> Html:

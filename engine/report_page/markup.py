@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from preprocess.printable import printable_text
+from loopfeed.preprocess.printable import printable_text
 
 # Elements that have no end tag in HTML.
 _VOID = frozenset({"br", "img", "meta"})

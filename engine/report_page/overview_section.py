@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.report_page.absent import Absent
-from engine.report_page.curves import Curves
-from engine.report_page.facts import Evaluations
-from engine.report_page.layout import run_name, section
-from engine.report_page.markup import Html, join, paragraph, table, tag
-from engine.report_page.number_text import duration, number, percent
-from engine.report_page.subject import Subject
-from engine.runtime.record import RuntimeReport
-from engine.stream.sinks import EvaluationRecord
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.curves import Curves
+from loopfeed.engine.report_page.facts import Evaluations
+from loopfeed.engine.report_page.layout import run_name, section
+from loopfeed.engine.report_page.markup import Html, join, paragraph, table, tag
+from loopfeed.engine.report_page.number_text import duration, number, percent
+from loopfeed.engine.report_page.subject import Subject
+from loopfeed.engine.runtime.record import RuntimeReport
+from loopfeed.engine.stream.sinks import EvaluationRecord
 
 
 def overview_section(subjects: Sequence[Subject]) -> Html:

@@ -6,21 +6,21 @@ import time
 from collections.abc import Sequence
 from importlib.resources import files
 
-from engine.records.versions import version_of
-from engine.report_page.markup import Html, join, paragraph, tag
-from engine.report_page.number_text import moment
-from engine.report_page.overview_section import overview_section
-from engine.report_page.record_sections import data_section, environment_section, settings_section
-from engine.report_page.subject import Subject
-from engine.report_page.time_sections import goodput_section, profile_section
-from engine.report_page.training_sections import evaluation_section, loss_section, rate_section, speed_section
-from engine.report_page.weights_sections import (
+from loopfeed.engine.records.versions import version_of
+from loopfeed.engine.report_page.markup import Html, join, paragraph, tag
+from loopfeed.engine.report_page.number_text import moment
+from loopfeed.engine.report_page.overview_section import overview_section
+from loopfeed.engine.report_page.record_sections import data_section, environment_section, settings_section
+from loopfeed.engine.report_page.subject import Subject
+from loopfeed.engine.report_page.time_sections import goodput_section, profile_section
+from loopfeed.engine.report_page.training_sections import evaluation_section, loss_section, rate_section, speed_section
+from loopfeed.engine.report_page.weights_sections import (
     classes_section,
     confusion_section,
     evaluated_section,
     mistakes_section,
 )
-from preprocess.quantities import quantity
+from loopfeed.preprocess.quantities import quantity
 
 _SECTIONS = (
     ("results", "Results", overview_section),
@@ -56,7 +56,7 @@ def page(subjects: Sequence[Subject]) -> str:
         Html(f"<style>{style}</style>"),
     )
     made = paragraph(
-        f"{quantity(len(subjects), 'run')}, read at {moment(time.time())} by Feedloop {version_of('feedloop')}. "
+        f"{quantity(len(subjects), 'run')}, read at {moment(time.time())} by Loopfeed {version_of('loopfeed')}. "
         "This page loads nothing from a network.",
         class_="note",
     )

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.profile.formats import COLUMNS
-from engine.records.run_folder import PROFILE
-from engine.report_page.absent import Absent
-from preprocess.regular_file import read_regular
+from loopfeed.engine.profile.formats import COLUMNS
+from loopfeed.engine.records.run_folder import PROFILE
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.preprocess.regular_file import read_regular
 
 _MOST_BYTES = 1 << 20
 _MOST_ROWS = 500

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engine.config import SETTINGS, describe_value
-from engine.control.event import ControlEvent
-from engine.records.recorded_run import RecordedRun
-from engine.records.topology import Topology
-from engine.report_page.absent import Absent
-from engine.report_page.data_card import DataCard, SplitCard
-from engine.report_page.layout import absences, bar, each_run, section
-from engine.report_page.markup import Html, Node, folded, join, paragraph, table, tag
-from engine.report_page.number_text import duration, moment
-from engine.report_page.subject import Subject
-from engine.runtime.record import LaunchRuntime
-from engine.settings import Owner
-from preprocess.quantities import quantity
+from loopfeed.engine.config import SETTINGS, describe_value
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.records.topology import Topology
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.data_card import DataCard, SplitCard
+from loopfeed.engine.report_page.layout import absences, bar, each_run, section
+from loopfeed.engine.report_page.markup import Html, Node, folded, join, paragraph, table, tag
+from loopfeed.engine.report_page.number_text import duration, moment
+from loopfeed.engine.report_page.subject import Subject
+from loopfeed.engine.runtime.record import LaunchRuntime
+from loopfeed.engine.settings import Owner
+from loopfeed.preprocess.quantities import quantity
 
 _MOST_CLASSES, _MOST_EVENTS, _MOST_LAUNCHES = 24, 200, 50
 _DEFAULT = "default"

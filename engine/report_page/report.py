@@ -5,20 +5,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engine.objective.losses import Loss
-from engine.objective.metrics import Metric, PerExample
-from engine.owners import OF_AN_EVALUATION, STORAGE, recorded_settings
-from engine.program.train_state import TrainModel
-from engine.records.recorded_run import RecordedRun
-from engine.records.stored.reading import local_copy, naming_in, with_weights
-from engine.records.whole_file import write_whole
-from engine.report_page.absent import Absent
-from engine.report_page.data_card import DataCard, read_data_card
-from engine.report_page.evaluated import EvaluatedWeights, OwnParts, evaluate_weights_of
-from engine.report_page.facts import read_facts
-from engine.report_page.page import page
-from engine.report_page.subject import Subject
-from preprocess.storage_options import as_text
+from loopfeed.engine.objective.losses import Loss
+from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.owners import OF_AN_EVALUATION, STORAGE, recorded_settings
+from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
+from loopfeed.engine.records.whole_file import write_whole
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.data_card import DataCard, read_data_card
+from loopfeed.engine.report_page.evaluated import EvaluatedWeights, OwnParts, evaluate_weights_of
+from loopfeed.engine.report_page.facts import read_facts
+from loopfeed.engine.report_page.page import page
+from loopfeed.engine.report_page.subject import Subject
+from loopfeed.preprocess.storage_options import as_text
 
 MOST_RUNS = 26
 """The largest number of runs on a page: each is called by a letter."""
@@ -53,11 +53,12 @@ def report_run(
         evaluate: whether to evaluate the weights, for confusions, the accuracy of each class and mistakes.
         data: where the data set of the runs is now; None is where each run found it.
         split: the split to evaluate on; None is the one that each run was evaluated on.
-        model, loss, metrics: your own, if the runs trained with them, as for `engine.evaluate`.
+        model, loss, metrics: your own, if the runs trained with them, as for `loopfeed.evaluate`.
         overwrite: whether to replace an existing file.
         notify: called with one-line messages.
         storage_options: how to reach the store of a URL, of a run and of its data, see
-            `preprocess.storage_options.STORAGE_OPTIONS`; no keys are sent to a server that only a record names.
+            `loopfeed.preprocess.storage_options.STORAGE_OPTIONS`; no keys are sent to a server that only a record
+            names.
 
     Raises:
         ValueError: if a folder is not that of a run, or the file exists or cannot be there.

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.report_page.absent import Absent
-from engine.runtime.record import RuntimeReport
-from engine.runtime.runtime_file import read_runtime
-from preprocess.quantities import quantity
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.runtime.record import RuntimeReport
+from loopfeed.engine.runtime.runtime_file import read_runtime
+from loopfeed.preprocess.quantities import quantity
 
 
 @dataclass(frozen=True)

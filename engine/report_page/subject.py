@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from engine.report_page.absent import Absent
-from engine.report_page.data_card import DataCard
-from engine.report_page.evaluated import EvaluatedWeights
-from engine.report_page.facts import RunFacts
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.data_card import DataCard
+from loopfeed.engine.report_page.evaluated import EvaluatedWeights
+from loopfeed.engine.report_page.facts import RunFacts
 
 
 @dataclass(frozen=True)

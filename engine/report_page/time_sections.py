@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from engine.report_page.absent import Absent
-from engine.report_page.layout import bar, each_run, section
-from engine.report_page.markup import Html, Node, folded, join, paragraph, table
-from engine.report_page.number_text import brief, duration, percent, whole
-from engine.report_page.profile import ProfileEntry, ProfileTable
-from engine.report_page.spent import Spent
-from engine.report_page.subject import Subject
-from engine.runtime.record import LaunchRuntime
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.layout import bar, each_run, section
+from loopfeed.engine.report_page.markup import Html, Node, folded, join, paragraph, table
+from loopfeed.engine.report_page.number_text import brief, duration, percent, whole
+from loopfeed.engine.report_page.profile import ProfileEntry, ProfileTable
+from loopfeed.engine.report_page.spent import Spent
+from loopfeed.engine.report_page.subject import Subject
+from loopfeed.engine.runtime.record import LaunchRuntime
 
 _MOST_OPERATIONS = 50
 

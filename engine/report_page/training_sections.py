@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.records.loss_log import Floats
-from engine.report_page.absent import Absent
-from engine.report_page.charts import Chart, Line, draw
-from engine.report_page.curves import Curves, smooth
-from engine.report_page.layout import absences, section
-from engine.report_page.markup import Html, paragraph, table, tag
-from engine.report_page.number_text import number
-from engine.report_page.subject import Subject
-from engine.stream.sinks import EvaluationRecord
-from preprocess.quantities import quantity
+from loopfeed.engine.records.loss_log import Floats
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.charts import Chart, Line, draw
+from loopfeed.engine.report_page.curves import Curves, smooth
+from loopfeed.engine.report_page.layout import absences, section
+from loopfeed.engine.report_page.markup import Html, paragraph, table, tag
+from loopfeed.engine.report_page.number_text import number
+from loopfeed.engine.report_page.subject import Subject
+from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.preprocess.quantities import quantity
 
 _MOST_BANDS = 3
 _MOST_METRICS = 12

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.evaluation.result import ClassResult
-from engine.report_page.absent import Absent
-from engine.report_page.evaluated import Decisions, EvaluatedWeights, Mistake
-from engine.report_page.layout import bar, each_run, section
-from engine.report_page.markup import Html, folded, join, paragraph, scrolling, table, tag
-from engine.report_page.number_text import number, percent
-from engine.report_page.subject import Subject
-from preprocess.quantities import quantity
+from loopfeed.engine.evaluation.result import ClassResult
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.evaluated import Decisions, EvaluatedWeights, Mistake
+from loopfeed.engine.report_page.layout import bar, each_run, section
+from loopfeed.engine.report_page.markup import Html, folded, join, paragraph, scrolling, table, tag
+from loopfeed.engine.report_page.number_text import number, percent
+from loopfeed.engine.report_page.subject import Subject
+from loopfeed.preprocess.quantities import quantity
 
 _MOST_SHADES = 9
 _ALL_CLASSES, _SOME_CLASSES, _MOST_CLASSES = 24, 15, 2000

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
-from engine.config import OFF, TrainConfig
-from engine.records.limits import MOST_JSON_BYTES
-from engine.records.run_folder import CONFIG, LOSS_LOG, SNAPSHOTS, WEIGHTS
-from engine.settings import SettingError
-from preprocess.printable import printable
-from preprocess.regular_file import read_regular
-from preprocess.shards.arrays import PIXELS
-from preprocess.shards.manifest import MANIFEST_KEY
-from preprocess.storage_options import is_url
+from loopfeed.engine.config import OFF, TrainConfig
+from loopfeed.engine.records.limits import MOST_JSON_BYTES
+from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG, SNAPSHOTS, WEIGHTS
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.shards.arrays import PIXELS
+from loopfeed.preprocess.shards.manifest import MANIFEST_KEY
+from loopfeed.preprocess.storage_options import is_url
 
 _FILE_SCHEME = "file://"
 

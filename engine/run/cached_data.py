@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from engine.config import OFF, TrainConfig
-from engine.locations import storage_options_of
-from engine.run.cache_place import check_cache_place, local_folder
-from engine.settings import SettingError
-from preprocess.quantities import quantity
-from preprocess.shards.reader import ShardSplit, open_split
-from preprocess.shards.shard_cache import ShardCache
-from preprocess.storage_options import expand_home
-from preprocess.system_errors import system_reason
+from loopfeed.engine.config import OFF, TrainConfig
+from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.run.cache_place import check_cache_place, local_folder
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.reader import ShardSplit, open_split
+from loopfeed.preprocess.shards.shard_cache import ShardCache
+from loopfeed.preprocess.storage_options import expand_home
+from loopfeed.preprocess.system_errors import system_reason
 
 _GB = 1e9
 
@@ -57,7 +57,7 @@ def open_cached_split(
     """Open a split of the data set at `data`, which `stack` closes, and say how much of it is cached.
 
     Raises:
-        ShardError: as `preprocess.shards.reader.open_split`.
+        ShardError: as `loopfeed.preprocess.shards.reader.open_split`.
         SettingError: the cache is smaller than one shard.
     """
     options = storage_options_of(config)

@@ -13,15 +13,15 @@ from typing import Any, SupportsFloat
 
 import jax.numpy as jnp
 
-from engine.config import TrainConfig
-from engine.control.board import ControlBoard
-from engine.control.event import ControlEvent
-from engine.control.request import CALLBACK_ORIGIN, ControlRequest
-from engine.run.result import TrainResult
-from engine.settings import is_number
-from engine.stream.function_sink import RecordFunction
-from engine.stream.sinks import EvaluationRecord, LossRecord
-from preprocess.suggestions import did_you_mean
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.request import CALLBACK_ORIGIN, ControlRequest
+from loopfeed.engine.run.result import TrainResult
+from loopfeed.engine.settings import is_number
+from loopfeed.engine.stream.function_sink import RecordFunction
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord
+from loopfeed.preprocess.suggestions import did_you_mean
 
 
 class RunHandle:
@@ -196,8 +196,8 @@ def as_callback(given: Callback | RecordFunction) -> Callback:
     if callable(given):
         return _FunctionCallback(given)
     raise ValueError(
-        f"a callback must be an engine.Callback or a function of a record, got {type(given).__name__}: derive its "
-        "class from engine.Callback"
+        f"a callback must be a loopfeed.Callback or a function of a record, got {type(given).__name__}: derive its "
+        "class from loopfeed.engine.Callback"
     )
 
 

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.images.mixing import WHOLE
-from preprocess.printable import printable
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.targets import TargetKind
+from loopfeed.engine.images.mixing import WHOLE
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.targets import TargetKind
 
 _MOST_NUMBERS = 4
 _SHOWN_SHARE = 0.005  # of a target distribution, what rounds to more than 0.00

@@ -7,12 +7,12 @@ replayed by another rule: it is refused by name. A rule that is missing in a rec
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from engine.config import TrainConfig
-from engine.run.data import mixes_pairs
-from engine.run.initial_weights import InitialWeights
-from engine.run.resolve import Resolved
-from models.families.pooled_convnet import PooledConvNet
-from models.registry import networks
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.run.data import mixes_pairs
+from loopfeed.engine.run.initial_weights import InitialWeights
+from loopfeed.engine.run.resolve import Resolved
+from loopfeed.models.families.pooled_convnet import PooledConvNet
+from loopfeed.models.registry import networks
 
 RULES = "rules"
 """The key of the numbers of a run's rules in the resolved part of `config.json`."""

@@ -9,16 +9,16 @@ from typing import Any
 
 import jax
 
-from engine.config import SETTINGS, TrainConfig, describe_value
-from engine.locations import with_absolute_paths
-from engine.processes import exchange
-from engine.records.machine import MACHINE, ThreadRule, describe_machine
-from engine.records.recorded_run import RecordedRun
-from engine.records.run_folder import recorded_versions
-from engine.records.topology import Topology
-from engine.settings import OnResume, Owner, SettingError, Stage
-from models.kernels import ONEDNN
-from preprocess.quantities import listed
+from loopfeed.engine.config import SETTINGS, TrainConfig, describe_value
+from loopfeed.engine.locations import with_absolute_paths
+from loopfeed.engine.processes import exchange
+from loopfeed.engine.records.machine import MACHINE, ThreadRule, describe_machine
+from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.records.run_folder import recorded_versions
+from loopfeed.engine.records.topology import Topology
+from loopfeed.engine.settings import OnResume, Owner, SettingError, Stage
+from loopfeed.models.kernels import ONEDNN
+from loopfeed.preprocess.quantities import listed
 
 RUNTIME_SETTINGS = frozenset(
     name

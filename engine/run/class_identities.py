@@ -5,10 +5,10 @@ Must not know: models, files.
 
 from collections.abc import Sequence
 
-from preprocess.printable import printable
-from preprocess.quantities import quantity
-from preprocess.shards.classes import ImageClass
-from preprocess.unicode_form import composed
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.unicode_form import composed
 
 _MOST_NAMED = 3
 

@@ -14,15 +14,15 @@ import jax
 import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
-from engine.hlo.kernels import kernel_flops
-from engine.records.whole_file import make_folder, write_whole
-from engine.run.cache_faults import reporting_cache_faults
-from engine.run.cache_place import check_cache_place, local_folder
-from engine.run.garbage_collector import without_collector
-from models.kernels.onednn.team_library import cache_fault
-from models.layers.platform_forms import tracing_for
-from models.trusted_folder import file_fault, folder_fault, make_private_folder
-from models.user_cache import CACHE_REMEDY, user_cache_folder
+from loopfeed.engine.hlo.kernels import kernel_flops
+from loopfeed.engine.records.whole_file import make_folder, write_whole
+from loopfeed.engine.run.cache_faults import reporting_cache_faults
+from loopfeed.engine.run.cache_place import check_cache_place, local_folder
+from loopfeed.engine.run.garbage_collector import without_collector
+from loopfeed.models.kernels.onednn.team_library import cache_fault
+from loopfeed.models.layers.platform_forms import tracing_for
+from loopfeed.models.trusted_folder import file_fault, folder_fault, make_private_folder
+from loopfeed.models.user_cache import CACHE_REMEDY, user_cache_folder
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 # The names of the files of `jax._src.lru_cache`.

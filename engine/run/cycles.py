@@ -1,6 +1,6 @@
 """The learning rate of a resumed run: the notice where its schedule is stretched, and the cycle appended to it.
 
-Owns what `append_epochs` makes of the settings. `engine.updates.schedules` owns the schedules themselves.
+Owns what `append_epochs` makes of the settings. `loopfeed.engine.updates.schedules` owns the schedules themselves.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.config import TrainConfig, describe_value
-from engine.program.statics import update_values
-from engine.run.epochs import steps_of_epochs
-from engine.settings import SettingError
-from engine.updates.schedules import learning_rate_at
-from preprocess.quantities import quantity
+from loopfeed.engine.config import TrainConfig, describe_value
+from loopfeed.engine.program.statics import update_values
+from loopfeed.engine.run.epochs import steps_of_epochs
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.schedules import learning_rate_at
+from loopfeed.preprocess.quantities import quantity
 
 _PEAK_DIVISOR = 10.0  # of the peak before, for a cycle without a learning rate of its own
 _RISE_SHARE = 0.05  # of a cycle, if the run had no warm-up whose share it could repeat

@@ -12,8 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from engine.config import OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
-from engine.feed.batches import (
+from loopfeed.engine.config import OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
+from loopfeed.engine.feed.batches import (
     ArrayBatches,
     BatchSource,
     EvaluationSource,
@@ -21,24 +21,24 @@ from engine.feed.batches import (
     LabelKind,
     SyntheticBatches,
 )
-from engine.feed.own_rows import FunctionRows, takes_rows
-from engine.feed.shard_batches import SequentialBatches, ShardBatches
-from engine.feed.windowed_batches import WindowedBatches
-from engine.locations import storage_options_of
-from engine.processes import this_process
-from engine.run.cached_data import open_cache, open_cached_split
-from engine.run.dataset import choose_data, make_demo
-from engine.run.label_fit import check_loss_fits, check_num_targets
-from engine.run.parts import OwnParts
-from engine.settings import SettingError
-from preprocess.quantities import quantity
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.location import open_location
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.reader import ShardSplit
-from preprocess.shards.shard_cache import ShardCache
-from preprocess.shards.splits import SplitNames, find_splits, unfinished_remedy
-from preprocess.shards.targets import TargetKind
+from loopfeed.engine.feed.own_rows import FunctionRows, takes_rows
+from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches
+from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.processes import this_process
+from loopfeed.engine.run.cached_data import open_cache, open_cached_split
+from loopfeed.engine.run.dataset import choose_data, make_demo
+from loopfeed.engine.run.label_fit import check_loss_fits, check_num_targets
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.reader import ShardSplit
+from loopfeed.preprocess.shards.shard_cache import ShardCache
+from loopfeed.preprocess.shards.splits import SplitNames, find_splits, unfinished_remedy
+from loopfeed.preprocess.shards.targets import TargetKind
 
 _USUAL_EVAL_SPLITS = ("val", "test")
 # Used without a manifest; maps 0 … 255 to -2 … 2.

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.locations import DATA_VARIABLE
-from models.user_cache import CACHE_REMEDY, user_cache_folder
-from preprocess.printable import printable
-from preprocess.shards.reader import list_splits
-from preprocess.storage_options import expand_home, is_url
+from loopfeed.engine.locations import DATA_VARIABLE
+from loopfeed.models.user_cache import CACHE_REMEDY, user_cache_folder
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.shards.reader import list_splits
+from loopfeed.preprocess.storage_options import expand_home, is_url
 
 USUAL_PLACE = Path("data/shards")
 DATA_LOCATION = "data_location"
@@ -39,7 +39,7 @@ class DataChoice(NamedTuple):
 
 
 def choose_data(data: str | None) -> DataChoice:
-    """Choose `data` if given, else $FEEDLOOP_DATA if set, else data/shards if it exists, else the demo set.
+    """Choose `data` if given, else $LOOPFEED_DATA if set, else data/shards if it exists, else the demo set.
 
     Raises:
         ValueError: it would be the demo set, and there is no folder to keep it in.
@@ -90,7 +90,7 @@ def make_demo(folder: Path, notify: Callable[[str], None]) -> None:
     """Draw and pack the demo set unless it exists; its folder appears atomically, even if two processes race."""
     if _is_complete(folder):
         return
-    from preprocess.demo.demo_set import pack_demo  # imports the packer, which no other run needs
+    from loopfeed.preprocess.demo.demo_set import pack_demo  # imports the packer, which no other run needs
 
     notify("drawing and packing the demo set, which later runs reuse")
     folder.parent.mkdir(parents=True, exist_ok=True)

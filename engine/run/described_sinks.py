@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.run.launch import Launch
-from engine.stream.sinks import Finishes, RunDescription, Sink, TakesDescription
+from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.stream.sinks import Finishes, RunDescription, Sink, TakesDescription
 
 
 def describe_run(launch: Launch, run_dir: Path | None, sinks: Sequence[Sink]) -> None:

@@ -1,8 +1,8 @@
 """What a launch says about itself before it compiles: the model, the infeed and the devices, in one line each."""
 
-from engine.run.data import RunData
-from engine.run.resolve import Resolved
-from preprocess.quantities import quantity
+from loopfeed.engine.run.data import RunData
+from loopfeed.engine.run.resolve import Resolved
+from loopfeed.preprocess.quantities import quantity
 
 
 def describe_model(resolved: Resolved, num_params: int) -> str:

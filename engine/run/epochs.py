@@ -9,10 +9,10 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
-from engine.config import COUNTED_IN_EPOCHS, MOST_EVALUATIONS, SETTINGS, TrainConfig
-from engine.run.snapshot_choice import MINUTES_BETWEEN_SNAPSHOTS
-from engine.settings import SettingError
-from preprocess.quantities import quantity
+from loopfeed.engine.config import COUNTED_IN_EPOCHS, MOST_EVALUATIONS, SETTINGS, TrainConfig
+from loopfeed.engine.run.snapshot_choice import MINUTES_BETWEEN_SNAPSHOTS
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.quantities import quantity
 
 _UNCOUNTED = TrainConfig()
 

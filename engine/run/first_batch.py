@@ -11,14 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from engine.crossing.choice import traced_platform
-from engine.crossing.infeed import Batch
-from engine.program.one_batch import OneBatch, pull_one_batch
-from engine.program.train_state import RunValues
-from engine.replicas import put_everywhere, replicate, take_copy
-from engine.run.compilation import compile_traced, trace_ahead
-from engine.run.launch import Launch
-from engine.run.signals import call_on_worker
+from loopfeed.engine.crossing.choice import traced_platform
+from loopfeed.engine.crossing.infeed import Batch
+from loopfeed.engine.program.one_batch import OneBatch, pull_one_batch
+from loopfeed.engine.program.train_state import RunValues
+from loopfeed.engine.replicas import put_everywhere, replicate, take_copy
+from loopfeed.engine.run.compilation import compile_traced, trace_ahead
+from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.signals import call_on_worker
 
 type LookAt = Callable[[OneBatch, jax.Array, RunValues], Any]
 """(a device's part of a batch, its number int32 [], runtime settings) → what to return; called while tracing."""

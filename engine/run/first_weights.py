@@ -6,14 +6,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from engine.config import TrainConfig
-from engine.locations import storage_options_of
-from engine.objective.objective import Objective
-from engine.program.train_state import TrainModel, TrainState, init_state
-from engine.run.initial_weights import InitialWeights, load_initial_weights
-from engine.run.resume import StartingPoint
-from engine.updates.update import UpdateRule, Weights, init_update
-from preprocess.shards.classes import ImageClass
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.objective.objective import Objective
+from loopfeed.engine.program.train_state import TrainModel, TrainState, init_state
+from loopfeed.engine.run.initial_weights import InitialWeights, load_initial_weights
+from loopfeed.engine.run.resume import StartingPoint
+from loopfeed.engine.updates.update import UpdateRule, Weights, init_update
+from loopfeed.preprocess.shards.classes import ImageClass
 
 
 def draw_state(model: TrainModel, rule: UpdateRule, objective: Objective, words: jax.Array) -> TrainState:

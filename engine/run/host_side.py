@@ -4,16 +4,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple, Self
 
-from engine.config import TrainConfig
-from engine.control.board import ControlBoard
-from engine.crossing.choice import choose_chunk, choose_transport, this_platform
-from engine.crossing.devices import Team, choose_team
-from engine.crossing.transport import Transport
-from engine.run.signals import StopSignals
-from engine.runtime.clock import LaunchClock
-from engine.runtime.compilations import CompilationCounter
-from engine.settings import SettingError
-from engine.stream.notices import Notices
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.choice import choose_chunk, choose_transport, this_platform
+from loopfeed.engine.crossing.devices import Team, choose_team
+from loopfeed.engine.crossing.transport import Transport
+from loopfeed.engine.run.signals import StopSignals
+from loopfeed.engine.runtime.clock import LaunchClock
+from loopfeed.engine.runtime.compilations import CompilationCounter
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.stream.notices import Notices
 
 ELSEWHERE = "cuda"
 """The platform of devices that are not here: programs are compiled only for NVIDIA GPUs."""
@@ -34,7 +34,7 @@ class Placement(NamedTuple):
 class HostSide:
     """A context manager for the host-side parts of a launch; it is entered before the data are opened.
 
-    Inside the context, the stop signals are handled (`engine.run.signals.StopSignals`).
+    Inside the context, the stop signals are handled (`loopfeed.engine.run.signals.StopSignals`).
 
     Args:
         config: the settings.

@@ -4,17 +4,17 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from engine.config import TrainConfig
-from engine.control.word import ControlWords
-from engine.crossing.choice import choose_chunk, make_infeed
-from engine.crossing.infeed import BatchInfeed, WordsOf
-from engine.feed.batches import BatchSource, held_bytes
-from engine.feed.feeder import Feeder, batch_bytes, ring_depth
-from engine.feed.own_rows import rows_of
-from engine.profile.profiler import Profiler
-from engine.run.data import RunData
-from engine.run.host_side import HostSide
-from engine.run.resume import StartingPoint
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.word import ControlWords
+from loopfeed.engine.crossing.choice import choose_chunk, make_infeed
+from loopfeed.engine.crossing.infeed import BatchInfeed, WordsOf
+from loopfeed.engine.feed.batches import BatchSource, held_bytes
+from loopfeed.engine.feed.feeder import Feeder, batch_bytes, ring_depth
+from loopfeed.engine.feed.own_rows import rows_of
+from loopfeed.engine.profile.profiler import Profiler
+from loopfeed.engine.run.data import RunData
+from loopfeed.engine.run.host_side import HostSide
+from loopfeed.engine.run.resume import StartingPoint
 
 _MOST_EVALUATION_PULLS = 2**31 - 1
 

@@ -4,12 +4,12 @@ import math
 import re
 from collections.abc import Iterable
 
-from engine.config import TrainConfig
-from engine.feed.label_form import LabelArray, LabelForm
-from engine.settings import SettingError
-from preprocess.printable import printable
-from preprocess.quantities import listed
-from preprocess.shards.manifest import Manifest
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.feed.label_form import LabelArray, LabelForm
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import listed
+from loopfeed.preprocess.shards.manifest import Manifest
 
 # Arrays of one dimension are mostly targets of classes or a regression, unless their names say otherwise.
 _POSITIONS = re.compile(

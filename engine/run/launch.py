@@ -17,47 +17,47 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.config import TrainConfig
-from engine.crossing.choice import this_device, traced_platform, wasted_steps_warning
-from engine.crossing.outfeed import Outfeed
-from engine.crossing.push_meter import PushMeter
-from engine.feed.batches import CheckedSource
-from engine.images.unpack import LEAST_STD, PixelScale
-from engine.keys import plain_keys
-from engine.objective.batch_size_check import check_batch_size
-from engine.processes import this_process
-from engine.program.checked_model import CheckedModel
-from engine.program.kernels import describe_kernels, kernels_on, record_kernels
-from engine.program.loop import make_program
-from engine.program.observed import observation_of
-from engine.program.slow_convolutions import slow_convolutions_warning
-from engine.program.statics import run_values, seed_words
-from engine.program.train_state import RunValues, TrainState
-from engine.records.machine import MACHINE
-from engine.records.stored_types import check_weight_types
-from engine.records.topology import Topology
-from engine.records.weights import check_names
-from engine.replicas import Replicas, norm_groups, put_everywhere, replicate, shapes_on, take_copy
-from engine.run.changes import machine_of
-from engine.run.compilation import Compiled, Traced, compile_traced, trace_ahead
-from engine.run.descriptions import describe_chunk, describe_devices, describe_infeed, describe_model
-from engine.run.first_weights import draw_state, put_given_weights, read_weights_of_run
-from engine.run.garbage_collector import PausedCollector
-from engine.run.host_side import HostSide
-from engine.run.infeeds import Infeeds
-from engine.run.launch_parts import LaunchParts
-from engine.run.nonfinite import nonfinite_error
-from engine.run.own_updates import check_own_rate, describe_selection
-from engine.run.profiling import Profiling
-from engine.run.resolve import Resolved
-from engine.run.resume import StartingPoint
-from engine.run.signals import WorkerCall, call_on_worker, start_on_worker
-from engine.runtime.record import ProgramTimes
-from engine.stream.loss_stream import LossStream
-from engine.stream.sinks import Sink
-from models.registry import count_params
-from preprocess.memory import host_memory_bytes
-from preprocess.shards.reader import ChangedShardError
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.crossing.choice import this_device, traced_platform, wasted_steps_warning
+from loopfeed.engine.crossing.outfeed import Outfeed
+from loopfeed.engine.crossing.push_meter import PushMeter
+from loopfeed.engine.feed.batches import CheckedSource
+from loopfeed.engine.images.unpack import LEAST_STD, PixelScale
+from loopfeed.engine.keys import plain_keys
+from loopfeed.engine.objective.batch_size_check import check_batch_size
+from loopfeed.engine.processes import this_process
+from loopfeed.engine.program.checked_model import CheckedModel
+from loopfeed.engine.program.kernels import describe_kernels, kernels_on, record_kernels
+from loopfeed.engine.program.loop import make_program
+from loopfeed.engine.program.observed import observation_of
+from loopfeed.engine.program.slow_convolutions import slow_convolutions_warning
+from loopfeed.engine.program.statics import run_values, seed_words
+from loopfeed.engine.program.train_state import RunValues, TrainState
+from loopfeed.engine.records.machine import MACHINE
+from loopfeed.engine.records.stored_types import check_weight_types
+from loopfeed.engine.records.topology import Topology
+from loopfeed.engine.records.weights import check_names
+from loopfeed.engine.replicas import Replicas, norm_groups, put_everywhere, replicate, shapes_on, take_copy
+from loopfeed.engine.run.changes import machine_of
+from loopfeed.engine.run.compilation import Compiled, Traced, compile_traced, trace_ahead
+from loopfeed.engine.run.descriptions import describe_chunk, describe_devices, describe_infeed, describe_model
+from loopfeed.engine.run.first_weights import draw_state, put_given_weights, read_weights_of_run
+from loopfeed.engine.run.garbage_collector import PausedCollector
+from loopfeed.engine.run.host_side import HostSide
+from loopfeed.engine.run.infeeds import Infeeds
+from loopfeed.engine.run.launch_parts import LaunchParts
+from loopfeed.engine.run.nonfinite import nonfinite_error
+from loopfeed.engine.run.own_updates import check_own_rate, describe_selection
+from loopfeed.engine.run.profiling import Profiling
+from loopfeed.engine.run.resolve import Resolved
+from loopfeed.engine.run.resume import StartingPoint
+from loopfeed.engine.run.signals import WorkerCall, call_on_worker, start_on_worker
+from loopfeed.engine.runtime.record import ProgramTimes
+from loopfeed.engine.stream.loss_stream import LossStream
+from loopfeed.engine.stream.sinks import Sink
+from loopfeed.models.registry import count_params
+from loopfeed.preprocess.memory import host_memory_bytes
+from loopfeed.preprocess.shards.reader import ChangedShardError
 
 # Time limit for closing all sinks together: long after a clean stop, short after an immediate one.
 _CLOSE_TIMEOUT_S = 60.0
@@ -311,7 +311,7 @@ class Launch:
     def starting_state(self) -> TrainState:
         """Return the initial state: the state in the snapshot that the launch starts from, if any, else a new state."""
         if self.start.snapshot is not None:
-            from engine.records.snapshot import match_state
+            from loopfeed.engine.records.snapshot import match_state
 
             saved = match_state(self.start.snapshot.leaves, self._state_shape)
             if self.infeeds.evaluation is None:

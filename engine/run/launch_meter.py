@@ -11,19 +11,19 @@ from time import perf_counter
 
 import jax
 
-from engine.config import OFF
-from engine.crossing.push_meter import PushMeter
-from engine.feed.feed_meter import MOST_STALLS, FeedMeter, WaitNow
-from engine.feed.feeder import Feeder
-from engine.processes import this_process
-from engine.program.kernels import uses_amx_in_bfloat16
-from engine.records.run_folder import recorded_versions
-from engine.records.snapshot_writer import SnapshotWriter
-from engine.records.topology import Topology
-from engine.run.compilation import Compiled
-from engine.run.launch import Launch
-from engine.runtime.goodput import Rollback, add_up, parts_of, without_details
-from engine.runtime.record import (
+from loopfeed.engine.config import OFF
+from loopfeed.engine.crossing.push_meter import PushMeter
+from loopfeed.engine.feed.feed_meter import MOST_STALLS, FeedMeter, WaitNow
+from loopfeed.engine.feed.feeder import Feeder
+from loopfeed.engine.processes import this_process
+from loopfeed.engine.program.kernels import uses_amx_in_bfloat16
+from loopfeed.engine.records.run_folder import recorded_versions
+from loopfeed.engine.records.snapshot_writer import SnapshotWriter
+from loopfeed.engine.records.topology import Topology
+from loopfeed.engine.run.compilation import Compiled
+from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.runtime.goodput import Rollback, add_up, parts_of, without_details
+from loopfeed.engine.runtime.record import (
     Goodput,
     LaunchRuntime,
     LaunchState,
@@ -37,11 +37,11 @@ from engine.runtime.record import (
     SnapshotTimes,
     Stall,
 )
-from engine.runtime.slow_operations import find_slow_operations
-from engine.runtime.verdict import Circumstances, judge
-from engine.runtime.watchdog import describe_span
-from preprocess.read_meter import AWAIT, CHECK, COPY, OPEN, READ, SOURCE, STAGES, Reading
-from preprocess.storage_options import is_url
+from loopfeed.engine.runtime.slow_operations import find_slow_operations
+from loopfeed.engine.runtime.verdict import Circumstances, judge
+from loopfeed.engine.runtime.watchdog import describe_span
+from loopfeed.preprocess.read_meter import AWAIT, CHECK, COPY, OPEN, READ, SOURCE, STAGES, Reading
+from loopfeed.preprocess.storage_options import is_url
 
 # Launches of at least so long a loop are searched for slow operations without being asked to.
 _WORTH_S = 120.0

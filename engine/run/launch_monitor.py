@@ -4,18 +4,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from engine.records.digests import RunningDigest
-from engine.records.run_folder import LOSS_LOG, RUNTIME, STALLS, RunFolder, recorded_versions
-from engine.records.snapshot_writer import SnapshotWriter
-from engine.run.compilation import Compiled
-from engine.run.launch import Launch
-from engine.run.launch_meter import LaunchMeter, describe_devices
-from engine.runtime.goodput import Rollback, add_up, find_rollback, parts_of, without_details
-from engine.runtime.monitor import MOST_STALLS_BYTES, RuntimeMonitor
-from engine.runtime.record import LaunchRuntime, RuntimeReport
-from engine.runtime.runtime_file import encode_runtime, read_runtime
-from engine.runtime.watchdog import Watchdog
-from preprocess.regular_file import read_regular
+from loopfeed.engine.records.digests import RunningDigest
+from loopfeed.engine.records.run_folder import LOSS_LOG, RUNTIME, STALLS, RunFolder, recorded_versions
+from loopfeed.engine.records.snapshot_writer import SnapshotWriter
+from loopfeed.engine.run.compilation import Compiled
+from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.launch_meter import LaunchMeter, describe_devices
+from loopfeed.engine.runtime.goodput import Rollback, add_up, find_rollback, parts_of, without_details
+from loopfeed.engine.runtime.monitor import MOST_STALLS_BYTES, RuntimeMonitor
+from loopfeed.engine.runtime.record import LaunchRuntime, RuntimeReport
+from loopfeed.engine.runtime.runtime_file import encode_runtime, read_runtime
+from loopfeed.engine.runtime.watchdog import Watchdog
+from loopfeed.preprocess.regular_file import read_regular
 
 
 def start_monitor(

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import jax
 
-from engine.crossing.infeed import BatchInfeed
-from engine.crossing.transport import Transport
-from engine.program.statics import Statics
-from engine.program.train_state import RunValues, TrainModel
+from loopfeed.engine.crossing.infeed import BatchInfeed
+from loopfeed.engine.crossing.transport import Transport
+from loopfeed.engine.program.statics import Statics
+from loopfeed.engine.program.train_state import RunValues, TrainModel
 
 
 class LaunchParts(NamedTuple):

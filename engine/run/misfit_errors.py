@@ -1,7 +1,7 @@
 """Errors about settings that do not fit the data or the registry, raised in training and in evaluation."""
 
-from engine.settings import SettingError
-from models.registry import UnknownModelError
+from loopfeed.engine.settings import SettingError
+from loopfeed.models.registry import UnknownModelError
 
 
 def too_large_image(image_size: int, height: int, width: int) -> SettingError:

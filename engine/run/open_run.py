@@ -1,7 +1,7 @@
 """The stages of a run: lock the folder, resolve the settings, compile, launch, wait, and return or raise.
 
-Owns the order of these steps. `engine.run.launch` launches the program itself, and `engine.run.recorded_launch` records
-its results.
+Owns the order of these steps. `loopfeed.engine.run.launch` launches the program itself, and
+`loopfeed.engine.run.recorded_launch` records its results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,25 +10,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import SETTINGS, TrainConfig
-from engine.control.event import factor_before
-from engine.crossing.choice import this_platform
-from engine.crossing.devices import settle_devices, split_processor
-from engine.locations import with_absolute_paths
-from engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
-from engine.named_parts import compare_named
-from engine.processes import this_process, wait_for_processes
-from engine.program.kernels import AUTO, changed_kernels_notice, settle_kernels
-from engine.program.train_state import TrainState
-from engine.records.machine import MACHINE, machine_warning
-from engine.records.recorded_run import RecordedRun, read_recorded
-from engine.records.run_folder import RunFolder, check_folder
-from engine.records.topology import Topology
-from engine.records.weights_metadata import WEIGHTS_METADATA
-from engine.run.cache_place import check_cache_places
-from engine.run.callbacks import Callback, Callbacks, RunHandle
-from engine.run.changed_rules import RULES, check_rules, rules_of
-from engine.run.changes import (
+from loopfeed.engine.config import SETTINGS, TrainConfig
+from loopfeed.engine.control.event import factor_before
+from loopfeed.engine.crossing.choice import this_platform
+from loopfeed.engine.crossing.devices import settle_devices, split_processor
+from loopfeed.engine.locations import with_absolute_paths
+from loopfeed.engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
+from loopfeed.engine.named_parts import compare_named
+from loopfeed.engine.processes import this_process, wait_for_processes
+from loopfeed.engine.program.kernels import AUTO, changed_kernels_notice, settle_kernels
+from loopfeed.engine.program.train_state import TrainState
+from loopfeed.engine.records.machine import MACHINE, machine_warning
+from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.run_folder import RunFolder, check_folder
+from loopfeed.engine.records.topology import Topology
+from loopfeed.engine.records.weights_metadata import WEIGHTS_METADATA
+from loopfeed.engine.run.cache_place import check_cache_places
+from loopfeed.engine.run.callbacks import Callback, Callbacks, RunHandle
+from loopfeed.engine.run.changed_rules import RULES, check_rules, rules_of
+from loopfeed.engine.run.changes import (
     check_same_everywhere,
     check_settings,
     check_steps,
@@ -37,20 +37,20 @@ from engine.run.changes import (
     thread_rule,
     versions_warning,
 )
-from engine.run.compilation import Compiled, caching_compilations
-from engine.run.cycles import append_cycle, check_cycle, describe_rate_change
-from engine.run.data import open_data
-from engine.run.dataset import DATA_LOCATION, data_of_record
-from engine.run.described_sinks import describe_run, finishing
-from engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations
-from engine.run.host_side import ELSEWHERE, HostSide, Placement
-from engine.run.launch import Launch
-from engine.run.launch_monitor import read_rollback, record_rollback, start_monitor
-from engine.run.parts import OwnParts, changed_sources
-from engine.run.recorded_launch import RecordedLaunch, recorded_metadata, result_of
-from engine.run.resolve import check_arguments, check_best_metric, resolve, warn_of_settings
-from engine.run.result import DryRun, RunFacts, TrainResult
-from engine.run.resume import (
+from loopfeed.engine.run.compilation import Compiled, caching_compilations
+from loopfeed.engine.run.cycles import append_cycle, check_cycle, describe_rate_change
+from loopfeed.engine.run.data import open_data
+from loopfeed.engine.run.dataset import DATA_LOCATION, data_of_record
+from loopfeed.engine.run.described_sinks import describe_run, finishing
+from loopfeed.engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations
+from loopfeed.engine.run.host_side import ELSEWHERE, HostSide, Placement
+from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.launch_monitor import read_rollback, record_rollback, start_monitor
+from loopfeed.engine.run.parts import OwnParts, changed_sources
+from loopfeed.engine.run.recorded_launch import RecordedLaunch, recorded_metadata, result_of
+from loopfeed.engine.run.resolve import check_arguments, check_best_metric, resolve, warn_of_settings
+from loopfeed.engine.run.result import DryRun, RunFacts, TrainResult
+from loopfeed.engine.run.resume import (
     GIVEN_WEIGHTS,
     StartingPoint,
     check_chain,
@@ -64,12 +64,12 @@ from engine.run.resume import (
     rewind_run,
     unchecked_notice,
 )
-from engine.run.run_place import RunPlace, open_place
-from engine.runtime.record import LaunchState
-from engine.settings import SettingError
-from engine.stream.notices import outliving_display
-from engine.stream.sinks import Sink
-from preprocess.quantities import quantity
+from loopfeed.engine.run.run_place import RunPlace, open_place
+from loopfeed.engine.runtime.record import LaunchState
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.stream.notices import outliving_display
+from loopfeed.engine.stream.sinks import Sink
+from loopfeed.preprocess.quantities import quantity
 
 
 @contextmanager

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from engine.config import SETTINGS, TrainConfig
-from engine.patterns import parse_freeze, parse_groups
-from engine.run.parts import OwnParts
-from engine.settings import SettingError
-from engine.updates.own_optimizer import check_rate_not_stored, first_line, has_own_rate
-from engine.updates.selection import dotted_paths, matches, split_frozen
-from engine.updates.update import UpdateRule
+from loopfeed.engine.config import SETTINGS, TrainConfig
+from loopfeed.engine.patterns import parse_freeze, parse_groups
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.own_optimizer import check_rate_not_stored, first_line, has_own_rate
+from loopfeed.engine.updates.selection import dotted_paths, matches, split_frozen
+from loopfeed.engine.updates.update import UpdateRule
 
 _OF_THE_OPTIMIZER = ("optimizer", "momentum", "beta2", "weight_decay", "decay_all", "cycle_momentum")
 _OF_THE_SCHEDULE = (

@@ -9,22 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
-from engine.images.own_augment import OwnAugmentation
-from engine.named_parts import NamedPart, recorded_named_parts
-from engine.objective.losses import Loss
-from engine.objective.metrics import Metric, PerExample
-from engine.program.statics import OwnFunctions
-from engine.program.train_state import TrainModel
-from engine.updates.own_optimizer import OwnOptimizer
-from engine.updates.update import Schedule
+from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from loopfeed.engine.images.own_augment import OwnAugmentation
+from loopfeed.engine.named_parts import NamedPart, recorded_named_parts
+from loopfeed.engine.objective.losses import Loss
+from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.program.statics import OwnFunctions
+from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.updates.own_optimizer import OwnOptimizer
+from loopfeed.engine.updates.update import Schedule
 
 OWN_SOURCES = "own_sources"
 """The key of the digests of the parts' source texts in the resolved part of `config.json`."""
 # The module of what is in no file, which an earlier version recorded for scripts, too.
 _NO_FILE = "__main__"
 _LIBRARIES = {"site-packages", "dist-packages"}
-_OWN_PACKAGES = ("engine", "models", "preprocess")
+_OWN_PACKAGE = "loopfeed"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class OwnParts:
     """The user-defined parts of a run; None stands for the part selected by the settings.
 
     Attributes:
-        model, batches, evaluation, loss, metrics, optimizer, schedule, augment: as `engine.run.train.train` takes them.
+        model, batches, evaluation, loss, metrics, optimizer, schedule, augment: as `loopfeed.engine.run.train.train`
+            takes them.
         named: the names and sources of the parts that were named on a command line.
     """
 
@@ -131,7 +132,7 @@ def _source_digest(named: Any) -> str | None:
     Libraries are compared by their versions.
     """
     module = getattr(sys.modules.get(named.__module__), "__file__", None) or ""
-    if _LIBRARIES & set(Path(module).parts) or named.__module__.partition(".")[0] in _OWN_PACKAGES:
+    if _LIBRARIES & set(Path(module).parts) or named.__module__.partition(".")[0] == _OWN_PACKAGE:
         return None
     try:
         return hashlib.sha256(inspect.getsource(named).encode()).hexdigest()

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.config import TrainConfig, parse_profile_steps
-from engine.processes import this_process
-from engine.profile.profiler import Course, Profiler
-from engine.profile.table import Profile
-from engine.run.compilation import Compiled
-from engine.run.data import RunData
-from engine.run.host_side import HostSide
-from engine.run.resume import StartingPoint
-from engine.stream.loss_stream import LossStream
+from loopfeed.engine.config import TrainConfig, parse_profile_steps
+from loopfeed.engine.processes import this_process
+from loopfeed.engine.profile.profiler import Course, Profiler
+from loopfeed.engine.profile.table import Profile
+from loopfeed.engine.run.compilation import Compiled
+from loopfeed.engine.run.data import RunData
+from loopfeed.engine.run.host_side import HostSide
+from loopfeed.engine.run.resume import StartingPoint
+from loopfeed.engine.stream.loss_stream import LossStream
 
 
 class Profiling:

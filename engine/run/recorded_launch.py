@@ -1,6 +1,6 @@
 """A launch that writes its losses, snapshots, weights and result to a run folder, and the result of any launch.
 
-Owns what a run writes, however it ends; `engine.run.open_run` owns the steps before the launch.
+Owns what a run writes, however it ends; `loopfeed.engine.run.open_run` owns the steps before the launch.
 """
 
 import shlex
@@ -13,41 +13,41 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from engine.config import TrainConfig
-from engine.control.event import ControlEvent
-from engine.control.recording import Confirm, EventRecorder
-from engine.control.request import origin_of
-from engine.crossing.pushed import PushedSnapshot
-from engine.keys import plain_keys
-from engine.named_parts import options_of
-from engine.processes import this_process
-from engine.profile.formats import to_csv
-from engine.program.train_state import TrainState
-from engine.records.best_snapshot import best_step, parse_metric
-from engine.records.control_log import CONTROL_LOG_NAME, ControlLog
-from engine.records.control_requests import ControlMailbox
-from engine.records.digests import RunningDigest
-from engine.records.evaluation_log import EvaluationLog
-from engine.records.file_errors import LostFileError
-from engine.records.folder_state import FolderState
-from engine.records.recorded_end import FILES, WEIGHTS_DIGEST
-from engine.records.run_folder import PROFILE, RunFolder
-from engine.records.run_folder_sink import RunFolderSink
-from engine.records.snapshot_writer import SnapshotWriter
-from engine.records.weights import name_tensors
-from engine.records.weights_metadata import STEPS_DONE, describe_weights, without_classes
-from engine.run.compilation import Compiled
-from engine.run.launch import Launch
-from engine.run.launch_monitor import start_monitor
-from engine.run.nonfinite import NonFiniteError
-from engine.run.resolve import recorded_own_parts
-from engine.run.result import TrainResult
-from engine.run.snapshot_choice import SnapshotChoice
-from engine.runtime.goodput import Rollback
-from engine.runtime.monitor import RuntimeMonitor
-from engine.runtime.record import LaunchState, RuntimeReport
-from engine.stream.sinks import Sink
-from preprocess.quantities import listed, quantity
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.recording import Confirm, EventRecorder
+from loopfeed.engine.control.request import origin_of
+from loopfeed.engine.crossing.pushed import PushedSnapshot
+from loopfeed.engine.keys import plain_keys
+from loopfeed.engine.named_parts import options_of
+from loopfeed.engine.processes import this_process
+from loopfeed.engine.profile.formats import to_csv
+from loopfeed.engine.program.train_state import TrainState
+from loopfeed.engine.records.best_snapshot import best_step, parse_metric
+from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLog
+from loopfeed.engine.records.control_requests import ControlMailbox
+from loopfeed.engine.records.digests import RunningDigest
+from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.records.folder_state import FolderState
+from loopfeed.engine.records.recorded_end import FILES, WEIGHTS_DIGEST
+from loopfeed.engine.records.run_folder import PROFILE, RunFolder
+from loopfeed.engine.records.run_folder_sink import RunFolderSink
+from loopfeed.engine.records.snapshot_writer import SnapshotWriter
+from loopfeed.engine.records.weights import name_tensors
+from loopfeed.engine.records.weights_metadata import STEPS_DONE, describe_weights, without_classes
+from loopfeed.engine.run.compilation import Compiled
+from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.launch_monitor import start_monitor
+from loopfeed.engine.run.nonfinite import NonFiniteError
+from loopfeed.engine.run.resolve import recorded_own_parts
+from loopfeed.engine.run.result import TrainResult
+from loopfeed.engine.run.snapshot_choice import SnapshotChoice
+from loopfeed.engine.runtime.goodput import Rollback
+from loopfeed.engine.runtime.monitor import RuntimeMonitor
+from loopfeed.engine.runtime.record import LaunchState, RuntimeReport
+from loopfeed.engine.stream.sinks import Sink
+from loopfeed.preprocess.quantities import listed, quantity
 
 # Longest wait for the last snapshot at the end of a run.
 _SNAPSHOT_TIMEOUT_S = 600.0
@@ -351,7 +351,7 @@ class RecordedLaunch:
         own = recorded_own_parts(self._launch.resolved.to_json())
         options = options_of(self._launch.resolved.parts.named, own)
         if own and options is None:
-            how = f"train with replace(engine.run_settings({path!r}), resume=True) and the same {listed(own)}"
+            how = f"train with replace(loopfeed.run_settings({path!r}), resume=True) and the same {listed(own)}"
         else:
             how = f"run-train --run-dir {shlex.quote(path)} --resume {options}".rstrip()
         if self._launch.has_changed_data:

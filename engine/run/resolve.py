@@ -4,27 +4,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import OWN_BATCHES, TrainConfig
-from engine.feed.batches import label_form_of
-from engine.given_values import describe_given
-from engine.locations import absolute_location
-from engine.named_parts import record_named, recorded_named_parts
-from engine.objective.metrics import Metric, as_metrics
-from engine.objective.objective import Objective
-from engine.program.model_key import takes_key
-from engine.program.statics import Statics, statics_of
-from engine.program.train_state import TrainModel
-from engine.records.best_snapshot import parse_metric
-from engine.run.data import RunData
-from engine.run.dataset import DATA_LOCATION
-from engine.run.label_fit import check_labels_stay, unmoved_labels_warning
-from engine.run.misfit_errors import too_large_image, unknown_model
-from engine.run.own_updates import check_updates
-from engine.run.parts import OWN_SOURCES, OwnParts, name_of
-from engine.settings import SettingError
-from models.model import Model
-from models.registry import UnknownModelError, build_model, model_names
-from preprocess.quantities import quantity
+from loopfeed.engine.config import OWN_BATCHES, TrainConfig
+from loopfeed.engine.feed.batches import label_form_of
+from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.locations import absolute_location
+from loopfeed.engine.named_parts import record_named, recorded_named_parts
+from loopfeed.engine.objective.metrics import Metric, as_metrics
+from loopfeed.engine.objective.objective import Objective
+from loopfeed.engine.program.model_key import takes_key
+from loopfeed.engine.program.statics import Statics, statics_of
+from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.records.best_snapshot import parse_metric
+from loopfeed.engine.run.data import RunData
+from loopfeed.engine.run.dataset import DATA_LOCATION
+from loopfeed.engine.run.label_fit import check_labels_stay, unmoved_labels_warning
+from loopfeed.engine.run.misfit_errors import too_large_image, unknown_model
+from loopfeed.engine.run.own_updates import check_updates
+from loopfeed.engine.run.parts import OWN_SOURCES, OwnParts, name_of
+from loopfeed.engine.settings import SettingError
+from loopfeed.models.model import Model
+from loopfeed.models.registry import UnknownModelError, build_model, model_names
+from loopfeed.preprocess.quantities import quantity
 
 # Optimisers whose updates have the size of the learning rate, whatever the gradient; lars uses rates like those of sgd.
 _SMALL_RATE_OPTIMIZERS = ("adamw", "lamb", "adam", "lion", "muon")
@@ -207,10 +207,10 @@ def _check_own_model(config: TrainConfig, model: Any) -> None:
 
 # The base classes of modules of other libraries, and how a module of each is passed.
 _MODULES = {
-    "flax.linen.module.Module": "pass engine.adapters.flax_linen(module, (height, width, 3))",
-    "flax.nnx.module.Module": "pass engine.adapters.flax_nnx(module)",
-    "equinox._module._module.Module": "pass engine.adapters.equinox(model)",
-    "equinox._module.Module": "pass engine.adapters.equinox(model)",
+    "flax.linen.module.Module": "pass loopfeed.engine.adapters.flax_linen(module, (height, width, 3))",
+    "flax.nnx.module.Module": "pass loopfeed.engine.adapters.flax_nnx(module)",
+    "equinox._module._module.Module": "pass loopfeed.engine.adapters.equinox(model)",
+    "equinox._module.Module": "pass loopfeed.engine.adapters.equinox(model)",
     "torch.nn.modules.module.Module": "its code cannot be traced: write the model in JAX",
 }
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import TrainConfig
-from engine.profile.table import Profile
-from engine.run.compilation import Compiled, Traced
-from engine.run.resolve import Resolved
-from engine.runtime.record import RuntimeReport
-from engine.stream.sinks import EvaluationRecord
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.profile.table import Profile
+from loopfeed.engine.run.compilation import Compiled, Traced
+from loopfeed.engine.run.resolve import Resolved
+from loopfeed.engine.runtime.record import RuntimeReport
+from loopfeed.engine.stream.sinks import EvaluationRecord
 
 
 @dataclass(frozen=True)

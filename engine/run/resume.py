@@ -12,12 +12,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.control.event import ControlEvent, factor_before
-from engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
-from engine.records.control_log import CONTROL_LOG_NAME, ControlLogError, read_events
-from engine.records.digests import RunningDigest
-from engine.records.file_errors import name_file
-from engine.records.folder_state import (
+from loopfeed.engine.control.event import ControlEvent, factor_before
+from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
+from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLogError, read_events
+from loopfeed.engine.records.digests import RunningDigest
+from loopfeed.engine.records.file_errors import name_file
+from loopfeed.engine.records.folder_state import (
     by_result,
     by_snapshot,
     check_config_digest,
@@ -25,10 +25,10 @@ from engine.records.folder_state import (
     digest_log,
     whole_lines_digest,
 )
-from engine.records.json_lines import read_lines
-from engine.records.recorded_end import read_result
-from engine.records.recorded_run import RecordedRun
-from engine.records.run_folder import (
+from loopfeed.engine.records.json_lines import read_lines
+from loopfeed.engine.records.recorded_end import read_result
+from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.records.run_folder import (
     CONFIG,
     EVALUATION_LOG,
     LOSS_LOG,
@@ -37,15 +37,15 @@ from engine.records.run_folder import (
     WEIGHTS,
     RunFolder,
 )
-from engine.run.data import RunData
-from engine.run.parts import OWN_SOURCES, OwnParts, is_same_part
-from engine.run.resolve import Resolved, recorded_own_parts
-from preprocess.links import open_unlinked
-from preprocess.quantities import listed, quantity
-from preprocess.system_errors import reading_remedy
+from loopfeed.engine.run.data import RunData
+from loopfeed.engine.run.parts import OWN_SOURCES, OwnParts, is_same_part
+from loopfeed.engine.run.resolve import Resolved, recorded_own_parts
+from loopfeed.preprocess.links import open_unlinked
+from loopfeed.preprocess.quantities import listed, quantity
+from loopfeed.preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:
-    from engine.records.snapshot import Snapshot
+    from loopfeed.engine.records.snapshot import Snapshot
 
 # The key of the digest of the initial weights in the resolved part of `config.json`.
 GIVEN_WEIGHTS = "init_from_sha256"
@@ -65,8 +65,8 @@ def check_own(recorded: RecordedRun, run: Path, parts: OwnParts) -> None:
             raise ValueError(f"{run} was trained with {named} of your own, which must be given again: {options}")
         raise ValueError(
             f"{run} was trained with {named} of your own, which must be given from Python: "
-            f"engine.train(dataclasses.replace(engine.run_settings({str(run)!r}), resume=True), {arguments}); or on "
-            f"the command line: {' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
+            f"loopfeed.train(dataclasses.replace(loopfeed.run_settings({str(run)!r}), resume=True), {arguments}); or "
+            f"on the command line: {' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
         )
 
 
@@ -161,7 +161,7 @@ def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
         ValueError: if the log of requests cannot be read, if there are snapshots but none is readable, or if the disk
             failed while one was read.
     """
-    from engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_snapshot, snapshot_steps
+    from loopfeed.engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_snapshot, snapshot_steps
 
     events = _read_events(run)
     saved_steps = snapshot_steps(run / SNAPSHOTS)
@@ -200,7 +200,7 @@ def _read_events(run: Path) -> Sequence[ControlEvent]:
 
 def _is_control_log_recorded(run: Path) -> bool:
     """Return whether a snapshot or `result.json` records that the log of requests was not empty."""
-    from engine.records.snapshot import read_folder_state, snapshot_steps
+    from loopfeed.engine.records.snapshot import read_folder_state, snapshot_steps
 
     end = read_result(run)
     states = [None if end is None else end.folder]
@@ -259,7 +259,7 @@ def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
         # A launch removes the result of an earlier one, so this one belongs to the last launch.
         check_config_digest(run / CONFIG, recorded.digest, recorded.continued, result.folder, RESULT)
     if result is not None and result.weights_digest is not None and (run / WEIGHTS).exists():
-        from engine.records.weights import read_weights
+        from loopfeed.engine.records.weights import read_weights
 
         if read_weights(run / WEIGHTS).digest != result.weights_digest:
             raise ValueError(
@@ -287,7 +287,7 @@ def rewind_run(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, Runn
     Raises:
         OSError: if a file cannot be cut or removed.
     """
-    from engine.records.snapshot import remove_snapshot, snapshot_steps
+    from loopfeed.engine.records.snapshot import remove_snapshot, snapshot_steps
 
     folder.remove_result()
     # Snapshots first: an unreadable one may become readable later, when its log lines are gone.

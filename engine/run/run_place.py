@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import TrainConfig
-from engine.locations import storage_options_of
-from engine.processes import this_process, wait_for_processes
-from engine.records.stored.reading import local_copy, naming_in
-from engine.records.stored.stored_run import StoredRun, check_url_is_free, stored_run
-from preprocess.storage_options import is_url
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.processes import this_process, wait_for_processes
+from loopfeed.engine.records.stored.reading import local_copy, naming_in
+from loopfeed.engine.records.stored.stored_run import StoredRun, check_url_is_free, stored_run
+from loopfeed.preprocess.storage_options import is_url
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def open_place(config: TrainConfig, notify: Callable[[str], None], *, is_dry: bo
         is_dry: whether the run is only read.
 
     Raises:
-        ValueError: as `engine.records.stored.stored_run.stored_run`.
+        ValueError: as `loopfeed.engine.records.stored.stored_run.stored_run`.
     """
     url = config.run_dir
     if url is None or not is_url(url):

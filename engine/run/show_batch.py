@@ -13,27 +13,27 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
-from engine.config import TrainConfig
-from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
-from engine.images.mixing import WHOLE
-from engine.images.own_augment import OwnAugmentation
-from engine.objective.losses import Loss
-from engine.objective.metrics import Metric, PerExample
-from engine.processes import this_process
-from engine.program.augmented_batch import augment_batch
-from engine.program.one_batch import OneBatch
-from engine.program.train_state import RunValues, TrainModel
-from engine.records.whole_file import write_whole
-from engine.run.captions import captions_of
-from engine.run.first_batch import look_at_first_batch
-from engine.run.launch import Launch
-from engine.run.open_run import open_run
-from engine.run.parts import OwnParts
-from engine.updates.own_optimizer import OwnOptimizer
-from engine.updates.update import Schedule
-from preprocess.commands.sheet_path import check_sheet_path
-from preprocess.printable import printable_line
-from preprocess.quantities import quantity
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from loopfeed.engine.images.mixing import WHOLE
+from loopfeed.engine.images.own_augment import OwnAugmentation
+from loopfeed.engine.objective.losses import Loss
+from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.processes import this_process
+from loopfeed.engine.program.augmented_batch import augment_batch
+from loopfeed.engine.program.one_batch import OneBatch
+from loopfeed.engine.program.train_state import RunValues, TrainModel
+from loopfeed.engine.records.whole_file import write_whole
+from loopfeed.engine.run.captions import captions_of
+from loopfeed.engine.run.first_batch import look_at_first_batch
+from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.open_run import open_run
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.updates.own_optimizer import OwnOptimizer
+from loopfeed.engine.updates.update import Schedule
+from loopfeed.preprocess.commands.sheet_path import check_sheet_path
+from loopfeed.preprocess.printable import printable_line
+from loopfeed.preprocess.quantities import quantity
 
 _LARGEST_THUMBNAIL = 224
 _MOST_LARGE_PICTURES = 64  # more are shown smaller
@@ -72,7 +72,7 @@ class ShownBatch:
 
     def draw(self) -> Image:
         """Return a sheet of all pictures with their captions."""
-        from preprocess.commands.contact_sheet import Geometry, draw_sheet, geometry_for
+        from loopfeed.preprocess.commands.contact_sheet import Geometry, draw_sheet, geometry_for
 
         count, side = len(self.pictures), max(self.pictures.shape[1:3])
         geometry = geometry_for(side)

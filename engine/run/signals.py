@@ -11,10 +11,10 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from engine.control.board import ControlBoard
-from engine.peers import is_supervised, num_supervisor_signals
-from engine.signal_bursts import SignalBursts
-from preprocess.stop_signals import install, stop_signals, uninstall
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.peers import is_supervised, num_supervisor_signals
+from loopfeed.engine.signal_bursts import SignalBursts
+from loopfeed.preprocess.stop_signals import install, stop_signals, uninstall
 
 # How soon a signal is handled while the main thread waits.
 _POLL_EVERY_S = 0.1
@@ -23,7 +23,7 @@ _POLL_EVERY_S = 0.1
 class StopSignals:
     """A context manager that turns the stop signals into a clean stop; it does nothing outside the main thread.
 
-    These are SIGINT, SIGTERM and, unless it is ignored, SIGHUP (`preprocess.stop_signals`).
+    These are SIGINT, SIGTERM and, unless it is ignored, SIGHUP (`loopfeed.preprocess.stop_signals`).
 
     Before the program is launched, and after it has failed, a signal raises KeyboardInterrupt, since nothing would be
     lost. In between, the first signal requests a stop at the next step, and the second raises KeyboardInterrupt, unless
@@ -32,7 +32,7 @@ class StopSignals:
 
     Args:
         board: receives the request, with the signal's name as its reason.
-        say: called with a message from inside the signal handler: see `engine.stream.notices`.
+        say: called with a message from inside the signal handler: see `loopfeed.engine.stream.notices`.
         where: the point at which the run then stops, for the message.
     """
 

@@ -8,8 +8,8 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
-from engine.config import TrainConfig
-from engine.control.event import ControlEvent
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.event import ControlEvent
 
 MINUTES_BETWEEN_SNAPSHOTS = 10
 _INTERVAL_S = 60.0 * MINUTES_BETWEEN_SNAPSHOTS

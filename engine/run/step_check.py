@@ -10,27 +10,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.config import TrainConfig
-from engine.crossing.infeed import Batch
-from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
-from engine.images.own_augment import OwnAugmentation
-from engine.objective.losses import Loss
-from engine.objective.metrics import Metric, PerExample
-from engine.program.flat_program import Operation
-from engine.program.looped_step import StepProgram, sample_of
-from engine.program.random_rounding import RandomRounding, switches
-from engine.program.train_state import TrainModel, TrainState
-from engine.run.compilation import caching_compilations, compile_traced, trace_ahead
-from engine.run.differences import Difference, compare, effect, join, largest_effect
-from engine.run.first_batch import look_at_first_batch
-from engine.run.launch import Launch
-from engine.run.open_run import open_run
-from engine.run.parts import OwnParts
-from engine.run.signals import call_on_worker
-from engine.scopes import Scope
-from engine.settings import SettingError
-from engine.updates.own_optimizer import OwnOptimizer
-from engine.updates.update import Schedule
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.crossing.infeed import Batch
+from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from loopfeed.engine.images.own_augment import OwnAugmentation
+from loopfeed.engine.objective.losses import Loss
+from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.program.flat_program import Operation
+from loopfeed.engine.program.looped_step import StepProgram, sample_of
+from loopfeed.engine.program.random_rounding import RandomRounding, switches
+from loopfeed.engine.program.train_state import TrainModel, TrainState
+from loopfeed.engine.run.compilation import caching_compilations, compile_traced, trace_ahead
+from loopfeed.engine.run.differences import Difference, compare, effect, join, largest_effect
+from loopfeed.engine.run.first_batch import look_at_first_batch
+from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.open_run import open_run
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.signals import call_on_worker
+from loopfeed.engine.scopes import Scope
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.own_optimizer import OwnOptimizer
+from loopfeed.engine.updates.update import Schedule
 
 _DISTURBED_RUNS = 2
 

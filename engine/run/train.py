@@ -2,20 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.config import TrainConfig
-from engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
-from engine.images.own_augment import OwnAugmentation
-from engine.objective.losses import Loss
-from engine.objective.metrics import Metric, PerExample
-from engine.program.train_state import TrainModel
-from engine.run.callbacks import Callback, as_callbacks
-from engine.run.open_run import open_run
-from engine.run.parts import OwnParts
-from engine.run.result import DryRun, TrainResult
-from engine.stream.function_sink import RecordFunction, as_sinks
-from engine.stream.sinks import Sink
-from engine.updates.own_optimizer import OwnOptimizer
-from engine.updates.update import Schedule
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from loopfeed.engine.images.own_augment import OwnAugmentation
+from loopfeed.engine.objective.losses import Loss
+from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.run.callbacks import Callback, as_callbacks
+from loopfeed.engine.run.open_run import open_run
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.result import DryRun, TrainResult
+from loopfeed.engine.stream.function_sink import RecordFunction, as_sinks
+from loopfeed.engine.stream.sinks import Sink
+from loopfeed.engine.updates.own_optimizer import OwnOptimizer
+from loopfeed.engine.updates.update import Schedule
 
 
 def train(
@@ -40,8 +40,9 @@ def train(
         config: the settings.
         model: a user-defined model instead of one of the registry: `init(key)` returns (params, batch_stats), and
             `apply(params, batch_stats, images, train=True)` returns (logits [B, K], new batch_stats) for float32 images
-            [B, H, W, 3]. Convolutions of `models.layers.convolution` stay fast inside the loop on a CPU. If `apply`
-            has a parameter `key`, it gets PRNG keys [B] in training, one per image by (seed, position), otherwise None.
+            [B, H, W, 3]. Convolutions of `loopfeed.models.layers.convolution` stay fast inside the loop on a CPU. If
+            `apply` has a parameter `key`, it gets PRNG keys [B] in training, one per image by (seed, position),
+            otherwise None.
         batches: user-defined batches instead of a packed data set: a function from the step (from 0) to (uint32
             [B, H, W] packed pixels, integer [B] labels), called in order from one thread; or a `BatchSource`. A
             function of (step, rows) returns only these rows, a range; of several processes, each asks for its own. A
@@ -50,7 +51,7 @@ def train(
         evaluation: user-defined evaluation images instead of a split of the data set: a tuple of all of them (uint32
             [N, H, W] packed pixels, integer [N] labels, or labels as those of `batches`), or an `EvaluationSource`.
         loss: a user-defined loss instead of that of the setting `loss`: (outputs of the model, labels, float32 [B]
-            weights) → float [B], the loss of each example; see `engine.objective.losses`.
+            weights) → float [B], the loss of each example; see `loopfeed.engine.objective.losses`.
         metrics: user-defined metrics by name: a `Metric`, or a function (outputs, labels) → [B] whose mean is taken.
             They are computed in every step and evaluation; numbers appear in the logs, arrays only in `eval.jsonl`.
         optimizer: a user-defined optimizer instead of that of the setting `optimizer`: an optax transformation with its
@@ -66,7 +67,7 @@ def train(
         notify: called with a line of text about what the run does before its first step, and about what is unusual
             later, such as a request or a snapshot that is skipped.
         origins: where settings came from, by name, for `config.json`; None distinguishes only defaults from others.
-        callbacks: called in order on one thread of their own, each an `engine.Callback` or a function of each record;
+        callbacks: called in order on one thread of their own, each an `loopfeed.Callback` or a function of each record;
             they may ask for snapshots, evaluations, another learning rate and the end of the run.
 
     Returns:

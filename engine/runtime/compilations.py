@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.monitoring
 
-from engine.runtime.record import Compilations
+from loopfeed.engine.runtime.record import Compilations
 
 _TRACE = "/jax/core/compile/jaxpr_trace_duration"
 _COMPILE = "/jax/core/compile/backend_compile_duration"

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from engine.records.limits import LONGEST_LINE_BYTES
-from engine.runtime.record import Goodput, LaunchRuntime, RunGoodput
-from preprocess.regular_file import open_regular, read_at
+from loopfeed.engine.records.limits import LONGEST_LINE_BYTES
+from loopfeed.engine.runtime.record import Goodput, LaunchRuntime, RunGoodput
+from loopfeed.preprocess.regular_file import open_regular, read_at
 
 _OF_THE_LOOP = ("steps", "evaluation", "snapshots", "waiting")
 _PARTS = (*_OF_THE_LOOP, "compilation", "other")

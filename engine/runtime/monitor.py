@@ -9,11 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from engine.records.file_errors import LostFileError
-from engine.records.run_folder import RUNTIME, STALLS
-from engine.runtime.record import LaunchRuntime, LaunchState, Ring, RingSample, RuntimeReport
-from engine.runtime.runtime_file import encode_runtime
-from engine.runtime.watchdog import Watchdog
+from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.records.run_folder import RUNTIME, STALLS
+from loopfeed.engine.runtime.record import LaunchRuntime, LaunchState, Ring, RingSample, RuntimeReport
+from loopfeed.engine.runtime.runtime_file import encode_runtime
+from loopfeed.engine.runtime.watchdog import Watchdog
 
 _LOOK_EVERY_S = 0.1
 _WRITE_EVERY_S = 30.0

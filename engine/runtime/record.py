@@ -1,12 +1,12 @@
 """The record of what the runtime did in each launch of a run: the types behind `runtime.json`.
 
-Times are in seconds. Needs neither jax nor files; `engine.runtime.runtime_file` reads and writes the file.
+Times are in seconds. Needs neither jax nor files; `loopfeed.engine.runtime.runtime_file` reads and writes the file.
 """
 
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from engine.durations import Times
+from loopfeed.engine.durations import Times
 
 type LaunchState = Literal["running", "done", "stopped", "failed"]
 type Phase = Literal["train", "evaluation"]

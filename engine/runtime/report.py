@@ -4,9 +4,9 @@ import statistics
 import textwrap
 from collections.abc import Iterator
 
-from engine.durations import Times
-from engine.runtime.record import LaunchRuntime, RuntimeReport
-from preprocess.quantities import quantity
+from loopfeed.engine.durations import Times
+from loopfeed.engine.runtime.record import LaunchRuntime, RuntimeReport
+from loopfeed.preprocess.quantities import quantity
 
 _WIDTH = 80
 _MOST_STALLS = _MOST_SLOW = 3

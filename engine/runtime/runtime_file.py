@@ -7,11 +7,11 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from engine.records.limits import MOST_JSON_BYTES
-from engine.records.run_folder import RUNTIME
-from engine.runtime.record import FORMAT, RuntimeReport
-from preprocess.regular_file import read_regular
-from preprocess.system_errors import reading_remedy
+from loopfeed.engine.records.limits import MOST_JSON_BYTES
+from loopfeed.engine.records.run_folder import RUNTIME
+from loopfeed.engine.runtime.record import FORMAT, RuntimeReport
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.system_errors import reading_remedy
 
 # More digits than clocks and counters have.
 _DIGITS = 6

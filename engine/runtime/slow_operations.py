@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from engine.hlo.program import HloProgram, Instruction
-from engine.hlo.slow_kernels import naive_reason
-from engine.hlo.text import parse_hlo
-from engine.hlo.work import products_of
-from engine.runtime.record import SlowOperation
-from engine.scopes import parse_op_name
+from loopfeed.engine.hlo.program import HloProgram, Instruction
+from loopfeed.engine.hlo.slow_kernels import naive_reason
+from loopfeed.engine.hlo.text import parse_hlo
+from loopfeed.engine.hlo.work import products_of
+from loopfeed.engine.runtime.record import SlowOperation
+from loopfeed.engine.scopes import parse_op_name
 
 # Smaller ones take less time than it takes to begin them.
 _LEAST_PRODUCTS = 1 << 16
@@ -58,7 +58,9 @@ def _naive(program: HloProgram, instruction: Instruction) -> str | None:
     reason = naive_reason(program, instruction)
     if reason is None or products_of(program, instruction) < _LEAST_PRODUCTS:
         return None
-    remedy = "; use models.convolution or models.conv_general_dilated" if instruction.opcode == "convolution" else ""
+    remedy = (
+        "; use loopfeed.convolution or loopfeed.conv_general_dilated" if instruction.opcode == "convolution" else ""
+    )
     return f"a plain loop, because {reason}{remedy}"
 
 

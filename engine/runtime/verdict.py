@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from engine.runtime.record import LaunchRuntime, Verdict
-from preprocess.quantities import quantity
+from loopfeed.engine.runtime.record import LaunchRuntime, Verdict
+from loopfeed.preprocess.quantities import quantity
 
 _LEAST_STEPS, _LEAST_S = 10, 0.5
 # The share of the time from which a part binds a run. Reading takes place beside the steps, so whenever the loop waits

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from engine.crossing.cuda.absent import absent_transport
-from engine.crossing.devices import Team
-from engine.run.host_side import Placement
-from engine.sizing.cards import Card
+from loopfeed.engine.crossing.cuda.absent import absent_transport
+from loopfeed.engine.crossing.devices import Team
+from loopfeed.engine.run.host_side import Placement
+from loopfeed.engine.sizing.cards import Card
 
 
 def absent_cards(card: Card, num_devices: int, devices_per_host: int) -> list[jax.Device]:

@@ -46,7 +46,7 @@ class CardAnalysis:
     """XLA's analysis of a compiled program.
 
     Attributes:
-        memory_bytes: memory of one device by kind, as `engine.run.compilation.Compiled.memory_bytes`.
+        memory_bytes: memory of one device by kind, as `loopfeed.engine.run.compilation.Compiled.memory_bytes`.
         step_flops: floating-point operations of one device in a step, None if unknown.
         compile_s: seconds that tracing and compiling took.
     """
@@ -90,7 +90,7 @@ def compile_for_cards(request: CardRequest, program: str, *, time_limit_s: float
         raise CardCompilerError(
             f"XLA's compiler for NVIDIA GPUs is not installed; it needs no GPU: {installation_hint()}"
         )
-    with tempfile.TemporaryDirectory(prefix="feedloop-") as place:
+    with tempfile.TemporaryDirectory(prefix="loopfeed-") as place:
         asked, answered = Path(place) / "request.json", Path(place) / "answer.json"
         asked.write_text(json.dumps(asdict(request) | {"compiler": str(folder)}), encoding="utf-8")
         try:

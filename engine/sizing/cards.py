@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from preprocess.quantities import parse_float
+from loopfeed.preprocess.quantities import parse_float
 
 _TEMPLATE = """
 gpu_device_info {{

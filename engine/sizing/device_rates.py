@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from models.kernels import ONEDNN, XLA
-from models.kernels.onednn.operations import call_operation
-from models.kernels.onednn.products import Product
+from loopfeed.models.kernels import ONEDNN, XLA
+from loopfeed.models.kernels.onednn.operations import call_operation
+from loopfeed.models.kernels.onednn.products import Product
 
 # Long enough for every core, and small enough for a second: 2·n³ operations, and bytes beyond any cache.
 _PRODUCT_SIZE = {"cpu": 1024}

@@ -1,15 +1,15 @@
 """How fast one host can bring images to its devices: what each stage moves, and how fast this machine does it."""
 
-from engine.config import TrainConfig
-from engine.feed.batches import BatchSource
-from engine.feed.feeder import batch_bytes
-from engine.feed.shard_batches import ShardBatches
-from engine.feed.windowed_batches import WindowedBatches
-from engine.sizing.cards import Card
-from engine.sizing.plan import COPY, DECODE, LINK, READ, Flow, Place, Stage
-from engine.sizing.rates import measure_copying, measure_decoding, measure_reading
-from engine.sizing.volumes import Volume
-from preprocess.quantities import quantity
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.feed.batches import BatchSource
+from loopfeed.engine.feed.feeder import batch_bytes
+from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.engine.sizing.cards import Card
+from loopfeed.engine.sizing.plan import COPY, DECODE, LINK, READ, Flow, Place, Stage
+from loopfeed.engine.sizing.rates import measure_copying, measure_decoding, measure_reading
+from loopfeed.engine.sizing.volumes import Volume
+from loopfeed.preprocess.quantities import quantity
 
 MEASURE_S = 1.5
 """How long the disk, and then the decoding of images, is measured, in seconds."""

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.config import COUNTED_IN_EPOCHS, SYNTHETIC_IMAGE_SIZE, TrainConfig
-from engine.feed.batches import Labels, Pixels
-from engine.run.epochs import settle_epochs, settle_evaluations
-from engine.run.parts import OwnParts
-from engine.sizing.volumes import IMAGENET_TRAIN, IMAGENET_VAL
+from loopfeed.engine.config import COUNTED_IN_EPOCHS, SYNTHETIC_IMAGE_SIZE, TrainConfig
+from loopfeed.engine.feed.batches import Labels, Pixels
+from loopfeed.engine.run.epochs import settle_epochs, settle_evaluations
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.sizing.volumes import IMAGENET_TRAIN, IMAGENET_VAL
 
 
 def stand_for_imagenet(

@@ -6,7 +6,7 @@ Pure arithmetic over the analyses that others make; does not compile.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engine.config import TrainConfig
+from loopfeed.engine.config import TrainConfig
 
 MOST_COMPILATIONS = 5
 """The largest number of batch sizes that are compiled to find the largest one that fits."""
@@ -36,7 +36,7 @@ def program_parts(memory_bytes: Mapping[str, int], state_bytes: int, num_devices
     """Return what a program needs on one device, by part.
 
     Args:
-        memory_bytes: XLA's analysis, as `engine.run.compilation.Compiled.memory_bytes`.
+        memory_bytes: XLA's analysis, as `loopfeed.engine.run.compilation.Compiled.memory_bytes`.
         state_bytes: size of the training state.
         num_devices: number of devices; with several, the first also holds the state that was copied to all of them.
     """

@@ -1,14 +1,14 @@
 """The plan of a run as numbers, and the arithmetic between them: bytes per second, what bounds the run, time, disk.
 
-Needs no jax; `engine.sizing.planning` fills it in, and `engine.sizing.report` prints it.
+Needs no jax; `loopfeed.engine.sizing.planning` fills it in, and `loopfeed.engine.sizing.report` prints it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from engine.sizing.memory import LargestBatch, MemoryNeed
-from engine.sizing.volumes import Volume
+from loopfeed.engine.sizing.memory import LargestBatch, MemoryNeed
+from loopfeed.engine.sizing.volumes import Volume
 
 # A line of `loss.jsonl`, which grows with the digits of the step, in bytes.
 _LOG_LINE_BYTES = 120

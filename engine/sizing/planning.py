@@ -9,26 +9,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Self
 
-from engine.config import TrainConfig
-from engine.crossing.devices import devices
-from engine.feed.batches import EvaluationSource
-from engine.feed.shard_batches import SequentialBatches, ShardBatches
-from engine.feed.windowed_batches import WindowedBatches
-from engine.peers import SEES_ALL
-from engine.processes import this_process
-from engine.run.open_run import OpenRun, open_run
-from engine.run.parts import OwnParts
-from engine.run.result import RunFacts
-from engine.sizing.absent_cards import card_placement, stand_ins
-from engine.sizing.card_compiler import CardCompilerError, CardRequest, compile_for_cards
-from engine.sizing.cards import CARDS, SHARE_VARIABLE, Card, memory_share
-from engine.sizing.flow import measure_flow
-from engine.sizing.imagenet import BlackImages, stand_for_imagenet
-from engine.sizing.memory import START, MemoryNeed, batch_unit, find_largest_batch, program_parts
-from engine.sizing.plan import Disk, MemoryPlan, Place, Plan, Work, count_evaluations, count_snapshots
-from engine.sizing.volumes import IMAGENET_VAL, Volume, imagenet_volume, split_volume
-from preprocess.memory import host_memory_bytes, process_memory_bytes
-from preprocess.quantities import quantity
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.crossing.devices import devices
+from loopfeed.engine.feed.batches import EvaluationSource
+from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches
+from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.engine.peers import SEES_ALL
+from loopfeed.engine.processes import this_process
+from loopfeed.engine.run.open_run import OpenRun, open_run
+from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.result import RunFacts
+from loopfeed.engine.sizing.absent_cards import card_placement, stand_ins
+from loopfeed.engine.sizing.card_compiler import CardCompilerError, CardRequest, compile_for_cards
+from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, Card, memory_share
+from loopfeed.engine.sizing.flow import measure_flow
+from loopfeed.engine.sizing.imagenet import BlackImages, stand_for_imagenet
+from loopfeed.engine.sizing.memory import START, MemoryNeed, batch_unit, find_largest_batch, program_parts
+from loopfeed.engine.sizing.plan import Disk, MemoryPlan, Place, Plan, Work, count_evaluations, count_snapshots
+from loopfeed.engine.sizing.volumes import IMAGENET_VAL, Volume, imagenet_volume, split_volume
+from loopfeed.preprocess.memory import host_memory_bytes, process_memory_bytes
+from loopfeed.preprocess.quantities import quantity
 
 type Notify = Callable[[str], None]
 type Analyse = Callable[[int], Analysed]
@@ -67,7 +67,7 @@ def plan_here(config: TrainConfig, parts: OwnParts, notify: Notify, device_rate:
     """Return the plan of a run on the devices of this machine.
 
     Args:
-        config, parts, notify: as `engine.run.open_run.open_run`.
+        config, parts, notify: as `loopfeed.engine.run.open_run.open_run`.
         device_rate: images per second that one device trains on, None if unknown.
     """
     given = parts
@@ -101,7 +101,7 @@ def plan_for_cards(
     """Return the plan of a run on GPUs that are not here.
 
     Args:
-        config, parts, notify: as `engine.run.open_run.open_run`; the setting `devices` is that of the target.
+        config, parts, notify: as `loopfeed.engine.run.open_run.open_run`; the setting `devices` is that of the target.
         part_names: the names of the user's own parts, for the process that compiles.
         target: the GPUs.
         program: the program of that process, as `compile_for_cards` takes it.

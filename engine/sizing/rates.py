@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.feed.batches import label_words
-from engine.feed.shard_batches import ShardBatches
-from preprocess.shards.arrays import PIXELS
-from preprocess.shards.reader import ShardSplit
+from loopfeed.engine.feed.batches import label_words
+from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.preprocess.shards.arrays import PIXELS
+from loopfeed.preprocess.shards.reader import ShardSplit
 
 # Below this, a measurement of the disk would be one of the system's calls.
 _LEAST_BYTES = 16 << 20

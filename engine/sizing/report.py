@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from engine.sizing.plan import DECODE, DEVICES, READ, Disk, Flow, MemoryPlan, Place, Plan, Stage, Work
-from preprocess.quantities import listed, quantity
+from loopfeed.engine.sizing.plan import DECODE, DEVICES, READ, Disk, Flow, MemoryPlan, Place, Plan, Stage, Work
+from loopfeed.preprocess.quantities import listed, quantity
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.pixels import words_of_row
-from preprocess.shards.arrays import PIXELS
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.reader import ShardSplit
-from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY
-from preprocess.shards.targets import num_words
+from loopfeed.preprocess.pixels import words_of_row
+from loopfeed.preprocess.shards.arrays import PIXELS
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.reader import ShardSplit
+from loopfeed.preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY
+from loopfeed.preprocess.shards.targets import num_words
 
 # ILSVRC 2012: Russakovsky et al. (2015), arXiv:1409.0575, table 2.
 IMAGENET_TRAIN, IMAGENET_VAL = 1_281_167, 50_000

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from engine.stream.sinks import EvaluationRecord, LossRecord, Sink
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, Sink
 
 type RecordFunction = Callable[[LossRecord | EvaluationRecord], Any]
 """A function that is called with each record of a run."""

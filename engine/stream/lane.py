@@ -5,9 +5,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from engine.crossing.pushed import PushedHistograms, PushedImages, PushedSnapshot
-from engine.profile.table import Profile
-from engine.stream.sinks import (
+from loopfeed.engine.crossing.pushed import PushedHistograms, PushedImages, PushedSnapshot
+from loopfeed.engine.profile.table import Profile
+from loopfeed.engine.stream.sinks import (
     Display,
     EvaluationProgress,
     EvaluationRecord,

@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.control.board import ControlBoard
-from engine.crossing.pushed import (
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.crossing.pushed import (
     Pushed,
     PushedEvaluation,
     PushedHistograms,
@@ -24,16 +24,16 @@ from engine.crossing.pushed import (
     PushedSnapshot,
     mean_of_images,
 )
-from engine.durations import Durations
-from engine.profile.table import Profile
-from engine.stream.lane import Lane, Record, is_display
-from engine.stream.sinks import (
+from loopfeed.engine.durations import Durations
+from loopfeed.engine.profile.table import Profile
+from loopfeed.engine.stream.lane import Lane, Record, is_display
+from loopfeed.engine.stream.sinks import (
     EvaluationProgress,
     EvaluationRecord,
     LossRecord,
     Sink,
 )
-from engine.stream.spooled_losses import SpooledLosses
+from loopfeed.engine.stream.spooled_losses import SpooledLosses
 
 # Progress of an evaluation is sent only to a sink that is at most this far behind.
 _FEW_QUEUED = 16
@@ -53,9 +53,9 @@ class LossStream:
     """A stream that passes records from the program to the sinks, each of which has its own thread.
 
     A sink that raises, or accepts nothing for too long, gets no more records; its exception is kept, and the run is
-    asked to stop, unless the sink is a display (`engine.stream.sinks.Display`): then a warning says so. The other sinks
-    still get every record. Sinks are written to and closed on their threads, so that a sink that hangs blocks nothing
-    for ever.
+    asked to stop, unless the sink is a display (`loopfeed.engine.stream.sinks.Display`): then a warning says so. The
+    other sinks still get every record. Sinks are written to and closed on their threads, so that a sink that hangs
+    blocks nothing for ever.
 
     Args:
         batch: images per step.
@@ -64,7 +64,7 @@ class LossStream:
         board: asked to stop the run if a sink fails.
         warn: called with the warning about a display that failed, from any thread: it must not block.
         on_nonfinite: called once with the first step (updates done, from 1) whose loss is NaN or infinite, on the
-            program's thread: it must not block (`engine.stream.notices`).
+            program's thread: it must not block (`loopfeed.engine.stream.notices`).
 
     Attributes:
         first_nonfinite_step: the first step (updates done, from 1) whose loss is NaN or infinite, or None.

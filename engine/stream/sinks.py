@@ -13,9 +13,9 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 
 import numpy as np
 
-from engine.crossing.pushed import PushedHistograms, PushedImages, PushedSnapshot
-from engine.profile.table import Profile
-from preprocess.quantities import quantity
+from loopfeed.engine.crossing.pushed import PushedHistograms, PushedImages, PushedSnapshot
+from loopfeed.engine.profile.table import Profile
+from loopfeed.preprocess.quantities import quantity
 
 
 @dataclass(frozen=True)

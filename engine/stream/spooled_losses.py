@@ -7,7 +7,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.regular_file import read_at
+from loopfeed.preprocess.regular_file import read_at
 
 # Losses kept in memory, 256 KiB: most runs have fewer steps and never touch the disk.
 _MOST_IN_MEMORY = 1 << 16
@@ -37,7 +37,7 @@ class SpooledLosses:
     def _spool(self) -> None:
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="feedloop-losses-", buffering=0)  # noqa: SIM115 - kept open
+                self._file = tempfile.TemporaryFile(prefix="loopfeed-losses-", buffering=0)  # noqa: SIM115 - kept open
             content = self._tail.tobytes()
             self._file.seek(self._num_spooled * self._tail.itemsize)
             if self._file.write(content) != len(content):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models.layers.widening import wide_dtype, widen
+from loopfeed.models.layers.widening import wide_dtype, widen
 
 
 class Accumulation(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.layers.widening import wide_dtype, widen
+from loopfeed.models.layers.widening import wide_dtype, widen
 
 
 def init_average(tree: Any) -> Any:

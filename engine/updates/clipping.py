@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.layers.widening import widen
+from loopfeed.models.layers.widening import widen
 
 
 def global_norm(tree: Any) -> jax.Array:

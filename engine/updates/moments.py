@@ -1,8 +1,9 @@
 """The stateful optax transformations that the optimizers use, written so that a loop updates their state in place.
 
 The parameters' update reads the new moments. If XLA recomputes these there from the old moments (see
-`models.layers.stored`), the old ones cannot be overwritten, and the loop copies moments and parameters at every step,
-which takes a quarter of a step of ResNet-50 at 64 px. Here the new moments are stored, and everything else reads them.
+`loopfeed.models.layers.stored`), the old ones cannot be overwritten, and the loop copies moments and parameters at
+every step, which takes a quarter of a step of ResNet-50 at 64 px. Here the new moments are stored, and everything else
+reads them.
 """
 
 from typing import Any
@@ -11,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from engine.updates.skipping import choose
-from models.layers.stored import stored
+from loopfeed.engine.updates.skipping import choose
+from loopfeed.models.layers.stored import stored
 
 
 def trace(momentum: jax.Array, *, nesterov: bool, made: jax.Array) -> optax.GradientTransformation:

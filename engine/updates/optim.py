@@ -14,12 +14,12 @@ import numpy as np
 import optax
 import optax.contrib
 
-from engine.config import OptimizerName
-from engine.patterns import Group
-from engine.updates.clipping import clip_gradient, global_norm
-from engine.updates.moments import keeping, scale_by_adam, trace
-from engine.updates.selection import groups_of, scale_leaves
-from models.layers.widening import widen
+from loopfeed.engine.config import OptimizerName
+from loopfeed.engine.patterns import Group
+from loopfeed.engine.updates.clipping import clip_gradient, global_norm
+from loopfeed.engine.updates.moments import keeping, scale_by_adam, trace
+from loopfeed.engine.updates.selection import groups_of, scale_leaves
+from loopfeed.models.layers.widening import widen
 
 type Mask = Callable[[Any], Any]
 """Parameters → a tree of the same structure with a bool at each leaf."""
@@ -61,7 +61,7 @@ def kernels_only(params: Any, *, undecayed: Collection[str] = ()) -> Any:
     Args:
         params: the parameters.
         undecayed: the last keys of the leaves that are no kernels although they have at least two dimensions, such as
-            `models.Model.undecayed`; timm excludes the same class tokens and position embeddings.
+            `loopfeed.Model.undecayed`; timm excludes the same class tokens and position embeddings.
     """
 
     def is_kernel(path: tuple[Any, ...], leaf: Any) -> bool:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 
-from engine.patterns import Group
-from engine.updates.optim import in_float32
-from engine.updates.selection import dotted_path, groups_of, scale_leaves
-from models.layers.stored import stored
+from loopfeed.engine.patterns import Group
+from loopfeed.engine.updates.optim import in_float32
+from loopfeed.engine.updates.selection import dotted_path, groups_of, scale_leaves
+from loopfeed.models.layers.stored import stored
 
 type OwnOptimizer = optax.GradientTransformation | Callable[[jax.Array], optax.GradientTransformation]
 """A transformation with its own learning rate, or a function: learning rate (float32 []) → transformation."""

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from engine.config import OptimizerName
-from engine.patterns import Group
-from engine.updates.clipping import global_norm
-from engine.updates.optim import Hyperparams
-from models.layers.platform_forms import on_platform
+from loopfeed.engine.config import OptimizerName
+from loopfeed.engine.patterns import Group
+from loopfeed.engine.updates.clipping import global_norm
+from loopfeed.engine.updates.optim import Hyperparams
+from loopfeed.models.layers.platform_forms import on_platform
 
 # Squares of norms below the limit must be far from overflow, as the measured norms have errors of rounding.
 _MARGIN = 16.0

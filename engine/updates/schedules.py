@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import ScheduleName
+from loopfeed.engine.config import ScheduleName
 
 NUM_MILESTONES = 4
 MOST_CYCLES = 16

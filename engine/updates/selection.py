@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from engine.patterns import Group
+from loopfeed.engine.patterns import Group
 
 _NO_GROUP = Group("")
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from engine.keys import is_key
-from engine.updates.clipping import global_norm
-from models.layers.stored import stored
+from loopfeed.engine.keys import is_key
+from loopfeed.engine.updates.clipping import global_norm
+from loopfeed.models.layers.stored import stored
 
 
 class Skips(NamedTuple):

@@ -19,21 +19,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from engine.config import OptimizerName, ScheduleName
-from engine.patterns import Group
-from engine.replicas import ALONE, Replicas
-from engine.settings import SettingError
-from engine.updates.accumulation import Accumulation, accumulate, init_accumulation
-from engine.updates.averages import init_average, update_average
-from engine.updates.clipping import clip_gradient, global_norm
-from engine.updates.optim import Hyperparams, every_leaf, kernels_only, make_optimizer
-from engine.updates.own_optimizer import OwnOptimizer, has_own_rate, make_own_optimizer
-from engine.updates.reach import UNKNOWN, Reach, check_reach, following, keeps_finite
-from engine.updates.schedules import ScheduleValues, learning_rate_at, momentum_at
-from engine.updates.selection import dotted_path, join_frozen, split_frozen
-from engine.updates.skipping import Skips, all_finite, choose, count_skips, gives_up, has_finite_norm, init_skips
-from models.layers.stored import stored
-from models.layers.widening import widen
+from loopfeed.engine.config import OptimizerName, ScheduleName
+from loopfeed.engine.patterns import Group
+from loopfeed.engine.replicas import ALONE, Replicas
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.accumulation import Accumulation, accumulate, init_accumulation
+from loopfeed.engine.updates.averages import init_average, update_average
+from loopfeed.engine.updates.clipping import clip_gradient, global_norm
+from loopfeed.engine.updates.optim import Hyperparams, every_leaf, kernels_only, make_optimizer
+from loopfeed.engine.updates.own_optimizer import OwnOptimizer, has_own_rate, make_own_optimizer
+from loopfeed.engine.updates.reach import UNKNOWN, Reach, check_reach, following, keeps_finite
+from loopfeed.engine.updates.schedules import ScheduleValues, learning_rate_at, momentum_at
+from loopfeed.engine.updates.selection import dotted_path, join_frozen, split_frozen
+from loopfeed.engine.updates.skipping import (
+    Skips,
+    all_finite,
+    choose,
+    count_skips,
+    gives_up,
+    has_finite_norm,
+    init_skips,
+)
+from loopfeed.models.layers.stored import stored
+from loopfeed.models.layers.widening import widen
 
 type Schedule = Callable[[jax.Array], jax.Array]
 """Step (int32 [], number of updates before this one) → learning rate, a number []."""

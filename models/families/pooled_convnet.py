@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.layers.batch_norm import RunningStats, batch_norm
-from models.layers.bfloat16_bits import round_by_bits
-from models.layers.convolution import convolution
-from models.layers.gelu import quick_gelu
-from models.layers.head import dense
-from models.layers.pooling import global_max_pool, max_pool
-from models.model import BatchStats, Params
+from loopfeed.models.layers.batch_norm import RunningStats, batch_norm
+from loopfeed.models.layers.bfloat16_bits import round_by_bits
+from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.gelu import quick_gelu
+from loopfeed.models.layers.head import dense
+from loopfeed.models.layers.pooling import global_max_pool, max_pool
+from loopfeed.models.model import BatchStats, Params
 
 LOGIT_SCALE = 0.125
 # The learned bias is multiplied by this, so that under SGD the product changes faster by the square of this factor.

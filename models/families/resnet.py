@@ -12,12 +12,12 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from models.layers.batch_norm import RunningStats, batch_norm, stored_relu
-from models.layers.bfloat16_bits import read_twice, round_by_bits
-from models.layers.convolution import convolution
-from models.layers.head import dense, global_average_pool
-from models.layers.pooling import average_pool, max_pool
-from models.model import BatchStats, Params
+from loopfeed.models.layers.batch_norm import RunningStats, batch_norm, stored_relu
+from loopfeed.models.layers.bfloat16_bits import read_twice, round_by_bits
+from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.head import dense, global_average_pool
+from loopfeed.models.layers.pooling import average_pool, max_pool
+from loopfeed.models.model import BatchStats, Params
 
 
 @dataclass(frozen=True)

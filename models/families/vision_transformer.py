@@ -12,14 +12,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from models.layers.attention import self_attention
-from models.layers.draws import normal_arrays
-from models.layers.gelu import gelu
-from models.layers.head import dense
-from models.layers.layer_norm import init_layer_norm, layer_norm
-from models.layers.linear import linear, patch_linear
-from models.model import BatchStats, Params
-from models.paths import set_at
+from loopfeed.models.layers.attention import self_attention
+from loopfeed.models.layers.draws import normal_arrays
+from loopfeed.models.layers.gelu import gelu
+from loopfeed.models.layers.head import dense
+from loopfeed.models.layers.layer_norm import init_layer_norm, layer_norm
+from loopfeed.models.layers.linear import linear, patch_linear
+from loopfeed.models.model import BatchStats, Params
+from loopfeed.models.paths import set_at
 
 CLASS_TOKEN = "cls_token"
 POSITIONS = "pos_embed"

@@ -5,7 +5,7 @@ from typing import Final
 
 import jax
 
-from models.kernels.onednn.library import load_library
+from loopfeed.models.kernels.onednn.library import load_library
 
 XLA: Final = "xla"
 ONEDNN: Final = "onednn"
@@ -24,7 +24,7 @@ def using_kernels(name: str) -> AbstractContextManager[None]:
 
     Raises:
         ValueError: if there are no kernels of that name.
-        models.kernels.MissingKernelsError: if oneDNN cannot be used here.
+        loopfeed.models.kernels.MissingKernelsError: if oneDNN cannot be used here.
     """
     if name not in (XLA, ONEDNN):
         raise ValueError(f'kernels must be "{XLA}" or "{ONEDNN}", got {name!r}')

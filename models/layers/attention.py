@@ -6,12 +6,12 @@ from functools import partial
 import jax
 from jax.typing import DTypeLike
 
-from models.kernels.choice import XLA, kernels_in_use, using_kernels
-from models.layers import onednn_product
-from models.layers.bfloat16_bits import round_by_bits, widen_by_bits
-from models.layers.form_derivative import with_derivative_of
-from models.layers.platform_forms import on_platform
-from models.layers.widening import wide_dtype
+from loopfeed.models.kernels.choice import XLA, kernels_in_use, using_kernels
+from loopfeed.models.layers import onednn_product
+from loopfeed.models.layers.bfloat16_bits import round_by_bits, widen_by_bits
+from loopfeed.models.layers.form_derivative import with_derivative_of
+from loopfeed.models.layers.platform_forms import on_platform
+from loopfeed.models.layers.widening import wide_dtype
 
 
 def self_attention(qkv: jax.Array, num_heads: int) -> jax.Array:

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.kernels.choice import ONEDNN, kernels_in_use, using_kernels
-from models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
-from models.layers.platform_forms import on_platform
-from models.layers.stored import stored
-from models.layers.widening import widen
+from loopfeed.models.kernels.choice import ONEDNN, kernels_in_use, using_kernels
+from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
+from loopfeed.models.layers.platform_forms import on_platform
+from loopfeed.models.layers.stored import stored
+from loopfeed.models.layers.widening import widen
 
 MOMENTUM = 0.1
 EPSILON = 1e-5
@@ -206,9 +206,9 @@ def _normalised(
 def stored_relu(x: jax.Array, shortcut: jax.Array | None = None) -> jax.Array:
     """Return the ReLU of `x`, or of its sum with a shortcut of the same shape and dtype.
 
-    The derivative is computed from the result, which is stored (see `models.layers.stored`). Otherwise the input of
-    each residual block is recomputed from the convolutions of all blocks before it, and on a GPU the derivative reads
-    `x` and the shortcut instead of one array. (On a CPU the latter makes no difference.)
+    The derivative is computed from the result, which is stored (see `loopfeed.models.layers.stored`). Otherwise the
+    input of each residual block is recomputed from the convolutions of all blocks before it, and on a GPU the
+    derivative reads `x` and the shortcut instead of one array. (On a CPU the latter makes no difference.)
     """
     if converts_by_bits(x.dtype):
         return _relu_by_bits(x, shortcut)

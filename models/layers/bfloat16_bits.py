@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from models.kernels.choice import ONEDNN, kernels_in_use
-from models.layers.platform_forms import on_platform
-from models.layers.widening import widen
+from loopfeed.models.kernels.choice import ONEDNN, kernels_in_use
+from loopfeed.models.layers.platform_forms import on_platform
+from loopfeed.models.layers.widening import widen
 
 _LOWER_HALF, _BELOW_A_TIE = np.uint32(16), np.uint32(0x7FFF)
 _SIGN, _QUIET_NAN = np.uint32(0x80000000), np.uint32(0x7FC00000)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models.kernels import ONEDNN, XLA
-from models.kernels.onednn.convolutions import Convolution, Part
-from models.kernels.onednn.handler import TARGET
-from models.kernels.onednn.operations import build, operation_of
-from models.layers import convolution_forms as forms
-from models.layers import onednn_convolution as onednn
-from models.layers.convolution import (
+from loopfeed.models.kernels import ONEDNN, XLA
+from loopfeed.models.kernels.onednn.convolutions import Convolution, Part
+from loopfeed.models.kernels.onednn.handler import TARGET
+from loopfeed.models.kernels.onednn.operations import build, operation_of
+from loopfeed.models.layers import convolution_forms as forms
+from loopfeed.models.layers import onednn_convolution as onednn
+from loopfeed.models.layers.convolution import (
     FEW_CHANNELS,
     SMALL_MAP,
     TILE_IMAGES,
@@ -22,8 +22,8 @@ from models.layers.convolution import (
     forward_form,
     input_gradient_form,
 )
-from models.layers.convolution_forms import Geometry, Pair
-from models.layers.grouped_forms import groups_per_block
+from loopfeed.models.layers.convolution_forms import Geometry, Pair
+from loopfeed.models.layers.grouped_forms import groups_per_block
 
 FORWARD, INPUT_GRADIENT, FILTER_GRADIENT = "forward", "input gradient", "filter gradient"
 """The parts of a convolution."""
@@ -70,7 +70,7 @@ def chosen_forms(
         geometry: strides and padding.
         dtype: the operands' dtype, such as "float32".
         platform: "cpu", "cuda", or any other jax platform.
-        kernels: those of a CPU, as `models.kernels.using_kernels` takes them.
+        kernels: those of a CPU, as `loopfeed.models.kernels.using_kernels` takes them.
     """
     if platform != "cpu":
         return _on_a_device(x_shape, kernel_shape, dtype, platform)
@@ -82,7 +82,7 @@ def chosen_forms(
 
 
 def is_kernel_call(equation: Any) -> bool:
-    """Return whether an equation of a traced program calls a kernel of `models.kernels`."""
+    """Return whether an equation of a traced program calls a kernel of `loopfeed.models.kernels`."""
     return equation.params.get("target_name") == TARGET
 
 

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from models.kernels.choice import XLA, kernels_in_use
-from models.layers import convolution_forms as forms
-from models.layers import grouped_forms as grouped
-from models.layers import onednn_convolution as onednn
-from models.layers.bfloat16_bits import round_by_bits
-from models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
-from models.layers.form_derivative import with_derivative_of
-from models.layers.platform_forms import on_platform
-from models.layers.widening import widen
+from loopfeed.models.kernels.choice import XLA, kernels_in_use
+from loopfeed.models.layers import convolution_forms as forms
+from loopfeed.models.layers import grouped_forms as grouped
+from loopfeed.models.layers import onednn_convolution as onednn
+from loopfeed.models.layers.bfloat16_bits import round_by_bits
+from loopfeed.models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
+from loopfeed.models.layers.form_derivative import with_derivative_of
+from loopfeed.models.layers.platform_forms import on_platform
+from loopfeed.models.layers.widening import widen
 
 type Forward = Callable[[jax.Array, jax.Array, Geometry], jax.Array]
 type InputGradient = Callable[[jax.Array, jax.Array, Geometry, Pair], jax.Array]

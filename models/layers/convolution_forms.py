@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.layers.widening import wide_dtype
+from loopfeed.models.layers.widening import wide_dtype
 
 type Pair = tuple[int, int]
 type Padding = tuple[Pair, Pair]

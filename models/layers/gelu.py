@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.kernels.choice import ONEDNN, kernels_in_use, using_kernels
-from models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
+from loopfeed.models.kernels.choice import ONEDNN, kernels_in_use, using_kernels
+from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
 
 # x·sigmoid(1.702·x) approximates GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2).
 _SIGMOID_SLOPE = 1.702

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.layers.convolution_forms import (
+from loopfeed.models.layers.convolution_forms import (
     Geometry,
     Pair,
     input_gradient_correlation,

@@ -4,12 +4,12 @@ from functools import partial
 
 import jax
 
-from models.kernels.choice import XLA, kernels_in_use, using_kernels
-from models.layers import onednn_product
-from models.layers.bfloat16_bits import round_by_bits, widen_by_bits
-from models.layers.form_derivative import with_derivative_of
-from models.layers.platform_forms import on_platform
-from models.layers.widening import wide_dtype
+from loopfeed.models.kernels.choice import XLA, kernels_in_use, using_kernels
+from loopfeed.models.layers import onednn_product
+from loopfeed.models.layers.bfloat16_bits import round_by_bits, widen_by_bits
+from loopfeed.models.layers.form_derivative import with_derivative_of
+from loopfeed.models.layers.platform_forms import on_platform
+from loopfeed.models.layers.widening import wide_dtype
 
 
 def global_average_pool(x: jax.Array) -> jax.Array:

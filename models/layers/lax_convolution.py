@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from models.layers.convolution import convolution
-from models.layers.convolution_forms import NHWC, Padding, Pair
+from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.convolution_forms import NHWC, Padding, Pair
 
 
 def conv_general_dilated(
@@ -28,7 +28,7 @@ def conv_general_dilated(
     preferred_element_type: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Convolve as `lax.conv_general_dilated` does, with `models.convolution` where it can compute the call.
+    """Convolve as `lax.conv_general_dilated` does, with `loopfeed.convolution` where it can compute the call.
 
     It can if the images are NHWC and the kernel is HWIO, as Flax passes them, without dilation, groups of images and
     negative padding, and with the default precision, result type and sharding. Any other call goes to `lax`; on a CPU,

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.kernels.choice import kernels_in_use, using_kernels
-from models.layers.bfloat16_bits import round_by_bits, widen_by_bits
+from loopfeed.models.kernels.choice import kernels_in_use, using_kernels
+from loopfeed.models.layers.bfloat16_bits import round_by_bits, widen_by_bits
 
 EPSILON = 1e-6
 """Added to the variance in timm's vision transformers and ConvNeXts."""

@@ -2,8 +2,8 @@
 
 import jax
 
-from models.layers.bfloat16_bits import round_by_bits
-from models.layers.head import dense
+from loopfeed.models.layers.bfloat16_bits import round_by_bits
+from loopfeed.models.layers.head import dense
 
 
 def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:

@@ -5,11 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from models.kernels.onednn.convolutions import Convolution, Part, padding_of_product
-from models.kernels.onednn.library import Isa, load_library
-from models.kernels.onednn.operations import call_operation, has_fast_kernel
-from models.layers.convolution_forms import Geometry, image_size, pad, window_size
-from models.layers.grouped_forms import (
+from loopfeed.models.kernels.onednn.convolutions import Convolution, Part, padding_of_product
+from loopfeed.models.kernels.onednn.library import Isa, load_library
+from loopfeed.models.kernels.onednn.operations import call_operation, has_fast_kernel
+from loopfeed.models.layers.convolution_forms import Geometry, image_size, pad, window_size
+from loopfeed.models.layers.grouped_forms import (
     block_kernels,
     groups_per_block,
     join_channels,

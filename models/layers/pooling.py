@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from models.kernels.choice import kernels_in_use, using_kernels
-from models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
-from models.layers.convolution_forms import Geometry, taps
-from models.layers.stored import stored
-from models.layers.widening import wide_dtype, widen
+from loopfeed.models.kernels.choice import kernels_in_use, using_kernels
+from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
+from loopfeed.models.layers.convolution_forms import Geometry, taps
+from loopfeed.models.layers.stored import stored
+from loopfeed.models.layers.widening import wide_dtype, widen
 
 NO_TAP = 255
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax import lax
 
-from models.layers.platform_forms import on_platform
+from loopfeed.models.layers.platform_forms import on_platform
 
 
 def stored(values: Any, *, on_cards: bool = False) -> Any:

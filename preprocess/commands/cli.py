@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from preprocess.commands.completion import complete_file, complete_folder
-from preprocess.commands.grouped_help import GroupedCommand
-from preprocess.commands.guarded_output import show_only_on_stdout
-from preprocess.commands.pack_dest import check_dest
-from preprocess.commands.pack_report import announce, announce_dry_run
-from preprocess.commands.storage import open_given, storage_option
-from preprocess.commands.suggesting import SuggestingChoice
-from preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE, default_resize
-from preprocess.quantities import quantity
-from preprocess.storage_options import parse_pairs
-from preprocess.system_errors import describe_system_error
+from loopfeed.preprocess.commands.completion import complete_file, complete_folder
+from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
+from loopfeed.preprocess.commands.pack_dest import check_dest
+from loopfeed.preprocess.commands.pack_report import announce, announce_dry_run
+from loopfeed.preprocess.commands.storage import open_given, storage_option
+from loopfeed.preprocess.commands.suggesting import SuggestingChoice
+from loopfeed.preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE, default_resize
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.storage_options import parse_pairs
+from loopfeed.preprocess.system_errors import describe_system_error
 
 if TYPE_CHECKING:
-    from preprocess.packing.plan import PackSettings
-    from preprocess.shards.targets import TargetKind
-    from preprocess.sources.open_source import Source
+    from loopfeed.preprocess.packing.plan import PackSettings
+    from loopfeed.preprocess.shards.targets import TargetKind
+    from loopfeed.preprocess.sources.open_source import Source
 
 WRONG, STOPPED = 2, 130
 
@@ -218,7 +218,7 @@ class _Options:
 @click.option("--overwrite", is_flag=True, help="Delete the existing pack at DEST and start over.")
 @click.option("--dry-run", is_flag=True, help="Show what would be packed and how large it would be, but write nothing.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 @click.pass_context
 def main(ctx: click.Context, /, **values: Any) -> None:
     """Pack the images at SOURCE into shards at DEST, ready for run-train.
@@ -257,10 +257,10 @@ def _run(options: _Options) -> None:
     if options.source is None or options.dest is None:
         raise click.UsageError("SOURCE and DEST are required; to try the command without a data set, use --demo DEST")
     settings = _settings(options)
-    from preprocess.commands.pack_splits import Machines, check_machines, connect, pack_splits
-    from preprocess.packing.dask_request import PackRequest
-    from preprocess.shards.unsynced import prepare_for_writing
-    from preprocess.sources.open_source import open_source
+    from loopfeed.preprocess.commands.pack_splits import Machines, check_machines, connect, pack_splits
+    from loopfeed.preprocess.packing.dask_request import PackRequest
+    from loopfeed.preprocess.shards.unsynced import prepare_for_writing
+    from loopfeed.preprocess.sources.open_source import open_source
 
     machines = check_machines(
         options.part, options.finish, options.executor, options.scheduler, overwrite=options.overwrite
@@ -271,7 +271,7 @@ def _run(options: _Options) -> None:
     location = prepare_for_writing(location)
     if machines.scheduler is not None:
         settings = replace(settings, num_workers=options.workers or 1)
-    from preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
+    from loopfeed.preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
 
     replaced = (options.split or HELD_OUT_SPLITS) if options.overwrite else ()
     rule = choose_holdout_rule(location, replaced=replaced)
@@ -301,10 +301,10 @@ def _run(options: _Options) -> None:
 
 
 def _settings(options: _Options) -> PackSettings:
-    from preprocess.cores import num_cores
-    from preprocess.decoding.decode import ResizeRule
-    from preprocess.decoding.levels import Levels
-    from preprocess.packing.plan import PackSettings
+    from loopfeed.preprocess.cores import num_cores
+    from loopfeed.preprocess.decoding.decode import ResizeRule
+    from loopfeed.preprocess.decoding.levels import Levels
+    from loopfeed.preprocess.packing.plan import PackSettings
 
     resize = default_resize(options.size) if options.resize is None else options.resize
     if resize < options.size:
@@ -331,7 +331,7 @@ def _settings(options: _Options) -> PackSettings:
 
 def _warn_about_other_splits(source: Source, dest: str, stored: dict[str, str]) -> None:
     """Warn if splits at DEST are left unchanged, because a new --holdout may put their images into new splits too."""
-    from preprocess.shards.reader import list_splits
+    from loopfeed.preprocess.shards.reader import list_splits
 
     others = [name for name in list_splits(dest, storage_options=stored) if name not in source.splits]
     if others:
@@ -344,8 +344,8 @@ def _warn_about_other_splits(source: Source, dest: str, stored: dict[str, str]) 
 def _pack_demo(options: _Options) -> None:
     if options.dest is not None or options.source is None:
         raise click.UsageError("--demo draws its own images; give only DEST")
-    from preprocess.commands.progress import ImageProgress
-    from preprocess.demo.demo_set import pack_demo
+    from loopfeed.preprocess.commands.progress import ImageProgress
+    from loopfeed.preprocess.demo.demo_set import pack_demo
 
     dest, stored = options.source, parse_pairs(options.storage_option)
     if options.dry_run:
@@ -360,7 +360,7 @@ def _pack_demo(options: _Options) -> None:
             on_progress=lambda name, state: progress.show(name, state.done, state.total),
             storage_options=stored,
         )
-    from preprocess.shards.reader import list_splits, read_manifest
+    from loopfeed.preprocess.shards.reader import list_splits, read_manifest
 
     location = open_given(dest, stored)
     for name in list_splits(dest, storage_options=stored):

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from preprocess.pixels import to_rgb
-from preprocess.printable import printable
-from preprocess.quantities import quantity
-from preprocess.shards.arrays import LABELS, read_array
-from preprocess.shards.location import STORE_TIMEOUT_S
-from preprocess.shards.reader import ShardSplit
+from loopfeed.preprocess.pixels import to_rgb
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.arrays import LABELS, read_array
+from loopfeed.preprocess.shards.location import STORE_TIMEOUT_S
+from loopfeed.preprocess.shards.reader import ShardSplit
 
 READ_TIMEOUT_S = 120.0
 

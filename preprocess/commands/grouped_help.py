@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from preprocess.commands.guarded_output import GuardedCommand
+from loopfeed.preprocess.commands.guarded_output import GuardedCommand
 
 
 class GroupedCommand(GuardedCommand):

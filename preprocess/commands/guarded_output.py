@@ -2,7 +2,7 @@
 
 The exception is `write_data`, for data in a format of its own, such as CSV, which only a terminal needs escaped.
 
-Text is escaped by `preprocess.printable`. This module must not know what the commands print.
+Text is escaped by `loopfeed.preprocess.printable`. This module must not know what the commands print.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, TextIO, cast
 
 import click
 
-from preprocess.commands.output_stream import OutputStream
-from preprocess.commands.suggesting import SuggestingCommand
-from preprocess.printable import printable_text
-from preprocess.stop_signals import stops_as_interrupts
-from preprocess.system_errors import describe_system_error
+from loopfeed.preprocess.commands.output_stream import OutputStream
+from loopfeed.preprocess.commands.suggesting import SuggestingCommand
+from loopfeed.preprocess.printable import printable_text
+from loopfeed.preprocess.stop_signals import stops_as_interrupts
+from loopfeed.preprocess.system_errors import describe_system_error
 
 # Surrogates other than those in which Python decodes the bytes 0x80 … 0xff of a name.
 _NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")

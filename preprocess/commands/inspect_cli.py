@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from preprocess.commands.completion import complete_folder
-from preprocess.commands.guarded_output import GuardedCommand
-from preprocess.commands.storage import open_given, storage_option
-from preprocess.quantities import quantity
-from preprocess.storage_options import parse_pairs
-from preprocess.system_errors import describe_system_error, naming_file
+from loopfeed.preprocess.commands.completion import complete_folder
+from loopfeed.preprocess.commands.guarded_output import GuardedCommand
+from loopfeed.preprocess.commands.storage import open_given, storage_option
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.storage_options import parse_pairs
+from loopfeed.preprocess.system_errors import describe_system_error, naming_file
 
 if TYPE_CHECKING:
-    from preprocess.shards.location import Location
-    from preprocess.shards.manifest import Manifest
-    from preprocess.shards.splits import SplitNames
-    from preprocess.shards.verify import Damage
+    from loopfeed.preprocess.shards.location import Location
+    from loopfeed.preprocess.shards.manifest import Manifest
+    from loopfeed.preprocess.shards.splits import SplitNames
+    from loopfeed.preprocess.shards.verify import Damage
 
 WRONG, STOPPED = 2, 130
 
@@ -56,7 +56,7 @@ _BAR_WIDTH = 30
 @storage_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@click.version_option(package_name="feedloop")
+@click.version_option(package_name="loopfeed")
 def main(
     dest: str,
     split: tuple[str, ...],
@@ -95,7 +95,7 @@ def _run(
 ) -> bool:
     if grid is not None:
         _check_grid(grid)
-    from preprocess.shards.splits import find_splits, lost_manifest, read_manifest
+    from loopfeed.preprocess.shards.splits import find_splits, lost_manifest, read_manifest
 
     location = open_given(dest, stored)
     found = None if wanted else find_splits(dest, storage_options=stored)
@@ -122,8 +122,8 @@ def _run(
 
 def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[str, ...]:
     """Return the names of the complete splits and print the unfinished ones; raise ShardError if none is complete."""
-    from preprocess.shards.location import ShardError
-    from preprocess.shards.splits import unfinished_remedy
+    from loopfeed.preprocess.shards.location import ShardError
+    from loopfeed.preprocess.shards.splits import unfinished_remedy
 
     for name in found.unfinished:
         click.echo(f"{name}: not finished; {unfinished_remedy(location.child(name))}", err=True)
@@ -143,8 +143,8 @@ def _check_grid(grid: Path) -> None:
 
 
 def _verify(dest: str, names: tuple[str, ...], stored: dict[str, str]) -> dict[str, tuple[Damage, ...]]:
-    from preprocess.commands.progress import ImageProgress
-    from preprocess.shards.verify import verify_split
+    from loopfeed.preprocess.commands.progress import ImageProgress
+    from loopfeed.preprocess.shards.verify import verify_split
 
     damages = {}
     with ImageProgress() as progress:
@@ -159,7 +159,7 @@ def _verify(dest: str, names: tuple[str, ...], stored: dict[str, str]) -> dict[s
 
 def _find_lost(location: Location, manifests: dict[str, Manifest]) -> dict[str, tuple[Damage, ...]]:
     """Return the files that each split lacks, and print them."""
-    from preprocess.shards.verify import find_lost_files
+    from loopfeed.preprocess.shards.verify import find_lost_files
 
     lost = {name: find_lost_files(location.child(name), manifest) for name, manifest in manifests.items()}
     for name, found in lost.items():
@@ -176,8 +176,8 @@ def _find_lost(location: Location, manifests: dict[str, Manifest]) -> dict[str, 
 
 
 def _draw(dest: str, name: str, grid: Path, stored: dict[str, str], *, is_quiet: bool) -> None:
-    from preprocess.commands.contact_sheet import draw_contact_sheet
-    from preprocess.shards.reader import open_split
+    from loopfeed.preprocess.commands.contact_sheet import draw_contact_sheet
+    from loopfeed.preprocess.shards.reader import open_split
 
     with open_split(dest, name, storage_options=stored) as split:
         sheet = draw_contact_sheet(split, title=f"{dest}  {name}")
@@ -212,13 +212,13 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
 
 
 def _labels_of(manifest: Manifest) -> str:
-    from preprocess.commands.pack_report import describe_targets
+    from loopfeed.preprocess.commands.pack_report import describe_targets
 
     return describe_targets(manifest.num_classes, None if manifest.targets is None else manifest.targets.kind)
 
 
 def _ranges_of_numbers(manifest: Manifest) -> list[str]:
-    from preprocess.printable import printable
+    from loopfeed.preprocess.printable import printable
 
     assert manifest.targets is not None
     names = [printable(each.name) for each in manifest.classes[:_CLASSES_SHOWN]]
@@ -249,7 +249,7 @@ def _balance(manifest: Manifest) -> list[str]:
         lines.append(f"             {quantity(empty, 'class')} {'has' if empty == 1 else 'have'} no images")
     if manifest.num_classes > _CLASSES_SHOWN:
         return lines
-    from preprocess.printable import printable
+    from loopfeed.preprocess.printable import printable
 
     names = [printable(each.name) for each in manifest.classes]
     width = max(map(len, names))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
-from preprocess.system_errors import system_reason
+from loopfeed.preprocess.system_errors import system_reason
 
 
 class OutputStream:

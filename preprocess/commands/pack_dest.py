@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from preprocess.shards.location import Location
+    from loopfeed.preprocess.shards.location import Location
 
 
 def check_dest(source: str, location: Location) -> None:

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from preprocess.packing.part import describe_parts
-from preprocess.printable import printable
-from preprocess.quantities import quantity
+from loopfeed.preprocess.packing.part import describe_parts
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
 
 if TYPE_CHECKING:
-    from preprocess.decoding.notes import DecodeNotes
-    from preprocess.packing.pack import PackResult
-    from preprocess.packing.part import Part
-    from preprocess.packing.parts import PartResult
-    from preprocess.packing.plan import PackSettings
-    from preprocess.shards.location import Location
-    from preprocess.shards.targets import TargetKind
-    from preprocess.sources.open_source import Source
+    from loopfeed.preprocess.decoding.notes import DecodeNotes
+    from loopfeed.preprocess.packing.pack import PackResult
+    from loopfeed.preprocess.packing.part import Part
+    from loopfeed.preprocess.packing.parts import PartResult
+    from loopfeed.preprocess.packing.plan import PackSettings
+    from loopfeed.preprocess.shards.location import Location
+    from loopfeed.preprocess.shards.targets import TargetKind
+    from loopfeed.preprocess.sources.open_source import Source
 
 _FAILURES_SHOWN = 3
 _MOST_16_BITS = 65535

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from preprocess.commands.pack_report import summarise, summarise_part
-from preprocess.commands.progress import ImageProgress
-from preprocess.packing.dask_cluster import DaskCluster
-from preprocess.packing.holdout import HELD_OUT_SPLITS
-from preprocess.packing.pack import PackProgress, PackResult, pack_split
-from preprocess.packing.part import Part
-from preprocess.packing.parts import MissingShardsError, PartResult, finish_parts, pack_part
-from preprocess.shards.location import ShardError
+from loopfeed.preprocess.commands.pack_report import summarise, summarise_part
+from loopfeed.preprocess.commands.progress import ImageProgress
+from loopfeed.preprocess.packing.dask_cluster import DaskCluster
+from loopfeed.preprocess.packing.holdout import HELD_OUT_SPLITS
+from loopfeed.preprocess.packing.pack import PackProgress, PackResult, pack_split
+from loopfeed.preprocess.packing.part import Part
+from loopfeed.preprocess.packing.parts import MissingShardsError, PartResult, finish_parts, pack_part
+from loopfeed.preprocess.shards.location import ShardError
 
 if TYPE_CHECKING:
-    from preprocess.packing.plan import PackSettings
-    from preprocess.shards.location import Location
-    from preprocess.sources.open_source import Source
+    from loopfeed.preprocess.packing.plan import PackSettings
+    from loopfeed.preprocess.shards.location import Location
+    from loopfeed.preprocess.sources.open_source import Source
 
 
 @dataclass(frozen=True)

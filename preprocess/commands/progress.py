@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from preprocess.commands.guarded_output import terminal_of
-from preprocess.printable import printable_line
-from preprocess.quantities import quantity
+from loopfeed.preprocess.commands.guarded_output import terminal_of
+from loopfeed.preprocess.printable import printable_line
+from loopfeed.preprocess.quantities import quantity
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from preprocess.storage_options import STORAGE_OPTIONS, check_applicable
+from loopfeed.preprocess.storage_options import STORAGE_OPTIONS, check_applicable
 
 if TYPE_CHECKING:
-    from preprocess.shards.location import Location
+    from loopfeed.preprocess.shards.location import Location
 
 storage_option = click.option(
     "--storage-option",
@@ -26,9 +26,9 @@ def open_given(data: str, options: Mapping[str, str]) -> Location:
     """Open a location given on the command line; options for a local folder are an error.
 
     Raises:
-        ShardError, StorageOptionError: as `preprocess.shards.location.open_location`.
+        ShardError, StorageOptionError: as `loopfeed.preprocess.shards.location.open_location`.
     """
-    from preprocess.shards.location import open_location
+    from loopfeed.preprocess.shards.location import open_location
 
     if "://" not in data or data.startswith("file://"):
         check_applicable(options, "", data)

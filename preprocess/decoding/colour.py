@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from preprocess.decoding.levels import Levels
-from preprocess.decoding.notes import DecodeNotes
+from loopfeed.preprocess.decoding.levels import Levels
+from loopfeed.preprocess.decoding.notes import DecodeNotes
 
 _TILE_PIXELS = 2**20
 _MOST_16_BITS = 65535

@@ -13,15 +13,15 @@ from typing import Any, Literal, Self
 import numpy as np
 from PIL import Image
 
-from preprocess.decoding.colour import LevelsError, to_grey_or_rgb
-from preprocess.decoding.default_resize import MAX_SIZE
-from preprocess.decoding.formats import open_pixels
-from preprocess.decoding.known_formats import FORMATS, sniff
-from preprocess.decoding.levels import Levels
-from preprocess.decoding.memory_budget import PIXEL_BYTES, MemoryBudget
-from preprocess.decoding.notes import DecodeNotes
-from preprocess.decoding.orientation import turn_upright
-from preprocess.file_kinds import HEAD_BYTES, kind_of
+from loopfeed.preprocess.decoding.colour import LevelsError, to_grey_or_rgb
+from loopfeed.preprocess.decoding.default_resize import MAX_SIZE
+from loopfeed.preprocess.decoding.formats import open_pixels
+from loopfeed.preprocess.decoding.known_formats import FORMATS, sniff
+from loopfeed.preprocess.decoding.levels import Levels
+from loopfeed.preprocess.decoding.memory_budget import PIXEL_BYTES, MemoryBudget
+from loopfeed.preprocess.decoding.notes import DecodeNotes
+from loopfeed.preprocess.decoding.orientation import turn_upright
+from loopfeed.preprocess.file_kinds import HEAD_BYTES, kind_of
 
 RESAMPLERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -154,8 +154,8 @@ def decode_crop(
 
     The format (JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, AVIF, JPEG 2000) is detected from the first bytes, not from the
     file name. Of an animation, the first frame is used. The orientation of EXIF or XMP is applied; colour profiles are
-    not. Transparent images are composited on white, and 16 bits are scaled to 8 (see `preprocess.decoding.colour`).
-    Small images are enlarged.
+    not. Transparent images are composited on white, and 16 bits are scaled to 8 (see
+    `loopfeed.preprocess.decoding.colour`). Small images are enlarged.
 
     Args:
         encoded: the bytes of the file.

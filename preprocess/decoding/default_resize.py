@@ -3,7 +3,7 @@
 Imports next to nothing, so that the help of a command responds immediately.
 """
 
-from preprocess.claimed_size import MAX_SIDE
+from loopfeed.preprocess.claimed_size import MAX_SIDE
 
 MAX_SIZE = MAX_SIDE
 

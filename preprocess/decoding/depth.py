@@ -11,11 +11,18 @@ from typing import Any
 from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from preprocess.decoding.box_formats import JPEG_2000, codestream_of
-from preprocess.decoding.colour import DeepValues
-from preprocess.decoding.levels import Levels
-from preprocess.decoding.tiff_samples import bits_of, has_planes, is_negative, is_unsigned, largest, planes_remedy
-from preprocess.decoding.truncation import Load
+from loopfeed.preprocess.decoding.box_formats import JPEG_2000, codestream_of
+from loopfeed.preprocess.decoding.colour import DeepValues
+from loopfeed.preprocess.decoding.levels import Levels
+from loopfeed.preprocess.decoding.tiff_samples import (
+    bits_of,
+    has_planes,
+    is_negative,
+    is_unsigned,
+    largest,
+    planes_remedy,
+)
+from loopfeed.preprocess.decoding.truncation import Load
 
 _MOST_16_BITS = 65535
 _PNG_FIRST_CHUNK, _PNG_DEPTH_AT, _PNG_COLOUR_AT = 8, 24, 25

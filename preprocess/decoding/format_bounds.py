@@ -16,8 +16,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from preprocess.decoding.box_formats import AVIF, JPEG_2000, check_avif, check_jpeg_2000
-from preprocess.decoding.levels import Levels
+from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000, check_avif, check_jpeg_2000
+from loopfeed.preprocess.decoding.levels import Levels
 
 _MAX_PPM_HEADER_BYTES = 2**16
 _PPM_NUMBER = rb"(?:\s|#[^\r\n]*[\r\n])*?(\d{1,10})"
@@ -56,7 +56,7 @@ def bounded(encoded: bytes, name: str, *, max_pixels: int, levels: Levels | None
 
     Args:
         encoded: the file.
-        name: the name of its format, as in `preprocess.decoding.known_formats.FORMATS`.
+        name: the name of its format, as in `loopfeed.preprocess.decoding.known_formats.FORMATS`.
         max_pixels: the largest number of pixels allowed.
         levels: the values that become black and white, if they are given. The values of a PPM file of more than 8 bits
             are then those in the file: grey is left to be scaled, and colour is scaled here.

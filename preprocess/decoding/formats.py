@@ -23,14 +23,14 @@ from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from preprocess.decoding.box_formats import AVIF, JPEG_2000, has_deep_avif, with_values_of_file
-from preprocess.decoding.colour import DeepValues
-from preprocess.decoding.depth import needs_low_bytes, read_low_bytes, values_of_file
-from preprocess.decoding.format_bounds import bounded, check_jpeg_scans
-from preprocess.decoding.known_formats import PNG_SIGNATURE, Format
-from preprocess.decoding.levels import Levels
-from preprocess.decoding.notes import DecodeNotes
-from preprocess.decoding.orientation import (
+from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000, has_deep_avif, with_values_of_file
+from loopfeed.preprocess.decoding.colour import DeepValues
+from loopfeed.preprocess.decoding.depth import needs_low_bytes, read_low_bytes, values_of_file
+from loopfeed.preprocess.decoding.format_bounds import bounded, check_jpeg_scans
+from loopfeed.preprocess.decoding.known_formats import PNG_SIGNATURE, Format
+from loopfeed.preprocess.decoding.levels import Levels
+from loopfeed.preprocess.decoding.notes import DecodeNotes
+from loopfeed.preprocess.decoding.orientation import (
     EXIF_HEADER,
     PNG_KEYWORDS,
     XMP_HEADER,
@@ -38,8 +38,8 @@ from preprocess.decoding.orientation import (
     parse_raw_profile,
     png_text,
 )
-from preprocess.decoding.tiff_samples import check_alpha, correct_samples
-from preprocess.decoding.truncation import Load, is_cut, load_part, salvage
+from loopfeed.preprocess.decoding.tiff_samples import check_alpha, correct_samples
+from loopfeed.preprocess.decoding.truncation import Load, is_cut, load_part, salvage
 
 # The chunks that a PNG decoder needs; all others (text, profiles, animation) are metadata.
 _PNG_PIXEL_CHUNKS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})

@@ -15,8 +15,8 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from preprocess.decoding.box_formats import AVIF, JPEG_2000, is_avif, is_jpeg_2000
-from preprocess.file_kinds import HEAD_BYTES
+from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000, is_avif, is_jpeg_2000
+from loopfeed.preprocess.file_kinds import HEAD_BYTES
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

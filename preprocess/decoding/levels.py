@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.quantities import parse_float
+from loopfeed.preprocess.quantities import parse_float
 
 
 @dataclass(frozen=True)

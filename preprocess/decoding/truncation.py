@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
-from preprocess.decoding.box_formats import AVIF, JPEG_2000
+from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000
 
 type Load = Callable[[bytes, Callable[[ImageFile.ImageFile], None]], Image.Image]
 """Opens a file, calls the function with the opened image, and decodes it."""

@@ -1,1 +1,1 @@
-"""A small synthetic data set for trying out Feedloop without a download."""
+"""A small synthetic data set for trying out Loopfeed without a download."""

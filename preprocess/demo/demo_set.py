@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from preprocess.cores import num_cores
-from preprocess.decoding.decode import ResizeRule
-from preprocess.demo.drawing import draw_demo
-from preprocess.packing.pack import PackProgress, pack_split
-from preprocess.packing.plan import PackSettings
-from preprocess.shards.location import open_location
-from preprocess.shards.unsynced import prepare_for_writing
-from preprocess.sources.open_source import open_source
+from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.decoding.decode import ResizeRule
+from loopfeed.preprocess.demo.drawing import draw_demo
+from loopfeed.preprocess.packing.pack import PackProgress, pack_split
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.unsynced import prepare_for_writing
+from loopfeed.preprocess.sources.open_source import open_source
 
 DEMO_SIZE = 32
 """Height and width of the demo images in pixels."""
@@ -41,7 +41,7 @@ def pack_demo(
     location = prepare_for_writing(open_location(data, storage_options=storage_options))
     rule = ResizeRule(size=DEMO_SIZE, resize=DEMO_SIZE)
     settings = PackSettings(rule=rule, num_workers=num_cores())
-    with tempfile.TemporaryDirectory(prefix="feedloop-demo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="loopfeed-demo-") as folder:
         drawn = draw_demo(Path(folder) / "demo", size=DEMO_SIZE)
         with open_source(drawn) as source:
             for name, split in source.splits.items():

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from preprocess.cores import num_cores
-from preprocess.system_errors import naming_file
+from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.system_errors import naming_file
 
 SUPERSAMPLING = 4
 NUM_TRAIN_IMAGES = 5000

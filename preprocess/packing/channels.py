@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.pixels import Layout
+from loopfeed.preprocess.pixels import Layout
 
 Triple = tuple[int, int, int]
 

@@ -1,7 +1,7 @@
 """Packs splits on the workers of a Dask cluster: a block is a task, and this process finishes each split.
 
-The plan and the journal are those of a pack in one part (`preprocess.packing.parts`), so an interrupted pack continues
-here or on one machine. A task of a lost worker is given to another one. Needs the package `distributed`.
+The plan and the journal are those of a pack in one part (`loopfeed.preprocess.packing.parts`), so an interrupted pack
+continues here or on one machine. A task of a lost worker is given to another one. Needs the package `distributed`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from preprocess.packing.dask_request import BlockResult, BlockTask, PackRequest, describe_versions, installed_versions
-from preprocess.packing.owner import PartOwner
-from preprocess.packing.pack import PackProgress, PackResult
-from preprocess.packing.part import Part
-from preprocess.packing.parts import OnProgress, SplitJob, finish_job, open_job
-from preprocess.quantities import quantity
-from preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.packing.dask_request import (
+    BlockResult,
+    BlockTask,
+    PackRequest,
+    describe_versions,
+    installed_versions,
+)
+from loopfeed.preprocess.packing.owner import PartOwner
+from loopfeed.preprocess.packing.pack import PackProgress, PackResult
+from loopfeed.preprocess.packing.part import Part
+from loopfeed.preprocess.packing.parts import OnProgress, SplitJob, finish_job, open_job
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.location import Location, ShardError
 
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-    from preprocess.packing.plan import PackSettings
-    from preprocess.shards.targets import SplitTargets
-    from preprocess.sources.listing import SourceSplit
+    from loopfeed.preprocess.packing.plan import PackSettings
+    from loopfeed.preprocess.shards.targets import SplitTargets
+    from loopfeed.preprocess.sources.listing import SourceSplit
 
 CONNECT_TIMEOUT_S = 15.0
 """Time limit for connecting to the scheduler, in seconds."""
@@ -39,7 +45,7 @@ _LOOK_EVERY_S = 5.0
 _WORKER_TIMEOUT_S = 600.0
 _RETRIES = 2
 
-# A text, because a function of Feedloop could not be sent to a worker without Feedloop.
+# A text, because a function of Loopfeed could not be sent to a worker without Loopfeed.
 _VERSIONS = (
     "{each.metadata['Name'].lower(): each.version"
     " for each in reversed(list(__import__('importlib.metadata').metadata.distributions()))"
@@ -56,7 +62,7 @@ class DaskCluster:
 
     Raises:
         ShardError: Dask is not installed, the scheduler can't be reached within `CONNECT_TIMEOUT_S`, or a worker lacks
-            Feedloop or has other versions.
+            Loopfeed or has other versions.
     """
 
     def __init__(self, address: str, notify: Callable[[str], None]) -> None:
@@ -74,9 +80,9 @@ class DaskCluster:
 
     def send_request(self, request: PackRequest) -> None:
         """Send what they need to the workers, also to those that come later; call this once, before `pack_split`."""
-        from preprocess.packing.dask_worker import PackPlugin
+        from loopfeed.preprocess.packing.dask_worker import PackPlugin
 
-        self._plugin = f"feedloop-{uuid.uuid4().hex}"
+        self._plugin = f"loopfeed-{uuid.uuid4().hex}"
         self._client.register_plugin(PackPlugin(request, self._plugin))
 
     def __exit__(
@@ -151,7 +157,7 @@ class DaskCluster:
         self, tasks: Sequence[BlockTask], ended: queue.SimpleQueue[Future], attempt: int = 0
     ) -> dict[Future, BlockTask]:
         """Submit tasks, whose futures are put into ``ended`` when they end."""
-        from preprocess.packing.dask_worker import pack_block
+        from loopfeed.preprocess.packing.dask_worker import pack_block
 
         if not tasks:
             return {}
@@ -221,7 +227,7 @@ class DaskCluster:
             ) from error
         except ImportError as error:
             raise ShardError(
-                f"a worker of {self._address} cannot load Feedloop ({error}); install the same version on all workers"
+                f"a worker of {self._address} cannot load Loopfeed ({error}); install the same version on all workers"
             ) from error
         except (FutureCancelledError, OSError, ValueError) as error:
             if future.status == "error":
@@ -234,7 +240,7 @@ class DaskCluster:
         return result
 
     def _check_workers(self) -> None:
-        """Raise ShardError if a worker has no Feedloop or other versions."""
+        """Raise ShardError if a worker has no Loopfeed or other versions."""
         wanted = installed_versions()
         found: dict[str, Any] = self._client.run(eval, _VERSIONS % (tuple(wanted),), on_error="return")
         for worker, versions in found.items():
@@ -267,7 +273,7 @@ def _connect(address: str) -> Client:
         from distributed import Client
     except ImportError as error:
         raise ShardError(
-            "--executor dask needs the package distributed; install it with pip install 'feedloop[distributed]'"
+            "--executor dask needs the package distributed; install it with pip install 'loopfeed[distributed]'"
         ) from error
     try:
         return Client(address, timeout=CONNECT_TIMEOUT_S, set_as_default=False)

@@ -7,11 +7,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from preprocess.packing.plan import PackSettings
-from preprocess.shards.location import Location, reopen_location
-from preprocess.storage_options import with_environment
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.shards.location import Location, reopen_location
+from loopfeed.preprocess.storage_options import with_environment
 
-PACKAGES = ("feedloop", "numpy", "pillow", "tensorstore")
+PACKAGES = ("loopfeed", "numpy", "pillow", "tensorstore")
 """The packages of which all machines need the same version."""
 
 

@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING
 
 from distributed import WorkerPlugin, get_worker
 
-from preprocess.packing.dask_request import BlockResult, BlockTask, PackRequest, describe_versions, installed_versions
-from preprocess.packing.owner import PartOwner
-from preprocess.packing.pack import PackProgress
-from preprocess.packing.part import Part
-from preprocess.packing.parts import SplitJob, open_job, pack_blocks
-from preprocess.packing.pipeline import DecodeBudgets, decode_budgets
-from preprocess.packing.plan import describe_differences
-from preprocess.shards.location import ShardError
-from preprocess.sources.open_source import Source, open_source
+from loopfeed.preprocess.packing.dask_request import (
+    BlockResult,
+    BlockTask,
+    PackRequest,
+    describe_versions,
+    installed_versions,
+)
+from loopfeed.preprocess.packing.owner import PartOwner
+from loopfeed.preprocess.packing.pack import PackProgress
+from loopfeed.preprocess.packing.part import Part
+from loopfeed.preprocess.packing.parts import SplitJob, open_job, pack_blocks
+from loopfeed.preprocess.packing.pipeline import DecodeBudgets, decode_budgets
+from loopfeed.preprocess.packing.plan import describe_differences
+from loopfeed.preprocess.shards.location import ShardError
+from loopfeed.preprocess.sources.open_source import Source, open_source
 
 if TYPE_CHECKING:
     from distributed import Worker

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from preprocess.decoding.notes import NOTHING, DecodeNotes
-from preprocess.packing.channels import ChannelSums
-from preprocess.packing.journal import Failure, Journal, ShardRecord
-from preprocess.packing.numbers import checksum_numbers, create_metadata, label_numbers, target_numbers
-from preprocess.packing.plan import PackSettings
-from preprocess.packing.shard_writer import metadata_for
-from preprocess.printable import printable
-from preprocess.quantities import quantity
-from preprocess.shards.arrays import CHECKSUMS, PIXELS
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
-from preprocess.shards.unsynced import sync_written
+from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
+from loopfeed.preprocess.packing.channels import ChannelSums
+from loopfeed.preprocess.packing.journal import Failure, Journal, ShardRecord
+from loopfeed.preprocess.packing.numbers import checksum_numbers, create_metadata, label_numbers, target_numbers
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.packing.shard_writer import metadata_for
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.arrays import CHECKSUMS, PIXELS
+from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
+from loopfeed.preprocess.shards.unsynced import sync_written
 
 if TYPE_CHECKING:
-    from preprocess.shards.targets import SplitTargets
-    from preprocess.sources.listing import SourceSplit
+    from loopfeed.preprocess.shards.targets import SplitTargets
+    from loopfeed.preprocess.sources.listing import SourceSplit
 
 
 def write_manifest(

@@ -1,7 +1,7 @@
 """The hold-out rule of a data set: which rule its packs record, and which one the next split there must use.
 
-A pack records its rule in its plan's `tool_versions`, which earlier versions of Feedloop can read; see
-`preprocess.sources.selection.held_out`.
+A pack records its rule in its plan's `tool_versions`, which earlier versions of Loopfeed can read; see
+`loopfeed.preprocess.sources.selection.held_out`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from preprocess.shards.location import Location
-from preprocess.shards.manifest import MANIFEST_KEY
-from preprocess.shards.split_files import PLAN_KEY
-from preprocess.sources.selection import HOLDOUT_RULE
+from loopfeed.preprocess.shards.location import Location
+from loopfeed.preprocess.shards.manifest import MANIFEST_KEY
+from loopfeed.preprocess.shards.split_files import PLAN_KEY
+from loopfeed.preprocess.sources.selection import HOLDOUT_RULE
 
 HELD_OUT_SPLITS = ("train", "val")
 """The splits that are made from one by holding out images."""

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.decoding.notes import NOTHING, DecodeNotes
-from preprocess.json_digest import json_digest
-from preprocess.packing.channels import ChannelSums
-from preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
-from preprocess.quantities import quantity
-from preprocess.shards.arrays import PIXELS, shard_key
-from preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError
-from preprocess.shards.manifest import FAILURES_KEY, Manifest
-from preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_split_files, split_files
+from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
+from loopfeed.preprocess.json_digest import json_digest
+from loopfeed.preprocess.packing.channels import ChannelSums
+from loopfeed.preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
+from loopfeed.preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError
+from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest
+from loopfeed.preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_split_files, split_files
 
 SHARD_RECORDS = f"{JOURNAL}shards/"
 BLOCK_RECORDS = f"{JOURNAL}blocks/"
@@ -158,7 +158,7 @@ class Journal:
         """Open the journal of the split at ``location``.
 
         With ``owner``, nothing is recorded once another process has taken over the split. Records are in ``folder``:
-        `SHARD_RECORDS` or, for a pack in parts, `BLOCK_RECORDS` (see `preprocess.packing.parts`).
+        `SHARD_RECORDS` or, for a pack in parts, `BLOCK_RECORDS` (see `loopfeed.preprocess.packing.parts`).
         """
         self._location = location
         self._owner = owner

@@ -10,8 +10,8 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.packing.shard_writer import transfer_timeout_s
-from preprocess.shards.arrays import (
+from loopfeed.preprocess.packing.shard_writer import transfer_timeout_s
+from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
     LABELS,
     METADATA_KEY,
@@ -27,9 +27,9 @@ from preprocess.shards.arrays import (
     words_digest,
     write_array,
 )
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.store_errors import write_fault
-from preprocess.shards.targets import SplitTargets, Targets, count_classes, dtype_of, num_words
+from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.shards.store_errors import write_fault
+from loopfeed.preprocess.shards.targets import SplitTargets, Targets, count_classes, dtype_of, num_words
 
 
 @dataclass(frozen=True, eq=False)

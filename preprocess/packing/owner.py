@@ -1,9 +1,9 @@
 """Exclusive ownership of a split while it is being packed, so that two processes do not mix their shards.
 
-On a local file system, a file lock (`preprocess.file_lock`) excludes a second process. In any store, even one without
-locks, a record contains the id of the process that began packing last. An earlier process reads this record before it
-records or finishes anything, and so detects that a later process took over. (A shard file that is being written at that
-moment is still completed; `inspect-shards --verify` finds it.)
+On a local file system, a file lock (`loopfeed.preprocess.file_lock`) excludes a second process. In any store, even one
+without locks, a record contains the id of the process that began packing last. An earlier process reads this record
+before it records or finishes anything, and so detects that a later process took over. (A shard file that is being
+written at that moment is still completed; `inspect-shards --verify` finds it.)
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from preprocess.packing.part import Part
-from preprocess.regular_file import close_quietly
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.split_files import JOURNAL, check_has_no_links, delete_split_files
-from preprocess.synced_folders import make_folders
+from loopfeed.preprocess.packing.part import Part
+from loopfeed.preprocess.regular_file import close_quietly
+from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.shards.split_files import JOURNAL, check_has_no_links, delete_split_files
+from loopfeed.preprocess.synced_folders import make_folders
 
 OWNER_KEY = "journal/owner"
 LOCK_KEY = "journal/lock"
@@ -101,7 +101,7 @@ class Owner:
         """Lock the file at ``path``, creating it if needed, and return its descriptor. On Windows, just return None."""
         if sys.platform == "win32":
             return None
-        from preprocess.file_lock import FileLockedError, describe_failure, lock_file
+        from loopfeed.preprocess.file_lock import FileLockedError, describe_failure, lock_file
 
         for _ in range(_LOCK_TRIES):
             try:
@@ -130,7 +130,7 @@ class Owner:
 
 
 class PartOwner(Owner):
-    """Exclusive permission to write the blocks of one part of a split; see `preprocess.packing.parts`.
+    """Exclusive permission to write the blocks of one part of a split; see `loopfeed.preprocess.packing.parts`.
 
     Other parts have other owners. None of them may write while a process owns the whole split, to finish it or to pack
     it again. With the id ``run`` of an owner, another process may check on its behalf, without entering the context.

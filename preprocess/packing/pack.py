@@ -12,30 +12,30 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from preprocess.decoding.notes import NOTHING, DecodeNotes
-from preprocess.packing.finish import failures_of, notes_of, write_manifest
-from preprocess.packing.journal import Failure, Journal, read_failures
-from preprocess.packing.owner import Owner
-from preprocess.packing.pipeline import decode_in_order
-from preprocess.packing.plan import PackSettings, check_same_plan, decoding_version, make_plan
-from preprocess.packing.repair import repair_split
-from preprocess.packing.shard_writer import ShardWriter
-from preprocess.packing.split_state import (
+from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
+from loopfeed.preprocess.packing.finish import failures_of, notes_of, write_manifest
+from loopfeed.preprocess.packing.journal import Failure, Journal, read_failures
+from loopfeed.preprocess.packing.owner import Owner
+from loopfeed.preprocess.packing.pipeline import decode_in_order
+from loopfeed.preprocess.packing.plan import PackSettings, check_same_plan, decoding_version, make_plan
+from loopfeed.preprocess.packing.repair import repair_split
+from loopfeed.preprocess.packing.shard_writer import ShardWriter
+from loopfeed.preprocess.packing.split_state import (
     CLEARING,
     check_ours,
     find_complete,
     version_to_pack,
     with_existing_shard_images,
 )
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.manifest import MANIFEST_KEY, Manifest
-from preprocess.shards.split_files import JOURNAL, delete_lock_files, delete_split_files, split_files
-from preprocess.shards.verify import find_lost_files
-from preprocess.synced_folders import sync_folder
+from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.shards.manifest import MANIFEST_KEY, Manifest
+from loopfeed.preprocess.shards.split_files import JOURNAL, delete_lock_files, delete_split_files, split_files
+from loopfeed.preprocess.shards.verify import find_lost_files
+from loopfeed.preprocess.synced_folders import sync_folder
 
 if TYPE_CHECKING:
-    from preprocess.shards.targets import SplitTargets
-    from preprocess.sources.listing import SourceSplit
+    from loopfeed.preprocess.shards.targets import SplitTargets
+    from loopfeed.preprocess.sources.listing import SourceSplit
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Packs a split in parts, at once or one after another, on one or several machines that share the folder.
 
-Each part writes its own blocks (`preprocess.packing.part`) as shard files and records them in the journal. Once all are
-there, one process turns them into the shards of a single machine (`preprocess.packing.recut`) and writes the manifest.
-So the bytes of the finished split depend neither on the number of parts nor on their order.
+Each part writes its own blocks (`loopfeed.preprocess.packing.part`) as shard files and records them in the journal.
+Once all are there, one process turns them into the shards of a single machine (`loopfeed.preprocess.packing.recut`) and
+writes the manifest. So the bytes of the finished split depend neither on the number of parts nor on their order.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from preprocess.packing.finish import failures_of, notes_of, write_manifest
-from preprocess.packing.journal import BLOCK_RECORDS, Journal, ShardRecord, read_failures
-from preprocess.packing.owner import OWNER_KEY, BusyError, Owner, PartOwner
-from preprocess.packing.pack import PackProgress, PackResult, is_whole, make_whole
-from preprocess.packing.part import Part, block_range, describe_parts
-from preprocess.packing.pipeline import DecodeBudgets, decode_in_order
-from preprocess.packing.plan import PackSettings, check_same_plan, decoding_version, describe_count, make_plan
-from preprocess.packing.recut import recut
-from preprocess.packing.shard_writer import ShardWriter
-from preprocess.packing.split_state import CLEARING, check_ours, find_complete, with_existing_shard_images
-from preprocess.quantities import quantity
-from preprocess.shards.arrays import PIXELS, shard_key
-from preprocess.shards.location import LOCK_SUFFIX, Location, ShardError
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.split_files import PARTS, delete_lock_files, delete_split_files
+from loopfeed.preprocess.packing.finish import failures_of, notes_of, write_manifest
+from loopfeed.preprocess.packing.journal import BLOCK_RECORDS, Journal, ShardRecord, read_failures
+from loopfeed.preprocess.packing.owner import OWNER_KEY, BusyError, Owner, PartOwner
+from loopfeed.preprocess.packing.pack import PackProgress, PackResult, is_whole, make_whole
+from loopfeed.preprocess.packing.part import Part, block_range, describe_parts
+from loopfeed.preprocess.packing.pipeline import DecodeBudgets, decode_in_order
+from loopfeed.preprocess.packing.plan import PackSettings, check_same_plan, decoding_version, describe_count, make_plan
+from loopfeed.preprocess.packing.recut import recut
+from loopfeed.preprocess.packing.shard_writer import ShardWriter
+from loopfeed.preprocess.packing.split_state import CLEARING, check_ours, find_complete, with_existing_shard_images
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
+from loopfeed.preprocess.shards.location import LOCK_SUFFIX, Location, ShardError
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.split_files import PARTS, delete_lock_files, delete_split_files
 
 if TYPE_CHECKING:
-    from preprocess.shards.targets import SplitTargets
-    from preprocess.sources.listing import SourceSplit
+    from loopfeed.preprocess.shards.targets import SplitTargets
+    from loopfeed.preprocess.sources.listing import SourceSplit
 
 OnProgress = Callable[[PackProgress], None]
 

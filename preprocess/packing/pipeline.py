@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.decoding.decode import MissingLevelsError, ResizeRule, decode_crop
-from preprocess.decoding.memory_budget import MemoryBudget, MemoryWaitError, file_budget, pixel_budget
-from preprocess.decoding.notes import NOTHING, DecodeNotes
-from preprocess.packing.channels import channel_sums
-from preprocess.packing.journal import AGAIN, Failure
-from preprocess.packing.plan import DECODING_VERSION
-from preprocess.pixels import Layout, image_bytes, words_of_row
-from preprocess.printable import printable
-from preprocess.shards.location import ShardError
-from preprocess.sources.listing import ChangedSourceError
-from preprocess.system_errors import Cause, cause_of, reading_remedy, remedy_and_repeat
+from loopfeed.preprocess.decoding.decode import MissingLevelsError, ResizeRule, decode_crop
+from loopfeed.preprocess.decoding.memory_budget import MemoryBudget, MemoryWaitError, file_budget, pixel_budget
+from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
+from loopfeed.preprocess.packing.channels import channel_sums
+from loopfeed.preprocess.packing.journal import AGAIN, Failure
+from loopfeed.preprocess.packing.plan import DECODING_VERSION
+from loopfeed.preprocess.pixels import Layout, image_bytes, words_of_row
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.shards.location import ShardError
+from loopfeed.preprocess.sources.listing import ChangedSourceError
+from loopfeed.preprocess.system_errors import Cause, cause_of, reading_remedy, remedy_and_repeat
 
 if TYPE_CHECKING:
-    from preprocess.sources.listing import SourceImage, SourceSplit
+    from loopfeed.preprocess.sources.listing import SourceImage, SourceSplit
 
 IMAGE_TIMEOUT_S = 600.0
 """Time limit for reading and decoding the next images, in seconds; a hanging network file system becomes an error."""

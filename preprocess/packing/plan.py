@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from preprocess.decoding.decode import ResizeRule
-from preprocess.packing.holdout import holdout_version
-from preprocess.pixels import LAYOUTS, Layout, words_of_row
-from preprocess.quantities import quantity
-from preprocess.shards.arrays import CODECS, Codec
-from preprocess.shards.classes import MAX_CLASSES
-from preprocess.shards.location import ShardError
-from preprocess.shards.manifest import FORMAT_VERSION, TARGETS_VERSION, Manifest
-from preprocess.shards.split_files import PARTS
+from loopfeed.preprocess.decoding.decode import ResizeRule
+from loopfeed.preprocess.packing.holdout import holdout_version
+from loopfeed.preprocess.pixels import LAYOUTS, Layout, words_of_row
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.arrays import CODECS, Codec
+from loopfeed.preprocess.shards.classes import MAX_CLASSES
+from loopfeed.preprocess.shards.location import ShardError
+from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, TARGETS_VERSION, Manifest
+from loopfeed.preprocess.shards.split_files import PARTS
 
 if TYPE_CHECKING:
-    from preprocess.shards.targets import SplitTargets
-    from preprocess.sources.listing import SourceSplit
+    from loopfeed.preprocess.shards.targets import SplitTargets
+    from loopfeed.preprocess.sources.listing import SourceSplit
 
 OnError = Literal["skip", "fail"]
 
@@ -71,7 +71,7 @@ class PackSettings:
         num_workers: decoding threads, ≥ 1.
         layout: ``packed``, one word per pixel, or ``dense``, a quarter smaller; the size must be a multiple of 4.
         holdout_rule: the rule by which a part of the split's images was held out, or None if none was; see
-            `preprocess.sources.selection.held_out`.
+            `loopfeed.preprocess.sources.selection.held_out`.
         on_error: ``skip`` records an image that can't be packed in ``failures.jsonl``, ``fail`` stops at it.
     """
 

@@ -16,14 +16,14 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.packing.channels import channel_sums
-from preprocess.packing.journal import Journal, ShardRecord
-from preprocess.packing.pipeline import Outcome, PackedImage
-from preprocess.packing.plan import PackSettings
-from preprocess.packing.shard_writer import ShardWriter, metadata_for, transfer_timeout_s
-from preprocess.shards.arrays import PIXELS, damage, shard_key, words_digest, write_array
-from preprocess.shards.checksum import crc32c
-from preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.packing.channels import channel_sums
+from loopfeed.preprocess.packing.journal import Journal, ShardRecord
+from loopfeed.preprocess.packing.pipeline import Outcome, PackedImage
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.packing.shard_writer import ShardWriter, metadata_for, transfer_timeout_s
+from loopfeed.preprocess.shards.arrays import PIXELS, damage, shard_key, words_digest, write_array
+from loopfeed.preprocess.shards.checksum import crc32c
+from loopfeed.preprocess.shards.location import Location, ShardError
 
 _READ_BYTES = 16 << 20
 

@@ -13,23 +13,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.packing.journal import Journal, read_failures
-from preprocess.packing.numbers import Numbers, checksum_numbers, create_metadata, label_numbers, target_numbers
-from preprocess.packing.pipeline import decode_in_order
-from preprocess.packing.plan import PackSettings
-from preprocess.packing.shard_writer import ShardWriter, transfer_timeout_s
-from preprocess.shards.arrays import CHECKSUMS, METADATA_KEY, PIXELS, damage, shard_key
-from preprocess.shards.checksum import crc32c
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.manifest import FAILURES_KEY, Manifest
-from preprocess.shards.split_arrays import open_pixels, pixel_metadata
-from preprocess.shards.unsynced import sync_written
-from preprocess.shards.verify import Damage
-from preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.packing.journal import Journal, read_failures
+from loopfeed.preprocess.packing.numbers import (
+    Numbers,
+    checksum_numbers,
+    create_metadata,
+    label_numbers,
+    target_numbers,
+)
+from loopfeed.preprocess.packing.pipeline import decode_in_order
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.packing.shard_writer import ShardWriter, transfer_timeout_s
+from loopfeed.preprocess.shards.arrays import CHECKSUMS, METADATA_KEY, PIXELS, damage, shard_key
+from loopfeed.preprocess.shards.checksum import crc32c
+from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest
+from loopfeed.preprocess.shards.split_arrays import open_pixels, pixel_metadata
+from loopfeed.preprocess.shards.unsynced import sync_written
+from loopfeed.preprocess.shards.verify import Damage
+from loopfeed.preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:
-    from preprocess.shards.targets import SplitTargets
-    from preprocess.sources.listing import SourceSplit
+    from loopfeed.preprocess.shards.targets import SplitTargets
+    from loopfeed.preprocess.sources.listing import SourceSplit
 
 _READ_BYTES = 16 << 20
 
@@ -47,11 +53,12 @@ def repair_split(
     """Pack the files of ``damages`` again, and return their names.
 
     Args:
-        source, targets, settings: as for `preprocess.packing.pack.pack_split`; their plan is that of the split.
+        source, targets, settings: as for `loopfeed.preprocess.packing.pack.pack_split`; their plan is that of the
+            split.
         location: the folder of the split.
         journal: the journal of this process, which owns the split.
         manifest: the manifest of the split.
-        damages: what `preprocess.shards.verify.find_lost_files` found.
+        damages: what `loopfeed.preprocess.shards.verify.find_lost_files` found.
         on_image: called with the number of images that were decoded again, and that of all that must be.
 
     Raises:

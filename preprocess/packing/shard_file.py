@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.regular_file import close_quietly
-from preprocess.shards.location import LOCK_SUFFIX
-from preprocess.shards.shard_index import CHECKSUM_BYTES, shard_index
-from preprocess.synced_folders import make_folders, sync_folder
+from loopfeed.preprocess.regular_file import close_quietly
+from loopfeed.preprocess.shards.location import LOCK_SUFFIX
+from loopfeed.preprocess.shards.shard_index import CHECKSUM_BYTES, shard_index
+from loopfeed.preprocess.synced_folders import make_folders, sync_folder
 
 
 class ShardFile:

@@ -1,7 +1,7 @@
 """Writes a split's shards one after another; each shard is written as a whole and then recorded in the journal.
 
-A raw shard in a local folder is written image by image (`preprocess.packing.shard_file`); any other shard is filled in
-memory and written by TensorStore.
+A raw shard in a local folder is written image by image (`loopfeed.preprocess.packing.shard_file`); any other shard is
+filled in memory and written by TensorStore.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.decoding.notes import NOTHING
-from preprocess.packing.channels import ChannelSums
-from preprocess.packing.journal import Failure, Journal, ShardRecord
-from preprocess.packing.pipeline import Outcome, PackedImage
-from preprocess.packing.plan import PackSettings
-from preprocess.packing.shard_file import ShardFile
-from preprocess.pixels import words_of_row
-from preprocess.printable import printable
-from preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_array
-from preprocess.shards.checksum import crc32c
-from preprocess.shards.location import Location, ShardError, open_location
-from preprocess.shards.store_errors import write_fault
-from preprocess.shards.unsynced import is_unsynced
-from preprocess.synced_folders import sync_file
+from loopfeed.preprocess.decoding.notes import NOTHING
+from loopfeed.preprocess.packing.channels import ChannelSums
+from loopfeed.preprocess.packing.journal import Failure, Journal, ShardRecord
+from loopfeed.preprocess.packing.pipeline import Outcome, PackedImage
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.packing.shard_file import ShardFile
+from loopfeed.preprocess.pixels import words_of_row
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_array
+from loopfeed.preprocess.shards.checksum import crc32c
+from loopfeed.preprocess.shards.location import Location, ShardError, open_location
+from loopfeed.preprocess.shards.store_errors import write_fault
+from loopfeed.preprocess.shards.unsynced import is_unsynced
+from loopfeed.preprocess.synced_folders import sync_file
 
 SHARD_TIMEOUT_S = 1800.0
 """Time limit for writing one shard file to a mounted file system, in seconds."""
@@ -105,9 +105,9 @@ class ShardWriter:
         records: the shards that are written already; the next one follows them.
         replaces_blocks: whether shard files replace existing ones, from which their own images may have been read. The
             journal then records a shard once its file is about to be replaced, because the images cannot be read again
-            afterwards; see `preprocess.packing.recut`.
+            afterwards; see `loopfeed.preprocess.packing.recut`.
         expected_digests: the digests that shards must have to be written, by their numbers; see
-            `preprocess.packing.repair`.
+            `loopfeed.preprocess.packing.repair`.
     """
 
     def __init__(

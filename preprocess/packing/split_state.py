@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from preprocess.packing.journal import Journal
-from preprocess.packing.owner import LOCK_KEY, OWNER_KEY
-from preprocess.packing.plan import PackSettings, check_same_plan, is_plan, plan_of
-from preprocess.printable import printable
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest, is_manifest
-from preprocess.shards.split_files import PLAN_KEY
+from loopfeed.preprocess.packing.journal import Journal
+from loopfeed.preprocess.packing.owner import LOCK_KEY, OWNER_KEY
+from loopfeed.preprocess.packing.plan import PackSettings, check_same_plan, is_plan, plan_of
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest, is_manifest
+from loopfeed.preprocess.shards.split_files import PLAN_KEY
 
 CLEARING = {"clearing": True}
 """Replaces the plan in the journal while an old pack is being deleted."""

@@ -19,12 +19,12 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.pixels import UNUSED_BITS
-from preprocess.quantities import quantity
-from preprocess.shards.classes import MAX_CLASSES
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.store_errors import reason, write_fault
-from preprocess.system_errors import reading_remedy, store_answer, system_reason
+from loopfeed.preprocess.pixels import UNUSED_BITS
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.classes import MAX_CLASSES
+from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.shards.store_errors import reason, write_fault
+from loopfeed.preprocess.system_errors import reading_remedy, store_answer, system_reason
 
 Codec = Literal["raw", "blosc"]
 CODECS: tuple[Codec, ...] = ("raw", "blosc")
@@ -37,7 +37,7 @@ METADATA_KEY = "zarr.json"
 
 # The value that a Zarr reader returns for a missing shard file. Its low byte is not 0, so it is not a packed pixel: a
 # missing file appears as magenta and fails `inspect-shards --verify`, while 0 would look like a black image. (In the
-# dense layout any word is valid; Feedloop itself treats a missing file as an error in both layouts.)
+# dense layout any word is valid; Loopfeed itself treats a missing file as an error in both layouts.)
 MISSING_PIXEL = 0xFF00FF00 | UNUSED_BITS
 MISSING_LABEL = MAX_CLASSES
 

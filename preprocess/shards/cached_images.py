@@ -15,17 +15,17 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.read_meter import CHECK, READ, ReadMeter
-from preprocess.shards.arrays import PIXELS, shard_key, start_reading
-from preprocess.shards.decoded_checks import DecodedChecks
-from preprocess.shards.file_maps import can_map_files
-from preprocess.shards.location import Location, ShardError, open_location
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.mapped_images import MappedImages
-from preprocess.shards.mapped_shards import ExpectedChecksums, MappedShard
-from preprocess.shards.shard_cache import ShardCache
-from preprocess.shards.shard_copies import ShardCopies
-from preprocess.shards.split_arrays import pixel_metadata
+from loopfeed.preprocess.read_meter import CHECK, READ, ReadMeter
+from loopfeed.preprocess.shards.arrays import PIXELS, shard_key, start_reading
+from loopfeed.preprocess.shards.decoded_checks import DecodedChecks
+from loopfeed.preprocess.shards.file_maps import can_map_files
+from loopfeed.preprocess.shards.location import Location, ShardError, open_location
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.mapped_images import MappedImages
+from loopfeed.preprocess.shards.mapped_shards import ExpectedChecksums, MappedShard
+from loopfeed.preprocess.shards.shard_cache import ShardCache
+from loopfeed.preprocess.shards.shard_copies import ShardCopies
+from loopfeed.preprocess.shards.split_arrays import pixel_metadata
 
 _DISK_TIMEOUT_S = 60.0
 

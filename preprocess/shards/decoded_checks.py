@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.regular_file import FileIdentity
-from preprocess.shards.arrays import PIXELS, shard_key
-from preprocess.shards.checksum import crc32c
-from preprocess.shards.chunk_marks import ChunkMarks
-from preprocess.shards.location import Location
-from preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.regular_file import FileIdentity
+from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
+from loopfeed.preprocess.shards.checksum import crc32c
+from loopfeed.preprocess.shards.chunk_marks import ChunkMarks
+from loopfeed.preprocess.shards.location import Location
+from loopfeed.preprocess.shards.manifest import Manifest
 
 type Identities = dict[int, FileIdentity | None]
 """Shard number → identity of its file; None in a remote store, or if there is no file."""

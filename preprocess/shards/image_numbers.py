@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.shards.arrays import (
+from loopfeed.preprocess.shards.arrays import (
     MAX_NUMBERS_BYTES,
     NUMBERS,
     NumberShards,
@@ -23,9 +23,9 @@ from preprocess.shards.arrays import (
     shard_key,
     words_digest,
 )
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.mapped_shards import MappedShard, MappedShards
-from preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.shards.mapped_shards import MappedShard, MappedShards
+from loopfeed.preprocess.system_errors import reading_remedy
 
 HELD_NUMBERS = 1 << 24
 """Splits of up to this many images keep their labels and checksums in memory (96 MiB); of targets, up to this many
@@ -51,7 +51,7 @@ class ImageNumbers:
     Args:
         location: the split's folder.
         name: name of the array.
-        metadata: metadata of the array, see `preprocess.shards.arrays`.
+        metadata: metadata of the array, see `loopfeed.preprocess.shards.arrays`.
         dtype: type of the numbers.
         digests: SHA-256 of the numbers of each shard file; None if the split has none.
         shards: how the array is divided into shard files.

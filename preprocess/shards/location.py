@@ -13,12 +13,12 @@ from typing import Any
 
 import tensorstore as ts
 
-from preprocess.links import LinkedPathError, check_unlinked
-from preprocess.printable import printable
-from preprocess.regular_file import FileIdentity, check_regular, identity_of, read_regular
-from preprocess.shards.first_contact import connection_fault, contact_fault
-from preprocess.shards.store_errors import reason, remedy_for
-from preprocess.storage_options import (
+from loopfeed.preprocess.links import LinkedPathError, check_unlinked
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.regular_file import FileIdentity, check_regular, identity_of, read_regular
+from loopfeed.preprocess.shards.first_contact import connection_fault, contact_fault
+from loopfeed.preprocess.shards.store_errors import reason, remedy_for
+from loopfeed.preprocess.storage_options import (
     StorageOptionError,
     check_applicable,
     check_options,
@@ -29,8 +29,8 @@ from preprocess.storage_options import (
     timeout_of,
     with_environment,
 )
-from preprocess.synced_folders import make_folders
-from preprocess.system_errors import reading_remedy, remedy_of, status_of, system_reason
+from loopfeed.preprocess.synced_folders import make_folders
+from loopfeed.preprocess.system_errors import reading_remedy, remedy_of, status_of, system_reason
 
 STORE_TIMEOUT_S = 120.0
 """Time limit for one small read, write, listing or deletion on a mounted file system, in seconds."""
@@ -371,7 +371,7 @@ def open_location(
         context: shared resources; a new one by default. ``memory://`` folders are visible only in the same context.
         memory_mapped: whether to map local files instead of reading them, which gives 1.4 to 2.4 times as many images
             per second if the files are cached.
-        storage_options: how to reach a remote store, see `preprocess.storage_options.STORAGE_OPTIONS`; for ``s3://``,
+        storage_options: how to reach a remote store, see `loopfeed.preprocess.storage_options.STORAGE_OPTIONS`; for ``s3://``,
             environment variables give what is missing. No effect on a folder of this machine.
 
     Raises:

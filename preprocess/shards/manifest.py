@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from preprocess.claimed_size import MAX_SIDE
-from preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, kind_of
-from preprocess.json_digest import json_digest
-from preprocess.pixels import LAYOUTS, Layout, words_of_row
-from preprocess.quantities import quantity
-from preprocess.shards.arrays import (
+from loopfeed.preprocess.claimed_size import MAX_SIDE
+from loopfeed.preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, kind_of
+from loopfeed.preprocess.json_digest import json_digest
+from loopfeed.preprocess.pixels import LAYOUTS, Layout, words_of_row
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
     CODECS,
     LABELS,
@@ -27,10 +27,10 @@ from preprocess.shards.arrays import (
     NumberShards,
     row_shards,
 )
-from preprocess.shards.classes import MAX_CLASSES, ImageClass
-from preprocess.shards.location import ShardError
-from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY
-from preprocess.shards.targets import Targets, num_words
+from loopfeed.preprocess.shards.classes import MAX_CLASSES, ImageClass
+from loopfeed.preprocess.shards.location import ShardError
+from loopfeed.preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY
+from loopfeed.preprocess.shards.targets import Targets, num_words
 
 FORMAT_VERSION = 2
 """The format version of packs with one class per image. Version 1, still readable, has no ``checksums/``, and its
@@ -70,7 +70,7 @@ class Manifest:
         num_images: number of images packed, N ≥ 1.
         height: height of an image in pixels.
         width: width of an image in pixels.
-        layout: the pixel layout, as described in `preprocess.pixels.LAYOUTS`.
+        layout: the pixel layout, as described in `loopfeed.preprocess.pixels.LAYOUTS`.
         codec: ``raw`` or ``blosc``.
         checksum: whether each image has a CRC-32C.
         shard_images: images per shard file; the last file may have fewer.
@@ -80,7 +80,7 @@ class Manifest:
             classes each. None in a pack with numbers.
         channel_mean: mean of R, G and B over all pixels, 0..1, from exact integer sums.
         channel_std: standard deviation of R, G and B over all pixels (population), same scale.
-        resize_rule: how images were resized and cropped, as JSON of ``preprocess.decoding.decode.ResizeRule``.
+        resize_rule: how images were resized and cropped, as JSON of ``loopfeed.preprocess.decoding.decode.ResizeRule``.
         source_digest: SHA-256 of the source's listing, hexadecimal.
         num_failures: number of images that could not be packed; ``failures.jsonl`` lists them.
         tool_versions: versions of the libraries that determine the pixels, by name.
@@ -128,7 +128,7 @@ class Manifest:
         known = " or ".join(map(repr, LAYOUTS.values()))
         if self.layout not in LAYOUTS.values():
             raise ShardError(
-                f"layout must be {known}, found {self.layout!r}; install a newer feedloop for other layouts"
+                f"layout must be {known}, found {self.layout!r}; install a newer loopfeed for other layouts"
             )
         is_whole = self.pixel_layout == "packed" or self.width % 4 == 0
         _require(is_whole, "the width must be a multiple of 4 in the dense layout", self.width)
@@ -369,7 +369,7 @@ def _check_version(version: object) -> None:
         return
     if type(version) is int and version > TARGETS_VERSION:
         raise ShardError(
-            f"format version {version} is newer than {TARGETS_VERSION}, the newest supported; install a newer feedloop"
+            f"format version {version} is newer than {TARGETS_VERSION}, the newest supported; install a newer loopfeed"
         )
     known = ", ".join(map(str, _READABLE_VERSIONS[:-1])) + f" or {_READABLE_VERSIONS[-1]}"
     raise ShardError(f"format_version must be {known}, found {version!r}; pack the split again with --overwrite")

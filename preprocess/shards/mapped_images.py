@@ -14,12 +14,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.memory import host_memory_bytes
-from preprocess.read_meter import CHECK, READ, ReadMeter
-from preprocess.shards.arrays import PIXELS
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.mapped_shards import MOST_MAPPED, ExpectedChecksums, MappedShard, MappedShards, read_pages
-from preprocess.shards.shard_index import CHECKSUM_BYTES
+from loopfeed.preprocess.memory import host_memory_bytes
+from loopfeed.preprocess.read_meter import CHECK, READ, ReadMeter
+from loopfeed.preprocess.shards.arrays import PIXELS
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.mapped_shards import (
+    MOST_MAPPED,
+    ExpectedChecksums,
+    MappedShard,
+    MappedShards,
+    read_pages,
+)
+from loopfeed.preprocess.shards.shard_index import CHECKSUM_BYTES
 
 # Smaller images are gathered with one call per shard, which copies them twice, because a call per image costs 2 µs. A
 # call per shard costs 10 µs, so it pays off only for several images.

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.read_meter import CHECK, OPEN, Reading, ReadMeter
-from preprocess.regular_file import FileIdentity, close_quietly, identity_of, open_regular, read_into
-from preprocess.shards.arrays import shard_key
-from preprocess.shards.checksum import crc32c
-from preprocess.shards.chunk_marks import ChunkMarks
-from preprocess.shards.file_maps import FileMap, map_file
-from preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY, shard_index
+from loopfeed.preprocess.read_meter import CHECK, OPEN, Reading, ReadMeter
+from loopfeed.preprocess.regular_file import FileIdentity, close_quietly, identity_of, open_regular, read_into
+from loopfeed.preprocess.shards.arrays import shard_key
+from loopfeed.preprocess.shards.checksum import crc32c
+from loopfeed.preprocess.shards.chunk_marks import ChunkMarks
+from loopfeed.preprocess.shards.file_maps import FileMap, map_file
+from loopfeed.preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY, shard_index
 
 # Linux lets a process map 65,530 files, which two splits share here; further shards are read by the store.
 MOST_MAPPED = 3 << 13
@@ -138,8 +138,8 @@ class MappedShards:
     A replaced file is detected by its identity within one second per thousand files (at least one second), and mapped
     and checked again. A file that was written to in place is detected similarly: chunks that were returned from it are
     compared with their checksums again, and a changed chunk raises `ChangedFileError`. A file that is truncated while a
-    chunk is copied is torn (`preprocess.shards.file_maps`). A page that the system has evicted is read again when it is
-    copied, which no time limit can interrupt.
+    chunk is copied is torn (`loopfeed.preprocess.shards.file_maps`). A page that the system has evicted is read again
+    when it is copied, which no time limit can interrupt.
 
     Args:
         folder: the local folder of the array.

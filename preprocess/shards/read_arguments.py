@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.shards.location import ShardError
+from loopfeed.preprocess.shards.location import ShardError
 
 
 def check_buffer(split: str, name: str, buffer: NDArray[Any], dtype: type[np.generic], shape: tuple[int, ...]) -> None:

@@ -1,6 +1,6 @@
 """Reads images of packed splits by index into the caller's buffers.
 
-Knows nothing of order, batches or devices; splits are written by `preprocess.packing.pack`.
+Knows nothing of order, batches or devices; splits are written by `loopfeed.preprocess.packing.pack`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.printable import printable
-from preprocess.quantities import quantity
-from preprocess.read_meter import CHECK, READ, ReadMeter
-from preprocess.shards.arrays import PIXELS, damage, describe_truncation, shard_key
-from preprocess.shards.cached_images import CachedImages
-from preprocess.shards.decoded_checks import DecodedChecks
-from preprocess.shards.file_maps import WatchedFolder
-from preprocess.shards.location import STORE_TIMEOUT_S, Location, ShardError, open_location
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.mapped_images import MappedImages
-from preprocess.shards.mapped_shards import ChangedFileError, MappedShard
-from preprocess.shards.read_arguments import check_buffer, check_indices
-from preprocess.shards.shard_cache import ShardCache
-from preprocess.shards.shard_copies import ShardCopies
-from preprocess.shards.shard_sizes import check_plausible
-from preprocess.shards.split_arrays import open_checksums
-from preprocess.shards.split_labels import SplitLabels
-from preprocess.shards.splits import list_splits, read_manifest
-from preprocess.shards.stored_pixels import StoredPixels, without_maps
-from preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.read_meter import CHECK, READ, ReadMeter
+from loopfeed.preprocess.shards.arrays import PIXELS, damage, describe_truncation, shard_key
+from loopfeed.preprocess.shards.cached_images import CachedImages
+from loopfeed.preprocess.shards.decoded_checks import DecodedChecks
+from loopfeed.preprocess.shards.file_maps import WatchedFolder
+from loopfeed.preprocess.shards.location import STORE_TIMEOUT_S, Location, ShardError, open_location
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.mapped_images import MappedImages
+from loopfeed.preprocess.shards.mapped_shards import ChangedFileError, MappedShard
+from loopfeed.preprocess.shards.read_arguments import check_buffer, check_indices
+from loopfeed.preprocess.shards.shard_cache import ShardCache
+from loopfeed.preprocess.shards.shard_copies import ShardCopies
+from loopfeed.preprocess.shards.shard_sizes import check_plausible
+from loopfeed.preprocess.shards.split_arrays import open_checksums
+from loopfeed.preprocess.shards.split_labels import SplitLabels
+from loopfeed.preprocess.shards.splits import list_splits, read_manifest
+from loopfeed.preprocess.shards.stored_pixels import StoredPixels, without_maps
+from loopfeed.preprocess.system_errors import reading_remedy
 
 __all__ = [
     "ChangedShardError",

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from preprocess.file_lock import FileLockedError, lock_file
-from preprocess.links import LinkedPathError, check_unlinked, open_unlinked
-from preprocess.regular_file import check_regular, close_quietly, open_regular, read_regular
-from preprocess.shards.arrays import PIXELS, shard_key
-from preprocess.system_errors import system_reason
+from loopfeed.preprocess.file_lock import FileLockedError, lock_file
+from loopfeed.preprocess.links import LinkedPathError, check_unlinked, open_unlinked
+from loopfeed.preprocess.regular_file import check_regular, close_quietly, open_regular, read_regular
+from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
+from loopfeed.preprocess.system_errors import system_reason
 
 IN_USE_S = 300.0
 """A file that was used within this time is not removed to make room for another; two data sets that do not fit at the

@@ -11,10 +11,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
-from preprocess.shards.arrays import PIXELS, shard_key
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.shard_cache import ShardCache
+from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
+from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.shard_cache import ShardCache
 
 _NUM_THREADS = 16
 _PART_BYTES = 8 << 20
@@ -33,7 +33,7 @@ class ShardCopies:
         cache: the cache.
         split: the folder of the split, in a store.
         manifest: its manifest.
-        digest: names the pack in the cache, see `preprocess.shards.shard_cache`.
+        digest: names the pack in the cache, see `loopfeed.preprocess.shards.shard_cache`.
 
     Attributes:
         shard_bytes: the size of one shard file, or more.

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from preprocess.shards.checksum import crc32c
+from loopfeed.preprocess.shards.checksum import crc32c
 
 CHECKSUM_BYTES = 4
 ENTRY = struct.Struct("<QQ")

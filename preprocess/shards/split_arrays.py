@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from preprocess.shards.arrays import (
+from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
     PIXELS,
     checksums_metadata,
@@ -16,10 +16,10 @@ from preprocess.shards.arrays import (
     read_array,
     targets_metadata,
 )
-from preprocess.shards.image_numbers import ImageNumbers
-from preprocess.shards.location import Location
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.targets import dtype_of
+from loopfeed.preprocess.shards.image_numbers import ImageNumbers
+from loopfeed.preprocess.shards.location import Location
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.targets import dtype_of
 
 
 def open_pixels(location: Location, manifest: Manifest) -> ts.TensorStore:

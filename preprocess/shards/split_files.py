@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from preprocess.shards.location import LOCK_SUFFIX, Location
+from loopfeed.preprocess.shards.location import LOCK_SUFFIX, Location
 
 _FILE = re.compile(
     r"manifest\.json|failures\.jsonl|(pixels|labels|checksums|targets)/zarr\.json|pixels/c/\d+/0/0"

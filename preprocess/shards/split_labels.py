@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.quantities import quantity
-from preprocess.shards.arrays import NUMBERS_PER_SHARD
-from preprocess.shards.image_numbers import ImageNumbers
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.split_arrays import label_metadata
-from preprocess.shards.targets import dtype_of, unpack_bits
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.arrays import NUMBERS_PER_SHARD
+from loopfeed.preprocess.shards.image_numbers import ImageNumbers
+from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.split_arrays import label_metadata
+from loopfeed.preprocess.shards.targets import dtype_of, unpack_bits
 
 
 class SplitLabels(ImageNumbers):

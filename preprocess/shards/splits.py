@@ -14,12 +14,12 @@ from pathlib import Path
 
 import tensorstore as ts
 
-from preprocess.regular_file import is_regular
-from preprocess.shards.arrays import CHECKSUMS, LABELS, METADATA_KEY, PIXELS, TARGETS
-from preprocess.shards.location import Location, ShardError, open_location
-from preprocess.shards.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
-from preprocess.shards.split_files import PARTS, PLAN_KEY, is_split_file
-from preprocess.system_entries import is_hidden
+from loopfeed.preprocess.regular_file import is_regular
+from loopfeed.preprocess.shards.arrays import CHECKSUMS, LABELS, METADATA_KEY, PIXELS, TARGETS
+from loopfeed.preprocess.shards.location import Location, ShardError, open_location
+from loopfeed.preprocess.shards.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
+from loopfeed.preprocess.shards.split_files import PARTS, PLAN_KEY, is_split_file
+from loopfeed.preprocess.system_entries import is_hidden
 
 # Any one of these shows that a folder contains a split or its remains.
 _MARKS = (

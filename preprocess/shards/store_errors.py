@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from preprocess.printable import printable_text
-from preprocess.system_errors import (
+from loopfeed.preprocess.printable import printable_text
+from loopfeed.preprocess.system_errors import (
     Cause,
     cause_of,
     reading_remedy,

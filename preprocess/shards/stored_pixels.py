@@ -11,12 +11,12 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.shards.arrays import start_reading
-from preprocess.shards.location import Location, ShardError
-from preprocess.shards.manifest import Manifest
-from preprocess.shards.split_arrays import open_pixels
-from preprocess.shards.store_errors import reason
-from preprocess.system_errors import system_reason
+from loopfeed.preprocess.shards.arrays import start_reading
+from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.shards.manifest import Manifest
+from loopfeed.preprocess.shards.split_arrays import open_pixels
+from loopfeed.preprocess.shards.store_errors import reason
+from loopfeed.preprocess.system_errors import system_reason
 
 _IO_MODE = "file_io_mode"
 

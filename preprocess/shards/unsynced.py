@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from preprocess.shards.location import Location
-from preprocess.synced_folders import can_sync_folders, sync_tree
+from loopfeed.preprocess.shards.location import Location
+from loopfeed.preprocess.synced_folders import can_sync_folders, sync_tree
 
 _SYNC = "file_io_sync"
 

@@ -15,10 +15,10 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from preprocess.pixels import UNUSED_BITS
-from preprocess.printable import printable
-from preprocess.regular_file import check_regular
-from preprocess.shards.arrays import (
+from loopfeed.preprocess.pixels import UNUSED_BITS
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.regular_file import check_regular
+from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
     MAX_NUMBERS_BYTES,
     METADATA_KEY,
@@ -32,14 +32,14 @@ from preprocess.shards.arrays import (
     shard_key,
     words_digest,
 )
-from preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError, open_location
-from preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
-from preprocess.shards.shard_sizes import describe_wrong_size
-from preprocess.shards.split_arrays import label_metadata, open_pixels
-from preprocess.shards.split_files import JOURNAL
-from preprocess.shards.splits import read_manifest
-from preprocess.shards.targets import has_excess_bits
-from preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError, open_location
+from loopfeed.preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
+from loopfeed.preprocess.shards.shard_sizes import describe_wrong_size
+from loopfeed.preprocess.shards.split_arrays import label_metadata, open_pixels
+from loopfeed.preprocess.shards.split_files import JOURNAL
+from loopfeed.preprocess.shards.splits import read_manifest
+from loopfeed.preprocess.shards.targets import has_excess_bits
+from loopfeed.preprocess.system_errors import reading_remedy
 
 READ_TIMEOUT_S = 600.0
 """Time limit for reading one piece of at most 64 MiB, in seconds."""

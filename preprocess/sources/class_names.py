@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess.printable import printable
-from preprocess.quantities import quantity
-from preprocess.regular_file import read_regular
-from preprocess.sources.listing import SourceError
-from preprocess.system_errors import reading_remedy
-from preprocess.unicode_form import composed
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.unicode_form import composed
 
 NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
 _REMEDY = "correct or remove it"

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.printable import printable
-from preprocess.regular_file import read_regular
-from preprocess.sources.listing import SourceError
-from preprocess.sources.matfile import MatFileError, read_matfile
-from preprocess.sources.tarindex import members
-from preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources.matfile import MatFileError, read_matfile
+from loopfeed.preprocess.sources.tarindex import members
+from loopfeed.preprocess.system_errors import reading_remedy
 
 ARCHIVE = "ILSVRC2012_devkit_t12.tar.gz"
 FOLDER = "ILSVRC2012_devkit_t12"

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from preprocess.printable import printable
-from preprocess.quantities import quantity
-from preprocess.regular_file import read_regular
-from preprocess.sources.class_names import name_classes, read_name_files
-from preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
-from preprocess.sources.tree import FolderStore, file_size, list_folder, read_class_folders
-from preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.sources.class_names import name_classes, read_name_files
+from loopfeed.preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
+from loopfeed.preprocess.sources.tree import FolderStore, file_size, list_folder, read_class_folders
+from loopfeed.preprocess.system_errors import reading_remedy
 
 IMAGES = Path("ILSVRC/Data/CLS-LOC")
 SOLUTION_FILE = "LOC_val_solution.csv"

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from preprocess.printable import printable
-from preprocess.quantities import quantity
-from preprocess.shards.classes import ImageClass
-from preprocess.sources.labels_file import LabelTable
-from preprocess.sources.listing import ByteStore, FoundSplit, LabelMatch, Layout, Listing, SourceError
-from preprocess.sources.split_names import TopFolder, choose_splits, is_image_name, split_of
-from preprocess.sources.tarindex import open_tar
-from preprocess.sources.tars import TarStore, visible_members
-from preprocess.sources.tree import FolderStore, files_below, list_folder, split_folders
-from preprocess.suggestions import describe_forms, is_same_text
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.sources.labels_file import LabelTable
+from loopfeed.preprocess.sources.listing import ByteStore, FoundSplit, LabelMatch, Layout, Listing, SourceError
+from loopfeed.preprocess.sources.split_names import TopFolder, choose_splits, is_image_name, split_of
+from loopfeed.preprocess.sources.tarindex import open_tar
+from loopfeed.preprocess.sources.tars import TarStore, visible_members
+from loopfeed.preprocess.sources.tree import FolderStore, files_below, list_folder, split_folders
+from loopfeed.preprocess.suggestions import describe_forms, is_same_text
 
 # The key of an image is its path below its split.
 _NO_CLASS = (ImageClass("", ""),)

@@ -21,14 +21,14 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, UNPACK, kind_of
-from preprocess.printable import printable
-from preprocess.quantities import parse_float
-from preprocess.regular_file import read_regular
-from preprocess.shards.classes import MAX_CLASSES
-from preprocess.shards.targets import TargetKind, TargetRows, pack_bits
-from preprocess.sources.listing import SourceError
-from preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, UNPACK, kind_of
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import parse_float
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.shards.classes import MAX_CLASSES
+from loopfeed.preprocess.shards.targets import TargetKind, TargetRows, pack_bits
+from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.system_errors import reading_remedy
 
 SEPARATOR = "|"
 """Separates the classes of an image in CSV."""

@@ -19,9 +19,9 @@ from typing import Protocol
 
 import numpy as np
 
-from preprocess.printable import printable
-from preprocess.quantities import quantity
-from preprocess.shards.classes import MAX_CLASSES, ImageClass
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.classes import MAX_CLASSES, ImageClass
 
 MAX_FILE_BYTES = 512 * 2**20
 MAX_IMAGES = 100_000_000  # a split of ImageNet-21k has 14 million

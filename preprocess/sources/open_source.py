@@ -16,23 +16,23 @@ from typing import Self
 
 import numpy as np
 
-from preprocess.file_kinds import UNPACK, kind_of
-from preprocess.printable import printable
-from preprocess.quantities import quantity
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.targets import SplitTargets
-from preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
-from preprocess.sources.labelled import check_lines, labelled_archive, labelled_folder
-from preprocess.sources.labels_file import LabelTable, read_labels
-from preprocess.sources.listing import FoundSplit, Layout, ListedSplit, SourceError, SourceImage, SourceSplit
-from preprocess.sources.selection import HOLDOUT_RULE, held_out, pack_order
-from preprocess.sources.split_names import SPLIT_ORDER
-from preprocess.sources.tarindex import BLOCK, is_tar, open_tar
-from preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, TarStore, imagenet_openers, tar_layout
-from preprocess.sources.tree import list_folder, split_folders, split_openers
-from preprocess.suggestions import describe_forms
-from preprocess.system_entries import describe_ignored
-from preprocess.system_errors import reading_remedy, status_of
+from loopfeed.preprocess.file_kinds import UNPACK, kind_of
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.targets import SplitTargets
+from loopfeed.preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
+from loopfeed.preprocess.sources.labelled import check_lines, labelled_archive, labelled_folder
+from loopfeed.preprocess.sources.labels_file import LabelTable, read_labels
+from loopfeed.preprocess.sources.listing import FoundSplit, Layout, ListedSplit, SourceError, SourceImage, SourceSplit
+from loopfeed.preprocess.sources.selection import HOLDOUT_RULE, held_out, pack_order
+from loopfeed.preprocess.sources.split_names import SPLIT_ORDER
+from loopfeed.preprocess.sources.tarindex import BLOCK, is_tar, open_tar
+from loopfeed.preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, TarStore, imagenet_openers, tar_layout
+from loopfeed.preprocess.sources.tree import list_folder, split_folders, split_openers
+from loopfeed.preprocess.suggestions import describe_forms
+from loopfeed.preprocess.system_entries import describe_ignored
+from loopfeed.preprocess.system_errors import reading_remedy, status_of
 
 __all__ = ["ImageClass", "Source", "SourceError", "SourceImage", "SourceSplit", "open_source"]
 
@@ -87,11 +87,12 @@ def open_source(
         path: a folder or a tar archive.
         splits: the splits to open; by default all.
         holdout: the fraction (0 ≤ holdout < 1) of the training images to use as the split `val`, if the source has
-            none. They are chosen in each class by hashes of the keys (see `preprocess.sources.selection.held_out`).
+            none. They are chosen in each class by hashes of the keys (see
+            `loopfeed.preprocess.sources.selection.held_out`).
         limit: maximum number of images per split, spread evenly over the classes.
         holdout_rule: the rule by which they are chosen, 1 for a pack that was begun with an earlier version.
-        labels: a file of labels (`preprocess.sources.labels_file`), which replaces class folders. Held-out images are
-            then those of all images whose keys have the smallest hashes.
+        labels: a file of labels (`loopfeed.preprocess.sources.labels_file`), which replaces class folders. Held-out
+            images are then those of all images whose keys have the smallest hashes.
 
     Returns:
         The source, which the caller must close. All splits have the same classes in the same order, sorted by the

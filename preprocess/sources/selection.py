@@ -1,6 +1,6 @@
 """Selects and orders images by the hashes of their keys, with the same result on every machine.
 
-A key is the class id and the path below the class (see `preprocess.sources.listing`), without the source path.
+A key is the class id and the path below the class (see `loopfeed.preprocess.sources.listing`), without the source path.
 
 The hashes are BLAKE2b with a different hash key for each purpose, so the order is independent of which images are held
 out.
@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from preprocess.printable import printable
-from preprocess.sources.listing import Listing, SourceError
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.sources.listing import Listing, SourceError
 
 HOLDOUT_RULE = 2
 """The rule by which `held_out` chooses images for a new pack; see there. A pack records its rule."""
@@ -42,7 +42,7 @@ def held_out(listing: Listing, fraction: float, *, rule: int = HOLDOUT_RULE) -> 
         SourceError: the rule is unknown.
     """
     if rule not in range(1, HOLDOUT_RULE + 1):
-        raise SourceError(f"the hold-out rule must be 1 to {HOLDOUT_RULE}, got {rule}; install a newer feedloop")
+        raise SourceError(f"the hold-out rule must be 1 to {HOLDOUT_RULE}, got {rule}; install a newer loopfeed")
     hashes = key_hashes(listing, _HOLDOUT_KEY)
     labels = listing.labels
     by_class = np.lexsort((hashes, labels))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.printable import printable
-from preprocess.sources.listing import SourceError
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.sources.listing import SourceError
 
 SPLIT_ORDER = ("train", "val", "test")
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from preprocess.printable import printable
-from preprocess.quantities import quantity
-from preprocess.regular_file import IrregularFileError, open_regular, read_at
-from preprocess.sources.listing import ChangedSourceError, SourceError
-from preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.regular_file import IrregularFileError, open_regular, read_at
+from loopfeed.preprocess.sources.listing import ChangedSourceError, SourceError
+from loopfeed.preprocess.system_errors import reading_remedy
 
 BLOCK = 512
 

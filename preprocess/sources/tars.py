@@ -14,15 +14,21 @@ from functools import partial
 from itertools import compress, tee
 from pathlib import Path
 
-from preprocess.printable import printable
-from preprocess.shards.classes import MAX_CLASSES
-from preprocess.sources.class_names import MAX_NAME_FILE_BYTES, NAME_FILES, NameFile, name_classes, parse_name_file
-from preprocess.sources.devkit import ARCHIVE as DEVKIT_ARCHIVE
-from preprocess.sources.devkit import find_devkit
-from preprocess.sources.listing import FoundSplit, Layout, Listing, SourceError, index_classes
-from preprocess.sources.split_names import SPLIT_ORDER, TopFolder, choose_splits, is_image_name, split_of
-from preprocess.sources.tarindex import Member, TarFile, members, open_tar
-from preprocess.system_entries import visible
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.shards.classes import MAX_CLASSES
+from loopfeed.preprocess.sources.class_names import (
+    MAX_NAME_FILE_BYTES,
+    NAME_FILES,
+    NameFile,
+    name_classes,
+    parse_name_file,
+)
+from loopfeed.preprocess.sources.devkit import ARCHIVE as DEVKIT_ARCHIVE
+from loopfeed.preprocess.sources.devkit import find_devkit
+from loopfeed.preprocess.sources.listing import FoundSplit, Layout, Listing, SourceError, index_classes
+from loopfeed.preprocess.sources.split_names import SPLIT_ORDER, TopFolder, choose_splits, is_image_name, split_of
+from loopfeed.preprocess.sources.tarindex import Member, TarFile, members, open_tar
+from loopfeed.preprocess.system_entries import visible
 
 TRAIN_ARCHIVE = "ILSVRC2012_img_train.tar"
 VAL_ARCHIVE = "ILSVRC2012_img_val.tar"
@@ -151,7 +157,7 @@ def visible_members(tar: TarFile, ignored: Counter[str] | None = None) -> Iterat
     """Yield the files in an archive whose paths have no hidden part; count the others in `ignored`.
 
     Raises:
-        SourceError: as `preprocess.sources.tarindex.members`.
+        SourceError: as `loopfeed.preprocess.sources.tarindex.members`.
     """
     return _visible(members(tar), Counter() if ignored is None else ignored)
 

@@ -1,6 +1,6 @@
 """`card`: training on an NVIDIA card; `card-rehearsal`: the same, so small that a processor does it in a minute.
 
-Everything runs on this Python, PyTorch too if it is installed; `FEEDLOOP_TORCH_PYTHON` names another one for PyTorch.
+Everything runs on this Python, PyTorch too if it is installed; `LOOPFEED_TORCH_PYTHON` names another one for PyTorch.
 """
 
 import os

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from PIL import Image
 
-from preprocess.cores import num_cores
-from preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
-from preprocess.packing.pack import pack_split
-from preprocess.packing.plan import PackSettings
-from preprocess.pixels import Layout
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.location import open_location
-from preprocess.sources.listing import SourceImage
+from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
+from loopfeed.preprocess.packing.pack import pack_split
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.pixels import Layout
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.sources.listing import SourceImage
 from scripts.benchmarks.bench import Settings
 
 type Say = Callable[[str], None]

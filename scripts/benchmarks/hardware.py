@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from preprocess.cores import num_cores
-from preprocess.memory import host_memory_bytes
+from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.memory import host_memory_bytes
 
 _PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "tensorstore", "pillow", "optax", "torch"),
@@ -17,7 +17,7 @@ _PACKAGES = (
 )
 _VARIABLES = (
     *("JAX_", "XLA_", "OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "TORCH", "MALLOC_", "GLIBC_TUNABLES"),
-    *("LD_PRELOAD", "FEEDLOOP_"),
+    *("LD_PRELOAD", "LOOPFEED_"),
 )
 # Extensions of x86-64 that decide how fast products are, as Linux names them.
 _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
@@ -47,12 +47,12 @@ def describe_cards() -> list[str]:
 
 
 def describe_environment() -> dict[str, str]:
-    """Return the environment variables that configure Feedloop, jax, XLA, PyTorch, oneDNN, OpenMP and the allocator."""
+    """Return the environment variables that configure Loopfeed, jax, XLA, PyTorch, oneDNN, OpenMP and the allocator."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that Feedloop's speed depends on."""
+    """Return the versions of Python and of the packages that Loopfeed's speed depends on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""`latency`: Feedloop reads images of 224 px from a store that answers late: random, windowed, and with a cache.
+"""`latency`: Loopfeed reads images of 224 px from a store that answers late: random, windowed, and with a cache.
 
 The store is a server of this machine that waits before it answers each request, so its bandwidth is that of memory.
 """

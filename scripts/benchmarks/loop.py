@@ -11,10 +11,10 @@ def _cases(_: Settings) -> list[Case]:
         Case(
             f"perceptron {3 * size**2}-{hidden}-10 b32",
             Unit("steps/s"),
-            f"feedloop, --chunk {_CHUNK}",
+            f"loopfeed, --chunk {_CHUNK}",
             (
-                Candidate(f"feedloop, --chunk {_CHUNK}", "loop_engine.py", (str(size), str(hidden), str(_CHUNK))),
-                Candidate("feedloop", "loop_engine.py", (str(size), str(hidden), "1")),
+                Candidate(f"loopfeed, --chunk {_CHUNK}", "loop_engine.py", (str(size), str(hidden), str(_CHUNK))),
+                Candidate("loopfeed", "loop_engine.py", (str(size), str(hidden), "1")),
                 Candidate("Python loop, jax.jit", "loop_jit.py", ("python", str(size), str(hidden)), target=5.0),
                 Candidate("limit: resident, silent", "loop_jit.py", ("resident", str(size), str(hidden))),
             ),

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from preprocess.cores import num_cores
+from loopfeed.preprocess.cores import num_cores
 from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings
 from scripts.benchmarks.data import ensure_jpegs, jpeg_files
 

@@ -1,7 +1,7 @@
 """The other projects that are measured: description, versions, and environment, created on demand.
 
 An environment is a folder in `.bench/environments/`, created with pip and kept; it is created again if the table below
-changes. If it cannot be installed, the table of results states the reason. `FEEDLOOP_TORCH_PYTHON` names an interpreter
+changes. If it cannot be installed, the table of results states the reason. `LOOPFEED_TORCH_PYTHON` names an interpreter
 that has PyTorch already, in the place of that environment, as for the tests.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-TORCH, TORCH_PYTHON = "torch", "FEEDLOOP_TORCH_PYTHON"
+TORCH, TORCH_PYTHON = "torch", "LOOPFEED_TORCH_PYTHON"
 _INSTALL_TIMEOUT_S = 1800.0
 _CPU_TORCH = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
 _TAIL_LINES = 6

@@ -1,8 +1,8 @@
-"""`reader`: Feedloop and other loaders read images of 224 px from packed files in random order (warm page cache)."""
+"""`reader`: Loopfeed and other loaders read images of 224 px from packed files in random order (warm page cache)."""
 
 from collections.abc import Callable
 
-from preprocess.pixels import Layout
+from loopfeed.preprocess.pixels import Layout
 from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings
 from scripts.benchmarks.data import SPLIT, array_file, ensure_array, ensure_shards, shards_folder
 

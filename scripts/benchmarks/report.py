@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engine.records.whole_file import write_whole
+from loopfeed.engine.records.whole_file import write_whole
 from scripts.benchmarks.bench import Bench, Settings
 from scripts.benchmarks.hardware import (
     describe_environment,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.cores import num_cores
+from loopfeed.preprocess.cores import num_cores
 from scripts.benchmarks.bench import Candidate, Case, Settings
 from scripts.benchmarks.hardware import load_average
 from scripts.benchmarks.measure import Measured, Quartiles, Runner, measure, quartiles, ratios
@@ -208,7 +208,7 @@ def _start(
 ) -> Worker:
     logs = settings.folder / "logs"
     # What this process has on its path, such as packages in a folder of their own, the candidates need too.
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     environment |= dict(candidate.environment)
     if candidate.peer:

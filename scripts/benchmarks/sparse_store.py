@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from preprocess.decoding.decode import ResizeRule
-from preprocess.packing.plan import PackSettings
-from preprocess.packing.shard_file import ShardFile
-from preprocess.pixels import LAYOUTS
-from preprocess.shards.arrays import (
+from loopfeed.preprocess.decoding.decode import ResizeRule
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.packing.shard_file import ShardFile
+from loopfeed.preprocess.pixels import LAYOUTS
+from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
     LABELS,
     NUMBERS_PER_SHARD,
@@ -30,12 +30,12 @@ from preprocess.shards.arrays import (
     words_digest,
     write_array,
 )
-from preprocess.shards.checksum import crc32c
-from preprocess.shards.classes import ImageClass
-from preprocess.shards.location import Location, open_location
-from preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
-from preprocess.shards.reader import open_split, read_manifest
-from preprocess.shards.split_arrays import open_checksums
+from loopfeed.preprocess.shards.checksum import crc32c
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.location import Location, open_location
+from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
+from loopfeed.preprocess.shards.reader import open_split, read_manifest
+from loopfeed.preprocess.shards.split_arrays import open_checksums
 from scripts.benchmarks.bench import Settings
 from scripts.benchmarks.data import SPLIT, Say, ensure_shards
 

@@ -16,8 +16,8 @@ def _cases(_: Settings) -> list[Case]:
             "run-train --help",
             (
                 candidate("run-train --help", "help"),
-                candidate("import engine", "engine"),
-                candidate("from engine import train", "train"),
+                candidate("import loopfeed", "engine"),
+                candidate("from loopfeed import train", "train"),
                 candidate("import jax", "jax"),
                 candidate("limit: python -c pass", "nothing"),
             ),

@@ -17,7 +17,7 @@ class _Network(NamedTuple):
         of_jit, of_torch, of_products: in float32, the minimum speed relative to a jitted step, to PyTorch, and to
             matrix products only.
         of_torch_bfloat16, of_float32: in bfloat16 on a processor with AMX, the minimum speed relative to PyTorch in
-            bfloat16, and to Feedloop in float32.
+            bfloat16, and to Loopfeed in float32.
         round_s: seconds of a round.
         has_neighbour: whether it is also measured beside a busy process.
     """
@@ -45,7 +45,7 @@ _NETWORKS = (
 )
 _OF_SHARE = 0.8
 # PyTorch's tuning guide recommends an allocator that keeps memory (jemalloc, TCMalloc); glibc's can be configured to.
-# Otherwise each step returns memory to the system, which zeroes it again. A run of Feedloop is one call of one program,
+# Otherwise each step returns memory to the system, which zeroes it again. A run of Loopfeed is one call of one program,
 # which allocates its memory once. Here each round is a call, and rounds are long so that allocating a call's memory
 # (2 GB for ResNet-50 at 224 px) matters as little. Keeping memory made the calls of small networks up to 1.3 times as
 # long.
@@ -73,7 +73,7 @@ def _cases(_: Settings) -> list[Case]:
 
 def _case(network: _Network, dtype: str) -> Case:
     limit = Candidate("limit: memory and products", "roofline.py", (*_sizes(network), dtype))
-    own: tuple[Candidate, ...] = (_feedloop(network, dtype), _feedloop(network, dtype, "xla"), limit)
+    own: tuple[Candidate, ...] = (_loopfeed(network, dtype), _loopfeed(network, dtype, "xla"), limit)
     if dtype == FLOAT32:
         products = (network.model, str(network.image_size), str(network.num_classes))
         own += (
@@ -83,14 +83,14 @@ def _case(network: _Network, dtype: str) -> Case:
         return _made(network, dtype, (*own, *_torch(network, dtype, network.of_torch)))
     # Without AMX a product in bfloat16 is at most twice as fast as in float32, and nothing is aimed at.
     of_float32, of_torch = (network.of_float32, network.of_torch_bfloat16) if _has_amx() else (None, None)
-    float32 = replace(_feedloop(network, FLOAT32), name="feedloop, float32", target=of_float32)
+    float32 = replace(_loopfeed(network, FLOAT32), name="loopfeed, float32", target=of_float32)
     return _made(network, dtype, (*own, float32, *_torch(network, dtype, of_torch)))
 
 
 def _case_beside(network: _Network, dtype: str) -> Case:
     """Return the case in which each candidate works alone and beside a busy process: see `neighbour.py`."""
     torch = (each for each in _torch(network, dtype) if "channels_last" in each.arguments)
-    alone = (_feedloop(network, dtype), _feedloop(network, dtype, "xla"), *torch)
+    alone = (_loopfeed(network, dtype), _loopfeed(network, dtype, "xla"), *torch)
     beside = (
         replace(each, name=f"{each.name}, beside", beside=each.name, target=None if each.peer else _OF_SHARE)
         for each in alone
@@ -102,7 +102,7 @@ def _made(network: _Network, dtype: str, candidates: tuple[Candidate, ...], *, a
     return Case(
         f"{network.model} {network.image_size} px b{network.batch} {dtype}{also}",
         IMAGES_PER_S,
-        "feedloop",
+        "loopfeed",
         candidates,
         round_s=network.round_s,
         agree=("parameters", "first loss"),
@@ -110,8 +110,8 @@ def _made(network: _Network, dtype: str, candidates: tuple[Candidate, ...], *, a
     )
 
 
-def _feedloop(network: _Network, dtype: str, kernels: str = "auto") -> Candidate:
-    name = "feedloop" if kernels == "auto" else f"feedloop, kernels {kernels}"
+def _loopfeed(network: _Network, dtype: str, kernels: str = "auto") -> Candidate:
+    name = "loopfeed" if kernels == "auto" else f"loopfeed, kernels {kernels}"
     return Candidate(name, "step_loop.py", (*_sizes(network), dtype, kernels))
 
 

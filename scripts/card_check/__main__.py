@@ -20,7 +20,7 @@ from scripts.card_check.parts import ROOT, Part, Plan
 from scripts.card_check.report import Report
 
 _ME = "scripts/gpu-check"
-_TORCH_PYTHON = "FEEDLOOP_TORCH_PYTHON"
+_TORCH_PYTHON = "LOOPFEED_TORCH_PYTHON"
 # The parts that are options; --cifar is one with a value.
 _NAMED = ("transports", "tests", "benchmarks", "trace")
 

@@ -31,7 +31,7 @@ class UnfitError(RuntimeError):
 def environment_of(is_rehearsal: bool) -> dict[str, str]:
     """Return the environment of everything that is run: this project first on the path, before the user's own."""
     own = [os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]  # noqa: PTH100
-    path = os.pathsep.join(dict.fromkeys([str(ROOT), *own]))
+    path = os.pathsep.join(dict.fromkeys([str(ROOT), str(ROOT / "src"), *own]))
     found = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if is_rehearsal:
         return found | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles faster

@@ -221,7 +221,9 @@ class Plan:
 
 def _project(name: str, *arguments: str) -> tuple[str, ...]:
     """Return a command of the project, which need not be installed."""
-    module = {"run-train": "engine.commands.cli", "preprocess-imagenet": "preprocess.commands.cli"}[name]
+    module = {"run-train": "loopfeed.engine.commands.cli", "preprocess-imagenet": "loopfeed.preprocess.commands.cli"}[
+        name
+    ]
     start = f"import sys; sys.argv[0] = {name!r}; from {module} import main; main()"
     return (sys.executable, "-c", start, *arguments)
 

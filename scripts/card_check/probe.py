@@ -24,7 +24,7 @@ def _describe_machine() -> dict[str, object]:
     # Only now: they need the packages that may be missing.
     import jax
 
-    from engine.crossing.choice import this_platform
+    from loopfeed.engine.crossing.choice import this_platform
     from scripts.benchmarks.hardware import describe_cards, describe_versions, git_commit, short_commit
 
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.records.whole_file import write_whole
+from loopfeed.engine.records.whole_file import write_whole
 
 
 class Report:

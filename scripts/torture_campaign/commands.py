@@ -218,7 +218,7 @@ class Commands:
 
 def command_environment() -> dict[str, str]:
     """Return the environment of commands: on the CPU, with strict encoding and without a default data set."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FEEDLOOP_", "XLA_", "JAX_"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LOOPFEED_", "XLA_", "JAX_"))}
     return kept | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONIOENCODING": "utf-8:strict",

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from models.model import BatchStats, Model, Params
+from loopfeed.models.model import BatchStats, Model, Params
 
 _SIDE, _CLASSES = 8, 4
 

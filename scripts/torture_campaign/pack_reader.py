@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from preprocess.shards.reader import ShardError, open_split
+from loopfeed.preprocess.shards.reader import ShardError, open_split
 
 READ_TIMEOUT_S = 3.0
 BATCH = 12

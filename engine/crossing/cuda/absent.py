@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from engine.crossing.cuda.driver import CudaDriver
-from engine.crossing.cuda.transport import CudaTransport
+from loopfeed.engine.crossing.cuda.driver import CudaDriver
+from loopfeed.engine.crossing.cuda.transport import CudaTransport
 
 
 def absent_transport() -> CudaTransport:

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.crossing.cuda.driver import CudaDriver, CudaError
+from loopfeed.engine.crossing.cuda.driver import CudaDriver, CudaError
 
 
 class Arena:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.crossing.cuda.driver import CudaDriver
+from loopfeed.engine.crossing.cuda.driver import CudaDriver
 
 
 class _Job(NamedTuple):

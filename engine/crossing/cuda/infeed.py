@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from engine.control.board import ControlBoard
-from engine.control.word import CONTROL_WORDS, ControlWord, decode_control, stop_at_once
-from engine.crossing.cuda.driver import CudaError
-from engine.crossing.cuda.packed_carry import PackedForm
-from engine.crossing.cuda.ring import DeviceRing, Places, Stopwatch
-from engine.crossing.cuda.transport import CudaTransport
-from engine.crossing.infeed import Batch, Pulled, WordsOf, make_batch
-from engine.crossing.observer import PullObserver
-from engine.crossing.token import Token
-from engine.crossing.transport import Array
-from engine.feed.feeder import Allocate, Feeder
-from engine.scopes import DRAW, UNPACK
-from engine.updates.skipping import choose
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.word import CONTROL_WORDS, ControlWord, decode_control, stop_at_once
+from loopfeed.engine.crossing.cuda.driver import CudaError
+from loopfeed.engine.crossing.cuda.packed_carry import PackedForm
+from loopfeed.engine.crossing.cuda.ring import DeviceRing, Places, Stopwatch
+from loopfeed.engine.crossing.cuda.transport import CudaTransport
+from loopfeed.engine.crossing.infeed import Batch, Pulled, WordsOf, make_batch
+from loopfeed.engine.crossing.observer import PullObserver
+from loopfeed.engine.crossing.token import Token
+from loopfeed.engine.crossing.transport import Array
+from loopfeed.engine.feed.feeder import Allocate, Feeder
+from loopfeed.engine.scopes import DRAW, UNPACK
+from loopfeed.engine.updates.skipping import choose
 
 # A shorter wait counts as none, because even without a wait two events on a stream are not simultaneous. Not yet
 # measured on a GPU.

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.crossing.cuda.arena import Arena
-from engine.crossing.cuda.driver import CudaDriver
-from engine.feed.feeder import Feeder, FeederError
+from loopfeed.engine.crossing.cuda.arena import Arena
+from loopfeed.engine.crossing.cuda.driver import CudaDriver
+from loopfeed.engine.feed.feeder import Feeder, FeederError
 
 # The ring contains as many batches as fit into these bytes, within bounds: at least three, because two keep the copies
 # going while one is taken; more if they are small, because a step of a small network ends before a thread wakes up.

@@ -18,11 +18,11 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from numpy.typing import NDArray
 
-from engine.crossing.cuda.arena import Arena
-from engine.crossing.cuda.collector import Collector
-from engine.crossing.cuda.driver import CudaDriver
-from engine.crossing.token import TOKEN_SHAPE, Token
-from engine.crossing.transport import Array, Called, HostFunction, ThreadState
+from loopfeed.engine.crossing.cuda.arena import Arena
+from loopfeed.engine.crossing.cuda.collector import Collector
+from loopfeed.engine.crossing.cuda.driver import CudaDriver
+from loopfeed.engine.crossing.token import TOKEN_SHAPE, Token
+from loopfeed.engine.crossing.transport import Array, Called, HostFunction, ThreadState
 
 type Handler = Callable[[int, Sequence[int], Sequence[int]], None]
 """(stream, addresses of operands, addresses of results) → None; enqueues work without waiting."""
@@ -54,7 +54,7 @@ class XlaBuffers:
 
 
 class CudaTransport:
-    """An `engine.crossing.transport.Transport` for NVIDIA GPUs; its `enqueue` calls the host without waiting.
+    """An `loopfeed.engine.crossing.transport.Transport` for NVIDIA GPUs; its `enqueue` calls the host without waiting.
 
     If the driver refuses every call, so that not even zeros can be answered, the program ends with the driver's error.
 

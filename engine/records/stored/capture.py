@@ -14,12 +14,21 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from engine.records.file_errors import LostFileError
-from engine.records.json_lines import end_of_lines
-from engine.records.run_folder import CONFIG, PROFILE, RESULT, RUNTIME, SNAPSHOTS, STALLS, WEIGHTS, WRITTEN_HERE
-from engine.records.snapshot import snapshot_steps
-from engine.records.stored.state import PART_BYTES, Part, StoredState
-from preprocess.regular_file import open_regular, raise_error, read_at
+from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.records.json_lines import end_of_lines
+from loopfeed.engine.records.run_folder import (
+    CONFIG,
+    PROFILE,
+    RESULT,
+    RUNTIME,
+    SNAPSHOTS,
+    STALLS,
+    WEIGHTS,
+    WRITTEN_HERE,
+)
+from loopfeed.engine.records.snapshot import snapshot_steps
+from loopfeed.engine.records.stored.state import PART_BYTES, Part, StoredState
+from loopfeed.preprocess.regular_file import open_regular, raise_error, read_at
 
 LOGS = tuple(name for name in WRITTEN_HERE if name.endswith(".jsonl"))
 # A smaller object is replaced rather than followed by another.

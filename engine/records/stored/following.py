@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engine.records.run_folder import RESULT, WEIGHTS
-from engine.records.stored.mirror import UPLOAD_EVERY_S
-from engine.records.stored.reading import GoneError, naming, read_parts, without_snapshots
-from engine.records.stored.state import Part, StoredRunError, StoredState, read_state
-from preprocess.shards.location import Location, open_location
+from loopfeed.engine.records.run_folder import RESULT, WEIGHTS
+from loopfeed.engine.records.stored.mirror import UPLOAD_EVERY_S
+from loopfeed.engine.records.stored.reading import GoneError, naming, read_parts, without_snapshots
+from loopfeed.engine.records.stored.state import Part, StoredRunError, StoredState, read_state
+from loopfeed.preprocess.shards.location import Location, open_location
 
 _TRIES = 10
 _BLOCK_BYTES = 1 << 20
@@ -30,7 +30,7 @@ def followed_copy(
         ShardError: the store cannot be reached.
     """
     location = open_location(url, storage_options=storage_options)
-    with tempfile.TemporaryDirectory(prefix="feedloop-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="loopfeed-") as temporary:
         copy = _LogCopy(location, Path(temporary) / "run")
         with naming(copy.folder, url):
             yield copy.folder, copy.refresh

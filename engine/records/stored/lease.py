@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.records.stored.state import StoredRunError
-from preprocess.quantities import quantity
-from preprocess.shards.location import Location, ShardError
+from loopfeed.engine.records.stored.state import StoredRunError
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.location import Location, ShardError
 
 LEASE = "writer.json"
 LEASE_S = 180.0

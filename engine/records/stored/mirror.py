@@ -10,10 +10,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from engine.records.stored.capture import FolderCapture
-from engine.records.stored.lease import Lease
-from engine.records.stored.state import MARKER, OBJECTS, PART_BYTES, Part, StoredRunError, StoredState, is_object
-from preprocess.shards.location import Location, ShardError
+from loopfeed.engine.records.stored.capture import FolderCapture
+from loopfeed.engine.records.stored.lease import Lease
+from loopfeed.engine.records.stored.state import (
+    MARKER,
+    OBJECTS,
+    PART_BYTES,
+    Part,
+    StoredRunError,
+    StoredState,
+    is_object,
+)
+from loopfeed.preprocess.shards.location import Location, ShardError
 
 UPLOAD_EVERY_S = 10.0
 """How often new lines of the logs are uploaded, and the lease is renewed, in seconds."""

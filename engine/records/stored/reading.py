@@ -12,12 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-from engine.records.file_errors import name_file
-from engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS
-from engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, read_state
-from engine.records.stored.working_copy import WorkingCopy
-from preprocess.shards.location import Location, open_location
-from preprocess.storage_options import is_url
+from loopfeed.engine.records.file_errors import name_file
+from loopfeed.engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS
+from loopfeed.engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, read_state
+from loopfeed.engine.records.stored.working_copy import WorkingCopy
+from loopfeed.preprocess.shards.location import Location, open_location
+from loopfeed.preprocess.storage_options import is_url
 
 _TRIES = 10
 _CONCURRENT = 8
@@ -86,7 +86,7 @@ def local_copy(
         yield Path(run)
         return
     location = open_location(url, storage_options=storage_options)
-    with tempfile.TemporaryDirectory(prefix="feedloop-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="loopfeed-") as temporary:
         folder = Path(temporary) / "run"
         download(location, folder, wanted)
         with naming(folder, url):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from engine.records.digests import is_as_sealed, sealed
-from engine.records.file_errors import describe_unreadable
-from preprocess.shards.location import Location, ShardError
+from loopfeed.engine.records.digests import is_as_sealed, sealed
+from loopfeed.engine.records.file_errors import describe_unreadable
+from loopfeed.preprocess.shards.location import Location, ShardError
 
 MARKER = "state.json"
 OBJECTS = "objects/"
@@ -92,7 +92,7 @@ class StoredState:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoredRunError(
                 f"{where}{MARKER} cannot be read ({describe_unreadable(error)}): restore that object, read the run "
-                "with the version of feedloop that wrote it, or choose another URL"
+                "with the version of loopfeed that wrote it, or choose another URL"
             ) from error
 
 

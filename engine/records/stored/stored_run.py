@@ -1,6 +1,7 @@
 """A run that is written to a store: its lease, its working copy, its uploads, and what is kept if they fail.
 
-Owns the order of these from the first check to the last upload. `engine.run.open_run` opens it around the run folder.
+Owns the order of these from the first check to the last upload. `loopfeed.engine.run.open_run` opens it around the run
+folder.
 """
 
 import shlex
@@ -8,15 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.records.file_errors import LostFileError
-from engine.records.run_folder import CONFIG
-from engine.records.stored.lease import Lease, StoredRunInUseError
-from engine.records.stored.mirror import UPLOAD_EVERY_S, Mirror
-from engine.records.stored.reading import download, no_run, rename_in_error
-from engine.records.stored.state import MARKER, StoredRunError, StoredState
-from engine.records.stored.working_copy import WorkingCopy, kept_copies, working_copies
-from engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord
-from preprocess.shards.location import Location, open_location
+from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.records.run_folder import CONFIG
+from loopfeed.engine.records.stored.lease import Lease, StoredRunInUseError
+from loopfeed.engine.records.stored.mirror import UPLOAD_EVERY_S, Mirror
+from loopfeed.engine.records.stored.reading import download, no_run, rename_in_error
+from loopfeed.engine.records.stored.state import MARKER, StoredRunError, StoredState
+from loopfeed.engine.records.stored.working_copy import WorkingCopy, kept_copies, working_copies
+from loopfeed.engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord
+from loopfeed.preprocess.shards.location import Location, open_location
 
 
 class StoredRun:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, RUNTIME
-from engine.records.run_summary import RunSummary, summarise_run
-from engine.records.stored.reading import GoneError, read_parts
-from engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, read_state
-from preprocess.shards.location import Location, open_location
+from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, RUNTIME
+from loopfeed.engine.records.run_summary import RunSummary, summarise_run
+from loopfeed.engine.records.stored.reading import GoneError, read_parts
+from loopfeed.engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, read_state
+from loopfeed.preprocess.shards.location import Location, open_location
 
 _READ = (CONFIG, RESULT, EVALUATION_LOG, LOSS_LOG, RUNTIME)
 _TRIES = 5
@@ -45,7 +45,7 @@ def _summarise(run: Location, now_s: float) -> RunSummary:
             return RunSummary(name, "damaged", fault=str(error))
         if state is None:
             return RunSummary(name, "damaged", fault="it was removed while it was read")
-        with tempfile.TemporaryDirectory(prefix="feedloop-") as temporary, suppress(GoneError):
+        with tempfile.TemporaryDirectory(prefix="loopfeed-") as temporary, suppress(GoneError):
             _copy_ends(run, state, Path(temporary))
             return summarise_run(Path(temporary), now_s, name)
     return RunSummary(name, "damaged", fault=f"it lacks objects although its {MARKER} lists them")

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from engine.records.folder_lock import is_locked
-from engine.records.limits import MOST_JSON_BYTES
-from engine.records.run_folder import CONFIG
-from engine.records.whole_file import write_whole
-from models.user_cache import CACHE_REMEDY, user_cache_folder
-from preprocess.regular_file import read_regular
-from preprocess.shards.location import Location
-from preprocess.synced_folders import make_folders, sync_tree
+from loopfeed.engine.records.folder_lock import is_locked
+from loopfeed.engine.records.limits import MOST_JSON_BYTES
+from loopfeed.engine.records.run_folder import CONFIG
+from loopfeed.engine.records.whole_file import write_whole
+from loopfeed.models.user_cache import CACHE_REMEDY, user_cache_folder
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.shards.location import Location
+from loopfeed.preprocess.synced_folders import make_folders, sync_tree
 
 _NOTE = "stored.json"
 _NO_MARKER = "none"

@@ -8,8 +8,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from models.kernels.onednn.library import Library
-from models.kernels.onednn.primitives import Primitives
+from loopfeed.models.kernels.onednn.library import Library
+from loopfeed.models.kernels.onednn.primitives import Primitives
 
 type Prepare = Callable[[str], Primitives]
 
@@ -80,12 +80,12 @@ class CompiledHandler:
         )
         self._kept += [streams, functions]
         self._team = team
-        self._team.feedloop_set_up(ctypes.byref(functions))
-        self.function = self._team.feedloop_handle
+        self._team.loopfeed_set_up(ctypes.byref(functions))
+        self.function = self._team.loopfeed_handle
 
     def refuse(self, reason: str) -> None:
         """Wait until the operation that runs has ended, and fail all later ones with this reason."""
-        self._team.feedloop_refuse(reason.encode())
+        self._team.loopfeed_refuse(reason.encode())
 
     def _build(self, text: int, length: int, message: int, message_bytes: int) -> int | None:
         """Return the address of an operation's sequence; None, and a message, if it cannot be built."""

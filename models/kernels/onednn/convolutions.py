@@ -6,7 +6,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, ClassVar
 
-from models.kernels.onednn.primitives import (
+from loopfeed.models.kernels.onednn.primitives import (
     NO_BIAS,
     TASKS_PER_THREAD,
     Arg,

@@ -1,4 +1,4 @@
-"""The custom call `feedloop_onednn` of XLA's programs: an FFI handler that runs sequences of oneDNN's primitives.
+"""The custom call `loopfeed_onednn` of XLA's programs: an FFI handler that runs sequences of oneDNN's primitives.
 
 XLA calls it through its C interface (`xla/ffi/api/c_api.h`, whose structures are stable) with the addresses of operands
 and results, and with one attribute: the text of an operation. The text says everything, so a program that another
@@ -16,14 +16,14 @@ from typing import Any
 import jax
 from jax import ffi, lax
 
-from models.kernels.onednn.compiled import CompiledHandler, Prepare
-from models.kernels.onednn.fork_safe_lock import ForkSafeLock
-from models.kernels.onednn.library import Library, load_library
-from models.kernels.onednn.primitives import Primitives
-from models.kernels.onednn.team import PythonTeam
-from models.kernels.onednn.team_library import load_team
+from loopfeed.models.kernels.onednn.compiled import CompiledHandler, Prepare
+from loopfeed.models.kernels.onednn.fork_safe_lock import ForkSafeLock
+from loopfeed.models.kernels.onednn.library import Library, load_library
+from loopfeed.models.kernels.onednn.primitives import Primitives
+from loopfeed.models.kernels.onednn.team import PythonTeam
+from loopfeed.models.kernels.onednn.team_library import load_team
 
-TARGET = "feedloop_onednn"
+TARGET = "loopfeed_onednn"
 """The name of the custom call in a program."""
 
 _API_MAJOR, _API_MINOR = 0, 1

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from models.kernels.onednn.fork_safe_lock import ForkSafeLock
-from models.xla_threads import given_num_threads
+from loopfeed.models.kernels.onednn.fork_safe_lock import ForkSafeLock
+from loopfeed.models.xla_threads import given_num_threads
 
 DISTRIBUTION = "onednn-cpu-gomp"
 """The wheel that holds the library."""
@@ -186,7 +186,7 @@ def _library_path() -> Path:
         if file.name == _FILE and (path := Path(str(file.locate()))).exists():
             return path
     raise MissingKernelsError(
-        f"{DISTRIBUTION} is not installed", "pip install 'feedloop[kernels]'" if _has_avx512() else ""
+        f"{DISTRIBUTION} is not installed", "pip install 'loopfeed[kernels]'" if _has_avx512() else ""
     )
 
 

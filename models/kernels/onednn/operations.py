@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 
-from models.kernels.onednn.convolutions import Convolution
-from models.kernels.onednn.handler import call
-from models.kernels.onednn.library import load_library
-from models.kernels.onednn.primitives import Builder, Primitives
-from models.kernels.onednn.products import BatchedProduct, Product
+from loopfeed.models.kernels.onednn.convolutions import Convolution
+from loopfeed.models.kernels.onednn.handler import call
+from loopfeed.models.kernels.onednn.library import load_library
+from loopfeed.models.kernels.onednn.primitives import Builder, Primitives
+from loopfeed.models.kernels.onednn.products import BatchedProduct, Product
 
 
 class Operation(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from models.kernels.onednn.library import Argument, Library
+from loopfeed.models.kernels.onednn.library import Argument, Library
 
 _ALIGNED = 64
 _USER_SCRATCHPAD = 1

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from models.kernels.onednn.primitives import (
+from loopfeed.models.kernels.onednn.primitives import (
     Arg,
     Builder,
     DataType,

@@ -1,4 +1,4 @@
-/* The handler of the custom call `feedloop_onednn`, and the team of threads that runs the primitives of oneDNN.
+/* The handler of the custom call `loopfeed_onednn`, and the team of threads that runs the primitives of oneDNN.
 
    `handler.py` describes the call and `team.py` does the same in Python, for machines without a compiler;
    `team_library.py` builds this file. Results do not depend on which of them runs, since both run the same tasks.
@@ -221,7 +221,7 @@ static XLA_FFI_Error *fail(const XLA_FFI_Api *api, const char *message) {
 }
 
 /* The handler: see XLA_FFI_Handler in xla/ffi/api/c_api.h. */
-XLA_FFI_Error *feedloop_handle(XLA_FFI_CallFrame *frame) {
+XLA_FFI_Error *loopfeed_handle(XLA_FFI_CallFrame *frame) {
   const XLA_FFI_InternalExtension *extension = frame->extension_start;
   if (extension && extension->type == XLA_FFI_Extension_Metadata) {
     XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
@@ -260,14 +260,14 @@ static void in_child(void) {
 }
 
 /* Set what the handler calls; once per process, before the handler is registered. */
-void feedloop_set_up(const Functions *given) {
+void loopfeed_set_up(const Functions *given) {
   functions = *given;
   free_streams = functions.streams, num_free = functions.num_threads;
   pthread_atfork(before_fork, after_fork, in_child);
 }
 
 /* Wait until the operation that is prepared or runs has ended, and fail all later ones with this reason. */
-void feedloop_refuse(const char *reason) {
+void loopfeed_refuse(const char *reason) {
   pthread_mutex_lock(&preparing);
   pthread_mutex_lock(&guard);
   wait_for_turn(0);

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from models.kernels.onednn.library import Library
-from models.kernels.onednn.primitives import Kind, Primitives, Task
+from loopfeed.models.kernels.onednn.library import Library
+from loopfeed.models.kernels.onednn.primitives import Kind, Primitives, Task
 
 _ALIGNED = 64
 _BEGIN_LIMIT_S = 30.0

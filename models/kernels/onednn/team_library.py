@@ -17,8 +17,8 @@ from pathlib import Path
 
 from jax import ffi
 
-from models.trusted_folder import file_fault, folder_fault, make_private_folder
-from models.user_cache import user_cache_folder
+from loopfeed.models.trusted_folder import file_fault, folder_fault, make_private_folder
+from loopfeed.models.user_cache import user_cache_folder
 
 _SOURCE = Path(__file__).with_name("team.c")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -45,7 +45,7 @@ def load_team() -> ctypes.CDLL | None:
     folder = cache / _FOLDER
     try:
         if folder_fault(folder) is not None:
-            with tempfile.TemporaryDirectory(prefix="feedloop-") as place:
+            with tempfile.TemporaryDirectory(prefix="loopfeed-") as place:
                 built = _build(Path(place))
                 return None if built is None else ctypes.CDLL(str(built))
         if (built := _find(folder)) is not None:

@@ -10,10 +10,10 @@ import time
 from protocol import Channel
 from pulls import ReadyBatches
 
-from engine.crossing.cuda.arena import Arena
-from engine.crossing.cuda.driver import CudaDriver
-from engine.crossing.cuda.ring import DeviceRing, Places
-from engine.feed.feeder import Feeder, ring_depth
+from loopfeed.engine.crossing.cuda.arena import Arena
+from loopfeed.engine.crossing.cuda.driver import CudaDriver
+from loopfeed.engine.crossing.cuda.ring import DeviceRing, Places
+from loopfeed.engine.feed.feeder import Feeder, ring_depth
 
 LAST_STEP = 2**31 - 1
 

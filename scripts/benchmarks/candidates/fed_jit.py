@@ -17,9 +17,9 @@ import optax
 from protocol import Channel, timed
 from resident_training import LEARNING_RATE, MOMENTUM, State, versions
 
-from engine.images.unpack import PixelScale, unpack_pixels
-from engine.objective.cross_entropy import cross_entropy
-from models.registry import build_model
+from loopfeed.engine.images.unpack import PixelScale, unpack_pixels
+from loopfeed.engine.objective.cross_entropy import cross_entropy
+from loopfeed.models.registry import build_model
 
 AHEAD = 2
 SCALE = PixelScale(jnp.full(3, 0.5), jnp.full(3, 0.25))

@@ -1,4 +1,4 @@
-"""`engine.train` as a candidate: one run that makes the requested number of steps per round.
+"""`loopfeed.train` as a candidate: one run that makes the requested number of steps per round.
 
 A gate holds back the source of batches: it fills the batches of requested steps and waits before the next. A round is
 timed from the opening of the gate to the arrival of its last loss at a sink, so it includes everything between shards
@@ -19,13 +19,13 @@ from jax.experimental.buffer_callback import buffer_callback
 from protocol import Channel
 from resident_training import versions
 
-from engine import TrainConfig, train
-from engine.crossing.cuda import transport as transport_module
-from engine.crossing.cuda.driver import CudaDriver
-from engine.crossing.cuda.infeed import StreamedInfeed
-from engine.crossing.cuda.transport import CudaTransport
-from engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, row_words
-from engine.stream.sinks import LossRecord
+from loopfeed import TrainConfig, train
+from loopfeed.engine.crossing.cuda import transport as transport_module
+from loopfeed.engine.crossing.cuda.driver import CudaDriver
+from loopfeed.engine.crossing.cuda.infeed import StreamedInfeed
+from loopfeed.engine.crossing.cuda.transport import CudaTransport
+from loopfeed.engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, row_words
+from loopfeed.engine.stream.sinks import LossRecord
 
 LONG_S = 86_400.0
 _MOST_STEPS = 2**31 - 2

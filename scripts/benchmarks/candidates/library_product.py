@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from models.kernels.onednn.library import load_library
-from models.kernels.onednn.primitives import (
+from loopfeed.models.kernels.onednn.library import load_library
+from loopfeed.models.kernels.onednn.primitives import (
     Arg,
     Builder,
     DataType,
@@ -18,7 +18,7 @@ from models.kernels.onednn.primitives import (
     pieces,
     result,
 )
-from models.kernels.onednn.team import PythonTeam
+from loopfeed.models.kernels.onednn.team import PythonTeam
 
 _ALIGNED = 64
 _TASKS_PER_THREAD = 2
@@ -32,7 +32,7 @@ def make_product(side: int, dtype: str) -> tuple[Callable[[int], None], str]:
         dtype: "float32" or "bfloat16", of operands and result; sums are float32.
 
     Raises:
-        models.kernels.MissingKernelsError: if oneDNN cannot be used here.
+        loopfeed.models.kernels.MissingKernelsError: if oneDNN cannot be used here.
     """
     library = load_library()
     team, element = PythonTeam(library), np.dtype(jnp.dtype(dtype))

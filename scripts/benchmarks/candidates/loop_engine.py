@@ -7,7 +7,7 @@ from gated_training import serve_training
 from protocol import Channel
 from small_perceptron import BATCH, NUM_CLASSES, Perceptron, draw_batches
 
-from engine.feed.batches import Labels, Pixels
+from loopfeed.engine.feed.batches import Labels, Pixels
 
 
 class BatchesInMemory:

@@ -21,8 +21,8 @@ from protocol import Channel, timed
 from resident_training import versions
 from small_perceptron import NUM_CLASSES, Perceptron, draw_batches
 
-from engine.images.unpack import PixelScale, unpack_pixels
-from engine.objective.cross_entropy import cross_entropy
+from loopfeed.engine.images.unpack import PixelScale, unpack_pixels
+from loopfeed.engine.objective.cross_entropy import cross_entropy
 
 AHEAD = 2
 OPTIMIZER = optax.chain(

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from protocol import Channel, timed
 
-from preprocess.cores import num_cores
+from loopfeed.preprocess.cores import num_cores
 
 
 def main(piece_bytes: int, pieces: int, source_bytes: int, threads: int, unit: str) -> None:

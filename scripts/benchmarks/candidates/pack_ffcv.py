@@ -1,7 +1,7 @@
 """FFCV's `DatasetWriter`: JPEG files to one file of raw images of 224 px, as its ImageNet example makes them.
 
 Each image is decoded in full, its shorter side resized to 256 px by Pillow's antialiased bicubic filter and its central
-224 px taken, which gives the pixels of Feedloop's packing except for rounding.
+224 px taken, which gives the pixels of Loopfeed's packing except for rounding.
 """
 
 import sys

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from protocol import Channel, timed
 
-from preprocess.cores import num_cores
-from preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
-from preprocess.packing.pack import pack_split
-from preprocess.packing.plan import PackSettings
-from preprocess.shards.location import open_location
-from preprocess.sources.open_source import open_source
+from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
+from loopfeed.preprocess.packing.pack import pack_split
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.sources.open_source import open_source
 
 RULE = ResizeRule()
 

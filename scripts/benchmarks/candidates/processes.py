@@ -10,7 +10,7 @@ from pathlib import Path
 from protocol import Channel
 
 TIMEOUT_S = 600.0
-RUN_TRAIN = "import sys; sys.argv[0] = 'run-train'; from engine.commands.cli import main; main()"
+RUN_TRAIN = "import sys; sys.argv[0] = 'run-train'; from loopfeed.engine.commands.cli import main; main()"
 TRAINING = ("--synthetic", "--image-size", "64", "--model", "resnet50", "--batch", "16", "--steps", "2")
 
 
@@ -69,8 +69,8 @@ def main(kind: str) -> None:
     runs = {
         "nothing": lambda num_units: sum(processes("-c", "pass") for _ in range(num_units)),
         "jax": lambda num_units: sum(processes("-c", "import jax") for _ in range(num_units)),
-        "engine": lambda num_units: sum(processes("-c", "import engine") for _ in range(num_units)),
-        "train": lambda num_units: sum(processes("-c", "from engine import train") for _ in range(num_units)),
+        "engine": lambda num_units: sum(processes("-c", "import loopfeed") for _ in range(num_units)),
+        "train": lambda num_units: sum(processes("-c", "from loopfeed import train") for _ in range(num_units)),
         "help": lambda num_units: sum(processes("-c", RUN_TRAIN, "--help") for _ in range(num_units)),
         "cold": cold,
         "cached": cached,

@@ -1,4 +1,4 @@
-"""Pulls from Feedloop's infeed, or from a host function that does nothing, in an otherwise empty loop.
+"""Pulls from Loopfeed's infeed, or from a host function that does nothing, in an otherwise empty loop.
 
 The feeder's source provides every batch immediately, so the measurement is of the crossing: the call, the hand-over
 between the ring's threads, and the copy into the program's buffer. An element of each batch is used, so that the
@@ -17,13 +17,13 @@ from jax import lax
 from protocol import Channel, timed
 from resident_training import versions
 
-from engine.control.board import ControlBoard
-from engine.control.word import CONTROL_WORDS
-from engine.crossing.choice import choose_transport
-from engine.crossing.infeed import Infeed
-from engine.crossing.token import first_token
-from engine.feed.batches import Labels, Pixels
-from engine.feed.feeder import Feeder, ring_depth
+from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.word import CONTROL_WORDS
+from loopfeed.engine.crossing.choice import choose_transport
+from loopfeed.engine.crossing.infeed import Infeed
+from loopfeed.engine.crossing.token import first_token
+from loopfeed.engine.feed.batches import Labels, Pixels
+from loopfeed.engine.feed.feeder import Feeder, ring_depth
 
 READER_THREADS = 2  # as TrainConfig has it
 LAST_STEP = 2**31 - 1

@@ -1,4 +1,4 @@
-"""Feedloop's reader: reads packed shards in keyed order into given buffers, with the engine's source and feeder."""
+"""Loopfeed's reader: reads packed shards in keyed order into given buffers, with the engine's source and feeder."""
 
 import sys
 from importlib.metadata import version
@@ -6,10 +6,10 @@ from importlib.metadata import version
 import numpy as np
 from protocol import Channel, timed
 
-from engine import TrainConfig
-from engine.feed.feeder import Feeder, ring_depth
-from engine.feed.shard_batches import ShardBatches
-from preprocess.shards.reader import open_split
+from loopfeed import TrainConfig
+from loopfeed.engine.feed.feeder import Feeder, ring_depth
+from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.preprocess.shards.reader import open_split
 
 DEFAULTS = TrainConfig()
 

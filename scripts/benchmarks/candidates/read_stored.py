@@ -1,4 +1,4 @@
-"""Feedloop's reader on a store that answers late, in the random or the windowed order, with and without a cache."""
+"""Loopfeed's reader on a store that answers late, in the random or the windowed order, with and without a cache."""
 
 import shutil
 import subprocess
@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 from protocol import Channel, timed
 
-from engine import TrainConfig
-from engine.feed.feeder import Feeder, ring_depth
-from engine.feed.shard_batches import ShardBatches
-from engine.feed.windowed_batches import WindowedBatches
-from preprocess.shards.reader import ShardSplit, open_split
-from preprocess.shards.shard_cache import ShardCache
+from loopfeed import TrainConfig
+from loopfeed.engine.feed.feeder import Feeder, ring_depth
+from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.preprocess.shards.reader import ShardSplit, open_split
+from loopfeed.preprocess.shards.shard_cache import ShardCache
 
 DEFAULTS = TrainConfig()
 _WINDOW_GB = 0.2

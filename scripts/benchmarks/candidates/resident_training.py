@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from engine.objective.cross_entropy import cross_entropy
-from models.registry import build_model, count_params
+from loopfeed.engine.objective.cross_entropy import cross_entropy
+from loopfeed.models.registry import build_model, count_params
 
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 

@@ -25,7 +25,7 @@ from protocol import Channel
 from resident_training import versions
 from work_of_models import work_of
 
-from models.kernels import MissingKernelsError
+from loopfeed.models.kernels import MissingKernelsError
 
 _TRIAD_LENGTH = 1 << 25
 _TRIAD_BYTES = 3 * 4 * _TRIAD_LENGTH

@@ -10,7 +10,7 @@ from protocol import Channel
 from pulls import ReadyBatches
 from small_perceptron import Perceptron
 
-from engine import TrainConfig, join_processes, train
+from loopfeed import TrainConfig, join_processes, train
 
 _MOST_STEPS = 2**31 - 2
 

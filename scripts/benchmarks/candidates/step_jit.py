@@ -17,22 +17,22 @@ from jax import lax
 from protocol import Channel, timed
 from resident_training import LEARNING_RATE, MOMENTUM, make_step, versions
 
-from models.families import pooled_convnet, resnet
-from models.layers.batch_norm import EPSILON, RunningStats
-from models.layers.batch_norm import MOMENTUM as SHARE
+from loopfeed.models.families import pooled_convnet, resnet
+from loopfeed.models.layers.batch_norm import EPSILON, RunningStats
+from loopfeed.models.layers.batch_norm import MOMENTUM as SHARE
 
 
 def lax_convolution(
     x: jax.Array, kernel: jax.Array, *, stride: Any = 1, padding: Any = "SAME", bias: jax.Array | None = None
 ) -> jax.Array:
-    """Replace `models.layers.convolution.convolution`."""
+    """Replace `loopfeed.models.layers.convolution.convolution`."""
     strides = (stride, stride) if isinstance(stride, int) else stride
     y = lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return y if bias is None else y + bias
 
 
 def lax_max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1) -> jax.Array:
-    """Replace `models.layers.pooling.max_pool`."""
+    """Replace `loopfeed.models.layers.pooling.max_pool`."""
     margins = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, stride, stride, 1), margins)
 
@@ -46,7 +46,7 @@ def plain_batch_norm(
     train: bool,  # noqa: ARG001 - nothing is evaluated
     relu: bool = False,
 ) -> tuple[jax.Array, RunningStats]:
-    """Replace `models.layers.batch_norm.batch_norm`, computed in one pass, as by default in Flax."""
+    """Replace `loopfeed.models.layers.batch_norm.batch_norm`, computed in one pass, as by default in Flax."""
     mean = x.mean((0, 1, 2))
     var = jnp.maximum(jnp.square(x).mean((0, 1, 2)) - jnp.square(mean), 0)
     y = (x - mean) * (scale * lax.rsqrt(var + EPSILON)) + bias
@@ -58,7 +58,7 @@ def plain_batch_norm(
 
 
 def plain_relu(x: jax.Array, shortcut: jax.Array | None = None) -> jax.Array:
-    """Replace `models.layers.batch_norm.stored_relu`."""
+    """Replace `loopfeed.models.layers.batch_norm.stored_relu`."""
     return jax.nn.relu(x if shortcut is None else x + shortcut)
 
 

@@ -1,4 +1,4 @@
-"""Feedloop's training step on a resident batch: N updates in one `lax.while_loop`, N a runtime value.
+"""Loopfeed's training step on a resident batch: N updates in one `lax.while_loop`, N a runtime value.
 
 The update is SGD with momentum, as every candidate makes it; the engine's own also looks whether the gradient is
 finite, clips and decays. Kernels are chosen by name, or are oneDNN's wherever it can be used ("auto").
@@ -17,9 +17,9 @@ from protocol import Answer, Channel, timed
 from resident_training import LEARNING_RATE, MOMENTUM, State, make_step, versions
 from work_of_models import work_of
 
-from engine.updates.moments import trace
-from models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
-from models.kernels.onednn.library import load_library
+from loopfeed.engine.updates.moments import trace
+from loopfeed.models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
+from loopfeed.models.kernels.onednn.library import load_library
 
 
 def chosen_kernels(name: str) -> tuple[str, dict[str, str]]:

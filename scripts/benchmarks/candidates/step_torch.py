@@ -1,4 +1,4 @@
-"""A training step in PyTorch on a resident batch: the models of Feedloop's registry, written for torch.nn.
+"""A training step in PyTorch on a resident batch: the models of Loopfeed's registry, written for torch.nn.
 
 Default number of threads, SGD with momentum. Variants: eager or compile, the memory format, bfloat16 by autocast in the
 place of float32, and a card, always with autocast, in the place of the processor.
@@ -89,7 +89,7 @@ class PooledLayer(nn.Module):
 
 
 class Convnet8(nn.Module):
-    """Feedloop's convnet8."""
+    """Loopfeed's convnet8."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()

@@ -11,8 +11,8 @@ from protocol import Channel
 from pulls import ReadyBatches
 from small_perceptron import Perceptron
 
-from engine.feed.shard_batches import ShardBatches
-from preprocess.shards.reader import open_split
+from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.preprocess.shards.reader import open_split
 
 
 def main(

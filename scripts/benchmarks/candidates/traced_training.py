@@ -16,8 +16,8 @@ import jax
 from gated_training import LONG_S, GatedBatches, LastLoss
 from pulls import ReadyBatches
 
-from engine import TrainConfig, train
-from engine.crossing.cuda.driver import CudaDriver
+from loopfeed import TrainConfig, train
+from loopfeed.engine.crossing.cuda.driver import CudaDriver
 from scripts.benchmarks.card_trace import Waits, describe, read_trace
 
 WARM_STEPS, TRACED_STEPS, LAST_STEPS = 40, 60, 20

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models.families import pooled_convnet, resnet
-from models.registry import build_model, count_params
+from loopfeed.models.families import pooled_convnet, resnet
+from loopfeed.models.registry import build_model, count_params
 
 _FLOAT32_BYTES = 4
 

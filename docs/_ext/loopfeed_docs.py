@@ -19,8 +19,9 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
+import loopfeed
+
 _ROOT = Path(__file__).parents[2]
-_PUBLIC = ("engine", "models", "preprocess")
 _HELP_COLUMNS = 96
 _NAMES = re.compile(r"^    \w+(, \w+)+(?=: )")
 
@@ -61,11 +62,11 @@ def help_text(name: str, command: click.Command) -> str:
 
 
 class SettingsReference(SphinxDirective):
-    """A section for each group of settings, made of the rows of `engine.config.settings_table`."""
+    """A section for each group of settings, made of the rows of `loopfeed.engine.config.settings_table`."""
 
     def run(self) -> list[nodes.Node]:
         """Return the sections."""
-        from engine.config import settings_table
+        from loopfeed.engine.config import settings_table
 
         table = settings_table()
         coded = re.compile(
@@ -113,7 +114,7 @@ class ModelReference(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the table."""
-        from models.summaries import summarise_models
+        from loopfeed.models.summaries import summarise_models
 
         rows = [
             f"| `{each.name}` | {each.image_size} px, {each.num_classes:,} classes | {each.num_params:,} "
@@ -137,11 +138,9 @@ def _literal(text: str) -> nodes.Node:
 def check_public_names(_app: Sphinx, environment: BuildEnvironment) -> None:
     """Warn about each public name that no page documents."""
     documented = environment.domains.python_domain.objects
-    for package in _PUBLIC:
-        module: Any = importlib.import_module(package)
-        for name in getattr(module, "__all__", ()):
-            if f"{package}.{name}" not in documented and name not in ("__version__",):
-                logger.warning("%s.%s is public but on no page of the reference: add it", package, name)
+    for name in loopfeed.__all__:
+        if f"loopfeed.{name}" not in documented:
+            logger.warning("loopfeed.%s is public but on no page of the reference: add it", name)
 
 
 def join_names(_app: Sphinx, _kind: str, _name: str, _what: Any, _options: Any, lines: list[str]) -> None:
