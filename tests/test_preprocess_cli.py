@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+import loopfeed
 from loopfeed.preprocess.commands import cli
 from loopfeed.preprocess.commands.cli import main
 from loopfeed.preprocess.decoding.default_resize import default_resize
@@ -41,6 +42,31 @@ def source(tmp_path):
 
 def run(*arguments):
     return CliRunner().invoke(main, [str(each) for each in arguments])
+
+
+def test_python_packs_the_files_that_the_command_packs(tmp_path, source):
+    options = {"size": 32, "resize": 36, "resample": "lanczos", "holdout": 0.25, "workers": 2, "shard_images": 5}
+    given = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    assert run(source, tmp_path / "command", *given).exit_code == 0
+    seen, notes = [], []
+    results = loopfeed.pack(
+        source,
+        tmp_path / "python",
+        on_progress=lambda split, state: seen.append((split, state.done)),
+        notify=notes.append,
+        **options,
+    )
+    ours = files_of(tmp_path / "python")
+    assert ours == files_of(tmp_path / "command")
+    assert {name: result.manifest.num_images for name, result in results.items()} == {"train": 9, "val": 3}
+    assert [failure.path for result in results.values() for failure in result.failures] == ["dog/broken.jpg"]
+    assert {name for name, _ in seen} == {"train", "val"}
+    again = loopfeed.pack(source, tmp_path / "python", **options)
+    assert all(result.was_complete for result in again.values())
+    with pytest.raises(ShardError, match="is inside SOURCE"):
+        loopfeed.pack(source, source / "packed")
+    with pytest.raises(ValueError, match="resize must be at least size"):
+        loopfeed.pack(source, tmp_path / "other", size=32, resize=8)
 
 
 def test_a_folder_is_packed_and_the_next_command_named(tmp_path, source):
@@ -239,7 +265,7 @@ def test_other_settings_require_overwrite(tmp_path, source):
         (["nowhere", "dest", "--size", "0"], "0 is not in the range 1<=x<=4096"),
         (["nowhere", "dest", "--size", "64", "--resize", "32"], "32 is less than --size 64"),
         (["nowhere", "nosuch://dest"], "not the URL of a supported store"),
-        (["nowhere", "memory://dest"], "memory://dest/ would be lost when this command exits"),
+        (["nowhere", "memory://dest"], "memory://dest/ would be lost when this process exits"),
         (["nowhere", "dest", "--shard-images", "1000000000"], "more than the 4 GiB allowed"),
         (["--demo"], "give only DEST"),
         (["--demo", "a", "b"], "give only DEST"),

@@ -18,7 +18,6 @@ from click.core import ParameterSource
 from loopfeed.preprocess.commands.completion import complete_file, complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
-from loopfeed.preprocess.commands.pack_dest import check_dest
 from loopfeed.preprocess.commands.pack_report import announce, announce_dry_run
 from loopfeed.preprocess.commands.storage import open_given, storage_option
 from loopfeed.preprocess.commands.suggesting import SuggestingChoice
@@ -259,6 +258,7 @@ def _run(options: _Options) -> None:
     settings = _settings(options)
     from loopfeed.preprocess.commands.pack_splits import Machines, check_machines, connect, pack_splits
     from loopfeed.preprocess.packing.dask_request import PackRequest
+    from loopfeed.preprocess.packing.dest import check_dest
     from loopfeed.preprocess.shards.unsynced import prepare_for_writing
     from loopfeed.preprocess.sources.open_source import open_source
 

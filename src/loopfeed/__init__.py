@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from loopfeed.models.registry import build_model, count_params, model_names
     from loopfeed.models.torchvision_names import from_torchvision, to_torchvision
     from loopfeed.preprocess.demo.demo_set import pack_demo
+    from loopfeed.preprocess.packing.pack import PackResult
+    from loopfeed.preprocess.packing.pack_source import pack
     from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
     from loopfeed.preprocess.shards.location import ShardError
     from loopfeed.preprocess.shards.reader import ChangedShardError, ShardSplit, open_split
@@ -83,6 +85,7 @@ _HOME = {
     "Metric": "loopfeed.engine.objective.metrics",
     "Model": "loopfeed.models.model",
     "NonFiniteError": "loopfeed.engine.run.nonfinite",
+    "PackResult": "loopfeed.preprocess.packing.pack",
     "PredictionResult": "loopfeed.engine.evaluation.predict",
     "Profile": "loopfeed.engine.profile.table",
     "ProgramReport": "loopfeed.engine.inspection.report",
@@ -128,6 +131,7 @@ _HOME = {
     "mean_of": "loopfeed.engine.objective.metrics",
     "model_names": "loopfeed.models.registry",
     "open_split": "loopfeed.preprocess.shards.reader",
+    "pack": "loopfeed.preprocess.packing.pack_source",
     "pack_demo": "loopfeed.preprocess.demo.demo_set",
     "pack_rgb": "loopfeed.preprocess.pixels",
     "predict": "loopfeed.engine.evaluation.predict",
@@ -165,6 +169,7 @@ __all__ = [
     "Metric",
     "Model",
     "NonFiniteError",
+    "PackResult",
     "PredictionResult",
     "Profile",
     "ProgramReport",
@@ -210,6 +215,7 @@ __all__ = [
     "mean_of",
     "model_names",
     "open_split",
+    "pack",
     "pack_demo",
     "pack_rgb",
     "predict",

@@ -1,0 +1,97 @@
+"""Packs a whole data set: what `preprocess-imagenet` does on one machine, from Python."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.decoding.decode import ResizeRule
+from loopfeed.preprocess.decoding.default_resize import default_resize
+from loopfeed.preprocess.decoding.levels import Levels
+from loopfeed.preprocess.packing.dest import check_dest
+from loopfeed.preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
+from loopfeed.preprocess.packing.pack import PackProgress, PackResult, pack_split
+from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.unsynced import prepare_for_writing
+from loopfeed.preprocess.sources.open_source import open_source
+
+
+def pack(
+    source: str | Path,
+    dest: str | Path,
+    *,
+    labels: str | Path | None = None,
+    size: int = 224,
+    resize: int | None = None,
+    resample: str = "bicubic",
+    levels: str | None = None,
+    truncated: Literal["skip", "keep"] = "skip",
+    splits: Iterable[str] | None = None,
+    holdout: float = 0.0,
+    limit: int | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+    storage_options: Mapping[str, str] | None = None,
+    on_progress: Callable[[str, PackProgress], None] = lambda _split, _progress: None,
+    notify: Callable[[str], None] = lambda _: None,
+    **shards: Any,
+) -> dict[str, PackResult]:
+    """Pack the images at `source` into shards at `dest`, as `preprocess-imagenet` does with the options of these names.
+
+    An interrupted pack is continued, and a finished one is left unchanged.
+
+    Args:
+        source: a folder or tar archive in one of the layouts of `preprocess-imagenet --help`.
+        dest: a folder or a TensorStore URL.
+        labels: a file of labels for each image, in the place of class folders.
+        size: side of the square images, in pixels.
+        resize: length of the shorter side before the crop, in pixels; None is 8/7 of `size` (`size` up to 64).
+        resample: filter by its Pillow name, such as "bicubic", "bilinear" or "lanczos".
+        levels: the values that become black and white in images of more than 8 bits per channel, such as "0:4095".
+        truncated: "skip" or "keep" an image whose end is missing.
+        splits: the splits to pack; None packs all.
+        holdout: the fraction of the training images that becomes the split `val`, if the source has none.
+        limit: at most so many images per split, spread evenly over the classes.
+        workers: decoding threads; None is one per core.
+        overwrite: delete an existing pack and start over.
+        storage_options: how to reach a remote store, such as ``{"endpoint": "http://127.0.0.1:9000"}``.
+        on_progress: called with a split's name and its progress.
+        notify: called with one-line notes about the source and its images.
+        **shards: `shard_images`, `layout`, `codec`, `checksum` and `on_error` of
+            `loopfeed.preprocess.packing.plan.PackSettings`.
+
+    Returns:
+        The result of each split, with its manifest and the images that were left out.
+
+    Raises:
+        ValueError: an argument is out of range; as SourceError, the source cannot be packed; as ShardError, `dest`
+            contains something else, or cannot be written.
+    """
+    location = open_location(str(dest), storage_options=storage_options)
+    check_dest(source, location)
+    keep = None if levels is None else str(Levels.parse(levels))
+    rule = ResizeRule(size, default_resize(size) if resize is None else resize, resample, keep, truncated)
+    settings = PackSettings(rule=rule, num_workers=workers or num_cores(), **shards)
+    location = prepare_for_writing(location)
+    chosen = None if splits is None else tuple(splits)
+    holdout_rule = choose_holdout_rule(location, replaced=(chosen or HELD_OUT_SPLITS) if overwrite else ())
+    with open_source(
+        source, splits=chosen, holdout=holdout, limit=limit, holdout_rule=holdout_rule, labels=labels
+    ) as found:
+        for note in found.notes:
+            notify(note)
+        return {
+            name: pack_split(
+                split,
+                location.child(name),
+                replace(settings, holdout_rule=holdout_rule if holdout and name in HELD_OUT_SPLITS else None),
+                overwrite=overwrite,
+                on_progress=partial(on_progress, name),
+                targets=found.targets.get(name),
+                notify=notify,
+            )
+            for name, split in found.splits.items()
+        }
