@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,15 +46,21 @@ def run(*arguments):
 
 
 def test_python_packs_the_files_that_the_command_packs(tmp_path, source):
-    options = {"size": 32, "resize": 36, "resample": "lanczos", "holdout": 0.25, "workers": 2, "shard_images": 5}
+    options: dict[str, Any] = {
+        "size": 32,
+        "resize": 36,
+        "resample": "lanczos",
+        "holdout": 0.25,
+        "workers": 2,
+        "shard_images": 5,
+    }
     given = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
     assert run(source, tmp_path / "command", *given).exit_code == 0
-    seen, notes = [], []
+    seen: list[tuple[str, int]] = []
     results = loopfeed.pack(
         source,
         tmp_path / "python",
         on_progress=lambda split, state: seen.append((split, state.done)),
-        notify=notes.append,
         **options,
     )
     ours = files_of(tmp_path / "python")

@@ -14,7 +14,7 @@ def main() -> None:
         places = distribution("loopfeed").entry_points.select(group="console_scripts")
     except PackageNotFoundError:
         sys.exit("loopfeed: its commands are not installed; in a clone of the repository: pip install .")
-    commands = {place.name: command for place in places if (command := place.load()) is not main}
+    commands = {place.name: place.load() for place in places if place.name != "loopfeed"}
     width = max(map(len, commands))
     for name, command in commands.items():
         click.echo(f"{name:{width}}  {command.get_short_help_str(limit=200)}")
