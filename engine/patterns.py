@@ -3,15 +3,24 @@
 Owns the notation of these settings. Must not import jax, so that the commands start fast.
 """
 
+import importlib
 import math
 import re
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from engine.settings import LARGEST_FLOAT32, SettingError
 from preprocess.quantities import parse_float
 
 _FACTORS = ("learning_rate", "weight_decay")
 _OPENING, _CLOSING = "([{", ")]}"
+# A recipe or a record may be somebody else's. `re` keeps 512 patterns compiled.
+_MOST_CHARACTERS, _MOST_PATTERNS, _LONGEST_PATTERN = 1 << 16, 500, 1000
+# Python's matcher tries one way after another, some 10⁷ a second. A repetition of one character counts as 2⁵ ways: five
+# in a row take 20 ms for a path of 60 characters that they do not match, and those inside others years.
+_MOST_WAYS, _WAYS_TO_REPEAT = 1 << 26, 1 << 5
+# Type checkers do not know the module of the standard library.
+_parser: Any = importlib.import_module("re._parser")
 
 
 class Group(NamedTuple):
@@ -32,18 +41,23 @@ def parse_freeze(text: str | None) -> tuple[str, ...]:
     """Return the patterns of the setting `freeze`: regular expressions, separated by commas outside of brackets.
 
     Raises:
-        SettingError: if a pattern is empty or not a regular expression.
+        SettingError: if a pattern is empty or not a regular expression, or there are too many ways to match.
     """
-    return tuple(_checked_pattern("freeze", pattern) for pattern in _split(text, ","))
+    patterns = tuple(_checked_pattern("freeze", pattern) for pattern in _split("freeze", text, ","))
+    _check_can_be_matched("freeze", patterns)
+    return patterns
 
 
 def parse_groups(text: str | None) -> tuple[Group, ...]:
     """Return the groups of the setting `groups`: "REGEX=learning_rate:10x,weight_decay:0", separated by semicolons.
 
     Raises:
-        SettingError: if a group lacks a pattern or factors, or a factor is unknown, repeated or out of range.
+        SettingError: if a group lacks a pattern or factors, a factor is unknown, repeated or out of range, or there are
+            too many ways to match.
     """
-    return tuple(_parse_group(each) for each in _split(text, ";"))
+    groups = tuple(_parse_group(each) for each in _split("groups", text, ";"))
+    _check_can_be_matched("groups", [group.pattern for group in groups])
+    return groups
 
 
 def _parse_group(text: str) -> Group:
@@ -87,9 +101,17 @@ def _parse_factor(name: str, value: str) -> float:
 def _checked_pattern(setting: str, pattern: str) -> str:
     if not pattern:
         raise SettingError(setting, "{setting} contains an empty pattern: remove it, or write .* to match everything")
+    if len(pattern) > _LONGEST_PATTERN:
+        raise SettingError(
+            setting,
+            "{setting} must consist of regular expressions of at most {most} characters, but one has {length}: divide "
+            "it into several",
+            most=_LONGEST_PATTERN,
+            length=len(pattern),
+        )
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise SettingError(
             setting,
             "{setting} must consist of regular expressions, but {pattern!r} is not one ({error}): correct it",
@@ -99,17 +121,70 @@ def _checked_pattern(setting: str, pattern: str) -> str:
     return pattern
 
 
-def _split(text: str | None, separator: str) -> list[str]:
+def _check_can_be_matched(setting: str, patterns: Sequence[str]) -> None:
+    """Raise SettingError if matching could take for ever, as with a repetition inside a repetition."""
+    num_ways = 0
+    for pattern in patterns:
+        try:
+            num_ways += _num_ways(_parser.parse(pattern))
+        except RecursionError:
+            num_ways = _MOST_WAYS + 1
+        if num_ways > _MOST_WAYS:
+            raise SettingError(
+                setting,
+                "{setting} leaves too many ways to match {pattern!r}, which could take for ever: write at most five "
+                "repetitions (* or +) in a row, and none inside another, such as .* in place of (\\w+\\.)*",
+                pattern=pattern,
+            )
+
+
+def _num_ways(parsed: Iterable[tuple[Any, Any]]) -> int:
+    """Return a bound on the number of ways in which a parsed regular expression can match a beginning of a path."""
+    return min(math.prod(_num_ways_of(str(operation), argument) for operation, argument in parsed), _MOST_WAYS + 1)
+
+
+def _num_ways_of(operation: str, argument: Any) -> int:
+    if operation == "BRANCH":
+        ways = [_num_ways(each) for each in argument[1]]
+        firsts = {chr(each[0][1]).casefold() for each in argument[1] if each and str(each[0][0]) == "LITERAL"}
+        # The next character leaves one alternative.
+        return max(ways) if len(firsts) == len(ways) else sum(ways)
+    if operation.endswith("_REPEAT"):
+        least, most, repeated = argument
+        each = _num_ways(repeated)
+        num_counts = min(int(most) - int(least) + 1, _WAYS_TO_REPEAT)
+        if each == 1:
+            return num_counts
+        first = min(int(least), _WAYS_TO_REPEAT)
+        return sum(each**count for count in range(first, first + num_counts))
+    if operation == "GROUPREF_EXISTS":
+        return sum(_num_ways(each) for each in argument[1:] if each)
+    if operation in ("SUBPATTERN", "ASSERT", "ASSERT_NOT"):
+        return _num_ways(argument[-1])
+    return _num_ways(argument) if operation == "ATOMIC_GROUP" else 1
+
+
+def _split(setting: str, text: str | None, separator: str) -> list[str]:
     """Split a text at each separator that is neither escaped nor inside brackets; None has no parts."""
     if text is None:
         return []
-    parts, depth, is_escaped = [""], 0, False
-    for character in text:
+    starts, depth, is_escaped = [0], 0, False
+    for index, character in enumerate(text[:_MOST_CHARACTERS]):
         if character == separator and depth == 0 and not is_escaped:
-            parts.append("")
+            starts.append(index + 1)
             continue
-        parts[-1] += character
         if not is_escaped:
             depth = max(depth + (character in _OPENING) - (character in _CLOSING), 0)
         is_escaped = character == "\\" and not is_escaped
-    return [part.strip() for part in parts]
+    if len(text) > _MOST_CHARACTERS or len(starts) > _MOST_PATTERNS:
+        raise SettingError(
+            setting,
+            "{setting} must have at most {most} characters in {patterns} patterns, got {length} in {found} or more: "
+            "write fewer patterns that match more",
+            most=_MOST_CHARACTERS,
+            patterns=_MOST_PATTERNS,
+            length=len(text),
+            found=len(starts),
+        )
+    stops = (*(start - 1 for start in starts[1:]), len(text))
+    return [text[start:stop].strip() for start, stop in zip(starts, stops, strict=True)]

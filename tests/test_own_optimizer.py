@@ -18,6 +18,7 @@ from engine.patterns import Group, parse_freeze, parse_groups
 from engine.records.control_log import read_events
 from engine.records.snapshot import read_snapshot
 from engine.run.nonfinite import NonFiniteError
+from engine.settings import SettingError
 from engine.updates.clipping import clip_by_global_norm, clip_gradient
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -341,6 +342,51 @@ def test_patterns_are_separated_outside_of_brackets():
     assert groups == (Group("a=b", 10.0, 1.0), Group("c[;]", 0.5, 0.0))
     assert parse_freeze(None) == ()
     assert parse_groups(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(([a-z0-9_.])*)*!", "too many ways to match"),
+        ("(?:a|a)*!", "too many ways"),
+        ("(a?)*!", "too many ways"),
+        ("(?=(a|aa)*!)b", "too many ways"),
+        ("(a*)*" + "!", "too many ways"),
+        ("a?" * 30 + "!", "too many ways"),
+        (".*" * 6 + "!", "at most five repetitions"),
+        (f"{'.*' * 5}!, {'.+' * 5}!, {'.?.*.*.*.*'}", "too many ways"),
+        ("(" * 400 + "a" + ")" * 400, "not one|too many ways"),
+        ("a{99999999999}", "is not one"),
+        ("a" * 1001, "at most 1000 characters, but one has 1001"),
+        ("a," * 501, "in 500 patterns"),
+        ("a" * (1 << 20), "at most 65536 characters"),
+    ],
+)
+def test_a_pattern_that_could_match_for_ever_is_refused(pattern, message):
+    for setting, parse, text in (
+        ("freeze", parse_freeze, pattern),
+        ("groups", parse_groups, ";".join(f"{each}=weight_decay:0" for each in pattern.split(","))),
+    ):
+        with pytest.raises(SettingError, match=rf"(?s)^{setting} .*({message})"):
+            parse(text)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ".*",
+        r"layer[12]\.\d+\.bn\d\..*",
+        "(conv1|bn1|fc).*",
+        "(?!fc).*",
+        r"(.*)\.\1",
+        "(conv|bn)+",
+        ".*" * 5,
+        "(?i)FC.*",
+        "(ab)*",
+    ],
+)
+def test_patterns_that_end_keep_their_meaning(pattern):
+    assert parse_freeze(pattern) == (pattern,)
 
 
 @pytest.mark.parametrize(
