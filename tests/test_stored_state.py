@@ -2,26 +2,31 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.records.digests import sealed
 from engine.records.file_errors import LostFileError
 from engine.records.stored import mirror as module
+from engine.records.stored import state as state_module
 from engine.records.stored.capture import FolderCapture
 from engine.records.stored.following import followed_copy
 from engine.records.stored.lease import LEASE, Lease, StoredRunInUseError
 from engine.records.stored.mirror import Mirror
 from engine.records.stored.reading import download, local_copy, with_weights
 from engine.records.stored.state import MARKER, OBJECTS, Part, StoredRunError, StoredState, read_state
+from engine.records.stored.summaries import summarise_stored_runs
 from engine.records.stored.working_copy import WorkingCopy
 from preprocess.shards.location import Location, ShardError, open_location
 from tests.fake_source import files_of
@@ -384,6 +389,10 @@ def test_a_snapshot_that_is_removed_while_it_is_read_is_left_out(tmp_path, monke
     assert list((tmp_path / "pins").iterdir()) == []
 
 
+def marker_of(files, **others) -> bytes:
+    return json.dumps(sealed({"format": 1, "launch": "launch", "time": 0.0, "files": files, **others})).encode()
+
+
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
@@ -394,14 +403,17 @@ def test_a_snapshot_that_is_removed_while_it_is_read_is_left_out(tmp_path, monke
         ("config.json", [["../../secret", 3]]),
         ("config.json", [["0" * 64, -1]]),
         ("config.json", "text"),
+        (".", []),
+        ("\ud800", []),
+        ("a" * 256, []),
+        ("config.json/a", []),
+        ("config.json", [["0" * 64, (8 << 20) + 1]]),
+        ("runtime.json", [[f"{digit}" * 64, 8 << 20] for digit in range(3)]),
+        ("model.safetensors", [["0" * 64, 1 << 20]] * 1281),
     ],
 )
-def test_a_marker_cannot_lead_out_of_the_run(location, name, parts):
-    content = StoredState({"config.json": ()}, "launch", 0.0).to_bytes()
-    values = json.loads(content) | {"files": {name: parts}}
-    from engine.records.digests import sealed
-
-    location.write(MARKER, json.dumps(sealed({k: v for k, v in values.items() if k != "sha256"})).encode())
+def test_a_marker_cannot_lead_out_of_the_run_or_fill_a_disk(location, name, parts):
+    location.write(MARKER, marker_of({"config.json": [], name: parts}))
     with pytest.raises(StoredRunError, match=r"memory://run/state.json cannot be read \(.*\): restore that object"):
         read_state(location)
 
@@ -411,11 +423,50 @@ def test_a_changed_marker_and_one_of_a_newer_version_are_refused():
     assert StoredState.from_bytes(content, "").files == {"config.json": ()}
     with pytest.raises(StoredRunError, match="it has changed since it was written"):
         StoredState.from_bytes(content.replace(b"launch", b"lunch!", 1), "")
-    from engine.records.digests import sealed
-
     newer = json.dumps(sealed({"format": 2, "files": {}})).encode()
     with pytest.raises(StoredRunError, match="its format is 2, and this version reads format 1"):
         StoredState.from_bytes(newer, "")
+
+
+@pytest.mark.parametrize("time", [10**400, -1, math.nan, 1e308, "now"], ids=["huge", "negative", "nan", "late", "text"])
+def test_a_marker_without_a_time_is_damaged(tmp_path, time):
+    for name, content in ("bad", marker_of({}, time=time)), ("good", marker_of({"config.json": []})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MARKER).write_bytes(content)
+    bad, good = summarise_stored_runs(f"file://{tmp_path}", 0.0, {})
+    assert (bad.state, f"{MARKER} cannot be read" in str(bad.fault)) == ("damaged", True)
+    assert MARKER not in str(good.fault)
+
+
+def test_too_many_files_are_refused_on_both_sides(monkeypatch):
+    monkeypatch.setattr(state_module, "_MOST_FILES", 10)
+    files: dict[str, tuple[Part, ...]] = {f"{number}": () for number in range(11)}
+    with pytest.raises(StoredRunError, match=r"cannot be stored \(it has 11 files, more than 10\): keep fewer"):
+        StoredState(files, "", 0.0).to_bytes()
+    with pytest.raises(StoredRunError, match=r"state.json cannot be read \(it has 11 files"):
+        StoredState.from_bytes(marker_of(files), "")
+
+
+def test_one_object_cannot_be_copied_again_and_again(location, tmp_path, monkeypatch):
+    # Objects that are not in the store let the marker claim any size of it, so that what arrives is counted.
+    content = bytes(1 << 10)
+    part = Part.of(content)
+    location.write(part.key, content)
+    monkeypatch.setattr(state_module, "FREE_BYTES", 1 << 20)
+    lies = [Part(f"{number:064x}", 8 << 20) for number in range(3)]
+    files = {"config.json": [], "a": [part] * 2048, "b": [part] * 2048, "model.safetensors": lies}
+    location.write(MARKER, marker_of(files))
+    with pytest.raises(
+        StoredRunError, match=r"makes 2,09\d,\d+ bytes of objects of only 1,024 bytes\): choose another URL"
+    ):
+        download(location, tmp_path / "copy")
+
+
+def test_a_copy_that_does_not_fit_is_not_begun(location, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=100, free=10))
+    location.write(MARKER, marker_of({"config.json": [["0" * 64, 11]]}))
+    with pytest.raises(StoredRunError, match=r"needs 0.0 MB of disk space in .*, but only 0.0 MB are free: make room"):
+        download(location, tmp_path / "copy")
 
 
 def test_a_marker_that_another_process_replaced_stops_the_uploads(location, tmp_path):
@@ -667,6 +718,11 @@ def test_a_followed_run_grows_as_the_run_does(tmp_path, monkeypatch):
         mirror.upload_once()
         refresh()
         assert stored_files(folder) == stored_files(run)
+        (run / "wandb").mkdir()
+        (run / "wandb/run-id").write_text("a")
+        mirror.upload_once()
+        refresh()
+        assert not (folder / "wandb").exists()  # of no use to who reads the logs
 
 
 def test_a_location_of_a_path_is_the_path(tmp_path):

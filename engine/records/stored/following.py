@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engine.records.run_folder import RESULT, WEIGHTS
+from engine.records.run_folder import RESULT, WEIGHTS, WRITTEN_HERE
 from engine.records.stored.mirror import UPLOAD_EVERY_S
-from engine.records.stored.reading import GoneError, naming, read_parts, without_snapshots
+from engine.records.stored.reading import GoneError, check_room, naming, read_parts
 from engine.records.stored.state import Part, StoredRunError, StoredState, read_state
 from preprocess.shards.location import Location, open_location
 
@@ -37,7 +37,7 @@ def followed_copy(
 
 
 class _LogCopy:
-    """The copy of the files of a stored run except its snapshots and weights; the folder exists once the run does."""
+    """Copies what a stored run itself writes, but its snapshots and weights; the folder exists once the run does."""
 
     def __init__(self, location: Location, folder: Path) -> None:
         self._location, self.folder = location, folder
@@ -68,7 +68,8 @@ class _LogCopy:
         # A reader takes the result for the end of the logs.
         if RESULT not in state.files:
             (self.folder / RESULT).unlink(missing_ok=True)
-        names = [name for name in without_snapshots(list(state.files)) if name != WEIGHTS]
+        names = [name for name in WRITTEN_HERE if name in state.files and name != WEIGHTS]
+        check_room(self._location, self.folder, state, [name for name in names if name not in before])
         for name in sorted(names, key=lambda name: name == RESULT):
             if state.files[name] != before.get(name):
                 self._update_file(self.folder / name, before.get(name, ()), state.files[name])

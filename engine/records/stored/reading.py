@@ -4,7 +4,9 @@ A run that is in progress replaces its state while it is read: an object that is
 which is then read instead.
 """
 
+import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ from typing import Literal
 
 from engine.records.file_errors import name_file
 from engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS
-from engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, read_state
+from engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, check_ratio, read_state
 from engine.records.stored.working_copy import WorkingCopy
 from preprocess.shards.location import Location, open_location
 from preprocess.storage_options import is_url
@@ -143,6 +145,7 @@ def download(location: Location, folder: Path, wanted: Wanted = every_file) -> S
         ShardError: as `local_copy`.
     """
     have: dict[str, tuple[Part, ...]] = {}
+    read = ReadParts()
     for _ in range(_TRIES):
         state = read_state(location)
         if state is None:
@@ -151,11 +154,12 @@ def download(location: Location, folder: Path, wanted: Wanted = every_file) -> S
         for name in have.keys() - set(names):
             _remove_file(folder, name)
             del have[name]
+        check_room(location, folder.parent, state, [name for name in names if have.get(name) != state.files[name]])
         # Logs and other small files change most often, and so come first.
         for name in sorted(names, key=lambda name: sum(part.size for part in state.files[name])):
             try:
                 if have.get(name) != state.files[name]:
-                    _download_file(location, folder / name, state.files[name])
+                    _download_file(location, folder / name, state.files[name], read)
                     have[name] = state.files[name]
             except GoneError as error:
                 _remove_file(folder, name)
@@ -201,11 +205,42 @@ class GoneError(Exception):
     """An object is not in the store; the message is its name."""
 
 
-def _download_file(location: Location, path: Path, parts: Sequence[Part]) -> None:
+class ReadParts:
+    """Counts what was read of a stored run: a marker may list one object again and again, beside others that lie."""
+
+    def __init__(self) -> None:
+        self._parts: set[Part] = set()
+        self._num_bytes = self._stored_bytes = 0
+
+    def add(self, part: Part, location: Location) -> None:
+        """Count a part that has been read; raise StoredRunError if a few objects make too many bytes."""
+        self._num_bytes += part.size
+        self._stored_bytes += part.size if part not in self._parts else 0
+        self._parts.add(part)
+        try:
+            check_ratio(self._num_bytes, self._stored_bytes)
+        except ValueError as error:
+            raise StoredRunError(f"{location.display}{MARKER} cannot be read ({error}): choose another URL") from error
+
+
+def check_room(location: Location, folder: Path, state: StoredState, names: Sequence[str]) -> None:
+    """Raise StoredRunError if the disk of a folder has too little space for the files of a stored run."""
+    usage = shutil.disk_usage(folder)
+    num_bytes = sum(part.size for name in names for part in state.files[name])
+    # Some file systems report no sizes.
+    if usage.total and usage.free < num_bytes:
+        raise StoredRunError(
+            f"a copy of {location.display} needs {num_bytes / 1e6:,.1f} MB of disk space in {folder}, but only "
+            f"{usage.free / 1e6:,.1f} MB are free: make room there, or set TMPDIR (for a resume XDG_CACHE_HOME) to a "
+            "folder on another disk"
+        ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _download_file(location: Location, path: Path, parts: Sequence[Part], read: ReadParts) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            for content in read_parts(location, parts):
+            for content in read_parts(location, parts, read):
                 file.write(content)
     except OSError as error:  # a full disk
         name_file(error, path)
@@ -223,17 +258,20 @@ def _remove_file(folder: Path, name: str) -> None:
             parent.rmdir()
 
 
-def read_parts(location: Location, parts: Sequence[Part]) -> Iterator[bytes]:
-    """Yield the contents of parts, of which a few are downloaded at the same time.
+def read_parts(location: Location, parts: Sequence[Part], read: ReadParts | None = None) -> Iterator[bytes]:
+    """Yield the contents of parts, of which a few are downloaded at the same time; `read` counts them over many files.
 
     Raises:
         ShardError: an object cannot be read, or has changed since it was written.
         GoneError: an object is not in the store.
     """
+    read = read or ReadParts()
     with ThreadPoolExecutor(_CONCURRENT) as pool:
         for begin in range(0, len(parts), _CONCURRENT):
             some = parts[begin : begin + _CONCURRENT]
-            yield from pool.map(lambda part: _read_part(location, part), some)
+            for part, content in zip(some, pool.map(lambda part: _read_part(location, part), some), strict=True):
+                read.add(part, location)
+                yield content
 
 
 def _read_part(location: Location, part: Part) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, RUNTIME
 from engine.records.run_summary import RunSummary, summarise_run
-from engine.records.stored.reading import GoneError, read_parts
+from engine.records.stored.reading import GoneError, check_room, read_parts
 from engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, read_state
 from preprocess.shards.location import Location, open_location
 
@@ -39,20 +39,21 @@ def summarise_stored_runs(url: str, now_s: float, storage_options: Mapping[str, 
 def _summarise(run: Location, now_s: float) -> RunSummary:
     name = run.display.rstrip("/")
     for _ in range(_TRIES):
-        try:
-            state = read_state(run)
-        except StoredRunError as error:  # not the store, but what it contains
-            return RunSummary(name, "damaged", fault=str(error))
-        if state is None:
-            return RunSummary(name, "damaged", fault="it was removed while it was read")
         with tempfile.TemporaryDirectory(prefix="feedloop-") as temporary, suppress(GoneError):
-            _copy_ends(run, state, Path(temporary))
+            try:
+                state = read_state(run)
+                if state is None:
+                    return RunSummary(name, "damaged", fault="it was removed while it was read")
+                _copy_ends(run, state, Path(temporary))
+            except StoredRunError as error:  # not the store, but what it contains
+                return RunSummary(name, "damaged", fault=str(error))
             return summarise_run(Path(temporary), now_s, name)
     return RunSummary(name, "damaged", fault=f"it lacks objects although its {MARKER} lists them")
 
 
 def _copy_ends(run: Location, state: StoredState, folder: Path) -> None:
     """Copy what a summary needs, with the time of the upload, to an empty folder."""
+    check_room(run, folder, state, [name for name in _READ if name in state.files and name != LOSS_LOG])
     for name in _READ:
         if name in state.files:
             parts: Sequence[Part] = state.files[name]
