@@ -140,11 +140,11 @@ def shown(value: Any) -> Any:
     """Return a value as a message can show it: Python does not convert integers of many digits to text."""
     if isinstance(value, int) and value.bit_length() > _MOST_SHOWN_BITS:
         return _LongInteger(value)
-    return (
-        [shown(each) for each in value]
-        if type(value) is list
-        else (tuple(map(shown, value)) if type(value) is tuple else value)
-    )
+    if type(value) is dict:
+        return {name: shown(each) for name, each in value.items()}
+    if type(value) is list:
+        return [shown(each) for each in value]
+    return tuple(map(shown, value)) if type(value) is tuple else value
 
 
 class _LongInteger:

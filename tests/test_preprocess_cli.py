@@ -51,7 +51,6 @@ def test_python_packs_the_files_that_the_command_packs(tmp_path, source):
         "resize": 36,
         "resample": "lanczos",
         "holdout": 0.25,
-        "workers": 2,
         "shard_images": 5,
     }
     given = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]

@@ -406,6 +406,24 @@ def test_recipes_do_not_load_jax():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=FOLDER.parents[1])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("summary" + ".a" * 4000 + " = 1", "inside each other, more than 8 deep: remove them"),
+        ("settings = " + "[" * 100 + "]" * 100, "more than 8 deep"),
+        ("[settings]\nsteps" + ".a" * 4000 + " = 1", "more than 8 deep"),
+        ("summary = {a = [0x" + "f" * 5000 + "]}", "an integer of 20,000 bits"),
+        ("settings = 0x" + "f" * 5000, "an integer of 20,000 bits"),
+        ("[settings]\nsteps = {a = 0x" + "f" * 5000 + "}", "an integer of 20,000 bits"),
+        ("#" * 32768 + "\n", "readable file .the file is larger than the 32,768 bytes allowed"),
+    ],
+)
+def test_what_no_message_can_show_is_named(tmp_path, text, message):
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(RecipeError, match=rf"(?s)r\.toml: .*{message}"):
+        load_recipe(tmp_path / "r.toml")
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", ["pipe", "device", "nested"])
 def test_an_endless_file_is_refused(tmp_path, kind):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from loopfeed.engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig, epochs_in
 from loopfeed.engine.named_parts import NAMED_PARTS, OWN_PARTS
 from loopfeed.engine.owners import OF_A_RECIPE, OF_A_RECORD_AS_RECIPE, OF_A_USER, STORAGE, recorded_settings
-from loopfeed.engine.settings import ConfigError, SettingError, suggest_setting
+from loopfeed.engine.settings import ConfigError, SettingError, shown, suggest_setting
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.suggestions import did_you_mean
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from loopfeed.engine.records.recorded_run import RecordedRun
 
 _FOLDER = Path(__file__).parent
-_MAX_BYTES = 1 << 20
+# Python's reader takes quadratic time for a dotted key: 2 s for one of this size.
+_MAX_BYTES = 1 << 15
+_MOST_LEVELS = 8
 _SUFFIX, _RECORD_SUFFIX = ".toml", ".json"
 _TEXTS = {
     "summary": "what is trained, in one line",
@@ -184,7 +186,7 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8"))
+        document = tomllib.loads(read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8"))
     except OSError as error:
         raise RecipeError(
             str(path),
@@ -192,6 +194,24 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:  # invalid syntax or encoding
         raise RecipeError(str(path), (f"a recipe must be TOML in UTF-8: {error}",)) from error
+    if _is_deep(document):
+        raise RecipeError(
+            str(path),
+            (
+                f"a recipe must have texts and the table {_TABLE}, got tables or lists inside each other, more than "
+                f"{_MOST_LEVELS} deep: remove them",
+            ),
+        )
+    return document
+
+
+def _is_deep(document: Mapping[str, Any]) -> bool:
+    """Return whether tables and lists are nested deeper than any fault of a recipe can be shown."""
+    found: list[Any] = [document]
+    for _ in range(_MOST_LEVELS):
+        found = [inner for each in found for inner in (each.values() if isinstance(each, dict) else each)]
+        found = [each for each in found if isinstance(each, (dict, list))]
+    return bool(found)
 
 
 def _with_epochs(document: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +231,7 @@ def _faults(document: Mapping[str, Any]) -> Iterator[str]:
     for key, value in document.items():
         if key in _TEXTS:
             if not isinstance(value, str) or not value.strip():
-                got = f"{value!r} of type {type(value).__name__}"
+                got = f"{shown(value)!r} of type {type(value).__name__}"
                 yield f'{key} must be a non-empty string, got {got}: {key} = "…", {_TEXTS[key]}'
         elif key != _TABLE:
             near = did_you_mean(key, (*_TEXTS, _TABLE))
@@ -220,14 +240,14 @@ def _faults(document: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(settings, dict):
         yield from _setting_faults(settings)
     else:
-        yield f"a recipe must have the table {_TABLE}, got {settings!r}: add [{_TABLE}] and one setting per line"
+        yield f"a recipe must have the table {_TABLE}, got {shown(settings)!r}: add [{_TABLE}] and one setting per line"
 
 
 def _setting_faults(settings: Mapping[str, Any]) -> Iterator[str]:
     sound = {}
     for name, value in settings.items():
         if name in OWN_PARTS and (name not in SETTINGS or (isinstance(value, str) and ":" in value)):
-            yield f"a recipe must not name code, but has {name} = {value!r}: give --{name} on the command line"
+            yield f"a recipe must not name code, but has {name} = {shown(value)!r}: give --{name} on the command line"
         elif name not in SETTINGS:
             near = suggest_setting(name, map(SETTINGS.__getitem__, OF_A_RECIPE))
             yield f"a recipe has no setting {name!r}{near or ': remove it'}"
