@@ -38,7 +38,7 @@ _ALIASES = (
 nitpick_ignore_regex = [
     ("py:class", r"(collections\.abc|jax|numpy|os|pathlib|tensorstore|PIL)\..*"),
     ("py:class", rf"loopfeed\.[\w.]+\.({_ALIASES})"),
-    ("py:class", "RecordedRun"),  # of a public class, but not public
+    ("py:class", r"RecordedRun|loopfeed\.preprocess\.shards\.targets\.Targets"),  # of public classes, but not public
 ]
 
 html_theme = "furo"
