@@ -362,13 +362,18 @@ def _check_room(folder: Path, num_bytes: int) -> None:
         ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _written_by(versions: dict[str, str]) -> str:
+    """Return the version of the package that wrote a snapshot; before 0.1.0 its name was another one."""
+    return versions["loopfeed"] if "loopfeed" in versions else versions["feedloop"]
+
+
 def _read_facts(path: Path, step: int) -> dict[str, Any]:
     try:
         facts = restore_facts(path)
         is_whole = is_as_sealed(facts) and facts["step"] == step
         form, written_by, leaves, pulls = (
             facts["format"],
-            facts["versions"]["feedloop"],
+            _written_by(facts["versions"]),
             facts["leaves"],
             facts["pulls"],
         )
