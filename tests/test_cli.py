@@ -287,7 +287,7 @@ def test_every_setting_is_an_option_with_the_same_default():
 
 
 def test_every_option_is_a_setting_or_listed_as_one_of_the_command():
-    assert {param.name for param in main.params} == {*WITH_OPTION, *COMMAND_OPTIONS, "version"}
+    assert {param.name for param in main.params} == {*WITH_OPTION, *COMMAND_OPTIONS, "version", "help_all"}
     grouped = [name for names in option_groups().values() for name in names]
     assert sorted(grouped) == sorted([*WITH_OPTION, *COMMAND_OPTIONS])
 
@@ -475,8 +475,17 @@ def test_dump_hlo_belongs_to_one_launch_and_is_not_repeated_at_a_resume(tmp_path
     assert [(each.batch, each.dump_hlo) for each in planned] == [(4, None), (4, "other")]
 
 
+def test_help_shows_what_most_use_and_help_all_everything():
+    first, everything = (CliRunner().invoke(main, [option]).output for option in ("--help", "--help-all"))
+    assert [param.opts[0] for param in main.params if param.opts[0] not in everything] == []
+    listed = [line.split()[0].rstrip(",") for line in first.splitlines() if line.startswith("  --")]
+    assert {"--recipe", "--data", "--steps", "--help-all", "--version"} <= set(listed)
+    assert len(listed) < 30
+
+
 @pytest.mark.parametrize(
-    ("option", "shown"), [("--help", "--learning-rate"), ("--list-recipes", "imagenet-90: ResNet")]
+    ("option", "shown"),
+    [("--help", "--learning-rate"), ("--help-all", "--schedule-power"), ("--list-recipes", "imagenet-90: ResNet")],
 )
 def test_help_does_not_load_jax(option, shown):
     source = "import sys\nfrom click.testing import CliRunner\nfrom loopfeed.engine.commands.cli import main\n"

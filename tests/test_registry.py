@@ -65,7 +65,7 @@ def test_auto_uses_the_size_of_the_images():
 def test_wrong_requests_are_refused():
     with pytest.raises(
         ValueError,
-        match=r"^model must be auto or a name that models\.model_names\(\) returns and run-train --help lists, "
+        match=r"^model must be auto or a name that loopfeed\.model_names\(\) returns and run-train --help lists, "
         r"got 'resnet9': did you mean resnet\d+ or resnet\d+ or resnet\d+\?$",
     ):
         build_model("resnet9", num_classes=10, image_size=32)

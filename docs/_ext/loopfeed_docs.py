@@ -20,6 +20,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 import loopfeed
+from loopfeed.preprocess.commands.grouped_help import ALL_OPTIONS
 
 _ROOT = Path(__file__).parents[2]
 _HELP_COLUMNS = 96
@@ -58,6 +59,7 @@ def help_text(name: str, command: click.Command) -> str:
         command, info_name=name, terminal_width=_HELP_COLUMNS, max_content_width=_HELP_COLUMNS
     ) as context:
         context.show_default = True
+        context.meta[ALL_OPTIONS] = True
         return command.get_help(context)
 
 

@@ -10,8 +10,8 @@ from loopfeed import TrainConfig, evaluate, pack_demo, train
 if not Path("data/demo").exists():
     pack_demo("data/demo")
 
-# %% Train. Everything that `run-train --help` lists is a setting here, under the name
-# of docs/reference/settings.
+# %% Train. Everything that `run-train --help-all` lists is a setting here, under the
+# name of docs/reference/settings.
 config = TrainConfig(
     data="data/demo",
     model="resnet8",

@@ -23,7 +23,7 @@ from loopfeed.engine.commands.plan_options import check_plan_options, print_plan
 from loopfeed.engine.commands.run_display import LossDisplay, summarise
 from loopfeed.engine.commands.setting_options import option_names
 from loopfeed.engine.commands.supervisor import keep_runtime_output, supervise, without_option
-from loopfeed.engine.commands.train_options import EPILOG, option_groups, train_options
+from loopfeed.engine.commands.train_options import EPILOG, FIRST_OPTIONS, option_groups, train_options
 from loopfeed.engine.config import NO_VALUE, SETTINGS, TrainConfig
 from loopfeed.engine.owners import recorded_settings
 from loopfeed.engine.peers import Peers, is_of_runtime, is_supervised
@@ -46,6 +46,7 @@ _RECORDED = "the recorded run"
 @click.command(
     cls=GroupedCommand,
     option_groups=option_groups(),
+    first_options=FIRST_OPTIONS,
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )

@@ -55,6 +55,11 @@ Examples:
   explain-program runs/first --ir hlo
 """
 
+_FIRST = (
+    *("recipe", "data", "model", "image_size", "batch", "precision", "kernels", "devices", "chunk_batches"),
+    *("optimizer", "accumulate_steps"),
+)
+
 
 def _groups() -> dict[str, tuple[str, ...]]:
     """Return the headings of `--help`: those of `run-train` without what only a run needs."""
@@ -66,6 +71,7 @@ def _groups() -> dict[str, tuple[str, ...]]:
 @click.command(
     cls=GroupedCommand,
     option_groups=_groups(),
+    first_options=(*_REPORT, *_FIRST),
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )

@@ -46,6 +46,25 @@ Examples:
   run-train --synthetic --model resnet18 --image-size 64 --steps 100
 """
 
+FIRST_OPTIONS = (
+    *(
+        "recipe",
+        "data",
+        "run_dir",
+        "resume",
+        "overwrite",
+        "steps",
+        "epochs",
+        "batch",
+        "model",
+        "init_from",
+        "precision",
+    ),
+    *("optimizer", "learning_rate", "schedule", "weight_decay", "flip", "crop", "eval_every_steps"),
+    *("snapshot_every_steps", "devices", "profile", "dry_run", "list_recipes", "list_models"),
+)
+"""The parameters whose options `run-train --help` shows; `--help-all` shows all."""
+
 
 def option_groups() -> dict[str, tuple[str, ...]]:
     """Return the headings of `--help`, in order, each with the parameter names of its options."""
