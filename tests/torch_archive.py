@@ -53,11 +53,12 @@ def state_dict(arrays: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, bytes
     return dictionary(items), storages
 
 
-def write_archive(path: Path, pickled: bytes, storages: Mapping[str, bytes], *, order: bytes = b"little") -> Path:
+def write_archive(path: Path, pickled: bytes, storages: Mapping[str, bytes]) -> Path:
     """Write an archive with `pickled` between the start and the end of a pickle."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", START + pickled + STOP)
-        archive.writestr("archive/byteorder", order)
+        archive.writestr("archive/version", b"3\n")
+        archive.writestr("archive/byteorder", b"little")
         for key, content in storages.items():
             archive.writestr(f"archive/data/{key}", content)
     return path

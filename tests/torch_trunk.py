@@ -1,12 +1,11 @@
 """Train a ResNet-8 in PyTorch, and save its state dictionary.
 
-Run as a script by an interpreter that has torch, numpy and pillow.
+Run as a script by an interpreter that has torch, safetensors, numpy and pillow.
 
-    python torch_trunk.py FOLDER CLASSES STEPS OUT.pt
+    python torch_trunk.py FOLDER CLASSES STEPS OUT.safetensors
 
-FOLDER has one folder of 32-pixel images per class, of which the first CLASSES are used. `docs/examples/trunk.pt` was
-made with PyTorch 2.13.0 from the images that `draw_demo` draws: `demo/train 5 300`. Floats are
-stored in float16.
+FOLDER has one folder of 32-pixel images per class, of which the first CLASSES are used. The weights in `docs/examples`
+were made with PyTorch 2.13.0 from the images that `draw_demo` draws: `demo/train 5 300`. Floats are stored in float16.
 """
 
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 BATCH = 128
@@ -78,7 +78,7 @@ def main(folder, num_classes, steps, out):
         schedule.step()
         if step % 50 == 49:
             print(step + 1, round(loss.item(), 4), flush=True)
-    torch.save(
+    save_file(
         {name: value.half() if value.is_floating_point() else value for name, value in net.state_dict().items()}, out
     )
 

@@ -10,10 +10,11 @@ import numpy as np
 from loopfeed import TrainConfig, pack_demo, train
 
 # %% The environment may name a packed data set and a state dictionary, written by
-# `torch.save(model.state_dict(), "resnet8.pt")`. By default they are the demo set and
-# a ResNet-8 that PyTorch trained on the first five of the ten classes.
+# `safetensors.torch.save_file(model.state_dict(), "resnet8.safetensors")`. By default
+# they are the demo set and a ResNet-8 that PyTorch trained on the first five of the
+# ten classes.
 data = os.environ.get("DATA", "data/demo")
-trunk = os.environ.get("TRUNK", str(Path(__file__).with_name("trunk.pt")))
+trunk = os.environ.get("TRUNK", str(Path(__file__).with_name("trunk.safetensors")))
 if data == "data/demo" and not Path(data).exists():
     pack_demo(data)
 
