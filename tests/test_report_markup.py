@@ -1,61 +1,69 @@
-"""Markup of the report page: whatever is text stays text."""
+"""Templates of the report page: whatever is text stays text."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 
-from loopfeed.engine.report_page.markup import Html, data_block, join, table, tag
-from tests.report_pages import parse
+from loopfeed.engine import report_page
+from loopfeed.engine.report_page.page import open_templates
+from tests.report_pages import parse, table
 from tests.report_runs import HOSTILE
 
-
-@pytest.mark.parametrize("text", [HOSTILE, "a & b < c", "'\"", ""])
-def test_a_text_comes_back_from_a_parser(text):
-    page = parse(tag("p", text, title=text))
-    (element,) = page.children
-    assert element.text == text
-    assert element.attributes == {"title": text}
+TEMPLATES = open_templates()
+PARAGRAPH = '<p title="{{ text }}">{{ text }}</p>'
 
 
-@given(st.text())
-def test_no_text_makes_an_element(text):
-    page = parse(tag("p", text, title=text))
-    assert page.children[0].name == "p"
-    assert all(isinstance(each, str) for each in page.children[0].children)
+def rendered(source, **values):
+    return TEMPLATES.from_string(source).render(runs=[], alone=True, **values)
+
+
+@given(st.text() | st.just(HOSTILE))
+def test_no_text_makes_an_element_or_an_attribute(text):
+    (element,) = parse(rendered(PARAGRAPH, text=text)).children
+    assert list(element.attributes) == ["title"]
+    assert all(isinstance(each, str) for each in element.children)
+    if text.isprintable():
+        assert (element.text, element.attributes["title"]) == (text, text)
 
 
 def test_control_characters_are_escaped_and_long_texts_lose_their_middle():
-    assert tag("p", "a\x1b[2J\u202eb\ud800") == "<p>a\\x1b[2J\\u202eb\\ud800</p>"
-    text = parse(tag("p", "x" * 5000 + "end")).text
+    (element,) = parse(rendered(PARAGRAPH, text="a\x1b[2J\u202eb\ud800")).children
+    assert element.text == element.attributes["title"] == "a\\x1b[2J\\u202eb\\ud800"
+    text = parse(rendered("{{ text }}", text="x" * 5000 + "end")).text
     assert len(text) < 2100
     assert text.endswith("end")
 
 
-def test_attributes_of_zero_stay_and_those_of_none_go():
-    assert (
-        tag("line", x1=0, x2=None, hidden=True, open=False, aria_label="a")
-        == '<line x1="0" hidden aria-label="a"></line>'
-    )
-
-
-def test_markup_is_not_escaped_again_and_none_is_nothing():
-    assert join(tag("b", "<"), None, [Html("<br>"), "&"]) == "<b>&lt;</b><br>&amp;"
+def test_none_is_nothing_and_what_is_missing_is_an_error():
+    assert rendered("{{ text }}", text=None) == ""
+    with pytest.raises(UndefinedError):
+        rendered("{{ text }}")
 
 
 def test_data_cannot_end_their_block():
-    block = data_block({"name": HOSTILE})
+    block = rendered('<script type="application/json">{{ value | tojson }}</script>', value={"name": HOSTILE})
     assert block.count("<") == 2
     assert json.loads(parse(block).text) == {"name": HOSTILE}
     with pytest.raises(ValueError, match="JSON"):
-        data_block({"value": float("nan")})
+        rendered("{{ value | tojson }}", value=float("nan"))
+
+
+def test_no_template_leaves_out_an_escape_or_a_quote():
+    for path in (Path(report_page.__file__).parent / "templates").glob("*.html"):
+        source = path.read_text()
+        assert not re.search(r"\bsafe\b|autoescape|Markup", source), path
+        assert not re.search(r"=\s*\{\{", source), f"an attribute without quotes in {path}"
 
 
 def test_a_table_has_headings_for_its_rows_and_columns():
-    page = parse(table(("class", "images"), [("cat", "1,000")], caption="Classes", numbers=(1,)))
-    assert [(each.text, each.attributes.get("scope")) for each in page.all("th")] == [
-        ("class", "col"), ("images", "col"), ("cat", "row"),
-    ]  # fmt: skip
-    assert page.one("caption").text == "Classes"
+    source = '{% import "macros.html" as m with context %}{{ m.table("Cl<s", ["class", "images"], rows, [1]) }}'
+    page = parse(rendered(source, rows=[["<b>cat", "1,000"]]))
+    assert table(page, "Cl<s") == [["class", "images"], ["<b>cat", "1,000"]]
+    assert [each.attributes.get("scope") for each in page.all("th")] == ["col", "col", "row"]
+    assert [each.attributes.get("class") for each in page.all("td")] == ["n"]
     assert page.one("div").attributes["tabindex"] == "0"

@@ -392,13 +392,13 @@ def test_many_classes_have_the_most_confused_pairs_instead_of_a_matrix():
     predicted[:40] = -1
     labels[40:60], predicted[40:60] = 7, 9
     first, *others = most_confused(labels, predicted, 30)
-    assert (first.label, first.predicted, first.count) == (7, 9, 20)
+    assert (first.label, first.predicted, first.num_images) == (7, 9, 20)
     counts: dict[tuple[int, int], int] = {}
     for pair in zip(labels.tolist(), predicted.tolist(), strict=True):
         if pair[1] >= 0 and pair[0] != pair[1]:
             counts[pair] = counts.get(pair, 0) + 1
-    assert [each.count for each in (first, *others)] == sorted(counts.values(), reverse=True)[:30]
-    assert all(counts[each.label, each.predicted] == each.count for each in others)
+    assert [each.num_images for each in (first, *others)] == sorted(counts.values(), reverse=True)[:30]
+    assert all(counts[each.label, each.predicted] == each.num_images for each in others)
     matrix = count_matrix(labels, predicted, 1000)
     assert matrix.sum() == 4960
     assert matrix[7, 9] == 20

@@ -66,6 +66,7 @@ FLOORS = (
     "loopfeed.engine.peers",
     "loopfeed.engine.processes",
     "loopfeed.engine.durations",
+    "loopfeed.engine.round_numbers",
     "loopfeed.engine.images",
     "loopfeed.engine.config",
     "loopfeed.engine.locations",

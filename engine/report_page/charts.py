@@ -1,25 +1,26 @@
-"""Charts of lines as SVG, which the browser stretches to the width of the page.
+"""Charts of lines over steps: their axes, and the places of what `chart.html` draws.
 
 Lines differ in colour, dashes and markers, carry their labels, and stand beside their last values as text. Must not
-know: runs.
+know: runs, markup.
 """
 
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from loopfeed.engine.records.loss_log import Floats
-from loopfeed.engine.report_page.axes import Axis, steps_axis, value_axis
-from loopfeed.engine.report_page.markup import Html, data_block, folded, join, paragraph, table, tag
 from loopfeed.engine.report_page.number_text import short
+from loopfeed.engine.round_numbers import round_numbers
+from loopfeed.engine.settings import LARGEST_FLOAT32
 from loopfeed.preprocess.quantities import quantity
 
-NUM_STYLES = 6
-"""Number of colours, dash patterns and markers, which then repeat."""
-_WIDE, _HIGH = 2000, 1000
+_WIDE, _HIGH = 2000, 1000  # the units of paths, which the browser stretches to the size of the chart
+_CUT_FACTOR, _CUT_PERCENTILE = 3.0, 98.0
 _TABLE_ROWS = 12
 _MOST_MARKERS = 40
 _LABEL_HEIGHT = 0.075  # of the height of a chart
@@ -35,6 +36,21 @@ _MARKERS = (
 )
 
 
+@dataclass(frozen=True)
+class Axis:
+    """A linear axis from `low` to `high`, with `num_cut` values above it, which are drawn at its upper end."""
+
+    low: float
+    high: float
+    ticks: Sequence[float]
+    num_cut: int = 0
+
+    def place(self, values: Floats) -> Floats:
+        """Return values as fractions of the axis, 0 … 1; values outside are moved to its ends."""
+        with np.errstate(over="ignore"):  # a value that no float32 has, on a narrow axis
+            return np.clip((values - self.low) / (self.high - self.low), 0, 1)
+
+
 @dataclass(frozen=True, eq=False)
 class Line:
     """A line of a chart.
@@ -43,7 +59,7 @@ class Line:
         name: its name in the legend.
         label: what is written at its end, short.
         x, y: [n], its points; a NaN interrupts it.
-        style: which colour, dashes and markers, from 0.
+        index: its place among the colours, dashes and markers, which repeat.
         band: lowest and highest value around each point, [n] each; None for none.
         is_faint: whether it is drawn thinly, behind the others.
         is_marked: whether its points are marked.
@@ -53,13 +69,42 @@ class Line:
     label: str
     x: Floats
     y: Floats
-    style: int
+    index: int
     band: tuple[Floats, Floats] | None = None
     is_faint: bool = False
     is_marked: bool = False
 
+    @property
+    def style(self) -> int:
+        """The number of its classes of the style sheet."""
+        return self.index % len(_MARKERS)
 
-@dataclass(frozen=True)
+    @property
+    def marker(self) -> str:
+        """The shape of its markers, as <path> data."""
+        return _MARKERS[self.style]
+
+    @property
+    def last(self) -> str:
+        """Its last value as text."""
+        values = self.y[np.isfinite(self.y)]
+        return _plain(values[-1]) if len(values) else "–"
+
+    @property
+    def sample(self) -> list[tuple[str, str]]:
+        """Some of its points as text."""
+        places = np.unique(np.linspace(0, len(self.x) - 1, min(_TABLE_ROWS, len(self.x))).round().astype(int))
+        return [(f"{self.x[at]:,.0f}", _plain(self.y[at])) for at in places]
+
+    @property
+    def pieces(self) -> list[slice]:
+        """The stretches without NaN."""
+        finite = np.concatenate([[False], np.isfinite(self.y), [False]])
+        edges = np.flatnonzero(finite[1:] != finite[:-1]).tolist()
+        return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
 class Chart:
     """A chart of lines over steps.
 
@@ -67,7 +112,7 @@ class Chart:
         title: what it shows.
         lines: at least one.
         unit: of the values, "" for none.
-        from_zero: whether the axis begins at 0.
+        from_zero: whether the axis begins at 0 if no value is negative.
         most: the largest possible value.
         note: a sentence below it.
     """
@@ -79,65 +124,141 @@ class Chart:
     most: float | None = None
     note: str = ""
 
+    @property
+    def last(self) -> float:
+        """The last step of all lines."""
+        return max((float(line.x[-1]) for line in self.lines if len(line.x)), default=0.0)
 
-def draw(chart: Chart) -> Html:
-    """Return a figure with the chart, its legend with the last values, and a table of some values."""
-    bands = [edge for line in chart.lines if line.band is not None for edge in line.band]
-    axis = value_axis([*(line.y for line in chart.lines), *bands], from_zero=chart.from_zero, most=chart.most)
-    steps = steps_axis(max((float(line.x[-1]) for line in chart.lines if len(line.x)), default=1.0))
-    notes = [chart.note] if chart.note else []
-    if axis.num_cut:
-        verb = "is" if axis.num_cut == 1 else "are"
-        notes.append(f"{quantity(axis.num_cut, 'value')} above {short(axis.high)} {verb} drawn at the upper edge.")
-    return tag(
-        "figure",
-        tag("figcaption", tag("b", chart.title), f" ({chart.unit})" if chart.unit else None),
-        _legend(chart),
-        tag("div", _y_labels(axis), _plot(chart, axis, steps), tag("span"), _x_labels(steps), class_=_gutter(chart)),
-        paragraph(" ".join(notes), class_="note") if notes else None,
-        _values(chart),
-        _data(chart, steps),
-        class_="chart",
-    )
+    @cached_property
+    def steps(self) -> Axis:
+        """The axis of the steps, from 0."""
+        high = max(self.last, 1.0)
+        return Axis(0.0, high, [tick for tick in round_numbers(0.0, high, 4) if tick == int(tick)])
+
+    @cached_property
+    def values(self) -> Axis:
+        """The axis of the values."""
+        bands = [edge for line in self.lines for edge in line.band or ()]
+        return value_axis([*(line.y for line in self.lines), *bands], from_zero=self.from_zero, most=self.most)
+
+    @property
+    def summary(self) -> str:
+        """What it says to those who do not see it."""
+        names = ", ".join(f"{line.name}: {line.last}" for line in self.lines)
+        return f"{self.title} over steps; last values: {names}. The arrow keys move through the steps."
+
+    @property
+    def notes(self) -> str:
+        """The sentences below it."""
+        num_cut, high = self.values.num_cut, short(self.values.high)
+        verb = "is" if num_cut == 1 else "are"
+        cut = f"{quantity(num_cut, 'value')} above {high} {verb} drawn at the upper edge." if num_cut else ""
+        return " ".join(filter(None, (self.note, cut)))
+
+    @property
+    def value_labels(self) -> list[tuple[str, float]]:
+        """The text of each tick of the values, and its place from the top, in percent."""
+        ticks = self.values.ticks
+        between = ticks[1] - ticks[0] if len(ticks) > 1 else 0.0
+        places = 100 * (1 - self.values.place(np.array(ticks)))
+        return [(short(tick, between), place) for tick, place in zip(ticks, places.tolist(), strict=True)]
+
+    @property
+    def step_labels(self) -> list[tuple[str, float]]:
+        """The text of each tick of the steps, and its place from the left, in percent."""
+        places = 100 * self.steps.place(np.array(self.steps.ticks))
+        return [(short(tick), place) for tick, place in zip(self.steps.ticks, places.tolist(), strict=True)]
+
+    def path(self, line: Line) -> str:
+        """Return a path through the points; a point between two gaps is drawn as a short stroke."""
+        parts = [self._scaled(line.x[piece], line.y[piece]) for piece in line.pieces]
+        return "".join(f"M{points[0]}h1" if len(points) == 1 else f"M{'L'.join(points)}" for points in parts)
+
+    def area(self, line: Line) -> str:
+        """Return a path around the band of a line, "" without one."""
+        if line.band is None:
+            return ""
+        low, high = line.band
+        parts = [(line.x[piece], low[piece], high[piece]) for piece in line.pieces]
+        return "".join(
+            f"M{'L'.join([*self._scaled(x, top), *self._scaled(x, bottom)[::-1]])}z" for x, bottom, top in parts
+        )
+
+    def _scaled(self, x: Floats, y: Floats) -> list[str]:
+        across, down = _WIDE * self.steps.place(x), _HIGH * (1 - self.values.place(y))
+        return [f"{left:.0f} {top:.0f}" for left, top in zip(across.tolist(), down.tolist(), strict=True)]
+
+    def markers(self, line: Line) -> list[tuple[float, float]]:
+        """Return the places, from the left and from the top in percent, of markers at some of the points."""
+        places = np.flatnonzero(np.isfinite(line.y))
+        places = places[:: max(1, -(-len(places) // _MOST_MARKERS))]
+        across, down = 100 * self.steps.place(line.x[places]), 100 * (1 - self.values.place(line.y[places]))
+        return list(zip(across.tolist(), down.tolist(), strict=True))
+
+    @property
+    def labels(self) -> list[tuple[float, float, Line]]:
+        """The place of the label of each line, right of its last point, moved apart where they would overlap."""
+        columns: dict[int, list[tuple[float, float, Line]]] = {}
+        for line in self.lines:
+            ends = np.flatnonzero(np.isfinite(line.y))[-1:]
+            if line.label and len(ends):
+                across, up = float(self.steps.place(line.x[ends])[0]), float(self.values.place(line.y[ends])[0])
+                columns.setdefault(round(across * _LABEL_COLUMNS), []).append((1 - up, across, line))
+        found = []
+        for column in columns.values():
+            column.sort(key=lambda place: place[0])
+            tops = spread([top for top, _, _ in column])
+            found += [(100 * across, 100 * top, line) for top, (_, across, line) in zip(tops, column, strict=True)]
+        return found
+
+    @property
+    def room(self) -> str:
+        """The classes of the style sheet that leave room for the labels at its right."""
+        longest = max((len(line.label) for line in self.lines), default=0)
+        return "axes" if not longest else "axes letters" if longest == 1 else "axes words"
+
+    @property
+    def points(self) -> dict[str, Any]:
+        """The points of all lines, for the script of the page."""
+        lines = [{"x": line.x.astype(int).tolist(), "y": [rounded(y) for y in line.y.tolist()]} for line in self.lines]
+        return {"last": self.steps.high, "lines": lines}
 
 
-def _gutter(chart: Chart) -> str:
-    """Return the classes of the chart, which leave room for the labels at its right."""
-    longest = max((len(line.label) for line in chart.lines), default=0)
-    return "axes" if not longest else "axes letters" if longest == 1 else "axes words"
+def value_axis(values: Sequence[Floats], *, from_zero: bool, most: float | None = None) -> Axis:
+    """Return an axis for values of which some can be NaN; a few very high ones do not flatten the others."""
+    found = np.concatenate([*values, np.zeros(0)])
+    found = found[np.abs(found) <= LARGEST_FLOAT32]
+    if not len(found):
+        return Axis(0.0, 1.0, (0.0, 1.0))
+    low, high = float(found.min()), float(found.max())
+    usual = float(np.percentile(found, _CUT_PERCENTILE))
+    if most is None and len(found) >= 50 and high - low > _CUT_FACTOR * (usual - low) > 0:
+        high = low + 1.5 * (usual - low)
+    if from_zero and low >= 0:
+        low = 0.0
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # too close for round numbers between them
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if high else (0.0, 1.0)
+    ticks = round_numbers(low, high, 5)
+    if len(ticks) > 1:
+        between = ticks[1] - ticks[0]
+        if low:
+            low = min(low, float(f"{math.floor(low / between + 1e-9) * between:.12g}"))
+        high = max(high, float(f"{math.ceil(high / between - 1e-9) * between:.12g}"))
+    if most is not None:
+        high = min(high, most)
+    return Axis(low, high, round_numbers(low, high, 5), int((found > high).sum()))
 
 
-def _legend(chart: Chart) -> Html:
-    """Return the list of the lines, each with its last value, which the page's script replaces by that at a step."""
-    last = max((float(line.x[-1]) for line in chart.lines if len(line.x)), default=0.0)
-    items = [
-        tag("li", _swatch(line), tag("span", line.name), " ", tag("output", _last_value(line), class_="value"))
-        for line in chart.lines
-    ]
-    step = tag("li", "step ", tag("output", f"{last:,.0f}", class_="step"))
-    return tag("ul", step, items, class_="legend")
-
-
-def _swatch(line: Line) -> Html:
-    return tag(
-        "svg",
-        tag("line", x1=0, x2=30, y1=6, y2=6, class_=_line_class(line)),
-        tag("path", d=_MARKERS[line.style % NUM_STYLES], transform="translate(15 6)", class_=_marker_class(line))
-        if line.is_marked
-        else None,
-        width=30,
-        height=12,
-        aria_hidden="true",
-    )
-
-
-def _marker_class(line: Line) -> str:
-    return f"m m{line.style % NUM_STYLES}"
-
-
-def _last_value(line: Line) -> str:
-    values = line.y[np.isfinite(line.y)]
-    return "–" if not len(values) else _plain(float(values[-1]))
+def spread(places: Sequence[float]) -> list[float]:
+    """Return places 0 … 1 in ascending order, moved so far apart that labels do not overlap, all within 0 … 1."""
+    between = min(_LABEL_HEIGHT, 1 / max(len(places), 1))
+    moved: list[float] = []
+    for place in places:
+        moved.append(max(place, moved[-1] + between) if moved else place)
+    for index in reversed(range(len(moved))):
+        limit = 1.0 if index == len(moved) - 1 else moved[index + 1] - between
+        moved[index] = min(moved[index], limit)
+    return moved
 
 
 def rounded(value: float) -> float | int | None:
@@ -150,165 +271,4 @@ def rounded(value: float) -> float | int | None:
 
 def _plain(value: float) -> str:
     """Return a number as the script of the page writes it."""
-    return "–" if (number := rounded(value)) is None else json.dumps(number)
-
-
-def _y_labels(axis: Axis) -> Html:
-    places = axis.place(np.array(axis.ticks))
-    between = axis.ticks[1] - axis.ticks[0] if len(axis.ticks) > 1 else 0.0
-    labels = (
-        tag("text", short(tick, between), x="100%", y=f"{100 * (1 - place):.2f}%", dy="0.32em", text_anchor="end")
-        for tick, place in zip(axis.ticks, places, strict=True)
-    )
-    return tag("svg", *labels, class_="yaxis", aria_hidden="true")
-
-
-def _x_labels(axis: Axis) -> Html:
-    labels = []
-    for tick, place in zip(axis.ticks, axis.place(np.array(axis.ticks)), strict=True):
-        anchor = "start" if place < 0.03 else "end" if place > 0.96 else "middle"
-        labels.append(tag("text", short(tick), x=f"{100 * place:.2f}%", y=14, text_anchor=anchor))
-    labels.append(tag("text", "step", x="50%", y=30, text_anchor="middle"))
-    return tag("svg", *labels, class_="xaxis", aria_hidden="true")
-
-
-def _plot(chart: Chart, axis: Axis, steps: Axis) -> Html:
-    grid = (
-        tag("line", x1=0, x2="100%", y1=f"{100 * (1 - place):.2f}%", y2=f"{100 * (1 - place):.2f}%", class_="grid")
-        for place in axis.place(np.array(axis.ticks))
-    )
-    curves = tag(
-        "svg",
-        *(_band(line, axis, steps) for line in chart.lines),
-        *(_path(line, axis, steps) for line in sorted(chart.lines, key=lambda line: not line.is_faint)),
-        viewBox=f"0 0 {_WIDE} {_HIGH}",
-        preserveAspectRatio="none",
-        width="100%",
-        height="100%",
-    )
-    names = ", ".join(f"{line.name}: {_last_value(line)}" for line in chart.lines)
-    return tag(
-        "svg",
-        *grid,
-        curves,
-        *(_markers(line, axis, steps) for line in chart.lines if line.is_marked),
-        *_end_labels(chart, axis, steps),
-        tag("line", x1=0, x2=0, y1=0, y2="100%", class_="cursor"),
-        class_="plot",
-        role="img",
-        tabindex="0",
-        aria_label=f"{chart.title} over steps; last values: {names}. The arrow keys move through the steps.",
-    )
-
-
-def _scaled(x: Floats, y: Floats, axis: Axis, steps: Axis) -> tuple[list[int], list[int]]:
-    across, up = _WIDE * steps.place(x), _HIGH * (1 - axis.place(y))
-    return np.rint(across).astype(int).tolist(), np.rint(up).astype(int).tolist()
-
-
-def _path(line: Line, axis: Axis, steps: Axis) -> Html | None:
-    """Return a line through the points; a point between two gaps is drawn as a short stroke."""
-    parts: list[str] = []
-    for start, stop in _pieces(line.y):
-        across, up = _scaled(line.x[start:stop], line.y[start:stop], axis, steps)
-        points = [f"{left} {top}" for left, top in zip(across, up, strict=True)]
-        parts.append(f"M{points[0]}h1" if len(points) == 1 else f"M{'L'.join(points)}")
-    return tag("path", d="".join(parts), class_=_line_class(line)) if parts else None
-
-
-def _line_class(line: Line) -> str:
-    return f"{'f' if line.is_faint else 'l'} l{line.style % NUM_STYLES}"
-
-
-def _pieces(y: Floats) -> list[tuple[int, int]]:
-    """Return start and stop of each stretch without NaN."""
-    finite = np.concatenate([[False], np.isfinite(y), [False]])
-    edges = np.flatnonzero(finite[1:] != finite[:-1])
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-
-
-def _band(line: Line, axis: Axis, steps: Axis) -> Html | None:
-    if line.band is None:
-        return None
-    low, high = line.band
-    parts = []
-    for start, stop in _pieces(low):
-        across, down = _scaled(line.x[start:stop], low[start:stop], axis, steps)
-        _, up = _scaled(line.x[start:stop], high[start:stop], axis, steps)
-        there = [f"{left} {top}" for left, top in zip(across, up, strict=True)]
-        back = [f"{left} {top}" for left, top in zip(across[::-1], down[::-1], strict=True)]
-        parts.append(f"M{'L'.join(there + back)}z")
-    return tag("path", d="".join(parts), class_=f"b b{line.style % NUM_STYLES}") if parts else None
-
-
-def _markers(line: Line, axis: Axis, steps: Axis) -> Html:
-    """Return markers at no more than some of the points, each in an SVG of its own, which is not stretched."""
-    places = np.flatnonzero(np.isfinite(line.y))
-    places = places[:: max(1, -(-len(places) // _MOST_MARKERS))]
-    across, up = 100 * steps.place(line.x[places]), 100 * (1 - axis.place(line.y[places]))
-    shape = tag("path", d=_MARKERS[line.style % NUM_STYLES], class_=_marker_class(line))
-    return join(
-        *(
-            tag("svg", shape, x=f"{left:.2f}%", y=f"{top:.2f}%", overflow="visible", width=1, height=1)
-            for left, top in zip(across, up, strict=True)
-        )
-    )
-
-
-def _end_labels(chart: Chart, axis: Axis, steps: Axis) -> list[Html]:
-    """Return the labels of the lines, to the right of their last points, moved apart where they would overlap."""
-    columns: dict[int, list[tuple[float, float, Line]]] = {}
-    for line in chart.lines:
-        places = np.flatnonzero(np.isfinite(line.y))
-        if line.label and len(places):
-            last = places[-1:]
-            across = float(steps.place(line.x[last])[0])
-            place = (float(1 - axis.place(line.y[last])[0]), across, line)
-            columns.setdefault(round(across * _LABEL_COLUMNS), []).append(place)
-    return [label for column in columns.values() for label in _column_of_labels(column)]
-
-
-def _column_of_labels(found: list[tuple[float, float, Line]]) -> list[Html]:
-    """Return the labels of lines that end near the same step; `found` has their places, down and across."""
-    found.sort(key=lambda each: each[0])
-    return [
-        tag(
-            "text",
-            line.label,
-            x=f"{100 * across:.2f}%",
-            y=f"{100 * top:.2f}%",
-            dx=8,
-            dy="0.32em",
-            class_=f"label t{line.style % NUM_STYLES}",
-        )
-        for top, (_, across, line) in zip(spread([top for top, _, _ in found]), found, strict=True)
-    ]
-
-
-def spread(places: Sequence[float]) -> list[float]:
-    """Return ascending places in 0 … 1, moved apart to `_LABEL_HEIGHT` if there is room for all."""
-    between = min(_LABEL_HEIGHT, 1 / max(len(places), 1))
-    moved: list[float] = []
-    for place in places:
-        moved.append(max(place, moved[-1] + between) if moved else place)
-    for index in reversed(range(len(moved))):
-        limit = 1.0 if index == len(moved) - 1 else moved[index + 1] - between
-        moved[index] = min(moved[index], limit)
-    return moved
-
-
-def _values(chart: Chart) -> Html:
-    """Return a folded table of some points of each line."""
-    blocks = []
-    for line in chart.lines:
-        places = np.unique(np.linspace(0, len(line.x) - 1, min(_TABLE_ROWS, len(line.x))).round().astype(int))
-        rows = [(f"{line.x[at]:,.0f}", _plain(float(line.y[at]))) for at in places]
-        caption = f"{chart.title}: {line.name}" + (f" ({chart.unit})" if chart.unit else "")
-        blocks.append(table(("step", line.name), rows, caption=caption, numbers=(0, 1)))
-    return folded("Some values as a table", tag("div", blocks, class_="row"))
-
-
-def _data(chart: Chart, steps: Axis) -> Html:
-    """Return the points of all lines for the page's script."""
-    lines = [{"x": line.x.astype(int).tolist(), "y": [rounded(y) for y in line.y.tolist()]} for line in chart.lines]
-    return data_block({"last": steps.high, "lines": lines})
+    return "–" if (number := rounded(float(value))) is None else json.dumps(number)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from loopfeed.engine.records.loss_log import LOSS_LOG_NAME, Floats, LossLog, LossRows, last_logged_step
 from loopfeed.engine.report_page.absent import Absent
+from loopfeed.preprocess.quantities import quantity
 
 _CHUNK_BYTES = 1 << 22
 _MOST_METRICS = 8
@@ -57,6 +58,22 @@ class Curves:
     num_unreadable: int
     started: float
     ended: float
+
+    @property
+    def wall_s(self) -> float:
+        """The seconds from the first loss to the last."""
+        return self.ended - self.started
+
+    def faults(self, name: str) -> str:
+        """Return what is wrong with the log of the run `name`, "" for nothing."""
+        parts = []
+        if self.num_nonfinite:
+            verb = "is" if self.num_nonfinite == 1 else "are"
+            losses = f"{quantity(self.num_nonfinite, 'loss')} of {name}"
+            parts.append(f"{losses} {verb} NaN or infinite, first at step {self.first_nonfinite:,}.")
+        if self.num_unreadable:
+            parts.append(f"{quantity(self.num_unreadable, 'line')} of its loss.jsonl cannot be read.")
+        return " ".join(parts)
 
 
 def read_curves(run: Path, most_points: int) -> Curves | Absent:

@@ -4,7 +4,7 @@ Must not know: HTML, images.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,11 @@ from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest
 from loopfeed.preprocess.shards.reader import read_manifest
 
 _MOST_FAILURES = 5
+_SAME = {
+    True: "what the run recorded",
+    False: "not what the run recorded: it was packed anew since",
+    None: "unknown: the run recorded no digest",
+}
 
 
 @dataclass(frozen=True)
@@ -40,17 +45,37 @@ class SplitCard:
     is_same: bool | None
     failures: tuple[tuple[str, str], ...]
 
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What the page says about the split, by name."""
+        manifest, tools = self.manifest, self.manifest.tool_versions
+        kind = None if manifest.targets is None else manifest.targets.kind
+        several = " (several per image)" if kind == "classes" else ""
+        channels = [", ".join(f"{part:.4f}" for part in each) for each in (manifest.channel_mean, manifest.channel_std)]
+        held_out = "no rule recorded: the source has this split itself, or an early release held it out"
+        if "holdout" in tools:
+            held_out = f"by rule {tools['holdout']}, from the hashes of class and path"
+        return [
+            ("images", f"{manifest.num_images:,}"),
+            ("numbers" if kind == "numbers" else "classes", f"{manifest.num_classes:,}{several}"),
+            ("size", f"{manifest.width} × {manifest.height} px, made by {_pairs(manifest.resize_rule)}"),
+            ("mean, std of R, G, B", "; ".join(channels)),
+            ("source", f"SHA-256 of its listing {manifest.source_digest[:16]}…"),
+            ("held out", held_out),
+            ("could not be packed", f"{manifest.num_failures:,}"),
+            ("content", _SAME[self.is_same]),
+            ("packed with", _pairs(tools)),
+        ]
 
-@dataclass(frozen=True)
-class DataCard:
-    """The packed data set of a run: where it is, and its splits."""
 
-    location: str
-    splits: tuple[SplitCard, ...]
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
-def read_data_card(recorded: RecordedRun, data: str | None, split: str | None) -> DataCard | Absent:
-    """Read the manifests of the splits that a run trained and was evaluated on.
+def read_data_card(
+    recorded: RecordedRun, data: str | None, split: str | None
+) -> tuple[str, tuple[SplitCard, ...]] | Absent:
+    """Read where the data set of a run is, and the manifests of the splits that it trained and was evaluated on.
 
     Args:
         recorded: the record of the run.
@@ -71,7 +96,7 @@ def read_data_card(recorded: RecordedRun, data: str | None, split: str | None) -
             cards.append(_card(location, name, "evaluation", recorded.resolved.get("eval_manifest_sha256")))
     except (ValueError, OSError) as error:
         return Absent(f"the data set of the run cannot be read: {error}")
-    return DataCard(place, tuple(cards))
+    return place, tuple(cards)
 
 
 def data_place(recorded: RecordedRun, data: str | None) -> str:

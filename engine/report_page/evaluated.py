@@ -5,11 +5,12 @@ know: HTML.
 """
 
 import io
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.data_card import data_place, evaluated_split
+from loopfeed.engine.report_page.number_text import number, percent
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.pixels import to_rgb
 from loopfeed.preprocess.shards.location import open_location
@@ -48,13 +50,12 @@ class OwnParts:
     metrics: Mapping[str, Metric | PerExample] | None = None
 
 
-@dataclass(frozen=True)
-class Confusion:
+class Confusion(NamedTuple):
     """How many images of one class were taken for another one."""
 
     label: int
     predicted: int
-    count: int
+    num_images: int
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,23 @@ class EvaluatedWeights:
     record: EvaluationRecord
     classes: tuple[ClassResult, ...]
     decisions: Decisions | Absent
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What was evaluated, and the numbers, by name."""
+        record = self.record
+        ranks = {"top-1": record.top1, "top-5": record.top5}
+        metrics = {name: value for name, value in record.metrics.items() if isinstance(value, int | float)}
+        return [
+            ("weights", self.weights),
+            ("images", self.data),
+            *((name, percent(rank)) for name, rank in ranks.items() if not math.isnan(rank)),
+            *((name, number(value)) for name, value in {"loss": record.loss, **metrics}.items()),
+        ]
+
+    def class_name(self, label: int) -> str:
+        """Return the readable name of a class, its number if it has none."""
+        return self.classes[label].name if 0 <= label < len(self.classes) else str(label)
 
 
 def evaluate_weights_of(

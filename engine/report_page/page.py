@@ -1,73 +1,83 @@
-"""The page as a whole: its head, which forbids all network, and its sections in order."""
+"""The page as a whole: its templates, in which everything is escaped, and its head, which forbids all network.
+
+Whatever comes from a run is untrusted. Only this module says what is markup: its own style, script and data.
+"""
 
 import base64
 import hashlib
+import math
+import re
 import time
 from collections.abc import Sequence
-from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from loopfeed.engine.records.versions import version_of
-from loopfeed.engine.report_page.markup import Html, join, paragraph, tag
-from loopfeed.engine.report_page.number_text import moment
-from loopfeed.engine.report_page.overview_section import overview_section
-from loopfeed.engine.report_page.record_sections import data_section, environment_section, settings_section
-from loopfeed.engine.report_page.subject import Subject
-from loopfeed.engine.report_page.time_sections import goodput_section, profile_section
-from loopfeed.engine.report_page.training_sections import evaluation_section, loss_section, rate_section, speed_section
-from loopfeed.engine.report_page.weights_sections import (
-    classes_section,
-    confusion_section,
-    evaluated_section,
-    mistakes_section,
-)
+from loopfeed.engine.report_page import number_text, tables
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.run_on_page import RunOnPage
+from loopfeed.engine.report_page.training_charts import TrainingCharts
+from loopfeed.preprocess.printable import printable_text
 from loopfeed.preprocess.quantities import quantity
 
-_SECTIONS = (
-    ("results", "Results", overview_section),
-    ("loss", "Loss", loss_section),
-    ("evaluations", "Evaluations", evaluation_section),
-    ("rate", "Learning rate", rate_section),
-    ("speed", "Throughput", speed_section),
-    ("goodput", "Goodput", goodput_section),
-    ("profile", "Profile", profile_section),
-    ("weights", "Evaluation of the weights", evaluated_section),
-    ("confusion", "Confusion matrix", confusion_section),
-    ("classes", "Classes", classes_section),
-    ("mistakes", "Mistakes", mistakes_section),
-    ("settings", "Settings", settings_section),
-    ("data", "Data set", data_section),
-    ("environment", "Environment", environment_section),
-)
+_LONGEST_TEXT = 2000
+_SECTIONS = {
+    "results": "Results", "loss": "Loss", "evaluations": "Evaluations", "rate": "Learning rate", "speed": "Throughput",
+    "goodput": "Goodput", "profile": "Profile", "weights": "Evaluation of the weights",
+    "confusion": "Confusion matrix", "classes": "Classes", "mistakes": "Mistakes", "settings": "Settings",
+    "data": "Data set", "environment": "Environment",
+}  # fmt: skip
 
 
-def page(subjects: Sequence[Subject]) -> str:
+def page(runs: Sequence[RunOnPage]) -> str:
     """Return the page about one or several runs."""
-    names = ", ".join(each.facts.name for each in subjects[:3]) + (", …" if len(subjects) > 3 else "")
-    title = f"Report of {names}"
-    style, script = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("title", title),
-        Html(f"<style>{style}</style>"),
+    environment = open_templates()
+    assert environment.loader is not None
+    style, script = (environment.loader.get_source(environment, name)[0] for name in ("page.css", "page.js"))
+    names = ", ".join(run.name for run in runs[:3]) + (", …" if len(runs) > 3 else "")
+    return environment.get_template("page.html").render(
+        runs=runs,
+        alone=len(runs) == 1,
+        title=f"Report of {names}",
+        sections=_SECTIONS,
+        charts=TrainingCharts(runs),
+        settings=tables.Settings(runs),
+        policy=_policy(style, script),
+        style=Markup(style),
+        script=Markup(script),
+        now=time.time(),
+        version=version_of("loopfeed"),
     )
-    made = paragraph(
-        f"{quantity(len(subjects), 'run')}, read at {moment(time.time())} by Loopfeed {version_of('loopfeed')}. "
-        "This page loads nothing from a network.",
-        class_="note",
+
+
+def open_templates() -> Environment:
+    """Return the environment of the page's templates: every value is shown as text, escaped, and none is missing."""
+    environment = Environment(
+        loader=PackageLoader(__package__, "templates"),
+        autoescape=True,
+        finalize=_shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
     )
-    links = (join(tag("a", name, href=f"#{place}"), " ") for place, name, _ in _SECTIONS)
-    body = tag(
-        "body",
-        tag("header", tag("h1", title), made, tag("nav", links, aria_label="Sections")),
-        tag("main", (render(subjects) for _, _, render in _SECTIONS)),
-        Html(f"<script>{script}</script>"),
-    )
-    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    environment.tests["absent"] = lambda value: isinstance(value, Absent)
+    environment.globals |= {"quantity": quantity, "results": tables.results, "evaluations": tables.evaluations}
+    names = ("number", "whole", "percent", "duration", "brief", "moment")
+    environment.filters |= {name: getattr(number_text, name) for name in names}
+    environment.filters |= {"commas": _commas, "base64": _base64, "shades": _shades, "path": _path}
+    return environment
+
+
+def _shown(value: Any) -> Any:
+    """Return a value of a template as the page shows it: no None, no control characters, no text that is very long."""
+    if value is None or isinstance(value, Markup):
+        return "" if value is None else value
+    text, half = str(value), _LONGEST_TEXT // 2
+    return printable_text(text if len(text) <= _LONGEST_TEXT else f"{text[:half]} … {text[-half:]}")
 
 
 def _policy(style: str, script: str) -> str:
@@ -77,3 +87,24 @@ def _policy(style: str, script: str) -> str:
         f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
+
+
+def _commas(count: float) -> str:
+    return f"{count:,}"
+
+
+def _path(data: str) -> Markup:
+    """Return <path> data, which are not shortened."""
+    assert re.fullmatch("[-0-9 .MLhz]*", data)
+    return Markup(data)
+
+
+def _base64(content: bytes) -> Markup:
+    """Return a file as text, which is not shortened."""
+    return Markup(base64.b64encode(content).decode())
+
+
+def _shades(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return each count of a row with its share of the row, 0 … 9."""
+    total = max(sum(counts), 1)
+    return [(count, math.ceil(9 * count / total)) for count in counts]

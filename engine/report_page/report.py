@@ -13,11 +13,10 @@ from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
 from loopfeed.engine.records.whole_file import write_whole
 from loopfeed.engine.report_page.absent import Absent
-from loopfeed.engine.report_page.data_card import DataCard, read_data_card
-from loopfeed.engine.report_page.evaluated import EvaluatedWeights, OwnParts, evaluate_weights_of
-from loopfeed.engine.report_page.facts import read_facts
+from loopfeed.engine.report_page.data_card import read_data_card
+from loopfeed.engine.report_page.evaluated import OwnParts, evaluate_weights_of
 from loopfeed.engine.report_page.page import page
-from loopfeed.engine.report_page.subject import Subject
+from loopfeed.engine.report_page.run_on_page import read_run
 from loopfeed.preprocess.storage_options import as_text
 
 MOST_RUNS = 26
@@ -26,6 +25,7 @@ MOST_RUNS = 26
 # For a page of a few MB at most, however many runs and steps.
 _MOST_POINTS, _POINTS_OF_ALL, _LEAST_POINTS = 1000, 8000, 300
 _MOST_PICTURES, _PICTURES_OF_ALL, _LEAST_PICTURES = 24, 96, 6
+_NOT_EVALUATED = Absent("the weights were not evaluated, as was requested (--no-evaluate)")
 
 
 def report_run(
@@ -71,13 +71,23 @@ def report_run(
     out = Path(path)
     check_out(out, overwrite=overwrite)
     own, place = OwnParts(model, loss, metrics), None if data is None else os.fspath(data)
-    subjects = []
+    found_runs = []
     for index, run in enumerate(given):
         with local_copy(run, storage_options, with_weights(None)) as folder:
             say = naming_in(notify, folder, run)
-            how = as_text(storage_options or {})
-            subjects.append(_read(index, len(given), folder, run, place, split, how, own if evaluate else None, say))
-    write_whole(out, page(subjects).encode())
+            found = read_run(index, folder, run, max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // len(given))))
+            if isinstance(found.recorded, RecordedRun):
+                how = (
+                    as_text(storage_options or {}) or recorded_settings(found.recorded.config, {"data": place})[STORAGE]
+                )
+                recorded = _reached(found.recorded, how, say)
+                found = replace(found, card=read_data_card(recorded, place, split), weights=_NOT_EVALUATED)
+                if evaluate:
+                    num_pictures = max(_LEAST_PICTURES, min(_MOST_PICTURES, _PICTURES_OF_ALL // len(given)))
+                    weights = evaluate_weights_of(folder, recorded, place, split, own, num_pictures, say)
+                    found = replace(found, weights=weights)
+            found_runs.append(found)
+    write_whole(out, page(found_runs).encode())
     return out
 
 
@@ -93,33 +103,9 @@ def check_out(out: Path, *, overwrite: bool) -> None:
         )
 
 
-def _read(
-    index: int,
-    num_runs: int,
-    folder: Path,
-    run: str,
-    data: str | None,
-    split: str | None,
-    storage_options: str | None,
-    own: OwnParts | None,
-    notify: Callable[[str], None],
-) -> Subject:
-    """Read a run and, unless `own` is None, evaluate its weights."""
-    facts = read_facts(folder, run, max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // num_runs)))
-    recorded = facts.recorded
-    if isinstance(recorded, RecordedRun):
-        how = storage_options or recorded_settings(recorded.config, {"data": data})[STORAGE]
-        config = replace(recorded.config, storage_options=how)
-        if (line := recorded.describe_replaced(config, OF_AN_EVALUATION, (STORAGE,))) is not None:
-            notify(line)
-        recorded = replace(recorded, config=config)
-        card: DataCard | Absent = read_data_card(recorded, data, split)
-        weights: EvaluatedWeights | Absent
-        if own is None:
-            weights = Absent("the weights were not evaluated, as was requested (--no-evaluate)")
-        else:
-            num_pictures = max(_LEAST_PICTURES, min(_MOST_PICTURES, _PICTURES_OF_ALL // num_runs))
-            weights = evaluate_weights_of(folder, recorded, data, split, own, num_pictures, notify)
-    else:
-        card = weights = Absent("the settings of the run, which name its data and its model, cannot be read")
-    return Subject(chr(ord("A") + index), index, facts, card, weights)
+def _reached(recorded: RecordedRun, storage_options: str | None, notify: Callable[[str], None]) -> RecordedRun:
+    """Return the record of a run with the way to reach the store of its data; say what that replaces."""
+    config = replace(recorded.config, storage_options=storage_options)
+    if (line := recorded.describe_replaced(config, OF_AN_EVALUATION, (STORAGE,))) is not None:
+        notify(line)
+    return replace(recorded, config=config)

@@ -1,0 +1,267 @@
+"""A run on the page, with everything that the page shows of it.
+
+Every file of a run may be missing, damaged or of an older version: what is then missing becomes an `Absent` with the
+reason. Must not know: HTML, programs.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
+from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.loss_log import RunFacts, read_run_facts
+from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG
+from loopfeed.engine.records.run_summary import RunSummary, summarise_run
+from loopfeed.engine.records.topology import Topology
+from loopfeed.engine.report_page.absent import Absent
+from loopfeed.engine.report_page.curves import Curves, read_curves
+from loopfeed.engine.report_page.data_card import SplitCard
+from loopfeed.engine.report_page.evaluated import Decisions, EvaluatedWeights
+from loopfeed.engine.report_page.profile import ProfileEntry, read_profile
+from loopfeed.engine.runtime.record import RuntimeReport
+from loopfeed.engine.runtime.runtime_file import read_runtime
+from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.storage_options import is_url
+from loopfeed.preprocess.system_errors import status_of
+
+_UNKNOWN = Absent("the settings of the run, which name its data and its model, cannot be read")
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The evaluations during a run, oldest first, one for each step.
+
+    Attributes:
+        records: all, or of very many every n-th, the best and the last.
+        every: n, 1 if none is left out.
+    """
+
+    records: tuple[EvaluationRecord, ...]
+    every: int
+
+    @property
+    def best(self) -> EvaluationRecord | None:
+        """The evaluation with the best top-1 accuracy, None if none has one."""
+        ranked = [record for record in self.records if not math.isnan(record.top1)]
+        return max(ranked, key=lambda record: record.top1, default=None)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What the wall time of some launches was spent on.
+
+    Attributes:
+        of_what: the launches, such as "2 launches".
+        seconds: the parts, by name.
+        note: a sentence about what is no part of them, "" for none.
+    """
+
+    of_what: str
+    seconds: Mapping[str, float]
+    note: str
+
+
+@dataclass(frozen=True, eq=False)
+class RunOnPage:
+    """A run on the page.
+
+    Attributes:
+        index: its place among the runs, which is also its colour, dashes and markers in charts.
+        path: the folder or URL that was given.
+        summary: whether it is in progress, and how it ended.
+        known: steps, batch size and model, as far as known.
+        recorded: the settings and what they resolved to.
+        curves: the losses.
+        evaluations: the evaluations during the run.
+        events: the requests that took effect.
+        runtime: what the runtime did in each launch.
+        profile: the rows of the profiler.
+        card: its data set: the place, and the splits.
+        weights: the evaluation of its weights.
+    """
+
+    index: int
+    path: str
+    summary: RunSummary
+    known: RunFacts
+    recorded: RecordedRun | Absent
+    curves: Curves | Absent
+    evaluations: Evaluations | Absent
+    events: tuple[ControlEvent, ...] | Absent
+    runtime: RuntimeReport | Absent
+    profile: tuple[ProfileEntry, ...] | Absent
+    card: tuple[str, tuple[SplitCard, ...]] | Absent = _UNKNOWN
+    weights: EvaluatedWeights | Absent = _UNKNOWN
+
+    @property
+    def letter(self) -> str:
+        """Its name in charts and tables, "A" for the first run."""
+        return chr(ord("A") + self.index)
+
+    @property
+    def name(self) -> str:
+        """The last part of its path or URL."""
+        return self.path.rstrip("/").rpartition("/")[2] if is_url(self.path) else Path(self.path).absolute().name
+
+    @property
+    def state(self) -> str:
+        """What the run does, or how it ended, as a sentence without its full stop."""
+        return _describe_state(self.summary)
+
+    @property
+    def spent(self) -> Spent | Absent:
+        """What the wall time was spent on; without a record of the runtime, that of its last launch."""
+        return _spent_time(self.runtime, self.summary.result)
+
+    @property
+    def decisions(self) -> Decisions | Absent:
+        """What the decisions on the images show."""
+        return self.weights if isinstance(self.weights, Absent) else self.weights.decisions
+
+    @property
+    def class_results(self) -> EvaluatedWeights | Absent:
+        """The evaluation, if it counted each class."""
+        if isinstance(self.weights, Absent) or self.weights.classes:
+            return self.weights
+        return Absent("accuracies of classes exist only for images of one class each, and this run has other labels")
+
+    @property
+    def num_params(self) -> int | None:
+        """The number of parameters of its model, None if it has not recorded it."""
+        found = self.summary.result.get("num_params")
+        return found if type(found) is int else None
+
+    @property
+    def devices(self) -> str:
+        """The devices that it ran on."""
+        try:
+            return (
+                "not recorded" if isinstance(self.recorded, Absent) else str(Topology.from_json(self.recorded.resolved))
+            )
+        except (KeyError, ValueError, TypeError):
+            return "not recorded"
+
+
+def read_run(index: int, folder: Path, path: str, most_points: int) -> RunOnPage:
+    """Read a run folder, without its data set and weights.
+
+    Args:
+        index: its place among the runs.
+        folder: the folder, or that of a copy of a stored run.
+        path: what was given for it.
+        most_points: the largest number of points of a curve.
+
+    Raises:
+        ValueError: if it is no run folder.
+    """
+    _check_is_run(folder, path)
+    return RunOnPage(
+        index=index,
+        path=path,
+        summary=summarise_run(folder, time.time(), path),
+        known=read_run_facts(folder),
+        recorded=_or_absent(lambda: read_recorded(folder)),
+        curves=read_curves(folder, most_points),
+        evaluations=_read_evaluations(folder, most_points),
+        events=_or_absent(lambda: read_events(folder / CONTROL_LOG_NAME)),
+        runtime=_read_runtime(folder),
+        profile=read_profile(folder),
+    )
+
+
+def _check_is_run(folder: Path, path: str) -> None:
+    """Raise ValueError if a folder contains neither the settings nor the losses of a run."""
+    if any((folder / name).is_file() for name in (CONFIG, LOSS_LOG)):
+        return
+    if not folder.is_dir():
+        found = "does not exist" if status_of(folder) is None else "is a file"
+    else:
+        below = sorted(each.parent.name for each in folder.glob(f"*/{CONFIG}"))
+        found = f"has neither {CONFIG} nor {LOSS_LOG}"
+        if below:
+            found = f"contains {quantity(len(below), 'run folder')}, such as {folder / below[-1]}"
+    raise ValueError(f"RUN must be a run folder, but {path} {found}: give the --run-dir of run-train")
+
+
+def _or_absent[T](read: Callable[[], T]) -> T | Absent:
+    try:
+        return read()
+    except OSError as error:
+        return Absent(f"{error.filename} cannot be read ({error.strerror or error})")
+    except ValueError as error:
+        return Absent(str(error))
+
+
+def _describe_state(summary: RunSummary) -> str:
+    end, steps = summary.result, "an unknown number of steps"
+    if summary.step is not None:
+        steps = quantity(summary.step, "step")
+    match summary.state:
+        case "done" if end.get("stopped_by") == "top1":
+            return f"the run reached the accuracy that it was to stop at, after {steps}"
+        case "done":
+            return f"the run is complete, with {steps}"
+        case "failed":
+            return f"the run failed after {steps}: {end.get('error')}"
+        case "stopped":
+            planned = "" if summary.steps is None else f" of {summary.steps:,}"
+            return f"the run was stopped by {end.get('stopped_by')} after {steps}{planned}"
+        case "starting" | "running":
+            return "the run is in progress"
+        case "killed":
+            return "the run was killed: its process has ended, or written nothing for 10 minutes, without a result"
+        case "damaged" | "foreign":
+            return f"the run folder is damaged: {summary.fault}"
+
+
+def _read_evaluations(folder: Path, most: int) -> Evaluations | Absent:
+    """Return at most `most` + 2 of the evaluations, evenly spaced, always with the last and the best."""
+    try:
+        # A later line replaces an earlier one of the same step.
+        by_step = {record.step: record for record in EvaluationLog(folder / EVALUATION_LOG).read()}
+    except (OSError, ValueError) as error:
+        return Absent(f"{EVALUATION_LOG} cannot be read ({error})")
+    if not by_step:
+        return Absent("the run has not been evaluated yet, or had no images to be evaluated on")
+    steps = sorted(by_step)
+    every = -(-len(steps) // most)
+    best = max(steps, key=lambda step: (not math.isnan(by_step[step].top1), by_step[step].top1))
+    return Evaluations(tuple(by_step[step] for step in sorted({*steps[::every], best, steps[-1]})), every)
+
+
+def _read_runtime(folder: Path) -> RuntimeReport | Absent:
+    found = _or_absent(lambda: read_runtime(folder))
+    return Absent("the run has written no runtime.json, as runs of earlier releases") if found is None else found
+
+
+def _spent_time(report: RuntimeReport | Absent, end: Mapping[str, Any]) -> Spent | Absent:
+    if isinstance(report, Absent):
+        return _from_end(report, end)
+    goodput = report.goodput
+    if not goodput.total > 0:
+        return Absent("the run has just started")
+    notes = []
+    if goodput.lost_steps:
+        notes.append(f"{quantity(goodput.lost_steps, 'step')} were made again after a resume.")
+    if goodput.gaps:
+        notes.append(f"Between the launches, {goodput.gaps:,.0f} s passed in which nothing ran.")
+    return Spent(quantity(len(report.launches), "launch"), goodput.seconds(), " ".join(notes))
+
+
+def _from_end(absent: Absent, end: Mapping[str, Any]) -> Spent | Absent:
+    def found(values: Sequence[Any]) -> bool:
+        return all(type(value) in (int, float) and 0 <= value < 1e12 for value in values)
+
+    times = [end.get(name, -1) for name in ("train_s", "wait_s", "compile_s")]
+    if not found(times) or times[0] + times[2] <= 0:
+        return absent
+    train_s, wait_s, compile_s = map(float, times)
+    seconds = {"compilation": compile_s, "waiting": wait_s, "all else": max(train_s - wait_s, 0.0)}
+    return Spent("the last launch", seconds, "From result.json: the run has no runtime.json, which says more.")
