@@ -450,7 +450,7 @@ def test_synthetic_batches_need_no_data():
 def test_an_unknown_key_is_an_error():
     with pytest.raises(ConfigError, match=r"^TrainConfig has no setting 'batchsize': did you mean batch\?$"):
         TrainConfig.from_json({"batch": 8, "batchsize": 8})
-    with pytest.raises(ConfigError, match=r"^TrainConfig has no setting 'patience': help\(engine") as it:
+    with pytest.raises(ConfigError, match=r"^TrainConfig has no setting 'patience': help\(loopfeed") as it:
         TrainConfig(patience=3)  # type: ignore[call-arg]
     # Three of about ninety: a list of all of them hid the one that was given.
     assert re.search(r"TrainConfig\) lists all \d+, of which the nearest are \w+, \w+, \w+$", str(it.value))

@@ -274,7 +274,7 @@ def test_the_model_must_be_the_runs(trained, tmp_path):
         evaluate(run, model=Linear())
     train(toy_config(steps=1, run_dir=tmp_path), model=Linear(), batches=toy_batch)
     with pytest.raises(
-        ValueError, match=r"a model of your own, 'linear', which must be given from Python: engine\.evaluate\("
+        ValueError, match=r"a model of your own, 'linear', which must be given from Python: loopfeed\.evaluate\("
     ):
         evaluate(tmp_path, evaluation=evaluation_set(3))
     with pytest.raises(

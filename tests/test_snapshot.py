@@ -150,7 +150,7 @@ def test_the_facts_hold_a_digest_that_anyone_can_take(tmp_path):
     digest = hashlib.sha256(head + bytes.fromhex("00000000 0000803f 00000040")).hexdigest()
     assert facts["leaves"] == {"params.bias": {"dtype": "float32", "shape": [3], "sha256": digest}}
     assert (facts["format"], facts["step"], facts["pulls"]) == (1, 2, 4)
-    assert sorted(facts["versions"]) == ["jax", "loopfeed", "orbax-checkpoint"]
+    assert sorted(facts["versions"]) == ["feedloop", "jax", "orbax-checkpoint"]
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

@@ -29,7 +29,7 @@ from loopfeed.engine.records.digests import SEAL, sealed
 from loopfeed.engine.records.file_errors import LostFileError
 from loopfeed.engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots, check_path_is_text
 from loopfeed.engine.records.folder_lock import LOCK_NAME, FolderLock
-from loopfeed.engine.records.versions import version_of
+from loopfeed.engine.records.versions import versions_of
 from loopfeed.engine.records.whole_file import remove_unfinished, write_whole
 from loopfeed.preprocess.links import LinkedPathError, check_unlinked, remove_tree
 from loopfeed.preprocess.regular_file import is_regular
@@ -77,7 +77,7 @@ _MAKE_TRIES = 10
 # So long, an interrupted run waits for what is still at work in its folder.
 _UNLOCK_WAIT_S = 1.0
 _LOOK_EVERY_S = 0.05
-_RECORDED_VERSIONS = ("loopfeed", "jax", "jaxlib", "numpy", "optax", "tensorstore")
+_RECORDED_VERSIONS = ("jax", "jaxlib", "numpy", "optax", "tensorstore")
 
 
 class RunFolder:
@@ -315,7 +315,7 @@ class RunFolder:
 
 def recorded_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that a run's numbers depend on."""
-    return {"python": platform.python_version()} | {name: version_of(name) for name in _RECORDED_VERSIONS}
+    return {"python": platform.python_version()} | versions_of(*_RECORDED_VERSIONS)
 
 
 def check_folder(path: Path, *, overwrite: bool = False, resume: bool = False) -> None:

@@ -38,7 +38,7 @@ from loopfeed.engine.records.orbax_store import (
 )
 from loopfeed.engine.records.snapshot_claims import find_false_claim
 from loopfeed.engine.records.stored_types import as_snapshot, from_snapshot
-from loopfeed.engine.records.versions import version_of
+from loopfeed.engine.records.versions import RECORDED_NAME, versions_of
 from loopfeed.preprocess.claimed_size import is_plausible, least_stored_bytes, stored_size
 from loopfeed.preprocess.links import check_unlinked, remove_tree
 from loopfeed.preprocess.regular_file import check_regular, raise_error
@@ -286,7 +286,7 @@ def _make_facts(step: int, pulls: int, arrays: Mapping[str, NDArray[Any]], state
         "format": _FORMAT,
         "step": step,
         "pulls": pulls,
-        "versions": {name: version_of(name) for name in ("loopfeed", "jax", "orbax-checkpoint")},
+        "versions": versions_of("jax", "orbax-checkpoint"),
         "leaves": {name: describe_array(name, array) for name, array in arrays.items()},
     }
     return sealed(facts if state is None else {**facts, _FOLDER: state.to_json()})
@@ -362,18 +362,13 @@ def _check_room(folder: Path, num_bytes: int) -> None:
         ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _written_by(versions: dict[str, str]) -> str:
-    """Return the version of the package that wrote a snapshot; before 0.1.0 its name was another one."""
-    return versions["loopfeed"] if "loopfeed" in versions else versions["feedloop"]
-
-
 def _read_facts(path: Path, step: int) -> dict[str, Any]:
     try:
         facts = restore_facts(path)
         is_whole = is_as_sealed(facts) and facts["step"] == step
         form, written_by, leaves, pulls = (
             facts["format"],
-            _written_by(facts["versions"]),
+            facts["versions"][RECORDED_NAME],
             facts["leaves"],
             facts["pulls"],
         )

@@ -2,6 +2,9 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+RECORDED_NAME = "feedloop"
+"""The name under which records have Loopfeed's version: that of the package in the first runs."""
+
 NOT_INSTALLED = "not installed"
 """The version of a package that is not installed, such as Loopfeed when it runs from its source tree."""
 
@@ -12,3 +15,8 @@ def version_of(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return NOT_INSTALLED
+
+
+def versions_of(*others: str) -> dict[str, str]:
+    """Return the versions of Loopfeed and of other packages, as records have them."""
+    return {RECORDED_NAME: version_of("loopfeed")} | {name: version_of(name) for name in others}

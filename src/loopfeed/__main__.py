@@ -5,8 +5,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 import click
 
+from loopfeed.preprocess.commands.guarded_output import GuardedCommand
 
-@click.command()
+
+@click.command(cls=GuardedCommand)
 @click.version_option(package_name="loopfeed")
 def main() -> None:
     """Name the commands of Loopfeed, with a line each; `COMMAND --help` explains one."""
