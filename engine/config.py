@@ -32,7 +32,7 @@ from loopfeed.engine.settings import (
     unknown_setting,
 )
 from loopfeed.models.names import MODEL_NAMES
-from loopfeed.preprocess.storage_options import STORAGE_OPTIONS, StorageOptionError
+from loopfeed.preprocess.storage_options import STORAGE_OPTIONS, StorageOptionError, check_no_user
 from loopfeed.preprocess.storage_options import parse_text as parse_storage_options
 
 __all__ = ["ConfigError", "SettingError", "TrainConfig"]
@@ -587,6 +587,7 @@ class TrainConfig:
         if self.profile_steps is not None:
             parse_profile_steps(self.profile_steps)
         _check_lower_bounds(self.clip_order, self.crop_area)
+        _check_no_user(self)
         if self.synthetic and self.data is not None:
             raise SettingError(
                 "data",
@@ -653,6 +654,15 @@ def epochs_in(value: Any) -> float | None:
     """Return the epochs that a value such as "0.5e" of a setting counted in steps stands for; None for others."""
     found = re.fullmatch(r"([0-9]{1,10}(?:\.[0-9]{1,10})?)e", value) if isinstance(value, str) else None
     return None if found is None else float(found[1])
+
+
+def _check_no_user(config: TrainConfig) -> None:
+    """Raise SettingError if a URL among the settings, all of which are recorded, has a user or password."""
+    for name in SETTINGS:
+        try:
+            check_no_user(str(getattr(config, name)))
+        except StorageOptionError as error:
+            raise SettingError(name, "{setting}: {fault}", fault=error) from None
 
 
 def _check_lower_bounds(clip_order: str, crop_area: float) -> None:

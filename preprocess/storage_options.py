@@ -337,6 +337,17 @@ def is_url(location: str) -> bool:
     return "://" in location
 
 
+def check_no_user(location: str) -> None:
+    """Raise StorageOptionError for a URL with a user or password, which would be recorded; no message repeats them."""
+    _, separator, rest = location.partition("://")
+    if separator and "@" in re.split(r"[/?#\\]", rest, maxsplit=1)[0]:
+        raise StorageOptionError(
+            "a URL must have no user or password before its host, because it is recorded: leave them out, and give "
+            "keys as $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, as profile=NAME or as "
+            "$GOOGLE_APPLICATION_CREDENTIALS; copy what a server gives for a password alone"
+        )
+
+
 def expand_home(location: str) -> Path:
     """Return the path that names a file of this machine, a leading ~ expanded if there is such a home folder."""
     return Path(os.path.expanduser(location))  # noqa: PTH111 - pathlib's raises without a home folder

@@ -226,3 +226,25 @@ def test_resolved_values_that_no_run_records_are_refused_before_they_are_used(co
     path.write_text(json.dumps(sealed({**values, "resolved": values["resolved"] | {name: value}})))
     with pytest.raises(ValueError, match=rf"config.json cannot be read \(resolved {name} must be "):
         read_recorded(copied_run)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"resolved": {"device": value}} for value in (None, 3)),
+        *({"resolved": {"num_devices": value}} for value in (None, [1])),
+        {"earlier": [{"until_step": 1, "settings": {}, "versions": [1]}]},
+        *(
+            {"earlier": [{"until_step": 1, "settings": {}, "topology": value}]}
+            for value in (None, 3, {}, {"device": 3})
+        ),
+    ],
+)
+def test_devices_that_no_run_records_are_refused_with_the_record(copied_run, change):
+    path = copied_run / "config.json"
+    values = json.loads(path.read_text())
+    if "resolved" in change:
+        change = {"resolved": values["resolved"] | change["resolved"]}
+    path.write_text(json.dumps(sealed(values | change)))
+    with pytest.raises(ValueError, match=r"config.json cannot be read \(.*: restore the file as run-train wrote it"):
+        read_recorded(copied_run)

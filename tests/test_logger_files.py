@@ -18,7 +18,9 @@ from PIL import Image
 
 from loopfeed import TensorBoardSink, train
 from loopfeed.engine.loggers.event_file import EventFile
+from loopfeed.engine.loggers.experiment_log import LogRefusedError
 from loopfeed.engine.loggers.pictures import draw_images
+from loopfeed.engine.loggers.wandb import check_login
 from loopfeed.engine.objective.metrics import confusion_matrix
 from tests.test_observed import Seen
 from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
@@ -122,6 +124,25 @@ def test_pictures_and_settings_are_there(logged, events):
     assert "_hparams_/session_start_info" in events
 
 
+def test_the_package_says_whether_it_would_ask_for_an_account(tmp_path, monkeypatch):
+    import wandb
+
+    for name in ("API_KEY", "IDENTITY_TOKEN_FILE", "MODE", "DISABLED", "BASE_URL"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    try:
+        check_login(wandb)  # no terminal: it would raise an error
+        monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: True)
+        with pytest.raises(LogRefusedError, match="no account is known for"):
+            check_login(wandb)
+        # The address of the service before.
+        (tmp_path / ".netrc").write_text(f"machine api.wandb.ai login user password {'a' * 40}\n")
+        check_login(wandb)
+    finally:
+        wandb.teardown()  # its settings, which it reads once
+
+
 def wandb_records(path: Path) -> list[Any]:
     """Return the messages in a .wandb file: LevelDB's log format, with a CRC-32 over type and data."""
     from wandb.proto import wandb_internal_pb2
@@ -145,7 +166,7 @@ def wandb_records(path: Path) -> list[Any]:
 def test_weights_and_biases_has_one_run_with_the_same_numbers(logged):
     folder, _, _ = logged
     files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
-    run_id = (folder / "wandb" / "run-id").read_text().strip()
+    run_id = (folder / "wandb" / "run-id").read_text().split()[0]
     assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 3
     losses = {each["step"]: each["loss"] for each in lines(folder / "loss.jsonl")}
     for path, steps in zip(files, (range(1, 7), range(7, 11), range(7, 13)), strict=True):

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import shutil
 import sys
 import threading
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from loopfeed.engine.crossing.pushed import PushedImages
 from loopfeed.engine.loggers import logger_sink, required_package
 from loopfeed.engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
 from loopfeed.engine.loggers.event_file import EventFile, frame_record
-from loopfeed.engine.loggers.experiment_log import Table
+from loopfeed.engine.loggers.experiment_log import LogRefusedError, Table
 from loopfeed.engine.loggers.logger_sink import LoggerSink
 from loopfeed.engine.loggers.pictures import captions, draw_images, draw_matrix
 from loopfeed.engine.loggers.record_log import log_record
@@ -357,11 +358,41 @@ def test_git_is_run_in_no_repository_that_came_with_a_run_folder(tmp_path, monke
     assert not is_in_repository_of_user(gift)
 
 
-def test_the_id_of_a_run_is_kept(tmp_path):
-    kept = kept_run_id(tmp_path / "wandb")
+def test_the_id_of_a_run_is_kept_for_who_wrote_it(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    kept = kept_run_id(tmp_path / "wandb", said.append)
     assert len(kept) == 8
-    assert kept_run_id(tmp_path / "wandb") == kept
-    assert kept_run_id(tmp_path / "other") != kept
+    assert kept_run_id(tmp_path / "wandb", said.append) == kept
+    assert kept_run_id(tmp_path / "other", said.append) != kept
+    assert (tmp_path / "mine/loopfeed/wandb-key").stat().st_mode & 0o777 == 0o600
+    shutil.move(tmp_path / "wandb", tmp_path / "moved")
+    assert kept_run_id(tmp_path / "moved", said.append) == kept
+    assert said == []
+    file = tmp_path / "moved/run-id"
+    written = file.read_text()
+    # Of somebody else, without a mark or with one that is none, and one's own on another machine.
+    for content, home in (
+        ("kept1234\n", "mine"),
+        (f"{kept}\n{'0' * 64}\n", "mine"),
+        (f"{kept}\nä", "mine"),
+        (written, "other"),
+    ):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+        file.write_text(content)
+        with monkeypatch.context() as patch:
+            patch.setenv("WANDB_RUN_ID", "named")
+            assert kept_run_id(file.parent, said.append) == "named"
+        begun = kept_run_id(file.parent, said.append)
+        assert begun not in content
+        assert kept_run_id(file.parent, said.append) == begun
+        (line,) = said
+        assert line.startswith(
+            f"{file} was not written by you on this machine: another run of Weights & Biases is begun"
+        )
+        assert line.endswith(f"set WANDB_RUN_ID={content.split()[0]})")
+        said.clear()
 
 
 def test_overwriting_a_run_removes_its_event_files_and_its_id_alone(tmp_path):
@@ -386,6 +417,9 @@ def no_account(monkeypatch, tmp_path):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
     monkeypatch.delenv("NETRC", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    # What the package itself says, which need not be installed.
+    monkeypatch.setitem(sys.modules, "wandb.errors.term", cast(Any, SimpleNamespace(can_use_terminput=lambda: True)))
+    monkeypatch.setitem(sys.modules, "wandb.sdk.lib.wbauth", cast(Any, SimpleNamespace()))
     return tmp_path
 
 
@@ -418,6 +452,17 @@ def test_an_account_of_weights_and_biases_is_found_where_the_package_looks(
         (no_account / name).write_text(text)
         (no_account / name).chmod(0o600)
     check_login(package)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "answer"),
+    [("wandb.errors.term", "can_use_terminput", False), ("wandb.sdk.lib.wbauth", "authenticate_session", "an account")],
+)
+def test_no_account_is_missed_where_the_package_would_not_ask(no_account, monkeypatch, module, name, answer):
+    with pytest.raises(LogRefusedError, match="no account is known for"):
+        check_login(SimpleNamespace())
+    monkeypatch.setattr(sys.modules[module], name, lambda **_: answer, raising=False)
+    check_login(SimpleNamespace())
 
 
 @pytest.mark.parametrize(

@@ -383,3 +383,18 @@ def test_weights_of_a_url_are_read_like_a_file(tmp_path):
 def test_an_empty_option_changes_nothing(tmp_path):
     pack(fake_source(4), tmp_path)
     assert open_split(str(tmp_path), "train", storage_options={}).num_images == 4
+
+
+@pytest.mark.parametrize("url", ["https://me:hidden@host/pack", "s3://hidden@bucket/pack", "http://me:hidden@host?a/b"])
+def test_a_url_with_a_user_or_password_is_refused_before_it_is_recorded(url):
+    for name in ("data", "init_from", "run_dir"):
+        with pytest.raises(
+            SettingError, match=rf"^{name}: a URL must have no user or password before its host"
+        ) as fault:
+            TrainConfig(**{name: url}, synthetic=name == "data")
+        assert "hidden" not in str(fault.value)
+    with pytest.raises(ShardError, match="a URL must have no user or password before its host") as refused:
+        open_location(url)
+    assert "hidden" not in str(refused.value)
+    for name in ("https://host/a@b", "memory://a/@", "a@b/c"):
+        assert TrainConfig(data=name).data == name

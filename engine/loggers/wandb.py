@@ -1,10 +1,12 @@
 """Weights & Biases (https://wandb.ai) as a logger of experiments, and the sink that logs to it."""
 
+import hmac
+import importlib
 import netrc
 import os
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from loopfeed.engine.loggers.required_package import check_package
 from loopfeed.engine.records.run_folder import WANDB, WANDB_RUN_ID
 from loopfeed.engine.records.whole_file import make_folder, write_whole
 from loopfeed.engine.stream.sinks import RunDescription
+from loopfeed.models.trusted_folder import folder_fault, make_private_folder
+from loopfeed.models.user_cache import user_cache_folder
+from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.storage_options import expand_home
 
@@ -28,14 +33,17 @@ _STEP = "step"
 _INIT_TIMEOUT_S, _INIT_TIMEOUT_VARIABLE = 30.0, "WANDB_INIT_TIMEOUT"
 _OFFLINE = ("offline", "dryrun", "disabled")
 _HOST = "https://api.wandb.ai"
+_ID_VARIABLE = "WANDB_RUN_ID"
 _ID_CHARACTERS, _ID_LENGTH, _MOST_ID_BYTES = string.ascii_lowercase + string.digits, 8, 256
+_KEY, _KEY_BYTES = "wandb-key", 32
 
 
 class WandbSink(LoggerSink):
     """A sink that logs to Weights & Biases; needs the package `wandb` and an account; nothing is asked.
 
-    A resumed run continues the same run of Weights & Biases, whose id is kept in `RUN/wandb/run-id`. If the service
-    cannot be reached, the run goes on with a warning; `WANDB_MODE=offline` logs to files, for `wandb sync`.
+    A resumed run continues the same run of Weights & Biases, whose id is kept in `RUN/wandb/run-id`, if this user wrote
+    it on this machine; else, it begins another one, unless `WANDB_RUN_ID` names one. If the service cannot be reached,
+    the run goes on with a warning; `WANDB_MODE=offline` logs to files, for `wandb sync`.
 
     Args:
         project: the project to log to.
@@ -57,7 +65,7 @@ def open_wandb_log(project: str, folder: Path | None, name: str | None, run: Run
     import wandb
 
     check_login(wandb)
-    run_id = None if folder is None else kept_run_id(folder / WANDB)
+    run_id = None if folder is None else kept_run_id(folder / WANDB, run.notify)
     # Silent, because a question at the terminal would disturb the display of the losses.
     settings = wandb.Settings(silent=True, console="off")
     if _INIT_TIMEOUT_VARIABLE not in os.environ:
@@ -99,9 +107,9 @@ def _repository_of(folder: Path) -> Path | None:
 
 
 def check_login(wandb: Any) -> None:
-    """Raise LogRefusedError if the package would ask for an account, which it does at any terminal; asks nobody itself.
+    """Raise LogRefusedError if the package would ask for an account at a terminal or in a notebook; asks nobody itself.
 
-    The package looks for a key in its own settings, the environment and the user's netrc file.
+    The package looks for a key in its own settings and session, the environment and the user's netrc file.
 
     Args:
         wandb: the package.
@@ -118,11 +126,28 @@ def check_login(wandb: Any) -> None:
     if found("WANDB_API_KEY", "api_key") or found("WANDB_IDENTITY_TOKEN_FILE", "identity_token_file"):
         return
     host = found("WANDB_BASE_URL", "base_url") or _HOST
-    if not _is_in_netrc(urlsplit(host)):
+    if not _is_known_to_package(host) and not _is_in_netrc(urlsplit(host)) and _can_ask():
         raise LogRefusedError(
             f"no account is known for {host}: run `wandb login`, set WANDB_API_KEY, or log to files with "
             "WANDB_MODE=offline"
         )
+
+
+def _is_known_to_package(host: str) -> bool:
+    """Return whether the package itself finds an account for a host, as it does for the former names of its server."""
+    with suppress(Exception):  # another version, or a key that it does not accept
+        login: Any = importlib.import_module("wandb.sdk.lib.wbauth")
+        found = login.authenticate_session(host=host, source="run-train", prompt=False, update_session=False)
+        return found is not None
+    return False
+
+
+def _can_ask() -> bool:
+    """Return whether the package could ask a question, where it then waits for an answer; elsewhere it raises."""
+    with suppress(Exception):  # another version
+        terminal: Any = importlib.import_module("wandb.errors.term")
+        return bool(terminal.can_use_terminput())
+    return True
 
 
 def _is_in_netrc(host: SplitResult) -> bool:
@@ -135,19 +160,59 @@ def _is_in_netrc(host: SplitResult) -> bool:
     return False
 
 
-def kept_run_id(folder: Path) -> str:
-    """Return the id of a run that a folder keeps; if it has none, create one and keep it."""
+def kept_run_id(folder: Path, notify: Callable[[str], None]) -> str:
+    """Return the id of a run that a folder keeps; if this user has kept none here, create one and keep it.
+
+    A folder of somebody else must not choose which run of this user's is continued, so that the id counts only with a
+    mark that is made of it with a key of this user on this machine.
+
+    Args:
+        folder: that of the logger in the run folder.
+        notify: called with a line about an id that is not used.
+    """
     path = folder / WANDB_RUN_ID
+    if given := os.environ.get(_ID_VARIABLE):
+        return given
     try:
-        kept = read_regular(path, max_bytes=_MOST_ID_BYTES).decode().strip()
+        kept, _, mark = read_regular(path, max_bytes=_MOST_ID_BYTES).decode().strip().partition("\n")
     except FileNotFoundError:
-        kept = ""
-    if kept:
+        kept = mark = ""
+    key = _own_key()
+    if kept and key is not None and hmac.compare_digest(_mark_of(kept, key).encode(), mark.encode()):
         return kept
+    if kept:
+        notify(
+            f"{path} was not written by you on this machine: another run of Weights & Biases is begun (to continue "
+            f"that one, set {_ID_VARIABLE}={printable(kept)})"
+        )
     created = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
     make_folder(folder)
-    write_whole(path, f"{created}\n".encode())
+    write_whole(path, f"{created}\n{'' if key is None else _mark_of(created, key)}\n".encode())
     return created
+
+
+def _mark_of(run_id: str, key: bytes) -> str:
+    return hmac.new(key, run_id.encode(), "sha256").hexdigest()
+
+
+def _own_key() -> bytes | None:
+    """Return random bytes that only this user on this machine knows; None if there is no folder for them."""
+    if (cache := user_cache_folder()) is None:
+        return None
+    path = cache / _KEY
+    with suppress(OSError):
+        make_private_folder(cache)
+        if folder_fault(cache) is not None:
+            return None
+        with suppress(FileExistsError), open(path, "xb", opener=_open_private) as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        if len(key := read_regular(path, max_bytes=_KEY_BYTES)) == _KEY_BYTES:
+            return key
+    return None
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class WandbLog:

@@ -148,6 +148,7 @@ def read_record(path: Path) -> RecordedRun:
             if not isinstance(values[name], dict):
                 raise TypeError(f"{name} must be an object, but is {type(values[name]).__name__}")
         _check_resolved(values["resolved"])
+        Topology.from_json(values["resolved"])
         config = TrainConfig.from_json(_of_older_runs(values["resolved"]) | values["config"])
         config, replaced = take_recorded(config, has_no_place=_has_no_place(config, values["resolved"]))
         return RecordedRun(
@@ -157,7 +158,7 @@ def read_record(path: Path) -> RecordedRun:
             origins=dict(values["origins"]),
             versions=dict(values["versions"]),
             earlier=tuple(
-                {**_checked_machine(e), "until_step": int(e["until_step"]), "settings": _of_run(e["settings"])}
+                {**_checked_launch(e), "until_step": int(e["until_step"]), "settings": _of_run(e["settings"])}
                 for e in values["earlier"]
             ),
             digest=values.get(SEAL),
@@ -175,7 +176,13 @@ def _of_run(values: dict[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-def _checked_machine(launch: Mapping[str, Any]) -> Mapping[str, Any]:
+def _checked_launch(launch: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(launch.get("versions", {}), dict):
+        raise ValueError(
+            f"the versions of an earlier launch must be an object, but are {str(launch['versions'])[:80]!r}"
+        )
+    if "topology" in launch:
+        Topology.from_json(launch["topology"])
     if (found := launch.get(MACHINE)) is not None and not _are_texts(found):
         raise ValueError(f"the {MACHINE} of an earlier launch must be an object of texts, but is {str(found)[:80]!r}")
     return launch

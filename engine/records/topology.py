@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.settings import shown
 from loopfeed.preprocess.cores import num_cores
 from loopfeed.preprocess.quantities import listed
 
@@ -25,8 +26,18 @@ class Topology:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Topology":
-        """Return the topology that a record contains; the oldest records, of one device, contain no numbers."""
-        return Topology(str(values["device"]), int(values.get("num_devices", 1)), int(values.get("num_processes", 1)))
+        """Return the topology that a record contains; the oldest records, of one device, contain no numbers.
+
+        Raises:
+            ValueError: if no run records it.
+        """
+        device, *numbers = values.get("device"), values.get("num_devices", 1), values.get("num_processes", 1)
+        if not isinstance(device, str) or not all(type(each) is int and each >= 1 for each in numbers):
+            found = str(shown([device, *numbers]))[:80]
+            raise ValueError(
+                f"a launch must have a device, as text, and numbers of devices and processes, but has {found}"
+            )
+        return Topology(device, *numbers)
 
     def to_json(self) -> dict[str, Any]:
         """Return the topology as a JSON object."""

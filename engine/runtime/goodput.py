@@ -115,7 +115,7 @@ def _last_line(log: Path, size: int | None) -> tuple[int, float] | None:
         stop = os.fstat(file.fileno()).st_size if size is None else size
         begin = max(0, stop - LONGEST_LINE_BYTES)
         lines = read_at(file.fileno(), stop - begin, begin).rpartition(b"\n")[0].split(b"\n")
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             values = json.loads(lines[-1])
             return int(values["step"]), float(values["time"])
     return None

@@ -21,6 +21,7 @@ from loopfeed.preprocess.shards.store_errors import reason, remedy_for
 from loopfeed.preprocess.storage_options import (
     StorageOptionError,
     check_applicable,
+    check_no_user,
     check_options,
     context_members,
     expand_home,
@@ -436,6 +437,10 @@ def _spec_of(data: str) -> dict[str, Any]:
     if not data:
         raise ShardError("the data folder is an empty string; give a folder or a URL such as gs://bucket/imagenet")
     if "://" in data:
+        try:
+            check_no_user(data)
+        except StorageOptionError as error:
+            raise ShardError(str(error)) from None
         try:
             spec: dict[str, Any] = ts.KvStore.Spec(data).to_json()
         except (ValueError, RuntimeError) as error:
