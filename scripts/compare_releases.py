@@ -40,6 +40,7 @@ IMAGE_SIZE, NUM_CLASSES, SHARD_IMAGES = 32, 5, 40
 START = (
     "import sys; from importlib import import_module; sys.argv[0] = {name!r}; import_module({module!r}).{function}()"
 )
+FIND = "import importlib.util, sys; print(getattr(importlib.util.find_spec(sys.argv[1]), 'origin', 'nothing'))"
 # The reader is in another module in older releases, whose packages were called `engine`, `models` and `preprocess`.
 READ = """
 import hashlib, sys
@@ -199,10 +200,9 @@ def open_folder(keep: Path | None) -> Iterator[Path]:
 def check_sources(old: Release, new: Release) -> None:
     """Raise FailedError if a release does not run from its own sources."""
     for release in (old, new):
-        found = release.run_program(f"import {release.package}; print({release.package}.__file__)")
-        wrong = [path for path in found.splitlines() if not Path(path).is_relative_to(release.root)]
-        if wrong:
-            raise FailedError(f"the {release.name} code must be in {release.root}, and {wrong[0]} was imported")
+        found = release.run_program(FIND, release.package).strip()
+        if not Path(found).is_relative_to(release.root):
+            raise FailedError(f"the {release.name} code must be in {release.root}, and {found} was found")
 
 
 # --- packs
