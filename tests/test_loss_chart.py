@@ -8,7 +8,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, Glyphs, LossCurve, draw_chart
+from loopfeed.engine.commands.loss_chart import (
+    ASCII_GLYPHS,
+    RAW,
+    SMOOTHED,
+    UNICODE_GLYPHS,
+    Glyphs,
+    LossCurve,
+    draw_chart,
+)
 from tests.chart_text import chart_text
 
 NAN = float("nan")
@@ -28,8 +36,8 @@ def curve_of(losses, smoothed=None, steps=None) -> LossCurve:
     )
 
 
-def ink_dots(lines, ink: str, gutter: int) -> set[tuple[int, int]]:
-    """Dots (row, column) of one ink, read back from the braille characters bit by bit."""
+def dots_of(lines, style: str, gutter: int) -> set[tuple[int, int]]:
+    """Dots (row, column) of one style, read back from the braille characters bit by bit."""
     bit_rows_columns = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (3, 1)]
     dots = set()
     for y, line in enumerate(lines):
@@ -37,7 +45,7 @@ def ink_dots(lines, ink: str, gutter: int) -> set[tuple[int, int]]:
         for span in line:
             for character in span.text:
                 code = ord(character) - 0x2800
-                if span.ink == ink and 0 < code < 256:
+                if span.style == style and 0 < code < 256:
                     dots |= {(4 * y + r, 2 * x + c) for bit, (r, c) in enumerate(bit_rows_columns) if code >> bit & 1}
                 x += 1
     return dots
@@ -53,7 +61,7 @@ def ink_dots(lines, ink: str, gutter: int) -> set[tuple[int, int]]:
 )
 def test_any_losses_fit_any_size(losses, smoothed, width, height, log_scale, glyphs):
     curve = curve_of(losses, smoothed[: len(losses)])
-    lines = draw_chart(curve, width, height, log_scale=log_scale, glyphs=glyphs)
+    lines = draw_chart([curve], width, height, log_scale=log_scale, glyphs=glyphs)
     texts = chart_text(lines).split("\n")
     assert len(texts) == height
     assert max(map(len, texts)) <= width
@@ -69,9 +77,9 @@ def test_any_losses_fit_any_size(losses, smoothed, width, height, log_scale, gly
 def test_dots_equal_those_of_a_plain_formula(losses, width, height):
     # So small a chart has no axes: its dots are the whole plot.
     finite = [loss for loss in losses if math.isfinite(loss)]
-    lines = draw_chart(curve_of(losses), width, height)
+    lines = draw_chart([curve_of(losses)], width, height)
     if not finite:
-        assert ink_dots(lines, "raw", 0) == set()
+        assert dots_of(lines, RAW, 0) == set()
         return
     R, C, low, high = 4 * height, 2 * width, min(finite), max(finite)
     if low / 2 == high / 2:
@@ -83,13 +91,13 @@ def test_dots_equal_those_of_a_plain_formula(losses, width, height):
             exact = (1 - (loss / 2 - low / 2) / (high / 2 - low / 2)) * (R - 1)
             spans.setdefault(column, []).append(round(exact))
     expected = {(row, c) for c, rows in spans.items() for row in range(min(rows), max(rows) + 1)}
-    assert ink_dots(lines, "raw", 0) == expected
+    assert dots_of(lines, RAW, 0) == expected
 
 
 @given(smoothed=st.lists(st.floats(0, 10), min_size=2, max_size=200), width=st.integers(1, 7))
 def test_the_smoothed_curve_has_no_gap(smoothed, width):
-    lines = draw_chart(curve_of(smoothed, smoothed), width, 3)
-    dots = ink_dots(lines, "smoothed", 0)
+    lines = draw_chart([curve_of(smoothed, smoothed)], width, 3)
+    dots = dots_of(lines, SMOOTHED, 0)
     columns = [sorted(r for r, c in dots if c == column) for column in sorted({c for _, c in dots})]
     assert sorted({c for _, c in dots}) == list(range(min(c for _, c in dots), max(c for _, c in dots) + 1))
     for rows, following in itertools.pairwise(columns):
@@ -100,13 +108,13 @@ def test_the_smoothed_curve_has_no_gap(smoothed, width):
 
 def test_a_falling_line_looks_like_one():
     losses = [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
-    assert chart_text(draw_chart(curve_of(losses), 4, 2)) == "⠑⢄  \n  ⠑⢄"
+    assert chart_text(draw_chart([curve_of(losses)], 4, 2)) == "⠑⢄  \n  ⠑⢄"
 
 
 def test_golden_ascii_chart_with_axes_and_a_broken_loss():
     losses = [4.0, 3.5, 3.0, NAN, 2.5, 2.0, 1.5, 1.25, 1.0, 1.0]
     smoothed = [4.0, 3.75, 3.4, 3.4, 2.9, 2.5, 2.0, 1.6, 1.3, 1.15]
-    text = chart_text(draw_chart(curve_of(losses, smoothed), 22, 9, glyphs=ASCII_GLYPHS))
+    text = chart_text(draw_chart([curve_of(losses, smoothed)], 22, 9, glyphs=ASCII_GLYPHS))
     assert "\n".join(line.rstrip() for line in text.split("\n")) == GOLDEN
 
 
@@ -124,34 +132,34 @@ GOLDEN = """\
 
 @pytest.mark.parametrize("value", [0.0, 2.5, -3.0, 1.7e308, 5e-324])
 def test_a_constant_loss_is_a_level_line(value):
-    lines = draw_chart(curve_of([value] * 12), 6, 3)
-    rows = {row for row, _ in ink_dots(lines, "raw", 0)}
+    lines = draw_chart([curve_of([value] * 12)], 6, 3)
+    rows = {row for row, _ in dots_of(lines, RAW, 0)}
     assert len(rows) == 1
-    assert {column for _, column in ink_dots(lines, "raw", 0)} == set(range(12))
+    assert {column for _, column in dots_of(lines, RAW, 0)} == set(range(12))
 
 
 def test_a_single_point_is_in_the_middle_with_its_step():
-    lines = draw_chart(curve_of([2.3], steps=[17]), 40, 9)
+    lines = draw_chart([curve_of([2.3], steps=[17])], 40, 9)
     text = chart_text(lines)
     assert text.split("\n")[-1].strip() == "17"
-    dots = ink_dots(lines[:-2], "raw", text.index("┤") + 1)
+    dots = dots_of(lines[:-2], RAW, text.index("┤") + 1)
     plot_width = max(map(len, text.split("\n"))) - text.index("┤") - 1
     assert dots == {(14, plot_width)}  # of 28 rows (13.5 rounds to 14) and 2 * plot_width columns
 
 
 @pytest.mark.parametrize(("losses", "message"), [([], "no loss yet"), ([NAN, math.inf], "no finite loss yet")])
 def test_an_empty_chart_has_a_message(losses, message):
-    assert chart_text(draw_chart(curve_of(losses), 40, 5)).strip() == message
+    assert chart_text(draw_chart([curve_of(losses)], 40, 5)).strip() == message
 
 
 def test_log_scale_marks_losses_that_have_no_logarithm():
-    text = chart_text(draw_chart(curve_of([100.0, 10.0, 0.0, 1.0]), 40, 10, log_scale=True))
+    text = chart_text(draw_chart([curve_of([100.0, 10.0, 0.0, 1.0])], 40, 10, log_scale=True))
     assert text.count("×") == 1
     assert [line[:3].strip() for line in text.split("\n") if "┤" in line] == ["100", "10", "1"]
 
 
 def test_log_scale_without_a_positive_loss_draws_nothing():
-    assert "no finite loss yet" in chart_text(draw_chart(curve_of([0.0, -1.0]), 40, 5, log_scale=True))
+    assert "no finite loss yet" in chart_text(draw_chart([curve_of([0.0, -1.0])], 40, 5, log_scale=True))
 
 
 @given(low=st.floats(-1e6, 1e6), part=st.floats(1e-2, 1e3), height=st.integers(8, 40), log_scale=st.booleans())
@@ -159,7 +167,7 @@ def test_tick_labels_are_on_the_row_of_their_value(low, part, height, log_scale)
     low = abs(low) + 1e-3 if log_scale else low
     span = part * max(abs(low), 1e-3)
     curve = curve_of([low, low + span])
-    lines = draw_chart(curve, 60, height, log_scale=log_scale)
+    lines = draw_chart([curve], 60, height, log_scale=log_scale)
     rows = height - 2
     for y, line in enumerate(lines[:-2]):
         if not line[0].text.endswith("┤"):
@@ -171,7 +179,7 @@ def test_tick_labels_are_on_the_row_of_their_value(low, part, height, log_scale)
 
 
 def test_labels_have_enough_digits_to_differ():
-    text = chart_text(draw_chart(curve_of([1.0, 1.0 + 1e-9]), 60, 20))
+    text = chart_text(draw_chart([curve_of([1.0, 1.0 + 1e-9])], 60, 20))
     labels = [line.split("┤")[0].strip() for line in text.split("\n") if "┤" in line]
     assert len(labels) >= 3
     assert len(set(labels)) == len(labels)
@@ -181,7 +189,7 @@ def test_labels_have_enough_digits_to_differ():
 @example(first=10**7, num=400, width=24)  # room for one label of eight digits, not for three
 def test_step_labels_are_under_their_ticks(first, num, width):
     curve = curve_of(np.linspace(2, 1, num), steps=np.arange(first, first + num))
-    axis, labels = chart_text(draw_chart(curve, width, 10)).split("\n")[-2:]
+    axis, labels = chart_text(draw_chart([curve], width, 10)).split("\n")[-2:]
     gutter = axis.index("└") + 1
     plot_width = width - gutter
     steps = labels.split()
@@ -197,7 +205,7 @@ def test_step_labels_are_under_their_ticks(first, num, width):
 @pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0)])
 def test_no_room_is_an_error(width, height):
     with pytest.raises(ValueError, match=f"at least 1 × 1 characters, got {width} × {height}"):
-        draw_chart(curve_of([1.0]), width, height)
+        draw_chart([curve_of([1.0])], width, height)
 
 
 @pytest.mark.parametrize("glyphs", [UNICODE_GLYPHS, ASCII_GLYPHS])

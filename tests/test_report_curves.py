@@ -36,8 +36,7 @@ def test_every_step_is_a_point_if_there_is_room(tmp_path):
     np.testing.assert_equal(curves.loss, [3.0, 2.5, np.nan, 2.0])
     np.testing.assert_equal(curves.metrics["error"], [0.5, 0.25, np.nan, np.nan])
     np.testing.assert_allclose(curves.images_per_s, [10, 20, 30, 40], rtol=1e-12)  # through seconds per image
-    assert (curves.num_lines, curves.num_nonfinite, curves.first_nonfinite) == (4, 1, 3)
-    assert (curves.started, curves.ended, curves.last_loss) == (1001.0, 1004.0, 2.0)
+    assert (curves.num_nonfinite, curves.first_nonfinite, curves.wall_s) == (1, 3, 3.0)
 
 
 @pytest.mark.parametrize("most_points", [2, 7, 100])
@@ -71,7 +70,7 @@ def test_lines_after_a_resume_replace_those_before(tmp_path, chunk_bytes, monkey
     write_log(tmp_path, [1.0, 2.0, 3.0, 4.0], first=3)
     curves = curves_of(tmp_path)
     assert curves.loss.tolist() == [9.0, 9.0, 1.0, 2.0, 3.0, 4.0]
-    assert (curves.num_lines, curves.num_nonfinite, curves.first_nonfinite) == (6, 0, None)
+    assert (curves.num_nonfinite, curves.first_nonfinite) == (0, None)
 
 
 def test_unreadable_lines_are_skipped_and_counted_also_the_last(tmp_path):

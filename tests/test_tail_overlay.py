@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopfeed.engine.commands.binned_losses import BinnedLosses
-from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS, LossCurve
-from loopfeed.engine.commands.overlay_chart import LETTERS, draw_overlay
+from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, LETTERS, UNICODE_GLYPHS, LossCurve, draw_chart
 from loopfeed.engine.commands.overlay_frame import Shown, legend_lines, overlay_lines
 from loopfeed.engine.commands.run_names import distinct_names, shorten_names
 from loopfeed.engine.commands.tail_cli import main
@@ -35,7 +34,7 @@ def curve_of(losses, first=1):
 
 
 def overlay(*curves, width=60, height=12, glyphs=UNICODE_GLYPHS, log_scale=False):
-    return chart_text(draw_overlay(curves, width, height, log_scale=log_scale, glyphs=glyphs))
+    return chart_text(draw_chart(curves, width, height, log_scale=log_scale, glyphs=glyphs))
 
 
 # --- the chart
@@ -61,10 +60,11 @@ def test_equal_curves_are_both_there(glyphs):
 
 def test_an_empty_curve_and_a_broken_one_leave_the_others_as_they_are():
     ordinary = curve_of([3.0, 2.0, 1.0])
-    assert overlay(ordinary) == overlay(ordinary, curve_of([]))
+    alone = overlay(ordinary, curve_of([]))
+    assert ("A" in alone, "B" in alone) == (True, False)
     broken = overlay(ordinary, curve_of([NAN, NAN, NAN])).split("\n")
     assert "×" in broken[-2]
-    assert broken[:-2] == overlay(ordinary).split("\n")[:-2]
+    assert broken[:-2] == alone.split("\n")[:-2]
 
 
 def test_without_any_loss_it_says_so():

@@ -1,52 +1,18 @@
-"""Aggregation of all losses so far into a fixed number of bins, so that memory and redraw time stay bounded.
+"""All losses so far in a fixed number of bins, smoothed, and the time per step: what the chart of a terminal shows.
 
-Owns the bins, the smoothing and the time per step. Must not know: files, terminals, jax.
+Must not know: files, terminals, jax.
 """
 
 import statistics
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 
 from loopfeed.engine.commands.loss_chart import LossCurve
+from loopfeed.engine.records.binned_log import BinnedLog, newest_rows
 from loopfeed.engine.records.loss_log import NO_ROWS, Floats, LossRows
 
 _RATE_WINDOW_STEPS = 128
-
-
-class _Bins:
-    """Bins of `width` steps each, with the sums and extremes of their losses; array index 0 is bin number `first`."""
-
-    def __init__(self, num_bins: int, width: int = 1, first: int = 0) -> None:
-        self.width = width
-        self.first = first
-        self.sums = np.zeros((4, num_bins))  # finite losses, NaN or infinite losses, steps, smoothed losses
-        self.low = np.full(num_bins, np.inf)
-        self.high = np.full(num_bins, -np.inf)
-
-    @property
-    def num_losses(self) -> Floats:
-        """The number of losses in each bin, finite or not."""
-        return self.sums[0] + self.sums[1]
-
-    @property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """The first step of each bin."""
-        return (self.first + np.arange(len(self.low))) * self.width
-
-    def add(self, slots: npt.NDArray[np.int64], sums: Floats, low: Floats, high: Floats) -> None:
-        """Add entry i (`sums[:, i]`, `low[i]`, `high[i]`) to the bin at array index `slots[i]`; indices can repeat."""
-        for total, part in zip(self.sums, sums, strict=True):
-            np.add.at(total, slots, part)
-        np.minimum.at(self.low, slots, low)
-        np.maximum.at(self.high, slots, high)
-
-    def select(self, keep: npt.NDArray[np.bool_], width: int, first: int) -> "_Bins":
-        """Return the bins where `keep` is True, merged into bins of `width` steps (a multiple of the current width)."""
-        selected = _Bins(len(self.low), width, first)
-        selected.add(self.starts[keep] // width - first, self.sums[:, keep], self.low[keep], self.high[keep])
-        return selected
 
 
 class BinnedLosses:
@@ -77,7 +43,7 @@ class BinnedLosses:
 
     def clear(self) -> None:
         """Remove all losses, for example because the log has been replaced."""
-        self._bins = _Bins(self._num_bins)
+        self._bins = BinnedLog(self._num_bins, last_steps=self._last_steps)
         self._mean = 0.0
         self._weight = 0.0
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RATE_WINDOW_STEPS)
@@ -112,37 +78,28 @@ class BinnedLosses:
         """Add the next rows of the log; rows must come in file order."""
         if not len(rows):
             return
-        # Ignore a row if a later one has the same or a lower step: the run was resumed from before that row.
-        lowest_later = np.minimum.accumulate(rows.step[::-1])[::-1]
-        rows = rows.take(np.append(rows.step[:-1] < lowest_later[1:], True))
+        rows = newest_rows(rows)
         self._forget_from(int(rows.step[0]))
         self.newest = rows.tail(1)
         tail = rows.tail(_RATE_WINDOW_STEPS)
         self._recent.extend((int(s), float(t)) for s, t in zip(tail.step, tail.time_s, strict=True) if np.isfinite(t))
         self._speeds.extend(float(speed) for speed in tail.images_per_s if np.isfinite(speed))
-        smoothed = self._smooth(rows.loss)
-        self._make_room(int(rows.step[0]), int(rows.step[-1]))
-        finite = np.isfinite(rows.loss)
-        sums = np.stack((finite, ~finite, rows.step, np.where(finite, smoothed, 0.0)))
-        low, high = np.where(finite, rows.loss, np.inf), np.where(finite, rows.loss, -np.inf)
-        slots = rows.step // self._bins.width - self._bins.first
-        inside = slots >= 0  # with last_steps, the first rows of a long batch may be too old to keep
-        self._bins.add(slots[inside], sums[:, inside], low[inside], high[inside])
+        smoothed = np.where(np.isfinite(rows.loss), self._smooth(rows.loss), np.nan)
+        self._bins.add({"step": rows.step.astype(np.float64), "loss": rows.loss, "smoothed": smoothed})
 
     def curve(self) -> LossCurve:
         """Return the loss curve as at most `num_bins` points in order of step."""
         bins = self._bins
-        used = bins.num_losses > 0
+        used = bins.used
         if self._last_steps is not None and self.last_step is not None:
             used &= bins.starts + bins.width > self.last_step - self._last_steps + 1
-        num, num_broken, step_sum, smooth_sum = bins.sums[:, used]
-        has_loss = num > 0
+        has_loss = bins.part("count", "loss") > 0
         return LossCurve(
-            step=step_sum / (num + num_broken),
-            low=np.where(has_loss, bins.low[used], np.nan),
-            high=np.where(has_loss, bins.high[used], np.nan),
-            smoothed=np.where(has_loss, smooth_sum / np.maximum(num, 1), np.nan),
-            num_broken=num_broken.astype(np.int64),
+            step=bins.mean("step")[used],
+            low=np.where(has_loss, bins.part("low", "loss"), np.nan)[used],
+            high=np.where(has_loss, bins.part("high", "loss"), np.nan)[used],
+            smoothed=bins.mean("smoothed")[used],
+            num_broken=(bins.part("count", "step") - bins.part("count", "loss"))[used].astype(np.int64),
         )
 
     def _smooth(self, losses: Floats) -> Floats:
@@ -157,27 +114,11 @@ class BinnedLosses:
         return np.array(smoothed, np.float64)
 
     def _forget_from(self, step: int) -> None:
-        """Drop the bins that begin at `step` or later, because the run was resumed from an earlier step."""
+        """Drop the losses from `step` on, because the run was resumed from an earlier step."""
         if self.last_step is None or step > self.last_step:
             return
-        bins = self._bins
-        keep = (bins.starts < step) & (bins.num_losses > 0)
-        self._bins = bins.select(keep, bins.width, bins.first)
         while self._recent and self._recent[-1][0] >= step:
             self._recent.pop()
-        if not keep.any():
-            self._bins = _Bins(self._num_bins)
+        if not self._bins.forget_from(step):
+            self._bins = BinnedLog(self._num_bins, last_steps=self._last_steps)
             self.newest = NO_ROWS
-
-    def _make_room(self, start: int, last: int) -> None:
-        """Widen or shift the bins until they include step `last`; `start` is the oldest step about to be added."""
-        if not self._bins.num_losses.any():
-            self._bins.first = start // self._bins.width
-        while last // self._bins.width - self._bins.first >= self._num_bins:
-            bins = self._bins
-            used = bins.num_losses > 0
-            if self._last_steps is not None and self._num_bins // 2 * bins.width >= self._last_steps:
-                first = max(0, last - self._last_steps + 1) // bins.width
-                self._bins = bins.select(used & (bins.starts >= first * bins.width), bins.width, first)
-            else:
-                self._bins = bins.select(used, bins.width * 2, bins.first // 2)

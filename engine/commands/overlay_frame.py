@@ -62,7 +62,7 @@ class Shown:
 
 def legend_lines(runs: Sequence[Shown], width: int, now_s: float) -> list[str]:
     """Return a line of text for each run: letter, name, step, loss, and its state; more if `width` allows it."""
-    from loopfeed.engine.commands.overlay_chart import LETTERS
+    from loopfeed.engine.commands.loss_chart import LETTERS
     from loopfeed.engine.stream.sinks import loss_number
 
     steps, losses, accuracies, speeds = [], [], [], []
@@ -107,23 +107,22 @@ def _loss_of(run: Shown) -> float:
 
 def overlay_lines(runs: Sequence[Shown], width: int, height: int, glyphs: "Glyphs", now_s: float) -> "list[list[Span]]":
     """Return a frame of title, chart and legend, at most `height` lines long and `width` characters wide."""
-    from loopfeed.engine.commands.loss_chart import Span
-    from loopfeed.engine.commands.overlay_chart import draw_overlay, ink_of
+    from loopfeed.engine.commands.loss_chart import AXIS, Span, draw_chart, style_of
 
-    title = [Span(f"smoothed loss of {quantity(len(runs), 'run')}"[:width], "axis")]
-    legend = [[Span(line[:1], ink_of(index)), Span(line[1:], "axis")] for index, line in
+    title = [Span(f"smoothed loss of {quantity(len(runs), 'run')}"[:width], AXIS)]
+    legend = [[Span(line[:1], style_of(index)), Span(line[1:], AXIS)] for index, line in
               enumerate(legend_lines(runs, width, now_s))]  # fmt: skip
     # Many runs must leave room for the chart.
     most = max(height - _LEAST_CHART_HEIGHT - 1, height // 2, 1)
     if len(legend) > most:
-        legend = [*legend[: most - 1], [Span(f"and {len(legend) - most + 1} more"[:width], "axis")]]
+        legend = [*legend[: most - 1], [Span(f"and {len(legend) - most + 1} more"[:width], AXIS)]]
     chart_height = height - len(legend)
     if chart_height <= _LEAST_CHART_HEIGHT:
         title = []
     chart_height -= bool(title)
     curves = [run.picture.history.curve() for run in runs]
     log_scale = runs[0].picture.log_scale
-    chart = draw_overlay(curves, width, chart_height, log_scale=log_scale, glyphs=glyphs) if chart_height else []
+    chart = draw_chart(curves, width, chart_height, log_scale=log_scale, glyphs=glyphs) if chart_height else []
     return [*([title] if title else []), *chart, *legend]
 
 

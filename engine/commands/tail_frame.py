@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
 _SILENT_SHOWN_S = 5.0  # a pause is shown after this time, or after the time of this many steps
 _SILENT_SHOWN_STEPS = 5
-_STYLES = {"axis": "default", "raw": "dim", "smoothed": "bold cyan", "broken": "bold red"}
-_STYLES |= {
-    f"run {number}": f"bold {colour}"
-    for number, colour in enumerate(("cyan", "magenta", "yellow", "green", "blue", "red"), start=1)
-}
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,7 @@ def pack_fields(fields: list[str], width: int) -> list[str]:
 
 def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now_s: float) -> "list[list[Span]]":
     """Return a frame of title, chart and status, at most `height` lines long and `width` characters wide."""
-    from loopfeed.engine.commands.loss_chart import Span, draw_chart
+    from loopfeed.engine.commands.loss_chart import AXIS, Span, draw_chart
 
     facts = picture.facts
     title = [
@@ -167,9 +162,9 @@ def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now
     if len(above) + len(below) >= height:
         above = []
     chart_height = height - len(above) - len(below)
-    curve = picture.history.curve()
-    chart = draw_chart(curve, width, chart_height, log_scale=picture.log_scale, glyphs=glyphs) if chart_height else []
-    return [*([Span(line, "axis")] for line in above), *chart, *([Span(line, "axis")] for line in below)]
+    curves, log_scale = [picture.history.curve()], picture.log_scale
+    chart = draw_chart(curves, width, chart_height, log_scale=log_scale, glyphs=glyphs) if chart_height else []
+    return [*([Span(line, AXIS)] for line in above), *chart, *([Span(line, AXIS)] for line in below)]
 
 
 def frame_text(picture: Picture, console: "Console", height: int) -> "Text":
@@ -190,7 +185,7 @@ def text_of(lines: "list[list[Span]]", console: "Console") -> "Text":
 
     encoding = console.encoding
     frame = Text("\n").join(
-        Text.assemble(*((s.text.encode(encoding, "replace").decode(encoding), _STYLES[s.ink]) for s in line))
+        Text.assemble(*((text.encode(encoding, "replace").decode(encoding), style) for text, style in line))
         for line in lines
     )
     # A title in wide characters may still be too long: crop it, since a wrapped line would shift the rest.

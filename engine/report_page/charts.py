@@ -53,26 +53,16 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """A line of a chart.
+    """A line of a chart."""
 
-    Attributes:
-        name: its name in the legend.
-        label: what is written at its end, short.
-        x, y: [n], its points; a NaN interrupts it.
-        index: its place among the colours, dashes and markers, which repeat.
-        band: lowest and highest value around each point, [n] each; None for none.
-        is_faint: whether it is drawn thinly, behind the others.
-        is_marked: whether its points are marked.
-    """
-
-    name: str
-    label: str
-    x: Floats
+    name: str  # its name in the legend
+    label: str  # what is written at its end, short
+    x: Floats  # [n], its points; a NaN interrupts it
     y: Floats
-    index: int
-    band: tuple[Floats, Floats] | None = None
-    is_faint: bool = False
-    is_marked: bool = False
+    index: int  # its place among the colours, dashes and markers, which repeat
+    band: tuple[Floats, Floats] | None = None  # lowest and highest value around each point, [n] each; None for none
+    is_faint: bool = False  # whether it is drawn thinly, behind the others
+    is_marked: bool = False  # whether its points are marked
 
     @property
     def style(self) -> int:
@@ -106,23 +96,14 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Chart:
-    """A chart of lines over steps.
+    """A chart of lines over steps."""
 
-    Attributes:
-        title: what it shows.
-        lines: at least one.
-        unit: of the values, "" for none.
-        from_zero: whether the axis begins at 0 if no value is negative.
-        most: the largest possible value.
-        note: a sentence below it.
-    """
-
-    title: str
-    lines: Sequence[Line]
-    unit: str = ""
-    from_zero: bool = True
-    most: float | None = None
-    note: str = ""
+    title: str  # what it shows
+    lines: Sequence[Line]  # at least one
+    unit: str = ""  # of the values, "" for none
+    from_zero: bool = True  # whether the axis begins at 0 if no value is negative
+    most: float | None = None  # the largest possible value
+    note: str = ""  # a sentence below it
 
     @property
     def last(self) -> float:

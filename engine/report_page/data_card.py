@@ -29,21 +29,13 @@ _SAME = {
 
 @dataclass(frozen=True)
 class SplitCard:
-    """A packed split.
+    """A packed split."""
 
-    Attributes:
-        name: its name.
-        role: what the run did with it, "training" or "evaluation".
-        manifest: what is in it.
-        is_same: whether it is what the run recorded; None if the run recorded no digest of it.
-        failures: path and reason of the first images that could not be packed.
-    """
-
-    name: str
-    role: str
-    manifest: Manifest
-    is_same: bool | None
-    failures: tuple[tuple[str, str], ...]
+    name: str  # its name
+    role: str  # what the run did with it, "training" or "evaluation"
+    manifest: Manifest  # what is in it
+    is_same: bool | None  # whether it is what the run recorded; None if the run recorded no digest of it
+    failures: tuple[tuple[str, str], ...]  # path and reason of the first images that could not be packed
 
     @property
     def facts(self) -> list[tuple[str, str]]:

@@ -16,13 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from loopfeed.engine.config import OFF
+from loopfeed.engine.config import OFF, TrainConfig
 from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult, ImagePredictions
 from loopfeed.engine.evaluation.run import evaluate
 from loopfeed.engine.locations import storage_options_of
-from loopfeed.engine.objective.losses import Loss
-from loopfeed.engine.objective.metrics import Metric, PerExample
-from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.data_card import data_place, evaluated_split
@@ -35,19 +32,11 @@ from loopfeed.preprocess.shards.reader import ShardSplit, open_split, read_manif
 LARGEST_MATRIX = 24
 """The largest number of classes for which the page has the whole confusion matrix."""
 MOST_CONFUSIONS = 20
+_OTHER_LABELS = Absent("confusions and mistakes exist only for images of one class each, and this run has other labels")
 _READ_TIMEOUT_S = 60.0
 _WEIGHTS = "weights: "  # how the message about the weights begins
 # Smaller pictures are kept without loss; larger ones are scaled to this height or width, as JPEG.
 _LOSSLESS_PX, _LARGEST_PX, _JPEG_QUALITY = 48, 128, 82
-
-
-@dataclass(frozen=True)
-class OwnParts:
-    """What an evaluation of runs with parts of the user's own needs; see `loopfeed.evaluate`."""
-
-    model: TrainModel | None = None
-    loss: Loss | None = None
-    metrics: Mapping[str, Metric | PerExample] | None = None
 
 
 class Confusion(NamedTuple):
@@ -60,64 +49,39 @@ class Confusion(NamedTuple):
 
 @dataclass(frozen=True)
 class Mistake:
-    """An image that was taken for another class.
+    """An image that was taken for another class."""
 
-    Attributes:
-        index: its place in the split.
-        label, predicted: its class, and the one it was taken for.
-        probability: of the latter.
-        picture: the file, PNG or JPEG.
-        media_type: which of the two.
-        is_small: whether it is to be enlarged with sharp pixels.
-    """
-
-    index: int
+    index: int  # its place in the split
     label: int
-    predicted: int
-    probability: float
-    picture: bytes
-    media_type: str
-    is_small: bool
+    predicted: int  # the class that it was taken for
+    probability: float  # of that class
+    picture: bytes  # the file, PNG or JPEG
+    media_type: str  # which of the two
+    is_small: bool  # whether it is to be enlarged with sharp pixels
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What the decisions on the images show.
+    """What the decisions on the images show."""
 
-    Attributes:
-        matrix: int64 [K, K], row = class of the image, column = class that it was taken for; None for many classes.
-        confusions: the most frequent confusions, most frequent first.
-        num_undecided: number of images with a NaN logit, which are in neither.
-        mistakes: the mistakes with the highest probability, highest first.
-        num_mistakes: number of all mistakes.
-    """
-
+    # int64 [K, K], row = class of the image, column = class that it was taken for; None for many classes
     matrix: npt.NDArray[np.int64] | None
-    confusions: tuple[Confusion, ...]
-    num_undecided: int
-    mistakes: tuple[Mistake, ...]
-    num_mistakes: int
+    confusions: tuple[Confusion, ...]  # the most frequent confusions, most frequent first
+    num_undecided: int  # number of images with a NaN logit, which are in neither
+    mistakes: tuple[Mistake, ...]  # the mistakes with the highest probability, highest first
+    num_mistakes: int  # number of all mistakes
 
 
 @dataclass(frozen=True)
 class EvaluatedWeights:
-    """The evaluation of the weights of a run.
+    """The evaluation of the weights of a run."""
 
-    Attributes:
-        weights: which weights of which model, and after how many steps.
-        data: the images.
-        messages: what else the evaluation said, oldest first.
-        record: the numbers.
-        classes: the counts of each class.
-        decisions: what the decisions show.
-    """
-
-    weights: str
-    data: str
-    messages: tuple[str, ...]
-    record: EvaluationRecord
-    classes: tuple[ClassResult, ...]
-    decisions: Decisions | Absent
+    weights: str  # which weights of which model, and after how many steps
+    data: str  # the images
+    messages: tuple[str, ...]  # what else the evaluation said, oldest first
+    record: EvaluationRecord  # the numbers
+    classes: tuple[ClassResult, ...]  # the counts of each class
+    decisions: Decisions | Absent  # what the decisions show
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -142,7 +106,7 @@ def evaluate_weights_of(
     recorded: RecordedRun,
     data: str | None,
     split: str | None,
-    own: OwnParts,
+    own: Mapping[str, Any],
     num_pictures: int,
     notify: Callable[[str], None],
 ) -> EvaluatedWeights | Absent:
@@ -153,7 +117,7 @@ def evaluate_weights_of(
         recorded: its record.
         data: where its data set is now; None is where the run found it.
         split: the split to evaluate on; None is that of the run.
-        own: parts of the user's own.
+        own: model, loss and metrics of the user, as for `loopfeed.evaluate`.
         num_pictures: the largest number of mistakes.
         notify: called with one-line messages.
     """
@@ -168,66 +132,47 @@ def evaluate_weights_of(
         if not (config.synthetic and data is None) and recorded.manifest_digest is not None:
             place = data_place(recorded, data)
         if place is not None:
-            split = split or evaluated_split(recorded, place)
-            config = replace(config, data=place, eval_split=split, synthetic=False)
+            config = replace(config, data=place, eval_split=split or evaluated_split(recorded, place), synthetic=False)
         elif config.eval_split == OFF:
             config = replace(config, eval_split=None)
-        has_classes = place is not None and _has_classes(recorded, place, config.eval_split)
-        own_parts: dict[str, Any] = {"model": own.model, "loss": own.loss, "metrics": own.metrics}
-        result = evaluate(config, **own_parts, per_class=has_classes, predictions=has_classes, notify=say)
-        decisions = _decisions(result, recorded, place, config.eval_split, num_pictures)
+        has_classes = place is not None and _has_classes(config, place)
+        result = evaluate(config, **own, per_class=has_classes, predictions=has_classes, notify=say)
+        decisions = _decisions(result, config, num_pictures) if has_classes else _OTHER_LABELS
     except Exception as error:  # noqa: BLE001 - a device out of memory, a model of the user: the rest of the page stays
         text = str(error).strip().splitlines()
         return Absent(f"the weights were not evaluated: {text[0] if text else type(error).__name__}")
     weights = next((each.removeprefix(_WEIGHTS) for each in messages if each.startswith(_WEIGHTS)), "of the run")
-    return EvaluatedWeights(
-        weights=weights,
-        data=result.data,
-        messages=tuple(each for each in messages if not each.startswith((_WEIGHTS, "images: ", "compiled "))),
-        record=result.record,
-        classes=result.classes,
-        decisions=decisions,
-    )
+    others = tuple(each for each in messages if not each.startswith((_WEIGHTS, "images: ", "compiled ")))
+    return EvaluatedWeights(weights, result.data, others, result.record, result.classes, decisions)
 
 
-def _has_classes(recorded: RecordedRun, place: str, split: str | None) -> bool:
+def _has_classes(config: TrainConfig, place: str) -> bool:
     """Return whether each image has one class, and the model was trained to choose it."""
-    if recorded.config.loss != "cross-entropy" or split is None:
+    if config.loss != "cross-entropy" or config.eval_split is None:
         return False
     with suppress(ValueError):  # the evaluation reports it
-        location = open_location(place, storage_options=storage_options_of(recorded.config))
-        return read_manifest(location, split).targets is None
+        location = open_location(place, storage_options=storage_options_of(config))
+        return read_manifest(location, config.eval_split).targets is None
     return False
 
 
-def _decisions(
-    result: EvaluationResult, recorded: RecordedRun, place: str | None, split: str | None, num_pictures: int
-) -> Decisions | Absent:
+def _decisions(result: EvaluationResult, config: TrainConfig, num_pictures: int) -> Decisions:
     predictions = result.predictions
-    if predictions is None or place is None or split is None:
-        return Absent("confusions and mistakes exist only for images of one class each, and this run has other labels")
+    assert predictions is not None
+    assert config.data is not None
+    assert config.eval_split is not None
     labels, predicted = predictions.labels.astype(np.int64), predictions.classes[:, 0].astype(np.int64)
-    options = storage_options_of(recorded.config)
-    with open_split(place, split, storage_options=options) as images:
+    chosen = confident_mistakes(predictions, num_pictures)
+    with open_split(config.data, config.eval_split, storage_options=storage_options_of(config)) as images:
         num_classes = max(images.num_classes, int(predicted.max(initial=0)) + 1)
-        chosen = confident_mistakes(predictions, num_pictures)
         pictures = _read_pictures(images, chosen)
-    is_decided = predicted >= 0
+    found = zip(chosen, pictures, predictions.probabilities[chosen, 0].tolist(), strict=True)
     return Decisions(
         matrix=count_matrix(labels, predicted, num_classes) if num_classes <= LARGEST_MATRIX else None,
         confusions=most_confused(labels, predicted, MOST_CONFUSIONS),
-        num_undecided=int((~is_decided).sum()),
-        mistakes=tuple(
-            Mistake(
-                int(index),
-                int(labels[index]),
-                int(predicted[index]),
-                float(predictions.probabilities[index, 0]),
-                *picture,
-            )
-            for index, picture in zip(chosen, pictures, strict=True)
-        ),
-        num_mistakes=int((is_decided & (labels != predicted)).sum()),
+        num_undecided=int((predicted < 0).sum()),
+        mistakes=tuple(Mistake(at, int(labels[at]), int(predicted[at]), part, *picture) for at, picture, part in found),
+        num_mistakes=int(((predicted >= 0) & (labels != predicted)).sum()),
     )
 
 

@@ -14,7 +14,7 @@ from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_w
 from loopfeed.engine.records.whole_file import write_whole
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.data_card import read_data_card
-from loopfeed.engine.report_page.evaluated import OwnParts, evaluate_weights_of
+from loopfeed.engine.report_page.evaluated import evaluate_weights_of
 from loopfeed.engine.report_page.page import page
 from loopfeed.engine.report_page.run_on_page import read_run
 from loopfeed.preprocess.storage_options import as_text
@@ -70,17 +70,14 @@ def report_run(
         raise ValueError(f"runs must be 1 to {MOST_RUNS} run folders, got {len(given)}: make several pages")
     out = Path(path)
     check_out(out, overwrite=overwrite)
-    own, place = OwnParts(model, loss, metrics), None if data is None else os.fspath(data)
+    own, place = {"model": model, "loss": loss, "metrics": metrics}, None if data is None else os.fspath(data)
     found_runs = []
     for index, run in enumerate(given):
         with local_copy(run, storage_options, with_weights(None)) as folder:
             say = naming_in(notify, folder, run)
             found = read_run(index, folder, run, max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // len(given))))
             if isinstance(found.recorded, RecordedRun):
-                how = (
-                    as_text(storage_options or {}) or recorded_settings(found.recorded.config, {"data": place})[STORAGE]
-                )
-                recorded = _reached(found.recorded, how, say)
+                recorded = _reached(found.recorded, place, storage_options, say)
                 found = replace(found, card=read_data_card(recorded, place, split), weights=_NOT_EVALUATED)
                 if evaluate:
                     num_pictures = max(_LEAST_PICTURES, min(_MOST_PICTURES, _PICTURES_OF_ALL // len(given)))
@@ -103,9 +100,12 @@ def check_out(out: Path, *, overwrite: bool) -> None:
         )
 
 
-def _reached(recorded: RecordedRun, storage_options: str | None, notify: Callable[[str], None]) -> RecordedRun:
+def _reached(
+    recorded: RecordedRun, data: str | None, storage_options: Mapping[str, str] | None, notify: Callable[[str], None]
+) -> RecordedRun:
     """Return the record of a run with the way to reach the store of its data; say what that replaces."""
-    config = replace(recorded.config, storage_options=storage_options)
+    how = as_text(storage_options or {}) or recorded_settings(recorded.config, {"data": data})[STORAGE]
+    config = replace(recorded.config, storage_options=how)
     if (line := recorded.describe_replaced(config, OF_AN_EVALUATION, (STORAGE,))) is not None:
         notify(line)
     return replace(recorded, config=config)

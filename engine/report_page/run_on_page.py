@@ -36,15 +36,10 @@ _UNKNOWN = Absent("the settings of the run, which name its data and its model, c
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The evaluations during a run, oldest first, one for each step.
+    """The evaluations during a run, oldest first, one for each step."""
 
-    Attributes:
-        records: all, or of very many every n-th, the best and the last.
-        every: n, 1 if none is left out.
-    """
-
-    records: tuple[EvaluationRecord, ...]
-    every: int
+    records: tuple[EvaluationRecord, ...]  # all, or of very many every n-th, the best and the last
+    every: int  # n, 1 if none is left out
 
     @property
     def best(self) -> EvaluationRecord | None:
@@ -55,50 +50,29 @@ class Evaluations:
 
 @dataclass(frozen=True)
 class Spent:
-    """What the wall time of some launches was spent on.
+    """What the wall time of some launches was spent on."""
 
-    Attributes:
-        of_what: the launches, such as "2 launches".
-        seconds: the parts, by name.
-        note: a sentence about what is no part of them, "" for none.
-    """
-
-    of_what: str
-    seconds: Mapping[str, float]
-    note: str
+    of_what: str  # the launches, such as "2 launches"
+    seconds: Mapping[str, float]  # the parts, by name
+    note: str  # a sentence about what is no part of them, "" for none
 
 
 @dataclass(frozen=True, eq=False)
 class RunOnPage:
-    """A run on the page.
+    """A run on the page."""
 
-    Attributes:
-        index: its place among the runs, which is also its colour, dashes and markers in charts.
-        path: the folder or URL that was given.
-        summary: whether it is in progress, and how it ended.
-        known: steps, batch size and model, as far as known.
-        recorded: the settings and what they resolved to.
-        curves: the losses.
-        evaluations: the evaluations during the run.
-        events: the requests that took effect.
-        runtime: what the runtime did in each launch.
-        profile: the rows of the profiler.
-        card: its data set: the place, and the splits.
-        weights: the evaluation of its weights.
-    """
-
-    index: int
-    path: str
-    summary: RunSummary
-    known: RunFacts
-    recorded: RecordedRun | Absent
-    curves: Curves | Absent
-    evaluations: Evaluations | Absent
-    events: tuple[ControlEvent, ...] | Absent
-    runtime: RuntimeReport | Absent
-    profile: tuple[ProfileEntry, ...] | Absent
-    card: tuple[str, tuple[SplitCard, ...]] | Absent = _UNKNOWN
-    weights: EvaluatedWeights | Absent = _UNKNOWN
+    index: int  # its place among the runs, which is also its colour, dashes and markers in charts
+    path: str  # the folder or URL that was given
+    summary: RunSummary  # whether it is in progress, and how it ended
+    known: RunFacts  # steps, batch size and model, as far as known
+    recorded: RecordedRun | Absent  # the settings and what they resolved to
+    curves: Curves | Absent  # the losses
+    evaluations: Evaluations | Absent  # the evaluations during the run
+    events: tuple[ControlEvent, ...] | Absent  # the requests that took effect
+    runtime: RuntimeReport | Absent  # what the runtime did in each launch
+    profile: tuple[ProfileEntry, ...] | Absent  # the rows of the profiler
+    card: tuple[str, tuple[SplitCard, ...]] | Absent = _UNKNOWN  # its data set: the place, and the splits
+    weights: EvaluatedWeights | Absent = _UNKNOWN  # the evaluation of its weights
 
     @property
     def letter(self) -> str:
