@@ -103,7 +103,8 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @pytest.mark.parametrize(
-    "script", ["demo", "test", "lint", "docs", "kill-and-resume", "compare-releases", "bench", "gpu-check", "torture"]
+    "script",
+    ["demo", "test", "lint", "docs", "kill-and-resume", "compare-releases", "bench", "gpu-check", "torture", "mutants"],
 )
 def test_help_creates_nothing(machine: Machine, script: str) -> None:
     before = sorted(machine.clone.rglob("*"))
