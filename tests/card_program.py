@@ -1,10 +1,8 @@
 """The loops and kernels of XLA's optimised program for a card, read from its HLO text."""
 
-import math
 import re
 from dataclasses import dataclass
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 # Operations that launch no kernel.
 NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 HOST_CALL = "xla_buffer_python_gpu_callback"
@@ -30,13 +28,11 @@ class Kernel:
     Attributes:
         target: the target of a custom call, otherwise empty.
         operands, results: the arrays that it reads and writes.
-        num_bytes: the bytes that it reads and writes.
     """
 
     target: str
     operands: list[Array]
     results: list[Array]
-    num_bytes: int
 
 
 class CardProgram:
@@ -68,48 +64,15 @@ class CardProgram:
             if operation in NO_KERNEL:
                 continue
             target = re.search(r'custom_call_target="([^"]*)"', line)
-            calls = re.search(r" calls=(%[\w.\-]+)", line)
             operands = [results_of.get(operand, []) for operand in re.findall(r"%[\w.\-]+", operand_text)]
-            read = (
-                map(size_of, operands)
-                if calls is None
-                else self._bytes_read(self._computations[calls[1]], list(map(size_of, operands)))
-            )
             kernels.append(
                 Kernel(
                     target="" if target is None else target[1],
                     operands=[array for each in operands for array in each],
                     results=results_of[name],
-                    num_bytes=sum(read) + size_of(results_of[name]),
                 )
             )
         return kernels
-
-    def _bytes_read(self, fused: str, sizes: list[int]) -> list[int]:
-        """Return the bytes that a fused computation reads of each operand: only the slices, if it takes no more."""
-        operand_of: dict[str, int] = {}
-        sliced, whole = dict.fromkeys(range(len(sizes)), 0), set()
-        for line in fused.splitlines():
-            if not (parts := INSTRUCTION.match(line)):
-                continue
-            name, results, operation, operand_text = parts.groups()
-            if operation == "parameter":
-                operand_of[name] = int(operand_text)
-                continue
-            for taken in re.findall(r"%[\w.\-]+", operand_text):
-                if taken not in operand_of:
-                    continue
-                number = operand_of[taken]
-                if operation in ("convert", "bitcast"):
-                    operand_of[name] = number
-                elif operation == "slice":
-                    sliced[number] += size_of(arrays_of(results))
-                else:
-                    whole.add(number)
-        return [
-            size if number in whole or not sliced[number] else min(size, sliced[number])
-            for number, size in enumerate(sizes)
-        ]
 
 
 def arrays_of(text: str) -> list[Array]:
@@ -118,8 +81,3 @@ def arrays_of(text: str) -> list[Array]:
         (dtype, tuple(int(size) for size in sizes.split(",") if size))
         for dtype, sizes in re.findall(r"\b(\w+)\[([\d,]*)\]", text)
     ]
-
-
-def size_of(arrays: list[Array]) -> int:
-    """Return the size of arrays in bytes."""
-    return sum(BYTES[dtype] * math.prod(shape) for dtype, shape in arrays)

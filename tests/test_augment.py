@@ -132,6 +132,7 @@ for num_devices in (2, 8):
 """
 
 
+@pytest.mark.integration
 def test_every_number_of_devices_gets_the_same_images():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", ON_SO_MANY_DEVICES]

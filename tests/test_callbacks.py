@@ -95,7 +95,7 @@ def steps(start, stop, eval_every=None, images=None, per_step=BATCH):
     return calls
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate_steps": 3}, {"chunk_batches": 4, "transport": "callback"}])
+@pytest.mark.parametrize("settings", [{"accumulate_steps": 3}, {"chunk_batches": 4, "transport": "callback"}])
 def test_each_call_is_made_once_and_in_order(tmp_path, settings):
     log = Log()
     run(
@@ -240,7 +240,7 @@ def test_only_the_same_request_on_the_same_occasion_is_not_made_again(again):
     assert [event.request for event in found] == expected
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate_steps": 2}, {"chunk_batches": 4, "transport": "callback"}])
+@pytest.mark.parametrize("settings", [{}, {"accumulate_steps": 2, "chunk_batches": 4, "transport": "callback"}])
 def test_a_request_after_the_last_pull_is_made_by_a_resume(tmp_path, settings):
     class Late(At):
         def on_step(self, record):

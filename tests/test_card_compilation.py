@@ -9,13 +9,11 @@ import pytest
 
 from loopfeed.engine.sizing.card_compiler import COMPILER_FOLDER
 from tests.card_compilation import CardCompiler
-from tests.card_program import HOST_CALL, CardProgram, size_of
+from tests.card_program import HOST_CALL, CardProgram
 
 COMPILER = Path(sys.prefix) / COMPILER_FOLDER
 CHUNK = 7
 EVALUATION_CHUNK = 10  # `crossings.choose_chunk`
-# How much more the oldest supported XLA reads and writes, as it fuses less.
-OLDER = 1.12 if version("jaxlib").startswith("0.11.") else 1.0
 SETTINGS = {"steps": 100, "batch": 256, "image_size": 32, "precision": "bfloat16", "chunk_batches": CHUNK}
 EVERYTHING = {
     "model": "convnet8",
@@ -53,8 +51,6 @@ def _compiler():
 @pytest.mark.parametrize("values", [{"model": "resnet8"}, EVERYTHING], ids=["plain", "all"])
 def test_a_program_for_a_card_runs_ahead_of_it(compiler, values):
     program = compiler.compile(SETTINGS | values)["hlo"]
-    # A pull, a turn's batch and an emission in training; the same in an evaluation, and a snapshot.
-    assert program.count(HOST_CALL) == 7
     # Nobody waits for the predicate of a loop whose turns XLA knows: those over the batches of a pull.
     turns = [loop.turns for loop in CardProgram(program).loops() if HOST_CALL in loop.body]
     assert sorted(each for each in turns if each is not None) == [CHUNK, EVALUATION_CHUNK]
@@ -70,7 +66,6 @@ def test_a_program_for_a_card_runs_ahead_of_it(compiler, values):
 def test_a_non_deterministic_program_may_leave_the_order_of_sums_to_the_card(compiler):
     settings = SETTINGS | {"model": "resnet8", "batch": 8, "deterministic": False}
     program = compiler.compile(settings, stages=[1])["hlo"]
-    assert program.count(HOST_CALL) == 7
     # Kernels of XLA's own for products, which it chooses by trying; a deterministic program has cuBLAS's.
     assert "gemm_fusion" in program
 
@@ -93,41 +88,10 @@ def test_eight_cards_reduce_once_an_update_and_once_a_pull(compiler):
     )
 
 
-@pytest.mark.parametrize(
-    ("values", "options", "most_kernels", "most_passes"),
-    [
-        ({"model": "resnet8"}, {}, 172, 16.4),  # compiled for the test above
-        ({"model": "convnet8-wide"}, {"is_evaluated": False}, 150, 13.5),
-        # Of ResNet-50, the first block of each stage, which differs from those behind it, and one of the latter.
-        (
-            {"model": "resnet50", "image_size": 224, "num_classes": 1000},
-            {"is_evaluated": False, "stages": [2, 1, 1, 1]},
-            405,
-            15.1,
-        ),
-    ],
-    ids=["resnet8", "convnet8-wide", "resnet50"],
-)
-def test_a_step_on_a_card_is_few_kernels_and_few_passes_over_memory(
-    compiler, values, options, most_kernels, most_passes
-):
-    """What XLA makes of the models' code, as it was when this was written and a little more, as its fusions may change.
-
-    A pass is one over what the convolutions give. With batch norm behind each, and nothing pooled, it takes 14:
-
-    - forward, the convolution gives it (1), batch norm's sums read it (1), it is read and normalised (2), and the next
-      convolution reads that (1);
-    - backward, the sums read it and its gradient (2), these are read and give the gradient before the norm (3), which
-      is read for the kernel's gradient, as the input is (2), and for the input's, which is given (2).
-
-    What a shortcut adds comes on top.
-    """
-    step = CardProgram(compiler.compile(SETTINGS | values, **options)["hlo"]).training_step()
+def test_the_convolutions_of_a_card_take_bfloat16_and_channels_for_its_tensor_cores(compiler):
+    step = CardProgram(compiler.compile(SETTINGS | {"model": "resnet8"})["hlo"]).training_step()
     convolutions = [kernel for kernel in step if kernel.target.startswith("__cudnn$conv")]
-    filter_gradients = [kernel for kernel in convolutions if kernel.target == "__cudnn$convBackwardFilter"]
-    given = sum(size_of(kernel.operands[1:2]) for kernel in filter_gradients)
-    assert len(step) <= most_kernels
-    assert sum(kernel.num_bytes for kernel in step) <= OLDER * most_passes * given
+    assert convolutions
     for kernel in convolutions:
         *arrays, scratch = kernel.operands + kernel.results
         assert scratch[0] == "u8"

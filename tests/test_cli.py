@@ -95,13 +95,14 @@ def wait_for_lines(path, count, process, limit_s=120):
 
 
 def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
-    done = run_train(*TINY, "--steps", 3, "--run-dir", "run", "--learning-rate", "0.01", cwd=tmp_path)
+    options = [*TOY, "--run-dir", "run", "--overwrite"]
+    done = run_train(*options, "--steps", 3, "--learning-rate", "0.01", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     # Which kernels there are depends on the machine.
     lines = [line for line in done.stdout.splitlines() if not line.startswith("kernels: ")]
-    assert lines[0].startswith("model: resnet8, 77,587 parameters, 3 classes")
+    assert lines[0].startswith("model: linear, 147 parameters, 3 classes")
     assert lines[1] == (
-        "infeed: batches of 4 images of 8 × 8 px from synthetic batches; 64 batches read ahead; inplace transport"
+        "infeed: batches of 4 images of 4 × 4 px from synthetic batches; 64 batches read ahead; inplace transport"
     )
     assert lines[2] == "cadence: a snapshot every 10 minutes"
     assert lines[3] == "compiling the training program, or loading it from the cache"
@@ -111,8 +112,7 @@ def test_a_piped_run_prints_its_settings_and_one_line_per_step(tmp_path):
     assert lines[9:] == ["run folder: run"]
     assert done.stderr == ""
     assert (tmp_path / "run/model.safetensors").exists()
-
-    again = run_train(*TINY, "--steps", 5, "--run-dir", "other", "--seed", 3, cwd=tmp_path)
+    again = run_train(*options, "--steps", 5, "--seed", 3, cwd=tmp_path)
     assert "loaded from the cache" in again.stdout
 
 
@@ -161,20 +161,18 @@ def test_an_unknown_option_is_wrong_usage(tmp_path):
     assert "--stepz" in result.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_cleanly_at_the_next_step(number, tmp_path):
+def test_a_signal_ends_the_run_cleanly_at_the_next_step(tmp_path):
     process = start_train(*TOY, "--steps", 10**7, "--run-dir", "run", cwd=tmp_path)
     wait_for_lines(tmp_path / "run/loss.jsonl", 5, process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    name = signal.Signals(number).name
-    assert f"{name}: stopping at the next step" in out
-    assert f"stopped by {name}: " in out
+    assert "SIGTERM: stopping at the next step" in out
+    assert "stopped by SIGTERM: " in out
     end = json.loads((tmp_path / "run/result.json").read_text())
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/loss.jsonl").read_text().splitlines()]
     assert steps == list(range(1, end["steps_done"] + 1))
-    assert end["stopped_by"] == name
+    assert end["stopped_by"] == "SIGTERM"
     assert (tmp_path / "run/model.safetensors").exists()
 
 
@@ -498,18 +496,18 @@ def test_help_does_not_load_jax(option, shown):
 
 
 def test_runs_that_start_in_the_same_second_get_separate_folders(tmp_path):
-    processes = [start_train(*TOY, "--steps", 1, cwd=tmp_path) for _ in range(3)]
+    processes = [start_train(*TOY, "--steps", 1, cwd=tmp_path) for _ in range(2)]
     for process in processes:
         process.communicate(timeout=120)
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0]
     folders = sorted((tmp_path / "runs").iterdir())
-    assert [(folder / "result.json").exists() for folder in folders] == [True, True, True]
+    assert [(folder / "result.json").exists() for folder in folders] == [True, True]
 
 
 def test_a_program_that_needs_too_much_memory_is_reported_before_the_launch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("loopfeed.engine.run.launch.host_memory_bytes", lambda: 100_000)
-    result = CliRunner().invoke(main, [*TINY, "--steps", "1", "--run-dir", "run"])
+    monkeypatch.setattr("loopfeed.engine.run.launch.host_memory_bytes", lambda: 1000)
+    result = CliRunner().invoke(main, [*TOY, "--steps", "1", "--run-dir", "run"])
     assert result.exit_code == 0
     assert "warning: the program needs about" in result.stdout
     assert "this machine has 0.0 GB: use a smaller --batch" in result.stdout

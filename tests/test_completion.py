@@ -1,11 +1,14 @@
 """Shell completion, requested by click's protocol as a shell does."""
 
+import contextlib
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 
 from loopfeed.engine.recipes import recipe_names
 from loopfeed.models.names import MODEL_NAMES
@@ -44,11 +47,19 @@ def ask(command, instruction, *words):
 
 
 def completed(command, *words):
-    """(kind, value) of each completion that bash gets."""
-    return [tuple(line.split(",", 1)) for line in ask(command, "bash_complete", *words).splitlines()]
+    """(kind, value) of each completion of the last word."""
+    main = importlib.import_module(MODULES[command]).main
+    with contextlib.chdir(ROOT):
+        found = ShellComplete(main, {}, command, "").get_completions(list(words[:-1]), words[-1])
+    return [(each.type, each.value) for each in found]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_kinds_and_values():
+    assert ask("run-train", "bash_complete", "--model", "convnet").split() == ["plain,convnet8", "plain,convnet8-wide"]
+    assert ask("inspect-shards", "bash_complete", "ru").split() == ["dir,ru"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish"])
 def test_the_completion_script_of_a_shell_is_printed(shell):
     script = ask("run-train", f"{shell}_source")
     assert "_RUN_TRAIN_COMPLETE" in script

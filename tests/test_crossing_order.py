@@ -22,9 +22,7 @@ PULLS = {"pull", "evaluation pull"}
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
 
 
-@pytest.mark.parametrize(
-    ("transport", "chunk"), [("inplace", 1), ("inplace", 4), ("callback", 4), ("cuda", 1), ("cuda", 4)]
-)
+@pytest.mark.parametrize(("transport", "chunk"), [("inplace", 1), ("callback", 4), ("cuda", 4)])
 def test_the_crossings_of_one_device_come_in_the_order_of_the_program(transport, chunk, tmp_path, cards):
     found, expected = recorded_order(tmp_path, transport=transport, chunk_batches=chunk), expected_order(chunk)
     if transport == "cuda":

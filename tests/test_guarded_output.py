@@ -167,14 +167,18 @@ def test_a_command_given_a_hostile_name_prints_no_control_character(tmp_path, na
     assert found.stderr
     assert is_harmless(found.stdout)
     assert is_harmless(found.stderr)
-    unknown = run(COMMANDS[name], "--" + BARE, cwd=tmp_path, encoding=encoding)
+
+
+@pytest.mark.parametrize("name", ["preprocess-imagenet", "run-train"])
+def test_a_hostile_option_is_refused_harmlessly(tmp_path, name):
+    unknown = run(COMMANDS[name], "--" + BARE, cwd=tmp_path)
     assert unknown.returncode == 2
     assert is_harmless(unknown.stdout + unknown.stderr)
 
 
-@pytest.mark.parametrize("name", ["preprocess-imagenet", "run-train", "run-eval", "verify-run"])
+@pytest.mark.parametrize("name", ["preprocess-imagenet", "run-train"])
 def test_a_traceback_is_guarded_too(tmp_path, name):
-    given = {"run-train": ["--data"], "run-eval": [], "verify-run": [], "preprocess-imagenet": ["x"]}[name]
+    given = {"run-train": ["--data"], "preprocess-imagenet": ["x"]}[name]
     found = run(COMMANDS[name], *given, BARE, "--traceback", cwd=tmp_path)
     assert b"Traceback" in found.stderr
     assert is_harmless(found.stdout)

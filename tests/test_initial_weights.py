@@ -138,6 +138,7 @@ def test_classes_that_are_the_same_or_unknown_keep_the_classifier(tmp_path):
     assert_same((loaded.params, loaded.batch_stats), weights)
 
 
+@small_resnets()
 def test_a_run_of_an_earlier_version_that_kept_rows_by_number_is_replayed_by_no_other_rule(tmp_path, monkeypatch):
     for name, ids in (("a", "abc"), ("b", "abd")):
         source = fake_source(8, size=8)

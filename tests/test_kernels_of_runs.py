@@ -123,8 +123,7 @@ APPLY = {
 
 
 @needs_onednn
-@pytest.mark.parametrize("kernels", [XLA, ONEDNN])
-@pytest.mark.parametrize("what", APPLY)
+@pytest.mark.parametrize(("what", "kernels"), [("training", XLA), *((what, ONEDNN) for what in APPLY)])
 def test_every_program_that_applies_the_model_has_the_kernels_of_its_run(applied, runs, what, kernels):
     APPLY[what](kernels, runs[kernels])
     assert set(applied) == {kernels}

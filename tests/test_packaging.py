@@ -5,6 +5,7 @@ import importlib.util
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def imported(source: str, module: str, is_package: bool = False) -> set[str]:
     return names
 
 
+@cache
 def mentioned(source: str) -> set[str]:
     """Return every identifier, attribute and imported name in the source, without comments and strings."""
     names: set[str] = set()
@@ -80,6 +82,7 @@ def mentioned(source: str) -> set[str]:
     return names
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     return imported(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
 
@@ -137,33 +140,32 @@ def test_preprocess_starts_without_jax() -> None:
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_imports_go_one_way(path: Path) -> None:
+def test_imports_go_one_way() -> None:
     forbidden = {
         "preprocess": {"jax", "jaxlib", "loopfeed.engine", "loopfeed.models"},
         "models": {"loopfeed.engine", "loopfeed.preprocess"},
         "engine": set(),
     }
-    assert top_levels(path) & forbidden[path.relative_to(ROOT).parts[0]] == set()
-    ours = {name for name in imports_of(path) if name.startswith("loopfeed")}
-    assert "loopfeed" not in top_levels(path)  # the public face imports everything
-    assert {name for name in ours if any(part.endswith("cli") for part in name.split("."))} == set()
+    for path in SOURCES:
+        assert top_levels(path) & forbidden[path.relative_to(ROOT).parts[0]] == set(), path
+        assert "loopfeed" not in top_levels(path), path  # the public face imports everything
+        parts = {part for name in imports_of(path) if name.startswith("loopfeed") for part in name.split(".")}
+        assert not [part for part in parts if part.endswith("cli")], path
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_only_the_two_crossings_reach_the_host(path: Path) -> None:
-    module = module_name(path)
-    source = path.read_text(encoding="utf-8")
-    if module not in TRANSPORTS:
-        assert mentioned(source) & HOST_CALLBACKS == set()
-        assert "jax.debug" not in imports_of(path)  # jax.debug.print and .callback cross to the host too
-        assert "jax.debug." not in source
-    if not module.startswith(f"{KERNELS}."):
-        assert mentioned(source) & KERNEL_CALLS == set()
-    if module in CHOOSE_TRANSPORT:
-        assert "transport.call(" not in source
-    elif module not in CROSSINGS:
-        assert "loopfeed.engine.crossing.transport" not in imports_of(path)
+def test_only_the_two_crossings_reach_the_host() -> None:
+    for path in SOURCES:
+        module, source = module_name(path), path.read_text(encoding="utf-8")
+        if module not in TRANSPORTS:
+            assert mentioned(source) & HOST_CALLBACKS == set(), path
+            assert "jax.debug" not in imports_of(path), path  # jax.debug.print and .callback cross to the host too
+            assert "jax.debug." not in source, path
+        if not module.startswith(f"{KERNELS}."):
+            assert mentioned(source) & KERNEL_CALLS == set(), path
+        if module in CHOOSE_TRANSPORT:
+            assert "transport.call(" not in source, path
+        elif module not in CROSSINGS:
+            assert "loopfeed.engine.crossing.transport" not in imports_of(path), path
 
 
 def test_the_crossings_of_a_program_are_one_chain() -> None:

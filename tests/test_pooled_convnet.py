@@ -112,6 +112,7 @@ def test_logits_statistics_and_gradients_are_those_of_xlas_operations(size, net)
     )
 
 
+@pytest.mark.integration
 def test_the_gradient_of_one_image_reaches_the_maxima():
     """In a loop, XLA computes the features again for the backward pass, where none equals the maximum to the last bit.
 
@@ -147,6 +148,7 @@ def test_evaluation_normalises_by_the_running_statistics_and_leaves_them():
     almost(evaluate(params, stats, images[:1])[0], wanted[:1])
 
 
+@pytest.mark.integration
 def test_bfloat16_stays_near_float32():
     """Eight bits of mantissa, rounded after each of 5 layers: logits within 5 % and the gradient within 20 %."""
     params, stats = jax.jit(partial(pooled_convnet.init, NET, 5))(jax.random.key(0))

@@ -41,7 +41,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("number", "devices"), [(2, ()), (3, ()), (2, ("--devices", "cpu:2"))])
+@pytest.mark.parametrize(("number", "devices"), [(3, ()), (2, ("--devices", "cpu:2"))])
 def test_processes_train_on_the_same_bits_to_the_same_losses(alone, tmp_path, number, devices):
     folder = tmp_path / "run"
     printed = run(
@@ -106,17 +106,15 @@ def test_sigterm_in_an_evaluation_stops_all_with_a_snapshot_and_a_resume_evaluat
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("number", "message"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has not answered for")]
-)
-def test_a_lost_process_ends_the_others_and_is_named(tmp_path, number, message):
+def test_a_stalled_process_ends_the_others_and_is_named(tmp_path):
     with going(tmp_path / "run", "--peer-timeout", "5") as (process, log):
         (other,) = own_processes(tmp_path / "run", 1)
-        os.kill(other, number)
+        os.kill(other, signal.SIGSTOP)
         started = time.monotonic()
         assert process.wait(60) == 1, log.read_text()
         assert time.monotonic() - started < 30
-        assert re.search(rf"run-train: process 1 on \S+ {message} .*after step \d+, so the run ends", log.read_text())
+        message = r"run-train: process 1 on \S+ has not answered for .*after step \d+, so the run ends"
+        assert re.search(message, log.read_text())
         assert not own_processes(tmp_path / "run", 0)
     steps = len(records(tmp_path / "run")) + 5
     losses = resumed(tmp_path / "run", steps)

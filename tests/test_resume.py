@@ -131,7 +131,7 @@ def test_a_run_resumed_from_any_step_ends_with_the_same_bits(reference, tmp_path
     assert json.loads((path / "result.json").read_text())["steps_done"] == STEPS
 
 
-@pytest.mark.parametrize("pull", [4, 9, 16])
+@pytest.mark.parametrize("pull", [4, 9])  # between two updates, and within one
 def test_a_run_stopped_between_or_within_updates_resumes_bit_for_bit(reference, tmp_path, pull):
     def interrupted(step):
         if step == pull:
