@@ -295,8 +295,7 @@ def test_a_report_compares_with_the_rate_of_the_products_that_the_run_makes(monk
         return call_operation(*args)
 
     monkeypatch.setattr(device_rates, "call_operation", call)
-    monkeypatch.setattr(device_rates, "_MOVED_BYTES", {"cpu": 1 << 20})
-    monkeypatch.setattr(device_rates, "_PRODUCT_SIZE", {"cpu": 64})
+    monkeypatch.setattr(device_rates, "_CPU_SIZES", (64, 1 << 20))
     rates = measure_this_device(settle_kernels(config_of(kernels, precision=precision), "cpu"))
     is_library = kernels == ONEDNN and load_library().supports(precision)
     assert len(called) == is_library

@@ -26,19 +26,12 @@ from loopfeed.engine.processes import ThisProcess
 from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.run.train import plan_run, train
 from loopfeed.engine.sizing import card_compiler, flow, planning, rates
-from loopfeed.engine.sizing.card_compiler import (
-    COMPILER_FOLDER,
-    CardAnalysis,
-    CardCompilerError,
-    CardRequest,
-    compile_for_cards,
-)
+from loopfeed.engine.sizing.card_compiler import COMPILER_FOLDER, CardCompilerError, compile_for_cards
 from loopfeed.engine.sizing.cards import SHARE_VARIABLE
-from loopfeed.engine.sizing.flow import measure_flow
-from loopfeed.engine.sizing.memory import LargestBatch
-from loopfeed.engine.sizing.plan import DECODE, READ, Place
+from loopfeed.engine.sizing.flow import DECODE, READ, measure_flow
+from loopfeed.engine.sizing.memory import Analysed
+from loopfeed.engine.sizing.plan import Place
 from loopfeed.engine.sizing.planning import Target, plan_for_cards, plan_here
-from loopfeed.engine.sizing.rates import ReadRate
 from loopfeed.engine.sizing.volumes import split_volume
 from loopfeed.preprocess.shards.reader import open_split
 from tests.card_compilation import CardCompiler
@@ -67,25 +60,22 @@ def test_the_memory_on_a_processor_is_that_of_its_program_and_what_is_beside_it(
     plan = plan_here(config, parts, ignore)
     direct = plan_run(config, model=Linear(), batches=toy_batch)
     code = direct.compiled.memory_bytes["code"]
-    assert plan.memory.need is not None
-    assert plan.memory.need.total_bytes == direct.compiled.peak_bytes + code + direct.facts.ring_bytes + 5_000_000
-    assert plan.memory.need.parts["batches read ahead"] == direct.facts.ring_bytes
+    assert plan.memory.total_bytes == direct.compiled.peak_bytes + code + direct.facts.ring_bytes + 5_000_000
+    assert plan.memory.parts["batches read ahead"] == direct.facts.ring_bytes
     assert plan.place.is_host_memory
-    assert plan.memory.largest is None
+    assert [line.partition(":")[0] for line in plan.memory.verdict] == ["fits"]
     # Linear's weights and bias, their momentum, and its one statistic, beside the counters of the state.
-    assert 8 * direct.facts.num_params < plan.disk.snapshot_bytes < 8 * direct.facts.num_params + 200
+    assert 8 * direct.facts.num_params < plan.snapshot_bytes < 8 * direct.facts.num_params + 200
 
 
 def test_the_devices_of_a_processor_share_the_memory_of_the_host():
-    analysed = planning.Analysed(
-        {"arguments": 100, "results": 90, "reused": 80, "temporaries": 1000, "code": 7}, None, 50
-    )
+    analysed = Analysed({"arguments": 100, "results": 90, "reused": 80, "temporaries": 1000, "code": 7}, None, 50)
     facts: Any = SimpleNamespace(state_bytes=88)
-    here = Place("the processor", 4, 4, 1, 10_000, "", is_host_memory=True, is_here=True)
+    here = Place("the processor", 4, 4, 10_000, "", is_host_memory=True, is_here=True)
     need = planning._need(here, facts, analysed, {"this process so far": 3})
-    assert need.total_bytes == 4 * (100 + 10 + 1000 + 7) + 88 + 50 + 3
+    assert sum(need.values()) == 4 * (100 + 10 + 1000 + 7) + 88 + 50 + 3
     cards = replace(here, is_host_memory=False)
-    assert planning._need(cards, facts, analysed, {}).total_bytes == 100 + 10 + 1000 + 7 + 88
+    assert sum(planning._need(cards, facts, analysed, {}).values()) == 100 + 10 + 1000 + 7 + 88
 
 
 def test_a_run_that_does_not_fit_is_told_the_largest_batch_that_does(monkeypatch, tmp_path):
@@ -99,15 +89,14 @@ def test_a_run_that_does_not_fit_is_told_the_largest_batch_that_does(monkeypatch
     monkeypatch.setattr(planning, "host_memory_bytes", lambda: need)
     heard: list[str] = []
     plan = plan_here(config, parts, heard.append)
-    assert plan.memory.largest == LargestBatch(96, 104, is_settled=True)
+    assert plan.memory.verdict[1] == "the largest --batch that fits is 96 (104 does not)"
     assert sum(line.startswith("compiling for --batch ") for line in heard) <= 5
 
 
 def test_a_batch_that_cannot_be_changed_is_not_searched(monkeypatch):
     monkeypatch.setattr(planning, "host_memory_bytes", lambda: 1000)
     plan = plan_here(toy_config(), OwnParts(model=Linear(), batches=toy_batch), ignore)
-    assert plan.memory.largest is None
-    assert plan.memory.untried_because == "the batch of this run cannot be changed"
+    assert plan.memory.verdict[1] == "no smaller batch was tried: the batch of this run cannot be changed"
 
 
 def test_the_smallest_batch_is_not_searched(monkeypatch, tmp_path):
@@ -115,25 +104,21 @@ def test_the_smallest_batch_is_not_searched(monkeypatch, tmp_path):
     monkeypatch.setattr(planning, "host_memory_bytes", lambda: 1000)
     config = TrainConfig(data=str(tmp_path), batch=1, steps=3, compilation_cache="off")
     plan = plan_here(config, OwnParts(model=Linear()), ignore)
-    assert plan.memory.largest is None
-    because = plan.memory.untried_because
-    assert because == "it is already the smallest that can be divided among the devices"
+    assert plan.memory.verdict[1].endswith("it is already the smallest that can be divided among the devices")
 
 
 def test_processes_on_one_machine_share_its_memory_and_try_no_batches(monkeypatch, tmp_path):
     pack(fake_source(12, size=4), tmp_path)
     monkeypatch.setattr(planning, "process_memory_bytes", lambda: 5_000_000)
     config, parts = TrainConfig(data=str(tmp_path), batch=8, steps=3, compilation_cache="off"), OwnParts(model=Linear())
-    alone = plan_here(config, parts, ignore).memory.need
-    assert alone is not None
+    alone = plan_here(config, parts, ignore).memory
     monkeypatch.setattr(planning, "this_process", lambda: ThisProcess(0, 3))
     monkeypatch.setenv(SEES_ALL, "1")
     monkeypatch.setattr(planning, "host_memory_bytes", lambda: alone.total_bytes)
     together = plan_here(config, parts, ignore).memory
-    assert together.need is not None
-    assert together.need.total_bytes == 3 * alone.total_bytes
+    assert together.total_bytes == 3 * alone.total_bytes
     # Each would compile others, and wait for the rest.
-    assert (together.largest, together.untried_because) == (None, "several processes make this plan")
+    assert together.verdict[1] == "no smaller batch was tried: several processes make this plan"
 
 
 @pytest.mark.parametrize(("index", "printed"), [(0, "\nplan\n"), (1, "")])
@@ -150,8 +135,8 @@ def test_a_resumed_run_keeps_its_snapshots_beside_those_to_come(tmp_path):
     parts = OwnParts(model=Linear(), batches=toy_batch)
     train(config, model=Linear(), batches=toy_batch)
     plan = plan_here(replace(config, resume=True, steps=6), parts, ignore)
-    assert plan.work.num_steps == 1
-    assert plan.disk.num_snapshots == 4
+    assert plan.num_steps == 1
+    assert plan.num_snapshots == 4
 
 
 def test_every_image_is_read_at_most_once_and_only_from_the_shards(tmp_path):
@@ -184,7 +169,7 @@ def test_reading_is_measured_in_bytes_of_the_shards(tmp_path, monkeypatch):
     assert found is not None
     # Each piece once, less those that were only looked at; then it ends, long before its limit.
     assert sum(read) == (50 - rates._PROBES) * 4 * 64 * 64
-    assert found.bytes_per_s >= sum(read) / took_s
+    assert found[0] >= sum(read) / took_s
 
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="the system does not say what is in the page cache")
@@ -230,12 +215,11 @@ def test_a_disk_that_does_not_answer_ends_a_measurement(monkeypatch):
 @pytest.mark.parametrize(("spare", "fits"), [(10**12, True), (1000, False), (None, False)])
 def test_storage_bounds_a_run_whose_pack_does_not_fit_into_memory(tmp_path, monkeypatch, spare, fits):
     pack(fake_source(50, size=64), tmp_path, codec="blosc")
-    monkeypatch.setattr(flow, "measure_reading", lambda *_, **_times: ReadRate(1e6, is_cached=False))
-    place = Place("cpu", 1, 1, 1, None, "", True, True)
+    monkeypatch.setattr(flow, "measure_reading", lambda *_, **_times: (1e6, False))
     with open_split(str(tmp_path), "train") as split:
         source = ShardBatches(split, batch=8, seed=0)
         found = measure_flow(
-            TrainConfig(), source, split_volume(split), place, spare_bytes=spare, card=None, device_rate=None
+            TrainConfig(), source, split_volume(split), spare_bytes=spare, link_bytes_per_s=None, wanted=None
         )
     stages = {stage.name: stage for stage in found.stages}
     assert stages[READ].is_bounding != fits
@@ -249,11 +233,10 @@ def test_storage_bounds_a_run_whose_pack_does_not_fit_into_memory(tmp_path, monk
 def test_an_object_store_is_measured_with_decoding():
     context = ts.Context()
     pack(fake_source(50, size=64), "memory://bucket", context=context)
-    place = Place("cpu", 1, 1, 1, None, "", True, True)
     with open_split("memory://bucket", "train", context=context) as split:
         volume = split_volume(split)
         source = ShardBatches(split, batch=8, seed=0)
-        found = measure_flow(TrainConfig(), source, volume, place, spare_bytes=10**12, card=None, device_rate=None)
+        found = measure_flow(TrainConfig(), source, volume, spare_bytes=10**12, link_bytes_per_s=None, wanted=None)
     assert [stage.name for stage in found.stages[:2]] == [READ, DECODE]
     assert found.stages[0].images_per_s == found.stages[1].images_per_s
     assert all(stage.is_bounding for stage in found.stages)
@@ -267,22 +250,27 @@ def test_without_the_compiler_the_rest_of_the_plan_is_made(monkeypatch):
     config = TrainConfig(synthetic=True, image_size=32, num_classes=10, batch=512, steps=100, devices="64")
     target = Target("h100", 64, 8)
     plan = plan_for_cards(config, OwnParts(), {}, target, ignore, program="", device_rate=1000)
-    assert plan.memory.need is None
+    assert plan.memory.parts == {}
     assert re.fullmatch(
-        r"XLA's compiler for NVIDIA GPUs is not installed; it needs no GPU: (pip install '\.\[cuda\]', or only the "
-        r"compiler: pip install --no-deps --target \S+/card-compiler jax-cuda13-pjrt==\S+ jax-cuda13-plugin==\S+|"
+        r"not known: XLA's compiler for NVIDIA GPUs is not installed; it needs no GPU: (pip install '\.\[cuda\]', or "
+        r"only the compiler: pip install --no-deps --target \S+/card-compiler jax-cuda13-pjrt==\S+ "
+        r"jax-cuda13-plugin==\S+|"
         "it exists only for Linux: plan on a Linux machine)",
-        plan.memory.unknown_because or "",
+        plan.memory.verdict[0],
     )
     assert (plan.place.num_hosts, plan.place.devices_per_host) == (8, 8)
     assert plan.flow.bound == ("the devices", 8000)
-    assert plan.disk.volumes[0][1].num_images == 1_281_167
+    assert plan.volumes[0][1].num_images == 1_281_167
     # What the devices would refuse, is refused.
     with pytest.raises(ValueError, match="batch must be a multiple of the number of devices, 64, got 500"):
         plan_for_cards(replace(config, batch=500), OwnParts(), {}, target, ignore, program="")
 
 
-ANSWER: dict[str, Any] = {"memory_bytes": {"arguments": 1, "temporaries": 2}, "step_flops": None, "compile_s": 0.1}
+def request_for(settings: dict[str, Any], card: str, num_devices: int) -> dict[str, Any]:
+    return {"settings": settings, "parts": {}, "card": card, "num_devices": num_devices, "devices_per_host": 8}
+
+
+ANSWER: dict[str, Any] = {"memory_bytes": {"arguments": 1, "temporaries": 2}, "step_flops": None}
 
 
 @pytest.mark.parametrize(
@@ -305,7 +293,7 @@ ANSWER: dict[str, Any] = {"memory_bytes": {"arguments": 1, "temporaries": 2}, "s
 )
 def test_a_compiler_that_fails_is_reported_in_one_line(monkeypatch, tmp_path, program, error, message):
     monkeypatch.setattr(card_compiler, "find_card_compiler", lambda: tmp_path)
-    request = CardRequest(TrainConfig().to_json(), {}, "h100", 1, 8)
+    request = request_for(TrainConfig().to_json(), "h100", 1)
     with pytest.raises(error, match=re.escape(message)):
         compile_for_cards(request, program, time_limit_s=1 if "sleep" in program else 60)
 
@@ -319,8 +307,8 @@ def test_the_compiler_gets_the_request_and_computes_on_the_cpu(monkeypatch, tmp_
         f"assert asked['compiler'] == {str(tmp_path)!r} and asked['settings']['batch'] == 48, asked\n"
         f"json.dump({{**json.loads({json.dumps(ANSWER)!r})}}, open(sys.argv[2], 'w'))"
     )
-    request = CardRequest(TrainConfig(batch=48).to_json(), {}, "a100", 16, 8)
-    assert compile_for_cards(request, program) == CardAnalysis(**ANSWER)
+    request = request_for(TrainConfig(batch=48).to_json(), "a100", 16)
+    assert compile_for_cards(request, program) == Analysed(**ANSWER)
 
 
 @pytest.mark.integration
@@ -330,7 +318,7 @@ def test_the_compilers_process_does_not_take_packages_of_the_working_directory(m
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(card_compiler, "find_card_compiler", lambda: tmp_path)
-    request = CardRequest({"batch": 0}, {}, "h100", 1, 8)
+    request = request_for({"batch": 0}, "h100", 1)
     with pytest.raises(ValueError, match="batch must lie in"):
         compile_for_cards(request, PROGRAM)
 
@@ -340,16 +328,16 @@ def test_only_the_program_that_was_asked_for_is_dumped(monkeypatch, tmp_path):
     asked = []
 
     def compiled(request, _program):
-        batch = request.settings["batch"]
-        asked.append((batch, request.settings["dump_hlo"]))
-        return CardAnalysis({"temporaries": 100_000 * batch}, None, 0.1)
+        batch = request["settings"]["batch"]
+        asked.append((batch, request["settings"]["dump_hlo"]))
+        return Analysed({"temporaries": 100_000 * batch}, None)
 
     monkeypatch.setattr(planning, "compile_for_cards", compiled)
     config = TrainConfig(
         synthetic=True, image_size=32, num_classes=10, model="resnet8", batch=256, steps=9, dump_hlo=str(tmp_path)
     )
     plan = plan_for_cards(config, OwnParts(), {}, Target("h100", 1, 8), ignore, program="")
-    assert plan.memory.largest is not None
+    assert plan.memory.verdict[1].startswith("the largest --batch that fits is ")
     assert asked[0] == (256, str(tmp_path))
     assert {folder for _, folder in asked[1:]} == {None}
 
@@ -418,8 +406,7 @@ def run_command(arguments: list[str]) -> list[str]:
 
 
 def test_the_pages_command_for_this_machine_runs(tmp_path, monkeypatch):
-    analysed = planning.Analysed({"temporaries": 10**7}, None, 10**6)
-    monkeypatch.setattr(planning.Analysed, "of", lambda _: analysed)
+    monkeypatch.setattr(planning, "_analysed", lambda _: Analysed({"temporaries": 10**7}, None, 10**6))
     pack(fake_source(12, size=16), tmp_path / "data/shards")
     monkeypatch.chdir(tmp_path)
     printed = run_command(COMMANDS[0])
@@ -435,8 +422,10 @@ def test_the_page_shows_what_its_command_for_gpus_prints(monkeypatch):
     asked = []
 
     def compiled(request, _program):
-        asked.append((request.card, request.num_devices, request.devices_per_host, request.settings["batch"]))
-        return CardAnalysis(memory | {"code": 0}, None, 60.0)
+        asked.append(
+            (request["card"], request["num_devices"], request["devices_per_host"], request["settings"]["batch"])
+        )
+        return Analysed(memory | {"code": 0}, None)
 
     monkeypatch.setattr(planning, "compile_for_cards", compiled)
     monkeypatch.setattr(flow, "measure_copying", lambda _: 6.0959e9)

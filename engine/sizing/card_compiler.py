@@ -6,10 +6,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from loopfeed.engine.sizing.memory import Analysed
 
 COMPILER_FOLDER = "card-compiler"
 """The folder of the compiler in a Python environment, if it is not one of the environment's packages."""
@@ -21,39 +22,6 @@ _PACKAGES = ("jax-cuda13-pjrt", "jax-cuda13-plugin")
 
 class CardCompilerError(RuntimeError):
     """Failure to compile a program for GPUs that are not here; the message is one line."""
-
-
-@dataclass(frozen=True)
-class CardRequest:
-    """What to compile.
-
-    Attributes:
-        settings: the settings of the run, as `TrainConfig.to_json`.
-        parts: the names of the user's own parts, by option.
-        card: the name of the kind of GPU.
-        num_devices, devices_per_host: how many there are.
-    """
-
-    settings: Mapping[str, Any]
-    parts: Mapping[str, str]
-    card: str
-    num_devices: int
-    devices_per_host: int
-
-
-@dataclass(frozen=True)
-class CardAnalysis:
-    """XLA's analysis of a compiled program.
-
-    Attributes:
-        memory_bytes: memory of one device by kind, as `loopfeed.engine.run.compilation.Compiled.memory_bytes`.
-        step_flops: floating-point operations of one device in a step, None if unknown.
-        compile_s: seconds that tracing and compiling took.
-    """
-
-    memory_bytes: Mapping[str, int]
-    step_flops: float | None
-    compile_s: float
 
 
 def find_card_compiler() -> Path | None:
@@ -73,11 +41,12 @@ def installation_hint() -> str:
     )
 
 
-def compile_for_cards(request: CardRequest, program: str, *, time_limit_s: float = TIME_LIMIT_S) -> CardAnalysis:
+def compile_for_cards(request: Mapping[str, Any], program: str, *, time_limit_s: float = TIME_LIMIT_S) -> Analysed:
     """Compile a run's program for GPUs that are not here, in a process of its own, and return XLA's analysis.
 
     Args:
-        request: what to compile.
+        request: what to compile, as JSON: `settings` of the run, names of the user's own `parts` by option, `card`, the
+            kind of GPU, `num_devices` and `devices_per_host`.
         program: a Python program that answers a request (`answer_request`), given the names of two files.
         time_limit_s: the longest time that this may take.
 
@@ -92,7 +61,7 @@ def compile_for_cards(request: CardRequest, program: str, *, time_limit_s: float
         )
     with tempfile.TemporaryDirectory(prefix="loopfeed-") as place:
         asked, answered = Path(place) / "request.json", Path(place) / "answer.json"
-        asked.write_text(json.dumps(asdict(request) | {"compiler": str(folder)}), encoding="utf-8")
+        asked.write_text(json.dumps({**request, "compiler": str(folder)}), encoding="utf-8")
         try:
             done = subprocess.run(
                 [sys.executable, "-c", program, str(asked), str(answered)],
@@ -113,7 +82,7 @@ def compile_for_cards(request: CardRequest, program: str, *, time_limit_s: float
         answer = json.loads(answered.read_text(encoding="utf-8"))
     if "refused" in answer:
         raise ValueError(answer["refused"])
-    return CardAnalysis(**answer)
+    return Analysed(**answer)
 
 
 def _last_line(done: "subprocess.CompletedProcess[str]") -> str:

@@ -47,22 +47,23 @@ class Card:
 
     Attributes:
         name: the name that the driver reports.
+        memory_bytes, bytes_per_s: size and bandwidth of its memory.
         major: the major number of its compute capability; the minor one is 0.
         cores, units_per_core, clock_ghz: number of multiprocessors, float32 units of each, and their clock.
         shared_bytes, optin_bytes: shared memory of a multiprocessor, and of the largest block.
-        memory_bytes, bytes_per_s, cache_bytes: size and bandwidth of its memory, and its second-level cache.
+        cache_bytes: size of its second-level cache.
         link_bytes_per_s: peak rate of its link to the host, in one direction.
     """
 
     name: str
+    memory_bytes: int
+    bytes_per_s: int
     major: int
     cores: int
     units_per_core: int
     clock_ghz: float
     shared_bytes: int
     optin_bytes: int
-    memory_bytes: int
-    bytes_per_s: int
     cache_bytes: int
     link_bytes_per_s: int
 
@@ -100,42 +101,13 @@ def memory_share() -> float:
     return share
 
 
-def _ampere(name: str, memory_bytes: int, bytes_per_s: int) -> Card:
-    return Card(
-        name=name,
-        major=8,
-        cores=108,
-        units_per_core=64,
-        clock_ghz=1.41,
-        shared_bytes=167_936,
-        optin_bytes=166_912,
-        memory_bytes=memory_bytes,
-        bytes_per_s=bytes_per_s,
-        cache_bytes=41_943_040,
-        link_bytes_per_s=32_000_000_000,
-    )
-
-
-def _hopper(name: str, memory_bytes: int, bytes_per_s: int) -> Card:
-    return Card(
-        name=name,
-        major=9,
-        cores=132,
-        units_per_core=128,
-        clock_ghz=1.98,
-        shared_bytes=233_472,
-        optin_bytes=232_448,
-        memory_bytes=memory_bytes,
-        bytes_per_s=bytes_per_s,
-        cache_bytes=52_428_800,
-        link_bytes_per_s=64_000_000_000,
-    )
-
-
+# Cores, units, clock, shared memory and cache of each generation are the same, whatever the size of the memory.
+_AMPERE = (8, 108, 64, 1.41, 167_936, 166_912, 41_943_040, 32_000_000_000)
+_HOPPER = (9, 132, 128, 1.98, 233_472, 232_448, 52_428_800, 64_000_000_000)
 CARDS: Mapping[str, Card] = {
-    "a100-40gb": _ampere("NVIDIA A100-SXM4-40GB", 42_331_013_120, 1_555_200_000_000),
-    "a100": _ampere("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2_039_040_000_000),
-    "h100": _hopper("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000),
-    "h200": _hopper("NVIDIA H200 141GB HBM3e", 151_397_597_184, 4_800_000_000_000),
+    "a100-40gb": Card("NVIDIA A100-SXM4-40GB", 42_331_013_120, 1_555_200_000_000, *_AMPERE),
+    "a100": Card("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2_039_040_000_000, *_AMPERE),
+    "h100": Card("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000, *_HOPPER),
+    "h200": Card("NVIDIA H200 141GB HBM3e", 151_397_597_184, 4_800_000_000_000, *_HOPPER),
 }
 """The kinds of GPU by their names in `--target`."""

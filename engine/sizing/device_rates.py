@@ -14,10 +14,7 @@ from loopfeed.models.kernels.onednn.operations import call_operation
 from loopfeed.models.kernels.onednn.products import Product
 
 # Long enough for every core, and small enough for a second: 2·n³ operations, and bytes beyond any cache.
-_PRODUCT_SIZE = {"cpu": 1024}
-_LARGE_PRODUCT = 8192
-_MOVED_BYTES = {"cpu": 256 << 20}
-_MANY_BYTES = 1 << 30
+_CPU_SIZES, _GPU_SIZES = (1024, 256 << 20), (8192, 1 << 30)
 _TURNS = 8
 _MEASURE_S = 0.3
 
@@ -58,11 +55,10 @@ def measure_device(
         kernels: whose product it is, `XLA` or `ONEDNN`, which multiplies float32 and, on some processors, bfloat16.
         limit_s: seconds for each of the two measurements, beside compiling.
     """
-    platform = device.platform
-    n = _PRODUCT_SIZE.get(platform, _LARGE_PRODUCT)
+    n, moved_bytes = _CPU_SIZES if device.platform == "cpu" else _GPU_SIZES
     matrix = jax.device_put(jnp.ones((n, n), dtype), device)
     product = jax.jit(onednn_product if kernels == ONEDNN else xla_product)
-    count = _MOVED_BYTES.get(platform, _MANY_BYTES) // 8
+    count = moved_bytes // 8
     numbers = jax.device_put(jnp.ones((count,), jnp.float32), device)
     # In a loop, because the memory of a new result costs more on a CPU than writing to it.
     move = jax.jit(lambda x, turns: lax.fori_loop(0, turns, lambda _, x: 2 * x + 1, x))

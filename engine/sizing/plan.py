@@ -1,20 +1,14 @@
-"""The plan of a run as numbers, and the arithmetic between them: bytes per second, what bounds the run, time, disk.
+"""The plan of a run as numbers, which `loopfeed.engine.sizing.planning` fills in, and the arithmetic between them."""
 
-Needs no jax; `loopfeed.engine.sizing.planning` fills it in, and `loopfeed.engine.sizing.report` prints it.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from loopfeed.engine.sizing.memory import LargestBatch, MemoryNeed
+from loopfeed.engine.sizing.flow import Flow
 from loopfeed.engine.sizing.volumes import Volume
 
 # A line of `loss.jsonl`, which grows with the digits of the step, in bytes.
 _LOG_LINE_BYTES = 120
-DEVICES = "the devices"
-READ, DECODE, COPY, LINK = "read from storage", "check and decode", "copy in memory", "copy to devices"
-"""The names of the stages."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +17,7 @@ class Place:
 
     Attributes:
         kind: the vendor's name of a device.
-        num_devices, devices_per_host, num_hosts: how many there are.
+        num_devices, devices_per_host: how many there are.
         limit_bytes: the memory that programs and arrays may take, of one device, or of the host if devices have none of
             their own; None if unknown.
         limit_note: what the limit is, in words.
@@ -35,99 +29,84 @@ class Place:
     kind: str
     num_devices: int
     devices_per_host: int
-    num_hosts: int
     limit_bytes: int | None
     limit_note: str
     is_host_memory: bool
     is_here: bool
     num_sharing: int = 1
 
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts."""
+        return ceil(self.num_devices / self.devices_per_host)
+
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class Memory:
     """The memory of one device, or of the host if the devices have none of their own.
 
     Attributes:
-        need: what the run needs; None if it is not known.
-        unknown_because: why it is not known.
-        largest: the largest batch that fits; None if the run fits, or no smaller batch was tried.
-        untried_because: why no smaller batch was tried, if the run does not fit.
+        parts: the bytes of each part, by its description; empty if they are not known.
+        verdict: whether that fits, and if not, which batch does; or why it is not known.
         step_flops: floating-point operations of one device in a step, None if unknown.
     """
 
-    need: MemoryNeed | None
-    unknown_because: str | None = None
-    largest: LargestBatch | None = None
-    untried_because: str | None = None
+    parts: Mapping[str, int]
+    verdict: Sequence[str]
     step_flops: float | None = None
 
-
-@dataclass(frozen=True)
-class Stage:
-    """One of the stages through which images come to the devices of a host.
-
-    Attributes:
-        name: what is done.
-        image_bytes: bytes that it moves for each image.
-        images_per_s: images per second that a host can do, None if that was not measured.
-        note: how it was measured, or why not.
-        is_bounding: whether every image passes through the stage again in every epoch.
-    """
-
-    name: str
-    image_bytes: float
-    images_per_s: float | None
-    note: str
-    is_bounding: bool = True
-
-
-@dataclass(frozen=True)
-class Flow:
-    """The images per second of one host.
-
-    Attributes:
-        stages: how the images come to the devices.
-        devices_per_host: number of devices of the host.
-        device_rate: images per second that one device trains on, None if unknown.
-    """
-
-    stages: Sequence[Stage]
-    devices_per_host: int
-    device_rate: float | None
-
     @property
-    def wanted(self) -> float | None:
-        """The images per second that the devices of a host can train on, None if unknown."""
-        return None if self.device_rate is None else self.device_rate * self.devices_per_host
-
-    @property
-    def bound(self) -> tuple[str, float] | None:
-        """What bounds the run, and the images per second of one host that it leaves; None if nothing is known."""
-        known = [(each.name, each.images_per_s) for each in self.stages if each.is_bounding and each.images_per_s]
-        if self.wanted is not None:
-            known.insert(0, (DEVICES, self.wanted))
-        return min(known, key=lambda each: each[1]) if known else None
+    def total_bytes(self) -> int:
+        """The sum of the parts."""
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
-class Work:
-    """How much there is to do.
+class Plan:
+    """The plan of a run.
 
     Attributes:
-        num_steps: updates that are left.
-        images_per_step: images of an update, over all devices and accumulated batches.
-        num_evaluations, eval_images: number of evaluations that are left, and images of each.
+        subject: the model and the batch, in words.
+        place, memory, flow: the devices, the memory of one, and the images per second of a host.
+        num_steps, images_per_step: updates that are left, and images of each over all devices and accumulated batches.
+        num_evaluations, eval_images: evaluations that are left, and images of each.
+        volumes: the sizes of the packed splits by name.
+        num_snapshots, snapshot_bytes: how many snapshots are kept at most, and the size of one.
+        weights_bytes: size of the trained weights.
+        num_lines: number of lines of the log of losses.
+        is_imagenet: whether synthetic batches stand for ImageNet-1k.
     """
 
+    subject: str
+    place: Place
+    memory: Memory
+    flow: Flow
     num_steps: int
     images_per_step: int
     num_evaluations: int
     eval_images: int
+    volumes: Sequence[tuple[str, Volume]]
+    num_snapshots: int
+    snapshot_bytes: int
+    weights_bytes: int
+    num_lines: int
+    is_imagenet: bool = False
 
     @property
     def train_images(self) -> int:
         """Images to train on."""
         return self.num_steps * self.images_per_step
+
+    @property
+    def other_bytes(self) -> int:
+        """The size of weights and logs, about."""
+        return self.weights_bytes + self.num_lines * _LOG_LINE_BYTES
+
+    @property
+    def disk_bytes(self) -> int:
+        """The space that shards and run folder take on disk."""
+        shard_bytes = sum(volume.disk_bytes for _, volume in self.volumes)
+        return shard_bytes + self.snapshot_bytes * self.num_snapshots + self.other_bytes
 
     def seconds(self, images_per_s: float) -> float:
         """Return how long the run takes; evaluated images count as trained ones, although they take less."""
@@ -141,39 +120,6 @@ def count_evaluations(start_step: int, steps: int, every: int) -> int:
     return ceil(steps / every) - start_step // every if every else 1
 
 
-@dataclass(frozen=True)
-class Disk:
-    """The space that a run takes on disk.
-
-    Attributes:
-        volumes: the splits, by name.
-        snapshot_bytes, num_snapshots: size of a snapshot, and how many are kept.
-        weights_bytes: size of the trained weights.
-        num_lines: number of lines of the log of losses.
-    """
-
-    volumes: Sequence[tuple[str, Volume]]
-    snapshot_bytes: int
-    num_snapshots: int
-    weights_bytes: int
-    num_lines: int
-
-    @property
-    def shard_bytes(self) -> int:
-        """The size of all shards."""
-        return sum(volume.disk_bytes for _, volume in self.volumes)
-
-    @property
-    def log_bytes(self) -> int:
-        """The estimated size of the logs."""
-        return self.num_lines * _LOG_LINE_BYTES
-
-    @property
-    def run_bytes(self) -> int:
-        """The size of the run folder."""
-        return self.snapshot_bytes * self.num_snapshots + self.weights_bytes + self.log_bytes
-
-
 def count_snapshots(steps: int, *, every: int, keep: int, keeps_best: bool) -> int:
     """Return how many snapshots a run folder has at most: the newest `keep` (0: all), and the best one.
 
@@ -182,26 +128,3 @@ def count_snapshots(steps: int, *, every: int, keep: int, keeps_best: bool) -> i
     taken = count_evaluations(0, steps, every)
     # While a snapshot is written, the one that it replaces is still there.
     return taken if keep == 0 else min(taken, keep + keeps_best + 1)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The plan of a run.
-
-    Attributes:
-        subject: the model and the batch, in words.
-        place: the devices.
-        memory: the memory of a device.
-        flow: the images per second of a host.
-        work: how much there is to do.
-        disk: the space on disk.
-        notes: what else must be known to read the plan.
-    """
-
-    subject: str
-    place: Place
-    memory: MemoryPlan
-    flow: Flow
-    work: Work
-    disk: Disk
-    notes: Sequence[str] = ()

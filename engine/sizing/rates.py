@@ -8,9 +8,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import count as count_from
 from pathlib import Path
 
@@ -34,45 +33,31 @@ _PROBES = 16
 _STUCK_S = 30.0
 
 
-@dataclass(frozen=True)
-class ReadRate:
-    """A measured rate of reading shard files.
-
-    Attributes:
-        bytes_per_s: the rate.
-        is_cached: whether the bytes came from the page cache; None if the system does not tell.
-    """
-
-    bytes_per_s: float
-    is_cached: bool | None
-
-
-def measure_reading(split: ShardSplit, *, num_threads: int, limit_s: float) -> ReadRate | None:
+def measure_reading(split: ShardSplit, *, num_threads: int, limit_s: float) -> tuple[float, bool | None] | None:
     """Read pieces of the size of an image from random places of a split's shard files, each place at most once.
 
     Returns:
-        The rate; None if the split is not in a local folder, or so small that the rate would mean nothing.
+        Bytes per second, and whether they came from the page cache, None if the system does not tell; None instead of
+        both if the split is not in a local folder, or so small that the rate would mean nothing.
     """
     folder = split.location.local_path
     if folder is None:
         return None
-    piece = _rounded_up(split.manifest.image_bytes)
+    piece = -(-split.manifest.image_bytes // _PAGE) * _PAGE
     places = _random_places(folder / PIXELS, piece)
     if len(places) * piece < _LEAST_BYTES:
         return None
     is_cached = _is_cached(places[:_PROBES], piece)
-    rest = iter(places[_PROBES:])
-    guard = threading.Lock()
-
-    def take() -> tuple[Path, int] | None:
-        with guard:
-            return next(rest, None)
+    rest = places[_PROBES:]
 
     def read_one() -> int:
-        place = take()
-        return 0 if place is None else _read_piece(*place, piece)
+        try:
+            place = rest.pop()  # by one thread alone
+        except IndexError:
+            return 0
+        return _read_piece(*place, piece)
 
-    return ReadRate(_rate_of(read_one, num_threads, limit_s), is_cached)
+    return _rate_of(read_one, num_threads, limit_s), is_cached
 
 
 def measure_decoding(source: ShardBatches, *, num_threads: int, timeout_s: float, limit_s: float) -> float:
@@ -150,9 +135,9 @@ def _random_places(folder: Path, piece: int) -> list[tuple[Path, int]]:
 
 
 def _read_piece(path: Path, start: int, size: int) -> int:
-    with _opened(path) as file:
-        _drop(file, start, size)
-        return len(os.pread(file, size, start))
+    with path.open("rb", buffering=0) as file:
+        _drop(file.fileno(), start, size)
+        return len(os.pread(file.fileno(), size, start))
 
 
 def _is_cached(places: list[tuple[Path, int]], size: int) -> bool | None:
@@ -161,10 +146,10 @@ def _is_cached(places: list[tuple[Path, int]], size: int) -> bool | None:
         return None
     found = []
     for path, start in places:
-        with _opened(path) as file:
-            _drop(file, start, size)
+        with path.open("rb", buffering=0) as file:
+            _drop(file.fileno(), start, size)
             try:
-                found.append(os.preadv(file, [bytearray(_PAGE)], start, os.RWF_NOWAIT) > 0)
+                found.append(os.preadv(file.fileno(), [bytearray(_PAGE)], start, os.RWF_NOWAIT) > 0)
             except BlockingIOError:
                 found.append(False)
             except OSError:  # the file system does not support the question
@@ -172,20 +157,7 @@ def _is_cached(places: list[tuple[Path, int]], size: int) -> bool | None:
     return 2 * sum(found) > len(found)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
 def _drop(file: int, start: int, size: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(file, start, size, os.POSIX_FADV_DONTNEED)
-
-
-def _rounded_up(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE) * _PAGE

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from loopfeed.engine.sizing.plan import DECODE, DEVICES, READ, Disk, Flow, MemoryPlan, Place, Plan, Stage, Work
+from loopfeed.engine.sizing.flow import DECODE, DEVICES, READ, Flow, Stage
+from loopfeed.engine.sizing.plan import Place, Plan
 from loopfeed.preprocess.quantities import listed, quantity
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
@@ -13,7 +14,7 @@ def plan_lines(plan: Plan) -> list[str]:
     return [
         f"plan for {_describe_place(plan.place)}",
         f"  {plan.subject}",
-        *(f"  {note}" for note in plan.notes),
+        *["  synthetic batches stand for ImageNet-1k"] * plan.is_imagenet,
         "",
         *_memory_lines(plan),
         "",
@@ -21,7 +22,7 @@ def plan_lines(plan: Plan) -> list[str]:
         "",
         *_work_lines(plan),
         "",
-        *_disk_lines(plan.disk),
+        *_disk_lines(plan),
         "",
         "dry run: nothing was trained",
     ]
@@ -43,40 +44,11 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     where = "the host" if place.is_host_memory else "a device"
     how = "" if place.is_here else ", compiled for it without one"
     yield f"memory of {where}, by XLA's analysis{how}"
-    if memory.need is None:
-        yield f"  not known: {memory.unknown_because}"
-        return
-    for name, size in memory.need.parts.items():
-        yield f"  {name:<36}{_size(size)}"
-    yield f"  {'total':<36}{_size(memory.need.total_bytes)}"
-    yield from _verdict_lines(memory, place)
-    yield from _flops_lines(plan)
-
-
-def _verdict_lines(memory: MemoryPlan, place: Place) -> Iterator[str]:
-    assert memory.need is not None
-    limit = place.limit_bytes
-    if limit is None:
-        yield "  whether that fits is not known, because the size of the memory is not"
-        return
-    fits = memory.need.total_bytes <= limit
-    yield f"  {'fits' if fits else 'does not fit'}: {place.limit_note} {limit / 1e9:,.1f} GB"
-    if fits:
-        return
-    largest = memory.largest
-    if largest is None:
-        yield f"  no smaller batch was tried: {memory.untried_because}"
-    elif largest.fits == 0:
-        yield f"  --batch {largest.too_large} does not fit either"
-    else:
-        settled = "" if largest.is_settled else "; sizes between them were not tried"
-        yield f"  the largest --batch that fits is {largest.fits} ({largest.too_large} does not{settled})"
-
-
-def _flops_lines(plan: Plan) -> Iterator[str]:
-    flops, place = plan.memory.step_flops, plan.place
-    if flops is not None:
-        yield f"  work of a batch: {flops / 1e9:,.2f} GFLOP{' a device' * (place.num_devices > 1)}"
+    sizes = {**memory.parts, "total": memory.total_bytes} if memory.parts else {}
+    yield from (f"  {name:<36}{_size(size)}" for name, size in sizes.items())
+    yield from (f"  {line}" for line in memory.verdict)
+    if memory.step_flops is not None:
+        yield f"  work of a batch: {memory.step_flops / 1e9:,.2f} GFLOP{' a device' * (place.num_devices > 1)}"
 
 
 def _flow_lines(flow: Flow, place: Place) -> Iterator[str]:
@@ -101,25 +73,24 @@ def _measured(stage: Stage) -> str:
 
 
 def _work_lines(plan: Plan) -> Iterator[str]:
-    work, flow = plan.work, plan.flow
+    flow = plan.flow
     # A host with fewer devices than the others waits for them at every step.
     hosts = plan.place.num_devices / plan.place.devices_per_host
     evaluations = (
-        f"; {quantity(work.num_evaluations, 'evaluation')} of {quantity(work.eval_images, 'image')}"
-        if work.num_evaluations
+        f"; {quantity(plan.num_evaluations, 'evaluation')} of {quantity(plan.eval_images, 'image')}"
+        if plan.num_evaluations
         else "; no evaluation"
     )
-    yield f"run: {quantity(work.num_steps, 'step')}, {quantity(work.train_images, 'image')}{evaluations}"
-    bound = flow.bound
+    yield f"run: {quantity(plan.num_steps, 'step')}, {quantity(plan.train_images, 'image')}{evaluations}"
     is_measured = any(each.images_per_s for each in flow.stages if each.name in (READ, DECODE))
-    if bound is None or (flow.wanted is None and not is_measured):
+    if flow.bound is None or (flow.wanted is None and not is_measured):
         yield "  how long it takes is not known: give --rate, the images/s that one device trains on"
         return
-    name, images_per_s = bound
+    name, images_per_s = flow.bound
     total = images_per_s * hosts
     if flow.wanted is None:
         yield f"  at most {total:,.0f} images/s, bound by: {name}"
-        yield f"  takes at least {_duration(work, total)}; --rate, the images/s of one device, tells more"
+        yield f"  takes at least {_duration(plan.seconds(total))}; --rate, the images/s of one device, tells more"
         return
     yield f"  {total:,.0f} images/s, bound by: {name}"
     if not plan.place.is_here and name != DEVICES:
@@ -129,18 +100,12 @@ def _work_lines(plan: Plan) -> Iterator[str]:
     if unmeasured := [stage.name for stage in flow.stages if stage.is_bounding and stage.images_per_s is None]:
         yield f"  not measured, and not counted: {listed(unmeasured)}"
     if name != DEVICES:
-        yield f"  the devices would train on {flow.wanted * hosts:,.0f}: they wait {_waiting(flow):.0%} of the time"
-    yield f"  takes {_duration(work, total)}"
+        waiting = 1 - images_per_s / flow.wanted
+        yield f"  the devices would train on {flow.wanted * hosts:,.0f}: they wait {waiting:.0%} of the time"
+    yield f"  takes {_duration(plan.seconds(total))}"
 
 
-def _waiting(flow: Flow) -> float:
-    assert flow.wanted is not None
-    assert flow.bound is not None
-    return 1 - flow.bound[1] / flow.wanted
-
-
-def _duration(work: Work, images_per_s: float) -> str:
-    seconds = work.seconds(images_per_s)
+def _duration(seconds: float) -> str:
     if seconds < 2 * _MINUTE_S:
         return f"{seconds:,.0f} s"
     if seconds < 2 * _HOUR_S:
@@ -148,17 +113,17 @@ def _duration(work: Work, images_per_s: float) -> str:
     return f"{seconds / _HOUR_S:,.1f} h" if seconds < 2 * _DAY_S else f"{seconds / _DAY_S:,.1f} days"
 
 
-def _disk_lines(disk: Disk) -> Iterator[str]:
+def _disk_lines(plan: Plan) -> Iterator[str]:
     yield "disk"
-    for name, volume in disk.volumes:
-        count = quantity(volume.num_images, "image")
-        yield f"  shards of {name:<26}{_size(volume.disk_bytes)}  {count}"
+    for name, volume in plan.volumes:
+        yield f"  shards of {name:<26}{_size(volume.disk_bytes)}  {quantity(volume.num_images, 'image')}"
         yield f"    by {volume.source}"
-    if not disk.volumes:
+    if not plan.volumes:
         yield "  shards: none, because the batches are your own"
-    yield f"  {f'snapshots, at most {disk.num_snapshots}':<36}{_size(disk.snapshot_bytes * disk.num_snapshots)}"
-    yield f"  {'weights and logs, about':<36}{_size(disk.weights_bytes + disk.log_bytes)}"
-    yield f"  {'total':<36}{_size(disk.shard_bytes + disk.run_bytes)}"
+    snapshots = f"snapshots, at most {plan.num_snapshots}"
+    yield f"  {snapshots:<36}{_size(plan.snapshot_bytes * plan.num_snapshots)}"
+    yield f"  {'weights and logs, about':<36}{_size(plan.other_bytes)}"
+    yield f"  {'total':<36}{_size(plan.disk_bytes)}"
 
 
 def _size(num_bytes: int) -> str:
