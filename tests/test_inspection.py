@@ -105,11 +105,9 @@ def test_every_action_has_a_row_and_the_rows_add_up(report):
 def test_the_operations_of_products_are_those_of_the_trace(report):
     """A product has two gradients of its size; XLA leaves out the one for the images, and products with padding."""
     own, grouped, by_lax = (2 * each.products for each in report.traced.convolutions)
-    dense = 2 * BATCH * 5 * 3
     # The groups are joined in one block, whose products are twice as many.
-    assert 2 * own + 3 * grouped * 0.6 + 3 * by_lax + 3 * dense <= report.product_flops
-    assert report.product_flops <= 3 * own + 3 * 2 * grouped + 3 * by_lax + 3 * dense
-    assert report.product_flops - report.convolution_flops == 3 * dense
+    assert 2 * own + 3 * grouped * 0.6 + 3 * by_lax <= report.convolution_flops
+    assert report.convolution_flops <= 3 * own + 3 * 2 * grouped + 3 * by_lax
     assert 0.5 < report.convolution_share < 1
 
 
@@ -119,9 +117,6 @@ def test_the_operations_of_kernels_are_those_of_the_trace():
         report = explained(replace(CONFIG, kernels=ONEDNN), Network())
     own, grouped, by_lax = report.traced.convolutions
     assert [each.form for each in (own, grouped)] == ["oneDNN", "oneDNN"]
-    assert (own.num_products, grouped.num_products) == (1, 1)
-    dense = 2 * BATCH * 5 * 3
-    assert report.product_flops - report.convolution_flops == 3 * dense
     # The first has no gradient for the images and no padding; of the second, products with padding are left out.
     assert 2 * own.products <= report.convolution_flops / 2 - 3 * by_lax.products - 3 * 0.6 * grouped.products
     assert report.convolution_flops / 2 - 3 * by_lax.products <= 2 * own.products + 3 * grouped.products
@@ -163,17 +158,6 @@ def test_the_carry_is_the_training_state_leaf_by_leaf(report):
     assert {leaf.name: (leaf.shape, leaf.num_bytes) for leaf in report.carry.leaves} == expected
     assert all(leaf.is_donated for leaf in report.carry.leaves)
     assert report.carry.num_bytes == sum(size for _, size in expected.values())
-
-
-def test_the_calls_of_the_host_are_named_with_their_bytes(report):
-    calls = {each.scope: each for each in report.host_calls}
-    assert set(calls) == {"train/draw", "train/push", "train/snapshot", "valid/draw", "valid/push"}
-    draw = calls["train/draw"]
-    assert draw.when == "each pull"
-    # Pixels, labels and three words; the address of the pull.
-    assert (draw.bytes_from_host, draw.bytes_to_host) == (BATCH * (SIZE * SIZE + 1) * 4 + 12, 12)
-    assert calls["train/snapshot"].when == "at boundaries, if due"
-    assert calls["train/snapshot"].bytes_to_host >= report.carry.num_bytes
 
 
 def test_the_peak_is_near_what_xla_reserves(report):
@@ -230,7 +214,7 @@ def test_a_report_equals_itself_and_another_network_differs_by_rows(report):
     assert rows["settings", "parameters"] == (report.num_params, 99)
     assert rows["convolutions", "number"] == (3, 2)
     assert rows["findings", "lax-convolution"] == (1, None)
-    assert not any(group in ("work", "carry", "calls", "memory") for group, _ in rows)
+    assert not any(group in ("work", "carry", "memory") for group, _ in rows)
     lines = comparison_lines(compare_reports(report, other), ("one", "two"))
     assert lines[-1] == "everything else that is counted is equal"
     assert lines[0] == "A  one"
@@ -346,10 +330,8 @@ def faulty():
 
 
 def test_faults_are_found_by_name(faulty):
-    from loopfeed.engine.inspection.crossings import find_moves
-
-    carry, moves = read_carry(faulty), find_moves(faulty)
-    found = {(each.kind, each.scope, each.num_bytes) for each in find_faults(faulty, (), carry, moves, is_cpu=True)}
+    carry = read_carry(faulty)
+    found = {(each.kind, each.scope, each.num_bytes) for each in find_faults(faulty, (), carry, is_cpu=True)}
     assert found == {
         ("naive-product", "train/forward/head", 0),
         ("float64", "train/opt_step", 0),
@@ -360,10 +342,10 @@ def test_faults_are_found_by_name(faulty):
         ("large-move", "train/forward/trunk", 2 * MB),
         ("large-constant", "train/forward/table", MB),
     }
-    on_a_card = find_faults(faulty, (), carry, moves, is_cpu=False)
+    on_a_card = find_faults(faulty, (), carry, is_cpu=False)
     assert "naive-product" not in {each.kind for each in on_a_card}
     of_library = Steps(parse_hlo(LOOP.replace("kind=kLoop, calls=%naive", "kind=kCustom, calls=%naive")))
-    assert "naive-product" not in {each.kind for each in find_faults(of_library, (), carry, moves, is_cpu=True)}
+    assert "naive-product" not in {each.kind for each in find_faults(of_library, (), carry, is_cpu=True)}
 
 
 def test_the_carry_of_a_written_loop(faulty):

@@ -123,8 +123,8 @@ def main(
     """Show what is inside the compiled program of the run in folder RUN, or of a run with these options.
 
     The program is compiled, or loaded from the cache, but not run, and no run folder is written. Shown are the
-    work by phase, action and layer, the convolutions and their forms, memory, the carry of the loop, calls of the host,
-    fusions, and what is slower than it has to be. RUN may be the URL of a run in an object store; options override
+    work by phase, action and layer, the convolutions and their forms, memory, the carry of the loop, and what is slower
+    than it has to be. RUN may be the URL of a run in an object store; options override
     its settings. The report goes to stdout, all other messages go to stderr.
 
     Exit codes: 0 done, 1 the program could not be compiled, 2 wrong usage or data, 130 stopped by SIGINT,

@@ -197,11 +197,6 @@ class HloProgram:
             number = parent
         return places
 
-    def source_of(self, instruction: Instruction) -> Source | None:
-        """Return the line that an instruction comes from, None if XLA added the instruction."""
-        found = self.frames.get(instruction.frame)
-        return None if found is None else found[0]
-
     def root_of(self, instruction: Instruction) -> Instruction:
         """Return the root of a fusion's or a call's computation, of the innermost if nested; else the instruction."""
         for _ in range(len(self.computations)):
@@ -261,7 +256,7 @@ class HloProgram:
             fused: whether to yield also those inside fusions, and the functions that reductions and sorts apply.
         """
         seen = {computation}
-        ahead = [iter(self._instructions_of(computation))]
+        ahead = [iter(self.instructions_of(computation))]
         while ahead:
             each = next(ahead[-1], None)
             if each is None:
@@ -270,15 +265,12 @@ class HloProgram:
             yield each
             callees = [name for name in each.callees if name not in seen] if fused or each.opcode in _RUNS else []
             seen.update(callees)
-            ahead += [iter(self._instructions_of(name)) for name in reversed(callees)]
+            ahead += [iter(self.instructions_of(name)) for name in reversed(callees)]
 
-    def _instructions_of(self, computation: str) -> tuple[Instruction, ...]:
+    def instructions_of(self, computation: str) -> tuple[Instruction, ...]:
+        """Return the instructions of a computation, none if the program does not have it."""
         found = self.computations.get(computation)
         return () if found is None else found.instructions
-
-    def loops(self) -> list[Instruction]:
-        """Return the loops of the program, in the order of the text."""
-        return [each for each in self.instructions.values() if each.opcode == "while"]
 
     def loops_around(self, computation: str) -> list[Instruction]:
         """Return the loops that stand around a computation, the innermost first."""

@@ -4,17 +4,15 @@ Computed from the order in which XLA scheduled the instructions: an array lives 
 the last one that reads it. XLA lets some results take the place of operands, so its own figure is lower.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from loopfeed.engine.hlo.program import Array, HloProgram, Instruction, Source
 from loopfeed.engine.hlo.work import CONTAINERS, NO_KERNELS, kept_results
 from loopfeed.engine.inspection.steps import Steps
 
-# Instructions whose result is memory of their operands.
-_ALIASES = frozenset({"bitcast", "domain", "add-dependency"})
-_SAME_PARTS = frozenset({"while", "opt-barrier"})
+# Instructions whose result is memory of their operand.
+_ALIASES = frozenset({"bitcast", "domain", "add-dependency", "opt-barrier", "while"})
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,14 @@ class Peak:
         buffers: the arrays that are alive then, the largest first.
     """
 
-    num_bytes: int
-    inner_bytes: int
-    at: str
-    buffers: tuple[Buffer, ...]
+    num_bytes: int = 0
+    inner_bytes: int = 0
+    at: str = ""
+    buffers: tuple[Buffer, ...] = ()
 
 
-NO_PEAK = Peak(0, 0, "", ())
-"""The peak of a program without a loop over batches."""
-
-
-class _Life(NamedTuple):
+@dataclass
+class _Life:
     """An array, the instruction that computes it, and the places in the schedule from which and to which it lives.
 
     `last` is the instruction that reads it last, None if the computation returns it.
@@ -72,101 +67,70 @@ class _Life(NamedTuple):
     last: Instruction | None
 
 
-class _Use(NamedTuple):
-    end: int
-    last: Instruction | None
-
-
 def find_peak(steps: Steps, phase: str) -> Peak:
     """Return the moment at which the loop over the batches of a phase needs most memory."""
     loop = steps.loop_of(phase)
     body = None if loop is None else loop.called_as("body")
-    if body is None or body not in steps.program.computations:
-        return NO_PEAK
-    instructions = steps.program.computations[body].instructions
-    lives = _lives(instructions)
-    inner = {place: _peak_bytes(steps.program, each, 0) for place, each in enumerate(instructions) if _calls(each)}
-    totals = _totals(lives, len(instructions), inner)
-    if not totals:
-        return NO_PEAK
+    instructions = () if body is None else steps.program.instructions_of(body)
+    if not instructions:
+        return Peak()
+    lives, inner = _lives(instructions), _inner_bytes(steps.program, instructions, 0)
+    totals = _totals(lives, inner)
     at = max(range(len(totals)), key=lambda place: totals[place])
     alive = [life for life in lives if life.start <= at <= life.end]
-    alive.sort(key=lambda life: -life.array.num_bytes)
-    return Peak(
-        totals[at], inner.get(at, 0), steps.name_of(instructions[at]), tuple(_describe(steps, life) for life in alive)
-    )
+    alive.sort(key=lambda life: (life.array.num_bytes, life.start), reverse=True)
+    return Peak(totals[at], inner[at], steps.name_of(instructions[at]), tuple(_describe(steps, each) for each in alive))
 
 
 def _lives(instructions: Sequence[Instruction]) -> list[_Life]:
     """Return from where to where in the schedule each array is alive that a computation computes."""
-    # By the name of an instruction; of one with several results by the number of the result, or None for all.
-    uses: dict[str, dict[int | None, _Use]] = {}
-    lives: list[_Life] = []
-    for place in reversed(range(len(instructions))):
-        each = instructions[place]
-        parts = uses.get(each.name, {})
-        own = _Use(len(instructions), None) if each.is_root else parts.get(None, _Use(place, each))
-        for number, operand in enumerate(each.operands):
-            for part, use in _uses_of_operand(each, number, place, own, parts).items():
-                known = uses.setdefault(operand, {})
-                known[part] = _later(known.get(part, use), use)
-        if each.opcode in NO_KERNELS or each.opcode == "while":
-            continue
-        for number, array in enumerate(kept_results(each)):
-            if array.num_bytes:
-                life = _later(own, parts.get(number, own))
-                lives.append(_Life(array, each, place, life.end, life.last))
-    return lives
+    # The arrays of each result of an instruction; those of a tuple one after the other.
+    held: dict[str, list[list[_Life]]] = {}
+    found: list[_Life] = []
+    for place, each in enumerate(instructions):
+        operands = [held.get(name, []) for name in each.operands]
+        if each.opcode == "get-tuple-element":
+            index = int(each.attribute("index") or 0)
+            operands = [parts[index : index + 1] for parts in operands]
+        read = [life for parts in operands for part in parts for life in part]
+        for life in read:
+            life.end, life.last = place, each
+        if each.opcode == "tuple":
+            held[each.name] = [[life for part in parts for life in part] for parts in operands]
+        elif each.opcode == "get-tuple-element" or each.opcode in _ALIASES:
+            held[each.name] = operands[0] if operands else []
+        elif each.opcode not in NO_KERNELS:
+            made = [_Life(array, each, place, place, each) for array in kept_results(each)]
+            held[each.name] = [[life] for life in made]
+            found += [life for life in made if life.array.num_bytes]
+        if each.is_root:
+            for life in (life for part in held.get(each.name, []) for life in part):
+                life.end, life.last = len(instructions), None
+    return found
 
 
-def _uses_of_operand(
-    instruction: Instruction, number: int, place: int, own: _Use, parts: Mapping[int | None, _Use]
-) -> dict[int | None, _Use]:
-    """Return how an instruction uses its operand: until what is the same memory is used last, else where it stands."""
-    if instruction.opcode == "get-tuple-element":
-        return {int(instruction.attribute("index") or 0): own}
-    if instruction.opcode == "tuple":
-        return {None: _later(own, parts.get(number, own))}
-    if instruction.opcode in _SAME_PARTS:
-        return {**parts, None: own}
-    return {None: own if instruction.opcode in _ALIASES else _Use(place, instruction)}
-
-
-def _later(one: _Use, other: _Use) -> _Use:
-    return other if other.end > one.end else one
-
-
-def _totals(lives: Sequence[_Life], count: int, inner: dict[int, int]) -> list[int]:
-    changes = [0] * (count + 2)
+def _totals(lives: Sequence[_Life], inner: Sequence[int]) -> list[int]:
+    """Return the bytes that are alive at each place of the schedule."""
+    changes = [0] * (len(inner) + 2)
     for life in lives:
         changes[life.start] += life.array.num_bytes
         changes[life.end + 1] -= life.array.num_bytes
-    totals, total = [], 0
-    for place in range(count):
-        total += changes[place]
-        totals.append(total + inner.get(place, 0))
+    totals, alive = [], 0
+    for change, inside in zip(changes, inner, strict=False):
+        alive += change
+        totals.append(alive + inside)
     return totals
 
 
-def _calls(instruction: Instruction) -> bool:
-    return instruction.opcode in CONTAINERS
-
-
-def _peak_bytes(program: HloProgram, container: Instruction, depth: int) -> int:
-    """Return the most memory that the computations of a loop, branch or call need themselves."""
-    if depth > len(program.computations):
-        return 0
-    largest = 0
-    for name in container.callees:
-        if name not in program.computations:
-            continue
-        instructions = program.computations[name].instructions
-        lives = _lives(instructions)
-        inner = {
-            place: _peak_bytes(program, each, depth + 1) for place, each in enumerate(instructions) if _calls(each)
-        }
-        largest = max([largest, *_totals(lives, len(instructions), inner)])
-    return largest
+def _inner_bytes(program: HloProgram, instructions: Sequence[Instruction], depth: int) -> list[int]:
+    """Return, for each instruction, the most memory that the computations of a loop, branch or call need themselves."""
+    found = []
+    for each in instructions:
+        is_container = each.opcode in CONTAINERS and depth <= len(program.computations)
+        called = [program.instructions_of(name) for name in each.callees] if is_container else []
+        peaks = (_totals(_lives(part), _inner_bytes(program, part, depth + 1)) for part in called)
+        found.append(max((size for totals in peaks for size in totals), default=0))
+    return found
 
 
 def _describe(steps: Steps, life: _Life) -> Buffer:

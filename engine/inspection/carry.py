@@ -5,7 +5,8 @@ arguments of the program.
 """
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from loopfeed.engine.hlo.program import HloProgram, Instruction
@@ -62,13 +63,12 @@ def read_carry(steps: Steps) -> Carry:
     if program.entry is None or not frames:
         return Carry((), 0, 0)
     donated = set(map(int, re.findall(r"\}: \((\d+),", program.header)))
-    copied: dict[str, int] = {}
+    copied: Counter[str] = Counter()
     names: list[str] = []
     for loop in reversed(frames):
         names = _names_of(program, loop, names)
         for name, size in _copies_in(program, loop, names):
-            copied[name] = copied.get(name, 0) + size
-    parameters = program.entry.parameters
+            copied[name] += size
     leaves = tuple(
         CarryLeaf(
             name=_dotted(each.op_name.removeprefix(_STATE)),
@@ -76,9 +76,9 @@ def read_carry(steps: Steps) -> Carry:
             shape=each.results[0].shape,
             num_bytes=each.num_bytes,
             is_donated=number in donated,
-            copied_bytes=copied.get(each.op_name, 0),
+            copied_bytes=copied[each.op_name],
         )
-        for number, each in sorted(parameters.items())
+        for number, each in sorted(program.entry.parameters.items())
         if each.op_name.startswith(_STATE) and each.results
     )
     others = [array for name, array in zip(names, frames[0].results, strict=False) if not name.startswith(_STATE)]
@@ -116,27 +116,17 @@ def _origin(program: HloProgram, instruction: Instruction, outer: Sequence[str])
     return ""
 
 
-def _copies_in(program: HloProgram, loop: Instruction, names: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the copies of elements of the carry in a loop's body: their names and bytes."""
-    body = program.computations.get(loop.called_as("body") or "")
-    if body is None:
-        return []
-    found = []
-    kept = _kept_by(body.root, names)
-    for each in body.instructions:
-        if each.opcode not in ("copy", "copy-start"):
-            continue
-        name = _origin(program, each, names) or kept.get(each.name, "")
-        if name.startswith(_STATE):
-            found.append((name, each.results[0].num_bytes if each.results else 0))
-    return found
-
-
-def _kept_by(root: Instruction | None, names: Sequence[str]) -> dict[str, str]:
-    """Return, by the name of each value that becomes an element of the next turn's carry, that element's name."""
-    if root is None or root.opcode != "tuple":
-        return {}
-    return {operand: name for operand, name in zip(root.operands, names, strict=False) if name}
+def _copies_in(program: HloProgram, loop: Instruction, names: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield the name and the bytes of each copy of an element of the carry in a loop's body."""
+    instructions = program.instructions_of(loop.called_as("body") or "")
+    # By the name of each value that becomes an element of the next turn's carry, that element's name.
+    roots = (each.operands for each in instructions if each.is_root and each.opcode == "tuple")
+    kept = {operand: name for operands in roots for operand, name in zip(operands, names, strict=False) if name}
+    for each in instructions:
+        if each.opcode in ("copy", "copy-start") and each.results:
+            name = _origin(program, each, names) or kept.get(each.name, "")
+            if name.startswith(_STATE):
+                yield name, each.results[0].num_bytes
 
 
 def _dotted(name: str) -> str:

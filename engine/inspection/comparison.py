@@ -1,6 +1,7 @@
 """What differs between the reports on two programs."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,16 +74,8 @@ def _rows(report: ProgramReport) -> Iterator[tuple[tuple[str, str], Any]]:
     yield ("carry", "bytes"), report.carry.num_bytes
     yield ("carry", "not donated"), sum(1 for leaf in report.carry.leaves if not leaf.is_donated)
     yield ("carry", "copied for each batch, bytes"), sum(leaf.copied_bytes for leaf in report.carry.leaves)
-    crossed: dict[str, int] = {}
-    for call in report.host_calls:
-        name = f"{call.scope}, {call.when}, bytes"
-        crossed[name] = crossed.get(name, 0) + call.bytes_to_host + call.bytes_from_host
-    yield from ((("calls", name), size) for name, size in crossed.items())
-    yield ("fusions", "fusions"), report.fusions.count
-    yield ("fusions", "fused instructions"), report.fusions.num_fused
-    yield ("fusions", "copies and transposes, bytes"), sum(move.num_bytes for move in report.moves)
-    yield ("fusions", "instructions"), report.num_instructions
-    for kind, count in _counts(each.kind for each in report.findings).items():
+    yield ("program", "instructions"), report.num_instructions
+    for kind, count in Counter(each.kind for each in report.findings).items():
         yield ("findings", kind), count
 
 
@@ -99,15 +92,8 @@ def _convolutions(report: ProgramReport) -> Iterator[tuple[tuple[str, str], Any]
     found = report.traced.convolutions
     yield ("convolutions", "number"), report.traced.num_convolutions
     yield ("convolutions", "products of an image"), report.forward_products
-    for form, count in _counts(each.form for each in found for _ in range(each.times)).items():
+    for form, count in Counter(each.form for each in found for _ in range(each.times)).items():
         yield ("convolutions", f"forward: {form}"), count
-
-
-def _counts(words: Iterator[str]) -> Mapping[str, int]:
-    counts: dict[str, int] = {}
-    for word in words:
-        counts[word] = counts.get(word, 0) + 1
-    return counts
 
 
 def _text(value: Any) -> str:

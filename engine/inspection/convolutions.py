@@ -17,7 +17,7 @@ import loopfeed.models.layers
 from loopfeed.engine.hlo.program import Source
 from loopfeed.engine.scopes import FORWARD, TRAIN, Scope, parse_op_name
 from loopfeed.models.kernels import XLA
-from loopfeed.models.layers.chosen_forms import ChosenForm, chosen_forms, is_kernel_call
+from loopfeed.models.layers.chosen_forms import ChosenForm, chosen_forms
 from loopfeed.models.layers.convolution_forms import Geometry
 
 _OURS = PurePath(str(loopfeed.models.layers.__file__)).parent
@@ -25,7 +25,7 @@ _JAX = PurePath(jax.__file__).parent
 _CONVOLUTION = _OURS / "convolution.py"
 _PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p)
 # What `jax.lax.conv_general_dilated` is when it is called outside of loopfeed.models.layers.
-LAX_FORM = "XLA's own (lax)"
+_LAX_FORM = "XLA's own (lax)"
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,6 @@ class Convolution:
         groups: groups of channels.
         products: multiply-accumulates for the whole batch, those with padding included, as papers count them.
         forms: the form of each part on the platform, and why; empty for `lax`'s own.
-        num_products: products, convolutions and calls of kernels of which the platform's form of the forward pass
-            consists.
         times: how often a forward pass makes it: more than once inside `lax.scan`.
     """
 
@@ -59,7 +57,6 @@ class Convolution:
     groups: int
     products: int
     forms: tuple[ChosenForm, ...]
-    num_products: int
     times: int = 1
 
     @property
@@ -70,7 +67,7 @@ class Convolution:
     @property
     def form(self) -> str:
         """The form of its forward pass."""
-        return self.forms[0].form if self.forms else LAX_FORM
+        return self.forms[0].form if self.forms else _LAX_FORM
 
 
 @dataclass(frozen=True)
@@ -107,49 +104,41 @@ def trace_work(jaxpr: Any, platform: str, kernels: str = XLA) -> TracedWork:
     """
     found: list[Convolution] = []
     products = 0
-    for equation, scope, times in _forward_products(jaxpr, "", 1):
-        if equation.primitive.name == "cond":
-            found.append(replace(_own_convolution(equation, scope, platform, kernels), times=times))
-            products += times * found[-1].products
-        elif equation.primitive is jax.lax.conv_general_dilated_p:
-            found.append(replace(_lax_convolution(equation, scope), times=times))
-            products += times * found[-1].products
-        else:
+    for equation, names, times in _equations(jaxpr):
+        is_own = _is_own_convolution(equation)
+        if not is_own and equation.primitive not in _PRODUCTS:
+            continue
+        # The primitive that ends an operation's name is not among the scopes.
+        scope = parse_op_name(f"{names}/{equation.primitive.name}")
+        if (scope.phase, scope.action) != (TRAIN, FORWARD):
+            continue
+        if equation.primitive is jax.lax.dot_general_p:
             products += times * _dot_products(equation)
+            continue
+        one = _own_convolution(equation, scope, platform, kernels) if is_own else _lax_convolution(equation, scope)
+        found.append(replace(one, times=times))
+        products += times * one.products
     return TracedWork(tuple(found), products)
 
 
 def trace_order(jaxpr: Any) -> tuple[Scope, ...]:
     """Return the scopes of a traced program in the order in which they first occur, outer ones too."""
-    found: dict[str, Scope] = {}
-    for name in _names_of(jaxpr, ""):
-        if name not in found:
-            found[name] = parse_op_name(f"{name}/x")
-    return tuple(dict.fromkeys(found.values()))
+    names = dict.fromkeys(names for _, names, _ in _equations(jaxpr))
+    return tuple(dict.fromkeys(parse_op_name(f"{name}/x") for name in names))
 
 
-def _names_of(jaxpr: Any, outer: str) -> Iterator[str]:
+def _equations(jaxpr: Any, outer: str = "", times: int = 1) -> Iterator[tuple[Any, str, int]]:
+    """Yield the equations of a program, those inside a convolution of models.layers left out.
+
+    Each comes with its scopes and with how often it runs, which is more than once inside `lax.scan`.
+    """
     for equation in jaxpr.eqns:
         names = f"{outer}/{equation.source_info.name_stack}"
-        yield names
-        for inner in _inner_jaxprs(equation):
-            yield from _names_of(inner, names)
-
-
-def _forward_products(jaxpr: Any, outer: str, times: int) -> Iterator[tuple[Any, Scope, int]]:
-    """Yield the products of training's forward pass: convolutions of models.layers and of `lax`, and `dot_general`."""
-    for equation in jaxpr.eqns:
-        names = f"{outer}/{equation.source_info.name_stack}"
-        primitive = equation.primitive
-        if primitive in _PRODUCTS or _is_own_convolution(equation):
-            # The primitive that ends an operation's name is not among the scopes.
-            scope = parse_op_name(f"{names}/{primitive.name}")
-            if (scope.phase, scope.action) == (TRAIN, FORWARD):
-                yield equation, scope, times
-            continue
-        turns = times * equation.params.get("length", 1) if primitive.name == "scan" else times
-        for inner in _inner_jaxprs(equation):
-            yield from _forward_products(inner, names, turns)
+        yield equation, names, times
+        if not _is_own_convolution(equation):
+            turns = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
+            for inner in _inner_jaxprs(equation):
+                yield from _equations(inner, names, turns)
 
 
 def _inner_jaxprs(equation: Any) -> Iterator[Any]:
@@ -174,24 +163,13 @@ def _is_own_convolution(equation: Any) -> bool:
 
 
 def _own_convolution(equation: Any, scope: Scope, platform: str, kernels: str) -> Convolution:
-    branches, platforms = equation.params["branches"], equation.params["branches_platforms"]
-    (conv,) = (each for each in _equations(branches[-1]) if each.primitive is jax.lax.conv_general_dilated_p)
-    chosen = next(
-        (branch for branch, names in zip(branches, platforms, strict=True) if names and platform in names), branches[-1]
-    )
+    branch = equation.params["branches"][-1]
+    (conv,) = (each for each, _, _ in _equations(branch) if each.primitive is jax.lax.conv_general_dilated_p)
     what = _lax_convolution(conv, scope)
     (top, bottom), (left, right) = what.padding
     geometry = Geometry((what.strides[0], what.strides[1]), ((top, bottom), (left, right)))
-    return Convolution(
-        **{
-            **vars(what),
-            "source": _source_of(equation),
-            "forms": chosen_forms(what.x_shape, what.kernel_shape, geometry, what.dtype, platform, kernels),
-            "num_products": sum(
-                1 for each in _equations(chosen) if each.primitive in _PRODUCTS or is_kernel_call(each)
-            ),
-        }
-    )
+    forms = chosen_forms(what.x_shape, what.kernel_shape, geometry, what.dtype, platform, kernels)
+    return replace(what, source=_source_of(equation), forms=forms)
 
 
 def _lax_convolution(equation: Any, scope: Scope) -> Convolution:
@@ -213,7 +191,6 @@ def _lax_convolution(equation: Any, scope: Scope) -> Convolution:
         groups=params["feature_group_count"],
         products=math.prod(y.shape) * math.prod(kernel_shape[:-1]),
         forms=(),
-        num_products=1,
     )
 
 
@@ -226,13 +203,6 @@ def _dot_products(equation: Any) -> int:
     ((left_axes, _), _) = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
     return math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in left_axes)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in _inner_jaxprs(equation):
-            yield from _equations(inner)
 
 
 def _source_of(equation: Any) -> Source | None:

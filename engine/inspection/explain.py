@@ -15,11 +15,10 @@ from loopfeed.engine.images.own_augment import OwnAugmentation
 from loopfeed.engine.inspection.buffers import find_peak
 from loopfeed.engine.inspection.carry import read_carry
 from loopfeed.engine.inspection.convolutions import trace_order, trace_work
-from loopfeed.engine.inspection.crossings import find_fusions, find_host_calls, find_moves
 from loopfeed.engine.inspection.findings import find_faults
 from loopfeed.engine.inspection.report import ProgramReport
 from loopfeed.engine.inspection.steps import Steps
-from loopfeed.engine.inspection.work_by_scope import product_flops, work_by_scope
+from loopfeed.engine.inspection.work_by_scope import convolution_flops, work_by_scope
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.program.kernels import kernels_on
@@ -34,8 +33,6 @@ from loopfeed.engine.updates.update import Schedule
 from loopfeed.models.kernels import ONEDNN, XLA
 from loopfeed.models.kernels.onednn.library import load_library
 from loopfeed.models.registry import at_image_size, family_of, find_network
-
-_LEAST_MOVED = 1 << 16
 
 
 def explain_program(
@@ -109,8 +106,7 @@ def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
     program = parse_hlo(compiled.call.as_text() or "")
     steps = Steps(program)
     traced = trace_work(planned.in_all_forms, platform, kernels_on(facts.config, platform))
-    carry, moves = read_carry(steps), find_moves(steps, least_bytes=_LEAST_MOVED)
-    in_products, in_convolutions = product_flops(steps, TRAIN)
+    carry = read_carry(steps)
     return ProgramReport(
         model=facts.resolved.model_name,
         device=str(this_device().device_kind),
@@ -124,15 +120,11 @@ def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
         scopes=work_by_scope(steps, rates, depth=depth, order=trace_order(planned.traced.jaxpr)),
         traced=traced,
         known_products=_known_products(facts),
-        product_flops=in_products,
-        convolution_flops=in_convolutions,
+        convolution_flops=convolution_flops(steps, TRAIN),
         memory_bytes=compiled.memory_bytes,
         peak=find_peak(steps, TRAIN),
         carry=carry,
-        fusions=find_fusions(steps),
-        host_calls=find_host_calls(steps),
-        moves=moves,
-        findings=find_faults(steps, traced.convolutions, carry, moves, is_cpu=platform == "cpu"),
+        findings=find_faults(steps, traced.convolutions, carry, is_cpu=platform == "cpu"),
         num_instructions=len(program.instructions),
         trace_s=compiled.trace_s,
         compile_s=compiled.compile_s,

@@ -29,8 +29,6 @@ def report_lines(report: ProgramReport, *, most: int = 10) -> list[str]:
         _convolution_lines(report, most),
         _memory_lines(report, most),
         _carry_lines(report, most),
-        _call_lines(report),
-        _fusion_lines(report, most),
         _finding_lines(report.findings, most),
     )
     return [line for part in parts for line in (*part, "")][:-1]
@@ -165,28 +163,6 @@ def _leaf_line(leaf: CarryLeaf) -> str:
     if leaf.copied_bytes:
         notes.append(f"copies {leaf.copied_bytes / 1e6:,.2f} MB")
     return f"  {leaf.num_bytes / 1e6:>8,.2f}  {shape:<22}{_shortened(leaf.name, 36):<37}{', '.join(notes)}"
-
-
-def _call_lines(report: ProgramReport) -> Iterator[str]:
-    yield f"{quantity(len(report.host_calls), 'call')} of the host"
-    for each in report.host_calls:
-        passed = f"{each.bytes_to_host / 1e6:,.3f} MB there, {each.bytes_from_host / 1e6:,.3f} MB back"
-        yield f"  {each.scope:<16}{each.when:<22}{passed}"
-
-
-def _fusion_lines(report: ProgramReport, most: int) -> Iterator[str]:
-    fusions = report.fusions
-    kinds = ", ".join(f"{kind} {count}" for kind, count in fusions.by_kind.items())
-    yield f"{quantity(fusions.count, 'fusion')} of {quantity(fusions.num_fused, 'instruction')} in the loops ({kinds})"
-    for name, scope, count in fusions.largest:
-        yield f"  {count:>8}  {_shortened(name, 38):<39}{scope}"
-    total = report.total("train").num_bytes
-    moved = sum(each.num_bytes for each in report.moves)
-    share = f" ({moved / total:.1%} of a batch's bytes)" if total else ""
-    yield f"{len(report.moves)} copies and transposes of 64 KiB or more, {moved / 1e6:,.1f} MB{share}"
-    for each in report.moves[:most]:
-        where = f"{each.scope} {short_source(each.source)}" if each.source else each.scope
-        yield f"  {each.num_bytes / 1e6:>8,.2f}  {each.kind:<10}{_shortened(each.shapes, 24):<25}{where}"
 
 
 def _finding_lines(findings: Sequence[Finding], most: int) -> Iterator[str]:

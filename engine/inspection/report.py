@@ -9,7 +9,6 @@ from loopfeed.engine.hlo.program import Array, HloProgram, Source
 from loopfeed.engine.inspection.buffers import Peak
 from loopfeed.engine.inspection.carry import Carry
 from loopfeed.engine.inspection.convolutions import TracedWork
-from loopfeed.engine.inspection.crossings import Fusions, HostCall, Move
 from loopfeed.engine.inspection.findings import Finding
 from loopfeed.engine.inspection.work_by_scope import ScopeWork, total_of
 from loopfeed.engine.sizing.device_rates import DeviceRates
@@ -35,14 +34,11 @@ class ProgramReport:
         scopes: the work by phase, action and layer.
         traced: the convolutions and the products of the forward pass, before XLA rewrote them.
         known_products: multiply-accumulates of one image that the model's description has, None for a user's own.
-        product_flops, convolution_flops: floating-point operations of a training batch in products, forward and
-            backward, as compiled; and those of them that belong to convolutions.
+        convolution_flops: floating-point operations of a training batch in convolutions, forward and backward, as
+            compiled.
         memory_bytes: XLA's analysis of the program's memory by kind, in bytes.
         peak: where in a training batch the arrays take most memory, estimated from the schedule.
         carry: the training state as the loops carry it.
-        fusions: the fusions in the loops.
-        host_calls: the calls of the host.
-        moves: copies and transposes in the loops, the largest first.
         findings: what is slower than it has to be.
         num_instructions: number of instructions of the program.
         trace_s, compile_s: seconds that tracing and compiling took.
@@ -63,14 +59,10 @@ class ProgramReport:
     scopes: tuple[ScopeWork, ...]
     traced: TracedWork
     known_products: int | None
-    product_flops: int
     convolution_flops: int
     memory_bytes: Mapping[str, int]
     peak: Peak
     carry: Carry
-    fusions: Fusions
-    host_calls: tuple[HostCall, ...]
-    moves: tuple[Move, ...]
     findings: tuple[Finding, ...]
     num_instructions: int
     trace_s: float

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
@@ -24,10 +23,8 @@ from loopfeed.engine.scopes import (
 
 _LAYERS = "models/layers/"
 _OF_A_BATCH = {TRAIN: (FORWARD, BACKWARD, OPT_STEP), VALID: (PREDICT,)}
-
-
-NO_NAME = "no scope"
-"""The name of the scope of what has none."""
+# The name of the scope of what has none.
+_NO_NAME = "no scope"
 
 
 @dataclass(frozen=True)
@@ -62,12 +59,15 @@ class Steps:
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel of the program."""
         frames = {loop.name for loops in self._frames.values() for loop in loops}
-        found = []
-        for instruction in self._running():
-            around = self._loops_around(instruction.computation)
-            times = math.prod(loop.trip_count or 1 for loop in around if loop.name not in frames)
-            found.append(Kernel(instruction, self.scope_of(instruction), times, bool(around)))
-        return tuple(found)
+        return tuple(
+            Kernel(
+                instruction,
+                self.scope_of(instruction),
+                math.prod(loop.trip_count or 1 for loop in around if loop.name not in frames),
+                bool(around),
+            )
+            for instruction, around in self._running
+        )
 
     @cached_property
     def batch_bytes(self) -> int:
@@ -97,7 +97,8 @@ class Steps:
 
     def name_of(self, instruction: Instruction) -> str:
         """Return the scope of an instruction in one word, such as "train/forward/layer1/0/conv1"."""
-        return scope_name(self.scope_of(instruction))
+        scope = self.scope_of(instruction)
+        return "/".join(filter(None, (scope.phase, scope.action, scope.path))) or _NO_NAME
 
     def source_of(self, instruction: Instruction) -> Source | None:
         """Return the line that an instruction comes from: of a layer of `models`, the line that uses the layer."""
@@ -114,43 +115,24 @@ class Steps:
 
         Not around all: XLA moves some that are the same for every batch out of the innermost loop.
         """
-        counts: Counter[str] = Counter()
-        loops: dict[str, list[Instruction]] = {}
-        total = 0
-        for each in self._running():
-            scope = parse_op_name(each.op_name) if each.op_name else NO_SCOPE
-            around = self._loops_around(each.computation)
-            if scope.phase == phase and scope.action in actions and around:
-                total += 1
-                for depth, loop in enumerate(around):
-                    counts[loop.name] += 1
-                    loops[loop.name] = around[depth:]
-        usual = [loops[name] for name, count in counts.items() if 2 * count > total]
+        scoped = ((parse_op_name(each.op_name), around) for each, around in self._running if each.op_name and around)
+        own = [around for scope, around in scoped if scope.phase == phase and scope.action in actions]
+        counts = Counter(loop.name for around in own for loop in around)
+        loops = {loop.name: around[depth:] for around in own for depth, loop in enumerate(around)}
+        usual = [loops[name] for name, count in counts.items() if 2 * count > len(own)]
         return max(usual, key=len, default=[])
 
-    def _running(self) -> Iterator[Instruction]:
-        for each in self._within:
+    @cached_property
+    def _running(self) -> tuple[tuple[Instruction, list[Instruction]], ...]:
+        """The instructions that run as kernels, each with the loops around it, the innermost first."""
+        around: dict[str, list[Instruction]] = {}
+        entry, found = self.program.entry, []
+        for each in () if entry is None else self.program.within(entry.name):
             if each.opcode not in NO_KERNELS and each.opcode not in CONTAINERS:
-                yield each
-
-    @cached_property
-    def _within(self) -> tuple[Instruction, ...]:
-        entry = self.program.entry
-        return () if entry is None else tuple(self.program.within(entry.name))
-
-    def _loops_around(self, computation: str) -> list[Instruction]:
-        if computation not in self._around:
-            self._around[computation] = self.program.loops_around(computation)
-        return self._around[computation]
-
-    @cached_property
-    def _around(self) -> dict[str, list[Instruction]]:
-        return {}
-
-
-def scope_name(scope: Scope) -> str:
-    """Return a scope in one word, such as "train/forward/layer1/0/conv1"."""
-    return "/".join(filter(None, (scope.phase, scope.action, scope.path))) or NO_NAME
+                if each.computation not in around:
+                    around[each.computation] = self.program.loops_around(each.computation)
+                found.append((each, around[each.computation]))
+        return tuple(found)
 
 
 def short_source(source: Source | None) -> str:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from loopfeed.engine.hlo.kernels import is_kernel, kernel_operation
 from loopfeed.engine.hlo.program import HloProgram, Instruction
@@ -72,12 +71,10 @@ def work_by_scope(
     for place, scope in enumerate(order):
         traced.setdefault(_key_of_scope(scope, depth), place)
     rows: dict[tuple[str, str, str], list[Kernel]] = {}
-    places: dict[tuple[str, str, str], list[int]] = {}
-    for place, kernel in enumerate(steps.kernels):
-        key = _key_of(kernel, depth)
+    for kernel in steps.kernels:
+        key = _key_of_scope(kernel.scope, depth) if kernel.is_looped else (ONCE, "", "")
         rows.setdefault(key, []).append(kernel)
-        places.setdefault(key, []).append(place)
-    ordered = sorted(rows, key=lambda key: (*_rank(key), traced.get(key, len(order)), median(places[key])))
+    ordered = sorted(rows, key=lambda key: (*_rank(key), traced.get(key, len(order))))
     return tuple(_row(key, steps.program, rows[key], rates) for key in ordered)
 
 
@@ -98,32 +95,25 @@ def total_of(rows: Sequence[ScopeWork], phase: str) -> ScopeWork:
     )
 
 
-def product_flops(steps: Steps, phase: str) -> tuple[int, int]:
-    """Return the operations of a batch in products, and those of them that belong to convolutions."""
+def convolution_flops(steps: Steps, phase: str) -> int:
+    """Return the operations of a batch in the products of convolutions."""
     program = steps.program
-    total = of_convolutions = 0
-    for kernel in steps.kernels:
-        if kernel.scope.phase != phase:
-            continue
-        for each in fused_into(program, kernel.instruction):
-            flops = 2 * kernel.times * products_of(program, each)
-            total += flops
-            if flops and is_convolution(program, each):
-                of_convolutions += flops
-    return total, of_convolutions
+    return sum(
+        2 * kernel.times * products_of(program, each)
+        for kernel in steps.kernels
+        if kernel.scope.phase == phase
+        for each in fused_into(program, kernel.instruction)
+        if _is_convolution(program, each)
+    )
 
 
-def is_convolution(program: HloProgram, instruction: Instruction) -> bool:
+def _is_convolution(program: HloProgram, instruction: Instruction) -> bool:
     """Return whether a product is a convolution, or part of one that `loopfeed.models.layers` computes as products."""
     if is_kernel(instruction):
         return kernel_operation(instruction).get("kind") == "convolution"
     if instruction.opcode == "convolution" or instruction.op_name.rpartition("/")[2] == _PRIMITIVE:
         return True
     return any(_CONVOLUTION.search(place.file) for place in program.call_stack(instruction))
-
-
-def _key_of(kernel: Kernel, depth: int) -> tuple[str, str, str]:
-    return _key_of_scope(kernel.scope, depth) if kernel.is_looped else (ONCE, "", "")
 
 
 def _key_of_scope(scope: Scope, depth: int) -> tuple[str, str, str]:
