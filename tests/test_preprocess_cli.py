@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +74,19 @@ def test_python_packs_the_files_that_the_command_packs(tmp_path, source):
         loopfeed.pack(source, source / "packed")
     with pytest.raises(ValueError, match="resize must be at least size"):
         loopfeed.pack(source, tmp_path / "other", size=32, resize=8)
+
+
+def test_a_pack_is_kept_if_the_one_in_its_place_would_not_fit(tmp_path, source, monkeypatch):
+    loopfeed.pack(source, tmp_path / "pack", size=16)
+    before = files_of(tmp_path / "pack")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 990_000, 10_000))
+    with pytest.raises(
+        ShardError, match=r"the new pack needs 1\.9 MB in .* and the pack that it replaces has 0\.\d MB"
+    ):
+        loopfeed.pack(source, tmp_path / "pack", size=192, overwrite=True)
+    assert files_of(tmp_path / "pack") == before
+    loopfeed.pack(source, tmp_path / "pack", size=16, overwrite=True)
+    assert files_of(tmp_path / "pack") == before
 
 
 def test_a_folder_is_packed_and_the_next_command_named(tmp_path, source):

@@ -404,7 +404,7 @@ def test_a_disk_without_room_is_found_before_it_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 2_000_000))
     write_snapshot(tmp_path, 1, 1, {"a": np.zeros(100_000)})
     with pytest.raises(
-        SnapshotError, match=r"needs 1\.6 MB of disk space in .*, but only 2\.0 MB are free: make room there"
+        SnapshotError, match=r"needs 2\.\d MB of free disk space in .*, but only 2\.0 MB are free: make room there"
     ):
         write_snapshot(tmp_path, 2, 2, {"a": np.zeros(200_000)})
     assert names_in(tmp_path) == ["1"]

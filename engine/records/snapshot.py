@@ -357,8 +357,8 @@ def _check_room(folder: Path, num_bytes: int) -> None:
     # Some file systems report no sizes.
     if usage.total and usage.free < num_bytes + _SLACK_BYTES:
         raise SnapshotError(
-            f"a snapshot needs {num_bytes / 1e6:.1f} MB of disk space in {folder}, but only {usage.free / 1e6:.1f} MB "
-            "are free: make room there"
+            f"a snapshot needs {(num_bytes + _SLACK_BYTES) / 1e6:.1f} MB of free disk space in {folder}, but only "
+            f"{usage.free / 1e6:.1f} MB are free: make room there"
         ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -21,15 +21,22 @@ _AVIF_BRANDS = (b"avif", b"avis")
 # Brands of containers, which hold AV1 only if one of the brands above is among the compatible ones.
 _CONTAINER_BRANDS = (b"mif1", b"msf1")
 _TEN_BITS = 0x40
+# OpenJPEG takes 12 kB for each tile, and up to 1 kB for each precinct, which may be one pixel.
+_MAX_TILES = 4096
+_MAX_PRECINCTS = 2**17
+_COD, _COC, _SOT, _SOD = b"\xff\x52", b"\xff\x53", b"\xff\x90", b"\xff\x93"
+_MAX_MARKERS = 2**16
 _MAX_COMPONENTS = 4
 
 
 class Codestream(NamedTuple):
-    """The header of a JPEG 2000 codestream: size in pixels, and the bits per channel."""
+    """The header of a JPEG 2000 codestream: size in pixels, bits per channel, number of tiles, and where it begins."""
 
     width: int
     height: int
     bits: tuple[int, ...]
+    num_tiles: int
+    start: int
 
 
 def is_avif(head: bytes) -> bool:
@@ -72,6 +79,13 @@ def check_jpeg_2000(encoded: bytes, max_pixels: int) -> None:
         raise ValueError(
             f"{found.width}×{found.height} is more than the {max_pixels} pixels allowed in one image; make it smaller"
         )
+    if found.num_tiles > _MAX_TILES:
+        raise ValueError(f"it has {found.num_tiles} tiles, more than the {_MAX_TILES} allowed; save it in larger ones")
+    num_precincts = _num_precincts(encoded, found)
+    if num_precincts > _MAX_PRECINCTS:
+        raise ValueError(
+            f"it has up to {num_precincts} precincts, more than the {_MAX_PRECINCTS} allowed; save it with larger ones"
+        )
     if set(found.bits) != {8} and not (len(found.bits) == 1 and 8 < found.bits[0] <= 16):
         raise ValueError(
             f"its channels have {', '.join(map(str, found.bits))} bits, but only 8 are supported, and up to 16 in one "
@@ -83,18 +97,53 @@ def codestream_of(encoded: bytes) -> Codestream:
     """Return the header of a JPEG 2000 file's codestream; raise ValueError if it has none."""
     start = 0
     if not encoded.startswith(_CODESTREAM):
-        start = next((place for place, _, kind in _boxes(encoded) if kind == b"jp2c"), -1)
+        start = next((place for place, _, kind in boxes(encoded) if kind == b"jp2c"), -1)
         header = 16 if encoded[start : start + 4] == b"\0\0\0\1" else 8
         start = start + header if start >= 0 else len(encoded)
     try:
-        _, right, bottom, left, top, *_ = struct.unpack_from(">HIIIIIIII", encoded, start + 6)
+        _, right, bottom, left, top, *tiles = struct.unpack_from(">HIIIIIIII", encoded, start + 6)
         (count,) = struct.unpack_from(">H", encoded, start + 40)
     except struct.error:
         raise ValueError("it has no picture; save the image again") from None
     if not encoded.startswith(_CODESTREAM, start) or not 1 <= count <= _MAX_COMPONENTS:
         raise ValueError(f"it must have a picture of 1 to {_MAX_COMPONENTS} channels; save the image again")
     bits = tuple((encoded[start + 42 + 3 * at] & 0x7F) + 1 for at in range(count))
-    return Codestream(right - left, bottom - top, bits)
+    across, down, tiles_left, tiles_top = tiles
+    if not across or not down:
+        raise ValueError("its tiles have no size; save the image again")
+    num_tiles = -(-(right - tiles_left) // across) * -(-(bottom - tiles_top) // down)
+    return Codestream(right - left, bottom - top, bits, num_tiles, start)
+
+
+def _num_precincts(encoded: bytes, found: Codestream) -> int:
+    """Return about how many precincts a JPEG 2000 picture has, if the header that asks for most holds everywhere.
+
+    The headers are those of the picture and of its tiles (ISO/IEC 15444-1, A.6.1 and A.6.2).
+    """
+    most, at, next_tile = 0, found.start + 2, len(encoded)
+    num_pixels = found.width * found.height * len(found.bits)
+    for _ in range(_MAX_MARKERS):
+        marker = encoded[at : at + 2]
+        if len(marker) < 2 or marker[0] != 0xFF or marker == _END:
+            break
+        if marker == _SOD:
+            at = next_tile
+            continue
+        size = int.from_bytes(encoded[at + 2 : at + 4])
+        if marker == _SOT:
+            next_tile = at + max(14, int.from_bytes(encoded[at + 6 : at + 10]))
+        elif marker in (_COD, _COC):
+            # What the header says of itself, then (COD) the order and layers, then five bytes, then the sizes.
+            flags, sizes = (at + 4, at + 14) if marker == _COD else (at + 5, at + 11)
+            if encoded[flags] & 1:
+                # From the smallest resolution to the picture's own: each has four times the pixels of the one before.
+                largest_first = encoded[sizes : at + 2 + size][::-1]
+                counts = (
+                    num_pixels >> 2 * level + (each & 15) + (each >> 4) for level, each in enumerate(largest_first)
+                )
+                most = max(most, sum(counts))
+        at += 2 + max(2, size)
+    return most
 
 
 def with_values_of_file(image: Image.Image, encoded: bytes) -> Image.Image:
@@ -105,7 +154,7 @@ def with_values_of_file(image: Image.Image, encoded: bytes) -> Image.Image:
     return Image.fromarray(np.asarray(image) >> np.uint16(16 - bits))
 
 
-def _boxes(encoded: bytes) -> list[tuple[int, int, bytes]]:
+def boxes(encoded: bytes) -> list[tuple[int, int, bytes]]:
     """Return the place, the size and the kind of each box of a file; the last may reach beyond its end."""
     found: list[tuple[int, int, bytes]] = []
     place = 0
@@ -122,7 +171,7 @@ def _boxes(encoded: bytes) -> list[tuple[int, int, bytes]]:
 
 def _check_whole(encoded: bytes) -> None:
     """Raise ValueError if a file ends within a box that the picture needs; other bytes may follow the last box."""
-    for place, num_bytes, kind in _boxes(encoded):
+    for place, num_bytes, kind in boxes(encoded):
         if kind in _NEEDED_BOXES and place + num_bytes > len(encoded):
             raise ValueError(
                 f"it is truncated: it has {len(encoded)} of at least {place + num_bytes} bytes; download it again"

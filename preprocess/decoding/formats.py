@@ -27,6 +27,7 @@ from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000, has_deep_a
 from loopfeed.preprocess.decoding.colour import DeepValues
 from loopfeed.preprocess.decoding.depth import needs_low_bytes, read_low_bytes, values_of_file
 from loopfeed.preprocess.decoding.format_bounds import bounded, check_jpeg_scans
+from loopfeed.preprocess.decoding.hidden_size import MOST_PIXELS, hidden_pixels
 from loopfeed.preprocess.decoding.known_formats import PNG_SIGNATURE, Format
 from loopfeed.preprocess.decoding.levels import Levels
 from loopfeed.preprocess.decoding.notes import DecodeNotes
@@ -189,9 +190,13 @@ class _Reader:
         if isinstance(image, JpegImageFile) and _may_have_many_scans(image, content):
             check_jpeg_scans(content, width * height)
         if not self._is_admitted:
-            self._admit(
-                width * height * self._known.memory
-            )  # may wait, so it must not hold the lock that other images need
+            hidden = hidden_pixels(content, self._known.name)
+            if hidden is not None and hidden > self._max_pixels:
+                raise ValueError(
+                    f"its tiles or frames have {hidden} pixels, more than the {self._max_pixels} allowed; save it again"
+                )
+            # May wait, so it must not hold the lock that other images need.
+            self._admit(max(width * height, MOST_PIXELS if hidden is None else hidden) * self._known.memory)
             self._is_admitted = True
         if isinstance(image, TiffImageFile):
             self.is_corrected = correct_samples(image)

@@ -74,7 +74,7 @@ def exif_orientation(exif: bytes) -> int | None:
 def png_text(kind: bytes, content: bytes) -> bytes | None:
     """Return the text of a PNG text chunk (tEXt, zTXt or iTXt) whose content follows its keyword and a NUL byte.
 
-    A text that is damaged, or longer than 1 MiB if it is compressed, is None.
+    A text that is damaged, or longer than 1 MiB, is None.
     """
     is_compressed = kind == b"zTXt"
     text = content[1:] if is_compressed else content
@@ -84,7 +84,7 @@ def png_text(kind: bytes, content: bytes) -> bytes | None:
             return None
         is_compressed, text = content[:1] == b"\1", parts[2]
     if not is_compressed:
-        return text
+        return text if len(text) <= _MAX_TEXT_BYTES else None
     unpacked = zlib.decompressobj()
     try:
         text = unpacked.decompress(text, _MAX_TEXT_BYTES)
@@ -96,5 +96,6 @@ def png_text(kind: bytes, content: bytes) -> bytes | None:
 def parse_raw_profile(text: bytes) -> bytes | None:
     """Return the EXIF data in the text "Raw profile type exif", None if it is damaged."""
     with suppress(ValueError):
-        return bytes.fromhex(b"".join(text.split(b"\n")[_PROFILE_HEADER_LINES:]).decode("ascii"))
+        digits = b"".join(text.split(b"\n", _PROFILE_HEADER_LINES)[_PROFILE_HEADER_LINES:])
+        return bytes.fromhex(digits.replace(b"\n", b"").decode("ascii"))
     return None

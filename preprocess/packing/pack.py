@@ -23,6 +23,7 @@ from loopfeed.preprocess.packing.shard_writer import ShardWriter
 from loopfeed.preprocess.packing.split_state import (
     CLEARING,
     check_ours,
+    check_room_of_new,
     find_complete,
     version_to_pack,
     with_existing_shard_images,
@@ -119,7 +120,7 @@ def _pack(
     overwrite: bool,
     on_progress: Callable[[PackProgress], None] | None,
 ) -> PackResult:
-    manifest = _begin(location, journal, plan, overwrite=overwrite)
+    manifest = _begin(location, journal, plan, settings, len(source), overwrite=overwrite)
     if manifest is not None:
         repaired = make_whole(source, targets, location, journal, settings, manifest, on_progress)
         journal.delete()
@@ -183,12 +184,22 @@ def make_whole(
     return repair_split(source, targets, location, journal, settings, manifest, lost, show)
 
 
-def _begin(location: Location, journal: Journal, plan: dict[str, Any], *, overwrite: bool) -> Manifest | None:
+def _begin(
+    location: Location,
+    journal: Journal,
+    plan: dict[str, Any],
+    settings: PackSettings,
+    num_images: int,
+    *,
+    overwrite: bool,
+) -> Manifest | None:
     """Prepare the folder for packing; return the manifest if the split is already complete, otherwise None."""
     # Check again: another process may have changed the folder before this one became its owner.
     check_ours(location)
     delete_lock_files(location)
     found = journal.plan()
+    if overwrite and found != CLEARING:
+        check_room_of_new(location, settings, num_images)
     if overwrite or found == CLEARING:
         _clear(location, journal)
         found = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from loopfeed.preprocess.packing.plan import PackSettings, check_same_plan, is_p
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.location import Location, ShardError
 from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest, is_manifest
-from loopfeed.preprocess.shards.split_files import PLAN_KEY
+from loopfeed.preprocess.shards.split_files import PLAN_KEY, split_files
 
 CLEARING = {"clearing": True}
 """Replaces the plan in the journal while an old pack is being deleted."""
@@ -69,4 +70,23 @@ def check_ours(location: Location) -> None:
         raise ShardError(
             f"{location.display} contains files but no pack ({printable(named)}); choose an empty folder as DEST or "
             "clear this one by hand"
+        )
+
+
+def check_room_of_new(location: Location, settings: PackSettings, num_images: int) -> None:
+    """Raise ShardError if a pack cannot fit in the place of the one that it replaces; nothing is deleted before.
+
+    Compressed shards may be smaller than their images, so they are not judged.
+    """
+    folder = location.local_path
+    if folder is None or settings.codec != "raw":
+        return
+    usage = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
+    needed = num_images * settings.image_bytes
+    replaced = sum((folder / key).lstat().st_size for key in split_files(location))
+    if usage.total and needed > usage.free + replaced:  # some file systems report no sizes
+        raise ShardError(
+            f"the new pack needs {needed / 1e6:.1f} MB in {location.display}, but only {usage.free / 1e6:.1f} MB are "
+            f"free there and the pack that it replaces has {replaced / 1e6:.1f} MB, which is kept: make room, or "
+            "choose another DEST"
         )

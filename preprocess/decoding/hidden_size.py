@@ -1,0 +1,155 @@
+"""How many pixels a decoder makes of a file whose insides may be larger than the picture that its header describes.
+
+A TIFF of one pixel may consist of one tile of 20,000 × 20,000, and the frame in an AVIF file may have another size than
+its boxes say: the decoder takes memory for these. Does not decode anything.
+"""
+
+import struct
+from collections.abc import Iterator
+
+from loopfeed.preprocess.decoding.box_formats import AVIF, boxes
+
+MOST_PIXELS = 2**28
+"""libavif's own limit, which holds where a file does not say in a simple way how large its frames are."""
+
+_ITEM_LOCATIONS = b"iloc"
+_MAX_ITEMS = 1_000
+_SEQUENCE_HEADER = 1
+_OBU_BYTES = 256
+
+_TILE_WIDTH, _TILE_LENGTH = 322, 323
+_SHORT = 3
+
+
+def hidden_pixels(encoded: bytes, name: str) -> int | None:
+    """Return the largest number of pixels that decoding the file takes memory for whatever the size of its picture.
+
+    0 if that size decides; None if the file does not say it in a simple way, and it may be `MOST_PIXELS`.
+
+    Args:
+        encoded: the file.
+        name: the name of its format, as in `loopfeed.preprocess.decoding.known_formats.FORMATS`.
+    """
+    if name not in ("TIFF", AVIF):
+        return 0
+    try:
+        return _tile_pixels(encoded) if name == "TIFF" else _frame_pixels(encoded)
+    except (struct.error, IndexError):  # truncated: the decoder will refuse it
+        return 0 if name == "TIFF" else None
+
+
+def _tile_pixels(encoded: bytes) -> int:
+    """Return the pixels of one tile of a TIFF file's first image, 0 if it has none."""
+    order = "<" if encoded[:2] == b"II" else ">"
+    is_big = 43 in encoded[2:4]
+    start, entries, entry, word = (8, "Q", "HHQ", 8) if is_big else (4, "H", "HHI", 4)
+    (directory,) = struct.unpack_from(order + ("Q" if is_big else "I"), encoded, start)
+    (num_entries,) = struct.unpack_from(order + entries, encoded, directory)
+    position = directory + struct.calcsize(order + entries)
+    sides = {_TILE_WIDTH: 0, _TILE_LENGTH: 0}
+    for _ in range(num_entries):
+        tag, kind, _ = struct.unpack_from(order + entry, encoded, position)
+        if tag in sides:
+            (sides[tag],) = struct.unpack_from(
+                order + ("H" if kind == _SHORT else "I"), encoded, position + struct.calcsize(order + entry)
+            )
+        position += struct.calcsize(order + entry) + word
+    return sides[_TILE_WIDTH] * sides[_TILE_LENGTH]
+
+
+def _frame_pixels(encoded: bytes) -> int | None:
+    """Return the pixels of all frames of an AVIF image, or None if they are not simply told.
+
+    Each item of AV1 (colour, alpha, tiles of a grid) must lie in one piece and have one sequence header.
+    """
+    total = 0
+    for place, num_bytes in _items(encoded):
+        sizes = list(_sequence_sizes(encoded[place : place + num_bytes]))
+        if len(sizes) > 1 or None in sizes:
+            return None
+        total += sum(size for size in sizes if size is not None)
+    return total or None
+
+
+def _items(encoded: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the place and the length of each item of a file by its box of locations; of several pieces, none (0, 0)."""
+    top = {kind: (place, size) for place, size, kind in boxes(encoded)}
+    if b"meta" not in top or b"moov" in top:  # a sequence: its frames lie elsewhere
+        return
+    place, size = top[b"meta"]
+    inner = {kind: place + 12 + at for at, _, kind in boxes(encoded[place + 12 : place + size])}
+    if _ITEM_LOCATIONS not in inner:
+        return
+    at = inner[_ITEM_LOCATIONS] + 8
+    idat = inner.get(b"idat", 0) + 8
+    version = encoded[at]
+    offset_bytes, length_bytes = encoded[at + 4] >> 4, encoded[at + 4] & 15
+    base_bytes, index_bytes = encoded[at + 5] >> 4, encoded[at + 5] & 15 if version else 0
+    id_bytes = 2 if version < 2 else 4
+    count, at = int.from_bytes(encoded[at + 6 : at + 6 + id_bytes]), at + 6 + id_bytes
+    for _ in range(min(count, _MAX_ITEMS)):
+        at += id_bytes
+        is_in_idat = bool(version) and encoded[at + 1] & 15 == 1
+        at += 4 if version else 2
+        base, at = int.from_bytes(encoded[at : at + base_bytes]), at + base_bytes
+        num_pieces, at = int.from_bytes(encoded[at : at + 2]), at + 2
+        start = length = 0
+        for _ in range(num_pieces):
+            at += index_bytes
+            start, at = int.from_bytes(encoded[at : at + offset_bytes]), at + offset_bytes
+            length, at = int.from_bytes(encoded[at : at + length_bytes]), at + length_bytes
+            if at > len(encoded):
+                raise struct.error
+        yield (base + start + (idat if is_in_idat else 0), length) if num_pieces == 1 else (0, 0)
+
+
+def _sequence_sizes(content: bytes) -> Iterator[int | None]:
+    """Yield the largest frame's number of pixels for each sequence header of an item; None for one not understood."""
+    at = 0
+    while at < len(content):
+        kind, has_extension, has_size = content[at] >> 3 & 15, content[at] & 4, content[at] & 2
+        if at == 0 and kind not in (_SEQUENCE_HEADER, 2):
+            return  # no AV1, but metadata or the description of a grid
+        if not has_size:
+            yield None
+            return
+        at += 2 if has_extension else 1
+        size = shift = 0
+        while True:
+            byte, at = content[at], at + 1
+            size |= (byte & 127) << shift
+            shift += 7
+            if byte < 128 or shift > 56:
+                break
+        if kind == _SEQUENCE_HEADER:
+            yield _size_of(content[at : at + min(size, _OBU_BYTES)])
+        at += size
+
+
+def _size_of(header: bytes) -> int | None:
+    """Return the pixels of the largest frame that a sequence header of AV1 (section 5.5) allows; None if it is rare."""
+    bits, used = int.from_bytes(header), 0
+
+    def take(count: int) -> int:
+        nonlocal used
+        used += count
+        left = 8 * len(header) - used
+        if left < 0:
+            raise struct.error
+        return bits >> left & (1 << count) - 1
+
+    take(4)  # the profile, and whether it is a still picture
+    if take(1):  # a reduced header
+        take(5)
+    else:
+        if take(1):  # timing
+            return None
+        has_delay = take(1)
+        for _ in range(take(5) + 1):
+            take(12)
+            if take(5) > 7:
+                take(1)
+            if has_delay and take(1):
+                take(4)
+    width_bits, height_bits = take(4) + 1, take(4) + 1
+    return (take(width_bits) + 1) * (take(height_bits) + 1)
