@@ -13,7 +13,6 @@ from loopfeed.engine.commands.loss_chart import (
     RAW,
     SMOOTHED,
     UNICODE_GLYPHS,
-    Glyphs,
     LossCurve,
     draw_chart,
 )
@@ -147,19 +146,20 @@ def test_a_single_point_is_in_the_middle_with_its_step():
     assert dots == {(14, plot_width)}  # of 28 rows (13.5 rounds to 14) and 2 * plot_width columns
 
 
-@pytest.mark.parametrize(("losses", "message"), [([], "no loss yet"), ([NAN, math.inf], "no finite loss yet")])
-def test_an_empty_chart_has_a_message(losses, message):
-    assert chart_text(draw_chart([curve_of(losses)], 40, 5)).strip() == message
+@pytest.mark.parametrize("others", [[], [[]]])
+@pytest.mark.parametrize(
+    ("losses", "log_scale", "message"),
+    [([], False, "no loss yet"), ([NAN, math.inf], False, "no finite loss yet"), ([0.0, -1.0], True, "no finite loss")],
+)
+def test_an_empty_chart_has_a_message(losses, log_scale, message, others):
+    curves = [curve_of(each) for each in (losses, *others)]
+    assert message in chart_text(draw_chart(curves, 40, 5, log_scale=log_scale)).strip()
 
 
 def test_log_scale_marks_losses_that_have_no_logarithm():
     text = chart_text(draw_chart([curve_of([100.0, 10.0, 0.0, 1.0])], 40, 10, log_scale=True))
     assert text.count("×") == 1
     assert [line[:3].strip() for line in text.split("\n") if "┤" in line] == ["100", "10", "1"]
-
-
-def test_log_scale_without_a_positive_loss_draws_nothing():
-    assert "no finite loss yet" in chart_text(draw_chart([curve_of([0.0, -1.0])], 40, 5, log_scale=True))
 
 
 @given(low=st.floats(-1e6, 1e6), part=st.floats(1e-2, 1e3), height=st.integers(8, 40), log_scale=st.booleans())
@@ -206,9 +206,3 @@ def test_step_labels_are_under_their_ticks(first, num, width):
 def test_no_room_is_an_error(width, height):
     with pytest.raises(ValueError, match=f"at least 1 × 1 characters, got {width} × {height}"):
         draw_chart([curve_of([1.0])], width, height)
-
-
-@pytest.mark.parametrize("glyphs", [UNICODE_GLYPHS, ASCII_GLYPHS])
-def test_every_glyph_is_one_character(glyphs: Glyphs):
-    for name in ("vertical", "tick", "corner", "horizontal", "step_tick", "broken"):
-        assert len(getattr(glyphs, name)) == 1

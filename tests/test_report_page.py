@@ -365,6 +365,8 @@ def test_a_long_run_is_divided_into_bins_and_the_page_stays_small(copy, tmp_path
     smoothed, raw = points(found, "Loss of the training")["lines"]
     assert len(raw["x"]) == len(smoothed["x"]) <= 1000
     assert out.stat().st_size < 400_000
+    several = report_run([copy] * 6, tmp_path / "several.html", evaluate=False)
+    assert several.stat().st_size < 1_000_000
 
 
 def test_of_very_many_evaluations_some_are_shown_with_the_best_and_the_last(copy, tmp_path):
@@ -472,7 +474,7 @@ def test_the_number_of_runs_has_a_limit(runs, message, tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_refused(place, tmp_path):
-    for wrong, why in ((place, r"contains 2 run folders, such as .*other"), (tmp_path / "no", "does not exist")):
+    for wrong, why in ((place, "contains 2 run folders; the latest is .*other"), (tmp_path / "no", "does not exist")):
         with pytest.raises(ValueError, match=f"RUN must be a run folder, but .* {why}"):
             report_run(wrong, tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []

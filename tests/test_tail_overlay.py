@@ -33,8 +33,8 @@ def curve_of(losses, first=1):
     return LossCurve(np.arange(first, first + len(values), dtype=float), values, values, values, np.isnan(values) * 1)
 
 
-def overlay(*curves, width=60, height=12, glyphs=UNICODE_GLYPHS, log_scale=False):
-    return chart_text(draw_chart(curves, width, height, log_scale=log_scale, glyphs=glyphs))
+def overlay(*curves, glyphs=UNICODE_GLYPHS):
+    return chart_text(draw_chart(curves, 60, 12, glyphs=glyphs))
 
 
 # --- the chart
@@ -65,12 +65,6 @@ def test_an_empty_curve_and_a_broken_one_leave_the_others_as_they_are():
     broken = overlay(ordinary, curve_of([NAN, NAN, NAN])).split("\n")
     assert "×" in broken[-2]
     assert broken[:-2] == alone.split("\n")[:-2]
-
-
-def test_without_any_loss_it_says_so():
-    assert "no loss yet" in overlay(curve_of([]), curve_of([]))
-    assert "no finite loss yet" in overlay(curve_of([NAN]), curve_of([]))
-    assert "no finite loss yet" in overlay(curve_of([-1.0]), curve_of([]), log_scale=True)
 
 
 # --- names and the legend

@@ -219,14 +219,20 @@ def check_has_weights(path: Path) -> None:
         )
 
 
-def check_folder(path: Path) -> None:
-    """Raise ValueError if a folder is not a run folder; if it contains run folders, name the latest one."""
+def check_folder(path: Path, name: str | None = None) -> None:
+    """Raise ValueError if a folder is not a run folder; if it contains run folders, name the latest one.
+
+    Args:
+        path: the folder, or that of a copy of a stored run.
+        name: what was given for it, if that is something else.
+    """
+    name = name or str(path)
     if not path.is_dir():
         found = "does not exist" if status_of(path) is None else "is a file"
-        raise ValueError(f"RUN must be a run folder, but {path} {found}: give the --run-dir of run-train")
+        raise ValueError(f"RUN must be a run folder, but {name} {found}: give the --run-dir of run-train")
     if not (path / CONFIG).exists():
         below = sorted(path.glob(f"*/{CONFIG}"), key=lambda config: config.stat().st_mtime_ns)
         found = f"contains no {CONFIG}"
         if below:
             found = f"contains {len(below)} run folder{'s' * (len(below) > 1)}; the latest is {below[-1].parent}"
-        raise ValueError(f"RUN must be a run folder, but {path} {found}: give the --run-dir of run-train")
+        raise ValueError(f"RUN must be a run folder, but {name} {found}: give the --run-dir of run-train")

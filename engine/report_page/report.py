@@ -22,8 +22,8 @@ from loopfeed.preprocess.storage_options import as_text
 MOST_RUNS = 26
 """The largest number of runs on a page: each is called by a letter."""
 
-# For a page of a few MB at most, however many runs and steps.
-_MOST_POINTS, _POINTS_OF_ALL, _LEAST_POINTS = 1000, 8000, 300
+# For a page of a megabyte with seven long runs, and of two with 26.
+_MOST_POINTS, _POINTS_OF_ALL, _LEAST_POINTS = 1000, 3000, 100
 _MOST_PICTURES, _PICTURES_OF_ALL, _LEAST_PICTURES = 24, 96, 6
 _NOT_EVALUATED = Absent("the weights were not evaluated, as was requested (--no-evaluate)")
 

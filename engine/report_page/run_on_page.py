@@ -7,16 +7,18 @@ reason. Must not know: HTML, programs.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.evaluation.trained_run import check_folder
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
 from loopfeed.engine.records.evaluation_log import EvaluationLog
 from loopfeed.engine.records.loss_log import RunFacts, read_run_facts
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
-from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG
+from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG
 from loopfeed.engine.records.run_summary import RunSummary, summarise_run
 from loopfeed.engine.records.topology import Topology
 from loopfeed.engine.report_page.absent import Absent
@@ -29,7 +31,6 @@ from loopfeed.engine.runtime.runtime_file import read_runtime
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.storage_options import is_url
-from loopfeed.preprocess.system_errors import status_of
 
 _UNKNOWN = Absent("the settings of the run, which name its data and its model, cannot be read")
 
@@ -115,12 +116,10 @@ class RunOnPage:
     @property
     def devices(self) -> str:
         """The devices that it ran on."""
-        try:
-            return (
-                "not recorded" if isinstance(self.recorded, Absent) else str(Topology.from_json(self.recorded.resolved))
-            )
-        except (KeyError, ValueError, TypeError):
-            return "not recorded"
+        with suppress(KeyError, ValueError, TypeError):
+            if not isinstance(self.recorded, Absent):
+                return str(Topology.from_json(self.recorded.resolved))
+        return "not recorded"
 
 
 def read_run(index: int, folder: Path, path: str, most_points: int) -> RunOnPage:
@@ -135,7 +134,8 @@ def read_run(index: int, folder: Path, path: str, most_points: int) -> RunOnPage
     Raises:
         ValueError: if it is no run folder.
     """
-    _check_is_run(folder, path)
+    if not (folder / LOSS_LOG).is_file():  # which has a page without the settings too
+        check_folder(folder, path)
     return RunOnPage(
         index=index,
         path=path,
@@ -148,20 +148,6 @@ def read_run(index: int, folder: Path, path: str, most_points: int) -> RunOnPage
         runtime=_read_runtime(folder),
         profile=read_profile(folder),
     )
-
-
-def _check_is_run(folder: Path, path: str) -> None:
-    """Raise ValueError if a folder contains neither the settings nor the losses of a run."""
-    if any((folder / name).is_file() for name in (CONFIG, LOSS_LOG)):
-        return
-    if not folder.is_dir():
-        found = "does not exist" if status_of(folder) is None else "is a file"
-    else:
-        below = sorted(each.parent.name for each in folder.glob(f"*/{CONFIG}"))
-        found = f"has neither {CONFIG} nor {LOSS_LOG}"
-        if below:
-            found = f"contains {quantity(len(below), 'run folder')}, such as {folder / below[-1]}"
-    raise ValueError(f"RUN must be a run folder, but {path} {found}: give the --run-dir of run-train")
 
 
 def _or_absent[T](read: Callable[[], T]) -> T | Absent:
