@@ -8,14 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from scripts.benchmarks import bench as bench_module
-from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings
-from scripts.benchmarks.markdown import tables
+from scripts.benchmarks.bench import IMAGES_PER_S, Candidate, Case, Settings
+from scripts.benchmarks.markdown import case_text
 from scripts.benchmarks.measure import Measured, Quartiles
 from scripts.benchmarks.neighbour import BesideNeighbour, Neighbour, fair_share
-from scripts.benchmarks.report import describe_run, print_case
 from scripts.benchmarks.session import CaseResult, Row, run_case, summarise
 from scripts.benchmarks.worker import Sample, WorkerError
 
@@ -180,7 +178,7 @@ def scripts(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_candidate_is_measured_beside_the_neighbour_in_the_same_process(scripts, tmp_path, capsys):
+def test_a_candidate_is_measured_beside_the_neighbour_in_the_same_process(scripts, tmp_path):
     settings = Settings(tmp_path, repeats=2)
     said: list[str] = []
     result = run_case(beside_case(), settings, say=said.append)
@@ -188,15 +186,11 @@ def test_a_candidate_is_measured_beside_the_neighbour_in_the_same_process(script
     alone, beside = result.rows
     assert (alone.speed, beside.speed) == (Quartiles(20, 20, 20), Quartiles(20, 20, 20))
     assert beside.kept == pytest.approx(Quartiles(1.5, 1.5, 1.5))
-    bench = Bench("b", "", lambda _: [])
-    print_case(Console(width=140), bench, result)
-    printed = capsys.readouterr().out
-    assert "keeps 1.50 [1.50–1.50] of its share" in printed
+    printed = case_text("b", result.to_json())
+    assert "| ours, beside |       20 | ±0.0 % | keeps 1.50 [1.50–1.50] of its share |" in printed
     assert printed.count("threads 2") == 1
-    document = describe_run(settings) | {"benches": [{"name": "b", "cases": [result.to_json()]}]}
-    assert "| ours, beside | 20 | ±0.0 % | keeps 1.50 [1.50–1.50] of its share |" in tables(document)
     if result.load_before is not None:
-        assert f"a case (load {result.load_before[0]:g} before, " in tables(document)
+        assert f"### b: a case (load {result.load_before[0]:g} before, " in printed
 
 
 def test_a_candidate_that_was_not_ready_is_not_measured_beside_the_neighbour(scripts, tmp_path):

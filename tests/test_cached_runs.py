@@ -7,7 +7,7 @@ import pytest
 
 from loopfeed import evaluate, replay_run, train
 from loopfeed.engine.settings import SettingError
-from scripts.benchmarks.delayed_store import DelayedStore
+from tests.delayed_store import DelayedStore
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_config
 

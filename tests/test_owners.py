@@ -32,7 +32,7 @@ from loopfeed.engine.run.cache_place import check_cache_place
 from loopfeed.engine.run.compilation import caching_compilations
 from loopfeed.engine.settings import Owner, setting
 from loopfeed.preprocess.storage_options import as_text, parse_text, recorded_options
-from scripts.benchmarks.delayed_store import DelayedStore
+from tests.delayed_store import DelayedStore
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 

@@ -17,7 +17,7 @@ from loopfeed.engine.feed.windowed_batches import WindowedBatches
 from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.reader import open_split
 from loopfeed.preprocess.shards.shard_cache import IN_USE_S, ShardCache
-from scripts.benchmarks.delayed_store import DelayedStore
+from tests.delayed_store import DelayedStore
 from tests.fake_source import fake_source, pack, packed_words
 
 pytestmark = pytest.mark.timeout(120)

@@ -58,7 +58,7 @@ def test_the_step_as_commonly_written_computes_the_same_logits(candidate, monkey
     params, batch_stats = jax.jit(model.init)(jax.random.key(0))
     images = jax.random.normal(jax.random.key(1), (4, 16, 16, 3))
     logits, _ = model.apply(params, batch_stats, images, train=True)
-    for module, layer, replacement in candidate("step_jit").replaced_layers():
+    for module, layer, replacement in candidate("step_jax").replaced_layers():
         assert hasattr(module, layer)
         monkeypatch.setattr(module, layer, replacement)
     common, _ = model.apply(params, batch_stats, images, train=True)
@@ -134,13 +134,13 @@ def test_the_library_multiplies_whole_matrices(candidate, dtype):
 
 
 def test_without_the_library_kernels_are_xlas_unless_it_was_asked_for(candidate, monkeypatch):
-    step_loop = candidate("step_loop")
+    step_jax = candidate("step_jax")
 
     def missing():
         raise MissingKernelsError("no library")
 
-    monkeypatch.setattr(step_loop, "load_library", missing)
-    assert step_loop.chosen_kernels("auto") == (XLA, {})
-    assert step_loop.chosen_kernels(XLA) == (XLA, {})
+    monkeypatch.setattr(step_jax, "load_library", missing)
+    assert step_jax.chosen_kernels("auto") == (XLA, {})
+    assert step_jax.chosen_kernels(XLA) == (XLA, {})
     with pytest.raises(MissingKernelsError, match="no library"):
-        step_loop.chosen_kernels(ONEDNN)
+        step_jax.chosen_kernels(ONEDNN)

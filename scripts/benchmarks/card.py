@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from scripts.benchmarks.bench import GB_PER_S, IMAGES_PER_S, Bench, Candidate, Case, Settings
-from scripts.benchmarks.data import SPLIT, Say, ensure_shards, shards_folder
+from scripts.benchmarks.data import Images, Say, ensure_shards
 from scripts.benchmarks.hardware import describe_cards
 from scripts.benchmarks.peers import TORCH, TORCH_PYTHON
 
@@ -56,13 +56,13 @@ class _Training:
 
     def shards(self, settings: Settings, say: Say) -> None:
         """Create the shards if they do not exist."""
-        ensure_shards(settings, say, num_images=self.num_images, size=self.size)
+        ensure_shards(settings, say, Images(self.num_images, self.size))
 
     def engine(self, settings: Settings, name: str, kind: str, *more: str, target: float | None = None) -> Candidate:
         """Return the engine as a candidate, on batches of a kind."""
-        data = str(shards_folder(settings, num_images=self.num_images, size=self.size))
-        arguments = (kind, data, SPLIT, self.model, str(self.batch), str(self.warm_steps), self.precision, *more)
-        return Candidate(name, "stream_training.py", arguments, environment=self.environment, target=target)
+        data = str(Images(self.num_images, self.size).shards_folder(settings))
+        arguments = (kind, self.model, data, str(self.batch), str(self.warm_steps), self.precision, *more)
+        return Candidate(name, "engine_training.py", arguments, environment=self.environment, target=target)
 
     def torch(self) -> Candidate:
         """Return PyTorch as a candidate."""
@@ -109,12 +109,12 @@ def _variants(settings: Settings) -> Case:
 
 
 def _loop(settings: Settings) -> Case:
-    fed = (_SMALL.model, str(_SMALL.size), str(_SMALL.batch), "1000", _SMALL.precision)
+    fed = ("python", _SMALL.model, _SMALL.precision, str(_SMALL.size), str(_SMALL.batch), "1000", "images")
     candidates = (
         _SMALL.engine(settings, "from shards", "packed"),
         _SMALL.engine(settings, "limit: resident batch", "resident"),
         *_variants_of(_SMALL, settings),
-        Candidate("Python loop, jax.jit", "fed_jit.py", fed, environment=_SHARED, target=2.0),
+        Candidate("Python loop, jax.jit", "plain_training.py", fed, environment=_SHARED, target=2.0),
     )
     prepare = _needs_a_card(partial(_SMALL.shards, settings))
     return Case(f"resnet8 {_SMALL.sizes}", IMAGES_PER_S, "from shards", candidates, prepare=prepare)

@@ -8,30 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
-from scripts.benchmarks import (
-    card,
-    devices,
-    infeed,
-    latency,
-    loop,
-    pack,
-    profile,
-    reader,
-    scaling,
-    startup,
-    step,
-    stream,
-)
+from scripts.benchmarks import card, data_cases, engine_cases, step
 from scripts.benchmarks.bench import Bench, Settings
-from scripts.benchmarks.report import describe_run, print_about, print_case, write_json
+from scripts.benchmarks.markdown import case_text, heading
+from scripts.benchmarks.report import describe_run, write_json
 from scripts.benchmarks.session import ROOT, CaseResult, run_case
 
-_MODULES = (step, loop, infeed, stream, reader, latency, pack, startup, scaling, devices, profile, card)
-BENCHES: tuple[Bench, ...] = (*(module.BENCH for module in _MODULES), card.REHEARSAL)
+BENCHES: tuple[Bench, ...] = (
+    *(step.BENCH, engine_cases.LOOP, engine_cases.INFEED, engine_cases.STREAM, data_cases.READER, data_cases.PACK),
+    *(engine_cases.STARTUP, engine_cases.SCALING, card.BENCH, card.REHEARSAL),
+)
 FOLDER = ROOT / ".bench"
-_PIPED_WIDTH = 160
 
 
 @click.command()
@@ -74,12 +62,12 @@ def main(
         cases = [(bench, each) for bench in benches for each in bench.chosen_cases(settings)]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     about, results = describe_run(settings), list[tuple[Bench, CaseResult]]()
-    print_about(console, about)
+    click.echo(f"{heading(about)}\n")
     for bench, each in cases:
         result = run_case(each, settings, say=_say, until=until)
-        print_case(console, bench, result)
+        click.echo(case_text(bench.name, result.to_json()))
+        click.echo("\n".join(result.complaints()))
         results.append((bench, result))
         # After each case, so that the results of a long run are not lost if it is stopped.
         if json_path is not None:

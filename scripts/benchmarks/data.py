@@ -8,6 +8,7 @@ import io
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, islice
 from pathlib import Path
@@ -36,79 +37,61 @@ _NUM_JPEGS = 1000
 _JPEG_CLASSES = 10
 
 
-def array_file(settings: Settings, *, num_images: int, size: int) -> Path:
-    """Return the path of the images as an array, uint8 [num_images, size, size, 3]; the labels are `labels_of`."""
-    origin = "drawn" if settings.images is None else hashlib.sha256(str(settings.images).encode()).hexdigest()[:12]
-    return settings.folder / "data" / f"{origin}-{num_images}-{size}.npy"
+@dataclass(frozen=True)
+class Images:
+    """The images of a case, and how they are packed; the labels are those of `ArraySource`."""
+
+    num_images: int
+    size: int
+    checksum: bool = True
+    layout: Layout = "packed"
+
+    def array_file(self, settings: Settings) -> Path:
+        """Return the path of the images as an array, uint8 [num_images, size, size, 3], which may not exist yet."""
+        origin = "drawn" if settings.images is None else hashlib.sha256(str(settings.images).encode()).hexdigest()[:12]
+        return settings.folder / "data" / f"{origin}-{self.num_images}-{self.size}.npy"
+
+    def shards_folder(self, settings: Settings) -> Path:
+        """Return the folder of the images as packed shards, in the split `SPLIT`, which may not exist yet."""
+        kind = f"{'crc' if self.checksum else 'plain'}{'-dense' * (self.layout == 'dense')}"
+        return self.array_file(settings).with_name(f"{self.array_file(settings).stem}-{kind}")
 
 
-def shards_folder(
-    settings: Settings,
-    *,
-    num_images: int,
-    size: int,
-    checksum: bool = True,
-    layout: Layout = "packed",
-    shard_images: int | None = None,
-) -> Path:
-    """Return the folder of the images as packed shards, in the split `SPLIT`."""
-    stem = array_file(settings, num_images=num_images, size=size).stem
-    kind = f"{'crc' if checksum else 'plain'}{'-dense' * (layout == 'dense')}"
-    return settings.folder / "data" / f"{stem}-{kind}{f'-by-{shard_images}' if shard_images else ''}"
-
-
-def ensure_array(settings: Settings, say: Say, *, num_images: int, size: int) -> Path:
+def ensure_array(settings: Settings, say: Say, images: Images) -> Path:
     """Create the array if it does not exist: repeated photographs if there are some, otherwise noise."""
-    path = array_file(settings, num_images=num_images, size=size)
+    path, num_images, size = images.array_file(settings), images.num_images, images.size
     if path.exists():
         return path
     say(f"making {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
-    images = open_memmap(unfinished, mode="w+", dtype=np.uint8, shape=(num_images, size, size, 3))
+    array = open_memmap(unfinished, mode="w+", dtype=np.uint8, shape=(num_images, size, size, 3))
     if settings.images is None:
         random = np.random.default_rng(0)
         for index in range(num_images):
-            images[index] = random.integers(256, size=(size, size, 3), dtype=np.uint8)
+            array[index] = random.integers(256, size=(size, size, 3), dtype=np.uint8)
     else:
-        photographs = list(
-            _decoded(settings.images, num_images, ResizeRule(size=size, resize=max(size, size * 8 // 7)))
-        )
+        rule = ResizeRule(size=size, resize=max(size, size * 8 // 7))
+        photographs = list(_decoded(settings.images, num_images, rule))
         if not photographs:
             raise ValueError(f"--images must contain JPEG files in class folders, but {settings.images} contains none")
         for index, image in enumerate(islice(cycle(photographs), num_images)):
-            images[index] = image
-    images.flush()
-    del images
+            array[index] = image
+    array.flush()
+    del array
     unfinished.rename(path)
     return path
 
 
-def ensure_shards(
-    settings: Settings,
-    say: Say,
-    *,
-    num_images: int,
-    size: int,
-    checksum: bool = True,
-    layout: Layout = "packed",
-    shard_images: int | None = None,
-) -> Path:
+def ensure_shards(settings: Settings, say: Say, images: Images) -> Path:
     """Pack the images if that has not been done; an interrupted pack is continued."""
-    folder = shards_folder(
-        settings, num_images=num_images, size=size, checksum=checksum, layout=layout, shard_images=shard_images
-    )
+    folder = images.shards_folder(settings)
     if not (folder / SPLIT / "manifest.json").exists():
-        array = ensure_array(settings, say, num_images=num_images, size=size)
+        array = ensure_array(settings, say, images)
         say(f"packing {folder}")
-        rule = ResizeRule(size=size, resize=size)
-        pack_split(
-            ArraySource(array),
-            open_location(str(folder)).child(SPLIT),
-            PackSettings(
-                rule=rule, checksum=checksum, layout=layout, shard_images=shard_images, num_workers=num_cores()
-            ),
-        )
+        rule = ResizeRule(size=images.size, resize=images.size)
+        how = PackSettings(rule=rule, checksum=images.checksum, layout=images.layout, num_workers=num_cores())
+        pack_split(ArraySource(array), open_location(str(folder)).child(SPLIT), how)
     return folder
 
 

@@ -1,6 +1,7 @@
-"""A run's JSON document as Markdown tables, for docs/benchmarks.md: `python -m scripts.benchmarks.markdown FILE…`."""
+"""A run's JSON document as Markdown: the tables of scripts/bench, and `python -m scripts.benchmarks.markdown FILE…`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,41 +10,50 @@ import click
 from scripts.benchmarks.bench import Unit
 from scripts.benchmarks.hardware import short_commit
 from scripts.benchmarks.measure import Quartiles
-from scripts.benchmarks.report import (
-    kept_text,
-    load_text,
-    number,
-    processor_text,
-    ratio_text,
-    spread_text,
-    target_text,
-    versions_texts,
-)
+
+_ALIGNED_RIGHT = range(1, 5)
 
 
-def tables(document: dict[str, Any]) -> str:
-    """Return a description of the run's hardware and a table for each of its cases."""
-    hardware = document["hardware"]
+def heading(document: dict[str, Any]) -> str:
+    """Return a line that describes the hardware, the software and the rounds of a run."""
+    hardware, sets = document["hardware"], document["hardware"].get("instruction_sets")
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    lines = [
-        f"{document['date'][:10]}, commit {short_commit(document['commit'])}; {processor_text(hardware)}, "
-        f"{hardware['cores']} cores, {hardware['system']}; {versions}; {document['settings']['repeats']} rounds.",
-        "",
-    ]
-    for bench in document["benches"]:
-        for case in bench["cases"]:
-            lines += _table(bench["name"], case)
+    return (
+        f"{document['date'][:10]}, commit {short_commit(document['commit'])}; {hardware['cpu']}"
+        f"{f' ({", ".join(sets)})' if sets else ''}, {hardware['cores']} cores, {hardware['system']}; "
+        f"{''.join(f'card {card}; ' for card in hardware['cards'])}{versions}; "
+        f"{document['settings']['repeats']} rounds."
+    )
+
+
+def case_text(bench: str, case: dict[str, Any]) -> str:
+    """Return the table of a case, as `session.CaseResult.to_json` gives it, and the versions below it."""
+    unit, before, after = Unit(**case["unit"]), case.get("load_before"), case.get("load_after")
+    load = f" (load {before[0]:g} before, {after[0]:g} at the end)" if before and after else ""
+    rows = [["candidate", unit.text, "spread", f"{case['base']} is", "target", "also"]]
+    rows += [_cells(candidate, unit) for candidate in case["candidates"]]
+    first: dict[str, str] = {}
+    for each in case["candidates"]:
+        first.setdefault(
+            ", ".join(f"{package} {version}" for package, version in each["versions"].items()), each["name"]
+        )
+    told = "; ".join(f"{name}: {versions}" for versions, name in first.items() if versions)
+    return f"### {bench}: {case['name']}{load}\n\n{_table(rows)}\n" + (f"\nVersions: {told}.\n" if told else "")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as a Markdown table, all columns but the last aligned; the first row is the head."""
+    rows = [[cell.replace("|", "/") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    rule = [f"{'-' * (width - 1)}{':' if column in _ALIGNED_RIGHT else '-'}" for column, width in enumerate(widths)]
+    lines = []
+    for row in (rows[0], [*rule, "---"], *rows[1:]):
+        padded = (
+            cell.rjust(width) if column in _ALIGNED_RIGHT else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row[:-1], widths, strict=True))
+        )
+        lines.append(f"| {' | '.join([*padded, row[-1]])} |")
     return "\n".join(lines)
-
-
-def _table(bench: str, case: dict[str, Any]) -> list[str]:
-    unit = case["unit"]
-    header = ["candidate", unit["text"], "spread", f"{case['base']} is", "target", "also"]
-    load = load_text(case.get("load_before"), case.get("load_after"))
-    lines = [f"### {bench}: {case['name']}{load}", "", _row(header), _row(["---", *["---:"] * 4, "---"])]
-    lines += [_row(_cells(candidate, Unit(**unit))) for candidate in case["candidates"]]
-    told = versions_texts([(each["name"], each["versions"]) for each in case["candidates"]])
-    return [*lines, "", *([f"Versions: {'; '.join(told)}.", ""] if told else [])]
 
 
 def _cells(candidate: dict[str, Any], unit: Unit) -> list[str]:
@@ -52,18 +62,32 @@ def _cells(candidate: dict[str, Any], unit: Unit) -> list[str]:
     if speed is None:
         reason = (candidate["reason"] or "no reason was given").splitlines()[-1].strip()
         return [candidate["name"], "–", "", "", "", reason]
+    compared = ""
+    if kept:
+        compared = f"keeps {kept.median:.2f} [{kept.q1:.2f}–{kept.q3:.2f}] of its share"
+    elif ratio:
+        compared = f"{ratio.median:.2f} × [{ratio.q1:.2f}–{ratio.q3:.2f}]"
+    target = candidate["target"]
+    is_met = {True: "met", False: "missed", None: "?"}[candidate["is_met"]]
+    # The facts of a candidate beside a neighbour are those that it has alone.
+    facts = {} if candidate.get("beside_neighbour") else candidate["facts"]
     return [
         candidate["name"],
         number(unit.shown(speed.median)),
-        spread_text(speed),
-        kept_text(kept) if kept else ratio_text(ratio),
-        target_text(candidate["target"], candidate["is_met"]),
-        ", ".join(f"{name} {number(value)}" for name, value in candidate["facts"].items()),
+        f"±{100 * speed.spread:.1f} %",
+        compared,
+        "" if target is None else f"≥ {target:g} × {is_met}",
+        ", ".join(f"{name} {number(value)}" for name, value in (facts | candidate.get("medians", {})).items()),
     ]
 
 
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+def number(value: object) -> str:
+    """Return a number with about four digits, and anything else as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 @click.command()
@@ -71,7 +95,11 @@ def _row(cells: list[str]) -> str:
 def main(files: tuple[Path, ...]) -> None:
     """Print the tables of FILES, as written by `scripts/bench --json`."""
     for file in files:
-        click.echo(tables(json.loads(file.read_bytes())))
+        document = json.loads(file.read_bytes())
+        click.echo(f"{heading(document)}\n")
+        for bench in document["benches"]:
+            for case in bench["cases"]:
+                click.echo(case_text(bench["name"], case))
 
 
 if __name__ == "__main__":

@@ -84,12 +84,6 @@ PEERS = {
         requirements=("webdataset==1.0.2", "torch==2.13.0", "numpy==2.4.6"),
         options=_CPU_TORCH,
     ),
-    "streaming": Peer(
-        what="MosaicML Streaming: MDS shards, shuffled in blocks",
-        python="3.11",
-        requirements=("mosaicml-streaming==0.13.0", "torch==2.13.0", "torchvision==0.28.0", "numpy==2.1.3"),
-        options=_CPU_TORCH,
-    ),
     "tensorflow": Peer(
         what="tf.data over TFRecord files of raw pixels",
         python="3.12",

@@ -79,6 +79,7 @@ class Row:
             "units_a_round": measured.num_units,
             "samples_s": [sample and sample.seconds for sample in measured.samples],
             "values": [sample and sample.values for sample in measured.samples],
+            "medians": self.values(),
             "speeds": measured.speeds,
             "speed": self.speed and self.speed._asdict(),
             "base_is_times_as_fast": self.ratio and self.ratio._asdict(),
@@ -101,6 +102,12 @@ class CaseResult:
     def has_base(self) -> bool:
         """Whether the candidate that the others are compared with was measured."""
         return any(row.candidate.name == self.case.base and row.speed is not None for row in self.rows)
+
+    def complaints(self) -> list[str]:
+        """Return the reasons why candidates failed, and what those that do different work do."""
+        failed = [f"{row.candidate.name}: {row.measured.reason}" for row in self.rows if row.measured.reason]
+        different = f"does different work than {self.case.base}"
+        return failed + [f"{row.candidate.name}: {different}: {row.differs}" for row in self.rows if row.differs]
 
     def to_json(self) -> dict[str, Any]:
         """Return all results as JSON."""

@@ -37,7 +37,7 @@ from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Ma
 from loopfeed.preprocess.shards.reader import open_split, read_manifest
 from loopfeed.preprocess.shards.split_arrays import open_checksums
 from scripts.benchmarks.bench import Settings
-from scripts.benchmarks.data import SPLIT, Say, ensure_shards
+from scripts.benchmarks.data import SPLIT, Images, Say, ensure_shards
 
 SIZE, NUM_CLASSES = 32, 10
 SHARD_IMAGES = PackSettings(rule=ResizeRule(size=SIZE, resize=SIZE)).resolved_shard_images
@@ -53,7 +53,7 @@ def ensure_sparse(settings: Settings, say: Say, *, num_images: int) -> Path:
     folder = sparse_folder(settings, num_images)
     if (folder / SPLIT / MANIFEST_KEY).exists():
         return folder
-    whole = ensure_shards(settings, say, num_images=SHARD_IMAGES, size=SIZE)
+    whole = ensure_shards(settings, say, Images(SHARD_IMAGES, SIZE))
     real = whole / SPLIT / PIXELS / shard_key(0, 3)
     say(f"making {folder}")
     shutil.rmtree(folder, ignore_errors=True)

@@ -72,13 +72,13 @@ def _cases(_: Settings) -> list[Case]:
 
 
 def _case(network: _Network, dtype: str) -> Case:
-    limit = Candidate("limit: memory and products", "roofline.py", (*_sizes(network), dtype))
+    limit = Candidate("limit: memory and products", "roofline.py", ("step", dtype, *_sizes(network)))
     own: tuple[Candidate, ...] = (_loopfeed(network, dtype), _loopfeed(network, dtype, "xla"), limit)
     if dtype == FLOAT32:
-        products = (network.model, str(network.image_size), str(network.num_classes))
+        products, jit = ("products", dtype, *_sizes(network)), ("jit", "xla", dtype, *_sizes(network))
         own += (
-            Candidate("limit: products", "matrix_product.py", products, target=network.of_products),
-            Candidate("jax.jit a step", "step_jit.py", _sizes(network), target=network.of_jit),
+            Candidate("limit: products", "roofline.py", products, target=network.of_products),
+            Candidate("jax.jit a step", "step_jax.py", jit, target=network.of_jit),
         )
         return _made(network, dtype, (*own, *_torch(network, dtype, network.of_torch)))
     # Without AMX a product in bfloat16 is at most twice as fast as in float32, and nothing is aimed at.
@@ -112,7 +112,7 @@ def _made(network: _Network, dtype: str, candidates: tuple[Candidate, ...], *, a
 
 def _loopfeed(network: _Network, dtype: str, kernels: str = "auto") -> Candidate:
     name = "loopfeed" if kernels == "auto" else f"loopfeed, kernels {kernels}"
-    return Candidate(name, "step_loop.py", (*_sizes(network), dtype, kernels))
+    return Candidate(name, "step_jax.py", ("loop", kernels, dtype, *_sizes(network)))
 
 
 def _torch(network: _Network, dtype: str, target: float | None = None) -> tuple[Candidate, ...]:

@@ -16,8 +16,7 @@ from typing import Any
 from unittest import mock
 
 from jax.experimental.buffer_callback import buffer_callback
-from protocol import Channel
-from resident_training import versions
+from protocol import Channel, jax_versions
 
 from loopfeed import TrainConfig, train
 from loopfeed.engine.crossing.cuda import transport as transport_module
@@ -209,5 +208,5 @@ def serve_training(
         return seconds, values
 
     run_units(warm_units)
-    channel.ready(amount * (settings.chunk_batches or 1), versions=versions())
+    channel.ready(amount * (settings.chunk_batches or 1), versions=jax_versions())
     channel.serve(run_units)

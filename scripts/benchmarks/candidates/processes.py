@@ -29,7 +29,7 @@ def first_loss(folder: Path) -> float:
     started = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-c", RUN_TRAIN, *arguments], stdout=subprocess.DEVNULL)
     try:
-        while not has_line(run / "loss.jsonl"):
+        while not ((run / "loss.jsonl").exists() and b"\n" in (run / "loss.jsonl").read_bytes()):
             if process.poll() is not None:
                 raise RuntimeError(f"the training ended with exit code {process.returncode} before its first loss")
             if time.perf_counter() - started > TIMEOUT_S:
@@ -41,49 +41,29 @@ def first_loss(folder: Path) -> float:
         process.wait()
 
 
-def has_line(path: Path) -> bool:
-    """Return whether a file has a complete line."""
-    return path.exists() and b"\n" in path.read_bytes()
-
-
-def main(kind: str) -> None:
-    """Serve processes."""
+def main(kind: str, *program: str) -> None:
+    """Serve processes: a training to its first loss, "cached" or "cold", or a `program`."""
     channel = Channel()
     folder = Path.cwd() / "processes" / kind
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
-    def cold(num_units: int) -> float:
-        seconds = 0.0
-        for _ in range(num_units):
+    def once() -> float:
+        if kind in ("python", "run-train"):
+            return run_process([*program] if kind == "python" else ["-c", RUN_TRAIN, *program])
+        if kind == "cold":
             shutil.rmtree(folder / "cache", ignore_errors=True)
-            seconds += first_loss(folder)
-        return seconds
+        return first_loss(folder)
 
-    def cached(num_units: int) -> float:
-        return sum(first_loss(folder) for _ in range(num_units))
-
-    def processes(*arguments: str) -> float:
-        return run_process(list(arguments))
-
-    runs = {
-        "nothing": lambda num_units: sum(processes("-c", "pass") for _ in range(num_units)),
-        "jax": lambda num_units: sum(processes("-c", "import jax") for _ in range(num_units)),
-        "engine": lambda num_units: sum(processes("-c", "import loopfeed") for _ in range(num_units)),
-        "train": lambda num_units: sum(processes("-c", "from loopfeed import train") for _ in range(num_units)),
-        "help": lambda num_units: sum(processes("-c", RUN_TRAIN, "--help") for _ in range(num_units)),
-        "cold": cold,
-        "cached": cached,
-    }
     # Run once before measuring, so that Python's files are in the page cache and programs in the compilation cache.
     if kind != "cold":
-        runs[kind](1)
+        once()
     channel.ready(1)
-    channel.serve(runs[kind])
+    channel.serve(lambda num_units: sum(once() for _ in range(num_units)))
 
 
 if __name__ == "__main__":
     # An installed package has compiled Python files; without them imports would take 0.4 s longer.
     for name in ("JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE"):
         os.environ.pop(name, None)
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 # Seconds, or these and values to record.
@@ -58,6 +59,11 @@ class Channel:
     def _say(self, message: dict[str, Any]) -> None:
         self._answers.write(json.dumps(message) + "\n")
         self._answers.flush()
+
+
+def jax_versions() -> dict[str, str]:
+    """Return the versions of the software that does the work of a candidate in jax."""
+    return {package: version(package) for package in ("jax", "jaxlib")}
 
 
 def timed(work: Callable[[int], object]) -> Callable[[int], float]:

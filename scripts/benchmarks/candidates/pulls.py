@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from protocol import Channel, timed
-from resident_training import versions
+from protocol import Channel, jax_versions, timed
 
 from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.control.word import CONTROL_WORDS
@@ -128,7 +127,7 @@ def main(transport_name: str, kind: str, batch: int, size: int, unit: str) -> No
         return seconds
 
     run_and_forget(8)
-    channel.ready(batch * size * size * 4 if unit == "bytes" else 1, versions=versions())
+    channel.ready(batch * size * size * 4 if unit == "bytes" else 1, versions=jax_versions())
     channel.serve(run_and_forget)
 
 

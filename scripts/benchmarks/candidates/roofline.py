@@ -20,13 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from library_product import make_product
-from matrix_product import SIDE, multiply
-from protocol import Channel
-from resident_training import versions
+from protocol import Channel, jax_versions, timed
 from work_of_models import work_of
 
 from loopfeed.models.kernels import MissingKernelsError
 
+SIDE = 2048
 _TRIAD_LENGTH = 1 << 25
 _TRIAD_BYTES = 3 * 4 * _TRIAD_LENGTH
 _PRODUCT_FLOP = 2 * SIDE**3
@@ -35,6 +34,11 @@ _PRODUCT_FLOP = 2 * SIDE**3
 @partial(jax.jit, donate_argnums=0)
 def _triads(x: jax.Array, y: jax.Array, num_triads: jax.Array) -> jax.Array:
     return lax.fori_loop(0, num_triads, lambda _, x: 0.5 * x + y, x)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _products(x: jax.Array, y: jax.Array, num_products: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, num_products, lambda _, x: x @ y, x)
 
 
 def make_triad() -> Callable[[int], None]:
@@ -49,20 +53,24 @@ def make_triad() -> Callable[[int], None]:
     return work
 
 
+def make_xla_product(dtype: str) -> Callable[[int], None]:
+    """Return a function that makes so many products of matrices `[SIDE, SIDE]` by XLA, in a `lax.while_loop`."""
+    x, y = jnp.ones((SIDE, SIDE), dtype), jnp.full((SIDE, SIDE), 1 / SIDE, dtype)  # keeps x at 1
+
+    def work(num_products: int) -> None:
+        nonlocal x
+        x = jax.block_until_ready(_products(x, y, jnp.int32(num_products)))
+
+    work(1)
+    return work
+
+
 def make_any_product(dtype: str) -> tuple[Callable[[int], None], str]:
     """Return a function that makes so many products of matrices `[SIDE, SIDE]`, and the name of what makes them."""
     try:
         return make_product(SIDE, dtype)
     except MissingKernelsError:
-        pass
-    x, y = jnp.ones((SIDE, SIDE), dtype), jnp.full((SIDE, SIDE), 1 / SIDE, dtype)
-
-    def work(num_products: int) -> None:
-        nonlocal x
-        x = jax.block_until_ready(multiply(x, y, jnp.int32(num_products)))
-
-    work(1)
-    return work, "XLA"
+        return make_xla_product(dtype), "XLA"
 
 
 def seconds_for(amount: float, piece: float, work: Callable[[int], None]) -> float:
@@ -73,11 +81,15 @@ def seconds_for(amount: float, piece: float, work: Callable[[int], None]) -> flo
     return (time.perf_counter() - started) * amount / (num_pieces * piece)
 
 
-def main(name: str, image_size: int, batch: int, num_classes: int, dtype: str) -> None:
-    """Serve `batch` images a unit."""
+def main(kind: str, dtype: str, name: str, image_size: int, batch: int, num_classes: int) -> None:
+    """Serve `batch` images a unit: bytes and products ("step"), or only products by XLA ("products")."""
     channel = Channel()
     work = work_of(name, image_size, num_classes)
     step_flop, step_bytes = batch * work.image_flop, work.step_bytes(batch, jnp.dtype(dtype).itemsize)
+    if kind == "products":
+        multiply = make_xla_product(dtype)
+        channel.ready(_PRODUCT_FLOP / work.image_flop, versions=jax_versions())
+        channel.serve(timed(multiply))
     triad, (product, product_name) = make_triad(), make_any_product(dtype)
 
     def run(num_units: int) -> tuple[float, dict[str, float]]:
@@ -92,10 +104,10 @@ def main(name: str, image_size: int, batch: int, num_classes: int, dtype: str) -
         }
 
     facts = {"GB a step": step_bytes / 1e9, "GFLOP a step": step_flop / 1e9, "products by": product_name}
-    channel.ready(batch, versions=versions(), facts=facts)
+    channel.ready(batch, versions=jax_versions(), facts=facts)
     channel.serve(run)
 
 
 if __name__ == "__main__":
-    image_size, batch, num_classes = map(int, sys.argv[2:5])
-    main(sys.argv[1], image_size, batch, num_classes, sys.argv[5])
+    kind, dtype, name, *sizes = sys.argv[1:]
+    main(kind, dtype, name, *map(int, sizes))

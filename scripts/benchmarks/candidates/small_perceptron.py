@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 BATCH, NUM_CLASSES, NUM_BATCHES = 32, 10, 16
+_NAME = "perceptron-"
 
 
 class Perceptron(NamedTuple):
@@ -37,8 +38,13 @@ class Perceptron(NamedTuple):
         return hidden @ params["logits"]["kernel"] + params["logits"]["bias"], batch_stats
 
 
-def draw_batches(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw packed pixels uint32 [NUM_BATCHES, BATCH, size, size] and labels int32 [NUM_BATCHES, BATCH]."""
+def perceptron_of(name: str, size: int) -> Perceptron | None:
+    """Return the model of a name such as "perceptron-64"; None for any other name."""
+    return Perceptron(size, int(name.removeprefix(_NAME))) if name.startswith(_NAME) else None
+
+
+def draw_batches(size: int, batch: int, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw packed pixels uint32 [NUM_BATCHES, batch, size, size] and labels int32 [NUM_BATCHES, batch]."""
     random = np.random.default_rng(0)
-    pixels = random.integers(1 << 32, size=(NUM_BATCHES, BATCH, size, size), dtype=np.uint32) & np.uint32(0xFFFFFF00)
-    return pixels, random.integers(NUM_CLASSES, size=(NUM_BATCHES, BATCH), dtype=np.int32)
+    pixels = random.integers(1 << 32, size=(NUM_BATCHES, batch, size, size), dtype=np.uint32) & np.uint32(0xFFFFFF00)
+    return pixels, random.integers(num_classes, size=(NUM_BATCHES, batch), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Steps of the same tiny network by a Python loop over a jitted step, as Flax's examples train, or by no loop at all.
+"""Steps of a network by a Python loop over a jitted step, as Flax's examples train, or by no loop at all.
 
 "python": batches are put on the device two ahead of the step, the state is donated, and losses are kept as arrays on
 the device of which each is read once its step is two behind, so that the dispatch never waits for a result.
@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from protocol import Channel, timed
-from resident_training import versions
-from small_perceptron import NUM_CLASSES, Perceptron, draw_batches
+from protocol import Channel, jax_versions, timed
+from small_perceptron import draw_batches, perceptron_of
 
 from loopfeed.engine.images.unpack import PixelScale, unpack_pixels
 from loopfeed.engine.objective.cross_entropy import cross_entropy
+from loopfeed.models.registry import build_model
 
 AHEAD = 2
 OPTIMIZER = optax.chain(
@@ -30,19 +30,6 @@ OPTIMIZER = optax.chain(
     optax.sgd(1e-3, momentum=0.9),
 )
 SCALE = PixelScale(jnp.full(3, 0.5), jnp.full(3, 0.25))
-
-
-def step(model: Perceptron, state: Any, pixels: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
-    """Make one update; return the new state and the loss."""
-    params, opt_state = state
-
-    def loss_of(params: Any) -> jax.Array:
-        logits, _ = model.apply(params, {}, unpack_pixels(pixels, SCALE), train=True)
-        return cross_entropy(logits, jax.nn.one_hot(labels, NUM_CLASSES))
-
-    loss, gradients = jax.value_and_grad(loss_of)(params)
-    updates, opt_state = OPTIMIZER.update(gradients, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), loss
 
 
 def prefetched(batches: Iterator[Any]) -> Iterator[Any]:
@@ -53,34 +40,48 @@ def prefetched(batches: Iterator[Any]) -> Iterator[Any]:
         queue.extend(jax.device_put(batch) for batch in itertools.islice(batches, 1))
 
 
-def main(kind: str, size: int, hidden: int) -> None:
-    """Serve steps."""
+def main(kind: str, name: str, precision: str, size: int, batch: int, num_classes: int, *, counts: str) -> None:
+    """Serve steps or images."""
     channel = Channel()
-    model = Perceptron(size, hidden)
-    params, _ = model.init(jax.random.key(0))
-    state: Any = params, OPTIMIZER.init(params)
-    pixels, labels = draw_batches(size)
-    jitted = jax.jit(partial(step, model), donate_argnums=0)
-    on_device = jnp.asarray(pixels), jnp.asarray(labels)
+    model: Any = perceptron_of(name, size) or build_model(
+        name, num_classes=num_classes, image_size=size, dtype=precision
+    )
+    params, batch_stats = jax.jit(model.init)(jax.random.key(0))
+    state: Any = params, batch_stats, OPTIMIZER.init(params)
+    pixels, labels = draw_batches(size, batch, num_classes)
+
+    def step(state: Any, pixels: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        params, batch_stats, opt_state = state
+
+        def loss_of(params: Any) -> tuple[jax.Array, Any]:
+            logits, after = model.apply(params, batch_stats, unpack_pixels(pixels, SCALE), train=True)
+            return cross_entropy(logits, jax.nn.one_hot(labels, num_classes)), after
+
+        (loss, after), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+        updates, opt_state = OPTIMIZER.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), after, opt_state), loss
+
+    jitted = jax.jit(step, donate_argnums=0)
 
     def python(num_units: int) -> None:
         nonlocal state
-        host = ((pixels[number % len(pixels)], labels[number % len(labels)]) for number in range(num_units))
         pending: deque[jax.Array] = deque()
-        losses: list[float] = []
-        for batch in prefetched(host):
-            state, loss = jitted(state, *batch)
+        host = ((pixels[number % len(pixels)], labels[number % len(labels)]) for number in range(num_units))
+        for given in prefetched(host):
+            state, loss = jitted(state, *given)
             loss.copy_to_host_async()
             pending.append(loss)
             if len(pending) > AHEAD:
-                losses.append(float(pending.popleft()))
-        losses.extend(map(float, pending))
+                float(pending.popleft())
+        jax.device_get(list(pending))
+
+    on_device = jnp.asarray(pixels), jnp.asarray(labels)
 
     @partial(jax.jit, donate_argnums=0)
     def loop(state: Any, count: jax.Array) -> Any:
         def body(number: jax.Array, state: Any) -> Any:
             index = number % len(on_device[0])
-            return step(model, state, on_device[0][index], on_device[1][index])[0]
+            return step(state, on_device[0][index], on_device[1][index])[0]
 
         return lax.fori_loop(0, count, body, state)
 
@@ -90,9 +91,10 @@ def main(kind: str, size: int, hidden: int) -> None:
 
     work = {"python": python, "resident": resident}[kind]
     work(8)
-    channel.ready(1, versions=versions())
+    channel.ready(batch if counts == "images" else 1, versions=jax_versions())
     channel.serve(timed(work))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    kind, name, precision, *sizes, counts = sys.argv[1:]
+    main(kind, name, precision, *map(int, sizes), counts=counts)

@@ -1,6 +1,6 @@
 """A read-only S3 server of a folder that answers each request after a delay, as a distant store does.
 
-    python -m scripts.benchmarks.delayed_store FOLDER DELAY_MS
+    python -m tests.delayed_store FOLDER DELAY_MS
 
 Prints its port, and ends with its input. It knows what TensorStore asks for: objects, byte ranges and listings. The
 first part of a path is the bucket and is ignored. Requests need no signature. For benchmarks and tests only.

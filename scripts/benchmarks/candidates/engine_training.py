@@ -1,0 +1,69 @@
+"""The engine trains a model: from packed shards ("packed"), or the same program on other batches.
+
+"ready": on batches in the host's memory, so that nothing is read; "resident": on batches on a card, so that nothing is
+copied there either; "memory": on batches of 32 images, copied from memory. The model is one of the registry, or
+"perceptron-64", which has so many hidden units.
+"""
+
+import sys
+
+import numpy as np
+from gated_training import leave_out_copies, serve_training
+from protocol import Channel
+from pulls import ReadyBatches
+from small_perceptron import BATCH, NUM_CLASSES, draw_batches, perceptron_of
+
+from loopfeed.engine.feed.batches import Labels, Pixels
+from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.preprocess.shards.reader import open_split
+
+
+class BatchesInMemory:
+    """A source that copies its batches from memory, cyclically."""
+
+    thread_safe = True
+    batch = BATCH
+
+    def __init__(self, size: int) -> None:
+        self.height = self.width = size
+        self._pixels, self._labels = draw_batches(size, BATCH, NUM_CLASSES)
+
+    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+        """Copy a batch."""
+        number = step % len(self._pixels)
+        np.copyto(pixels, self._pixels[number])
+        np.copyto(labels, self._labels[number])
+
+
+def train_in_memory(model: str, size: int, chunk: int) -> None:
+    """Serve steps, in chunks of so many batches."""
+    config = {"num_classes": NUM_CLASSES, "chunk_batches": chunk}
+    serve_training(Channel(), config, BatchesInMemory(size), amount=1.0, model=perceptron_of(model, size))
+
+
+def train_on_split(
+    kind: str, model: str, data: str, batch: int, warm_steps: int, precision: str = "float32", bits: str = ""
+) -> None:
+    """Serve `batch` images a step, after `warm_steps` steps; with `bits` = "any" by any kernels."""
+    channel = Channel()
+    opened = open_split(data, "train")
+    own = perceptron_of(model, opened.height)
+    config = {
+        "num_classes": opened.num_classes,
+        "model": "auto" if own else model,
+        "precision": precision,
+        "deterministic": bits != "any",
+    }
+    shards = ShardBatches(opened, batch=batch, seed=0)
+    source = shards if kind == "packed" else ReadyBatches(batch, opened.height)
+    if kind == "resident":
+        leave_out_copies()
+    serve_training(channel, config, source, amount=batch, model=own, warm_units=warm_steps)
+
+
+if __name__ == "__main__":
+    kind, model, given = *sys.argv[1:3], sys.argv[3:]
+    if kind == "memory":
+        train_in_memory(model, *map(int, given))
+    else:
+        train_on_split(kind, model, given[0], int(given[1]), int(given[2]), *given[3:])
