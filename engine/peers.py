@@ -102,8 +102,8 @@ def describe_fault(number: int, host: str, how: str, step: int | None) -> str:
         return f"process {number} on {host} {how} before the first step, so the run ends"
     at = "" if step is None else f" after step {step:,}"
     return (
-        f"process {number} on {host} {how}{at}, so the run ends: the newest snapshot is intact, and --resume goes on "
-        "from it, with any number of processes"
+        f"process {number} on {host} {how}{at}, so the run ends: what was saved is intact, and --resume goes on from "
+        "the newest snapshot, or from the first step if there is none, with any number of processes"
     )
 
 

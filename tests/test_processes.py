@@ -126,7 +126,7 @@ def test_a_stalled_source_of_one_process_ends_the_run(tmp_path):
     with going(tmp_path / "run", "--infeed-timeout", "4", STALLED_PROCESS="1") as (process, log):
         assert process.wait(60) == 1, log.read_text()
     assert "process 1: run-train: the batch of step 11 did not arrive within 4 s" in log.read_text()
-    assert "the newest snapshot is intact" in log.read_text()
+    assert "what was saved is intact" in log.read_text()
     assert json.loads((tmp_path / "run/result.json").read_text())["steps_done"] == 10
 
 

@@ -16,7 +16,7 @@ import pytest
 from loopfeed.engine.commands import supervisor
 from tests.process_runs import ROOT, TOY, own_processes, records, resumed, run, separately, words
 
-LOST = r"run-train: process {} on \S+ {} after step \d+, so the run ends: the newest snapshot is intact"
+LOST = r"run-train: process {} on \S+ {} after step \d+, so the run ends: what was saved is intact"
 
 
 @pytest.mark.integration

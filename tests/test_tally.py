@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from loopfeed import TrainConfig, train
 from loopfeed.engine.feed.batches import PADDING_LABEL
-from loopfeed.engine.objective.tally import count_top5, empty_tally, tally_batch
+from loopfeed.engine.objective.objective import CROSS_ENTROPY
+from loopfeed.engine.objective.tally import count_top5, empty_tally, merge_tallies, tally_batch
 from loopfeed.models.registry import build_model
 from loopfeed.preprocess.pixels import unpack_rgb
 from loopfeed.preprocess.shards.reader import ShardError, open_split
@@ -96,6 +97,20 @@ def test_a_row_with_nan_is_wrong_and_shows_in_the_loss():
     tally_of_six = tally_batch(empty_tally(), logits, jnp.array([1, 1]))
     np.testing.assert_array_equal([tally_of_six.num_images, tally_of_six.top1, tally_of_six.top5], [2, 0, 1])
     assert np.isnan(tally.loss_sum)
+
+
+def test_an_infinite_loss_makes_the_sum_infinite_however_the_images_are_divided():
+    """Kahan's correction of an infinite sum would be NaN."""
+    logits = np.zeros((8, 3), np.float32)
+    logits[2, 1] = -np.inf
+    labels = np.full(8, 1, np.int32)
+    for size in (8, 4, 1):
+        tally = empty_tally()
+        for at in range(0, 8, size):
+            tally = tally_batch(tally, jnp.asarray(logits[at : at + size]), jnp.asarray(labels[at : at + size]))
+        assert float(tally.loss_sum) == np.inf
+        merged = merge_tallies(CROSS_ENTROPY, tally, merge_tallies(CROSS_ENTROPY, empty_tally(), tally))
+        assert float(merged.loss_sum) == np.inf
 
 
 def test_the_sum_of_many_losses_keeps_its_digits():

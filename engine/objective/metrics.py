@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.objective.compensated_sum import add_compensated
 
 type PerExample = Callable[[Any, Any], jax.Array]
 """(outputs of the model, labels) → float [B], a value for each example."""
@@ -41,7 +42,7 @@ def as_metrics(given: Mapping[str, Metric | PerExample] | None) -> dict[str, Met
 
 
 class _Mean(NamedTuple):
-    """A sum with its rounding error (Kahan summation, 1965), which would grow with every batch otherwise."""
+    """A sum with its rounding error, as `add_compensated` keeps it."""
 
     total: jax.Array
     lost: jax.Array
@@ -93,9 +94,7 @@ def _is_real(dtype: Any) -> bool:
 
 
 def _add(state: _Mean, value: jax.Array, weight: jax.Array) -> _Mean:
-    added = value - state.lost
-    total = state.total + added
-    return _Mean(total, (total - state.total) - added, state.weight + weight)
+    return _Mean(*add_compensated(state.total, state.lost, value), state.weight + weight)
 
 
 def _counts(shape: tuple[int, ...]) -> Callable[[], jax.Array]:

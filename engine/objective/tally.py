@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from loopfeed.engine.feed.batches import PADDING_LABEL
+from loopfeed.engine.objective.compensated_sum import add_compensated
 from loopfeed.engine.objective.logits import logits_of
 from loopfeed.engine.objective.losses import cross_entropy_loss
 from loopfeed.engine.objective.metrics import NO_RANK
@@ -35,8 +36,7 @@ class Tally(NamedTuple):
             first five; the last two are None if the labels are not class numbers. `top5` is negative if the network has
             fewer than six classes: it would be 1 whatever the network does. Read it with `count_top5`.
         loss_sum: float32 [], the sum of the losses.
-        loss_lost: float32 [], the rounding error of `loss_sum` (Kahan summation, 1965), which would otherwise grow with
-            every image.
+        loss_lost: float32 [], the rounding error of `loss_sum`, as `add_compensated` keeps it.
         classes: the counts per class; if None, they are not compiled.
         metrics: the state of each metric by name.
         predictions: the decisions image by image; if None, they are not compiled.
@@ -94,9 +94,9 @@ def tally_outputs(objective: Objective, tally: Tally, outputs: Any, words: jax.A
     if objective.loss is not None or not objective.has_classes:
         loss = objective.loss or cross_entropy_loss
         losses = checked_losses(loss(outputs, labels, weights), len(weights))
-        added = jnp.where(weights > 0, losses * weights, 0).sum() - tally.loss_lost
-        loss_sum = tally.loss_sum + added
-        counted = counted._replace(loss_sum=loss_sum, loss_lost=(loss_sum - tally.loss_sum) - added)
+        summed = jnp.where(weights > 0, losses * weights, 0).sum()
+        loss_sum, loss_lost = add_compensated(tally.loss_sum, tally.loss_lost, summed)
+        counted = counted._replace(loss_sum=loss_sum, loss_lost=loss_lost)
     if tally.predictions is not None:
         predictions = add_predictions(tally.predictions, tally.num_images, logits_of(outputs), words, losses)
         counted = counted._replace(predictions=predictions)
@@ -106,8 +106,7 @@ def tally_outputs(objective: Objective, tally: Tally, outputs: Any, words: jax.A
 def merge_tallies(objective: Objective, one: Tally, other: Tally) -> Tally:
     """Return the tally of the batches of both tallies, which have no predictions."""
     assert one.predictions is None
-    added = (other.loss_sum - other.loss_lost) - one.loss_lost
-    loss_sum = one.loss_sum + added
+    loss_sum, loss_lost = add_compensated(one.loss_sum, one.loss_lost, other.loss_sum - other.loss_lost)
     counts = (one.num_images, one.top1, one.top5, one.classes)
     others = (other.num_images, other.top1, other.top5, other.classes)
     num_images, top1, top5, classes = jax.tree.map(jnp.add, counts, others)
@@ -116,7 +115,7 @@ def merge_tallies(objective: Objective, one: Tally, other: Tally) -> Tally:
         top1=top1,
         top5=top5,
         loss_sum=loss_sum,
-        loss_lost=(loss_sum - one.loss_sum) - added,
+        loss_lost=loss_lost,
         classes=classes,
         metrics=objective.merge_metrics(one.metrics or {}, other.metrics or {}),
     )
@@ -141,8 +140,8 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
     is_unranked = jnp.isnan(logits).any(axis=1) | (labels >= logits.shape[1])
     rank = jnp.where(is_unranked, NO_RANK, ahead.sum(axis=1))
     losses = jax.nn.logsumexp(logits, axis=1) - own[:, 0]
-    added = jnp.where(is_image, losses, 0).sum() - tally.loss_lost
-    loss_sum = tally.loss_sum + added
+    summed = jnp.where(is_image, losses, 0).sum()
+    loss_sum, loss_lost = add_compensated(tally.loss_sum, tally.loss_lost, summed)
     is_first = is_image & (rank < 1)
     in_five = (is_image & (rank < 5)).sum(dtype=jnp.int32) if logits.shape[1] > 5 else jnp.int32(-1)
     assert tally.top1 is not None
@@ -152,7 +151,7 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
         top1=tally.top1 + is_first.sum(dtype=jnp.int32),
         top5=tally.top5 + in_five,
         loss_sum=loss_sum,
-        loss_lost=(loss_sum - tally.loss_sum) - added,
+        loss_lost=loss_lost,
         classes=None if tally.classes is None else _count_classes(tally.classes, is_first, labels),
         metrics=tally.metrics,
     )

@@ -18,7 +18,8 @@ def reporting_cache_faults(folder: str, notify: Callable[[str], None]) -> Iterat
     """Replace jax's warnings about entries of the compilation cache by one notice at the first of them.
 
     jax warns once per program, in two lines. It leaves a part of an entry that it cannot write, and never replaces an
-    entry that it cannot read, so each later launch would warn and compile again: the part is removed here.
+    entry that it cannot read, so each later launch would warn and compile again: both are removed here, for a program
+    that cannot be read with all of its entries, because jax does not say which one it was.
 
     Args:
         folder: the cache folder, local or a URL.
@@ -34,8 +35,7 @@ def reporting_cache_faults(folder: str, notify: Callable[[str], None]) -> Iterat
             if found is None:
                 show(message, *where, **more)
                 return
-            if found[1] == "writing":
-                _remove_newer(folder, found[2], started)
+            _remove_newer(folder, found[2], started if found[1] == "writing" else 0.0)
             if not seen[0]:
                 seen[0] = True
                 notify(_notice(folder, *found.groups()))
@@ -52,8 +52,8 @@ def _notice(folder: str, action: str, program: str, reason: str) -> str:
             "make room there, or give another folder with --compilation-cache"
         )
     return (
-        f"warning: the compilation cache {folder} cannot be read ({reason}), so each launch compiles again: delete "
-        f"{folder}/{program}-*"
+        f"warning: the compilation cache {folder} has entries that cannot be read, such as {program}-* ({reason}): "
+        + ("compiled again" if "://" in folder else "they are removed, and compiled again")
     )
 
 
