@@ -129,9 +129,9 @@ class Copy:
     def run(self, tests: list[str], *options: str) -> tuple[int | None, str]:
         """Run tests; return pytest's exit status, None if it took too long, and the first test that failed."""
         command = [sys.executable, "-m", "pytest", "-xq", "--tb=no", "-rfE", "-p", "no:cacheprovider", *options, *tests]
-        environment = os.environ | {"PYTHONPATH": os.fspath(self._folder / "src")}
+        pipe, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": os.fspath(self._folder / "src")}
         with subprocess.Popen(
-            command, cwd=self._folder, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command, cwd=self._folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         ) as process:
             try:
                 output, _ = process.communicate(timeout=self._limit_s)

@@ -23,7 +23,7 @@ from tests.fake_source import fake_source, pack
 from tests.test_tally import evaluation_set
 from tests.toy import BATCH, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("small_resnets")
+pytestmark = pytest.mark.usefixtures("small_resnets", "without_llvms_optimiser")
 
 NUM_IMAGES = 2 * BATCH + 3
 NUM_EVALUATED = 11
@@ -80,7 +80,7 @@ def test_a_program_keeps_its_callbacks_alive(trained, monkeypatch):
     assert kept == [True]
 
 
-@pytest.mark.parametrize("batch", [1, 3, 64])
+@pytest.mark.parametrize("batch", [3, 64])
 def test_another_batch_counts_the_same(trained, batch):
     run, found = trained
     record = evaluate(replace(run_settings(run), batch=batch)).record
@@ -90,7 +90,7 @@ def test_another_batch_counts_the_same(trained, batch):
 
 
 @pytest.mark.usefixtures("cards")
-@pytest.mark.parametrize("transport", ["inplace", "callback", "cuda"])
+@pytest.mark.parametrize("transport", ["inplace", "cuda"])
 def test_an_evaluation_of_a_model_of_your_own_equals_that_of_its_run(tmp_path, transport):
     config = toy_config(steps=7, learning_rate=0.02, run_dir=tmp_path, ema_decay=0.8, transport=transport)
     (found,) = train(config, model=Linear(), batches=toy_batch, evaluation=evaluation_set(NUM_IMAGES)).evaluations

@@ -13,6 +13,9 @@ from loopfeed.engine.crossing.choice import traced_platform
 from loopfeed.engine.evaluation import counting
 from loopfeed.engine.run import compilation, host_side, launch
 from loopfeed.models.layers.platform_forms import on_platform, tracing_for
+from tests.small_resnets import small_resnets
+
+pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
 
 SETTINGS: dict[str, Any] = {
     "batch": 4,
@@ -94,6 +97,7 @@ def test_the_derivative_is_traced_for_the_platform_too():
     assert "cond" not in str(jaxpr)
 
 
+@small_resnets()
 @pytest.mark.parametrize("what", ["run", "evaluation"])
 def test_a_program_is_traced_for_the_platform_of_its_device(monkeypatch, tmp_path, what):
     traced, platforms = [], []

@@ -1,6 +1,7 @@
 """The residual networks: composition, feature maps, initial values, gradients against XLA's convolutions."""
 
 from functools import partial
+from itertools import cycle
 
 import jax
 import jax.numpy as jnp
@@ -154,8 +155,7 @@ def test_init_is_a_function_of_the_key():
     assert not np.array_equal(first, second)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize(("name", "dtype"), list(zip(model_names(), cycle([jnp.float32, jnp.bfloat16]), strict=False)))
 def test_parameters_statistics_and_logits_are_float32_and_the_carry_keeps_its_shapes(name, dtype):
     model = build_model(name, num_classes=10, image_size=64, dtype=dtype)
     state = jax.eval_shape(model.init, jax.random.key(0))

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from loopfeed import TrainConfig, train
-from loopfeed.engine.config import OptimizerName, ScheduleName
 from loopfeed.engine.program.statics import statics_of
 from loopfeed.engine.run.nonfinite import NonFiniteError
 from loopfeed.engine.updates.schedules import learning_rate_at, schedule_values
@@ -21,12 +19,14 @@ from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
 
+pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
+
 
 def rates(run_dir):
     return [json.loads(line)["lr"] for line in (run_dir / "loss.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+@pytest.mark.parametrize("schedule", ["step", "exponential", "one-cycle"])
 def test_the_schedule_and_its_warm_up_are_followed(schedule, tmp_path):
     config = toy_config(steps=12, schedule=schedule, warmup_steps=3, learning_rate=0.3, run_dir=tmp_path)
     train(config, model=Linear(), batches=toy_batch)
@@ -38,8 +38,8 @@ def test_the_schedule_and_its_warm_up_are_followed(schedule, tmp_path):
     assert len(set(expected)) > 3
 
 
-@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
-def test_every_optimiser_learns_in_the_loop(optimizer):
+@pytest.mark.parametrize("optimizer", ["adamw", "lars", "muon"])
+def test_optimisers_learn_in_the_loop(optimizer):
     config = toy_config(steps=80, optimizer=optimizer, learning_rate=0.05 if optimizer != "lars" else 20.0)
     losses = train(config, model=Linear(), batches=toy_batch).losses
     assert losses[-10:].mean() < 0.5 * losses[0]

@@ -21,6 +21,8 @@ from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import BATCH, CLASSES, CountedBatches, Linear, toy_batch, toy_config
 
+pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
+
 # Places of a batch, and few numbers of classes: each shape is compiled anew.
 PLACES = 12
 tally_compiled = jax.jit(tally_batch)
@@ -156,8 +158,7 @@ def plain_evaluation(result, pixels, labels, *, eval_mirror=False):
     return plain_count(logits, labels)
 
 
-@pytest.mark.parametrize("eval_mirror", [False, True])
-@pytest.mark.parametrize("num_images", [1, BATCH, 2 * BATCH + 3])
+@pytest.mark.parametrize(("num_images", "eval_mirror"), [(1, True), (BATCH, False), (2 * BATCH + 3, True)])
 def test_an_evaluation_in_the_loop_is_one_in_a_plain_loop_to_the_image(num_images, eval_mirror, tmp_path):
     pixels, labels = evaluation_set(num_images)
     config = toy_config(steps=7, learning_rate=0.02, eval_mirror=eval_mirror, run_dir=tmp_path)
