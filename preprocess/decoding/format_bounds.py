@@ -44,6 +44,8 @@ _TIFF_TYPE_BYTES: Mapping[int, int] = {
 # Each scan passes over all coefficients; programs write 10 scans, at most 20.
 _ALWAYS_ALLOWED_SCANS = 24
 _MAX_SCANNED_PIXELS = 2**31
+# However small the picture: of a truncated file, Python looks at each scan.
+_MOST_SCANS = 1000
 _MAX_JPEG_MARKERS = 2**16
 _JPEG_SCAN = b"\xff\xda"
 _JPEG_SCANS = re.compile(_JPEG_SCAN)  # half the time of bytes.count
@@ -75,7 +77,7 @@ def bounded(encoded: bytes, name: str, *, max_pixels: int, levels: Levels | None
 
 def check_jpeg_scans(encoded: bytes, num_pixels: int) -> None:
     """Raise ValueError if a JPEG file has far more scans than any program writes."""
-    allowed = max(_ALWAYS_ALLOWED_SCANS, _MAX_SCANNED_PIXELS // max(1, num_pixels))
+    allowed = max(_ALWAYS_ALLOWED_SCANS, min(_MOST_SCANS, _MAX_SCANNED_PIXELS // max(1, num_pixels)))
     # This count includes markers in metadata and after the image.
     if sum(1 for _ in _JPEG_SCANS.finditer(encoded)) <= allowed:
         return
