@@ -5,7 +5,6 @@ import math
 import re
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,12 +44,6 @@ def test_labels_of_an_axis_differ_however_close_they_are():
     labels = [each.text for each in page.one("svg", class_="yaxis").all("text")]
     assert len(labels) > 2
     assert len(set(labels)) == len(labels)
-
-
-@pytest.mark.parametrize("value", [0.0, 2.5, -3.0, 1e5])
-def test_equal_values_get_an_axis_around_them(value):
-    axis = value_axis([np.full(5, value)], from_zero=False)
-    assert axis.low <= value < axis.high
 
 
 @given(st.lists(st.floats(-1e9, 1e9) | st.just(math.nan), min_size=1, max_size=40), st.booleans())
@@ -95,11 +88,8 @@ def test_the_script_gets_every_point_and_the_page_shows_the_last():
     assert [each.text for each in page.all("output")] == ["5", "4", "9"]
 
 
-@pytest.mark.parametrize(
-    ("value", "wanted"), [(123456.0, 123460), (0.1 + 0.2, 0.3), (math.nan, None), (math.inf, None)]
-)
-def test_values_have_five_digits(value, wanted):
-    assert rounded(value) == wanted
+def test_values_have_five_digits():
+    assert [rounded(value) for value in (123456.0, 0.1 + 0.2, math.nan, math.inf)] == [123460, 0.3, None, None]
 
 
 @given(st.lists(st.floats(0, 1), max_size=13))

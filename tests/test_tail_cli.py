@@ -195,21 +195,12 @@ def test_version_and_help_say_what_the_other_commands_say():
     assert "--width and --height affect only the chart" in " ".join(tail("--help").stdout.split())
 
 
-def test_last_begins_with_the_last_steps(tmp_path):
-    result = tail(write_run(tmp_path / "run", 12), "--last", 3)
-    assert [line.split()[1] for line in result.stdout.splitlines()] == ["10/1000", "11/1000", "12/1000"]
-    assert len(tail(tmp_path / "run", "--last", 100).stdout.splitlines()) == 12
-
-
-def test_last_counts_steps_over_many_reads(tmp_path):
-    run = write_run(tmp_path / "run", 5000)  # some 600 kB: more than one chunk
-    lines = tail(run, "--last", 2500).stdout.splitlines()
-    assert [line.split()[1] for line in lines] == [f"{step}/1000" for step in range(2501, 5001)]
-
-
-def test_once_does_not_wait_for_the_end(tmp_path):
-    result = tail(write_run(tmp_path / "run", 2, ended=False), "--once")
-    assert (len(result.stdout.splitlines()), result.exit_code) == (2, 0)
+@pytest.mark.parametrize("num_steps", [12, 5000])  # the latter some 600 kB: more than one chunk
+@pytest.mark.parametrize("last", [3, 2500])
+def test_last_begins_with_the_last_steps(tmp_path, num_steps, last):
+    lines = tail(write_run(tmp_path / "run", num_steps), "--last", last).stdout.splitlines()
+    wanted = range(max(0, num_steps - last) + 1, num_steps + 1)
+    assert [line.split()[1] for line in lines] == [f"{step}/1000" for step in wanted]
 
 
 def test_missing_values_are_omitted_but_never_the_loss():
@@ -338,8 +329,7 @@ def test_a_run_that_is_being_resumed_has_not_ended(tmp_path):
         goes_on.join()
 
 
-@pytest.mark.parametrize("option", ["--interval", "--smoothing", "--timeout-s"])
-@pytest.mark.parametrize("value", ["nan", "-1"])
+@pytest.mark.parametrize(("option", "value"), [("--interval", "-1"), ("--smoothing", "nan"), ("--timeout-s", "-1")])
 def test_numbers_out_of_range_are_usage_errors(tmp_path, option, value):
     result = tail(tmp_path, option, value)
     assert result.exit_code == 2
