@@ -3,7 +3,6 @@
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from tests.chart_text import chart_text
 NAN = float("nan")
 
 
-def picture(tmp_path, losses, **changes) -> Picture:
+def picture(losses, **changes) -> Picture:
     history = BinnedLosses(0.5)
     steps = np.arange(1, len(losses) + 1)
     fill = np.full(len(losses), 0.25, np.float64)
@@ -28,32 +27,32 @@ def picture(tmp_path, losses, **changes) -> Picture:
     history.add(
         LossRows(steps, np.array(losses, float), fill, fill, fill, times_s, np.array([{}] * len(steps), object))
     )
-    return Picture(tmp_path, history, changes.pop("facts", RunFacts(10, 4, "resnet18")), log_scale=False, **changes)
+    return Picture("run", history, changes.pop("facts", RunFacts(10, 4, "resnet18")), log_scale=False, **changes)
 
 
 def status(shown: Picture, now_s: float) -> str:
     return chart_text(frame_lines(shown, 200, 12, UNICODE_GLYPHS, now_s)).split("\n")[-1]
 
 
-def test_the_status_line_has_every_number(tmp_path):
-    assert status(picture(tmp_path, [4.0, 2.0]), 104.5) == (
+def test_the_status_line_has_every_number():
+    assert status(picture([4.0, 2.0]), 104.5) == (
         "step 2/10  loss 2.0000  smoothed 2.6667  lr 0.25  0.25 images/s  wait 0.25 ms  left 16 s"
     )
 
 
-def test_the_newest_evaluation_is_in_the_status_line(tmp_path):
-    shown = picture(tmp_path, [4.0, 2.0], evaluation=EvaluationRecord(1, 8, 0.625, 1.0, 1.0, 103.0))
+def test_the_newest_evaluation_is_in_the_status_line():
+    shown = picture([4.0, 2.0], evaluation=EvaluationRecord(1, 8, 0.625, 1.0, 1.0, 103.0))
     assert status(shown, 104.5).endswith("wait 0.25 ms  top-1 62.50 % at step 1  left 16 s")
 
 
-def test_a_pause_replaces_the_time_left(tmp_path):
-    shown = picture(tmp_path, [4.0, 2.0])
+def test_a_pause_replaces_the_time_left():
+    shown = picture([4.0, 2.0])
     assert status(shown, 104 + 10.0).endswith("left 16 s")  # five steps' worth: a pause this long is usual
     assert status(shown, 104 + 11.0).endswith("last step 11 s ago")
 
 
-def test_an_error_of_the_run_is_shown_without_its_control_characters(tmp_path):
-    shown = picture(tmp_path, [4.0], end=RunEnd(1, "error", "OSError: disk\x1b[2J full"), num_unreadable=2)
+def test_an_error_of_the_run_is_shown_without_its_control_characters():
+    shown = picture([4.0], end=RunEnd(1, "error", "OSError: disk\x1b[2J full"), num_unreadable=2)
     assert status(shown, 0.0).endswith(
         "run ended after 1 step with an error: OSError: disk?[2J full  2 unreadable lines"
     )
@@ -72,8 +71,8 @@ def test_the_end_of_a_run_is_described_with_its_reason(end, text):
     assert end_text(end) == text
 
 
-def test_before_the_first_step_it_names_what_it_waits_for(tmp_path):
-    assert status(picture(tmp_path, []), 0.0) == "waiting for the first step"
+def test_before_the_first_step_it_names_what_it_waits_for():
+    assert status(picture([]), 0.0) == "waiting for the first step"
 
 
 @given(
@@ -84,7 +83,7 @@ def test_before_the_first_step_it_names_what_it_waits_for(tmp_path):
     model=st.text(max_size=30) | st.none(),
 )
 def test_a_frame_never_outgrows_the_terminal(losses, width, height, glyphs, model):
-    shown = picture(Path("run"), losses, facts=RunFacts(None, 4, model))
+    shown = picture(losses, facts=RunFacts(None, 4, model))
     lines = chart_text(frame_lines(shown, width, height, glyphs, 150.0)).split("\n")
     assert len(lines) <= height
     assert max(map(len, lines)) <= width

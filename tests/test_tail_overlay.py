@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from loopfeed.engine.commands.binned_losses import BinnedLosses
 from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, LETTERS, UNICODE_GLYPHS, LossCurve, draw_chart
-from loopfeed.engine.commands.overlay_frame import Shown, legend_lines, overlay_lines
+from loopfeed.engine.commands.overlay_frame import legend_lines, overlay_lines
 from loopfeed.engine.commands.run_names import distinct_names, shorten_names
 from loopfeed.engine.commands.tail_cli import main
 from loopfeed.engine.commands.tail_frame import Picture
@@ -90,7 +90,7 @@ def test_shortened_names_fit(names, width):
     assert all(len(each) <= width for each in shorten_names(names, width))
 
 
-def shown(name, losses, steps=10, **states) -> Shown:
+def shown(name, losses, steps=10, **states) -> Picture:
     history = BinnedLosses(0.0)
     count = np.arange(1, len(losses) + 1)
     numbers = np.full(len(losses), 64.0)
@@ -98,8 +98,7 @@ def shown(name, losses, steps=10, **states) -> Shown:
     history.add(
         LossRows(count, np.array(losses, float), numbers, numbers, numbers, times, np.array([{}] * len(losses)))
     )
-    end = states.pop("end", None)
-    return Shown(name, Picture(Path(name), history, RunFacts(steps), log_scale=False, end=end), **states)
+    return Picture(name, history, RunFacts(steps), log_scale=False, **states)
 
 
 def test_the_legend_names_the_state_of_each_run():

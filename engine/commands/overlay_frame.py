@@ -7,7 +7,6 @@ so that `--help` answers at once.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loopfeed.engine.commands.run_names import shorten_names
@@ -25,56 +24,37 @@ _LEAST_CHART_HEIGHT = 8
 _LEAST_NAME_WIDTH, _SHORTEST_NAME_WIDTH = 12, 4
 
 
-@dataclass
-class Shown:
-    """One of the runs that are shown together.
-
-    Attributes:
-        name: its name in the legend.
-        picture: its losses and facts.
-        exists: whether its folder does.
-        is_killed: whether its process died without a result.
-        is_silent: whether it has written nothing for longer than the time limit.
-    """
-
-    name: str
-    picture: Picture
-    exists: bool = False
-    is_killed: bool = False
-    is_silent: bool = False
-
-    def state(self, now_s: float) -> str:
-        """Return what the run does, in a word, with a time if it trains."""
-        picture = self.picture
-        if picture.end is not None:
-            return picture.end.outcome
-        if self.is_killed:
-            return "killed"
-        if self.is_silent:
-            return "silent"
-        newest = picture.history.newest
-        if not len(newest):
-            return "starting" if self.exists else "not started"
-        pace_s = picture.history.seconds_per_step
-        clock = clock_fields(int(newest.step[-1]), picture.facts.steps, pace_s, now_s - float(newest.time_s[-1]))
-        return "  ".join(["running", *clock])
+def _state_of(run: Picture, now_s: float) -> str:
+    """Return what a run does, in a word, with a time if it trains."""
+    if run.end is not None:
+        return run.end.outcome
+    if run.is_killed:
+        return "killed"
+    if run.is_silent:
+        return "silent"
+    newest = run.history.newest
+    if not len(newest):
+        return "starting" if run.exists else "not started"
+    silent_s = now_s - float(newest.time_s[-1])
+    clock = clock_fields(int(newest.step[-1]), run.facts.steps, run.history.seconds_per_step, silent_s)
+    return "  ".join(["running", *clock])
 
 
-def legend_lines(runs: Sequence[Shown], width: int, now_s: float) -> list[str]:
+def legend_lines(runs: Sequence[Picture], width: int, now_s: float) -> list[str]:
     """Return a line of text for each run: letter, name, step, loss, and its state; more if `width` allows it."""
     from loopfeed.engine.commands.loss_chart import LETTERS
     from loopfeed.engine.stream.sinks import loss_number
 
     steps, losses, accuracies, speeds = [], [], [], []
     for run in runs:
-        history, total = run.picture.history, run.picture.facts.steps
-        last, evaluation = history.last_step, run.picture.evaluation
+        history, total = run.history, run.facts.steps
+        last, evaluation = history.last_step, run.evaluation
         steps.append("-" if last is None else f"step {last}" + ("" if total is None else f"/{total}"))
         losses.append("" if last is None else f"loss {loss_number(_loss_of(run))}")
         has_top1 = evaluation is not None and not math.isnan(evaluation.top1)
         accuracies.append(f"top-1 {100 * evaluation.top1:.2f} %" if evaluation is not None and has_top1 else "")
         speeds.append("" if math.isnan(speed := history.images_per_s) else f"{speed:,.0f} images/s")
-    states = [run.state(now_s) for run in runs]
+    states = [_state_of(run, now_s) for run in runs]
     names = [run.name for run in runs]
     columns = [steps, losses, accuracies, speeds, states]
 
@@ -98,14 +78,16 @@ def legend_lines(runs: Sequence[Shown], width: int, now_s: float) -> list[str]:
     ]
 
 
-def _loss_of(run: Shown) -> float:
+def _loss_of(run: Picture) -> float:
     """Return the smoothed loss, or the newest loss if that is NaN or infinite."""
-    history = run.picture.history
+    history = run.history
     newest = float(history.newest.loss[-1]) if len(history.newest) else math.nan
     return history.smoothed if math.isfinite(newest) or not len(history.newest) else newest
 
 
-def overlay_lines(runs: Sequence[Shown], width: int, height: int, glyphs: "Glyphs", now_s: float) -> "list[list[Span]]":
+def overlay_lines(
+    runs: Sequence[Picture], width: int, height: int, glyphs: "Glyphs", now_s: float
+) -> "list[list[Span]]":
     """Return a frame of title, chart and legend, at most `height` lines long and `width` characters wide."""
     from loopfeed.engine.commands.loss_chart import AXIS, Span, draw_chart, style_of
 
@@ -120,12 +102,12 @@ def overlay_lines(runs: Sequence[Shown], width: int, height: int, glyphs: "Glyph
     if chart_height <= _LEAST_CHART_HEIGHT:
         title = []
     chart_height -= bool(title)
-    curves = [run.picture.history.curve() for run in runs]
-    log_scale = runs[0].picture.log_scale
+    curves = [run.history.curve() for run in runs]
+    log_scale = runs[0].log_scale
     chart = draw_chart(curves, width, chart_height, log_scale=log_scale, glyphs=glyphs) if chart_height else []
     return [*([title] if title else []), *chart, *legend]
 
 
-def overlay_text(runs: Sequence[Shown], console: "Console", height: int) -> "Text":
+def overlay_text(runs: Sequence[Picture], console: "Console", height: int) -> "Text":
     """Return a coloured frame of at most `height` lines, in characters that the console's encoding supports."""
     return text_of(overlay_lines(runs, console.width, height, glyphs_for(console), time.time()), console)

@@ -30,7 +30,7 @@ from loopfeed.engine.commands.followed_run import (
     open_source,
 )
 from loopfeed.engine.commands.held_signals import signals_held
-from loopfeed.engine.commands.overlay_frame import Shown, overlay_text
+from loopfeed.engine.commands.overlay_frame import overlay_text
 from loopfeed.engine.commands.run_names import distinct_names
 from loopfeed.engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
 from loopfeed.preprocess.commands.completion import complete_folder
@@ -172,11 +172,11 @@ def _open_console(width: int | None, height: int | None) -> "Console":
     return Console(file=terminal_of(sys.stdout), width=width, height=height, highlight=False)
 
 
-def _new_picture(run: str, *, smoothing: float, last: int | None, log_scale: bool) -> Picture:
+def _new_picture(name: str, *, smoothing: float, last: int | None, log_scale: bool) -> Picture:
     from loopfeed.engine.commands.binned_losses import BinnedLosses
     from loopfeed.engine.records.loss_log import RunFacts
 
-    return Picture(Path(run), BinnedLosses(smoothing, last), RunFacts(), log_scale)
+    return Picture(name, BinnedLosses(smoothing, last), RunFacts(), log_scale)
 
 
 def _show_one(
@@ -193,7 +193,7 @@ def _show_one(
     if open_console is None:
         _print_lines(ticks, last, once)
         return
-    picture, console = new_picture(source.name), open_console()
+    picture, console = new_picture(Path(source.name).absolute().name), open_console()
 
     def update(tick: Tick) -> bool:
         picture.update(tick)
@@ -220,12 +220,12 @@ def _show_several(
             printers[number].print(tick)
     else:
         console = open_console()
-        shown = [Shown(name, new_picture(source.name)) for name, source in zip(names, sources, strict=True)]
+        shown = list(map(new_picture, names))
 
         def update(news: tuple[int, Tick]) -> bool:
             number, tick = news
             one, run = shown[number], runs[number]
-            one.picture.update(tick)
+            one.update(tick)
             one.exists, one.is_killed, one.is_silent = run.exists, run.is_killed, run.is_silent(timeout_s)
             return tick.caught_up and number == len(runs) - 1
 

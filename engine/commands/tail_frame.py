@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loopfeed.preprocess.printable import printable_line
@@ -40,15 +39,18 @@ class Tick:
 
 @dataclass
 class Picture:
-    """The data shown in a frame: the losses of a run and other information about it."""
+    """A run in a frame: its losses and other information about it."""
 
-    run: Path
+    name: str
     history: "BinnedLosses"
     facts: "RunFacts"
     log_scale: bool
     end: "RunEnd | None" = None
     evaluation: "EvaluationRecord | None" = None  # the newest
     num_unreadable: int = 0
+    exists: bool = False
+    is_killed: bool = False  # whether its process died without a result
+    is_silent: bool = False  # whether it has written nothing for longer than the time limit
 
     def update(self, tick: Tick) -> None:
         """Update the data from one read of the run folder."""
@@ -150,11 +152,7 @@ def frame_lines(picture: Picture, width: int, height: int, glyphs: "Glyphs", now
     from loopfeed.engine.commands.loss_chart import AXIS, Span, draw_chart
 
     facts = picture.facts
-    title = [
-        text
-        for text in (facts.model, f"batch {facts.batch}" if facts.batch else None, picture.run.absolute().name)
-        if text
-    ]
+    title = [text for text in (facts.model, f"batch {facts.batch}" if facts.batch else None, picture.name) if text]
     above = [printable_line(line) for line in pack_fields(title, width)]
     below = pack_fields(status_fields(picture, now_s), width)
     # If there is not enough height, leave out the title first, then the chart, and last the numbers.
