@@ -93,11 +93,11 @@ def main(
     try:
         from loopfeed.engine.records.stored.reading import local_copy, naming_in
 
-        with local_copy(run, parse_pairs(storage_option)) as folder:
+        options = parse_pairs(storage_option)
+        with local_copy(run, options) as folder:
             display, say = _progress()
             say = naming_in(say, folder, run)
-            options = parse_pairs(storage_option)
-            code = _verify(folder, from_step, to_step, data, options, take_part_names(own, {}), display, say)
+            code = _verify(folder, (from_step, to_step), take_part_names(own, {}), say, display, data, options)
     except KeyboardInterrupt:
         say_to_stderr("verify-run: stopped; nothing was written")
         code = _STOPPED
@@ -111,37 +111,20 @@ def main(
 
 def _verify(
     run: Path,
-    from_step: int | None,
-    to_step: int | None,
+    steps: tuple[int | None, int | None],
+    names: dict[str, str],
+    say: Callable[[str], None],
+    display: "Callable[[int, int], Sink] | None",
     data: str | None,
     storage_options: dict[str, str],
-    names: dict[str, str],
-    display: "Callable[[int, int], Sink] | None",
-    say: Callable[[str], None],
 ) -> int:
     from loopfeed.engine.records.recorded_run import read_recorded
-    from loopfeed.engine.replay.replay import replay_run
+    from loopfeed.engine.replay.replay import replay_folder
 
     parts = load_own_parts(names)
     for warning in compare_named(read_recorded(run).resolved, parts.named):
         say(warning)
-    report = replay_run(
-        run,
-        from_step=from_step,
-        to_step=to_step,
-        data=data,
-        model=parts.model,
-        batches=parts.batches,
-        evaluation=parts.evaluation,
-        loss=parts.loss,
-        metrics=parts.metrics,
-        optimizer=parts.optimizer,
-        schedule=parts.schedule,
-        augment=parts.augment,
-        notify=say,
-        display=display,
-        storage_options=storage_options,
-    )
+    report = replay_folder(run, steps, parts, say, display, data, storage_options)
     click.echo("\n".join(map(printable_line, str(report).splitlines())))
     if not report.is_same:
         return _DIFFERS

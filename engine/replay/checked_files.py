@@ -5,14 +5,12 @@ digests.
 """
 
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
-from loopfeed.engine.records.digests import LogState
 from loopfeed.engine.records.folder_lock import is_locked
 from loopfeed.engine.records.folder_state import (
     FolderState,
@@ -21,8 +19,8 @@ from loopfeed.engine.records.folder_state import (
     check_no_more,
     digest_log,
 )
-from loopfeed.engine.records.recorded_end import RecordedEnd, read_result
-from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.recorded_end import read_result
+from loopfeed.engine.records.recorded_run import read_recorded
 from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
 from loopfeed.engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
 from loopfeed.engine.records.weights import read_weights
@@ -55,7 +53,34 @@ def check_files(run: Path, read: Sequence[Snapshot] = ()) -> CheckedFiles:
     Raises:
         OSError: if the folder cannot be listed.
     """
-    return _Check(run, read).check()
+    found = _Found()
+    recorded = found.read(CONFIG, read_recorded, run)
+    end = found.read(RESULT, read_result, run) if (run / RESULT).exists() else None
+    states = _snapshot_states(run / SNAPSHOTS, {snapshot.step: snapshot for snapshot in read}, found)
+    ended = None if end is None else end.folder
+    if ended is not None:
+        states.append((ended, RecordedBy(RESULT)))
+    if recorded is not None:
+        for state, by in states:
+            found.read(CONFIG, check_config_digest, run / CONFIG, recorded.digest, recorded.continued, state, by.name)
+    no_digest = {
+        CONFIG: recorded is not None and recorded.digest is None,
+        RESULT: end is not None and not end.is_sealed,
+    }
+    last_logs = {} if ended is None or _is_going(run) else ended.logs
+    for name in _LOGS:
+        expected = [(state.logs[name], by) for state, by in states if name in state.logs]
+        no_digest[name] = not expected
+        if expected:
+            found.read(name, digest_log, run / name, *expected)
+        elif name == CONTROL_LOG_NAME:
+            found.read(name, read_events, run / name)
+        if name in last_logs:
+            found.read(name, check_no_more, run / name, last_logs[name], RecordedBy(RESULT))
+    no_digest[WEIGHTS] = not _check_weights(run / WEIGHTS, None if end is None else end.weights_digest, found)
+    there = {name for name in (*no_digest, *found.whole) if name not in found.faults and (run / name).exists()}
+    unchecked = [name for name in (WEIGHTS, CONFIG, RESULT, *_LOGS) if name in there and no_digest[name]]
+    return CheckedFiles(len(there.difference(unchecked)), tuple(found.faults.values()), tuple(unchecked))
 
 
 def describe_check(run: Path, read: Sequence[Snapshot] = ()) -> str:
@@ -74,104 +99,56 @@ def _size(path: Path) -> int:
     return 0
 
 
-class _Check:
-    def __init__(self, run: Path, read: Sequence[Snapshot]) -> None:
-        self._run = run
-        self._read = {snapshot.step: snapshot for snapshot in read}
-        self._faults: dict[str, str] = {}
-        self._checked: set[str] = set()
-        self._unchecked: list[str] = []
+class _Found:
+    """What was found of the files so far: the whole ones, and the faults of the others by name."""
 
-    def check(self) -> CheckedFiles:
-        """Check every file, and return the result."""
-        recorded = self._read_file(CONFIG, partial(read_recorded, self._run))
-        end = self._read_file(RESULT, partial(read_result, self._run)) if (self._run / RESULT).exists() else None
-        states = self._snapshot_states()
-        if end is not None and end.folder is not None:
-            states.append((end.folder, RecordedBy(RESULT)))
-        self._check_config(recorded, states)
-        for name in _LOGS:
-            self._check_log(name, [(state.logs[name], by) for state, by in states if name in state.logs])
-        if end is not None and end.folder is not None and not self._is_going():
-            for name, log in end.folder.logs.items():
-                self._read_file(name, partial(check_no_more, self._run / name, log, RecordedBy(RESULT)))
-        self._check_weights(end)
-        self._list_unchecked(recorded, end)
-        return CheckedFiles(len(self._checked), tuple(self._faults.values()), tuple(self._unchecked))
+    def __init__(self) -> None:
+        self.whole: set[str] = set()
+        self.faults: dict[str, str] = {}
 
-    def _read_file[Found](self, name: str, read: Callable[[], Found]) -> Found | None:
-        """Call `read` for a file unless the file has a known fault; if `read` raises, record the error as a fault."""
-        if name in self._faults:
+    def read[**Arguments, Read](
+        self, name: str, read: Callable[Arguments, Read], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Read | None:
+        """Read a file unless it has a known fault; if that raises, keep the error as its fault."""
+        if name in self.faults:
             return None
         try:
-            found = read()
+            found = read(*args, **kwargs)
         except (ValueError, OSError) as error:
-            self._faults[name] = str(error)
+            self.faults[name] = str(error)
             return None
-        self._checked.add(name)
+        self.whole.add(name)
         return found
 
-    def _is_going(self) -> bool:
-        with suppress(OSError):
-            return is_locked(self._run)
+
+def _is_going(run: Path) -> bool:
+    with suppress(OSError):
+        return is_locked(run)
+    return False
+
+
+def _snapshot_states(folder: Path, read: Mapping[int, Snapshot], found: _Found) -> list[tuple[FolderState, RecordedBy]]:
+    """Read the snapshots of a run but those that were read; return what each says of the folder."""
+    states = []
+    for step in snapshot_steps(folder):
+        name = f"{SNAPSHOTS}/{step}"
+        if step in read:
+            found.whole.add(name)
+        snapshot = read[step] if step in read else found.read(name, read_snapshot, folder, step)
+        if snapshot is not None and snapshot.folder is not None:
+            states.append((snapshot.folder, RecordedBy(f"the snapshot of step {step}")))
+        elif snapshot is None and not (folder / str(step)).exists():
+            del found.faults[name]  # a running training has removed it meanwhile
+    return states
+
+
+def _check_weights(path: Path, expected: str | None, found: _Found) -> bool:
+    """Check the weights of a run; return whether they have a digest."""
+    if not path.exists() and not path.is_symlink():
+        if expected is not None:
+            found.faults[WEIGHTS] = f"{path} is missing, although {RESULT} records its digest: restore that file"
         return False
-
-    def _snapshot_states(self) -> list[tuple[FolderState, RecordedBy]]:
-        folder, states = self._run / SNAPSHOTS, []
-        for step in snapshot_steps(folder):
-            name = f"{SNAPSHOTS}/{step}"
-            snapshot = self._read_file(name, partial(self._snapshot, step))
-            if snapshot is not None and snapshot.folder is not None:
-                states.append((snapshot.folder, RecordedBy(f"the snapshot of step {step}")))
-            elif snapshot is None and not (folder / str(step)).exists():
-                del self._faults[name]  # a running training has removed it meanwhile
-        return states
-
-    def _snapshot(self, step: int) -> Snapshot:
-        return self._read.get(step) or read_snapshot(self._run / SNAPSHOTS, step)
-
-    def _check_config(self, recorded: RecordedRun | None, states: Sequence[tuple[FolderState, RecordedBy]]) -> None:
-        if recorded is not None:
-            path = self._run / CONFIG
-            for state, by in states:
-                self._read_file(
-                    CONFIG,
-                    partial(check_config_digest, path, recorded.digest, recorded.continued, state, by.name),
-                )
-
-    def _check_log(self, name: str, expected: Sequence[tuple[LogState, RecordedBy]]) -> None:
-        if expected:
-            self._read_file(name, partial(digest_log, self._run / name, *expected))
-        elif name == CONTROL_LOG_NAME:
-            self._read_file(name, partial(read_events, self._run / name))
-            self._checked.discard(name)
-
-    def _check_weights(self, end: RecordedEnd | None) -> None:
-        path = self._run / WEIGHTS
-        expected = None if end is None else end.weights_digest
-        if not path.exists() and not path.is_symlink():
-            if expected is not None:
-                self._faults[WEIGHTS] = f"{path} is missing, although {RESULT} records its digest: restore that file"
-            return
-        weights = self._read_file(WEIGHTS, partial(read_weights, path))
-        if weights is None:
-            return
-        if expected not in (None, weights.digest):
-            self._faults[WEIGHTS] = f"{path} is not what the run wrote at its end: restore that file"
-        elif weights.digest is None:
-            self._checked.discard(WEIGHTS)
-            self._unchecked.append(WEIGHTS)
-
-    def _list_unchecked(self, recorded: RecordedRun | None, end: RecordedEnd | None) -> None:
-        """Move files not covered by any digest from the set of checked files to the list of unchecked files."""
-        if recorded is not None and recorded.digest is None:
-            self._checked.discard(CONFIG)
-            self._unchecked.append(CONFIG)
-        if end is not None and not end.is_sealed:
-            self._checked.discard(RESULT)
-            self._unchecked.append(RESULT)
-        for name in _LOGS:
-            if (self._run / name).exists() and name not in self._checked and name not in self._faults:
-                self._unchecked.append(name)
-        self._checked -= self._faults.keys()
-        self._checked = {name for name in self._checked if (self._run / name).exists()}
+    weights = found.read(WEIGHTS, read_weights, path)
+    if weights is not None and expected not in (None, weights.digest):
+        found.faults[WEIGHTS] = f"{path} is not what the run wrote at its end: restore that file"
+    return weights is not None and weights.digest is not None

@@ -109,23 +109,24 @@ def replay_run(
     """
     parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
     with local_copy(run, storage_options) as folder:
-        named = {"data": data, STORAGE: as_text(storage_options or {})}
-        given = {name: value for name, value in named.items() if value is not None}
-        return _replay_folder(folder, from_step, to_step, given, parts, naming_in(notify, folder, run), display)
+        say = naming_in(notify, folder, run)
+        return replay_folder(folder, (from_step, to_step), parts, say, display, data, storage_options or {})
 
 
-def _replay_folder(
+def replay_folder(
     run: Path,
-    from_step: int | None,
-    to_step: int | None,
-    given: Mapping[str, str],
+    steps: tuple[int | None, int | None],
     parts: OwnParts,
     notify: Callable[[str], None],
     display: Callable[[int, int], Sink] | None,
+    data: str | None,
+    storage_options: Mapping[str, str],
 ) -> ReplayReport:
-    """Replay a run from its folder, with the settings that the caller gives in place of the recorded ones."""
+    """Replay a run from its folder; see `replay_run`, whose `from_step` and `to_step` are `steps`."""
+    named = {"data": data, STORAGE: as_text(storage_options)}
+    given = {name: value for name, value in named.items() if value is not None}
     try:
-        stretch = _read_stretch(run, from_step, to_step)
+        stretch = _read_stretch(run, *steps)
     except ValueError as error:
         for fault in _check_files(run, (), notify).faults:
             if fault not in str(error):

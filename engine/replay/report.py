@@ -5,7 +5,7 @@ Owns what counts as equal: the same bits. Must not know: the loop.
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord
 from loopfeed.preprocess.quantities import listed, quantity
 
 _MISSING = "nothing"
+_METRIC = "metrics."
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,13 @@ class ReplayReport:
             faults = [f"not as written: {fault}" for fault in self.file_faults]
             reasons = [f"other than in the record: {listed(self.doubts)}"] if self.differences and self.doubts else []
             return "\n".join([*faults, *(f"differs: {difference}" for difference in self.differences), *reasons])
-        counted = [_count(self.num_losses, "loss", "losses"), _count(self.num_evaluations, "evaluation", "evaluations")]
+        counted = [quantity(self.num_losses, "loss"), quantity(self.num_evaluations, "evaluation")]
         if self.num_arrays is not None:
-            counted.append(f"{_count(self.num_arrays, 'array', 'arrays')} of the snapshot of step {self.to_step:,}")
+            counted.append(f"{quantity(self.num_arrays, 'array')} of the snapshot of step {self.to_step:,}")
         text = f"the same bits: {', '.join(counted)}"
         if self.stopped_by is not None:
             return f"{text}, up to step {self.to_step:,}, where {self.stopped_by} stopped the replay"
         return text if self.num_arrays is not None else f"{text}; step {self.to_step:,} has no snapshot to compare"
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
 
 
 class Comparison:
@@ -110,30 +107,27 @@ class Comparison:
     def __init__(self, stretch: RecordedStretch) -> None:
         self._stretch = stretch
         self._last_step = stretch.start.step
-        self._loss, self._learning_rate = _Kind("loss"), _Kind("learning rate")
-        self._metric, self._evaluation, self._array = _Kind("metric"), _Kind("evaluation"), _Kind("array")
+        self._kinds = {name: _Kind(name) for name in ("loss", "learning rate", "metric", "evaluation", "array")}
         self._evaluated: set[int] = set()
 
     def open(self) -> None:
         """Do nothing, because a replay in pieces opens the sink repeatedly."""
 
     def write(self, record: LossRecord) -> None:
-        """Compare a loss and its learning rate."""
-        replayed, recorded = json.loads(record.to_json()), self._stretch.losses[record.step]
+        """Compare a loss, its learning rate and its metrics."""
+        replayed, recorded = _numbers_of(record), self._stretch.losses[record.step]
         self._last_step = record.step
-        for kind, name in ((self._loss, "loss"), (self._learning_rate, "lr")):
-            kind.compare(f"step {record.step:,}", recorded[name], replayed[name])
-        metrics = flatten_metrics(replayed)
-        for name in sorted({*metrics, *recorded} - {"loss", "lr"}):
-            where = f"step {record.step:,}, {name.removeprefix('metrics.')}"
-            self._metric.compare(where, recorded.get(name, math.nan), metrics.get(name, _MISSING))
+        where = f"step {record.step:,}"
+        self._kinds["loss"].compare(where, recorded["loss"], replayed["loss"])
+        self._kinds["learning rate"].compare(where, recorded["lr"], replayed["lr"])
+        for name in sorted(each for each in {*replayed, *recorded} if each.startswith(_METRIC)):
+            numbers = recorded.get(name, math.nan), replayed.get(name, _MISSING)
+            self._kinds["metric"].compare(f"{where}, {name.removeprefix(_METRIC)}", *numbers)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Compare an evaluation."""
-        recorded = self._stretch.evaluations.get(record.step)
         self._evaluated.add(record.step)
-        replayed = json.loads(record.to_json())
-        self._compare_evaluation(record.step, recorded, replayed | flatten_metrics(replayed))
+        self._compare_evaluation(record.step, self._stretch.evaluations.get(record.step), _numbers_of(record))
 
     def close(self) -> None:
         """Do nothing."""
@@ -153,47 +147,41 @@ class Comparison:
         paths = jax.tree_util.tree_leaves_with_path(state)
         for recorded, (path, replayed) in zip(saved, paths, strict=True):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            self._array.compare_array(f"step {self._stretch.to_step:,}, {name}", recorded, replayed)
+            self._kinds["array"].compare_array(f"step {self._stretch.to_step:,}, {name}", recorded, replayed)
 
     def report(self, stopped_by: str | None) -> ReplayReport:
         """Return the report; unless the replay was stopped, missing steps and evaluations count as differences."""
         if stopped_by is None:
             for step in range(self._last_step + 1, self._stretch.to_step + 1):
-                recorded = self._stretch.losses[step]
-                self._loss.compare(f"step {step:,}", recorded["loss"], _MISSING)
+                self._kinds["loss"].compare(f"step {step:,}", self._stretch.losses[step]["loss"], _MISSING)
             for step in sorted(self._stretch.evaluations.keys() - self._evaluated):
                 self._compare_evaluation(step, self._stretch.evaluations[step], None)
-        kinds = (self._loss, self._learning_rate, self._metric, self._evaluation, self._array)
         return ReplayReport(
             from_step=self._stretch.start.step,
             to_step=self._last_step,
-            num_losses=self._loss.total,
-            num_evaluations=self._evaluation.total,
-            num_arrays=self._array.total or None,
-            differences=tuple(found for kind in kinds if (found := kind.difference()) is not None),
+            num_losses=self._kinds["loss"].total,
+            num_evaluations=self._kinds["evaluation"].total,
+            num_arrays=self._kinds["array"].total or None,
+            differences=tuple(found for kind in self._kinds.values() if (found := kind.difference()) is not None),
             stopped_by=stopped_by,
         )
 
     def _compare_evaluation(self, step: int, recorded: Numbers | None, replayed: Numbers | None) -> None:
-        where = f"step {step:,}"
+        """Compare the numbers of an evaluation, of which the first that differs is named."""
+        kind, where = self._kinds["evaluation"], f"step {step:,}"
         if recorded is None or replayed is None:
-            found = [_MISSING if numbers is None else "one" for numbers in (recorded, replayed)]
-            self._evaluation.note(where, *found)
+            kind.note(where, *(_MISSING if numbers is None else "one" for numbers in (recorded, replayed)))
             return
-        metrics = sorted(name for name in {*recorded, *replayed} if name.startswith("metrics."))
-        both = [
-            (name, recorded.get(name, _MISSING), replayed.get(name, _MISSING))
-            for name in (*EVALUATION_NUMBERS, *metrics)
-        ]
+        names = [*EVALUATION_NUMBERS, *sorted(name for name in {*recorded, *replayed} if name.startswith(_METRIC))]
         if recorded.get("top5") == 1 and replayed.get("top5") is None:
             # Earlier versions recorded top-5 below six classes, too, where it is always 1.
-            both = [each for each in both if each[0] != "top5"]
-        differing = [each for each in both if not _is_same(*each[1:])]
-        if differing:
-            first, before, now = differing[0]
-            self._evaluation.note(f"{where}, {first.removeprefix('metrics.')}", _text(before), _text(now))
-        else:
-            self._evaluation.total += 1
+            names.remove("top5")
+        for name in names:
+            before, now = recorded.get(name, _MISSING), replayed.get(name, _MISSING)
+            if not _is_same(before, now):
+                kind.note(f"{where}, {name.removeprefix(_METRIC)}", _text(before), _text(now))
+                return
+        kind.total += 1
 
 
 class _Kind:
@@ -201,9 +189,9 @@ class _Kind:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._first: Difference | None = None
-        self.count = self.total = 0
+        self._first: tuple[str, str, str] | None = None
         self._relative: list[float] = []
+        self.count = self.total = 0
 
     def compare(self, where: str, recorded: float | None, replayed: float | str | None) -> None:
         if _is_same(recorded, replayed):
@@ -234,15 +222,20 @@ class _Kind:
         """Count a difference, and keep it if it is the first."""
         self.total += 1
         self.count += 1
-        if self._first is None:
-            self._first = Difference(self._name, where, recorded, replayed, 0, 0)
+        self._first = self._first or (where, recorded, replayed)
 
     def difference(self) -> Difference | None:
         if self._first is None:
             return None
         # Without a number for each difference, the largest is not known.
         largest = max(self._relative) if len(self._relative) == self.count else None
-        return replace(self._first, count=self.count, total=self.total, largest=largest)
+        return Difference(self._name, *self._first, self.count, self.total, largest)
+
+
+def _numbers_of(record: LossRecord | EvaluationRecord) -> Numbers:
+    """Return the numbers of a record as they stand in its line, those of its metrics by their names."""
+    line = json.loads(record.to_json())
+    return line | flatten_metrics(line)
 
 
 def _is_same(recorded: float | str | None, replayed: float | str | None) -> bool:
