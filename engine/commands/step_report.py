@@ -1,6 +1,7 @@
 """The lines that `run-train --step-check` prints. Must not know: jax, terminals."""
 
 from collections.abc import Mapping
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from loopfeed.preprocess.printable import printable_line
@@ -27,7 +28,7 @@ def report_lines(check: "StepCheck") -> list[str]:
     ]
     if not check.program:
         lines.append("not compared, because one step takes several batches (--accumulate-steps)")
-    return [*lines, "", *_wrapped(verdict(check))]
+    return [*lines, "", *wrap(verdict(check), _WIDTH, break_long_words=False, break_on_hyphens=False)]
 
 
 def verdict(check: "StepCheck") -> str:
@@ -99,12 +100,3 @@ def _row(name: str, found: "Difference") -> str:
         return f"{start}{'NaN or infinity in one of them: WRONG':>40}"
     numbers = f"{found.largest:>10.1e}{found.ulp:>9.3g}{found.measured:>10.1e}{found.allowed:>10.1e}"
     return start + numbers + ("" if found.is_explained else "!")
-
-
-def _wrapped(text: str) -> list[str]:
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > _WIDTH:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return lines

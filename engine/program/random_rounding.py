@@ -18,23 +18,12 @@ import numpy as np
 from loopfeed.engine.program.flat_program import FlatProgram, Operation
 
 # These copy numbers, and so do not round.
-_EXACT = frozenset(
-    {
-        *(
-            "reshape",
-            "transpose",
-            "broadcast_in_dim",
-            "slice",
-            "dynamic_slice",
-            "squeeze",
-            "concatenate",
-            "pad",
-            "copy",
-        ),
-        *("select_n", "rev", "gather", "expand_dims", "optimization_barrier", "stop_gradient", "dynamic_update_slice"),
-        *("neg", "abs", "max", "min", "sign", "floor", "round", "iota", "split", "bitcast_convert_type"),
-    }
+_COPIES = (
+    "reshape transpose broadcast_in_dim slice dynamic_slice squeeze concatenate pad copy select_n rev gather "
+    "expand_dims optimization_barrier stop_gradient dynamic_update_slice"
 )
+_CHOICES = "neg abs max min sign floor round iota split bitcast_convert_type"
+_EXACT = frozenset(f"{_COPIES} {_CHOICES}".split())
 _SUMS = ("reduce_sum", "dot_general", "conv_general_dilated", "cumsum", "reduce_window_sum", "add_any")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationA
 from loopfeed.engine.images.own_augment import OwnAugmentation
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
-from loopfeed.engine.program.flat_program import Operation
 from loopfeed.engine.program.looped_step import StepProgram, sample_of
 from loopfeed.engine.program.random_rounding import RandomRounding, switches
 from loopfeed.engine.program.train_state import TrainModel, TrainState
@@ -27,7 +26,6 @@ from loopfeed.engine.run.launch import Launch
 from loopfeed.engine.run.open_run import open_run
 from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.run.signals import call_on_worker
-from loopfeed.engine.scopes import Scope
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.own_optimizer import OwnOptimizer
 from loopfeed.engine.updates.update import Schedule
@@ -106,68 +104,34 @@ def check_step_of(config: TrainConfig, parts: OwnParts, notify: Callable[[str], 
                                found=len(launch.team.devices))  # fmt: skip
         program = _step_program(launch)
         notify(f"running {len(program.flat.operations):,} operations one by one, {1 + _DISTURBED_RUNS} times")
-        held = _Switches(switches(program.flat))
-        observed = [_Observed.of(program, held)]
-        observed += [_Observed.of(program, RandomRounding(seed)) for seed in range(1, 1 + _DISTURBED_RUNS)]
-        unstable = _find_unstable(program, observed, held, notify)
+        held = dict.fromkeys(switches(program.flat))
+        reference = _run_singly(program, held=held)
+        disturbed = [_run_singly(program, RandomRounding(seed)) for seed in range(1, 1 + _DISTURBED_RUNS)]
+        limit = _most_moved(program)
+        unstable = _moved(reference, disturbed, limit)
+        if unstable:
+            notify(
+                "rounding moves a part by more than allowed: running the operations once more, with every switch held"
+            )
+            # The least that rounding does, because what sets the allowance is more than it does in most sums.
+            unstable = _moved(reference, [_run_singly(program, RandomRounding(1, held, widens_sums=False))], limit)
         notify("compiling a loop of the same operations")
         looped = _run_looped(program, deterministic=config.deterministic)
         step = launch.start.step + 1
-    whole = None
+    whole: Mapping[str, Difference] = {}
+    results = [each.results for each in disturbed]
     if config.accumulate_steps == 1:
         with open_run(config, parts, lambda _: None, is_dry=True) as run:
             notify("compiling the training program")
-            whole = _run_whole(run.launch, step)
-    scopes: dict[str, list[Difference]] = {}
-    for value, scope in program.watched.items():
-        samples = [each.samples[value] for each in (observed[0], looped, *observed[1:])]
-        scopes.setdefault(_name_of(scope), []).append(compare(samples[0], samples[1], samples[2:]))
+            whole = _compare(reference.results, _run_whole(run.launch, step), results)
     return StepCheck(
         step=step,
         num_operations=len(program.flat.operations),
-        scopes={name: join(found) for name, found in scopes.items()},
-        results=_compare_results(observed, looped.results),
-        program={} if whole is None else _compare_results(observed, whole),
+        scopes=_compare(reference.scopes, looped.scopes, [each.scopes for each in disturbed]),
+        results=_compare(reference.results, looped.results, results),
+        program=whole,
         unstable=unstable,
     )
-
-
-def _name_of(scope: Scope) -> str:
-    return "/".join(filter(None, (scope.action, scope.path)))
-
-
-class _Switches:
-    """Keeps the results of switches of the first run, without changing anything."""
-
-    def __init__(self, numbers: frozenset[int]) -> None:
-        self._numbers = numbers
-        self.found: dict[int, Any] = {}
-
-    def __call__(self, operation: Operation, outputs: list[Any]) -> list[Any]:
-        self.found |= {number: each for number, each in zip(operation.outputs, outputs, strict=True)
-                       if number in self._numbers}  # fmt: skip
-        return outputs
-
-
-def _find_unstable(
-    program: StepProgram, observed: "list[_Observed]", held: _Switches, notify: Callable[[str], None]
-) -> dict[str, float]:
-    """Return the parts that random rounding moves too far, even with every switch held and each sum rounded once.
-
-    The least that rounding does, because what sets the allowance for differences is more than it does in most sums.
-    """
-    dtypes = {value.aval.dtype for each in program.flat.operations for value in each.equation.outvars}
-    limit = largest_effect(dtype for dtype in dtypes if not jnp.issubdtype(dtype, jax.dtypes.extended))
-    reference = observed[0].parts(program)
-
-    def moved(disturbed: "_Observed") -> dict[str, float]:
-        found = {name: effect(reference[name], part) for name, part in disturbed.parts(program).items()}
-        return {name: size for name, size in found.items() if size > limit}
-
-    if not any(map(moved, observed[1:])):
-        return {}
-    notify("rounding moves a part by more than allowed: running the operations once more, with every switch held")
-    return moved(_Observed.of(program, RandomRounding(1, held.found, widens_sums=False)))
 
 
 def _step_program(launch: Launch) -> StepProgram:
@@ -178,39 +142,49 @@ def _step_program(launch: Launch) -> StepProgram:
     return StepProgram(parts.model, parts.statics, state, Batch(*batch), factor, parts.values)
 
 
-type Results = dict[str, list[Any]]
-"""Samples of the results of a step, by what they are."""
+type _Parts = dict[str, list[Any]]
+"""Samples of the values of each part of a step, by its name."""
 
 
-@dataclass(frozen=True)
-class _Observed:
-    """What was seen of one way to make the step: samples of the values that leave a scope, and of its results."""
+class _Seen(NamedTuple):
+    """What one way to make the step gives: the values that leave each scope, and its results."""
 
-    samples: Mapping[int, Any]
-    results: Results
-
-    @classmethod
-    def of(cls, program: StepProgram, change: Any = lambda _, values: values) -> "_Observed":
-        """Run the operations one by one."""
-        samples: dict[int, Any] = {}
-
-        def watch(value: int, array: Any) -> None:
-            if value in program.watched:
-                samples[value] = np.asarray(sample_of(array))
-
-        results = call_on_worker(partial(program.flat.run, program.arguments, watch, change))
-        state, outcome = program.name_results(results)
-        return cls(samples, _results_of(state, outcome.loss))
-
-    def parts(self, program: StepProgram) -> dict[str, list[Any]]:
-        """Return what was seen of each scope, and of each result, by its name."""
-        found: dict[str, list[Any]] = {}
-        for value, scope in program.watched.items():
-            found.setdefault(_name_of(scope), []).append(self.samples[value])
-        return found | self.results
+    scopes: _Parts
+    results: _Parts
 
 
-def _results_of(state: TrainState, loss: Any) -> Results:
+def _run_singly(
+    program: StepProgram, change: Any = lambda _, values: values, held: dict[int, Any] | None = None
+) -> _Seen:
+    """Run the operations one by one; keep the results of those in `held`, by the numbers of their values."""
+    samples: dict[int, Any] = {}
+
+    def watch(value: int, array: Any) -> None:
+        if value in program.watched:
+            samples[value] = np.asarray(sample_of(array))
+        if held is not None and value in held:
+            held[value] = array
+
+    results = call_on_worker(partial(program.flat.run, program.arguments, watch, change))
+    return _name_seen(program, samples, results)
+
+
+def _run_looped(program: StepProgram, *, deterministic: bool) -> _Seen:
+    arguments = jnp.int32(1), *program.arguments
+    compiled = compile_traced(trace_ahead(program.looped, *arguments, platform=None), deterministic=deterministic)
+    results, samples = call_on_worker(lambda: jax.block_until_ready(compiled.call(*arguments)))
+    return _name_seen(program, samples, results)
+
+
+def _name_seen(program: StepProgram, samples: Mapping[int, Any], results: list[Any]) -> _Seen:
+    scopes: _Parts = {}
+    for value, scope in program.watched.items():
+        scopes.setdefault("/".join(filter(None, (scope.action, scope.path))), []).append(np.asarray(samples[value]))
+    state, outcome = program.name_results(results)
+    return _Seen(scopes, _results_of(state, outcome.loss))
+
+
+def _results_of(state: TrainState, loss: Any) -> _Parts:
     named = {
         "loss": loss,
         "weights": state.params,
@@ -225,15 +199,7 @@ def _is_number(leaf: Any) -> bool:
     return not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _run_looped(program: StepProgram, *, deterministic: bool) -> _Observed:
-    arguments = jnp.int32(1), *program.arguments
-    compiled = compile_traced(trace_ahead(program.looped, *arguments, platform=None), deterministic=deterministic)
-    results, samples = call_on_worker(lambda: jax.block_until_ready(compiled.call(*arguments)))
-    state, outcome = program.name_results(results)
-    return _Observed({value: np.asarray(each) for value, each in samples.items()}, _results_of(state, outcome.loss))
-
-
-def _run_whole(launch: Launch, step: int) -> Results:
+def _run_whole(launch: Launch, step: int) -> _Parts:
     """Make one step by the program of the run, without evaluation and snapshot."""
     with caching_compilations(launch.config.compilation_cache):
         compiled, state = launch.prepare()
@@ -251,8 +217,8 @@ def _run_whole(launch: Launch, step: int) -> Results:
     return _results_of(state, launch.stream.losses[-1])
 
 
-def _compare_results(observed: list[_Observed], found: Results) -> dict[str, Difference]:
-    reference, *disturbed = (each.results for each in observed)
+def _compare(reference: _Parts, found: _Parts, disturbed: list[_Parts]) -> dict[str, Difference]:
+    """Compare each part of a step."""
     return {
         name: join([
             compare(value, found[name][number], [each[name][number] for each in disturbed])
@@ -260,3 +226,19 @@ def _compare_results(observed: list[_Observed], found: Results) -> dict[str, Dif
         ])
         for name, values in reference.items()
     }  # fmt: skip
+
+
+def _most_moved(program: StepProgram) -> float:
+    """Return how far rounding alone may move a part of the step, relative to its norm."""
+    dtypes = {value.aval.dtype for each in program.flat.operations for value in each.equation.outvars}
+    return largest_effect(dtype for dtype in dtypes if not jnp.issubdtype(dtype, jax.dtypes.extended))
+
+
+def _moved(reference: _Seen, disturbed: list[_Seen], limit: float) -> dict[str, float]:
+    """Return the parts that one of the disturbed runs moves by more than `limit`, and how far the first does."""
+    found: dict[str, float] = {}
+    for each in reversed(disturbed):
+        parts = each.scopes | each.results
+        moved = {name: effect(one, parts[name]) for name, one in (reference.scopes | reference.results).items()}
+        found |= {name: size for name, size in moved.items() if size > limit}
+    return found
