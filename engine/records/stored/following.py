@@ -11,11 +11,10 @@ from pathlib import Path
 
 from loopfeed.engine.records.run_folder import RESULT, WEIGHTS, WRITTEN_HERE
 from loopfeed.engine.records.stored.mirror import UPLOAD_EVERY_S
-from loopfeed.engine.records.stored.reading import GoneError, check_room, naming, read_parts
-from loopfeed.engine.records.stored.state import Part, StoredRunError, StoredState, read_state
+from loopfeed.engine.records.stored.reading import check_room, naming, read_parts, read_whole
+from loopfeed.engine.records.stored.state import Part, StoredState
 from loopfeed.preprocess.shards.location import Location, open_location
 
-_TRIES = 10
 _BLOCK_BYTES = 1 << 20
 _REFRESH_EVERY_S = UPLOAD_EVERY_S / 2
 
@@ -48,21 +47,12 @@ class _LogCopy:
         """Bring the copy up to date unless that was done a moment ago; raise ShardError if the store cannot be read."""
         if time.monotonic() < self._refreshed_s + _REFRESH_EVERY_S:
             return
-        for _ in range(_TRIES):
-            state = read_state(self._location)
-            try:
-                if state is not None and state != self._state:
-                    self._update(state)
-            except GoneError:  # the run has replaced the state
-                continue
-            self._refreshed_s = time.monotonic()
-            return
-        raise StoredRunError(
-            f"{self._location.display} lacks objects that its state lists: try again and, if they are still missing, "
-            "restore them"
-        )
+        read_whole(self._location, self._update)
+        self._refreshed_s = time.monotonic()
 
     def _update(self, state: StoredState) -> None:
+        if state == self._state:
+            return
         self.folder.mkdir(exist_ok=True)
         before = {} if self._state is None else self._state.files
         # A reader takes the result for the end of the logs.

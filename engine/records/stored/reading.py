@@ -146,28 +146,48 @@ def download(location: Location, folder: Path, wanted: Wanted = every_file) -> S
     """
     have: dict[str, tuple[Part, ...]] = {}
     read = ReadParts()
-    for _ in range(_TRIES):
-        state = read_state(location)
-        if state is None:
-            raise no_run(location)
+
+    def copy(state: StoredState) -> StoredState:
         names = wanted(list(state.files))
         for name in have.keys() - set(names):
             _remove_file(folder, name)
             del have[name]
-        check_room(location, folder.parent, state, [name for name in names if have.get(name) != state.files[name]])
+        missing = [name for name in names if have.get(name) != state.files[name]]
+        check_room(location, folder.parent, state, missing)
         # Logs and other small files change most often, and so come first.
-        for name in sorted(names, key=lambda name: sum(part.size for part in state.files[name])):
+        for name in sorted(missing, key=lambda name: sum(part.size for part in state.files[name])):
+            have.pop(name, None)
             try:
-                if have.get(name) != state.files[name]:
-                    _download_file(location, folder / name, state.files[name], read)
-                    have[name] = state.files[name]
-            except GoneError as error:
+                _download_file(location, folder / name, state.files[name], read)
+            except GoneError:
                 _remove_file(folder, name)
-                have.pop(name, None)
-                gone = error
-                break
-        else:
-            return state
+                raise
+            have[name] = state.files[name]
+        return state
+
+    found = read_whole(location, copy)
+    if found is None:
+        raise no_run(location)
+    return found
+
+
+def read_whole[Read](location: Location, read: Callable[[StoredState], Read]) -> Read | None:
+    """Call `read` with the state of a stored run, again with a newer one if an object of it is gone meanwhile.
+
+    Returns:
+        What `read` returned; None if there is no run.
+
+    Raises:
+        ShardError: the store cannot be read, or lacks an object.
+    """
+    for _ in range(_TRIES):
+        state = read_state(location)
+        if state is None:
+            return None
+        try:
+            return read(state)
+        except GoneError as error:
+            gone = error
     raise StoredRunError(
         f"{location.display} lacks {gone} although its {MARKER} lists it: try again and, if it is still missing, "
         "restore that object or start another run"
@@ -180,16 +200,11 @@ def read_stored_file(location: Location, name: str) -> bytes | None:
     Raises:
         ShardError: as `local_copy`.
     """
-    for _ in range(_TRIES):
-        state = read_state(location)
-        if state is None or name not in state.files:
-            return None
-        with suppress(GoneError):  # the run has replaced it
-            return b"".join(read_parts(location, state.files[name]))
-    raise StoredRunError(
-        f"{location.display} lacks objects of {name} although its {MARKER} lists them: try again and, if they are "
-        "still missing, restore them"
-    )
+
+    def read(state: StoredState) -> bytes | None:
+        return b"".join(read_parts(location, state.files[name])) if name in state.files else None
+
+    return read_whole(location, read)
 
 
 def no_run(location: Location, *, is_resumed: bool = False) -> StoredRunError:

@@ -3,17 +3,16 @@
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, RUNTIME
 from loopfeed.engine.records.run_summary import RunSummary, summarise_run
-from loopfeed.engine.records.stored.reading import GoneError, check_room, read_parts
-from loopfeed.engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, read_state
+from loopfeed.engine.records.stored.reading import check_room, read_parts, read_whole
+from loopfeed.engine.records.stored.state import MARKER, Part, StoredRunError, StoredState
 from loopfeed.preprocess.shards.location import Location, open_location
 
 _READ = (CONFIG, RESULT, EVALUATION_LOG, LOSS_LOG, RUNTIME)
-_TRIES = 5
 
 
 def summarise_stored_runs(url: str, now_s: float, storage_options: Mapping[str, str]) -> Iterator[RunSummary]:
@@ -38,21 +37,19 @@ def summarise_stored_runs(url: str, now_s: float, storage_options: Mapping[str, 
 
 def _summarise(run: Location, now_s: float) -> RunSummary:
     name = run.display.rstrip("/")
-    for _ in range(_TRIES):
-        with tempfile.TemporaryDirectory(prefix="loopfeed-") as temporary, suppress(GoneError):
-            try:
-                state = read_state(run)
-                if state is None:
-                    return RunSummary(name, "damaged", fault="it was removed while it was read")
-                _copy_ends(run, state, Path(temporary))
-            except StoredRunError as error:  # not the store, but what it contains
-                return RunSummary(name, "damaged", fault=str(error))
-            return summarise_run(Path(temporary), now_s, name)
-    return RunSummary(name, "damaged", fault=f"it lacks objects although its {MARKER} lists them")
+    with tempfile.TemporaryDirectory(prefix="loopfeed-") as temporary:
+        try:
+            found = read_whole(run, partial(_copy_ends, run, Path(temporary)))
+        except StoredRunError as error:  # not the store, but what it contains
+            return RunSummary(name, "damaged", fault=str(error))
+        if found is None:
+            return RunSummary(name, "damaged", fault="it was removed while it was read")
+        return summarise_run(found, now_s, name)
 
 
-def _copy_ends(run: Location, state: StoredState, folder: Path) -> None:
-    """Copy what a summary needs, with the time of the upload, to an empty folder."""
+def _copy_ends(run: Location, place: Path, state: StoredState) -> Path:
+    """Copy what a summary needs, with the time of the upload, to a new folder in `place`; return that."""
+    folder = Path(tempfile.mkdtemp(dir=place))
     check_room(run, folder, state, [name for name in _READ if name in state.files and name != LOSS_LOG])
     for name in _READ:
         if name in state.files:
@@ -63,3 +60,4 @@ def _copy_ends(run: Location, state: StoredState, folder: Path) -> None:
                 file.writelines(read_parts(run, wanted))
             os.utime(folder / name, (state.time, state.time))
     os.utime(folder, (state.time, state.time))
+    return folder
