@@ -131,6 +131,7 @@ def test_the_package_says_whether_it_would_ask_for_an_account(tmp_path, monkeypa
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
     monkeypatch.delenv("NETRC", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    wandb.teardown()  # the settings of the tests before
     try:
         check_login(wandb)  # no terminal: it would raise an error
         monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: True)
