@@ -100,6 +100,7 @@ def open_grain(array: Path, batch: int, workers: int) -> Callable[[], Iterable[A
     from array_record.python.array_record_module import ArrayRecordWriter
 
     images = Images(array)
+    shape = images.images.shape[1:]  # alone in `parse`, of which each worker gets a copy
 
     def write(target: Path) -> None:
         writer = ArrayRecordWriter(str(target), "group_size:1,uncompressed")
@@ -109,7 +110,7 @@ def open_grain(array: Path, batch: int, workers: int) -> Callable[[], Iterable[A
 
     def parse(record: bytes) -> tuple[Any, Any]:
         words = np.frombuffer(record, np.uint8)
-        return words[LABEL_BYTES:].reshape(images.images.shape[1:]), words[:LABEL_BYTES].view(np.int32)[0]
+        return words[LABEL_BYTES:].reshape(shape), words[:LABEL_BYTES].view(np.int32)[0]
 
     source = grain.sources.ArrayRecordDataSource([str(images.converted(".arrayrecord", write))])
     data = grain.MapDataset.source(source).shuffle(seed=0).repeat().map(parse)
@@ -125,6 +126,7 @@ def open_webdataset(array: Path, batch: int, workers: int) -> Callable[[], Itera
     import webdataset
 
     images = Images(array)
+    shape = images.images.shape[1:]
 
     def write(target: Path) -> None:
         target.mkdir()
@@ -133,7 +135,7 @@ def open_webdataset(array: Path, batch: int, workers: int) -> Callable[[], Itera
                 writer.write({"__key__": f"{index:08d}", "rgb": image.tobytes(), "cls": str(label).encode()})
 
     def parse(sample: dict[str, Any]) -> tuple[Any, int]:
-        return np.frombuffer(sample["rgb"], np.uint8).reshape(images.images.shape[1:]), int(sample["cls"])
+        return np.frombuffer(sample["rgb"], np.uint8).reshape(shape), int(sample["cls"])
 
     urls = [str(path) for path in sorted(images.converted(".tars", write).glob("*.tar"))]
     # Resampled endlessly, as its documentation recommends for training: no worker waits at the end of an epoch.
