@@ -16,14 +16,15 @@ RULE = ResizeRule(8, 8)
 needs_avif = pytest.mark.skipif(not features.check("avif"), reason="Pillow was built without libavif")
 
 
-def tiled_tiff(side: int) -> bytes:
+def tiled_tiff(side: int, *more: tuple[int, int], kind: int = 4) -> bytes:
     """Return a TIFF of one grey pixel in a tile of side × side, whose contents are missing."""
-    entries = ((256, 1), (257, 1), (258, 8), (259, 1), (262, 1), (277, 1), (322, side), (323, side), (324, 8), (325, 1))
-    body = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
+    picture = ((256, 1), (257, 1), (258, 8), (259, 1), (262, 1), (277, 1))
+    entries = (*picture, (322, side), (323, side), *more, (324, 8), (325, 1))
+    body = b"".join(struct.pack("<HHII", tag, kind if tag in (322, 323) else 4, 1, value) for tag, value in entries)
     return b"II*\0" + struct.pack("<IH", 8, len(entries)) + body + bytes(4)
 
 
-def jpeg_2000(side: int, tile: int, precincts: bytes = b"") -> bytes:
+def jpeg_2000(side: int, tile: int, precincts: bytes = b"", between: bytes = b"") -> bytes:
     """Return the headers of a grey JPEG 2000 picture of side × side with tiles and, from the smallest on, precincts."""
 
     def segment(marker: int, content: bytes) -> bytes:
@@ -31,7 +32,7 @@ def jpeg_2000(side: int, tile: int, precincts: bytes = b"") -> bytes:
 
     size = struct.pack(">HIIIIIIIIH", 0, side, side, 0, 0, tile, tile, 0, 0, 1) + bytes([7, 1, 1])
     coding = bytes([bool(precincts), 0, 0, 1, 0, max(0, len(precincts) - 1), 4, 4, 0, 1]) + precincts
-    return b"\xff\x4f" + segment(0xFF51, size) + segment(0xFF52, coding) + b"\xff\xd9"
+    return b"\xff\x4f" + segment(0xFF51, size) + between + segment(0xFF52, coding) + b"\xff\xd9"
 
 
 def avif(mode: str, width: int, height: int) -> bytes:
@@ -53,6 +54,9 @@ def png_of_text(text: bytes) -> bytes:
     ("encoded", "message"),
     [
         (tiled_tiff(20_000), "its tiles or frames have 400000000 pixels, more than the 89478485 allowed"),
+        (tiled_tiff(20_000, (323, 1)), "its tiles or frames have 400000000 pixels"),
+        (jpeg_2000(1000, 1000, b"\x00", b"\xff\x64\x00\x02" * 2**18), "its headers have more than 262144 markers"),
+        (jpeg_2000(1000, 1000, b"\x00", b"\xff\x30\x00\x20"), "it has the marker FF30, which is not of its format"),
         (jpeg_2000(255, 1), "it has 65025 tiles, more than the 4096 allowed"),
         (jpeg_2000(255, 0), "its tiles have no size"),
         (jpeg_2000(1000, 1000, b"\x00"), "it has up to 1000000 precincts, more than the 131072 allowed"),
@@ -61,6 +65,11 @@ def png_of_text(text: bytes) -> bytes:
 def test_a_small_file_that_asks_for_much_is_refused(encoded, message):
     with pytest.raises(DecodeError, match=message):
         decode_crop(encoded, RULE)
+
+
+def test_the_size_of_a_tile_is_a_number_of_the_files_own_kind():
+    with pytest.raises(ValueError, match="the size of its tiles is no number"):
+        hidden_pixels(tiled_tiff(20_000, kind=16), "TIFF")
 
 
 @needs_avif

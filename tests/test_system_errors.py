@@ -200,7 +200,7 @@ def test_damaged_cache_entries_are_one_notice_and_are_replaced(tmp_path, recwarn
     assert told.startswith(
         f"warning: the compilation cache {tmp_path} has entries that cannot be read, such as jit__lamb"
     )
-    assert told.endswith("): they are removed, and compiled again")
+    assert told.endswith("), which are compiled again, and replaced if they are damaged")
     assert multiply(tmp_path, heard)
     assert heard == [told]
     assert not [each for each in recwarn if "compilation cache" in str(each.message)]

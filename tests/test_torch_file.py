@@ -68,7 +68,7 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 def torch_that_must_not_load(monkeypatch):
     """A module `torch` that fails when it is asked to load."""
     torch = ModuleType("torch")
-    torch.__version__ = "2.10.0"  # type: ignore[attr-defined]
+    torch.__version__ = "2.10.0+cpu"  # type: ignore[attr-defined]
     torch.load = pytest.fail  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch", torch)
 

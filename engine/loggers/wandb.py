@@ -6,6 +6,7 @@ import netrc
 import os
 import secrets
 import string
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -175,7 +176,7 @@ def kept_run_id(folder: Path, notify: Callable[[str], None]) -> str:
         return given
     try:
         kept, _, mark = read_regular(path, max_bytes=_MOST_ID_BYTES).decode().strip().partition("\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # no text, or longer than any that is written here
         kept = mark = ""
     key = _own_key()
     if kept and key is not None and hmac.compare_digest(_mark_of(kept, key).encode(), mark.encode()):
@@ -204,15 +205,16 @@ def _own_key() -> bytes | None:
         make_private_folder(cache)
         if folder_fault(cache) is not None:
             return None
-        with suppress(FileExistsError), open(path, "xb", opener=_open_private) as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
+        if not path.exists():
+            # Whole from the first moment, and never replaced: another process may be first.
+            with tempfile.NamedTemporaryFile(dir=cache, prefix=f".{_KEY}-") as file, suppress(FileExistsError):
+                file.write(secrets.token_bytes(_KEY_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+                os.link(file.name, path)
         if len(key := read_regular(path, max_bytes=_KEY_BYTES)) == _KEY_BYTES:
             return key
     return None
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 class WandbLog:

@@ -25,6 +25,7 @@ STATE_DICT_KEYS = ("state_dict", "model", "model_state_dict", "ema")
 
 # Before it, weights_only could be made to corrupt memory: CVE-2026-24747.
 _OLDEST_TORCH = "2.10.0"
+_ARCHIVE = b"PK\x03\x04"
 _PICKLE = "/data.pkl"
 _MAX_ENTRIES = 100_000
 _MAX_PICKLE_BYTES = 1 << 23
@@ -112,7 +113,7 @@ def _import_torch(path: str | os.PathLike[str]) -> Any:
     except (ImportError, OSError) as error:
         found = printable(str(error))
     else:
-        if np.lib.NumpyVersion(torch.__version__) >= _OLDEST_TORCH:
+        if np.lib.NumpyVersion(torch.__version__.partition("+")[0]) >= _OLDEST_TORCH:
             return torch
         found = f"found {printable(torch.__version__)}"
     raise ValueError(
@@ -124,11 +125,15 @@ def _import_torch(path: str | os.PathLike[str]) -> Any:
 def _check_archive(file: BinaryIO) -> int:
     """Return the size of the file in bytes; raise _UnusableError unless its entries fit into it and name tensors."""
     num_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if file.read(len(_ARCHIVE)) != _ARCHIVE:  # PyTorch would read another format than the archive at its end
+        raise _UnusableError("it is no archive, as PyTorch ≥ 1.6 writes")
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-            pickles = [entry for entry in entries if entry.filename.endswith(_PICKLE)]
-            if len(entries) > _MAX_ENTRIES or len({entry.filename for entry in entries}) < len(entries):
+            # PyTorch looks entries up whatever their case.
+            pickles = [entry for entry in entries if entry.filename.lower().endswith(_PICKLE)]
+            if len(entries) > _MAX_ENTRIES or len({entry.filename.lower() for entry in entries}) < len(entries):
                 raise _UnusableError(f"it has more than {_MAX_ENTRIES:,} entries, or two of the same name")
             if any(entry.compress_type or entry.flag_bits & 1 for entry in entries):
                 raise _UnusableError("its entries are compressed or encrypted, which PyTorch's files are not")

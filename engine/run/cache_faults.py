@@ -35,7 +35,9 @@ def reporting_cache_faults(folder: str, notify: Callable[[str], None]) -> Iterat
             if found is None:
                 show(message, *where, **more)
                 return
-            _remove_newer(folder, found[2], started if found[1] == "writing" else 0.0)
+            is_damaged = found[1] == "reading" and "[Errno" not in found[3]
+            if found[1] == "writing" or is_damaged:
+                _remove_newer(folder, found[2], 0.0 if is_damaged else started)
             if not seen[0]:
                 seen[0] = True
                 notify(_notice(folder, *found.groups()))
@@ -52,8 +54,8 @@ def _notice(folder: str, action: str, program: str, reason: str) -> str:
             "make room there, or give another folder with --compilation-cache"
         )
     return (
-        f"warning: the compilation cache {folder} has entries that cannot be read, such as {program}-* ({reason}): "
-        + ("compiled again" if "://" in folder else "they are removed, and compiled again")
+        f"warning: the compilation cache {folder} has entries that cannot be read, such as {program}-* ({reason}), "
+        "which are compiled again, and replaced if they are damaged"
     )
 
 

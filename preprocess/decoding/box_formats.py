@@ -25,7 +25,11 @@ _TEN_BITS = 0x40
 _MAX_TILES = 4096
 _MAX_PRECINCTS = 2**17
 _COD, _COC, _SOT, _SOD = b"\xff\x52", b"\xff\x53", b"\xff\x90", b"\xff\x93"
-_MAX_MARKERS = 2**16
+_MAX_MARKERS = 2**18
+# ISO/IEC 15444-1, table A.2, and 15444-2: CAP to CPF, QCD to CRG, COM, MCT, MCC, NLT, MCO, CBD, ATK, and SOT.
+_MARKERS_WITH_LENGTH = frozenset(
+    {*range(0x50, 0x5A), *range(0x5C, 0x62), 0x63, 0x64, *range(0x72, 0x7A), 0x90},
+)
 _MAX_COMPONENTS = 4
 
 
@@ -130,8 +134,11 @@ def _num_precincts(encoded: bytes, found: Codestream) -> int:
             at = next_tile
             continue
         size = int.from_bytes(encoded[at + 2 : at + 4])
+        if marker[1] not in _MARKERS_WITH_LENGTH:
+            raise ValueError(f"it has the marker FF{marker[1]:02X}, which is not of its format; save the image again")
         if marker == _SOT:
-            next_tile = at + max(14, int.from_bytes(encoded[at + 6 : at + 10]))
+            num_bytes = int.from_bytes(encoded[at + 6 : at + 10])
+            next_tile = at + max(14, num_bytes) if num_bytes else len(encoded)  # the last one may reach to the end
         elif marker in (_COD, _COC):
             # What the header says of itself, then (COD) the order and layers, then five bytes, then the sizes.
             flags, sizes = (at + 4, at + 14) if marker == _COD else (at + 5, at + 11)
@@ -143,6 +150,8 @@ def _num_precincts(encoded: bytes, found: Codestream) -> int:
                 )
                 most = max(most, sum(counts))
         at += 2 + max(2, size)
+    else:
+        raise ValueError(f"its headers have more than {_MAX_MARKERS} markers; save the image again")
     return most
 
 

@@ -14,11 +14,17 @@ MOST_PIXELS = 2**28
 
 _ITEM_LOCATIONS = b"iloc"
 _MAX_ITEMS = 1_000
+_HAS_SIZE = 2
 _SEQUENCE_HEADER = 1
+_FRAMES = frozenset({_SEQUENCE_HEADER, 3, 4, 6, 8})
+# A frame of a header that is not reduced may be as large as its numbers of bits allow; up to this, it is counted so.
+_MOST_BY_BITS = 2**26
 _OBU_BYTES = 256
 
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
-_SHORT = 3
+# The types of a tag's numbers: SHORT, LONG, and of a BigTIFF LONG8.
+_WORDS: dict[int, str] = {3: "H", 4: "I"}
+_LONG8 = 16
 
 
 def hidden_pixels(encoded: bytes, name: str) -> int | None:
@@ -48,11 +54,14 @@ def _tile_pixels(encoded: bytes) -> int:
     position = directory + struct.calcsize(order + entries)
     sides = {_TILE_WIDTH: 0, _TILE_LENGTH: 0}
     for _ in range(num_entries):
-        tag, kind, _ = struct.unpack_from(order + entry, encoded, position)
+        tag, kind, count = struct.unpack_from(order + entry, encoded, position)
         if tag in sides:
-            (sides[tag],) = struct.unpack_from(
-                order + ("H" if kind == _SHORT else "I"), encoded, position + struct.calcsize(order + entry)
-            )
+            # A number of 8 bytes has its place here only in a BigTIFF. Of a tag given twice, readers take either.
+            word_of = _WORDS | ({_LONG8: "Q"} if is_big else {})
+            if count != 1 or kind not in word_of:
+                raise ValueError("the size of its tiles is no number; save it again")
+            (side,) = struct.unpack_from(order + word_of[kind], encoded, position + struct.calcsize(order + entry))
+            sides[tag] = max(sides[tag], side)
         position += struct.calcsize(order + entry) + word
     return sides[_TILE_WIDTH] * sides[_TILE_LENGTH]
 
@@ -64,10 +73,13 @@ def _frame_pixels(encoded: bytes) -> int | None:
     """
     total = 0
     for place, num_bytes in _items(encoded):
-        sizes = list(_sequence_sizes(encoded[place : place + num_bytes]))
-        if len(sizes) > 1 or None in sizes:
+        content = encoded[place : place + num_bytes]
+        if content and not content[0] & _HAS_SIZE and content[0] >> 3 & 15 not in _FRAMES:
+            continue  # as AV1 it would be one unit without a frame: metadata, or the description of a grid
+        sizes = list(_sequence_sizes(content))
+        if len(sizes) != 1 or sizes[0] is None:
             return None
-        total += sum(size for size in sizes if size is not None)
+        total += sizes[0]
     return total or None
 
 
@@ -107,9 +119,7 @@ def _sequence_sizes(content: bytes) -> Iterator[int | None]:
     """Yield the largest frame's number of pixels for each sequence header of an item; None for one not understood."""
     at = 0
     while at < len(content):
-        kind, has_extension, has_size = content[at] >> 3 & 15, content[at] & 4, content[at] & 2
-        if at == 0 and kind not in (_SEQUENCE_HEADER, 2):
-            return  # no AV1, but metadata or the description of a grid
+        kind, has_extension, has_size = content[at] >> 3 & 15, content[at] & 4, content[at] & _HAS_SIZE
         if not has_size:
             yield None
             return
@@ -139,7 +149,8 @@ def _size_of(header: bytes) -> int | None:
         return bits >> left & (1 << count) - 1
 
     take(4)  # the profile, and whether it is a still picture
-    if take(1):  # a reduced header
+    is_reduced = take(1)
+    if is_reduced:
         take(5)
     else:
         if take(1):  # timing
@@ -152,4 +163,7 @@ def _size_of(header: bytes) -> int | None:
             if has_delay and take(1):
                 take(4)
     width_bits, height_bits = take(4) + 1, take(4) + 1
-    return (take(width_bits) + 1) * (take(height_bits) + 1)
+    if is_reduced:
+        return (take(width_bits) + 1) * (take(height_bits) + 1)
+    bound = 1 << width_bits + height_bits
+    return bound if bound <= _MOST_BY_BITS else None

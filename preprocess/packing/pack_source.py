@@ -29,7 +29,7 @@ def pack(
     resample: str = "bicubic",
     levels: str | None = None,
     truncated: Literal["skip", "keep"] = "skip",
-    splits: Iterable[str] | None = None,
+    splits: str | Iterable[str] | None = None,
     holdout: float = 0.0,
     limit: int | None = None,
     workers: int | None = None,
@@ -74,9 +74,9 @@ def pack(
     check_dest(source, location)
     keep = None if levels is None else str(Levels.parse(levels))
     rule = ResizeRule(size, default_resize(size) if resize is None else resize, resample, keep, truncated)
-    settings = PackSettings(rule=rule, num_workers=workers or num_cores(), **shards)
+    settings = PackSettings(rule=rule, num_workers=num_cores() if workers is None else workers, **shards)
     location = prepare_for_writing(location)
-    chosen = None if splits is None else tuple(splits)
+    chosen = None if splits is None else (splits,) if isinstance(splits, str) else tuple(splits)
     holdout_rule = choose_holdout_rule(location, replaced=(chosen or HELD_OUT_SPLITS) if overwrite else ())
     with open_source(
         source, splits=chosen, holdout=holdout, limit=limit, holdout_rule=holdout_rule, labels=labels

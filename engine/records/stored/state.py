@@ -89,7 +89,13 @@ class StoredState:
             raise StoredRunError(f"the run cannot be stored ({error}): keep fewer snapshots (--keep)") from error
         values = {"format": _FORMAT, "launch": self.launch, "time": self.time, "files": self.files}
         # Through JSON, because the digest must be that of the values as they are read back.
-        return json.dumps(sealed(json.loads(json.dumps(values))), separators=(",", ":")).encode() + b"\n"
+        content = json.dumps(sealed(json.loads(json.dumps(values))), separators=(",", ":")).encode() + b"\n"
+        if len(content) > MOST_MARKER_BYTES:
+            raise StoredRunError(
+                f"the run cannot be stored (its list of files has more than {MOST_MARKER_BYTES:,} bytes): keep fewer "
+                "snapshots (--keep)"
+            )
+        return content
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> "StoredState":
