@@ -462,7 +462,7 @@ def test_dump_hlo_writes_both_forms_of_the_program(tmp_path, call):
 def test_dump_hlo_belongs_to_one_launch_and_is_not_repeated_at_a_resume(tmp_path, monkeypatch):
     with RunFolder(tmp_path / "run") as folder:
         recorded = TrainConfig(batch=4, dump_hlo=str(tmp_path / "hlo"))
-        folder.write_config(recorded, {}, None, origins=dict.fromkeys(SETTINGS, "command line"))
+        folder.write_config(recorded, {"device": "cpu"}, None, origins=dict.fromkeys(SETTINGS, "command line"))
         folder.launched()
     planned: list[TrainConfig] = []
     monkeypatch.setattr("loopfeed.engine.commands.cli.print_plan", lambda config, *_: planned.append(config))

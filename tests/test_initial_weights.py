@@ -226,7 +226,7 @@ def test_another_model_is_named_where_the_file_names_it(resnet8, tmp_path):
     [
         (None, "does not exist"),
         (b"", "must be a complete safetensors file"),
-        (b"PK\x03\x04 and more of what PyTorch writes", "must be the tensors of a complete PyTorch file"),
+        (b"PK\x03\x04 and more of what PyTorch writes", "need PyTorch|must be the tensors of a complete PyTorch file"),
     ],
 )
 def test_a_file_that_is_not_safetensors_is_refused(tmp_path, content, message):

@@ -295,7 +295,7 @@ def record_run(folder, config, model="resnet8", manifest_digest=None, **resolved
     """Return the config.json that a run with these settings writes."""
     with RunFolder(folder) as run:
         run.clear()
-        run.write_config(config, {"model": model, **resolved}, manifest_digest, origins={})
+        run.write_config(config, {"model": model, "device": "cpu", **resolved}, manifest_digest, origins={})
         run.launched()
     return folder / "config.json"
 

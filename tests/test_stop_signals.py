@@ -34,11 +34,14 @@ seen = []
 install(signal.SIGTERM, lambda number, frame: seen.append("first"))
 install(signal.SIGTERM, lambda number, frame: seen.append("second"))
 statuses = []
+is_ready, say_ready = os.pipe()
 def fork():
     child = os.fork()
     if child == 0:
+        os.write(say_ready, b".")  # Python forgets a signal that comes before it has set up the child
         time.sleep(60)
         os._exit(7)
+    os.read(is_ready, 1)
     os.kill(child, signal.SIGTERM)
     statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 thread = threading.Thread(target=fork)
