@@ -313,7 +313,7 @@ def archive(tmp_path):
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_a_rehearsal_runs_every_part(archive, tmp_path):
-    done = gpu_check("--rehearse", "--minutes", "9", "--cifar", archive.name, "--out", "report", cwd=tmp_path)
+    done = gpu_check("--rehearse", "--minutes", "18", "--cifar", archive.name, "--out", "report", cwd=tmp_path)
     report = (tmp_path / "report/report.txt").read_text(encoding="utf-8")
     assert done.returncode == 0, report
     lines = report.splitlines()
