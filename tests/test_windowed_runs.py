@@ -83,17 +83,22 @@ def test_damage_ends_the_run_with_the_name_of_the_shard(tmp_path):
 
 
 @pytest.mark.integration
-def test_two_processes_see_the_images_of_one(data, tmp_path):
-    """The metrics are 32 bits of a sum over the images and labels of each batch."""
+def test_two_processes_see_the_images_of_one_and_are_evaluated_as_often(data, tmp_path):
+    """The metrics are 32 bits of a sum over the images and labels of each batch; the cadences are the default ones."""
+    pack(fake_source(7, seed=1, name="val"), data)
     device_runs = ["--model", "tests.device_runs:Showing", "--metrics", "tests.device_runs:METRICS"]
-    options = [*device_runs, "--data", str(data), "--batch", "12", "--eval-split", "off", "--steps", "9"]
+    options = [*device_runs, "--data", str(data), "--batch", "12", "--steps", "9"]
     options += ["--learning-rate", "0.05", "--order", "windowed", "--window-gb", str(WINDOW_GB)]
     found = []
     for name, more in (("one", []), ("two", ["--spawn", "2"])):
         words = [sys.executable, "-c", PROGRAM, *options, "--run-dir", str(tmp_path / name), *more]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        lines = (tmp_path / name / "loss.jsonl").read_text().splitlines()
-        found.append([json.loads(line)["metrics"] for line in lines])
+        losses, evaluations = (
+            [json.loads(line) for line in (tmp_path / name / log).read_text().splitlines()]
+            for log in ("loss.jsonl", "eval.jsonl")
+        )
+        found.append([each["metrics"] for each in losses])
+        assert [(each["step"], each["num_images"]) for each in evaluations] == [(3, 7), (6, 7), (9, 7)]
     assert found[0] == found[1]
     assert len(found[0]) == 9

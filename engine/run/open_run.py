@@ -17,7 +17,7 @@ from loopfeed.engine.crossing.devices import settle_devices, split_processor
 from loopfeed.engine.locations import with_absolute_paths
 from loopfeed.engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
 from loopfeed.engine.named_parts import compare_named
-from loopfeed.engine.processes import this_process, wait_for_processes
+from loopfeed.engine.processes import exchange, this_process, wait_for_processes
 from loopfeed.engine.program.kernels import AUTO, changed_kernels_notice, settle_kernels
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.records.machine import MACHINE, machine_warning
@@ -126,7 +126,8 @@ def open_run(
         given = config
         config = settle_epochs(config, data.num_images, data.description, notify)
         is_evaluated, has_folder = data.evaluation is not None, place.path is not None
-        is_kept = config.run_dir is not None or is_dry
+        # Of several processes, the first alone has the run folder.
+        is_kept = exchange("run folder", str(config.run_dir is not None or is_dry))[0] == str(True)
         config = settle_evaluations(config, data.num_images, is_evaluated=is_evaluated and is_kept)
         check_same_everywhere(config, data.manifest_digest)
         if recorded is None:
