@@ -1,10 +1,13 @@
 """Resolving settings to source, model and scale, and refused combinations."""
 
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
+import optax
 import pytest
 
+import loopfeed
 from loopfeed import TrainConfig
 from loopfeed.engine.run.data import open_data
 from loopfeed.engine.run.parts import OwnParts
@@ -177,3 +180,10 @@ def test_more_classes_than_the_data_has_are_allowed(tmp_path):
 def test_settings_that_do_not_fit_own_batches_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         resolved(toy_config(**values), batches=toy_batch)
+
+
+def test_a_misspelt_part_is_refused_by_every_function_that_takes_parts() -> None:
+    for function in (loopfeed.train, loopfeed.check_step, loopfeed.show_batch, loopfeed.explain_program):
+        wrong: Any = {"optimiser": optax.sgd(0.1)}
+        with pytest.raises(TypeError, match=r"^unexpected keyword argument 'optimiser': did you mean optimizer\?"):
+            function(TrainConfig(), **wrong)

@@ -4,14 +4,13 @@ Scopes and source lines come from XLA's metadata, so a program from the cache mu
 code; the first report therefore compiles again what `train` has compiled.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Unpack
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.crossing.choice import this_device, this_platform
-from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from loopfeed.engine.hlo.text import parse_hlo
-from loopfeed.engine.images.own_augment import OwnAugmentation
 from loopfeed.engine.inspection.buffers import find_peak
 from loopfeed.engine.inspection.carry import read_carry
 from loopfeed.engine.inspection.convolutions import trace_order, trace_work
@@ -19,17 +18,12 @@ from loopfeed.engine.inspection.findings import find_faults
 from loopfeed.engine.inspection.report import ProgramReport
 from loopfeed.engine.inspection.steps import Steps
 from loopfeed.engine.inspection.work_by_scope import convolution_flops, work_by_scope
-from loopfeed.engine.objective.losses import Loss
-from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.program.kernels import kernels_on
-from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.run.open_run import open_run
-from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.parts import OwnParts, PartArguments, take_parts
 from loopfeed.engine.run.result import DryRun, RunFacts
 from loopfeed.engine.scopes import TRAIN
 from loopfeed.engine.sizing.device_rates import DeviceRates, measure_device
-from loopfeed.engine.updates.own_optimizer import OwnOptimizer
-from loopfeed.engine.updates.update import Schedule
 from loopfeed.models.kernels import ONEDNN, XLA
 from loopfeed.models.kernels.onednn.library import load_library
 from loopfeed.models.registry import at_image_size, family_of, find_network
@@ -38,17 +32,10 @@ from loopfeed.models.registry import at_image_size, family_of, find_network
 def explain_program(
     config: TrainConfig,
     *,
-    model: TrainModel | None = None,
-    batches: BatchFunction | BatchSource | None = None,
-    evaluation: EvaluationSource | EvaluationArrays | None = None,
-    loss: Loss | None = None,
-    metrics: Mapping[str, Metric | PerExample] | None = None,
-    optimizer: OwnOptimizer | None = None,
-    schedule: Schedule | None = None,
-    augment: OwnAugmentation | None = None,
     rates: DeviceRates | None = None,
     depth: int = 1,
     notify: Callable[[str], None] = lambda _: None,
+    **parts: Unpack[PartArguments],
 ) -> ProgramReport:
     """Compile the program that `train` would run with these arguments, and report what is inside it.
 
@@ -64,8 +51,7 @@ def explain_program(
     Raises:
         ValueError: as `train` before its first step; or `depth` is below 1.
     """
-    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
-    return explain_parts(config, parts, notify, rates=rates, depth=depth)
+    return explain_parts(config, take_parts(parts), notify, rates=rates, depth=depth)
 
 
 def explain_parts(

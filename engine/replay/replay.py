@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import Unpack
 
 import jax
 import numpy as np
@@ -18,15 +19,11 @@ from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.control.word import ControlWords
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.crossing.devices import devices, split_processor
-from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
-from loopfeed.engine.images.own_augment import OwnAugmentation
 from loopfeed.engine.keys import plain_keys
 from loopfeed.engine.named_parts import NAME_FORM
-from loopfeed.engine.objective.losses import Loss
-from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.owners import OF_AN_EVALUATION, STORAGE, with_given
 from loopfeed.engine.program.kernels import settle_kernels
-from loopfeed.engine.program.train_state import TrainModel, TrainState
+from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.records.machine import machine_differences
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import CONFIG, SNAPSHOTS
@@ -44,13 +41,11 @@ from loopfeed.engine.run.dataset import DATA_LOCATION, data_of_record
 from loopfeed.engine.run.host_side import HostSide
 from loopfeed.engine.run.launch import Launch
 from loopfeed.engine.run.nonfinite import NonFiniteError
-from loopfeed.engine.run.parts import OwnParts, changed_sources
+from loopfeed.engine.run.parts import OwnParts, PartArguments, changed_sources, take_parts
 from loopfeed.engine.run.resolve import check_arguments, recorded_own_parts, resolve
 from loopfeed.engine.run.resume import StartingPoint, check_data, check_given_weights
 from loopfeed.engine.run.signals import StopSignals, ignore_message
 from loopfeed.engine.stream.sinks import Sink
-from loopfeed.engine.updates.own_optimizer import OwnOptimizer
-from loopfeed.engine.updates.update import Schedule
 from loopfeed.preprocess.quantities import listed
 from loopfeed.preprocess.regular_file import IrregularFileError
 from loopfeed.preprocess.storage_options import as_text
@@ -64,17 +59,10 @@ def replay_run(
     from_step: int | None = None,
     to_step: int | None = None,
     data: str | None = None,
-    model: TrainModel | None = None,
-    batches: BatchFunction | BatchSource | None = None,
-    evaluation: EvaluationSource | EvaluationArrays | None = None,
-    loss: Loss | None = None,
-    metrics: Mapping[str, Metric | PerExample] | None = None,
-    optimizer: OwnOptimizer | None = None,
-    schedule: Schedule | None = None,
-    augment: OwnAugmentation | None = None,
     notify: Callable[[str], None] = lambda _: None,
     display: Callable[[int, int], Sink] | None = None,
     storage_options: Mapping[str, str] | None = None,
+    **parts: Unpack[PartArguments],
 ) -> ReplayReport:
     """Repeat the updates `from_step` + 1 … `to_step` of a recorded run, and compare them with the record bit by bit.
 
@@ -107,10 +95,9 @@ def replay_run(
         KeyboardInterrupt: on a signal before the first step, or on a second one.
         BaseException: whatever the batch source raised.
     """
-    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
     with local_copy(run, storage_options) as folder:
         say = naming_in(notify, folder, run)
-        return replay_folder(folder, (from_step, to_step), parts, say, display, data, storage_options or {})
+        return replay_folder(folder, (from_step, to_step), take_parts(parts), say, display, data, storage_options or {})
 
 
 def replay_folder(

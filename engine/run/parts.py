@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from loopfeed.engine.images.own_augment import OwnAugmentation
@@ -18,6 +18,7 @@ from loopfeed.engine.program.statics import OwnFunctions
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.updates.own_optimizer import OwnOptimizer
 from loopfeed.engine.updates.update import Schedule
+from loopfeed.preprocess.suggestions import did_you_mean
 
 OWN_SOURCES = "own_sources"
 """The key of the digests of the parts' source texts in the resolved part of `config.json`."""
@@ -25,6 +26,28 @@ OWN_SOURCES = "own_sources"
 _NO_FILE = "__main__"
 _LIBRARIES = {"site-packages", "dist-packages"}
 _OWN_PACKAGE = "loopfeed"
+
+
+class PartArguments(TypedDict, total=False):
+    """The keyword arguments for user-defined parts, as `loopfeed.engine.run.train.train` describes them."""
+
+    model: TrainModel | None
+    batches: BatchFunction | BatchSource | None
+    evaluation: EvaluationSource | EvaluationArrays | None
+    loss: Loss | None
+    metrics: Mapping[str, Metric | PerExample] | None
+    optimizer: OwnOptimizer | None
+    schedule: Schedule | None
+    augment: OwnAugmentation | None
+
+
+def take_parts(arguments: PartArguments) -> "OwnParts":
+    """Return the user-defined parts that a public function was given; raise TypeError for one that there is not."""
+    known = PartArguments.__annotations__
+    for name in arguments:
+        if name not in known:
+            raise TypeError(f"unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+    return OwnParts(**arguments)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +14,17 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from loopfeed.engine.images.mixing import WHOLE
-from loopfeed.engine.images.own_augment import OwnAugmentation
-from loopfeed.engine.objective.losses import Loss
-from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.program.augmented_batch import augment_batch
 from loopfeed.engine.program.one_batch import OneBatch
-from loopfeed.engine.program.train_state import RunValues, TrainModel
+from loopfeed.engine.program.train_state import RunValues
 from loopfeed.engine.records.whole_file import write_whole
 from loopfeed.engine.run.captions import captions_of
 from loopfeed.engine.run.first_batch import look_at_first_batch
 from loopfeed.engine.run.launch import Launch
 from loopfeed.engine.run.open_run import open_run
-from loopfeed.engine.run.parts import OwnParts
-from loopfeed.engine.updates.own_optimizer import OwnOptimizer
-from loopfeed.engine.updates.update import Schedule
+from loopfeed.engine.run.parts import PartArguments, take_parts
 from loopfeed.preprocess.commands.sheet_path import check_sheet_path
 from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.quantities import quantity
@@ -107,15 +101,8 @@ def show_batch(
     config: TrainConfig,
     path: str | os.PathLike[str] | None = None,
     *,
-    model: TrainModel | None = None,
-    batches: BatchFunction | BatchSource | None = None,
-    evaluation: EvaluationSource | EvaluationArrays | None = None,
-    loss: Loss | None = None,
-    metrics: Mapping[str, Metric | PerExample] | None = None,
-    optimizer: OwnOptimizer | None = None,
-    schedule: Schedule | None = None,
-    augment: OwnAugmentation | None = None,
     notify: Callable[[str], None] = lambda _: None,
+    **parts: Unpack[PartArguments],
 ) -> ShownBatch:
     """Return the first batch that `train` would train on, after augmentation, without training; a notebook shows it.
 
@@ -133,8 +120,7 @@ def show_batch(
     """
     if path is not None:
         check_sheet_path(path)
-    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
-    with open_run(config, parts, notify, is_dry=True) as run:
+    with open_run(config, take_parts(parts), notify, is_dry=True) as run:
         shown = first_batch_of(run.launch)
     if path is not None and this_process().index == 0:
         shown.save(path)

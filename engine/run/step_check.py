@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +12,17 @@ import numpy as np
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.crossing.infeed import Batch
-from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
-from loopfeed.engine.images.own_augment import OwnAugmentation
-from loopfeed.engine.objective.losses import Loss
-from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.program.looped_step import StepProgram, sample_of
 from loopfeed.engine.program.random_rounding import RandomRounding, switches
-from loopfeed.engine.program.train_state import TrainModel, TrainState
+from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.run.compilation import caching_compilations, compile_traced, trace_ahead
 from loopfeed.engine.run.differences import Difference, compare, effect, join, largest_effect
 from loopfeed.engine.run.first_batch import look_at_first_batch
 from loopfeed.engine.run.launch import Launch
 from loopfeed.engine.run.open_run import open_run
-from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.parts import OwnParts, PartArguments, take_parts
 from loopfeed.engine.run.signals import call_on_worker
 from loopfeed.engine.settings import SettingError
-from loopfeed.engine.updates.own_optimizer import OwnOptimizer
-from loopfeed.engine.updates.update import Schedule
 
 _DISTURBED_RUNS = 2
 
@@ -75,23 +69,15 @@ class StepCheck:
 def check_step(
     config: TrainConfig,
     *,
-    model: TrainModel | None = None,
-    batches: BatchFunction | BatchSource | None = None,
-    evaluation: EvaluationSource | EvaluationArrays | None = None,
-    loss: Loss | None = None,
-    metrics: Mapping[str, Metric | PerExample] | None = None,
-    optimizer: OwnOptimizer | None = None,
-    schedule: Schedule | None = None,
-    augment: OwnAugmentation | None = None,
     notify: Callable[[str], None] = lambda _: None,
+    **parts: Unpack[PartArguments],
 ) -> StepCheck:
     """Make the step that `train` would make next in the compiled program and operation by operation, and compare them.
 
     The arguments and errors are those of `train`. A batch source must return the same batch whenever it is asked for
     it. Nothing is written.
     """
-    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
-    return check_step_of(config, parts, notify)
+    return check_step_of(config, take_parts(parts), notify)
 
 
 def check_step_of(config: TrainConfig, parts: OwnParts, notify: Callable[[str], None]) -> StepCheck:

@@ -1,38 +1,25 @@
 """Training in one call: `train`, and `plan_run`, which only compiles."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Unpack
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
-from loopfeed.engine.images.own_augment import OwnAugmentation
-from loopfeed.engine.objective.losses import Loss
-from loopfeed.engine.objective.metrics import Metric, PerExample
-from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.run.callbacks import Callback, as_callbacks
 from loopfeed.engine.run.open_run import open_run
-from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.parts import PartArguments, take_parts
 from loopfeed.engine.run.result import DryRun, TrainResult
 from loopfeed.engine.stream.function_sink import RecordFunction, as_sinks
 from loopfeed.engine.stream.sinks import Sink
-from loopfeed.engine.updates.own_optimizer import OwnOptimizer
-from loopfeed.engine.updates.update import Schedule
 
 
 def train(
     config: TrainConfig,
     *,
-    model: TrainModel | None = None,
-    batches: BatchFunction | BatchSource | None = None,
-    evaluation: EvaluationSource | EvaluationArrays | None = None,
-    loss: Loss | None = None,
-    metrics: Mapping[str, Metric | PerExample] | None = None,
-    optimizer: OwnOptimizer | None = None,
-    schedule: Schedule | None = None,
-    augment: OwnAugmentation | None = None,
     sinks: Sequence[Sink | RecordFunction] = (),
     notify: Callable[[str], None] = lambda _: None,
     origins: Mapping[str, str] | None = None,
     callbacks: Sequence[Callback | RecordFunction] = (),
+    **parts: Unpack[PartArguments],
 ) -> TrainResult:
     """Train a model in one compiled program.
 
@@ -80,28 +67,19 @@ def train(
             ended cleanly and the weights trained so far are in the run folder.
     """
     own_sinks, own_callbacks = as_sinks(sinks), as_callbacks(callbacks)
-    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
-    with open_run(config, parts, notify) as run:
+    with open_run(config, take_parts(parts), notify) as run:
         return run.train(own_sinks, origins, own_callbacks)
 
 
 def plan_run(
     config: TrainConfig,
     *,
-    model: TrainModel | None = None,
-    batches: BatchFunction | BatchSource | None = None,
-    evaluation: EvaluationSource | EvaluationArrays | None = None,
-    loss: Loss | None = None,
-    metrics: Mapping[str, Metric | PerExample] | None = None,
-    optimizer: OwnOptimizer | None = None,
-    schedule: Schedule | None = None,
-    augment: OwnAugmentation | None = None,
     notify: Callable[[str], None] = lambda _: None,
+    **parts: Unpack[PartArguments],
 ) -> DryRun:
     """Resolve and compile what `train` would run or resume, without running it.
 
     The arguments and errors are those of `train`.
     """
-    parts = OwnParts(model, batches, evaluation, loss, metrics, optimizer, schedule, augment)
-    with open_run(config, parts, notify, is_dry=True) as run:
+    with open_run(config, take_parts(parts), notify, is_dry=True) as run:
         return run.plan()
