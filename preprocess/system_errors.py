@@ -34,6 +34,7 @@ class Cause(Enum):
     ABILITY = auto()
     """The file system lacks the operation."""
     MISSING = auto()
+    CLOSED = auto()
     OTHER = auto()
 
 
@@ -55,6 +56,7 @@ _CAUSES = {
     Cause.DESCRIPTORS: ("EMFILE", "ENFILE"),
     Cause.ABILITY: ("ENOSYS", "ENOTSUP", "EOPNOTSUPP", "ENOLCK", "EXDEV", "ENODEV"),
     Cause.MISSING: ("ENOENT",),
+    Cause.CLOSED: ("EBADF",),
 }
 # Not every system has all of these errors.
 _CAUSE_OF = {
@@ -74,6 +76,7 @@ _REMEDIES = {
     Cause.DESCRIPTORS: "allow more open files (ulimit -n)",
     Cause.ABILITY: "use another file system",
     Cause.MISSING: "check the path and its folder",
+    Cause.CLOSED: "start the command without closing it, or give it a file",
     Cause.OTHER: "check its folder and its disk",
 }
 # Of a file that cannot be read; what is not here says something about its content.
@@ -131,7 +134,20 @@ def is_out_of_room(error: BaseException) -> bool:
 def remedy_of(error: BaseException) -> str:
     """Return what to do about an error of the system, in the words of a command such as "make room on its disk"."""
     cause = cause_of(error) or Cause.OTHER
+    if cause == Cause.ROOM and _has_no_inode(getattr(error, "filename", None)):
+        return "remove files from its disk, which has room but takes no more files (df -i)"
     return _STORE_REMEDIES.get(cause, _REMEDIES[cause]) if _is_of_store(error) else _REMEDIES[cause]
+
+
+def _has_no_inode(path: object) -> bool:
+    """Return whether the file system of a file that could not be created has used up its inodes."""
+    if not isinstance(path, str | bytes):
+        return False
+    try:
+        found = os.statvfs(os.path.dirname(path) or os.curdir)  # noqa: PTH120 - bytes, too
+    except (OSError, ValueError):
+        return False
+    return found.f_files > 0 and found.f_favail == 0
 
 
 def remedy_and_repeat(error: BaseException, repeat: str) -> str:

@@ -15,7 +15,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopfeed.preprocess.commands.guarded_output import GuardedCommand, GuardedStream, terminal_of, write_data
+from loopfeed.preprocess.commands.guarded_output import (
+    GuardedCommand,
+    GuardedStream,
+    show_only_on_stdout,
+    terminal_of,
+    write_data,
+)
 from loopfeed.preprocess.printable import (
     MAX_NAME_CHARACTERS,
     printable,
@@ -254,11 +260,12 @@ def test_a_name_in_a_line_has_no_control_characters():
     assert printable_name("café ½") == "café ½"
 
 
-def test_a_command_without_streams_writes_to_none(monkeypatch):
+def test_a_command_without_streams_goes_on_if_they_are_only_a_display(monkeypatch):
     seen: list[bool] = []
 
     @click.command(cls=GuardedCommand)
     def command():
+        show_only_on_stdout()
         print("to nobody")
         click.echo("to nobody", err=True)
         write_data("a,b\n")
@@ -271,12 +278,20 @@ def test_a_command_without_streams_writes_to_none(monkeypatch):
     assert (seen, sys.stdout, sys.stderr) == ([False], None, None)
 
 
-def test_a_result_that_finds_no_room_is_an_error_in_one_line():
+@pytest.mark.parametrize("printed", ["click.echo('a result')", "write_data('a,b')"])
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("> /dev/full", "No space left on device): make room on its disk"),
+        (">&-", "Bad file descriptor): start the command without closing it, or give it a file"),
+    ],
+)
+def test_a_result_that_cannot_be_printed_is_an_error_in_one_line(printed, where, reason):
     program = (
-        "import click\nfrom loopfeed.preprocess.commands.guarded_output import GuardedCommand\n"
-        "click.command(cls=GuardedCommand)(lambda: click.echo('result'))(prog_name='show')"
+        "import click; from loopfeed.preprocess.commands.guarded_output import GuardedCommand, write_data; "
+        f"click.command(cls=GuardedCommand)(lambda: {printed})(prog_name='show')"
     )
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    said = "show: <stdout> cannot be read or written (No space left on device): make room on its disk\n"
-    assert (done.returncode, done.stderr) == (1, said)
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$0" -c "$1" {where}', sys.executable, program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (1, f"show: <stdout> cannot be read or written ({reason}\n")

@@ -222,6 +222,16 @@ def test_the_search_is_bounded_and_says_what_it_left_out(tmp_path, monkeypatch):
     assert "the search stopped in" in notes[0]
 
 
+def test_runs_are_named_by_their_paths_in_the_folder(tmp_path, monkeypatch):
+    for name in ("r1", "u/r1"):
+        make_run(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "./", str(tmp_path)):
+        assert {line.split()[0] for line in listed(folder).stdout.splitlines()} == {"run", "r1", "u/r1"}
+    for folder in ("r1", "r1/", "./r1", "./u/r1"):
+        assert listed(folder).stdout.splitlines()[1].split()[0] == "r1"
+
+
 def test_what_cannot_be_listed(tmp_path):
     (tmp_path / "file").write_text("")
     for name, found in [("file", "is a file"), ("nowhere", "does not exist")]:

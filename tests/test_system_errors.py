@@ -41,6 +41,7 @@ from loopfeed.preprocess.system_errors import (
     describe_system_error,
     naming_file,
     reading_remedy,
+    remedy_of,
     status_of,
 )
 from tests.fake_source import fake_source, pack
@@ -204,6 +205,13 @@ def test_damaged_cache_entries_are_one_notice_and_are_replaced(tmp_path, recwarn
     assert multiply(tmp_path, heard)
     assert heard == [told]
     assert not [each for each in recwarn if "compilation cache" in str(each.message)]
+
+
+def test_a_disk_that_takes_no_more_files_is_not_said_to_lack_room(monkeypatch):
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "full/file")
+    for left, expected in ((0, "remove files from its disk"), (1, "make room on its disk")):
+        monkeypatch.setattr(os, "statvfs", lambda _, left=left: SimpleNamespace(f_files=6, f_favail=left))
+        assert remedy_of(error).startswith(expected)
 
 
 CAUSES = {

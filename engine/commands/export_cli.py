@@ -12,6 +12,7 @@ from loopfeed.engine.commands.setting_options import option_names
 from loopfeed.engine.commands.weights_options import parse_snapshot
 from loopfeed.preprocess.commands.completion import complete_file, complete_folder, complete_word
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
 from loopfeed.preprocess.commands.storage import storage_option
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.storage_options import parse_pairs
@@ -90,6 +91,7 @@ def main(
             notify=say_to_stderr,
             storage_options=parse_pairs(storage_option),
         )
+        show_only_on_stdout()
         click.echo(f"{printable(done.path)}: the weights after {done.step:,} steps (sha256 {done.digest[:12]})")
         code = _DONE
     except KeyboardInterrupt:

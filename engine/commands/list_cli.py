@@ -107,7 +107,9 @@ def _print_table(runs: "list[RunSummary]", folder: str, now_s: float) -> None:
 
 def _name_in(run: str, folder: str) -> str:
     """Return the path of a run relative to the folder, or its last part if it is the folder itself."""
-    start = folder.rstrip("/") + "/"
-    name = run.removeprefix(start) if run.startswith(start) else run.removeprefix(str(Path(folder)) + "/")
-    is_itself = name in (run, "")
-    return printable_line(run.rstrip("/").rpartition("/")[2] or run if is_itself and run != "." else name)
+    names = (folder.rstrip("/"), str(Path(folder)))
+    if run.rstrip("/") in names:
+        return printable_line(run.rstrip("/").rpartition("/")[2] or run)
+    for name in names:
+        run = run.removeprefix(f"{name}/")
+    return printable_line(run)

@@ -12,6 +12,7 @@ from loopfeed.engine.commands.own_parts import OWN_GROUP, load_own_parts, own_pa
 from loopfeed.engine.commands.setting_options import option_names, overriding_option
 from loopfeed.preprocess.commands.completion import complete_file, complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
 from loopfeed.preprocess.commands.storage import storage_option
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.storage_options import parse_pairs
@@ -103,6 +104,7 @@ def main(
             notify=say_to_stderr,
             storage_options=parse_pairs(storage_option),
         )
+        show_only_on_stdout()
         click.echo(f"{printable(path)} ({path.stat().st_size / 1e6:.2f} MB)")
         code = _DONE
     except KeyboardInterrupt:

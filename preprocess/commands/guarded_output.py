@@ -12,14 +12,14 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, cast
 
 import click
 
-from loopfeed.preprocess.commands.output_stream import OutputStream
+from loopfeed.preprocess.commands.output_stream import ClosedStream, OutputStream
 from loopfeed.preprocess.commands.suggesting import SuggestingCommand
 from loopfeed.preprocess.printable import printable_text
 from loopfeed.preprocess.stop_signals import stops_as_interrupts
@@ -101,6 +101,11 @@ def show_only_on_stdout() -> None:
         sys.stdout.terminal.warn = lambda warning: click.echo(warning, err=True)
 
 
+def fails_to_print(error: BaseException) -> bool:
+    """Return whether an error is of stdout, which a command leaves to `GuardedCommand`: exit code 1."""
+    return isinstance(error, OSError) and error.filename == "<stdout>"
+
+
 class GuardedCommand(SuggestingCommand):
     """A click command that escapes all of its output: results, notices, errors, click's own messages and tracebacks.
 
@@ -117,9 +122,9 @@ class GuardedCommand(SuggestingCommand):
         except SystemExit:
             raise
         except BaseException as error:
-            if isinstance(error, OSError) and error.filename == "<stdout>" and values.get("standalone_mode", True):
+            if fails_to_print(error) and values.get("standalone_mode", True):
                 name = values.get("prog_name") or Path(sys.argv[0]).name
-                click.echo(f"{name}: {describe_system_error(error)}", err=True)
+                click.echo(f"{name}: {describe_system_error(cast(OSError, error))}", err=True)
                 sys.exit(1)
             # The interpreter prints the exception after this function has returned and the guards are gone.
             sys.excepthook = _print_safely
@@ -130,22 +135,19 @@ class GuardedCommand(SuggestingCommand):
 def _guarded_output() -> Iterator[None]:
     guards: dict[str, Any] = {}
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-    with ExitStack() as stack:
-        for name, stream in streams.items():
-            if isinstance(stream, GuardedStream):
-                continue
-            if (behind := stream) is None:  # closed by the shell, or a program without a console
-                behind = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-            # No command has its result on stderr.
+    for name, stream in streams.items():
+        if not isinstance(stream, GuardedStream):
+            # None was closed by the shell, or the program has no console. No command has its result on stderr.
+            behind = cast(TextIO, ClosedStream(f"<{name}>")) if stream is None else stream
             guards[name] = GuardedStream(OutputStream(behind, is_display=name == "stderr"))
             setattr(sys, name, guards[name])
-        try:
-            yield
-        finally:
-            for name, guard in guards.items():
-                # When the output pipe is closed, click replaces the stream with its own, which must stay.
-                if getattr(sys, name) is guard:
-                    setattr(sys, name, streams[name])
+    try:
+        yield
+    finally:
+        for name, guard in guards.items():
+            # When the output pipe is closed, click replaces the stream with its own, which must stay.
+            if getattr(sys, name) is guard:
+                setattr(sys, name, streams[name])
 
 
 def _open_missing_descriptors() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loopfeed.preprocess.commands.completion import complete_folder
-from loopfeed.preprocess.commands.guarded_output import GuardedCommand
+from loopfeed.preprocess.commands.guarded_output import GuardedCommand, fails_to_print
 from loopfeed.preprocess.commands.storage import open_given, storage_option
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.storage_options import parse_pairs
@@ -76,6 +76,8 @@ def main(
     except BrokenPipeError:
         raise  # click exits quietly when the output pipe is closed
     except (ValueError, OSError, MemoryError) as error:
+        if fails_to_print(error):
+            raise
         if traceback:
             print_exc()
         click.echo(f"inspect-shards: {_message(error)}", err=True)
@@ -254,7 +256,7 @@ def _balance(manifest: Manifest) -> list[str]:
     names = [printable(each.name) for each in manifest.classes]
     width = max(map(len, names))
     for name, count in zip(names, manifest.class_counts, strict=True):
-        bar = "█" * round(_BAR_WIDTH * count / max(counts[-1], 1))
+        bar = "#" * round(_BAR_WIDTH * count / max(counts[-1], 1))
         lines.append(f"    {name:<{width}}  {count:>9,}  {bar}")
     return lines
 

@@ -6,6 +6,8 @@ Must not know what is written.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -98,3 +100,16 @@ class OutputStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class ClosedStream(io.TextIOBase):
+    """A standard stream that was closed before the command began, as by `>&-`: it cannot be written."""
+
+    encoding = "utf-8"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def write(self, text: str, /) -> int:  # noqa: ARG002
+        """Raise the error that the system gives for a closed descriptor."""
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
