@@ -19,6 +19,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from loopfeed.preprocess.workers import Worker
+
 BEAT_FILE = "LOOPFEED_BEAT_FILE"
 """The environment variable that names the file in which a process shows its beats to its supervisor."""
 SEES_ALL = "LOOPFEED_SUPERVISOR_SEES_ALL"
@@ -175,7 +177,7 @@ class Peers:
         self._now_s = self._answered_s = 0.0
         self._changed, self._is_done_told = threading.Event(), threading.Event()
         self._are_all_done, self._is_left = threading.Event(), threading.Event()
-        threading.Thread(target=self._watch, name="peers", daemon=True).start()
+        Worker(self._watch, "peers").start()
 
     def join(self, client: Any, own: int, count: int, coordinator: str) -> None:
         """Exchange beats with the others from now on.
@@ -190,7 +192,7 @@ class Peers:
         self._answered_s = self._now_s
         self._peers = {number: Peer(None, "", self._now_s) for number in range(count)}
         self._client = client
-        threading.Thread(target=self._exchange, name="beats", daemon=True).start()
+        Worker(self._exchange, "beats").start()
 
     def follow(self, step: Callable[[], int]) -> None:
         """Show the result of a function, the number of steps begun."""

@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 
 from loopfeed.engine.peers import Peers
 from loopfeed.engine.xla_threads import fitting_threads
+from loopfeed.preprocess.workers import call_within
 
 PEER_TIMEOUT_S = 60.0
 JOIN_TIMEOUT_S = 120.0
@@ -219,10 +219,7 @@ def leave_processes(peers: Peers) -> bool:
 
     peers.leave()
     # All are done: what the runtime says about the end of another decides nothing.
-    parting = threading.Thread(target=_ignoring_runtime(jax.distributed.shutdown), daemon=True)
-    parting.start()
-    parting.join(_PART_S)
-    return not parting.is_alive()
+    return call_within(_PART_S, _ignoring_runtime(jax.distributed.shutdown), "parting")
 
 
 def _ignoring_runtime(function: Callable[[], None]) -> Callable[[], None]:

@@ -245,10 +245,10 @@ def test_memory_of_the_host_outlives_a_reader_that_hangs_in_it():
         feeder = rig.feeder
     assert any(kind.endswith("pinned") for kind in fake.left())
     released.set()
-    for thread in feeder._threads:
-        thread.join(30)
+    for worker in feeder._workers:
+        worker.wait(30)
     assert 1 in written
-    del rig, feeder, thread
+    del rig, feeder, worker
     gc.collect()
     assert fake.left() == []
     assert fake.violations == []

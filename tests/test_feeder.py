@@ -347,10 +347,10 @@ def test_closing_ends_threads_that_wait_for_a_slot():
 def test_closing_twice_or_before_the_start_is_allowed():
     feeder = Feeder(Source(), start_index=0, stop_index=3, depth=2, num_threads=1, timeout_s=1)
     feeder.close()
-    assert feeder._threads == []
+    assert feeder._workers == []
     with running(Source()) as started:
         started.close()
-        assert not any(thread.is_alive() for thread in started._threads)
+        assert not any(each.is_at_work for each in started._workers)
 
 
 def test_closing_works_if_a_thread_could_not_start(monkeypatch):

@@ -67,8 +67,7 @@ def begin():
     yield start
     for capture in begun:
         capture.abandon()
-        capture._thread.join(LIMIT_S)
-        assert not capture._thread.is_alive()
+        assert capture._worker.wait(LIMIT_S)
 
 
 def test_a_window_begins_before_its_first_batch_and_ends_when_the_batch_after_it_is_over(profiler, begin):
@@ -178,7 +177,7 @@ def test_batches_wake_nothing_while_a_trace_is_collected_and_when_the_windows_ar
     capture.batches_drawn(TRAIN, 3)
     until(lambda: capture._is_awaited == _never)
     profiler.collected.set()
-    capture._thread.join(LIMIT_S)
+    capture._worker.wait(LIMIT_S)
     capture._changed.clear()
     capture.batches_drawn(TRAIN, 1)
     assert not capture._changed.is_set()
@@ -205,7 +204,7 @@ def test_a_trace_that_is_not_collected_in_time_is_left_out(profiler, begin, monk
     assert capture.traces == {}
     assert said == ["warning: the trace of the profile was not collected in time, so the profile has no operations"]
     profiler.collected.set()
-    capture._thread.join(LIMIT_S)
+    capture._worker.wait(LIMIT_S)
     assert capture.traces == {}
 
 
@@ -216,7 +215,7 @@ def test_a_profiler_that_fails_is_reported_once(monkeypatch, begin):
     monkeypatch.setattr("loopfeed.engine.profile.capture._start", refuse)
     said: list[str] = []
     capture = begin(train=Window(0, 10), valid=Window(0, 10), said=said)
-    capture._thread.join(LIMIT_S)
+    capture._worker.wait(LIMIT_S)
     capture.stop()
     assert said == [
         "warning: the operations could not be traced (RuntimeError: another profile is in progress); if your own code "

@@ -11,6 +11,7 @@ PACKAGES = ("engine", "preprocess", "models")
 # From the ground up: a room imports itself and rooms that stand before it here, types included.
 FLOORS = (
     # preprocess: images to shards, and back
+    "loopfeed.preprocess.workers",
     "loopfeed.preprocess.control_groups",
     "loopfeed.preprocess.cores",
     "loopfeed.preprocess.memory",
@@ -116,6 +117,7 @@ PROGRAM_MAY_KNOW = {
     "loopfeed.models.user_cache",
     "loopfeed.models.trusted_folder",
     # How much memory the slots of the batches may take.
+    "loopfeed.preprocess.workers",
     "loopfeed.preprocess.control_groups",
     "loopfeed.preprocess.memory",
     "loopfeed.preprocess.quantities",
@@ -221,3 +223,10 @@ def test_the_walk_of_a_batch_in_the_docs_is_that_of_the_code() -> None:
         | {"loopfeed.engine.crossing.outfeed"}
     )
     assert own <= reached("loopfeed.engine.program.loop")
+
+
+def test_threads_are_workers() -> None:
+    """Elsewhere only the team of oneDNN starts threads, as `models` imports no other package."""
+    starts = re.compile(r"\b(Thread|ThreadPoolExecutor|start_new_thread)\(")
+    found = {module for module, path in MODULES.items() if starts.search(path.read_text(encoding="utf-8"))}
+    assert found == {"loopfeed.preprocess.workers", "loopfeed.models.kernels.onednn.team"}

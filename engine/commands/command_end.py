@@ -12,6 +12,7 @@ import click
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.printable import printable_text
 from loopfeed.preprocess.system_errors import cause_of, describe_system_error
+from loopfeed.preprocess.workers import call_within
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,12 +26,10 @@ def leave(code: int, *, at_once: bool = False) -> None:
     An immediate exit does not join threads, which may be stuck in a batch source, the compiler or a disk write.
     """
     # If nothing reads the output, a flush can block forever or wait for a blocked thread's lock; no signal ends it.
-    flusher = threading.Thread(target=_flush, daemon=True)
-    flusher.start()
-    flusher.join(_FLUSH_TIMEOUT_S)
+    has_flushed = call_within(_FLUSH_TIMEOUT_S, _flush, "flush")
     # One that is given up may hold what Python needs to end, such as the lock of stdin.
     has_stuck_logger = any(thread.name.startswith("logger-") for thread in threading.enumerate())
-    if code != 0 or at_once or has_stuck_logger or flusher.is_alive():
+    if code != 0 or at_once or has_stuck_logger or not has_flushed:
         os._exit(code)
 
 
@@ -55,20 +54,8 @@ def say_in_time(text: str, limit_s: float) -> None:
     Raises:
         Exception: whatever printing raised.
     """
-    failures: list[Exception] = []
-
-    def say() -> None:
-        try:
-            click.echo(text)
-        except Exception as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-
-    # A daemon: the end of the command does not wait for it either (`leave`).
-    speaker = threading.Thread(target=say, daemon=True)
-    speaker.start()
-    speaker.join(limit_s)
-    if failures:
-        raise failures[0]
+    # The end of the command does not wait for it either (`leave`).
+    call_within(limit_s, lambda: click.echo(text), "say")
 
 
 def say_on_terminal(console: "Console", text: str) -> None:

@@ -12,11 +12,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -27,6 +27,7 @@ from loopfeed.engine.signal_bursts import SignalBursts
 from loopfeed.preprocess.commands.guarded_output import GuardedStream
 from loopfeed.preprocess.commands.output_stream import OutputStream
 from loopfeed.preprocess.stop_signals import install, stop_signals, uninstall
+from loopfeed.preprocess.workers import Worker
 
 _LOOK_EVERY_S = 0.2
 # Between a request to end and the end by force.
@@ -204,7 +205,7 @@ def _start(arguments: Sequence[str], num_processes: int | None, folder: Path, re
             start_new_session=True,
         )
         if process.stdout is not None:
-            threading.Thread(target=relay.pass_on, args=(number, process.stdout), daemon=True).start()
+            Worker(partial(relay.pass_on, number, process.stdout), f"relay-{number}").start()
         children.append(_Child(number, process, beat))
     return children
 

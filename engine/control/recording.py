@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from loopfeed.engine.control.event import ControlEvent
+from loopfeed.preprocess.workers import Worker
 
 type Confirm = Callable[[], bool]
 """Called once the event is recorded: () → whether it takes effect; if not, the record must be taken back."""
@@ -101,11 +102,11 @@ class EventRecorder:
     ) -> None:
         self._record, self._on_late = record, on_late
         self._waiting: queue.SimpleQueue[Recording | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="control-recorder", daemon=True)
+        self._worker = Worker(self._work, "control-recorder")
 
     def start(self) -> None:
         """Start the thread; call this once."""
-        self._thread.start()
+        self._worker.start()
 
     def begin(self, event: ControlEvent) -> Recording:
         """Have the thread record an event; return at once."""
@@ -116,8 +117,7 @@ class EventRecorder:
     def close(self) -> None:
         """End the thread, and wait for it at most a second, because the disk may hang."""
         self._waiting.put(None)
-        if self._thread.is_alive():
-            self._thread.join(_CLOSE_TIMEOUT_S)
+        self._worker.wait(_CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
         while (recording := self._waiting.get()) is not None:

@@ -30,6 +30,7 @@ from loopfeed.engine.feed.thread_place import describe_places, places_of
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.memory import host_memory_bytes
 from loopfeed.preprocess.read_meter import NO_PROFILE
+from loopfeed.preprocess.workers import Worker, wait_for
 
 # How often a wait checks whether the workers are alive and whether it was cancelled.
 _LOOK_EVERY_S = 0.25
@@ -155,7 +156,7 @@ class Feeder:
         self.meter = FeedMeter(read_meter_of(source), start_index)
         self._copies = RowCopies(num_threads)
         self._slots: list[_Slot] = []
-        self._threads: list[threading.Thread] = []
+        self._workers: list[Worker[None]] = []
         self._filling: dict[int, int] = {}  # which thread fills a batch
         self._guard = threading.Lock()
         self._filled = threading.Condition(self._guard)  # takers wait for a batch or the close
@@ -176,10 +177,7 @@ class Feeder:
         shape, label_shape = (source.batch, *self.shard_shape[1:]), (source.batch, *self.label_shape[1:])
         self._slots = [_Slot(shape, label_shape, allocate) for _ in range(self.depth)]
         for number in range(self._num_threads):
-            thread = threading.Thread(target=self._work, name=f"feeder-{number}", daemon=True)
-            thread.start()
-            # Only after the start: `close` cannot join a thread that the system refused to start.
-            self._threads.append(thread)
+            self._workers.append(Worker(self._work, f"feeder-{number}").start())
 
     def _lender(self) -> LendingSource | None:
         return self._source if self._allocate is None and isinstance(self._source, LendingSource) else None
@@ -286,12 +284,9 @@ class Feeder:
             self._filled.notify_all()
             self._emptied.notify_all()
         self._copies.close()
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+        have_ended = wait_for(self._workers, _CLOSE_TIMEOUT_S)
         # Page-locked memory is scarce, so it is released at once, unless a thread may still write to it.
-        if self._allocate is not None and not any(thread.is_alive() for thread in self._threads):
+        if self._allocate is not None and have_ended:
             for slot in self._slots:
                 slot.release_memory()
 
@@ -368,7 +363,7 @@ class Feeder:
 
     def _check_can_arrive(self, batch_index: int, deadline: float) -> None:
         self.check_is_in_time(batch_index, deadline)
-        if not any(thread.is_alive() for thread in self._threads):
+        if not any(each.is_at_work for each in self._workers):
             raise FeederError(
                 f"the batch of {self._name_batch(batch_index)} cannot arrive: every reader thread has ended"
             )

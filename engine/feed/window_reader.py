@@ -20,6 +20,7 @@ from loopfeed.engine.feed.windowed_order import WindowedOrder
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.read_meter import AWAIT, COPY, NO_PROFILE, READ, WINDOW, Profile
 from loopfeed.preprocess.shards.reader import ShardError, ShardSplit
+from loopfeed.preprocess.workers import Worker, wait_for
 
 # Parts of this size hide a latency of 100 ms if several are read at a time.
 _PART_BYTES = 8 << 20
@@ -127,7 +128,7 @@ class WindowReader:
         most_rows = (-(-order.largest_window // order.batch) + 1) * len(order.lanes_of(rows)) * order.lane_rows
         self._capacity = min(order.largest_window, most_rows)
         self._memory: list[_Memory] = []
-        self._threads: list[threading.Thread] = []
+        self._workers: list[Worker[None]] = []
         self._changed = threading.Condition()  # guards everything below, and `_memory`
         self._next_window = order.window_at(first_position)
         self._closed = False
@@ -178,9 +179,7 @@ class WindowReader:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        wait_for(self._workers, _CLOSE_TIMEOUT_S)
 
     def _await(self, number: int, deadline: float, timeout_s: float) -> _Window | None:
         """Return the window once it is read, with one more taker; None if it was given up."""
@@ -226,9 +225,7 @@ class WindowReader:
             self._memory.append(_Memory(pixels, np.empty((self._capacity, *label_row), np.int32)))
         self._open_windows()
         for number in range(self._num_threads):
-            thread = threading.Thread(target=self._work, name=f"window-{number}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._workers.append(Worker(self._work, f"window-{number}").start())
 
     def _open_windows(self) -> None:
         """Let the threads read the next windows into memory that is free."""

@@ -17,6 +17,7 @@ from loopfeed.engine.loggers.experiment_log import ExperimentLog, LogRefusedErro
 from loopfeed.engine.loggers.record_log import Logged, log_record
 from loopfeed.engine.profile.table import Profile
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
+from loopfeed.preprocess.workers import Worker
 
 # Records that a slow logger may be behind; the following ones are left out.
 _MOST_QUEUED = 16_384
@@ -65,8 +66,7 @@ class LoggerSink:
 
     def _prepare(self) -> None:
         self._records: queue.SimpleQueue[Logged | None] = queue.SimpleQueue()
-        work = partial(self._work, self._records)
-        self._thread = threading.Thread(target=work, name=f"logger-{self._name}", daemon=True)
+        self._worker = Worker(partial(self._work, self._records), f"logger-{self._name}")
         self._is_off = self._has_left_out = False
         self._num_large_put = self._num_large_taken = 0
         self._called_at: float | None = None
@@ -77,9 +77,8 @@ class LoggerSink:
 
     def open(self) -> None:
         """Start the logger's thread, which opens the log; a sink can be used for one run after another."""
-        if self._thread.ident is not None:
-            self._prepare()
-        self._thread.start()
+        self._prepare()
+        self._worker.start()
 
     def write(self, record: LossRecord) -> None:
         """Log the loss of a step."""
@@ -107,16 +106,14 @@ class LoggerSink:
 
     def finish(self) -> None:
         """Wait until the log is closed, or for as long as the logger may take; Ctrl-C ends the wait."""
-        if self._thread.ident is None:
-            return
         deadline = time.monotonic() + self._finish_timeout_s
         try:
-            while self._thread.is_alive() and not self._is_off:
+            while self._worker.is_at_work and not self._is_off:
                 if time.monotonic() >= deadline:
                     self._end(f"it did not finish within {self._finish_timeout_s:g} s")
                     return
                 self._end_if_stuck()
-                self._thread.join(0.05)
+                self._worker.wait(0.05)
         except KeyboardInterrupt:
             self._end("it was interrupted while it finished")
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from loopfeed.engine.scopes import TRAIN, VALID
 from loopfeed.preprocess.memory import process_memory_bytes
 from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.workers import Worker
 
 # Longest sleep of the thread; it is woken when it has something to do.
 _LOOK_EVERY_S = 1.0
@@ -87,11 +88,11 @@ class Capture:
         self._is_awaited: Callable[[], bool] = self._is_due
         self._changed = threading.Event()
         self._is_over = self._is_late = False
-        self._thread = threading.Thread(target=self._work, name="profile-capture", daemon=True)
+        self._worker = Worker(self._work, "profile-capture")
 
     def start(self) -> None:
         """Start the thread; called once."""
-        self._thread.start()
+        self._worker.start()
 
     def abandon(self) -> None:
         """Ask the thread to end, without waiting for it."""
@@ -101,8 +102,7 @@ class Capture:
     def stop(self) -> None:
         """End a trace in progress and wait, for a limited time, until it is collected."""
         self.abandon()
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
+        if not self._worker.wait(_CLOSE_TIMEOUT_S):
             self._warn("warning: the trace of the profile was not collected in time, so the profile has no operations")
             # The thread ends when the trace is collected, and keeps nothing.
             self._is_late, self.traces = True, {}

@@ -12,6 +12,7 @@ from pathlib import Path
 from loopfeed.engine.control.request import ControlRequest, check_request_id
 from loopfeed.engine.records.whole_file import write_whole
 from loopfeed.preprocess.links import check_unlinked
+from loopfeed.preprocess.workers import Worker
 
 CONTROL_FOLDER_NAME = "control"
 
@@ -97,17 +98,16 @@ class ControlMailbox:
     def __init__(self, run: Path, deliver: Callable[[ControlRequest], None]) -> None:
         self._run, self._folder, self._deliver = run, run / CONTROL_FOLDER_NAME, deliver
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="control-mailbox", daemon=True)
+        self._worker = Worker(self._work, "control-mailbox")
 
     def start(self) -> None:
         """Start polling; call this once."""
-        self._thread.start()
+        self._worker.start()
 
     def close(self) -> None:
         """Stop polling, and wait at most two seconds for the thread to end, because the disk may hang."""
         self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join(_CLOSE_TIMEOUT_S)
+        self._worker.wait(_CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
         while not self._closing.is_set():

@@ -10,12 +10,11 @@ files at that time (`loopfeed.engine.records.folder_state`), and `model.safetens
 """
 
 import json
+import math
 import os
 import platform
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -36,6 +35,7 @@ from loopfeed.preprocess.regular_file import is_regular
 from loopfeed.preprocess.shards.arrays import PIXELS
 from loopfeed.preprocess.synced_folders import sync_folder
 from loopfeed.preprocess.system_errors import remedy_of, status_of
+from loopfeed.preprocess.workers import Worker, call_within, wait_for
 
 LOSS_LOG = "loss.jsonl"
 EVALUATION_LOG = "eval.jsonl"
@@ -76,7 +76,6 @@ _WRITTEN_BELOW = (f"{SNAPSHOTS}/{UNFINISHED}", f"{WANDB}/{WANDB_RUN_ID}", f"{WAN
 _MAKE_TRIES = 10
 # So long, an interrupted run waits for what is still at work in its folder.
 _UNLOCK_WAIT_S = 1.0
-_LOOK_EVERY_S = 0.05
 _RECORDED_VERSIONS = ("jax", "jaxlib", "numpy", "optax", "tensorstore")
 
 
@@ -131,24 +130,18 @@ class RunFolder:
             if not self._is_kept:
                 self._lock.release()
 
-    def unlock_after(self, threads_at_work: Callable[[], Sequence[threading.Thread]]) -> None:
+    def unlock_after(self, workers: Sequence[Worker[Any]]) -> None:
         """Keep the folder locked until all of these threads have ended, because they may still be writing.
 
         Waits a second for them; the folder is unlocked later if they take longer.
-
-        Args:
-            threads_at_work: returns those that have not ended.
         """
         self._is_kept = True
 
         def unlock() -> None:
-            while threads_at_work():
-                time.sleep(_LOOK_EVERY_S)
+            wait_for(workers, math.inf)
             self._lock.release()
 
-        unlocking = threading.Thread(target=unlock, name="unlock", daemon=True)
-        unlocking.start()
-        unlocking.join(_UNLOCK_WAIT_S)
+        call_within(_UNLOCK_WAIT_S, unlock, "unlock")
 
     def launched(self) -> None:
         """Mark the run as started, so that leaving the context keeps the run's files instead of removing them."""

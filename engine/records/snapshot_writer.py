@@ -28,8 +28,8 @@ from loopfeed.engine.records.folder_state import FolderState
 from loopfeed.engine.records.orbax_store import load_orbax
 from loopfeed.engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
 from loopfeed.preprocess.system_errors import is_out_of_room
+from loopfeed.preprocess.workers import Worker
 
-_LOOK_EVERY_S = 0.1
 _SAY_SKIPPED_EVERY_S = 60.0
 
 
@@ -60,6 +60,7 @@ class SnapshotWriter:
         writes: how long writing each snapshot on the disk took.
         num_bytes: bytes of the arrays of these snapshots.
         num_skipped: number of snapshots that were dropped because a newer one came before they were written.
+        worker: the thread.
 
     Raises:
         ValueError: if `keep` is negative.
@@ -91,7 +92,7 @@ class SnapshotWriter:
         self._is_last_written = True
         self._num_unsaid, self._say_again_at = 0, 0.0
         self._is_closed = False
-        self._thread = threading.Thread(target=self._work, name="snapshot-writer", daemon=True)
+        self.worker = Worker(self._work, "snapshot-writer")
 
     def start(self) -> None:
         """Start the thread, which imports Orbax first; call this once.
@@ -99,7 +100,7 @@ class SnapshotWriter:
         Do not call this while a program is traced: importing Orbax changes what jax compares when it looks up a traced
         function, so that a program whose tracing began earlier gets a different key in the cache on disk.
         """
-        self._thread.start()
+        self.worker.start()
 
     @property
     def last_step(self) -> int | None:
@@ -164,11 +165,6 @@ class SnapshotWriter:
             self._say(f"snapshot of step {step} skipped: {why}{before}")
             self._num_unsaid, self._say_again_at = 0, time.monotonic() + _SAY_SKIPPED_EVERY_S
 
-    def threads_at_work(self) -> list[threading.Thread]:
-        """Return the thread that writes, unless it has ended."""
-        # Not `is_alive`, which Python 3.12 takes for false after an interrupted `join` (its issue 45274).
-        return [each for each in threading.enumerate() if each is self._thread]
-
     def close(self, timeout_s: float) -> bool:
         """Accept no more snapshots, and wait at most `timeout_s` for pending ones to be written; can be called again.
 
@@ -184,14 +180,11 @@ class SnapshotWriter:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        # In short waits: Python may notice a signal that arrives as a wait begins only when that wait ends.
-        until = time.monotonic() + timeout_s
-        while self._thread.is_alive() and (left_s := until - time.monotonic()) > 0:
-            self._thread.join(min(left_s, _LOOK_EVERY_S))
+        has_ended = self.worker.wait(timeout_s)
         with self._changed:
             queued = [self._writing_step, *(each.step for each in self._waiting)]
             is_written = self._is_last_written
-        if self._thread.is_alive() and (unwritten := [f"of step {step}" for step in queued if step is not None]):
+        if not has_ended and (unwritten := [f"of step {step}" for step in queued if step is not None]):
             self._say(
                 f"snapshot {' and '.join(unwritten)} not written within {timeout_s:.3g} s: "
                 f"check the disk of {self._folder}; {self._describe_last()}"

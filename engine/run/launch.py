@@ -4,7 +4,6 @@ Owns how the parts are connected. Does not depend on run folders: the caller pro
 final state.
 """
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -51,13 +50,14 @@ from loopfeed.engine.run.own_updates import check_own_rate, describe_selection
 from loopfeed.engine.run.profiling import Profiling
 from loopfeed.engine.run.resolve import Resolved
 from loopfeed.engine.run.resume import StartingPoint
-from loopfeed.engine.run.signals import WorkerCall, call_on_worker, start_on_worker
+from loopfeed.engine.run.signals import call_on_worker, start_on_worker
 from loopfeed.engine.runtime.record import ProgramTimes
 from loopfeed.engine.stream.loss_stream import LossStream
 from loopfeed.engine.stream.sinks import Sink
 from loopfeed.models.registry import count_params
 from loopfeed.preprocess.memory import host_memory_bytes
 from loopfeed.preprocess.shards.reader import ChangedShardError
+from loopfeed.preprocess.workers import Worker
 
 # Time limit for closing all sinks together: long after a clean stop, short after an immediate one.
 _CLOSE_TIMEOUT_S = 60.0
@@ -112,7 +112,7 @@ class Launch:
         self.team, self._is_elsewhere, self._platform = host.team, host.is_elsewhere, host.platform
         self.clock, self.compilations, self.push_meter = host.clock, host.compilations, PushMeter(start.step)
         self.programs: list[ProgramTimes] = []
-        self._program: WorkerCall[TrainState] | None = None
+        self._program: Worker[TrainState] | None = None
         self._replicas = Replicas(len(self._devices))
         self.profiling = Profiling(config, self._data, host, start)
         self.infeeds = Infeeds(config, self._data, host, start, self._report_evaluation, self.profiling.profiler)
@@ -285,7 +285,7 @@ class Launch:
         """
         traced = traced or self.trace()
         dump_folder = None if self.config.dump_hlo is None else Path(self.config.dump_hlo)
-        wait = start_on_worker(
+        worker = start_on_worker(
             partial(
                 compile_traced,
                 traced,
@@ -298,7 +298,7 @@ class Launch:
         )
 
         def finish() -> Compiled:
-            compiled = wait()
+            compiled = worker.result()
             self._note_program("training", compiled)
             origin = "loaded from the cache, " if compiled.from_cache else ""
             self._notify(
@@ -394,14 +394,13 @@ class Launch:
             placed = put_everywhere((state, values), self._devices)
             with self.profiling.running():
                 self._program = start_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
-                state = self._program()
+                state = self._program.result()
             return take_copy(state, self._devices)
 
-    def threads_at_work(self) -> list[threading.Thread]:
-        """Return the threads of the program and of its sinks that are still at work, as after an interruption."""
-        program = [] if self._program is None else [self._program.thread]
-        running = threading.enumerate()  # not `is_alive`: see `SnapshotWriter.threads_at_work`
-        return [thread for thread in (*program, *self.stream.threads) if thread in running]
+    @property
+    def workers(self) -> list[Worker[Any]]:
+        """The threads of the program and of its sinks, which may be at work after an interruption."""
+        return [*([] if self._program is None else [self._program]), *self.stream.workers]
 
     def failure(self, state: TrainState) -> BaseException | None:
         """Return the run's error, if any. Errors on the host take precedence over others, and causes over effects."""

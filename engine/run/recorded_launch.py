@@ -206,7 +206,7 @@ class RecordedLaunch:
             state = launch.run(compiled, state, [self._sink, *sinks])
         except BaseException as error:
             # Another thread can set any exception for this one, which then waits no longer for the program.
-            if not isinstance(error, Exception) or launch.threads_at_work():
+            if not isinstance(error, Exception) or any(each.is_at_work for each in launch.workers):
                 self._leave_at_once(error, monitor)
                 raise
             self._await_snapshot(error)
@@ -233,7 +233,7 @@ class RecordedLaunch:
         self._finish_monitor(monitor, "stopped", _QUIT_TIMEOUT_S)
         self._record_end(error)
         self._snapshots.close(0)
-        self._folder.unlock_after(lambda: [*self._launch.threads_at_work(), *self._snapshots.threads_at_work()])
+        self._folder.unlock_after([*self._launch.workers, self._snapshots.worker])
         self._add_resume_note(error, self._snapshots.last_step)
 
     def _write_profile(self, result: TrainResult) -> None:
@@ -334,7 +334,7 @@ class RecordedLaunch:
         try:
             self._await_disk()
         except KeyboardInterrupt:
-            self._folder.unlock_after(self._snapshots.threads_at_work)
+            self._folder.unlock_after([self._snapshots.worker])
         self._add_resume_note(failure, self._snapshots.last_step)
 
     def _add_resume_note(self, failure: BaseException, snapshot_step: int | None) -> None:

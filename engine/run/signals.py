@@ -8,6 +8,7 @@ nothing reads the pipe, the main thread would block there and see no further sig
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -15,9 +16,7 @@ from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.peers import is_supervised, num_supervisor_signals
 from loopfeed.engine.signal_bursts import SignalBursts
 from loopfeed.preprocess.stop_signals import install, stop_signals, uninstall
-
-# How soon a signal is handled while the main thread waits.
-_POLL_EVERY_S = 0.1
+from loopfeed.preprocess.workers import Worker
 
 
 class StopSignals:
@@ -81,44 +80,15 @@ def ignore_message(_: str) -> None:
 
 
 def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
-    """Call `function` on a worker thread and return its result; see `start_on_worker`."""
-    return start_on_worker(function, *arguments)()
+    """Call `function` on a worker thread and return its result; signals are handled meanwhile.
 
-
-def start_on_worker[T](function: Callable[..., T], *arguments: Any) -> "WorkerCall[T]":
-    """Start `function` on a worker thread, and return the call, which waits for its result without delaying signals."""
-    return WorkerCall(function, *arguments)
-
-
-class WorkerCall[T]:
-    """A call of a function that is at work on a daemon thread.
-
-    Args:
-        function: called with `arguments`.
+    Raises:
+        BaseException: whatever the function raised, with its traceback, or KeyboardInterrupt if a signal interrupts the
+            wait, or what another thread sets for this one; the function is then still at work.
     """
+    return start_on_worker(function, *arguments).result()
 
-    def __init__(self, function: Callable[..., T], *arguments: Any) -> None:
-        self._result: list[T] = []
-        self._failure: list[BaseException] = []
 
-        def work() -> None:
-            try:
-                self._result.append(function(*arguments))
-            except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
-                self._failure.append(error)
-
-        self.thread = threading.Thread(target=work, name="worker", daemon=True)
-        self.thread.start()
-
-    def __call__(self) -> T:
-        """Wait for the result and return it.
-
-        Raises:
-            BaseException: whatever the function raised, with its traceback, or KeyboardInterrupt if a signal interrupts
-                the wait, or what another thread sets for this one; the function is then still at work.
-        """
-        while self.thread.is_alive():
-            self.thread.join(_POLL_EVERY_S)
-        if self._failure:
-            raise self._failure[0]
-        return self._result[0]
+def start_on_worker[T](function: Callable[..., T], *arguments: Any) -> Worker[T]:
+    """Start a call of `function` on a worker thread, and return the worker, whose `result` waits for it."""
+    return Worker(partial(function, *arguments), "worker").start()

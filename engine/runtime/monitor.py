@@ -4,7 +4,6 @@ A disk that hangs thus stops neither the run nor the watchdog. Errors of monitor
 """
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +13,7 @@ from loopfeed.engine.records.run_folder import RUNTIME, STALLS
 from loopfeed.engine.runtime.record import LaunchRuntime, LaunchState, Ring, RingSample, RuntimeReport
 from loopfeed.engine.runtime.runtime_file import encode_runtime
 from loopfeed.engine.runtime.watchdog import Watchdog
+from loopfeed.preprocess.workers import Worker, wait_for
 
 _LOOK_EVERY_S = 0.1
 _WRITE_EVERY_S = 30.0
@@ -83,15 +83,15 @@ class RuntimeMonitor:
         self._ended = threading.Event()
         self._changed = threading.Condition()
         self._is_due, self._last, self._has_warned = True, b"", False
-        self._threads = [threading.Thread(target=self._watch, name="runtime-watch", daemon=True)]
+        self._workers = [Worker(self._watch, "runtime-watch")]
         if write is not None:
-            self._threads.append(threading.Thread(target=self._record, name="runtime-record", daemon=True))
+            self._workers.append(Worker(self._record, "runtime-record"))
 
     def start(self) -> None:
         """Start the threads, the first write included."""
         try:
-            for thread in self._threads:
-                thread.start()
+            for worker in self._workers:
+                worker.start()
         except RuntimeError as error:  # the system refuses to start another thread
             self._warn(f"the run is not watched ({error})")
 
@@ -134,11 +134,7 @@ class RuntimeMonitor:
             self._last = encode_runtime(report)
             self._ended.set()
             self._changed.notify_all()
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(max(0.0, deadline - time.monotonic()))
-        if self._threads[-1].is_alive():
+        if not wait_for(self._workers, timeout_s):
             self._warn(f"{RUNTIME} was not written within {timeout_s:g} s: check the disk of the run folder")
         return report
 

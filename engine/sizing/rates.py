@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count as count_from
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from loopfeed.engine.feed.batches import label_words
 from loopfeed.engine.feed.shard_batches import ShardBatches
 from loopfeed.preprocess.shards.arrays import PIXELS
 from loopfeed.preprocess.shards.reader import ShardSplit
+from loopfeed.preprocess.workers import Worker, wait_for
 
 # Below this, a measurement of the disk would be one of the system's calls.
 _LEAST_BYTES = 16 << 20
@@ -98,27 +100,20 @@ def measure_copying(limit_s: float) -> float:
 def _rate_of(work: Callable[[], int], num_threads: int, limit_s: float) -> float:
     """Call `work` from several threads until the time is over or it returns 0, and return the sum per second."""
     done = [0] * num_threads
-    failures: list[BaseException] = []
     started = time.perf_counter()
 
     def repeat(number: int) -> None:
-        try:
-            # At least once, however late the thread starts.
-            while count := work():
-                done[number] += count
-                if time.perf_counter() - started >= limit_s:
-                    break
-        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
-            failures.append(error)
+        # At least once, however late the thread starts.
+        while count := work():
+            done[number] += count
+            if time.perf_counter() - started >= limit_s:
+                break
 
-    threads = [threading.Thread(target=repeat, args=(number,), daemon=True) for number in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, started + limit_s + _STUCK_S - time.perf_counter()))
-    if failures:
-        raise failures[0]
-    if any(thread.is_alive() for thread in threads):
+    workers = [Worker(partial(repeat, number), f"rate-{number}").start() for number in range(num_threads)]
+    have_ended = wait_for(workers, limit_s + _STUCK_S)
+    for worker in workers:
+        worker.check()
+    if not have_ended:
         raise TimeoutError(f"reading the data set did not end within {_STUCK_S:g} s: check the disk that it is on")
     return sum(done) / (time.perf_counter() - started)
 

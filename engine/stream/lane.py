@@ -20,6 +20,7 @@ from loopfeed.engine.stream.sinks import (
     TakesProfile,
     TakesSnapshots,
 )
+from loopfeed.preprocess.workers import Worker
 
 # A sink this far behind (a terminal paused by Ctrl-S, a dead network disk) first slows the run, then stops it.
 MOST_QUEUED = 65_536
@@ -52,6 +53,7 @@ class Lane:
         takes_profile: whether the sink takes the profile of the launch.
         is_left_out: whether it gets no more records.
         is_given_up: whether `close` does not wait for it.
+        worker: the thread that passes the records.
     """
 
     def __init__(self, sink: Sink, keep: Callable[[BaseException, "Lane"], None]) -> None:
@@ -64,7 +66,7 @@ class Lane:
         self._num_listed_put = self._num_listed_taken = 0
         self.is_left_out = self.is_given_up = False
         self._has_snapshot = threading.Event()
-        self.thread = threading.Thread(target=self._work, name=f"loss-stream-{self.name}", daemon=True)
+        self.worker = Worker(self._work, f"loss-stream-{self.name}")
 
     def accepts(self, record: Record) -> bool:
         """Return whether to queue a record; snapshots are queued one at a time, and only for sinks that take them.

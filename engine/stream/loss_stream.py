@@ -34,6 +34,7 @@ from loopfeed.engine.stream.sinks import (
     Sink,
 )
 from loopfeed.engine.stream.spooled_losses import SpooledLosses
+from loopfeed.preprocess.workers import Worker
 
 # Progress of an evaluation is sent only to a sink that is at most this far behind.
 _FEW_QUEUED = 16
@@ -135,7 +136,7 @@ class LossStream:
             self._last_time = time.time()
             for sink in opened:
                 lane = Lane(sink, self._keep)
-                lane.thread.start()
+                lane.worker.start()
                 self._lanes.append(lane)
         except BaseException:
             for sink in opened[len(self._lanes) :]:
@@ -234,18 +235,18 @@ class LossStream:
             self.close_blocked_s += waited_s
 
     @property
-    def threads(self) -> list[threading.Thread]:
+    def workers(self) -> list[Worker[None]]:
         """The threads of the sinks."""
-        return [lane.thread for lane in self._lanes]
+        return [lane.worker for lane in self._lanes]
 
     def unfinished(self) -> list[str]:
         """Return the names of the sinks whose threads have not ended."""
-        return [lane.name for lane in self._lanes if lane.thread.is_alive()]
+        return [lane.name for lane in self._lanes if lane.worker.is_at_work]
 
     def _wait_for_ends(self, deadline: float) -> list[Lane]:
         """Wait for the sinks' threads to end; return the lanes (one per sink) whose threads did not end in time."""
         taken, patient_until = -1, math.inf
-        while working := [lane for lane in self._lanes if lane.thread.is_alive() and not lane.is_given_up]:
+        while working := [lane for lane in self._lanes if lane.worker.is_at_work and not lane.is_given_up]:
             now = time.monotonic()
             self.blocked_by = working[-1].name
             taken_before, taken = taken, sum(lane.num_taken for lane in working)
@@ -254,7 +255,7 @@ class LossStream:
             ends = min(deadline, patient_until)
             if now >= ends:
                 return working
-            working[0].thread.join(min(_LOOK_EVERY_S, ends - now))
+            working[0].worker.wait(min(_LOOK_EVERY_S, ends - now))
         return []
 
     def _wait_while(self, lane: Lane, is_behind: Callable[[], bool]) -> None:

@@ -1,9 +1,10 @@
 """Notices during a run, printed on a separate thread, because printing blocks for ever if nobody reads the output."""
 
 import queue
-import threading
 from collections.abc import Callable
 from contextlib import suppress
+
+from loopfeed.preprocess.workers import Worker
 
 # A notice is normally printed in microseconds; one that blocks must not delay the end of the run.
 _NOTICE_TIMEOUT_S = 0.5
@@ -30,11 +31,11 @@ class Notices:
         self._notify = notify
         # Only the `put` of this kind of queue is documented to be safe in a signal handler.
         self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="notices", daemon=True)
+        self._worker = Worker(self._work, "notices")
 
     def start(self) -> None:
         """Start the thread, which first prints the notices already queued; called once."""
-        self._thread.start()
+        self._worker.start()
 
     def say(self, notice: str) -> None:
         """Queue a notice and return at once; safe from any thread and from signal handlers."""
@@ -43,8 +44,7 @@ class Notices:
     def close(self) -> None:
         """Wait, for a limited time, until the queued notices are printed, so that they precede later output."""
         self._waiting.put(None)
-        if self._thread.is_alive():
-            self._thread.join(_NOTICE_TIMEOUT_S)
+        self._worker.wait(_NOTICE_TIMEOUT_S)
 
     def _work(self) -> None:
         while (notice := self._waiting.get()) is not None:

@@ -6,7 +6,6 @@ network must learn shape. Images are JPEG files in class folders, like any other
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from PIL import Image, ImageDraw
 
 from loopfeed.preprocess.cores import num_cores
 from loopfeed.preprocess.system_errors import naming_file
+from loopfeed.preprocess.workers import Pool
 
 SUPERSAMPLING = 4
 NUM_TRAIN_IMAGES = 5000
@@ -66,7 +66,7 @@ def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32,
             folder = dest / split / name
             folder.mkdir(parents=True)
             jobs += [(folder, size, (seed, split_number, index)) for index in range(label, count, num_classes)]
-    with ThreadPoolExecutor(num_cores()) as pool:
+    with Pool(num_cores(), "draw") as pool:
         list(pool.map(lambda job: _save(*job), jobs))
     return dest
 

@@ -7,12 +7,9 @@ for all large files together, and `_WINDOW_BYTES` for decoded crops that are not
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +27,7 @@ from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.location import ShardError
 from loopfeed.preprocess.sources.listing import ChangedSourceError
 from loopfeed.preprocess.system_errors import Cause, cause_of, reading_remedy, remedy_and_repeat
+from loopfeed.preprocess.workers import Pool
 
 if TYPE_CHECKING:
     from loopfeed.preprocess.sources.listing import SourceImage, SourceSplit
@@ -116,36 +114,22 @@ def decode_in_order(
     blocks = iter(
         range(first, min(first + block, each.stop)) for each in ranges for first in range(each.start, each.stop, block)
     )
-    tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], range] | None] = queue.SimpleQueue()
     pending: deque[tuple[Future[list[Outcome]], range]] = deque()
     window = max(num_workers, min(num_workers * _BLOCKS_PER_WORKER, _WINDOW_BYTES // (block * 4 * rule.size**2)))
     decoder = _Decoder(source, rule, layout, budgets or decode_budgets(), decoding)
-
-    def work() -> None:
-        while (task := tasks.get()) is not None:
-            future, indices = task
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(decoder.outcomes(indices))
-            except BaseException as error:  # noqa: BLE001 - kept, and raised in the consumer
-                future.set_exception(error)
-
-    # Daemons: a thread stuck in a dead network file system must not keep the command from exiting.
-    threads = [threading.Thread(target=work, name=f"decode-{n}", daemon=True) for n in range(num_workers)]
-    for thread in threads:
-        thread.start()
+    pool = Pool(num_workers, "decode")
     try:
         while True:
             while len(pending) < window and (indices := next(blocks, None)) is not None:
-                pending.append((Future(), indices))
-                tasks.put(pending[-1])
+                pending.append((pool.submit(decoder.outcomes, indices), indices))
             if not pending:
                 return
             future, indices = pending.popleft()
             yield _wait(future, source, indices.start)
     finally:
-        _stop(threads, tasks)
+        for future, _ in pending:
+            future.cancel()
+        pool.close(_JOIN_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
@@ -263,15 +247,3 @@ def _wait(future: Future[list[Outcome]], source: SourceSplit, first: int) -> lis
             f"{printable(source.image(first).name)} was not read and decoded within {IMAGE_TIMEOUT_S:.0f} s; "
             "check the disk or the network, then run the same command again to continue"
         ) from error
-
-
-def _stop(
-    threads: list[threading.Thread], tasks: queue.SimpleQueue[tuple[Future[list[Outcome]], range] | None]
-) -> None:
-    with suppress(queue.Empty):
-        while True:
-            tasks.get_nowait()
-    for _ in threads:
-        tasks.put(None)
-    for thread in threads:
-        thread.join(timeout=_JOIN_TIMEOUT_S)

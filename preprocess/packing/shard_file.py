@@ -8,7 +8,6 @@ the byte layout of a shard (Zarr version 3, codec `sharding_indexed`), not its m
 from __future__ import annotations
 
 import os
-import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from loopfeed.preprocess.regular_file import close_quietly
 from loopfeed.preprocess.shards.location import LOCK_SUFFIX
 from loopfeed.preprocess.shards.shard_index import CHECKSUM_BYTES, shard_index
 from loopfeed.preprocess.synced_folders import make_folders, sync_folder
+from loopfeed.preprocess.workers import Pool
 
 
 class ShardFile:
@@ -57,19 +57,10 @@ class ShardFile:
 
     def commit(self) -> Future[None]:
         """Start a thread that syncs the file and gives it its final name; return a future that raises any OSError."""
-        finished: Future[None] = Future()
-
-        def finish() -> None:
-            try:
-                self._finish()
-            except BaseException as error:  # noqa: BLE001 - raised by the future
-                finished.set_exception(error)
-            else:
-                finished.set_result(None)
-
-        # A daemon: a disk that hangs must not keep the command from exiting.
-        threading.Thread(target=finish, name="shard-file", daemon=True).start()
-        return finished
+        pool = Pool(1, "shard-file")
+        committed = pool.submit(self._finish)
+        pool.close()
+        return committed
 
     def discard(self) -> None:
         """Delete the file unless it was committed; calling this again has no effect."""

@@ -15,6 +15,7 @@ from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
 from loopfeed.preprocess.shards.location import Location, ShardError
 from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.shard_cache import ShardCache
+from loopfeed.preprocess.workers import Worker, wait_for
 
 _NUM_THREADS = 16
 _PART_BYTES = 8 << 20
@@ -53,7 +54,7 @@ class ShardCopies:
         self._pending: set[int] = set()
         self._tried: dict[int, float] = {}
         self._failures: Counter[int] = Counter()
-        self._threads: list[threading.Thread] = []
+        self._workers: list[Worker[None]] = []
         self._changed = threading.Condition()  # guards everything above
         self._closed = False
 
@@ -98,9 +99,7 @@ class ShardCopies:
             self._closed = True
             self._wanted.clear()
             self._changed.notify_all()
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        wait_for(self._workers, _CLOSE_TIMEOUT_S)
 
     def _is_present(self, shard: int) -> bool:
         if shard not in self._present and shard < self.num_cached and self._cache.has(self._pack, shard):
@@ -113,10 +112,8 @@ class ShardCopies:
         return shard < self.num_cached and shard not in self._pending and is_due and is_hopeful
 
     def _start(self) -> None:
-        for number in range(len(self._threads), _NUM_THREADS):
-            thread = threading.Thread(target=self._work, name=f"shard-copies-{number}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        for number in range(len(self._workers), _NUM_THREADS):
+            self._workers.append(Worker(self._work, f"shard-copies-{number}").start())
 
     def _work(self) -> None:
         while (shard := self._claim()) is not None:

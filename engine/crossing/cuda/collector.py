@@ -1,11 +1,11 @@
 """A thread that calls host functions when the device reaches an event; neither the host nor the device waits."""
 
 import queue
-import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
 from loopfeed.engine.crossing.cuda.driver import CudaDriver
+from loopfeed.preprocess.workers import Worker
 
 
 class _Job(NamedTuple):
@@ -18,20 +18,21 @@ class Collector:
 
     Args:
         driver: driver of the events.
-
-    Attributes:
-        failure: the exception that ended the thread, after which nothing is called, or None.
     """
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="cuda-collector", daemon=True)
-        self.failure: BaseException | None = None
+        self._worker = Worker(self._work, "cuda-collector")
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the thread, after which nothing is called, or None."""
+        return self._worker.failure
 
     def start(self) -> None:
         """Start the thread; call this method only once."""
-        self._thread.start()
+        self._worker.start()
 
     def put(self, event: int, function: Callable[[], None]) -> None:
         """Have the thread call `function` once `event` has completed; the event must already be recorded."""
@@ -44,9 +45,7 @@ class Collector:
             TimeoutError: if that takes longer than `timeout_s` seconds; the thread is then abandoned.
         """
         self._jobs.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self._worker.wait(timeout_s):
             raise TimeoutError(
                 f"the program's records did not reach the host within {timeout_s:g} s of the program's end: check "
                 "with nvidia-smi whether the GPU hangs, and check whether the terminal or disk to which the losses are "
@@ -54,12 +53,9 @@ class Collector:
             )
 
     def _work(self) -> None:
-        try:
-            with self._driver.current():
-                while (job := self._jobs.get()) is not None:
-                    self._driver.synchronize(job.event)
-                    job.function()
-                    # Otherwise the job would keep the launch alive until the next job.
-                    del job
-        except BaseException as error:  # noqa: BLE001 - raised by the code that launched the program
-            self.failure = error
+        with self._driver.current():
+            while (job := self._jobs.get()) is not None:
+                self._driver.synchronize(job.event)
+                job.function()
+                # Otherwise the job would keep the launch alive until the next job.
+                del job

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from loopfeed.engine.crossing.cuda.arena import Arena
 from loopfeed.engine.crossing.cuda.driver import CudaDriver
 from loopfeed.engine.feed.feeder import Feeder, FeederError
+from loopfeed.preprocess.workers import Worker
 
 # The ring contains as many batches as fit into these bytes, within bounds: at least three, because two keep the copies
 # going while one is taken; more if they are small, because a step of a small network ends before a thread wakes up.
@@ -73,12 +74,11 @@ class DeviceRing:
         self._pixel_bytes, self._label_bytes = pixel_bytes, label_bytes
         self._slots: list[_Slot] = []
         self._stream = 0
-        self._thread = threading.Thread(target=self._work, name="cuda-copies", daemon=True)
+        self._worker = Worker(self._work, "cuda-copies")
         self._changed = threading.Condition()
         self._next_given = feeder.start_index  # guarded by _changed, as are the following
         self._closed = False
         self._borrows_since_s: float | None = None  # when the thread began to wait for a batch of the feeder
-        self._failure: BaseException | None = None
 
     def start(self, arena: Arena) -> None:
         """Allocate the slots and start copying; call this method once, inside the driver's `current`."""
@@ -86,7 +86,7 @@ class DeviceRing:
         count = max(1, min(num_slots(num_bytes), self._feeder.stop_index - self._feeder.start_index))
         self._slots = [_Slot(arena, num_bytes) for _ in range(count)]
         self._stream = arena.stream()
-        self._thread.start()
+        self._worker.start()
 
     def give(
         self,
@@ -135,16 +135,14 @@ class DeviceRing:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join(_CLOSE_TIMEOUT_S)
+        self._worker.wait(_CLOSE_TIMEOUT_S)
 
     def _wait_for(self, slot: _Slot, batch_index: int, is_cancelled: Callable[[], bool]) -> bool:
         """Wait until the copy of a batch is enqueued; return False if the wait is cancelled."""
         asked_s = time.perf_counter()
         with self._changed:
             while slot.batch_index != batch_index:
-                if self._failure is not None:
-                    raise self._failure
+                self._worker.check()
                 if self._closed:
                     raise FeederError("the device ring was closed while the program waited for a batch")
                 if is_cancelled():
@@ -158,13 +156,8 @@ class DeviceRing:
 
     def _work(self) -> None:
         """Copy each batch from the feeder to its slot; runs on the ring's thread."""
-        try:
-            with self._driver.current():
-                self._copy_all()
-        except BaseException as error:  # noqa: BLE001 - raised, with its traceback, by the `give` of this batch
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+        with self._driver.current():
+            self._copy_all()
 
     def _copy_all(self) -> None:
         in_flight: deque[tuple[int, _Slot]] = deque()

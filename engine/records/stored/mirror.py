@@ -7,7 +7,7 @@ marker that lists them, then the removal of objects that no marker lists any mor
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
 from loopfeed.engine.records.stored.capture import FolderCapture
@@ -22,6 +22,7 @@ from loopfeed.engine.records.stored.state import (
     is_object,
 )
 from loopfeed.preprocess.shards.location import Location, ShardError
+from loopfeed.preprocess.workers import Pool, Worker, call_within
 
 UPLOAD_EVERY_S = 10.0
 """How often new lines of the logs are uploaded, and the lease is renewed, in seconds."""
@@ -77,15 +78,14 @@ class Mirror:
         self._remains: set[str] | None = None
         self._unlisted: set[str] = set()
         self._capture: FolderCapture | None = None
-        self._failure: Exception | None = None
         self._renewed_s, self._renewing = time.monotonic(), threading.Lock()
         self._changed = threading.Condition()
-        self._is_finishing, self._is_abandoned, self._has_ended = False, False, False
-        self._thread = threading.Thread(target=self._work, name="stored-run", daemon=True)
+        self._is_finishing = self._is_abandoned = False
+        self._worker = Worker(self._work, "stored-run")
 
     def start(self) -> None:
         """Start the thread; call this once."""
-        self._thread.start()
+        self._worker.start()
 
     def upload_once(self) -> None:
         """Upload the folder as it is now, before `begin`; the error is raised here.
@@ -106,8 +106,7 @@ class Mirror:
 
     def check(self) -> None:
         """Raise the error that ended the uploads, if there was one."""
-        if self._failure is not None:
-            raise self._failure
+        self._worker.check()
 
     def finish(self, on_wait: Callable[[], None] = lambda: None) -> None:
         """Upload the last state; raise the error if the uploads failed.
@@ -120,38 +119,27 @@ class Mirror:
         with self._changed:
             self._is_finishing = True
             self._changed.notify_all()
-            has_ended = self._changed.wait_for(lambda: self._has_ended, _MOMENT_S)
-        if not has_ended:
+        if not self._worker.wait(_MOMENT_S):
             on_wait()
-        with self._changed:
-            self._changed.wait_for(lambda: self._has_ended)
-        self.check()
+        self._worker.result()
 
     def abandon(self) -> None:
         """Upload nothing more; a thread that waits for the store is left behind."""
         with self._changed:
             self._is_abandoned = True
             self._changed.notify_all()
-        self._thread.join(_ABANDON_S)
+        self._worker.wait(_ABANDON_S)
 
     def release(self) -> None:
         """Release the lease if the store answers at once, after `finish` or `abandon`."""
-        thread = threading.Thread(target=self._lease.release, name="stored-run-release", daemon=True)
-        thread.start()
-        thread.join(_ABANDON_S)
+        call_within(_ABANDON_S, self._lease.release, "stored-run-release")
 
     def _work(self) -> None:
-        try:
-            while self._wait():
-                self._persist(self._upload)
-            if self._capture is not None and not self._is_abandoned:
-                self._persist(lambda: self._upload(is_last=True))
-                self._persist(lambda: self._remove_unlisted(at_end=True))
-        except Exception as error:  # noqa: BLE001 - kept for the run, which ends with it
-            self._failure = error
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
+        while self._wait():
+            self._persist(self._upload)
+        if self._capture is not None and not self._is_abandoned:
+            self._persist(lambda: self._upload(is_last=True))
+            self._persist(lambda: self._remove_unlisted(at_end=True))
 
     def _persist(self, action: Callable[[], None]) -> None:
         """Act, and act again for a while if the store refuses; raise its error then."""
@@ -203,7 +191,7 @@ class Mirror:
 
     def _upload_from(self, capture: FolderCapture, *, is_last: bool) -> None:
         """Upload what is new, and then the marker."""
-        with ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="stored-run") as pool:
+        with Pool(_CONCURRENT, "stored-run") as pool:
             uploads = _Uploads(pool, self._location, self._objects, self._renew_if_due)
             files = capture.take(uploads.put, is_last=is_last)
             uploads.finish()
@@ -272,9 +260,7 @@ class _Uploads:
         meanwhile: called between two uploads.
     """
 
-    def __init__(
-        self, pool: ThreadPoolExecutor, location: Location, objects: set[str], meanwhile: Callable[[], None]
-    ) -> None:
+    def __init__(self, pool: Pool, location: Location, objects: set[str], meanwhile: Callable[[], None]) -> None:
         self._pool, self._location, self._objects, self._meanwhile = pool, location, objects, meanwhile
         self._pending: dict[Future[None], str] = {}
 

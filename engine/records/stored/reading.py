@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -20,6 +19,7 @@ from loopfeed.engine.records.stored.state import MARKER, Part, StoredRunError, S
 from loopfeed.engine.records.stored.working_copy import WorkingCopy
 from loopfeed.preprocess.shards.location import Location, open_location
 from loopfeed.preprocess.storage_options import is_url
+from loopfeed.preprocess.workers import Pool
 
 _TRIES = 10
 _CONCURRENT = 8
@@ -281,7 +281,7 @@ def read_parts(location: Location, parts: Sequence[Part], read: ReadParts | None
         GoneError: an object is not in the store.
     """
     read = read or ReadParts()
-    with ThreadPoolExecutor(_CONCURRENT) as pool:
+    with Pool(_CONCURRENT, "stored-parts") as pool:
         for begin in range(0, len(parts), _CONCURRENT):
             some = parts[begin : begin + _CONCURRENT]
             for part, content in zip(some, pool.map(lambda part: _read_part(location, part), some), strict=True):

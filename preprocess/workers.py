@@ -1,0 +1,192 @@
+"""Threads of one kind: daemons that keep what their work raises, so that whoever waits for them raises it.
+
+They are daemons because work may hang, in a file system, a terminal or a library, and must not keep the process from
+exiting. Every wait takes a limit and handles signals soon.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+# Python may notice a signal that arrives as a wait begins only when that wait ends.
+_LOOK_EVERY_S = 0.1
+
+
+class Worker[T]:
+    """One call of a function, on a thread of its own.
+
+    Args:
+        work: the function.
+        name: of the thread, as in the reports of stalls.
+
+    Attributes:
+        failure: what the function raised, None if it did not.
+    """
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self.failure: BaseException | None = None
+        self._results: list[T] = []
+        self._has_ended = threading.Event()
+        # Only the thread refers to `work`, which may refer to what owns this object.
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+
+    def start(self) -> Self:
+        """Start the thread; call this once.
+
+        Raises:
+            RuntimeError: the system refuses to start another thread; this object then counts as never started.
+        """
+        self._thread.start()
+        return self
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether the thread has started and not ended; false in a forked process, which has no such thread."""
+        # Not `Thread.is_alive`, which Python 3.12 takes for false after an interrupted `join` (its issue 45274).
+        return not self._has_ended.is_set() and self._thread in threading.enumerate()
+
+    def wait(self, limit_s: float = math.inf) -> bool:
+        """Wait until the function has returned or raised, or a limit in seconds; return whether it is not at work."""
+        if self._thread is threading.current_thread():
+            return False
+        deadline = time.monotonic() + limit_s
+        while self.is_at_work:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._has_ended.wait(min(left_s, _LOOK_EVERY_S))
+        if self._has_ended.is_set():
+            self._thread.join(_LOOK_EVERY_S)  # some microseconds, after which the thread is really gone
+        return True
+
+    def check(self) -> None:
+        """Raise what the function raised, with its traceback, if it did."""
+        if self.failure is not None:
+            raise self.failure
+
+    def result(self, timeout: float = math.inf) -> T:
+        """Wait for what the function returns, and return it.
+
+        Raises:
+            BaseException: what the function raised.
+            TimeoutError: it is still at work after `timeout` seconds.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"the thread {self._thread.name} is still at work after {timeout:g} s")
+        self.check()
+        return self._results[0]
+
+    def _run(self, work: Callable[[], T]) -> None:
+        try:
+            self._results.append(work())
+        except BaseException as error:  # noqa: BLE001 - kept for whoever waits
+            self.failure = error
+        finally:
+            self._has_ended.set()
+
+
+def wait_for(workers: Iterable[Worker[Any]], limit_s: float) -> bool:
+    """Wait at most `limit_s` seconds for all of these workers together; return whether none is at work."""
+    deadline = time.monotonic() + limit_s
+    have_ended = True
+    for each in workers:
+        have_ended &= each.wait(max(0.0, deadline - time.monotonic()))
+    return have_ended
+
+
+def call_within(limit_s: float, function: Callable[[], object], name: str = "call") -> bool:
+    """Call a function that may hang, on a thread of its own; return whether it ended within so many seconds.
+
+    Raises:
+        BaseException: what the function raised within this time.
+    """
+    call = Worker(function, name).start()
+    has_ended = call.wait(limit_s)
+    call.check()
+    return has_ended
+
+
+class Pool:
+    """Threads that make calls, first in, first out; each starts when it is first needed.
+
+    As a context manager, it waits at the end until all calls are made. Where the system refuses every thread, and after
+    `close`, the caller makes its calls itself. Not `ThreadPoolExecutor`, whose threads keep the process from exiting.
+
+    Args:
+        num_threads: the largest number of threads.
+        name: of the threads, followed by their numbers.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads, self._name = num_threads, name
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._guard = threading.Lock()
+        self._workers: list[Worker[None]] = []  # guarded by _guard, as is the following
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(math.inf)
+
+    def start(self, num_wanted: int) -> int:
+        """Start threads until there are `num_wanted`, or the system refuses; return how many there are."""
+        with self._guard:
+            while len(self._workers) < min(num_wanted, self._num_threads) and not self._is_closed:
+                try:
+                    self._workers.append(Worker(self._work, f"{self._name}-{len(self._workers)}").start())
+                except RuntimeError:
+                    break
+            return len(self._workers)
+
+    def submit[T](self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Have a thread make a call, and return its future."""
+        from concurrent.futures import Future  # imports logging, which the help of a command needs not wait for
+
+        future: Future[T] = Future()
+        call = partial(_call, future, function, *arguments)
+        num_threads = self.start(len(self._workers) + 1)
+        with self._guard:
+            if num_threads and not self._is_closed:
+                self._calls.put(call)
+                return future
+        call()
+        return future
+
+    def map[T](self, function: Callable[..., T], *iterables: Iterable[Any]) -> Iterator[T]:
+        """Call a function with the elements of iterables of equal length; yield what it returns, in their order."""
+        futures = [self.submit(function, *arguments) for arguments in zip(*iterables, strict=True)]
+        return (future.result() for future in futures)
+
+    def close(self, limit_s: float = 0.0) -> bool:
+        """Let the threads end once the calls so far are made; return whether they ended within so many seconds."""
+        with self._guard:
+            if not self._is_closed:
+                self._is_closed = True
+                for _ in self._workers:
+                    self._calls.put(None)
+        return wait_for(self._workers, limit_s)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # what it refers to, such as the memory of a program
+
+
+def _call[T](future: Future[T], function: Callable[..., T], *arguments: Any) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(*arguments))
+    except BaseException as error:  # noqa: BLE001 - raised by the future
+        future.set_exception(error)

@@ -1,0 +1,146 @@
+"""Workers: what they return or raise reaches whoever waits, in time, and none keeps a process."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+
+from loopfeed.preprocess.workers import Pool, Worker, call_within, wait_for
+
+LIMIT_S = 30.0
+SHORT_S = 0.05
+
+
+def test_a_worker_passes_on_what_its_function_returns_or_raises():
+    assert Worker(lambda: threading.current_thread().name, "mine").start().result(LIMIT_S) == "mine"
+    failing = Worker(lambda: 1 // 0, "fails").start()
+    assert failing.wait(LIMIT_S)
+    for raised in (failing.check, failing.result):
+        with pytest.raises(ZeroDivisionError) as caught:
+            raised()
+        assert caught.value is failing.failure
+    with pytest.raises(SystemExit):
+        Worker(sys.exit, "exits").start().result(LIMIT_S)
+
+
+def test_waits_end_at_their_limit_all_workers_together():
+    release = threading.Event()
+    stuck = [Worker(release.wait, f"stuck-{number}").start() for number in range(4)]
+    started = time.monotonic()
+    assert not stuck[0].wait(SHORT_S)
+    with pytest.raises(TimeoutError, match="stuck-0 is still at work"):
+        stuck[0].result(SHORT_S)
+    assert not wait_for(stuck, SHORT_S)
+    assert not call_within(SHORT_S, lambda: release.wait(LIMIT_S))
+    assert time.monotonic() - started < LIMIT_S / 2
+    assert all(each.is_at_work for each in stuck)
+    release.set()
+    assert wait_for(stuck, LIMIT_S)
+    assert not any(each.is_at_work for each in stuck)
+
+
+def test_a_call_within_a_limit_raises_what_it_raised():
+    def fail():
+        raise OSError("No space left")
+
+    assert call_within(LIMIT_S, lambda: None)
+    with pytest.raises(OSError, match="No space left"):
+        call_within(LIMIT_S, fail)
+
+
+def test_a_worker_that_was_not_started_or_refused_is_not_waited_for(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    worker = Worker(lambda: None, "never")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        worker.start()
+    assert not worker.is_at_work
+    assert worker.wait()
+
+
+def test_a_worker_does_not_wait_for_itself():
+    found: list[bool] = []
+    worker = Worker(lambda: found.append(worker.wait()), "itself")
+    worker.start().result(LIMIT_S)
+    assert found == [False]
+
+
+def test_a_worker_that_has_ended_keeps_nothing_that_its_function_refers_to():
+    class Owner:
+        def __init__(self):
+            self.worker = Worker(self.work, "owned")
+
+        def work(self):
+            pass
+
+    gc.disable()
+    try:
+        owner = Owner()
+        owner.worker.start().result(LIMIT_S)
+        left = weakref.ref(owner)
+        del owner
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+PROGRAM = """
+import os, sys, threading
+from loopfeed.preprocess.workers import Pool, Worker
+stuck = Worker(threading.Event().wait, "stuck").start()
+pool = Pool(2, "pool")
+pool.submit(threading.Event().wait)
+if os.fork() == 0:  # the child has no such thread, and waits for none
+    assert not stuck.is_at_work and stuck.wait()
+    os._exit(0)
+assert os.wait()[1] == 0
+print("done")
+"""
+
+
+def test_stuck_workers_keep_no_process_and_a_forked_one_does_not_wait_for_them():
+    assert (
+        subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, timeout=60, check=True).stdout == b"done\n"
+    )
+
+
+def test_a_pool_makes_all_calls_and_maps_in_order():
+    before = set(threading.enumerate())
+    with Pool(3, "pool") as pool:
+        assert list(pool.map(lambda a, b: a * b, range(50), range(50))) == [number**2 for number in range(50)]
+        failing = pool.submit(lambda: 1 // 0)
+        slow = [pool.submit(time.sleep, 0.001) for _ in range(20)]
+        assert len({thread.name for thread in threading.enumerate() if thread.name.startswith("pool-")}) == 3
+    assert all(each.done() for each in slow)
+    assert isinstance(failing.exception(), ZeroDivisionError)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_pool_that_is_closed_or_has_no_threads_lets_the_caller_work(monkeypatch):
+    closed, caller = Pool(2, "closed"), threading.current_thread()
+    closed.close()
+    assert closed.submit(threading.current_thread).result(0) is caller
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert Pool(2, "refused").submit(threading.current_thread).result(0) is caller
+
+
+def test_a_call_that_is_cancelled_before_it_begins_is_not_made():
+    release = threading.Event()
+    made: list[int] = []
+    pool = Pool(1, "pool")
+    pool.submit(release.wait, LIMIT_S)
+    pending = [pool.submit(made.append, number) for number in range(3)]
+    assert pending[1].cancel()
+    release.set()
+    assert pool.close(LIMIT_S)
+    assert made == [0, 2]
