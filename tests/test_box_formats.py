@@ -63,11 +63,6 @@ def test_a_truncated_file_is_refused(name, cut):
             decode_image(part, rule)
 
 
-@pytest.mark.parametrize("name", ["AVIF", "JP2"])
-def test_bytes_after_the_last_box_do_no_harm(name):
-    np.testing.assert_array_equal(decode_image(file_of(name) + b"padding!", RULE), decode_image(file_of(name), RULE))
-
-
 def twelve_bits():
     """Return grey of 12 bits, and a JP2 file of it: one of 16 bits whose values lie in the middle, said to have 12."""
     values = np.random.default_rng(1).integers(0, 4096, (24, 24)).astype(np.uint16)

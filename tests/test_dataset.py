@@ -38,11 +38,6 @@ def test_the_demo_set_is_the_default_and_the_reason_says_so(elsewhere, cache_fol
     assert choice.reason == "no --data, no $LOOPFEED_DATA and no data/shards: the demo set"
 
 
-def test_the_demo_set_may_be_named_as_a_record_of_a_run_does(elsewhere):
-    demo = choose_data(None).data
-    assert choose_data(demo) == (demo, "as given", True)
-
-
 def test_the_demo_set_is_made_once(tmp_path, monkeypatch):
     # 60 drawings instead of 6,000: the full set is made by the demo script.
     draw = demo.draw_demo

@@ -62,12 +62,6 @@ def folder_server(folder, delay_s=0.0, first_codes=()):
         server.server_close()
 
 
-def test_a_refused_connection_is_one_line_with_the_address():
-    expected = rf"^{REFUSED} cannot be reached \(.*127\.0\.0\.1 port 9.*\); check the address and the network$"
-    with pytest.raises(ShardError, match=expected):
-        open_location(REFUSED)
-
-
 def test_a_server_that_never_answers_is_given_up_and_named(monkeypatch):
     assert first_contact.CONTACT_TIMEOUT_S <= 15
     monkeypatch.setattr(first_contact, "CONTACT_TIMEOUT_S", 0.3)

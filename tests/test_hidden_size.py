@@ -73,15 +73,6 @@ def test_the_size_of_a_tile_is_a_number_of_the_files_own_kind():
 
 
 @needs_avif
-def test_the_frame_of_an_avif_counts_whatever_its_boxes_say():
-    encoded = bytearray(avif("RGB", 64, 48))
-    place = encoded.index(b"ispe") + 8
-    encoded[place : place + 8] = struct.pack(">II", 8, 8)
-    with pytest.raises(DecodeError, match="its tiles or frames have 3072 pixels, more than the 1000 allowed"):
-        decode_crop(bytes(encoded), RULE, max_pixels=1000)
-
-
-@needs_avif
 @pytest.mark.parametrize(("mode", "planes"), [("RGB", 1), ("RGBA", 2)])
 def test_the_pixels_of_avif_frames_are_read_from_their_sequence_headers(mode, planes):
     for width, height in ((40, 30), (333, 201), (1000, 700)):

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from PIL import Image
 
 from loopfeed.preprocess.commands.inspect_cli import main
 from loopfeed.preprocess.shards.classes import ImageClass
@@ -61,21 +60,6 @@ def test_verify_names_what_is_damaged_and_exits_2(data):
     assert run(data, "--verify", "--split", "val").exit_code == 2
 
 
-def test_lost_files_are_named_without_verify(data):
-    (data / "train/pixels/c/1/0/0").unlink()
-    os.truncate(data / "train/labels/c/0", 10)
-    result = run(data)
-    assert result.exit_code == 2
-    assert result.stderr.splitlines() == [
-        "train: 2 files are missing or damaged. Restore the files below, or run the command again that packed the "
-        "split, which packs them again",
-        "  train/labels/c/0: the shard file is truncated",
-        "  train/pixels/c/1/0/0: the file is missing",
-    ]
-    assert run(data, "--split", "val").exit_code == 0
-    assert run(data, "--json").exit_code == 2
-
-
 def test_json_holds_manifests_and_damages(data):
     (data / "train/pixels/c/0/0/0").unlink()
     result = run(data, "--json", "--verify")
@@ -86,15 +70,6 @@ def test_json_holds_manifests_and_damages(data):
     assert document["splits"]["train"]["damages"][0]["images"] == [0, 1, 2, 3]
     assert document["splits"]["val"]["damages"] == []
     assert "damages" not in json.loads(run(data, "--json").stdout)["splits"]["train"]
-
-
-def test_grid_draws_the_first_split_asked_for(data, tmp_path):
-    result = run(data, "--split", "val", "--grid", tmp_path / "sheet.png")
-    assert result.exit_code == 0, result.output
-    assert "Contact sheet of val" in result.stdout
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert sheet.format == "PNG"
-        assert sheet.width > 1000
 
 
 @pytest.mark.parametrize(

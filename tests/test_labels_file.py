@@ -1,7 +1,6 @@
 """Files of labels: what they mean, and one error with file and line for each fault."""
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
@@ -30,16 +29,6 @@ def test_classes_are_sorted_by_bytes_and_blanks_around_them_do_not_count(tmp_pat
     assert classes_by_path(table) == {"a.jpg": ["cat", "dog"], 'b/".jpg': [], "c,d.jpg": ["Żaba"], "e.jpg": ["Zebra"]}
     assert table.lines.tolist() == [3, 4, 5, 6]
     assert table.digest == hashlib.sha256((tmp_path / "labels.csv").read_bytes()).hexdigest()
-
-
-def test_the_same_labels_in_both_formats_give_the_same_rows(tmp_path):
-    csv_table = read(tmp_path, "a.csv", "path,classes\na,x|y\nb,\nc,y\n")
-    lines = [{"path": "a", "classes": ["y", "x"]}, {"classes": [], "path": "b"}, {"path": "c", "classes": ["y"]}]
-    json_table = read(tmp_path, "a.jsonl", "\n".join(map(json.dumps, lines)))
-    assert csv_table.names == json_table.names
-    assert csv_table.rows == json_table.rows
-    assert np.array_equal(csv_table.values, json_table.values)
-    assert csv_table.values.tolist() == [[3], [0], [2]]
 
 
 def test_numbers_are_rounded_to_float32_once(tmp_path):

@@ -108,12 +108,6 @@ def test_a_lease_expires_after_its_last_renewal(location):
     assert held(location).launch == second.launch
 
 
-def test_a_lease_lasts_longer_if_requests_may(location):
-    slow = Location(**as_other(location, timeout_s=300.0))
-    lease_of(slow).acquire(pytest.fail)
-    assert held(location).lasts_s == 1200
-
-
 def test_a_holder_that_died_on_this_machine_is_followed_at_once(location):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -175,14 +169,6 @@ def test_a_lease_that_is_renewed_elsewhere_is_refused_as_soon_as_that_is_seen(lo
     assert held(location).launch == before == "another"
 
 
-def test_a_lease_that_is_released_while_it_is_watched_is_free(location):
-    lease_of(location).acquire(pytest.fail)
-    put(location, host="another")
-    watch: Clock = Clock(meanwhile=lambda: watch.num_sleeps == 3 and location.delete(LEASE))
-    lease_of(location, clock=watch).acquire(lambda _: None)
-    assert watch.num_sleeps == 3
-
-
 def test_a_lease_renewed_at_the_last_moment_is_not_taken(location):
     """The clock is read before the lease: what is renewed within the time counts."""
     lease_of(location).acquire(pytest.fail)
@@ -190,24 +176,6 @@ def test_a_lease_renewed_at_the_last_moment_is_not_taken(location):
     watch: Clock = Clock(meanwhile=lambda: watch.now >= NOW + LEASE_S and put(location, host="another", renewals=9))
     with pytest.raises(StoredRunInUseError):
         lease_of(location, clock=watch).acquire(lambda _: None)
-
-
-def test_a_lease_that_lasts_for_hours_is_not_waited_for(location):
-    lease_of(location).acquire(pytest.fail)
-    put(location, host="another", lasts_s=1e6)
-    with pytest.raises(StoredRunInUseError, match=r"if it was killed, delete memory://run/writer.json"):
-        lease_of(location).acquire(pytest.fail)
-
-
-def test_each_renewal_changes_the_lease(location, monkeypatch):
-    """Even where no clock goes on: the change is what others see."""
-    monkeypatch.setattr("loopfeed.engine.records.stored.lease.time.time", lambda: 0.0)
-    lease, found = lease_of(location), set()
-    lease.acquire(pytest.fail)
-    for _ in range(5):
-        lease.renew()
-        found.add(location.read(LEASE))
-    assert len(found) == 5
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"launch": 1}', b"\xff"])
@@ -320,16 +288,4 @@ def test_a_lost_answer_does_not_lose_the_lease(location):
     lease = lease_of(Losing(**as_other(location)))
     lease.acquire(pytest.fail)
     lease.renew()
-    assert held(location).launch == lease.launch
-
-
-def test_a_release_that_fails_is_no_error(location, monkeypatch):
-    lease = lease_of(location)
-    lease.acquire(pytest.fail)
-
-    def fail(*_):
-        raise ShardError("the store is gone")
-
-    monkeypatch.setattr(Location, "delete", fail)
-    lease.release()
     assert held(location).launch == lease.launch

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from PIL import Image
 
 from loopfeed.preprocess.commands.cli import main
-from loopfeed.preprocess.commands.pack_report import _warn_of_notes
 from loopfeed.preprocess.decoding.decode import MissingLevelsError, ResizeRule, decode_crop
 from loopfeed.preprocess.decoding.levels import Levels
 from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
@@ -125,14 +124,6 @@ def test_negative_integers_and_floats_need_levels():
     assert (found.min(), found.max(), notes.num_clipped) == (0, 255, 1)
 
 
-def test_images_of_8_bits_ignore_levels():
-    image = Image.fromarray(WANTED[..., :3])
-    for kind in ("PNG", "BMP", "PPM", "TIFF"):
-        file = io.BytesIO()
-        image.save(file, kind)
-        np.testing.assert_array_equal(decoded(file.getvalue(), "0:4095")[0], WANTED[..., :3])
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [("4095", "got '4095'"), ("0:x", "got '0:x'"), ("5:5", "got 5:5"), ("9:1", "got 9:1"), ("0:inf", "got 0:inf")],
@@ -140,13 +131,6 @@ def test_images_of_8_bits_ignore_levels():
 def test_other_levels_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         Levels.parse(text)
-
-
-def test_levels_have_one_spelling_and_survive_json():
-    rule = ResizeRule(levels=" 0.0:4095.0")
-    assert rule == ResizeRule(levels="0:4095")
-    assert ResizeRule.from_json(json.loads(json.dumps(rule.to_json()))) == rule
-    assert set(ResizeRule().to_json()) == {"size", "resize", "resample"}
 
 
 def test_notes_are_added_and_survive_json():
@@ -228,9 +212,3 @@ def test_floats_of_a_data_set_have_one_scale(tmp_path):
         split.read_into(np.arange(4), pixels, np.zeros(4, np.int32), timeout_s=9)
     expected = sorted(float(np.floor(image.astype(np.float64) + 0.5).mean()) for image in images)
     assert sorted((pixels >> 24).mean((1, 2)).tolist()) == pytest.approx(expected)
-
-
-def test_no_part_of_a_pack_is_advised_to_overwrite(capsys):
-    notes = DecodeNotes(num_deep=1, deep_max=4_095)
-    _warn_of_notes(notes, None, "into another DEST")
-    assert capsys.readouterr().err.strip().endswith("run the same command again with --levels 0:4095 into another DEST")

@@ -6,22 +6,8 @@ from pathlib import Path
 import pytest
 import tensorstore as ts
 
-from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.location import ShardError, open_location
 from loopfeed.preprocess.shards.split_files import delete_split_files, is_split_file, split_files
-
-
-@pytest.mark.parametrize("address", ["memory://x", "file"])
-def test_a_prefix_lists_its_keys_and_no_neighbours(tmp_path, address):
-    location = open_location(address if "://" in address else str(tmp_path), context=ts.Context())
-    for key in ("pixelr/a", "pixels", "pixels/a", "pixels/b/c", "pixels0", "pixels-mine/a", "pixelt/a", "pixelu"):
-        if key != "pixels" or "://" in address:
-            location.write(key, b"x")
-    assert location.list_keys("pixels/") == ["pixels/a", "pixels/b/c"]
-    assert location.list_keys("pixels-") == ["pixels-mine/a"]
-    assert [key for key in location.list_keys("pixel") if key != "pixels"] == [
-        *("pixelr/a", "pixels-mine/a", "pixels/a", "pixels/b/c", "pixels0", "pixelt/a", "pixelu")
-    ]
 
 
 def test_a_write_is_refused_after_a_concurrent_write(monkeypatch):
@@ -63,13 +49,6 @@ def test_only_own_files_and_empty_own_folders_are_deleted(tmp_path):
     left = {path.relative_to(tmp_path).as_posix() for path in Path(tmp_path).rglob("*")}
     below_mine = {"pixels", "pixels/c", "pixels/c/1", "pixels/c/1/0", "pixels/c/1/0/mine"}
     assert left == below_mine | {"other", "other/x", "other/empty"}
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"), [("Ära.jpg", "Ära.jpg"), ("\x1b[31m", r"'\x1b[31m'"), ("caf\udce9", r"'caf\udce9'")]
-)
-def test_names_with_control_characters_are_quoted(name, shown):
-    assert printable(name) == shown
 
 
 def test_a_path_that_is_not_utf8_is_refused_and_a_link_to_it_is_not(tmp_path):

@@ -172,21 +172,6 @@ def test_every_image_is_checked_though_others_of_its_file_were(data):
             assert split.lend(np.array([1, 3]), labels, timeout_s=30.0) is not None
 
 
-@pytest.mark.parametrize("open_share", [0, 1 / 4])
-def test_a_damaged_small_image_is_reported(packs, tmp_path, monkeypatch, open_share):
-    monkeypatch.setattr(mapped_images, "_OPEN_SHARE", open_share)
-    shutil.copytree(packs[SMALL, True][0], tmp_path / "data")
-    path = shard_file(tmp_path / "data", 1)
-    content = bytearray(path.read_bytes())
-    content[11] ^= 1
-    path.write_bytes(content)
-    with open_split(str(tmp_path / "data"), "train") as split:
-        for _ in range(2):
-            np.testing.assert_array_equal(read(split, [5, 0, 9, 5]), packs[SMALL, True][1][[5, 0, 9, 5]])
-            with pytest.raises(ShardError, match=r"image 4 in pixels/c/1/0/0: the checksum does not match"):
-                read(split, [5, 4])
-
-
 def open_files(folder):
     """The names of the files of images that this process has open; those of labels TensorStore closes in its time."""
     links = [os.fspath(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
@@ -207,12 +192,6 @@ def test_files_of_small_images_stay_open_as_many_as_may_and_are_closed_with_the_
         assert open_files(tmp_path / "data") == ["c/0/0/0"]
     del split
     assert open_files(tmp_path / "data") == []
-
-
-def test_files_of_large_images_are_not_kept_open(packs):
-    with open_split(str(packs[LARGE, True][0]), "train") as split:
-        read(split, [0, 4, 8])
-        assert open_files(packs[LARGE, True][0]) == []
 
 
 def test_a_small_image_of_a_truncated_file_is_reported(packs, tmp_path, monkeypatch):
@@ -252,27 +231,6 @@ def test_an_image_whose_place_is_damaged_is_left_to_the_store_which_says_so(pack
         with pytest.raises(ShardError, match=r"image 1 in pixels/c/0/0/0: the checksum does not match"):
             read(split, [0, 1])
         assert split.lend(np.array([0, 1]), np.zeros(2, np.int32), timeout_s=30.0) is None
-
-
-def test_a_file_of_another_size_is_left_to_the_store_which_says_so(data):
-    with shard_file(data, 0).open("ab") as file:
-        file.write(b"more")
-    with open_split(str(data), "train") as split:
-        read(split, [5])
-        with pytest.raises(ShardError, match=r"image 0 in pixels/c/0/0/0: "):
-            read(split, [0])
-
-
-def test_a_file_without_checksums_that_takes_the_place_of_another_is_read_anew(tmp_path):
-    sources = [fake_source(NUM_IMAGES, size=LARGE, seed=seed) for seed in (1, 2)]
-    for source, name in zip(sources, ("a", "b"), strict=True):
-        pack(source, tmp_path / name, shard_images=SHARD_IMAGES, checksum=False)
-    with open_split(str(tmp_path / "a"), "train") as split:
-        np.testing.assert_array_equal(read(split, [0, 5, 1]), packed_words(sources[0])[0][[0, 5, 1]])
-        shard_file(tmp_path / "b", 0).replace(shard_file(tmp_path / "a", 0))
-        expected = packed_words(sources[0])[0][[0, 5]]
-        expected[0] = packed_words(sources[1])[0][0]
-        np.testing.assert_array_equal(read(split, [0, 5]), expected)
 
 
 def test_a_file_that_takes_the_place_of_another_is_checked_anew(packs, data):
@@ -343,18 +301,6 @@ def test_what_is_compressed_or_elsewhere_or_of_another_endianness_is_not_mapped(
         assert MappedImages.is_mappable(split.manifest)
         monkeypatch.setattr(sys, "byteorder", "big")
         assert not MappedImages.is_mappable(split.manifest)
-
-
-def test_no_more_files_are_mapped_than_allowed_for_a_process(packs, monkeypatch):
-    monkeypatch.setattr(mapped_shards, "MOST_MAPPED", 1)
-    folder, words = packs[LARGE, True]
-    with open_split(str(folder), "train") as split:
-        store = CountedReads(split)
-        for _ in range(2):
-            np.testing.assert_array_equal(read(split, [0, 4, 8]), words[[0, 4, 8]])
-            assert store.take() == [4, 8]
-    maps = Path("/proc/self/maps")
-    assert not maps.exists() or os.fspath(folder) not in maps.read_text()
 
 
 @pytest.mark.parametrize(("most_looks_a_s", "every_s"), [(1_000, 1.0), (0.25, 4.0)])

@@ -13,7 +13,7 @@ import pytest
 
 from loopfeed.preprocess.commands.inspect_cli import main
 from loopfeed.preprocess.packing.plan import tool_versions
-from loopfeed.preprocess.shards.reader import ShardError, list_splits, open_split
+from loopfeed.preprocess.shards.reader import list_splits, open_split
 from loopfeed.preprocess.shards.split_files import PLAN_KEY
 from loopfeed.preprocess.shards.verify import verify_split
 from tests.fake_source import fake_source, files_of, pack, packed_words
@@ -66,14 +66,6 @@ def test_an_unfinished_old_pack_is_completed_in_its_own_version(packs):
     assert manifests[0] == manifests[1]
     assert manifests[0]["format_version"] == 1
     assert list_splits(str(packs / "unfinished")) == ("train",)
-
-
-def test_labels_of_another_pack_are_detected(packs, tmp_path):
-    pack(fake_source(11, seed=1).changed(labels=[1] * 11), tmp_path / "other")
-    content = (tmp_path / "other/train/labels/c/0").read_bytes()
-    (packs / "complete/train/labels/c/0").write_bytes(content)
-    with pytest.raises(ShardError, match="labels/c/0: the labels differ from those that were packed"):
-        read(packs / "complete")
 
 
 def test_undetectable_faults_of_old_packs_are_documented(packs):

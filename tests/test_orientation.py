@@ -76,13 +76,6 @@ def test_the_raw_profile_of_a_png_counts_without_a_chunk_of_its_own(orientation,
     check_as_pillow(encoded("PNG", pnginfo=texts, **options))
 
 
-def test_a_text_after_the_pixels_counts():
-    plain = encoded("PNG")
-    chunk = text_chunk(b"iTXt", bytes(4) + xmp(6).encode())
-    end = plain.index(b"IEND") - 4
-    assert check_as_pillow(plain[:end] + chunk + plain[end:]).size == (6, 10)
-
-
 @pytest.mark.parametrize("kind", [b"tEXt", b"zTXt"])
 def test_of_thousands_of_texts_only_the_last_is_unpacked(kind, monkeypatch):
     unpack = Mock(side_effect=png_text)

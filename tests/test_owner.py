@@ -11,7 +11,7 @@ import pytest
 import tensorstore as ts
 
 from loopfeed.preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
-from loopfeed.preprocess.shards.location import Location, ShardError, open_location
+from loopfeed.preprocess.shards.location import ShardError, open_location
 from tests.fake_source import FakeSource, fake_source, files_of, pack
 
 TIMEOUT_S = 60
@@ -107,14 +107,6 @@ def test_one_of_two_concurrent_starts_is_refused(monkeypatch):
     assert location.read(OWNER_KEY) == b"the other"
 
 
-def test_no_lock_files_remain(tmp_path):
-    location = open_location(str(tmp_path / "x"))
-    with Owner(location) as owner:
-        owner.check()
-        assert (tmp_path / "x" / LOCK_KEY).exists()
-    assert list((tmp_path / "x").iterdir()) == []
-
-
 def test_a_read_only_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with (
@@ -182,24 +174,3 @@ def test_a_lock_file_that_its_holder_removed_is_created_again(tmp_path, monkeypa
         assert count == 2
         with pytest.raises(ShardError, match="another"), Owner(location):
             pass
-
-
-def test_without_system_locks_the_record_counts(tmp_path, monkeypatch):
-    import fcntl
-
-    def refuse(*_):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    location = open_location(str(tmp_path))
-    with Owner(location) as first, Owner(location) as second:
-        second.check()
-        with pytest.raises(ShardError, match="another preprocess-imagenet"):
-            first.check()
-
-
-def test_the_record_of_another_is_not_removed(tmp_path):
-    location: Location = open_location(str(tmp_path))
-    with Owner(location):
-        location.write(OWNER_KEY, b"another")
-    assert location.read(OWNER_KEY) == b"another"

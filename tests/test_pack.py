@@ -26,7 +26,7 @@ from loopfeed.preprocess.packing import pipeline, shard_file
 from loopfeed.preprocess.packing import plan as plan_module
 from loopfeed.preprocess.packing.channels import ChannelSums
 from loopfeed.preprocess.packing.journal import Journal, ShardRecord, read_failures
-from loopfeed.preprocess.packing.pack import PackProgress, pack_split
+from loopfeed.preprocess.packing.pack import pack_split
 from loopfeed.preprocess.packing.pipeline import PackedImage, decode_in_order
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.shards.arrays import create_array
@@ -96,12 +96,6 @@ def test_each_failure_is_recorded_with_its_path_and_reason(expected):
         (13, "n2/13.png", 1),
     ]
     assert all("PNG" in line["reason"] for line in lines)
-
-
-def test_black_images_are_packed_like_any_other(tmp_path):
-    source = FakeSource(np.zeros((5, 4, 4, 3), np.uint8), [0, 1, 2, 0, 1])
-    pack(source, tmp_path)
-    assert not stored(tmp_path)[0].any()
 
 
 @pytest.mark.parametrize("values", [{"num_workers": 4}, {"num_workers": 3}])
@@ -199,16 +193,6 @@ def test_a_shard_file_lost_before_continuing_is_written_again(tmp_path, source, 
     assert files_of(tmp_path / "again") == expected
 
 
-def test_a_damaged_journal_is_named(tmp_path, source):
-    with pytest.raises(KeyboardInterrupt):
-        pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path)
-    (tmp_path / "train/journal/shards/00000001.json").write_text('{"start": 3}')
-    with pytest.raises(
-        ShardError, match=r"journal/shards/00000001.json: the journal .* is damaged; pack with --overwrite"
-    ):
-        pack(source, tmp_path)
-
-
 @pytest.mark.parametrize("removed", [(), ("checksums",), ("sha256",), ("checksums", "sha256")])
 def test_a_record_whose_labels_were_altered_is_damaged(tmp_path, source, removed):
     with pytest.raises(KeyboardInterrupt):
@@ -224,12 +208,6 @@ def test_a_record_whose_labels_were_altered_is_damaged(tmp_path, source, removed
 def shard_record(**changes):
     record = ShardRecord(0, 2, np.array([0, 1], np.uint16), (), ChannelSums(), "0" * 64, np.array([5, 6], np.uint32))
     return replace(record, **changes)
-
-
-def test_the_order_of_the_keys_of_a_record_plays_no_part():
-    values = json.loads(shard_record().to_json())
-    text = json.dumps(dict(sorted(values.items(), reverse=True))).encode()
-    assert ShardRecord.from_json(text, format_version=2, has_checksums=True).stop == 2
 
 
 @pytest.mark.parametrize(("num_checksums", "has_checksums"), [(0, True), (1, True), (3, True), (1, False), (2, False)])
@@ -359,15 +337,6 @@ def test_a_folder_with_another_programs_manifest_is_unchanged(tmp_path, source, 
     assert files_of(tmp_path) == before
 
 
-def test_a_damaged_manifest_may_be_overwritten(tmp_path, source, expected):
-    path = tmp_path / "expected/train/manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_images": 3, "extra": 1}))
-    with pytest.raises(ShardError, match="--overwrite"):
-        pack(source, tmp_path / "expected")
-    pack(source, tmp_path / "expected", overwrite=True)
-    assert files_of(tmp_path / "expected") == expected
-
-
 def test_lock_files_of_a_killed_process_are_removed(tmp_path, source, expected):
     with pytest.raises(KeyboardInterrupt):
         pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path / "again")
@@ -437,11 +406,6 @@ def test_an_empty_source_is_refused(tmp_path):
         pack(fake_source(0), tmp_path)
 
 
-def test_on_error_fail_stops_at_the_first_bad_image(tmp_path, source):
-    with pytest.raises(ShardError, match=r"n2/1\.png: .*--on-error skip"):
-        pack(source, tmp_path, on_error="fail")
-
-
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
@@ -477,35 +441,6 @@ def test_a_listed_image_that_cannot_be_read_stops_the_pack(tmp_path, error, reme
     if cause_of(error) == Cause.PASSING:
         assert "--overwrite" not in str(it.value)
     assert pack(source.changed(raising={}), tmp_path).num_resumed == 4
-
-
-def test_an_image_too_large_to_be_read_is_a_failure(tmp_path):
-    source = fake_source(3, raising={1: ValueError("the file has 600000000 bytes")})
-    assert [failure.reason for failure in pack(source, tmp_path).failures] == ["the file has 600000000 bytes"]
-
-
-def test_a_source_that_goes_away_and_comes_back_is_packed_whole(tmp_path):
-    source = fake_source(14)
-    folder = tmp_path / "source"
-    for index, image in enumerate(source.images):
-        path = folder / "abc"[source.labels[index]] / f"{index:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(path)
-
-    def vanish(state):
-        if state.done == 5:
-            folder.rename(tmp_path / "gone")
-
-    with open_source(folder) as opened:
-        split, where = opened.splits["train"], open_location(str(tmp_path / "again")).child("train")
-        with pytest.raises(ShardError, match="No such file or directory; the source has changed or can't be reached"):
-            pack_split(split, where, settings_for(source), on_progress=vanish)
-        assert "train/manifest.json" not in files_of(tmp_path / "again")
-        (tmp_path / "gone").rename(folder)
-        result = pack_split(split, where, settings_for(source))
-        assert (result.manifest.num_images, result.failures) == (14, ())
-        pack_split(split, open_location(str(tmp_path / "expected")).child("train"), settings_for(source))
-    assert files_of(tmp_path / "again") == files_of(tmp_path / "expected")
 
 
 def test_a_pack_of_an_earlier_version_continues_up_to_an_image_that_it_decodes_otherwise(tmp_path, monkeypatch):
@@ -620,16 +555,6 @@ def test_an_unwritable_place_is_one_clear_error(tmp_path, source):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ShardError, match=r"file/data/train/: can't "):
         pack(source, tmp_path / "file" / "data")
-
-
-def test_progress_counts_every_image_once(tmp_path, source):
-    seen: list[PackProgress] = []
-    with pytest.raises(KeyboardInterrupt):
-        pack(source.changed(raising={13: KeyboardInterrupt()}), tmp_path)
-    location = open_location(str(tmp_path)).child("train")
-    pack_split(source, location, settings_for(source), on_progress=seen.append)
-    assert seen[0] == PackProgress(done=11, total=14, failed=3)
-    assert seen[-1] == PackProgress(done=14, total=14, failed=5)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])

@@ -17,7 +17,6 @@ from loopfeed.preprocess.packing import parts as parts_module
 from loopfeed.preprocess.packing import pipeline
 from loopfeed.preprocess.packing.journal import Journal
 from loopfeed.preprocess.packing.owner import OWNER_KEY, PartOwner
-from loopfeed.preprocess.packing.pack import PackProgress
 from loopfeed.preprocess.packing.part import Part, describe_parts
 from loopfeed.preprocess.packing.parts import finish_parts, pack_part
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
@@ -87,17 +86,6 @@ def test_parts_make_the_bytes_of_one_machine(tmp_path, values, broken):
     assert files_of(tmp_path / "again") == expected
     assert folders_of(tmp_path / "again") == folders_of(tmp_path / "expected")
     assert len(source.reads) == 18
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
-def test_neither_the_number_of_parts_nor_their_order_changes_a_byte(tmp_path, count):
-    source = source_with((1, 9))
-    expected = expected_of(source, tmp_path)
-    orders = itertools.permutations(range(1, count + 1)) if count <= 3 else [range(count, 0, -1)]
-    for attempt, order in enumerate(orders):
-        for number in order:
-            pack_one(source, tmp_path / f"{attempt}", number, count)
-        assert files_of(tmp_path / f"{attempt}") == expected
 
 
 @pytest.mark.parametrize("at", [0, 3, 4, 8, 9, 15, 17])
@@ -175,21 +163,6 @@ def _finish_dying_at(operation, source, dest, monkeypatch, **values):
     return False
 
 
-@pytest.mark.parametrize("operation", [1, 4, 9])
-def test_a_part_that_is_started_again_finishes_for_one_that_was_killed(tmp_path, monkeypatch, operation):
-    source = source_with((1, 9))
-    again = tmp_path / "again"
-    with monkeypatch.context() as patch:
-        patch.setattr(parts_module, "finish_job", lambda *_: None)
-        for number in (1, 2):
-            pack_one(source, again, number, 2)
-    assert _finish_dying_at(operation, source, again, monkeypatch)
-    again_source = source.changed()
-    assert pack_one(again_source, again, 1, 2).finished is not None
-    assert again_source.reads == []
-    assert files_of(again) == expected_of(source, tmp_path)
-
-
 def test_a_missing_part_is_named(tmp_path):
     source = source_with((1,))
     pack_one(source, tmp_path, 2, 4)
@@ -205,16 +178,6 @@ def test_a_missing_part_is_named(tmp_path):
     assert files_of(tmp_path) == before
 
 
-def test_a_deleted_shard_file_is_missing_and_packed_again(tmp_path):
-    source = source_with()
-    expected = expected_of(source, tmp_path)
-    pack_one(source, tmp_path / "again", 1, 2)
-    (tmp_path / "again/train/pixels/c/2/0/0").unlink()
-    assert pack_one(source, tmp_path / "again", 2, 2).missing == (2,)
-    assert pack_one(source, tmp_path / "again", 1, 2).num_resumed == 2
-    assert files_of(tmp_path / "again") == expected
-
-
 def test_finishing_without_parts_is_an_error(tmp_path):
     with pytest.raises(ShardError, match=r"no unfinished pack, so there is nothing to finish; start the parts first"):
         finish(source_with(), tmp_path / "none")
@@ -227,19 +190,6 @@ def test_finishing_without_parts_is_an_error(tmp_path):
     ):
         with pytest.raises(ShardError, match="this unfinished pack was begun without --part; run the same command wi"):
             call()
-
-
-def test_a_finished_split_stays_as_it_is(tmp_path):
-    source = source_with((1,))
-    expected = expected_of(source, tmp_path)
-    again = source.changed()
-    for call in (
-        lambda: pack_one(again, tmp_path / "expected", 2, 3).finished,
-        lambda: finish(again, tmp_path / "expected"),
-    ):
-        assert call().was_complete
-    assert again.reads == []
-    assert files_of(tmp_path / "expected") == expected
 
 
 @pytest.mark.parametrize(
@@ -362,28 +312,6 @@ def test_a_damaged_or_exchanged_block_is_found_before_it_is_used(tmp_path, is_ot
     shard.unlink()
     pack_one(source, dest, 1, 2)
     assert files_of(dest) == expected_of(source, tmp_path)
-
-
-def test_no_image_at_all_is_an_error_that_names_the_first(tmp_path):
-    source = source_with(range(18))
-    pack_one(source, tmp_path, 1, 2)
-    with pytest.raises(ShardError, match="none of the 18 images of 'train' could be packed"):
-        pack_one(source, tmp_path, 2, 2)
-
-
-def test_on_error_fail_stops_the_part_that_has_the_image(tmp_path):
-    source = source_with((5,))
-    pack_one(source, tmp_path, 1, 2, on_error="fail")
-    with pytest.raises(ShardError, match=r"n3/5.png: .*; remove the image or pack with --on-error skip"):
-        pack_one(source, tmp_path, 2, 2, on_error="fail")
-
-
-def test_progress_counts_the_images_of_the_part(tmp_path):
-    source = source_with((1, 9))
-    seen: list[PackProgress] = []
-    pack_part(source, split_at(tmp_path), settings_for(source), Part(1, 2), on_progress=seen.append)
-    assert seen[0] == PackProgress(0, 10, 0)
-    assert seen[-1] == PackProgress(10, 10, 2)
 
 
 def test_parts_are_parsed_and_described():

@@ -69,25 +69,6 @@ def test_every_kind_of_source_is_packed_in_parts(tmp_path, sources, kind):
     assert files_of(tmp_path / "again") == files_of(tmp_path / "expected")
 
 
-def test_a_part_says_what_it_packed_and_what_is_missing(tmp_path, folder):
-    first = run(folder, tmp_path / "out", *SIZE, "--part", "1/3")
-    assert "train: part 1/3 packed, 3 shard files.\n" in first.stdout
-    assert "  Not packed yet: part 2/3 (shards 1, 4), part 3/3 (shards 2, 5).\n" in first.stdout
-    assert "run-train" not in first.stdout
-    again = run(folder, tmp_path / "out", *SIZE, "--part", "1/3")
-    assert "train: part 1/3 packed, 3 shard files, 3 of them earlier.\n" in again.stdout
-    run(folder, tmp_path / "out", *SIZE, "--part", "2/3")
-    last = run(folder, tmp_path / "out", *SIZE, "--part", "3/3")
-    assert "train: part 3/3 packed, 2 shard files.\ntrain: 12 images of 2 classes packed.\n" in last.stdout
-    assert "Left out: 1 (all listed in" in last.stdout
-    assert "train: 12 images of 2 classes packed (already complete)." in run(folder, tmp_path / "out", *SIZE).stdout
-    for option in (("--part", "2/3"), ("--finish",)):
-        late = run(folder, tmp_path / "out", *SIZE, *option)
-        assert late.exit_code == 0
-        assert "train: 12 images of 2 classes packed (already complete)." in late.stdout
-        assert "part 2/3" not in late.stdout
-
-
 def test_finish_names_what_is_missing_in_every_split_and_then_finishes(tmp_path, sources, monkeypatch):
     (source,) = sources["splits"]
     assert run(source, tmp_path / "expected", *SIZE).exit_code == 0
@@ -111,23 +92,6 @@ def test_finish_names_what_is_missing_in_every_split_and_then_finishes(tmp_path,
     result = run(source, tmp_path / "again", *SIZE, "--finish")
     assert result.exit_code == 0, result.output
     assert files_of(tmp_path / "again") == files_of(tmp_path / "expected")
-
-
-def test_other_options_than_those_of_the_parts_are_named_without_a_remedy_that_is_refused(tmp_path, folder):
-    other = (folder, tmp_path / "out", *SIZE, "--layout", "dense")
-    assert run(folder, tmp_path / "out", *SIZE, "--part", "1/2").exit_code == 0
-    for option in (("--part", "2/2"), ("--finish",)):
-        result = run(*other, "--limit", 5, *option)
-        assert result.exit_code == 2
-        assert "different settings: --layout was packed, is now dense; the number of images was 13" in result.stderr
-        assert "Use the same source and options as the process that began this pack, or another DEST\n" in result.stderr
-    assert run(folder, tmp_path / "out", *SIZE, "--part", "2/2").exit_code == 0
-    for option in (("--part", "2/2"), ("--overwrite",)):
-        result = run(*other, *option)
-        assert ("--overwrite" in result.stderr, result.exit_code) == (
-            (False, 2) if option[0] == "--part" else (False, 0)
-        )
-    assert "or --overwrite to pack it again" in run(folder, tmp_path / "out", *SIZE).stderr
 
 
 @pytest.mark.parametrize(
@@ -200,8 +164,3 @@ def test_dask_is_named_where_it_is_not_installed(tmp_path, folder, monkeypatch):
     result = run(folder, tmp_path / "out", *SIZE, "--executor", "dask", "--scheduler", "tcp://127.0.0.1:9")
     assert result.exit_code == 2
     assert "needs the package distributed; install it with pip install 'loopfeed[distributed]'" in result.stderr
-
-
-def test_a_dry_run_of_a_part_writes_nothing(tmp_path, folder):
-    assert run(folder, tmp_path / "out", *SIZE, "--part", "1/3", "--dry-run").exit_code == 0
-    assert not (tmp_path / "out").exists()

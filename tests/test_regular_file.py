@@ -22,24 +22,6 @@ from loopfeed.preprocess.shards.location import open_location
 from loopfeed.preprocess.shards.mapped_shards import OpenFile
 
 
-def test_reads_a_file_whole(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 1000)
-    assert read_regular(path, max_bytes=1000) == b"x" * 1000
-    assert is_regular(path)
-
-
-def test_reads_an_empty_file(tmp_path):
-    (tmp_path / "file").touch()
-    assert read_regular(tmp_path / "file", max_bytes=0) == b""
-
-
-def test_follows_a_link(tmp_path):
-    (tmp_path / "file").write_bytes(b"content")
-    (tmp_path / "link").symlink_to("file")
-    assert read_regular(tmp_path / "link", max_bytes=100) == b"content"
-
-
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder"])
 def test_refuses_anything_but_a_file_without_opening_it(tmp_path, kind, monkeypatch):
@@ -75,13 +57,6 @@ def test_refuses_a_replacement_of_a_file_before_it_is_opened(tmp_path, monkeypat
     monkeypatch.setattr(os, "open", replace_and_open)
     with pytest.raises(IrregularFileError, match="it is a pipe, not a file"):
         open_regular(path)
-
-
-@pytest.mark.timeout(10)
-def test_says_what_a_pipe_is(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(IrregularFileError, match="it is a pipe, not a file"):
-        open_regular(tmp_path / "pipe")
 
 
 def test_refuses_a_file_that_is_too_large(tmp_path):

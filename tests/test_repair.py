@@ -13,7 +13,6 @@ from loopfeed.preprocess.packing.part import Part
 from loopfeed.preprocess.packing.parts import finish_parts, pack_part
 from loopfeed.preprocess.shards import shard_sizes
 from loopfeed.preprocess.shards.location import ShardError, open_location
-from loopfeed.preprocess.shards.split_files import JOURNAL
 from loopfeed.preprocess.shards.targets import SplitTargets
 from tests.fake_source import fake_source, files_of, pack, settings_for
 
@@ -66,15 +65,6 @@ def test_lost_files_are_packed_again_to_the_same_bytes(tmp_path, source, values)
     assert pack(source.changed(), tmp_path, **values).repaired == ()
 
 
-def test_only_the_images_of_lost_shards_are_read(tmp_path, source):
-    pack(source, tmp_path)
-    (tmp_path / "train/pixels/c/1/0/0").unlink()
-    again = source.changed()
-    pack(again, tmp_path)
-    assert sorted(again.reads) == [7, 8, 9, 10]  # 0, 2, 3 and 4 are in the first shard
-    assert not (tmp_path / "train" / JOURNAL).exists()
-
-
 def test_targets_are_packed_again(tmp_path):
     source = fake_source(9)
     targets = SplitTargets("numbers", "0" * 64, np.arange(18, dtype=np.float32).reshape(9, 2))
@@ -108,15 +98,6 @@ def test_an_interrupted_repair_is_continued(tmp_path, source):
     with pytest.raises(KeyboardInterrupt):
         pack(source.changed(raising={10: KeyboardInterrupt()}), tmp_path)
     assert len(pack(source.changed(), tmp_path).repaired) == 2  # the first shard was written
-    assert files_of(tmp_path) == expected
-
-
-def test_a_killed_repair_of_a_pack_in_parts_is_continued(tmp_path, source):
-    location, settings = open_location(str(tmp_path)).child("train"), settings_for(source)
-    pack_part(source, location, settings, Part(1, 1))
-    expected = files_of(tmp_path)
-    (tmp_path / "train/pixels/c/1/0/0").rename(tmp_path / "train/pixels/c/1/0/0.__lock")
-    assert finish_parts(source, location, settings).repaired == ("pixels/c/1/0/0",)
     assert files_of(tmp_path) == expected
 
 

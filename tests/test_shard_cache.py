@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from loopfeed.engine.feed.windowed_batches import WindowedBatches
-from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.reader import open_split
 from loopfeed.preprocess.shards.shard_cache import IN_USE_S, ShardCache
 from tests.delayed_store import DelayedStore
@@ -259,36 +258,6 @@ def test_damage_in_the_store_is_not_hidden_by_the_cache(stored, tmp_path):
                 read(split, ALL)
             split.copies.wait(1, timeout_s=30)
         check(split, ALL[ALL >= 16])
-
-
-@pytest.mark.integration
-def test_a_cache_without_room_for_all_keeps_the_first_shards(stored, tmp_path):
-    manifest = Manifest.from_json((tmp_path / "store/raw/train/manifest.json").read_bytes())
-    size = manifest.shard_bytes(0)
-    assert size is not None
-    with opened(stored, cache_of(tmp_path / "cache", int(2.5 * size))) as split:
-        assert split.copies.num_cached == 2
-        split.copies.request(range(NUM_SHARDS))
-        wait_until_cached(split, range(2))
-        check(split, ALL)
-        assert not split.copies.is_present(2)
-    assert sorted(path.parents[1].name for path in (tmp_path / "cache").rglob("pixels/c/*/0/0")) == ["0", "1"]
-
-
-@pytest.mark.integration
-def test_copies_that_another_process_removes_are_copied_again(stored, tmp_path):
-    cache = cache_of(tmp_path / "cache")
-    with opened(stored, cache) as split:
-        check(split, ALL)
-        wait_until_cached(split)
-        check(split, ALL)
-        for path in (tmp_path / "cache").rglob("pixels/c/*/0/0"):
-            path.unlink()
-        time.sleep(1.1)  # files that were mapped are looked at once a second
-        check(split, ALL)
-        wait_until_cached(split)
-        check(split, ALL)
-    assert len(list((tmp_path / "cache").rglob("pixels/c/*/0/0"))) == NUM_SHARDS
 
 
 @pytest.mark.integration

@@ -102,14 +102,6 @@ def test_a_failure_leaves_only_the_old_file(tmp_path, monkeypatch, call):
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("own", b"old")]
 
 
-def test_what_is_not_to_be_committed_leaves_nothing(tmp_path):
-    shard = ShardFile(tmp_path / "own", shard_images=2)
-    shard.add(drawn(1, 2, 2)[0], 0)
-    shard.discard()
-    shard.discard()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_that_another_pack_took_over_is_not_published(tmp_path):
     """Where files cannot be locked a second pack may remove the first one's unfinished file and begin its own."""
     shard = ShardFile(tmp_path / "own", shard_images=2)
@@ -122,13 +114,4 @@ def test_a_file_that_another_pack_took_over_is_not_published(tmp_path):
         shard.commit().result(timeout=30)
     other.add(drawn(1, 2, 2)[0], 0)
     other.commit().result(timeout=30)
-    assert [each.name for each in tmp_path.iterdir()] == ["own"]
-
-
-def test_a_folder_in_the_files_place_leaves_nothing(tmp_path):
-    (tmp_path / "own").mkdir()
-    shard = ShardFile(tmp_path / "own", shard_images=2)
-    shard.add(drawn(1, 2, 2)[0], 0)
-    with pytest.raises(OSError, match="directory"):
-        shard.commit().result(timeout=30)
     assert [each.name for each in tmp_path.iterdir()] == ["own"]

@@ -75,12 +75,6 @@ def test_validation_images_outside_class_folders_are_refused_but_a_competitions_
             assert source.layout.endswith("(not read: test/)")
 
 
-def test_folders_of_such_names_are_classes_beside_other_classes(tmp_path):
-    files = ["dev/2024/1.png", "testing/a/2.png", "prod/3.png"]
-    for path in sources(tmp_path, files):
-        assert found_in(path)[0] == {each: ("train", each.split("/")[0]) for each in files}
-
-
 SYSTEM_ENTRIES = {
     "@eaDir": ["@eaDir/t.jpg", "cat/@eaDir/0.png/SYNOPHOTO_THUMB_M.jpg"],
     "$RECYCLE.BIN": ["$RECYCLE.BIN/S-1-5/$R1.jpg"],
@@ -114,15 +108,6 @@ def test_what_systems_and_file_servers_put_in_is_neither_class_nor_image(tmp_pat
                 notes[0],
                 re.IGNORECASE,
             )
-
-
-def test_a_folder_of_a_server_with_many_files_is_one_entry(tmp_path):
-    files = ["cat/0.png", *(f"@eaDir/{number}.jpg" for number in range(9)), *(f"cat/._{number}" for number in range(3))]
-    for path in sources(tmp_path, files, wrapper=""):
-        (line,) = found_in(path)[1]
-        assert line.endswith(
-            "Ignored: 4 hidden or system entries, such as systems and file servers leave: ._* (3), @eaDir"
-        )
 
 
 def test_a_folder_of_the_system_is_never_opened(tmp_path, monkeypatch):

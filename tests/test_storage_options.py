@@ -14,10 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from loopfeed.engine.commands import cli as train_cli
-from loopfeed.engine.commands import eval_cli
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.locations import storage_options_of, with_absolute_paths
+from loopfeed.engine.locations import storage_options_of
 from loopfeed.engine.records.downloaded_file import local_file
 from loopfeed.engine.records.given_weights import read_given_weights
 from loopfeed.engine.settings import SettingError
@@ -26,18 +24,15 @@ from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.packing.dask_request import PackRequest
 from loopfeed.preprocess.packing.owner import Owner
 from loopfeed.preprocess.packing.plan import PackSettings
-from loopfeed.preprocess.shards import first_contact, location
+from loopfeed.preprocess.shards import location
 from loopfeed.preprocess.shards.location import ShardError, open_location
-from loopfeed.preprocess.shards.reader import open_split
 from loopfeed.preprocess.storage_options import (
-    STORAGE_OPTIONS,
     StorageOptionError,
     as_text,
     check_options,
     parse_pairs,
     parse_text,
 )
-from tests.fake_source import fake_source, pack
 
 DEAD = {"endpoint": "http://127.0.0.1:9", "retries": "0", "credentials": "anonymous"}
 URL = "s3://bucket/set"
@@ -66,10 +61,6 @@ def home(monkeypatch, tmp_path):
     """A home folder without keys."""
     monkeypatch.setenv("HOME", os.fspath(tmp_path))
     return tmp_path
-
-
-def test_every_option_is_tested_here():
-    assert list(VALID) == list(STORAGE_OPTIONS)
 
 
 @given(st.sets(st.sampled_from(sorted(VALID))))
@@ -244,34 +235,6 @@ def test_an_invalid_variable_is_named(monkeypatch):
         open_location(URL)
 
 
-def test_a_run_records_address_and_region_of_its_stores(monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://a")
-    monkeypatch.setenv("AWS_REGION", "eu")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "HIDDEN")
-
-    def recorded(**values):
-        return with_absolute_paths(TrainConfig(**values)).storage_options
-
-    assert recorded(data="/local") is recorded(synthetic=True) is None
-    assert recorded(data=URL) == recorded(init_from=f"{URL}/a", data="/local") == "endpoint=http://a,region=eu"
-    assert recorded(data=URL, storage_options="endpoint=http://b,retries=2") == "endpoint=http://b,region=eu,retries=2"
-    monkeypatch.setenv("LOOPFEED_DATA", URL)
-    assert recorded() == "endpoint=http://a,region=eu"
-    first = with_absolute_paths(TrainConfig())
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other")
-    assert with_absolute_paths(first) == first
-
-
-@pytest.mark.parametrize("main", [train_cli.main, eval_cli.main])
-def test_the_option_of_a_command_can_be_repeated(main):
-    with main.make_context(
-        "command", ["--storage-option", "endpoint=http://a", "--storage-option", "retries=1"]
-    ) as made:
-        assert made.params["storage_options"] == "endpoint=http://a,retries=1"
-    with main.make_context("command", []) as made:
-        assert made.params["storage_options"] is None
-
-
 def test_a_server_that_stops_is_named_with_its_address(uncontacted, monkeypatch):
     found = open_location(URL, storage_options=DEAD)
     expected = (
@@ -284,12 +247,6 @@ def test_a_server_that_stops_is_named_with_its_address(uncontacted, monkeypatch)
     assert late.outage(TimeoutError()) is not None
     assert "(no response within 7 s)" in str(late.outage(TimeoutError()))
     assert late.outage(ValueError("Digest mismatch")) is None
-
-
-def test_the_first_contact_names_the_address(monkeypatch):
-    monkeypatch.setattr(first_contact, "_RETRIES", {"max_retries": 0, "initial_delay": "10ms", "max_delay": "10ms"})
-    with pytest.raises(ShardError, match=r"^s3://bucket/set at http://127\.0\.0\.1:9 cannot be reached \("):
-        open_split(URL, "train", storage_options=DEAD)
 
 
 def test_missing_keys_are_named(uncontacted):
@@ -378,11 +335,6 @@ def test_weights_of_a_url_are_read_like_a_file(tmp_path):
         pass
     with pytest.raises(ShardError, match="is not the URL of a file"), local_file("s3://bucket"):
         pass
-
-
-def test_an_empty_option_changes_nothing(tmp_path):
-    pack(fake_source(4), tmp_path)
-    assert open_split(str(tmp_path), "train", storage_options={}).num_images == 4
 
 
 @pytest.mark.parametrize("url", ["https://me:hidden@host/pack", "s3://hidden@bucket/pack", "http://me:hidden@host?a/b"])

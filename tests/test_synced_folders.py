@@ -35,12 +35,6 @@ def test_new_folders_are_synced_from_above(tmp_path, synced):
     assert synced == [(tmp_path, {"a"}), (tmp_path / "a", {"b"}), (tmp_path / "a/b", {"c"})]
 
 
-def test_a_file_in_the_way_is_an_error(tmp_path):
-    (tmp_path / "a").touch()
-    with pytest.raises(NotADirectoryError):
-        make_folders(tmp_path / "a/b")
-
-
 def test_only_a_failing_disk_is_an_error(tmp_path, monkeypatch):
     def fail(number):
         def fsync(_file):
@@ -54,15 +48,6 @@ def test_only_a_failing_disk_is_an_error(tmp_path, monkeypatch):
     fail(errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         sync_folder(tmp_path)
-
-
-def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(tmp_path, monkeypatch):
-    def fail(path):
-        raise OSError(errno.EIO, "Input/output error", path)
-
-    monkeypatch.setattr(os, "scandir", fail)
-    with pytest.raises(OSError, match="Input/output error"):
-        sync_tree(tmp_path)
 
 
 @pytest.mark.parametrize("codec", ["raw", "blosc"])

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from click.testing import CliRunner
-from PIL import Image
 
 from loopfeed.preprocess.commands.cli import main as preprocess_imagenet
 from loopfeed.preprocess.commands.inspect_cli import main as inspect_shards
@@ -126,32 +125,6 @@ def test_held_out_images_are_a_fraction_of_all_and_no_image_is_in_both(tmp_path,
     assert labels_by_pixels(tmp_path / "again", "val").keys() == val.keys()
 
 
-def test_split_folders_share_one_file_and_one_split_may_be_packed_alone(tmp_path):
-    paths = [f"train/{path}" for path in draw_photographs(tmp_path / "set/train", 6)]
-    paths += [f"Validation/{path}" for path in draw_photographs(tmp_path / "set/Validation", 4, seed=1)]
-    labels = write_labels(tmp_path / "set/labels.csv", paths)
-    pack_labelled(tmp_path / "set", labels, tmp_path / "data")
-    found = labels_by_pixels(tmp_path / "data") | labels_by_pixels(tmp_path / "data", "val")
-    assert found == read_independently(tmp_path / "set", labels)
-    pack_labelled(tmp_path / "set", labels, tmp_path / "alone", splits=("val",))
-    assert files_of(tmp_path / "alone") == {
-        name: text for name, text in files_of(tmp_path / "data").items() if name.startswith("val")
-    }
-    assert len(labels_by_pixels(tmp_path / "data", "val")) == 4
-
-
-def test_an_image_that_cannot_be_decoded_takes_its_labels_with_it(tmp_path, photographs):
-    root, paths = photographs
-    labels = write_labels(tmp_path / "labels.csv", paths)
-    expected = read_independently(root, labels)
-    broken = root / paths[5]
-    assert expected.pop(np.asarray(Image.open(broken)).tobytes()) == [1, 0, 1]
-    broken.write_bytes(broken.read_bytes()[:40])
-    (result,) = pack_labelled(root, labels, tmp_path / "data").values()
-    assert [failure.path for failure in result.failures] == [paths[5]]
-    assert labels_by_pixels(tmp_path / "data") == expected
-
-
 def test_a_pack_killed_three_times_ends_like_an_uninterrupted_one(tmp_path, photographs):
     root, paths = photographs
     labels = write_labels(tmp_path / "labels.csv", paths, kind="numbers")
@@ -168,20 +141,6 @@ def test_a_pack_killed_three_times_ends_like_an_uninterrupted_one(tmp_path, phot
     (result,) = pack_labelled(root, labels, dest).values()
     assert result.num_resumed == NUM_IMAGES
     assert files_of(dest) == files_of(tmp_path / "whole")
-
-
-def test_a_finished_pack_is_kept_by_the_same_file_only(tmp_path, photographs, packed):
-    root, paths = photographs
-    labels = tmp_path / "labels.csv"
-    before = files_of(packed)
-    assert pack_labelled(root, labels, packed)["train"].was_complete
-    labels.write_bytes(labels.read_bytes() + b"\n")
-    with pytest.raises(ShardError, match=r"different settings: the file of labels changed \(--labels\)\. Use the same"):
-        pack_labelled(root, labels, packed)
-    assert files_of(packed) == before
-    pack_labelled(root, write_labels(labels, paths, kind="numbers"), packed, overwrite=True)
-    assert verify_split(str(packed), "train") == ()
-    assert labels_by_pixels(packed) == read_independently(root, labels)
 
 
 def test_packs_with_and_without_labels_do_not_continue_each_other(tmp_path, photographs, packed):
@@ -308,15 +267,6 @@ def test_many_shard_files_of_targets_mapped_or_not_are_read_alike(tmp_path, phot
     assert labels_by_pixels(tmp_path / "data") == expected
     monkeypatch.setattr(image_numbers, "HELD_NUMBERS", 1)
     assert labels_by_pixels(tmp_path / "data") == expected
-
-
-def test_a_file_of_targets_has_at_most_four_megabytes_whatever_the_row():
-    assert row_shards(1) == arrays.NumberShards((1,), 1 << 20, 1 << 10)
-    for words in (1, 2, 3, 32, 1000, 65_535):
-        shards = row_shards(words)
-        assert shards.per_shard * words * 4 <= 4 << 20
-        assert 2 * shards.per_shard * words > 1 << 20
-        assert shards.per_shard % shards.per_chunk == 0
 
 
 def test_bits_survive_the_way_into_words_and_back():

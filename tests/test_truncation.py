@@ -4,7 +4,6 @@ import io
 import re
 import struct
 import tracemalloc
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_
 from loopfeed.preprocess.decoding.formats import open_pixels
 from loopfeed.preprocess.decoding.known_formats import sniff
 from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
-from loopfeed.preprocess.decoding.truncation import salvage
-from tests.test_levels import SIZE, opaque, png, tiff
 
 HEIGHT, WIDTH = 64, 80
 
@@ -122,36 +119,10 @@ def test_a_picture_without_its_end_marker_is_whole():
         np.testing.assert_array_equal(decode_image(png[:-num_bytes], rule), decode_image(png, rule))
 
 
-def test_later_scans_refine_rows_that_are_there():
-    whole = FILES["progressive JPEG"]()
-    with pytest.raises(DecodeError, match=r"it is truncated: all 64 rows \(100 %\) are there, but not all of their"):
-        decode_image(whole[: len(whole) // 2], ResizeRule())
-    load = Mock(side_effect=lambda content, _: Image.open(io.BytesIO(content)))
-    assert salvage(whole[: len(whole) // 2], "JPEG", load) is not None
-    assert load.call_count == 1  # the rows are not counted
-    kept = opened(whole[: len(whole) // 2], keep_truncated=True)
-    assert np.abs(kept.astype(float) - opened(whole)).mean() < 60
-
-
 def test_the_directory_of_a_tiff_may_be_at_its_end():
     whole = encoded("TIFF", compression="tiff_lzw")
     with pytest.raises(DecodeError, match="it is truncated before its first row"):
         decode_image(whole[: len(whole) // 2], ResizeRule(truncated="keep"))
-
-
-@pytest.mark.parametrize("options", [{"levels": "0:4095"}, {}], ids=["levels", "sBIT"])
-@pytest.mark.parametrize("channels", [2, 3, 4])
-def test_what_is_kept_of_16_bit_colour_is_scaled(channels, options):
-    values, wanted = opaque(channels)
-    wholes = [png(values, {2: 4, 3: 2, 4: 6}[channels], None if options else [12] * channels)]
-    wholes += [tiff(values, order, None if options else 4095) for order in (b"II", b"MM") if channels > 2]
-    rule = ResizeRule(SIZE, SIZE, "nearest", truncated="keep", **options)
-    for whole in wholes:
-        found = decode_image(whole[: len(whole) * 3 // 4], rule)
-        num_equal = int((found == wanted).all(axis=(1, 2)).sum())
-        assert SIZE // 2 <= num_equal < SIZE
-        np.testing.assert_array_equal(found[:num_equal], wanted[:num_equal])
-        np.testing.assert_array_equal(decode_image(wholes[0][:-12], rule), wanted)  # without IEND
 
 
 def test_a_lossless_webp_that_lacks_bytes_of_its_picture_is_not_whole():

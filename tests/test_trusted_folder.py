@@ -1,14 +1,11 @@
 """Code is loaded from a folder only if nobody but the user and root can have put it there."""
 
 import ctypes
-import grp
 import os
 import platform
-import pwd
 import shutil
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -16,7 +13,7 @@ import pytest
 from loopfeed.engine.run.compilation import caching_compilations, compile_traced, trace_ahead
 from loopfeed.models import trusted_folder
 from loopfeed.models.kernels.onednn import team_library
-from loopfeed.models.trusted_folder import file_fault, folder_fault, make_private_folder
+from loopfeed.models.trusted_folder import folder_fault, make_private_folder
 
 OTHER = 65534  # nobody
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
@@ -162,14 +159,6 @@ def test_what_is_not_a_file_of_the_user_neither_hangs_nor_fills_the_memory(cache
     assert [each for each in again if "is not used" in each] == []
 
 
-def test_the_group_of_a_user_alone_is_private_and_that_of_root_is_not(monkeypatch):
-    for members, number, is_private in (([], 4321, True), (["eve"], 4321, False), ([], 0, False)):
-        monkeypatch.setattr(pwd, "getpwuid", lambda _, number=number: SimpleNamespace(pw_gid=number, pw_name="me"))
-        found = SimpleNamespace(gr_name="me", gr_mem=members)
-        monkeypatch.setattr(grp, "getgrgid", lambda _, found=found: found)
-        assert trusted_folder._is_private_group(number) is is_private
-
-
 @pytest.fixture
 def library(tmp_path, monkeypatch):
     """The path of the library of the kernels in a cache folder of the test, built there."""
@@ -226,12 +215,3 @@ def test_a_pipe_or_an_endless_file_in_the_place_of_the_library_is_replaced(libra
         make(library)
     assert team_library.load_team() is not None
     assert library.read_bytes() == content
-
-
-@AS_ROOT
-def test_a_library_of_another_user_is_replaced(library):
-    os.chown(library, OTHER, OTHER)
-    status = library.parent.stat()
-    assert file_fault(library, status) == f"{library} belongs to user {OTHER}: remove it"
-    assert team_library.load_team() is not None
-    assert library.stat().st_uid == os.geteuid()

@@ -6,7 +6,7 @@ import tensorstore as ts
 
 from loopfeed.preprocess.shards.location import ShardError
 from loopfeed.preprocess.shards.reader import open_split
-from loopfeed.preprocess.shards.verify import Damage, verify_split
+from loopfeed.preprocess.shards.verify import verify_split
 from tests.fake_source import fake_source, pack
 
 
@@ -34,12 +34,6 @@ def test_an_intact_split_passes_and_every_image_is_counted(tmp_path, values):
     found = verify_split(str(tmp_path), "train", on_progress=lambda done, total: seen.append((done, total)))
     assert found == ()
     assert seen == [(4, 11), (8, 11), (11, 11)]
-
-
-def test_a_split_in_memory_is_verified(tmp_path):
-    context = ts.Context()
-    pack(fake_source(5), "memory://x", context=context)
-    assert verify_split("memory://x", "train", context=context) == ()
 
 
 def test_all_damage_is_named(data):
@@ -123,11 +117,6 @@ def test_labels_are_checked_against_classes_and_counts(data):
     assert len(found) == 1
 
 
-def test_a_damaged_label_file_is_named(data):
-    edit(data / "train/labels/c/0", 0)
-    assert damages(data) == ["labels/c/0: the checksum does not match because the bytes have changed"]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
@@ -156,28 +145,6 @@ def test_an_edited_manifest_is_not_verified(data):
     path.write_text(path.read_text().replace("goldfish", "shark"))
     with pytest.raises(ShardError, match=r"manifest.json: a value was changed after packing"):
         verify_split(str(data), "train")
-
-
-def test_an_unfinished_split_is_not_verified(data):
-    (data / "train/manifest.json").unlink()
-    with pytest.raises(ShardError, match=r"train/ contains files of a split, but its manifest\.json is missing"):
-        verify_split(str(data), "train")
-
-
-def test_many_images_are_abbreviated():
-    text = str(Damage("f", "bad", tuple(range(0, 60, 2))))
-    assert text == "f: images 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, … 30 in all: bad"
-
-
-def test_a_stray_file_whose_name_is_not_utf8_is_named(data):
-    (data / "train/stray\udce9").write_bytes(b"x")
-    assert damages(data) == [r"'stray\udce9': the file does not belong to the split"]
-
-
-def test_an_edited_failure_is_detected(data):
-    path = data / "train/failures.jsonl"
-    path.write_bytes(path.read_bytes().replace(b"2.png", b"3.png"))
-    assert damages(data) == ["failures.jsonl: the file has changed since it was written"]
 
 
 def test_a_reformatted_manifest_does_not_pass(data):

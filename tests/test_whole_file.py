@@ -70,19 +70,6 @@ def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     assert seen == [("file", 11, b"old"), ("folder", None, b"new content")]
 
 
-def test_a_folder_that_cannot_be_synced_is_no_failure(tmp_path, monkeypatch):
-    fsync = os.fsync
-
-    def refuse_folders(handle):
-        if stat.S_ISDIR(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", refuse_folders)
-    write_whole(tmp_path / "result.json", b"content")
-    assert (tmp_path / "result.json").read_bytes() == b"content"
-
-
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o027, 0o077])
 def test_permissions_follow_the_umask(tmp_path, mask):
     before = os.umask(mask)
@@ -91,16 +78,6 @@ def test_permissions_follow_the_umask(tmp_path, mask):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "result.json").stat().st_mode) == 0o666 & ~mask
-
-
-def test_the_umask_is_never_touched(tmp_path, monkeypatch):
-    # It belongs to the whole process: another thread's file made meanwhile would get the wrong permissions.
-    def refuse(mask):
-        raise AssertionError("the umask was set")
-
-    monkeypatch.setattr(os, "umask", refuse)
-    write_whole(tmp_path / "result.json", b"content")
-    assert (tmp_path / "result.json").read_bytes() == b"content"
 
 
 def test_a_reader_never_sees_partial_content(tmp_path):
@@ -122,11 +99,6 @@ def test_a_reader_never_sees_partial_content(tmp_path):
             break
     writer.join(20)
     assert done.is_set()
-
-
-def test_a_missing_folder_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "nowhere" / "result.json", b"content")
 
 
 def test_only_the_remains_of_a_killed_write_are_removed(tmp_path, monkeypatch):

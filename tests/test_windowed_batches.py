@@ -117,17 +117,6 @@ def test_each_process_takes_its_rows_from_contiguous_parts_that_it_alone_reads(d
         np.testing.assert_array_equal(found[number], expected(source, first + number))
 
 
-@pytest.mark.parametrize("num_images", [1, 3])
-def test_windows_without_rows_of_a_process_are_skipped(num_images):
-    """A set smaller than a batch has windows of which a process takes nothing."""
-    for rows in (range(5), range(5, 10)):
-        source = batches(NumberedSplit(num_images), 10, window_images=3, rows=rows)
-        for batch_index in range(6):
-            found = filled(source, batch_index, rows)[0][:, 0, 0]
-            np.testing.assert_array_equal(found, expected(source, batch_index)[rows.start : rows.stop])
-        source.close()
-
-
 @pytest.mark.parametrize("codec", ["raw", "blosc"])
 def test_a_packed_split_is_read_in_the_windowed_order(tmp_path, codec):
     packed = fake_source(53)
@@ -184,17 +173,6 @@ def test_a_damaged_image_fails_the_batches_of_its_window_alone():
             filled(source, batch_index)
     source.close()
     whole.close()
-
-
-def test_a_damaged_shard_is_named(tmp_path):
-    pack(fake_source(20), tmp_path)
-    path = tmp_path / "train/pixels/c/2/0/0"
-    path.write_bytes(b"\1" + path.read_bytes()[1:])
-    with open_split(str(tmp_path), "train") as split:
-        source = batches(split, 4, window_images=20)
-        with pytest.raises(ShardError, match=r"image 8 in pixels/c/2/0/0: the checksum does not match"):
-            filled(source, 0)
-        source.close()
 
 
 def test_a_stalled_store_is_an_error_in_time_and_closing_ends_a_wait():
