@@ -45,6 +45,14 @@ def _restore_sigint():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_waits_for_the_disk():
+    """Let `os.fsync` only check its descriptor: tests kill processes, whose files stay, but never the machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_heap():
     """Exclude the objects of earlier modules from garbage collection, which would take seconds with all of them."""
