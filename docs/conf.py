@@ -36,7 +36,8 @@ _ALIASES = (
     "Padding|Pair|Params|PerExample|Phase|Pixels|RecordFunction|Schedule"
 )
 nitpick_ignore_regex = [
-    ("py:class", r"(collections\.abc|jax|numpy|os|pathlib|tensorstore|PIL)\..*"),
+    ("py:class", r"(collections\.abc|jax|jaxtyping|numpy|os|pathlib|tensorstore|PIL)\..*"),
+    ("py:class", r"'.*"),  # the shape of an array: Float[Array, 'B K']
     ("py:class", rf"loopfeed\.[\w.]+\.({_ALIASES})"),
     ("py:class", r"RecordedRun|loopfeed\.preprocess\.shards\.targets\.Targets"),  # of public classes, but not public
 ]

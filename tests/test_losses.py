@@ -63,7 +63,7 @@ SOFT = [[0.009470710684997552, 0.0, -0.009470710684997552], [0.0, 0.0, 0.0]]
 
 def test_a_masked_class_without_target_costs_nothing():
     one_hot, soft = jnp.array([[0, 0, 1.0], [0, 1, 0]]), jnp.array([[0.25, 0, 0.75], [0, 1, 0]])
-    by_number = lambda logits: cross_entropy_loss(logits, jnp.array([2, 1]), ONE).mean()  # noqa: E731
+    by_number = lambda logits: cross_entropy_loss(logits, jnp.array([2, 1]), jnp.ones(2)).mean()  # noqa: E731
     for loss, value, gradient in (
         (by_number, 0.15663084375911143, HARD),
         (lambda logits: cross_entropy(logits, one_hot), 0.15663084375911143, HARD),
@@ -71,7 +71,7 @@ def test_a_masked_class_without_target_costs_nothing():
         (lambda logits: cross_entropy(logits, smooth_targets(one_hot, jnp.float32(0.1))), INF, SMOOTHED),
         # PyTorch's value is NaN; this one is the limit.
         (lambda logits: cross_entropy(logits, soft), (0.25 * 1.31326168752 + 0.75 * 0.31326168752) / 2, SOFT),
-        (lambda logits: cross_entropy_loss(logits, soft, ONE).mean(), 0.2816308437, SOFT),
+        (lambda logits: cross_entropy_loss(logits, soft, jnp.ones(2)).mean(), 0.2816308437, SOFT),
     ):
         found = jax.value_and_grad(loss)(MASKED)
         np.testing.assert_allclose(found[0], value, rtol=1e-6)

@@ -188,8 +188,8 @@ def test_ready_made_losses_are_optaxs():
     np.testing.assert_allclose(found, optax.sigmoid_binary_cross_entropy(logits, bits).mean(axis=1), rtol=1e-5)
     found = LOSSES["mean-squared-error"](jnp.asarray(logits), jnp.asarray(bits), ones)
     np.testing.assert_allclose(found, np.square(logits - bits).mean(axis=1), rtol=1e-5)
-    assert LOSSES["mean-squared-error"](jnp.ones((4, 1)), jnp.zeros(4), ones).tolist() == [1] * 4
-    assert np.isnan(LOSSES["cross-entropy"](jnp.zeros((2, 3)), jnp.array([3, -1]), ones)).all()
+    assert LOSSES["mean-squared-error"](jnp.ones((4, 1)), jnp.zeros(4), jnp.ones(4)).tolist() == [1] * 4
+    assert np.isnan(LOSSES["cross-entropy"](jnp.zeros((2, 3)), jnp.array([3, -1]), jnp.ones(2))).all()
 
 
 def test_a_weighted_mean_ignores_examples_without_weight():

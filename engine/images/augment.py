@@ -7,6 +7,7 @@ sharding and kernels do not change a single bit. Does not depend on the loop.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, Key, UInt32
 
 from loopfeed.engine.images.auto_augment import auto_augment
 from loopfeed.engine.images.boxes import BLOCKS_OF_BOX
@@ -31,21 +32,25 @@ from loopfeed.engine.scopes import AUGMENT, UNPACK
 
 
 def augment_images(
-    augmentation: Augmentation, pixels: jax.Array, positions: Positions, seed_words: jax.Array, scale: PixelScale
-) -> tuple[jax.Array, jax.Array | None]:
-    """Augment and normalise one device's part of a batch; called while tracing.
+    augmentation: Augmentation,
+    pixels: UInt32[Array, "b H W"],
+    positions: Positions,
+    seed_words: UInt32[Array, "2"],
+    scale: PixelScale,
+) -> tuple[Float32[Array, "b h w 3"], Int32[Array, "b"] | None]:
+    """Augment and normalise one device's part of a batch, b images; called while tracing.
 
     Args:
         augmentation: the settings, static.
-        pixels: uint32 [b, H, W], packed.
+        pixels: packed.
         positions: positions of the images, see `loopfeed.engine.images.positions`. If images are mixed, the first must
             be even, as it is if every device takes the same even number of images.
-        seed_words: uint32 [2], the seed's high and low half.
+        seed_words: the seed's high and low half.
         scale: mean and standard deviation of the pixels.
 
     Returns:
-        images float32 [b, h, w, 3], with (h, w) = `augmentation.output_shape(H, W)`, and the share of each image's own
-        label in its target for `make_targets`: float32 [b], or None if nothing is mixed. With the default settings the
+        The images, with (h, w) = `augmentation.output_shape(H, W)`, and the share of each image's own label in its
+        target for `make_targets`, in units of 1 / `WHOLE`; None if nothing is mixed. With the default settings the
         images equal those of `unpack_pixels`, bit for bit.
 
     Raises:
@@ -76,8 +81,10 @@ def augment_images(
     return images, own_share
 
 
-def make_targets(labels: jax.Array, own_share: jax.Array | None, num_classes: int) -> jax.Array:
-    """Convert int32 [b] labels to targets, float32 [b, K], mixed as `augment_images` mixed the images.
+def make_targets(
+    labels: Int32[Array, "b"], own_share: Int32[Array, "b"] | None, num_classes: int
+) -> Float32[Array, "b {num_classes}"]:
+    """Convert labels to targets, mixed as `augment_images` mixed the images.
 
     Rows sum to 1. A label outside 0 … K - 1 makes its row NaN, and so the loss; if images are mixed,
     also the row of its partner.
@@ -87,16 +94,15 @@ def make_targets(labels: jax.Array, own_share: jax.Array | None, num_classes: in
 
 
 @jax.named_scope(UNPACK)
-def prepare_for_evaluation(pixels: jax.Array, size: int | None, scale: PixelScale) -> jax.Array:
-    """Centre-crop and normalise packed images, uint32 [b, H, W], for evaluation.
+def prepare_for_evaluation(
+    pixels: UInt32[Array, "b H W"], size: int | None, scale: PixelScale
+) -> Float32[Array, "b h w 3"]:
+    """Centre-crop and normalise packed images for evaluation.
 
     Args:
-        pixels: uint32 [b, H, W], packed.
+        pixels: packed.
         size: height and width of the crop, in pixels; None uses the whole image.
         scale: mean and standard deviation of the pixels.
-
-    Returns:
-        float32 [b, h, w, 3].
 
     Raises:
         ValueError: if the crop is larger than the image.
@@ -104,14 +110,14 @@ def prepare_for_evaluation(pixels: jax.Array, size: int | None, scale: PixelScal
     return unpack_pixels(pixels if size is None else centre_crop(pixels, (size, size)), scale)
 
 
-def one_hot_or_nan(labels: jax.Array, num_classes: int) -> jax.Array:
-    """Convert int32 [b] labels to one-hot float32 [b, K]; an out-of-range label gives NaN, and thus a NaN loss."""
+def one_hot_or_nan(labels: Int32[Array, "b"], num_classes: int) -> Float32[Array, "b {num_classes}"]:
+    """Convert labels to one-hot targets; an out-of-range label gives NaN, and thus a NaN loss."""
     one_hot = jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
     is_class = (labels >= 0) & (labels < num_classes)
     return jnp.where(is_class[:, None], one_hot, jnp.nan)
 
 
-def _crop(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax.Array:
+def _crop(augmentation: Augmentation, pixels: UInt32[Array, "b H W"], keys: Key[Array, "b"]) -> UInt32[Array, "b h w"]:
     height, width = pixels.shape[1:]
     shape = augmentation.output_shape(height, width)
     if augmentation.crop == "random":
@@ -124,7 +130,9 @@ def _crop(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax
     return centre_crop(pixels, shape)
 
 
-def jitter_colours(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax.Array:
+def jitter_colours(
+    augmentation: Augmentation, pixels: UInt32[Array, "b H W"], keys: Key[Array, "b"]
+) -> UInt32[Array, "b H W"]:
     """Jitter brightness, contrast, saturation and hue of packed pixels, in this order, omitting those of strength 0."""
     strengths = (
         (Purpose.BRIGHTNESS, augmentation.brightness, change_brightness),
@@ -143,8 +151,8 @@ def jitter_colours(augmentation: Augmentation, pixels: jax.Array, keys: jax.Arra
 
 
 def _mix(
-    augmentation: Augmentation, pixels: jax.Array, keys: jax.Array, scale: PixelScale
-) -> tuple[jax.Array, jax.Array]:
+    augmentation: Augmentation, pixels: UInt32[Array, "b H W"], keys: Key[Array, "b"], scale: PixelScale
+) -> tuple[Float32[Array, "b H W 3"], Int32[Array, "b"]]:
     mixture = draw_mixture(
         keys,
         *pixels.shape[1:],

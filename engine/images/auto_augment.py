@@ -11,6 +11,7 @@ product of two one-hot matrices, exact in float32.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int32, Key, UInt32
 
 from loopfeed.engine.images.auto_table import ONE, Operation, table_rows
 from loopfeed.engine.images.jitter import Planes, join_planes, luma_of, mean_luma, split_planes
@@ -22,7 +23,9 @@ _LEVELS = 256
 _PIECE = 2048
 
 
-def auto_augment(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array) -> jax.Array:
+def auto_augment(
+    augmentation: Augmentation, pixels: UInt32[Array, "b H W"], keys: Key[Array, "b"]
+) -> UInt32[Array, "b H W"]:
     """Apply random operations to each image, chosen as `augmentation.auto_augment` says.
 
     RandAugment applies `auto_augment_ops` operations at magnitude `auto_augment_magnitude`; TrivialAugment applies one
@@ -30,11 +33,8 @@ def auto_augment(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array)
 
     Args:
         augmentation: the settings, static.
-        pixels: uint32 [b, H, W], packed.
+        pixels: packed, as are the results, whose low byte is 0.
         keys: keys of the images, from `loopfeed.engine.images.positions.image_keys`.
-
-    Returns:
-        uint32 [b, H, W], packed, low byte 0.
     """
     table = jnp.asarray(table_rows(augmentation.auto_augment, *pixels.shape[1:]))
     is_random = augmentation.auto_augment == "randaugment"
@@ -47,16 +47,16 @@ def auto_augment(augmentation: Augmentation, pixels: jax.Array, keys: jax.Array)
     return lax.scan(lambda images, row: (apply_rows(images, row), None), pixels, jnp.swapaxes(rows, 0, 1))[0]
 
 
-def draw_rows(words: jax.Array, magnitude: int | None) -> jax.Array:
-    """Draw rows of the table, int32 [b, n], from uniform uint32 [b, n, 2] words; a magnitude of None is drawn too."""
+def draw_rows(words: UInt32[Array, "b n 2"], magnitude: int | None) -> Int32[Array, "b n"]:
+    """Draw rows of the table from uniform words; a magnitude of None is drawn too."""
     operations = to_index(words[..., 0], len(Operation))
     if magnitude is None:
         return operations * (2 * NUM_MAGNITUDES) + to_index(words[..., 1], 2 * NUM_MAGNITUDES)
     return (operations * NUM_MAGNITUDES + magnitude) * 2 + to_index(words[..., 1], 2)
 
 
-def apply_rows(pixels: jax.Array, rows: jax.Array) -> jax.Array:
-    """Apply to each packed image, uint32 [b, H, W], the operation of its row of the table, int32 [b, 10]."""
+def apply_rows(pixels: UInt32[Array, "b H W"], rows: Int32[Array, "b 10"]) -> UInt32[Array, "b H W"]:
+    """Apply to each packed image the operation of its row of the table."""
     operations, factors, masks, thresholds = (rows[:, column, None, None] for column in (0, 7, 8, 9))
     # Because of the barriers, no pixel is moved or blended again for each of its uses.
     planes = split_planes(lax.optimization_barrier(_move_pixels(pixels, rows[:, 1:7])))
@@ -65,8 +65,8 @@ def apply_rows(pixels: jax.Array, rows: jax.Array) -> jax.Array:
     return join_planes(_remap(jnp.stack([red, green, blue], axis=1), rows[:, 0]))
 
 
-def _move_pixels(pixels: jax.Array, affine: jax.Array) -> jax.Array:
-    """Take each pixel from where an affine map, int32 [b, 6], leads to, or black (0) from outside the image."""
+def _move_pixels(pixels: UInt32[Array, "b H W"], affine: Int32[Array, "b 6"]) -> UInt32[Array, "b H W"]:
+    """Take each pixel from where an affine map leads to, or black (0) from outside the image."""
     height, width = pixels.shape[1:]
     x, y = jnp.arange(width, dtype=jnp.int32), jnp.arange(height, dtype=jnp.int32)[:, None]
     a0, a1, a2, a3, a4, a5 = (affine[:, number, None, None] for number in range(6))
@@ -78,7 +78,7 @@ def _move_pixels(pixels: jax.Array, affine: jax.Array) -> jax.Array:
     return jnp.where(is_inside, moved.reshape(pixels.shape), 0)
 
 
-def _blend_planes(planes: Planes, operations: jax.Array, factors: jax.Array) -> Planes:
+def _blend_planes(planes: Planes, operations: Int32[Array, "b 1 1"], factors: Int32[Array, "b 1 1"]) -> Planes:
     """Blend each image with black, its grey, its mean luma or its blurred version, as its operation says."""
     luma, mean = luma_of(planes), mean_luma(planes)
 
@@ -92,8 +92,8 @@ def _blend_planes(planes: Planes, operations: jax.Array, factors: jax.Array) -> 
     return red, green, blue
 
 
-def _blur(plane: jax.Array) -> jax.Array:
-    """Smooth int32 [b, H, W] levels with Pillow's kernel (1 around, 5 in the middle, over 13); the border stays."""
+def _blur(plane: Int32[Array, "b H W"]) -> Int32[Array, "b H W"]:
+    """Smooth levels with Pillow's kernel (1 around, 5 in the middle, over 13); the border stays."""
     height, width = plane.shape[1:]
     if height < 3 or width < 3:
         return plane
@@ -113,8 +113,8 @@ def _invert(plane: jax.Array, thresholds: jax.Array) -> jax.Array:
     return jnp.where(plane >= thresholds, 255 - plane, plane)
 
 
-def _remap(levels: jax.Array, operations: jax.Array) -> Planes:
-    """Apply autocontrast or equalize to those of the int32 [b, 3, H, W] levels whose operation is one of them."""
+def _remap(levels: Int32[Array, "b 3 H W"], operations: Int32[Array, "b"]) -> Planes:
+    """Apply autocontrast or equalize to the images whose operation is one of them."""
 
     def remap_one(image_and_operation: tuple[jax.Array, jax.Array]) -> jax.Array:
         image, operation = image_and_operation
@@ -125,8 +125,8 @@ def _remap(levels: jax.Array, operations: jax.Array) -> Planes:
     return remapped[:, 0], remapped[:, 1], remapped[:, 2]
 
 
-def _remap_image(image: jax.Array, operation: jax.Array) -> jax.Array:
-    """Apply autocontrast or equalize to int32 [3, H, W] levels, channel by channel."""
+def _remap_image(image: Int32[Array, "3 H W"], operation: Int32[Array, ""]) -> Int32[Array, "3 H W"]:
+    """Apply autocontrast or equalize to the levels of an image, channel by channel."""
     flat = image.reshape(3, -1)
     counts = count_levels(flat)
     stretched, equalized = _autocontrast_table(counts), _equalize_table(counts)
@@ -134,8 +134,8 @@ def _remap_image(image: jax.Array, operation: jax.Array) -> jax.Array:
     return jnp.take_along_axis(table, flat, axis=1, mode="clip").reshape(image.shape)
 
 
-def count_levels(flat: jax.Array) -> jax.Array:
-    """Return how often each level occurs in int32 [3, P] levels, int32 [3, 256], for P ≤ 2**24."""
+def count_levels(flat: Int32[Array, "3 P"]) -> Int32[Array, "3 256"]:
+    """Return how often each level occurs in each channel, for P ≤ 2**24 pixels."""
     sixteen = jnp.arange(16)[:, None]
     length = min(_PIECE, flat.shape[1])
     # -1 is counted nowhere.
@@ -150,8 +150,8 @@ def count_levels(flat: jax.Array) -> jax.Array:
     return counts.reshape(3, _LEVELS).astype(jnp.int32)
 
 
-def _autocontrast_table(counts: jax.Array) -> jax.Array:
-    """Return the table, int32 [3, 256], that stretches the levels of each channel to 0 … 255, rounding down."""
+def _autocontrast_table(counts: Int32[Array, "3 256"]) -> Int32[Array, "3 256"]:
+    """Return the table that stretches the levels of each channel to 0 … 255, rounding down."""
     level = jnp.arange(_LEVELS, dtype=jnp.int32)
     low = jnp.where(counts > 0, level, _LEVELS).min(axis=1, keepdims=True)
     spread = jnp.where(counts > 0, level, -1).max(axis=1, keepdims=True) - low
@@ -159,8 +159,8 @@ def _autocontrast_table(counts: jax.Array) -> jax.Array:
     return jnp.where(spread > 0, stretched, level)
 
 
-def _equalize_table(counts: jax.Array) -> jax.Array:
-    """Return the table, int32 [3, 256], that spreads the levels of each channel evenly, as Pillow's equalize does."""
+def _equalize_table(counts: Int32[Array, "3 256"]) -> Int32[Array, "3 256"]:
+    """Return the table that spreads the levels of each channel evenly, as Pillow's equalize does."""
     level = jnp.arange(_LEVELS, dtype=jnp.int32)
     last = jnp.where(counts > 0, level, -1).max(axis=1, keepdims=True)
     in_last = jnp.where(level == last, counts, 0).sum(axis=1, keepdims=True)

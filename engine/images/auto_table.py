@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Int32
 
 from loopfeed.engine.images.settings import NUM_MAGNITUDES
 
@@ -86,8 +86,8 @@ def ranges_of(policy: str, height: int, width: int) -> Ranges:
     return Ranges(0.99, 32, 32, 135, 0.99, 6)
 
 
-def table_rows(policy: str, height: int, width: int) -> NDArray[np.int32]:
-    """Return the table, int32 [14 · 31 · 2, 10]: rows by operation, magnitude, sign (+ then -); columns as in `Row`."""
+def table_rows(policy: str, height: int, width: int) -> Int32[np.ndarray, "14*31*2 10"]:
+    """Return the table: rows by operation, magnitude, sign (+ then -); columns as in `Row`."""
     ranges = ranges_of(policy, height, width)
     rows = [
         make_row(operation, magnitude, sign, ranges, height, width)

@@ -6,8 +6,8 @@ Shared by resized crops, cutmix and erasing. Does not depend on pixels.
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, UInt32
 
 from loopfeed.engine.images.positions import to_index, to_unit
 
@@ -18,16 +18,12 @@ BLOCKS_OF_BOX = NUM_ATTEMPTS + 1
 
 
 class Boxes(NamedTuple):
-    """One rectangle in each of b images: rows top … top + height - 1, columns left … left + width - 1.
+    """One rectangle in each of b images, in pixels: rows top … top + height - 1, columns left … left + width - 1."""
 
-    Attributes:
-        top, left, height, width: int32 [b], in pixels.
-    """
-
-    top: jax.Array
-    left: jax.Array
-    height: jax.Array
-    width: jax.Array
+    top: Int32[Array, "b"]
+    left: Int32[Array, "b"]
+    height: Int32[Array, "b"]
+    width: Int32[Array, "b"]
 
 
 class BoxRule(NamedTuple):
@@ -44,16 +40,18 @@ class BoxRule(NamedTuple):
     longest: tuple[int, int]
 
 
-def draw_boxes(words: jax.Array, rule: BoxRule, height: int, width: int) -> tuple[Boxes, jax.Array]:
+def draw_boxes(
+    words: UInt32[Array, "b BLOCKS_OF_BOX 2"], rule: BoxRule, height: int, width: int
+) -> tuple[Boxes, Bool[Array, "b"]]:
     """Draw a box in each image: the first of ten random sizes that fits, at a uniformly random place.
 
     Args:
-        words: uint32 [b, BLOCKS_OF_BOX, 2], uniform.
+        words: uniform.
         rule: limits on the boxes.
         height, width: size of the images, in pixels.
 
     Returns:
-        The boxes, and bool [b], False where none of the ten sizes fitted and the box is meaningless.
+        The boxes, and False where none of the ten sizes fitted and the box is meaningless.
     """
     shares, stretches = to_unit(words[:, :NUM_ATTEMPTS, 0]), to_unit(words[:, :NUM_ATTEMPTS, 1])
     least, largest = rule.area_range
@@ -73,8 +71,8 @@ def draw_boxes(words: jax.Array, rule: BoxRule, height: int, width: int) -> tupl
     return Boxes(top, left, box_height, box_width), fits.any(axis=1)
 
 
-def mask_boxes(boxes: Boxes, height: int, width: int) -> jax.Array:
-    """Return a mask, bool [b, height, width], that is True inside the boxes."""
+def mask_boxes(boxes: Boxes, height: int, width: int) -> Bool[Array, "b {height} {width}"]:
+    """Return a mask that is True inside the boxes."""
     rows = jnp.arange(height) - boxes.top[:, None]
     columns = jnp.arange(width) - boxes.left[:, None]
     in_rows = (rows >= 0) & (rows < boxes.height[:, None])

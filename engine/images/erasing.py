@@ -1,7 +1,7 @@
 """Random erasing, which sets a rectangle of the normalised image to 0, the mean colour of the data set."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, UInt32
 
 from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, BoxRule, draw_boxes, mask_boxes
 from loopfeed.engine.images.positions import to_choice
@@ -14,8 +14,10 @@ RATIO_RANGE = (1 / 3.3, 1 / 0.3)
 BLOCKS_OF_ERASING = 1 + BLOCKS_OF_BOX
 
 
-def draw_erased(words: jax.Array, height: int, width: int, probability: float) -> jax.Array:
-    """Draw the mask of erased pixels, bool [b, height, width], from uniform uint32 [b, BLOCKS_OF_ERASING, 2] words.
+def draw_erased(
+    words: UInt32[Array, "b BLOCKS_OF_ERASING 2"], height: int, width: int, probability: float
+) -> Bool[Array, "b {height} {width}"]:
+    """Draw the mask of erased pixels from uniform words.
 
     A rectangle is smaller than the image in both directions; if none of ten sizes fits, nothing is erased.
     """
@@ -24,6 +26,6 @@ def draw_erased(words: jax.Array, height: int, width: int, probability: float) -
     return happens[:, None, None] & mask_boxes(boxes, height, width)
 
 
-def erase(images: jax.Array, erased: jax.Array) -> jax.Array:
-    """Set float32 [b, H, W, 3] images to 0 where `erased`, bool [b, H, W], is True."""
+def erase(images: Float32[Array, "b H W 3"], erased: Bool[Array, "b H W"]) -> Float32[Array, "b H W 3"]:
+    """Set images to 0 where `erased` is True."""
     return jnp.where(erased[..., None], 0, images)

@@ -6,56 +6,50 @@ would be computed at each of four places: four times the work, with no known ben
 result on every device and in every batch. The luma is Pillow's, 0.299 R + 0.587 G + 0.114 B in 16 bits.
 """
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32, UInt32
 
 from loopfeed.engine.images.positions import to_index
 
-type Planes = tuple[jax.Array, jax.Array, jax.Array]
-"""R, G and B levels: int32 [b, H, W] each, 0 … 255."""
+type Planes = tuple[Int32[Array, "b H W"], Int32[Array, "b H W"], Int32[Array, "b H W"]]
+"""R, G and B levels, 0 … 255."""
 
 _ONE = 2**12
 """A factor of 1, or a sixth of a turn of the colour circle."""
 
 
-def split_planes(pixels: jax.Array) -> Planes:
-    """Split packed uint32 [b, H, W] words into R, G and B planes."""
+def split_planes(pixels: UInt32[Array, "b H W"]) -> Planes:
+    """Split packed words into R, G and B planes."""
     red, green, blue = (((pixels >> shift) & 0xFF).astype(jnp.int32) for shift in (24, 16, 8))
     return red, green, blue
 
 
-def join_planes(planes: Planes) -> jax.Array:
-    """Pack R, G and B planes into uint32 [b, H, W] words, whose low byte is 0."""
+def join_planes(planes: Planes) -> UInt32[Array, "b H W"]:
+    """Pack R, G and B planes into words, whose low byte is 0."""
     red, green, blue = (plane.astype(jnp.uint32) for plane in planes)
     return red << 24 | green << 16 | blue << 8
 
 
-def draw_factors(words: jax.Array, strength: float) -> jax.Array:
-    """Draw int32 [b] factors, in units of 1/4096, uniformly from max(0, 1 - strength) … 1 + strength.
-
-    The words are uniform, uint32 [b].
-    """
+def draw_factors(words: UInt32[Array, "b"], strength: float) -> Int32[Array, "b"]:
+    """Draw factors in units of 1/4096, uniformly from max(0, 1 - strength) … 1 + strength, from uniform words."""
     least, largest = round(max(0.0, 1 - strength) * _ONE), round((1 + strength) * _ONE)
     return least + to_index(words, largest - least + 1)
 
 
-def draw_turns(words: jax.Array, hue: float) -> jax.Array:
-    """Draw int32 [b] rotations, in units of 1/24576 of the colour circle, uniformly from -hue … hue turns.
-
-    The words are uniform, uint32 [b].
-    """
+def draw_turns(words: UInt32[Array, "b"], hue: float) -> Int32[Array, "b"]:
+    """Draw rotations in units of 1/24576 of the colour circle, uniformly from -hue … hue turns, from uniform words."""
     most = round(hue * 6 * _ONE)
     return to_index(words, 2 * most + 1) - most
 
 
-def change_brightness(planes: Planes, factors: jax.Array) -> Planes:
-    """Multiply every level by its image's factor (int32 [b], in units of 1/4096)."""
+def change_brightness(planes: Planes, factors: Int32[Array, "b"]) -> Planes:
+    """Multiply every level by its image's factor (in units of 1/4096)."""
     red, green, blue = (_blend(plane, jnp.int32(0), factors) for plane in planes)
     return red, green, blue
 
 
-def change_contrast(planes: Planes, factors: jax.Array) -> Planes:
-    """Scale each level's distance from its image's mean luma by a factor (int32 [b], in units of 1/4096).
+def change_contrast(planes: Planes, factors: Int32[Array, "b"]) -> Planes:
+    """Scale each level's distance from its image's mean luma by a factor (in units of 1/4096).
 
     Factor 0 gives the mean.
 
@@ -67,21 +61,21 @@ def change_contrast(planes: Planes, factors: jax.Array) -> Planes:
     return red, green, blue
 
 
-def change_saturation(planes: Planes, factors: jax.Array) -> Planes:
-    """Scale each level's distance from its pixel's luma by a factor (int32 [b], in units of 1/4096); 0 gives grey."""
+def change_saturation(planes: Planes, factors: Int32[Array, "b"]) -> Planes:
+    """Scale each level's distance from its pixel's luma by a factor (in units of 1/4096); 0 gives grey."""
     luma = luma_of(planes)
     red, green, blue = (_blend(plane, luma, factors) for plane in planes)
     return red, green, blue
 
 
-def turn_hue(planes: Planes, turns: jax.Array) -> Planes:
+def turn_hue(planes: Planes, turns: Int32[Array, "b"]) -> Planes:
     """Rotate the hue of each image in the HSV hexagon (Smith, 1978); value and saturation stay the same.
 
     Hues are in units of 1/(4096 · chroma) of a sixth of the circle: integers, without a division.
 
     Args:
         planes: the levels.
-        turns: int32 [b], -12288 … 12288, in 1/24576 of the circle.
+        turns: -12288 … 12288, in 1/24576 of the circle.
     """
     red, green, blue = planes
     value = jnp.maximum(jnp.maximum(red, green), blue)
@@ -94,7 +88,7 @@ def turn_hue(planes: Planes, turns: jax.Array) -> Planes:
     hue = jnp.where(hue < 0, hue + circle, hue)
     hue = jnp.where(hue >= circle, hue - circle, hue)
 
-    def level(sixths: int) -> jax.Array:
+    def level(sixths: int) -> Int32[Array, "b H W"]:
         angle = hue + sixths * sixth
         angle = jnp.where(angle >= circle, angle - circle, angle)
         drop = jnp.clip(jnp.minimum(angle, 4 * sixth - angle), 0, sixth)
@@ -103,8 +97,8 @@ def turn_hue(planes: Planes, turns: jax.Array) -> Planes:
     return level(5), level(3), level(1)
 
 
-def mean_luma(planes: Planes) -> jax.Array:
-    """Return the mean luma of each image, rounded, int32 [b, 1, 1].
+def mean_luma(planes: Planes) -> Int32[Array, "b 1 1"]:
+    """Return the mean luma of each image, rounded.
 
     Raises:
         ValueError: if an image has more pixels than 32 bits can sum.
@@ -117,13 +111,15 @@ def mean_luma(planes: Planes) -> jax.Array:
     return ((total + num_pixels // 2) // num_pixels).astype(jnp.int32)
 
 
-def luma_of(planes: Planes) -> jax.Array:
-    """Return the luma of each pixel, int32 [b, H, W], 0 … 255."""
+def luma_of(planes: Planes) -> Int32[Array, "b H W"]:
+    """Return the luma of each pixel, 0 … 255."""
     red, green, blue = planes
     return (19595 * red + 38470 * green + 7471 * blue + 2**15) >> 16
 
 
-def _blend(plane: jax.Array, other: jax.Array, factors: jax.Array) -> jax.Array:
+def _blend(
+    plane: Int32[Array, "b H W"], other: Int32[Array, "..."], factors: Int32[Array, "b"]
+) -> Int32[Array, "b H W"]:
     """Interpolate or extrapolate from `other` (factor 0) to `plane` (factor 1); round and clip to 0 … 255."""
     factor = factors[:, None, None]
     return jnp.clip((factor * plane + (_ONE - factor) * other + _ONE // 2) >> 12, 0, 255)

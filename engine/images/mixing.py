@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, Key, Shaped, UInt32
 
 from loopfeed.engine.images.boxes import Boxes, mask_boxes
 from loopfeed.engine.images.positions import Purpose, draw_words, to_choice, to_index, to_unit
@@ -22,17 +23,17 @@ class Mixture(NamedTuple):
     """Parameters for mixing each of b images with its partner.
 
     Attributes:
-        own_level: int32 [b], 0 … WHOLE, the share of the image's own levels (mixup).
+        own_level: the share of the image's own levels (mixup), 0 … WHOLE.
         box: rectangle that is pasted from the partner (cutmix); empty to paste nothing.
-        own_target: int32 [b], 0 … WHOLE, the share of the image's own label.
+        own_target: the share of the image's own label, 0 … WHOLE.
     """
 
-    own_level: jax.Array
+    own_level: Int32[Array, "b"]
     box: Boxes
-    own_target: jax.Array
+    own_target: Int32[Array, "b"]
 
 
-def draw_mixture(keys: jax.Array, height: int, width: int, *, mixup_alpha: float, cutmix_alpha: float) -> Mixture:
+def draw_mixture(keys: Key[Array, "b"], height: int, width: int, *, mixup_alpha: float, cutmix_alpha: float) -> Mixture:
     """Draw the mixing parameters of each pair of images.
 
     Args:
@@ -65,8 +66,8 @@ def draw_mixture(keys: jax.Array, height: int, width: int, *, mixup_alpha: float
     return jax.tree.map(repeat_for_both, mixture)
 
 
-def draw_beta(words: jax.Array, alpha: float) -> jax.Array:
-    """Draw float32 [b] from Beta(alpha, alpha) without rejection, from uniform uint32 [b, 2] words.
+def draw_beta(words: UInt32[Array, "b 2"], alpha: float) -> Float32[Array, "b"]:
+    """Draw from Beta(alpha, alpha) without rejection, from uniform words.
 
     Devroye's formula for the symmetric beta (1996, "Random variate generation in one line of code"): Student's t by
     Bailey's polar method, mapped into 0 … 1. With q = U**(1/alpha) and c = cos(2 pi V) it is
@@ -81,8 +82,8 @@ def draw_beta(words: jax.Array, alpha: float) -> jax.Array:
     return jnp.clip(0.5 + 0.5 * cosine * jnp.sqrt(rest / spread), 0, 1)
 
 
-def draw_cut(words: jax.Array, height: int, width: int, alpha: float) -> Boxes:
-    """Draw the rectangle that cutmix pastes from the partner, from uniform uint32 [b, 2, 2] words.
+def draw_cut(words: UInt32[Array, "b 2 2"], height: int, width: int, alpha: float) -> Boxes:
+    """Draw the rectangle that cutmix pastes from the partner, from uniform words.
 
     Its sides are sqrt(1 - Beta(alpha, alpha)) times those of the image, its centre is uniformly random, and it is
     clipped to the image.
@@ -93,37 +94,39 @@ def draw_cut(words: jax.Array, height: int, width: int, alpha: float) -> Boxes:
     return Boxes(tops, lefts, heights, widths)
 
 
-def paste_partners(pixels: jax.Array, box: Boxes) -> jax.Array:
-    """Replace the area inside `box` of each packed image, uint32 [b, H, W], with the same area of its partner."""
+def paste_partners(pixels: UInt32[Array, "b H W"], box: Boxes) -> UInt32[Array, "b H W"]:
+    """Replace the area inside `box` of each packed image with the same area of its partner."""
     return jnp.where(mask_boxes(box, *pixels.shape[1:]), swap_partners(pixels), pixels)
 
 
-def mix_levels(levels: jax.Array, own_level: jax.Array) -> jax.Array:
-    """Mix each image's int32 [b, H, W, 3] levels (0 … 255) with its partner's; the float32 results are exact."""
+def mix_levels(levels: Int32[Array, "b H W 3"], own_level: Int32[Array, "b"]) -> Float32[Array, "b H W 3"]:
+    """Mix each image's levels (0 … 255) with its partner's, exactly."""
     own = own_level[:, None, None, None]
     return (own * levels + (WHOLE - own) * swap_partners(levels)).astype(jnp.float32) * jnp.float32(1 / WHOLE)
 
 
-def mix_targets(targets: jax.Array, own_target: jax.Array) -> jax.Array:
-    """Mix each image's float32 [b, K] target with its partner's; rows of one-hot targets still sum to exactly 1."""
+def mix_targets(targets: Float32[Array, "b K"], own_target: Int32[Array, "b"]) -> Float32[Array, "b K"]:
+    """Mix each image's target with its partner's; rows of one-hot targets still sum to exactly 1."""
     own = own_target[:, None].astype(jnp.float32) * jnp.float32(1 / WHOLE)
     return own * targets + (1 - own) * swap_partners(targets)
 
 
-def swap_partners(values: jax.Array) -> jax.Array:
-    """Swap rows 2k and 2k + 1 of an array [b, …], so that each row contains its partner's values."""
+def swap_partners(values: Shaped[Array, "b *rest"]) -> Shaped[Array, "b *rest"]:
+    """Swap rows 2k and 2k + 1 of an array, so that each row contains its partner's values."""
     pairs = values.reshape(values.shape[0] // 2, 2, *values.shape[1:])
     return pairs[:, ::-1].reshape(values.shape)
 
 
-def _draw_side(words: jax.Array, fraction: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Draw a segment that covers `fraction` (float32 [b], 0 … 1) of a side; return its start and its clipped length."""
+def _draw_side(
+    words: UInt32[Array, "b"], fraction: Float32[Array, "b"], length: int
+) -> tuple[Int32[Array, "b"], Int32[Array, "b"]]:
+    """Draw a segment that covers `fraction` (0 … 1) of a side; return its start and its clipped length."""
     half = jnp.floor(length * fraction).astype(jnp.int32) // 2
     middle = to_index(words, length)
     start, stop = jnp.maximum(middle - half, 0), jnp.minimum(middle + half, length)
     return start, stop - start
 
 
-def _to_share(fraction: jax.Array) -> jax.Array:
-    """Round float32 fractions (0 … 1) to int32 multiples of 1 / WHOLE."""
+def _to_share(fraction: Float32[Array, "b"]) -> Int32[Array, "b"]:
+    """Round fractions (0 … 1) to multiples of 1 / WHOLE."""
     return jnp.floor(fraction * WHOLE + 0.5).astype(jnp.int32)

@@ -4,24 +4,24 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jaxtyping import Array, Float32, Key
 
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.images.positions import Purpose, key_of_purpose
 
-type OwnAugmentation = Callable[[jax.Array, jax.Array], jax.Array]
-"""(images float32 [B, H, W, 3], normalised; keys [B], one PRNG key per image) → images of the same shape and dtype."""
+type OwnAugmentation = Callable[[Float32[Array, "B H W 3"], Key[Array, "B"]], Float32[Array, "B H W 3"]]
+"""(normalised images, one PRNG key per image) → images."""
 
 
-def apply_own_augmentation(augment: OwnAugmentation, images: jax.Array, keys: jax.Array) -> jax.Array:
+def apply_own_augmentation(
+    augment: OwnAugmentation, images: Float32[Array, "B H W 3"], keys: Key[Array, "B"]
+) -> Float32[Array, "B H W 3"]:
     """Apply a user-defined augmentation to a batch; called while tracing.
 
     Args:
         augment: the function.
-        images: float32 [B, H, W, 3], normalised.
+        images: normalised.
         keys: keys of the images, from `loopfeed.engine.images.positions.image_keys`.
-
-    Returns:
-        float32 [B, H, W, 3].
 
     Raises:
         ValueError: if the function returns anything but images of the same shape and dtype.

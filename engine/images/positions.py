@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int, Int32, Key, UInt32
 
 # Separates these draws from every other use of the seed, such as the key of the initial parameters.
 _DOMAIN = 0x6175676D
@@ -37,23 +38,21 @@ class Purpose(enum.IntEnum):
 
 
 class Positions(NamedTuple):
-    """Positions of b images as unsigned 64-bit numbers in two words, because jax disables 64-bit integers by default.
+    """Positions of b images as unsigned 64-bit numbers in two words: jax disables 64-bit integers by default."""
 
-    Attributes:
-        high, low: uint32 [b].
-    """
-
-    high: jax.Array
-    low: jax.Array
+    high: UInt32[Array, "b"]
+    low: UInt32[Array, "b"]
 
 
-def positions(step: jax.Array, batch: int, start: int | jax.Array, count: int) -> Positions:
+def positions(
+    step: Int32[Array, ""] | UInt32[Array, ""], batch: int, start: int | Int[Array, ""], count: int
+) -> Positions:
     """Return a device's exact image positions at a step: `count` consecutive numbers starting at step · batch + start.
 
     Args:
-        step: int32 or uint32 [], number of batches before this one, ≥ 0.
+        step: number of batches before this one, ≥ 0.
         batch: images per step over all devices, 1 … 2**31 - 1.
-        start: first row of this device in the batch, int or integer []; start + count ≤ batch.
+        start: first row of this device in the batch; start + count ≤ batch.
         count: b, number of rows of this device.
 
     Raises:
@@ -69,62 +68,63 @@ def positions(step: jax.Array, batch: int, start: int | jax.Array, count: int) -
     return Positions(high + (sums < rows).astype(jnp.uint32), sums)
 
 
-def image_keys(seed_words: jax.Array, at: Positions) -> jax.Array:
-    """Return one Threefry key per image, [b]; it depends only on the seed (uint32 [2]) and the image's position."""
+def image_keys(seed_words: UInt32[Array, "2"], at: Positions) -> Key[Array, "b"]:
+    """Return one Threefry key per image; it depends only on the seed and the image's position."""
     seed_key = jax.random.fold_in(jax.random.wrap_key_data(seed_words, impl="threefry2x32"), _DOMAIN)
 
-    def key_of(high: jax.Array, low: jax.Array) -> jax.Array:
+    def key_of(high: UInt32[Array, ""], low: UInt32[Array, ""]) -> Key[Array, ""]:
         return jax.random.fold_in(jax.random.fold_in(seed_key, high), low)
 
     return jax.vmap(key_of)(at.high, at.low)
 
 
-def draw_words(keys: jax.Array, purpose: Purpose, num_blocks: int = 1) -> jax.Array:
+def draw_words(keys: Key[Array, "b"], purpose: Purpose, num_blocks: int = 1) -> UInt32[Array, "b {num_blocks} 2"]:
     """Draw uniform random words for each image, from a separate stream for each purpose.
 
-    Args:
-        keys: keys of b images, from `image_keys`.
-        purpose: what the words are for.
-        num_blocks: number of blocks per image, n, 1 … 256.
+    A longer draw begins with the same words.
 
-    Returns:
-        uint32 [b, n, 2], uniform; a longer draw begins with the same words.
+    Args:
+        keys: keys of the images, from `image_keys`.
+        purpose: what the words are for.
+        num_blocks: number of blocks per image, 1 … 256.
     """
     assert 1 <= num_blocks <= _MOST_BLOCKS
     blocks = jnp.arange(num_blocks, dtype=jnp.uint32) + jnp.uint32(purpose * _MOST_BLOCKS)
 
-    def words_of(key: jax.Array, block: jax.Array) -> jax.Array:
+    def words_of(key: Key[Array, ""], block: UInt32[Array, ""]) -> UInt32[Array, "2"]:
         return jax.random.key_data(jax.random.fold_in(key, block))
 
     return jax.vmap(jax.vmap(words_of, (None, 0)), (0, None))(keys, blocks)
 
 
-def key_of_purpose(keys: jax.Array, purpose: Purpose) -> jax.Array:
-    """Return one key per image for a purpose that draws its own numbers, [b], from the keys of `image_keys`."""
+def key_of_purpose(keys: Key[Array, "b"], purpose: Purpose) -> Key[Array, "b"]:
+    """Return one key per image for a purpose that draws its own numbers, from the keys of `image_keys`."""
     return jax.vmap(lambda key: jax.random.fold_in(key, jnp.uint32(purpose * _MOST_BLOCKS)))(keys)
 
 
-def to_unit(words: jax.Array) -> jax.Array:
-    """Convert uniform uint32 words to float32 of the same shape, multiples of 2**-24 in [0, 1)."""
+def to_unit(words: UInt32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Convert uniform words to multiples of 2**-24 in [0, 1)."""
     return (words >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
-def to_index(words: jax.Array, count: int | jax.Array) -> jax.Array:
-    """Convert uniform uint32 words to int32 in 0 … count - 1: floor(word · count / 2**32), for count ≤ 2**31.
+def to_index(words: UInt32[Array, "*shape"], count: int | Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Convert uniform words to numbers in 0 … count - 1: floor(word · count / 2**32), for count ≤ 2**31.
 
     The probabilities of two outcomes differ by at most 2**-32.
     """
     return _multiply(words, jnp.asarray(count).astype(jnp.uint32))[0].astype(jnp.int32)
 
 
-def to_choice(words: jax.Array, probability: float) -> jax.Array:
-    """Convert uniform uint32 words to bool, True with `probability` (0 … 1, rounded to 24 bits)."""
+def to_choice(words: UInt32[Array, "*shape"], probability: float) -> Bool[Array, "*shape"]:
+    """Convert uniform words to True with `probability` (0 … 1, rounded to 24 bits), else False."""
     # Integers are compared, so that a probability of 0 means never and 1 means always.
     return (words >> 8) < jnp.uint32(round(probability * 2**24))
 
 
-def _multiply(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Multiply two uint32 arrays exactly, in 16-bit halves; return the high and low uint32 words of the product."""
+def _multiply(
+    left: UInt32[Array, "*shape"], right: UInt32[Array, "..."]
+) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:
+    """Multiply two arrays exactly, in 16-bit halves; return the high and low words of the product."""
     left_high, left_low = left >> 16, left & 0xFFFF
     right_high, right_low = right >> 16, right & 0xFFFF
     lowest = left_low * right_low

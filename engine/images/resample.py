@@ -7,26 +7,28 @@ gather of only the pixels with a nonzero weight would do less arithmetic, but XL
 the matrix products cost under 1 % of a ResNet-50 step at 224 px.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from loopfeed.engine.images.boxes import Boxes
 
 _SHIFTS = (24, 16, 8)
 
 
-def resize_boxes(pixels: jax.Array, boxes: Boxes, shape: tuple[int, int]) -> jax.Array:
+def resize_boxes(
+    pixels: UInt32[Array, "b H W"], boxes: Boxes, shape: tuple[int, int]
+) -> UInt32[Array, "b {shape[0]} {shape[1]}"]:
     """Resize one box of each image as if the box had been cropped first, so that pixels outside it have no effect.
 
     Args:
-        pixels: uint32 [b, H, W], packed; H and W at most 16384.
+        pixels: packed; H and W at most 16384.
         boxes: within the images, at least one pixel each.
         shape: (height, width) of the results.
 
     Returns:
-        uint32 [b, height, width], packed, low byte 0: Pillow's crop and resize, except for single levels where the
-        rounding of the weights decides a tie.
+        Packed pixels, low byte 0: Pillow's crop and resize, except for single levels where the rounding of the weights
+        decides a tie.
     """
     height, width = shape
     across = triangle_weights(boxes.left, boxes.width, pixels.shape[2], width)
@@ -40,19 +42,21 @@ def resize_boxes(pixels: jax.Array, boxes: Boxes, shape: tuple[int, int]) -> jax
     return words[:, :, 0] | words[:, :, 1] | words[:, :, 2]
 
 
-def triangle_weights(start: jax.Array, length: jax.Array, source: int, target: int) -> jax.Array:
+def triangle_weights(
+    start: Int32[Array, "b"], length: Int32[Array, "b"], source: int, target: int
+) -> Float32[Array, "b {target} {source}"]:
     """Return matrices that resize `length` pixels, beginning at `start`, to `target` pixels.
 
     The centre of pixel i of the result is at (i + 1/2) · length / target in the box; the weight of a pixel falls
     linearly to 0 at a distance of max(1, length / target). Multiplied by 2 · target, all of these are integers.
 
     Args:
-        start, length: int32 [b], within 0 … source.
+        start, length: within 0 … source.
         source: length of the image's side in pixels.
         target: length of the result's side in pixels.
 
     Returns:
-        float32 [b, target, source], multiples of 2**-16; a row sums to 1 within 2**-17 per pixel with a weight.
+        Multiples of 2**-16; a row sums to 1 within 2**-17 per pixel with a weight.
     """
     centres = (2 * jnp.arange(target, dtype=jnp.int32) + 1)[:, None] * length[:, None, None]
     inside = jnp.arange(source, dtype=jnp.int32) - start[:, None, None]
@@ -65,6 +69,6 @@ def triangle_weights(start: jax.Array, length: jax.Array, source: int, target: i
     return jnp.floor(shares * 2**16 + 0.5) * jnp.float32(2**-16)
 
 
-def _to_levels(sums: jax.Array) -> jax.Array:
+def _to_levels(sums: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Round to integer levels, capped at 255 because the weights of many pixels can sum to slightly more than 1."""
     return jnp.minimum(jnp.floor(sums + 0.5), 255)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32
 from numpy.typing import NDArray
 
 from loopfeed.engine.feed.batches import PADDING_LABEL
@@ -69,7 +70,9 @@ def _check_equal(whole: Values, padded: Values, merged: Values, tolerance: float
             )
 
 
-def _in_batches(objective: Objective, outputs: Any, labels: Any, weights: jax.Array) -> list[dict[str, jax.Array]]:
+def _in_batches(
+    objective: Objective, outputs: Any, labels: Any, weights: Float32[Array, "B"]
+) -> list[dict[str, jax.Array]]:
     """Return the metrics of the examples in one batch, of two batches, and of these merged; called while tracing."""
 
     def add(state: dict[str, Any], start: int, stop: int) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from loopfeed.models.layers.widening import widen
 
 
-def without_zero_weights(values: jax.Array, weights: jax.Array) -> jax.Array:
+def without_zero_weights(values: Float[Array, "*shape"], weights: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return the values, with 0 where their weight is 0, so that 0 times an infinite value is 0 in a weighted sum.
 
     So it is in the limit, t · log p → 0 for t → 0, in the value and in its derivative.
@@ -14,16 +15,13 @@ def without_zero_weights(values: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.where(weights == 0, 0, values)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the softmax cross entropy, averaged over the batch.
+def cross_entropy(logits: Float[Array, "B K"], targets: Float[Array, "B K"]) -> Float[Array, ""]:
+    """Return the softmax cross entropy in nats, averaged over the batch, computed in float32.
 
     Args:
-        logits: [B, K] of any float dtype; converted to float32.
-        targets: float32 [B, K], rows that sum to 1; a NaN row makes the loss NaN. A class with target 0 may have a
-            logit of minus infinity, as a masked class has.
-
-    Returns:
-        float32 [], in nats.
+        logits: the logits.
+        targets: rows that sum to 1; a NaN row makes the loss NaN. A class with target 0 may have a logit of minus
+            infinity, as a masked class has.
     """
     log_probabilities = without_zero_weights(jax.nn.log_softmax(widen(logits)), targets)
     return -jnp.mean(jnp.sum(targets * log_probabilities, axis=-1))

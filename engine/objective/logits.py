@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 
-def logits_of(outputs: Any) -> jax.Array:
-    """Return the logits [B, K] among a model's outputs: the outputs themselves, or their entry "logits".
+def logits_of(outputs: Any) -> Float[Array, "B K"]:
+    """Return the logits among a model's outputs: the outputs themselves, or their entry "logits".
 
     Raises:
         ValueError: while tracing, if there are none.

@@ -8,24 +8,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from loopfeed.engine.objective.cross_entropy import without_zero_weights
 from loopfeed.models.layers.widening import widen
 
-type Loss = Callable[[Any, Any, jax.Array], jax.Array]
-"""(outputs of the model, labels, float32 [B] weights of the examples) → float [B], the loss of each example.
+type Loss = Callable[[Any, Any, Float32[Array, "B"]], Float[Array, "B"]]
+"""(outputs of the model, labels, weights of the examples) → the loss of each example.
 
 `outputs` is the first result of the model's `apply`, and `labels` are those of the batch, any pytrees of arrays [B, …].
 A weight is 1 for an image and 0 for a padding row, whose loss is ignored.
 """
 
 
-def cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:  # noqa: ARG001
-    """Return the softmax cross entropy of each example, float32 [B], in nats.
+def cross_entropy_loss(
+    logits: Float[Array, "B K"],
+    labels: Int[Array, "B"] | Float[Array, "B K"],
+    weights: Float32[Array, "B"],  # noqa: ARG001
+) -> Float[Array, "B"]:
+    """Return the softmax cross entropy of each example in nats, computed in float32.
 
     Args:
-        logits: [B, K] of any float dtype; computed in float32.
-        labels: integer [B] classes, or float [B, K] target distributions. A class outside 0 … K - 1 gives NaN.
+        logits: the logits.
+        labels: classes, or target distributions. A class outside 0 … K - 1 gives NaN.
         weights: not used.
     """
     log_probabilities = jax.nn.log_softmax(widen(logits))
@@ -38,15 +43,19 @@ def cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax.Array)
     return jnp.where((labels >= 0) & (labels < num_classes), -picked, jnp.nan)
 
 
-def binary_cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:  # noqa: ARG001
-    """Return the mean binary cross entropy of the K labels of each example, float32 [B], in nats (multi-label).
+def binary_cross_entropy_loss(
+    logits: Float[Array, "B K"],
+    labels: Shaped[Array, "B K"],
+    weights: Float32[Array, "B"],  # noqa: ARG001
+) -> Float[Array, "B"]:
+    """Return the mean binary cross entropy of the K labels of each example in nats (multi-label), in float32.
 
     As PyTorch's `binary_cross_entropy_with_logits`, averaged over K. A logit of infinity on the side of a certain label
     costs 0.
 
     Args:
-        logits: [B, K] of any float dtype; computed in float32.
-        labels: booleans, or numbers in 0 … 1, [B, K].
+        logits: the logits.
+        labels: booleans, or numbers in 0 … 1.
         weights: not used.
 
     Raises:
@@ -65,11 +74,15 @@ def binary_cross_entropy_loss(logits: jax.Array, labels: jax.Array, weights: jax
     return losses.reshape(len(losses), -1).mean(axis=1)
 
 
-def mean_squared_error_loss(outputs: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:  # noqa: ARG001
-    """Return the mean squared difference of each example, float32 [B] (regression).
+def mean_squared_error_loss(
+    outputs: Float[Array, "B *rest"],
+    labels: Shaped[Array, "B ..."],
+    weights: Float32[Array, "B"],  # noqa: ARG001
+) -> Float[Array, "B"]:
+    """Return the mean squared difference of each example (regression), computed in float32.
 
     Args:
-        outputs: [B, …] of any float dtype; computed in float32.
+        outputs: the outputs.
         labels: numbers, of the shape of `outputs`; numbers [B] also fit outputs [B, 1].
         weights: not used.
     """
@@ -85,8 +98,8 @@ LOSSES: dict[str, Loss] = {
 """The ready-made losses by their names in the setting `loss`."""
 
 
-def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the mean of float [B] values over the examples with a weight, float32 []; 0 if all weights are 0.
+def weighted_mean(values: Float[Array, "B"], weights: Float32[Array, "B"]) -> Float[Array, ""]:
+    """Return the mean of the values over the examples with a weight; 0 if all weights are 0.
 
     A value of NaN in an example without weight is ignored.
     """

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.objective.compensated_sum import add_compensated
 
-type PerExample = Callable[[Any, Any], jax.Array]
-"""(outputs of the model, labels) → float [B], a value for each example."""
+type PerExample = Callable[[Any, Any], Shaped[Array, "B"]]
+"""(outputs of the model, labels) → a real number or boolean for each example."""
 
 
 class Metric(NamedTuple):
@@ -21,16 +22,16 @@ class Metric(NamedTuple):
 
     Attributes:
         init: () → the state before the first batch, a pytree of arrays.
-        update: (state, outputs, labels, weights float32 [B]) → the state with a batch added. An example with the weight
-            0 is padding and must not count.
+        update: (state, outputs, labels, weights) → the state with a batch added. An example with the weight 0 is
+            padding and must not count.
         merge: (state, state) → the state of both parts together.
-        finish: state → a number, float [], or an array of fixed shape.
+        finish: state → a number, or an array of fixed shape.
     """
 
     init: Callable[[], Any]
-    update: Callable[[Any, Any, Any, jax.Array], Any]
+    update: Callable[[Any, Any, Any, Float32[Array, "B"]], Any]
     merge: Callable[[Any, Any], Any]
-    finish: Callable[[Any], jax.Array]
+    finish: Callable[[Any], Shaped[Array, "..."]]
 
 
 def as_metrics(given: Mapping[str, Metric | PerExample] | None) -> dict[str, Metric]:
@@ -44,16 +45,16 @@ def as_metrics(given: Mapping[str, Metric | PerExample] | None) -> dict[str, Met
 class _Mean(NamedTuple):
     """A sum with its rounding error, as `add_compensated` keeps it."""
 
-    total: jax.Array
-    lost: jax.Array
-    weight: jax.Array
+    total: Float32[Array, ""]
+    lost: Float32[Array, ""]
+    weight: Float32[Array, ""]
 
 
 def mean_of(function: PerExample, *, name: str = "a metric") -> Metric:
     """Return the metric that is the mean of a function's values over all examples.
 
     Args:
-        function: (outputs, labels) → real numbers or booleans [B].
+        function: (outputs, labels) → real numbers or booleans, one for each example.
         name: what messages call the metric.
 
     Raises:
@@ -64,21 +65,21 @@ def mean_of(function: PerExample, *, name: str = "a metric") -> Metric:
         zero = jnp.zeros((), jnp.float32)
         return _Mean(zero, zero, zero)
 
-    def update(state: _Mean, outputs: Any, labels: Any, weights: jax.Array) -> _Mean:
+    def update(state: _Mean, outputs: Any, labels: Any, weights: Float32[Array, "B"]) -> _Mean:
         values = _checked_values(function(outputs, labels), len(weights), name)
         return _add(state, jnp.where(weights > 0, values * weights, 0).sum(), weights.sum())
 
     def merge(one: _Mean, other: _Mean) -> _Mean:
         return _add(one, other.total - other.lost, other.weight)
 
-    def finish(state: _Mean) -> jax.Array:
+    def finish(state: _Mean) -> Float32[Array, ""]:
         return state.total / state.weight
 
     return Metric(init, update, merge, finish)
 
 
-def _checked_values(values: Any, num_examples: int, name: str) -> jax.Array:
-    """Return the values of a metric as float32 [B]; raise ValueError if they have another form."""
+def _checked_values(values: Any, num_examples: int, name: str) -> Float32[Array, "{num_examples}"]:
+    """Return the values of a metric; raise ValueError if they have another form."""
     is_array = hasattr(values, "shape") and hasattr(values, "dtype")
     if not is_array or values.shape != (num_examples,) or not _is_real(values.dtype):
         raise ValueError(
@@ -93,7 +94,7 @@ def _is_real(dtype: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 
 
-def _add(state: _Mean, value: jax.Array, weight: jax.Array) -> _Mean:
+def _add(state: _Mean, value: Float32[Array, ""], weight: Float32[Array, ""]) -> _Mean:
     return _Mean(*add_compensated(state.total, state.lost, value), state.weight + weight)
 
 
@@ -112,7 +113,7 @@ def top_k(k: int) -> Metric:
     if k < 1:
         raise ValueError(f"k of top_k must be at least 1, got {k}")
 
-    def correct(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    def correct(logits: Float[Array, "B K"], labels: Int[Array, "B"]) -> Bool[Array, "B"]:
         return rank_of(logits, labels) < k
 
     return mean_of(correct)
@@ -122,13 +123,8 @@ NO_RANK = 2**31 - 1
 """Rank of a label that no number of classes includes."""
 
 
-def rank_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return how many classes rank before the label, int32 [B]; NO_RANK if a logit is NaN or the label is not a class.
-
-    Args:
-        logits: [B, K] of any float dtype.
-        labels: integer [B].
-    """
+def rank_of(logits: Float[Array, "B K"], labels: Int[Array, "B"]) -> Int32[Array, "B"]:
+    """Return how many classes rank before the label; NO_RANK if a logit is NaN or the label is not a class."""
     logits = logits.astype(jnp.float32)
     classes = jnp.arange(logits.shape[1])
     own = jnp.take_along_axis(logits, jnp.clip(labels, 0, logits.shape[1] - 1)[:, None], axis=1)
@@ -138,13 +134,18 @@ def rank_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def confusion_matrix(num_classes: int) -> Metric:
-    """Return the confusion matrix, int32 [K, K]: row = class of the label, column = class with the largest logit.
+    """Return the confusion matrix: row = class of the label, column = class with the largest logit.
 
     Labels that are not classes do not count, and an example with a NaN logit, which has no largest one, is in no
     column. Counts are exact up to 2³¹ - 1.
     """
 
-    def update(state: jax.Array, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+    def update(
+        state: Int32[Array, "K K"],
+        logits: Float[Array, "B outputs"],
+        labels: Int[Array, "B"],
+        weights: Float32[Array, "B"],
+    ) -> Int32[Array, "K K"]:
         classes = jnp.arange(num_classes)
         rows = (labels[:, None] == classes) & (weights > 0)[:, None]
         columns = _predicted(logits)[:, None] == classes
@@ -155,8 +156,8 @@ def confusion_matrix(num_classes: int) -> Metric:
     return Metric(_counts((num_classes, num_classes)), update, jnp.add, lambda state: state)
 
 
-def _predicted(logits: jax.Array) -> jax.Array:
-    """Return the class with the largest logit, int32 [B], the first of equal ones; -1 if a logit is NaN."""
+def _predicted(logits: Float[Array, "B K"]) -> Int32[Array, "B"]:
+    """Return the class with the largest logit, the first of equal ones; -1 if a logit is NaN."""
     logits = logits.astype(jnp.float32)
     return jnp.where(jnp.isnan(logits).any(axis=1), -1, jnp.argmax(logits, axis=1).astype(jnp.int32))
 
@@ -167,12 +168,17 @@ def balanced_accuracy(num_classes: int) -> Metric:
     An example with a NaN logit is not correct. Without examples the metric is NaN.
     """
 
-    def update(state: jax.Array, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+    def update(
+        state: Int32[Array, "2 K"],
+        logits: Float[Array, "B outputs"],
+        labels: Int[Array, "B"],
+        weights: Float32[Array, "B"],
+    ) -> Int32[Array, "2 K"]:
         member = (labels[:, None] == jnp.arange(num_classes)) & (weights > 0)[:, None]
         is_correct = (_predicted(logits) == labels)[:, None]
         return state + jnp.stack([member.sum(axis=0), (member & is_correct).sum(axis=0)]).astype(jnp.int32)
 
-    def finish(state: jax.Array) -> jax.Array:
+    def finish(state: Int32[Array, "2 K"]) -> Float32[Array, ""]:
         totals, correct = state
         recalls = correct.astype(jnp.float32) / jnp.maximum(totals, 1).astype(jnp.float32)
         return recalls.sum() / (totals > 0).sum().astype(jnp.float32)
@@ -183,9 +189,9 @@ def balanced_accuracy(num_classes: int) -> Metric:
 class _Bins(NamedTuple):
     """Per bin: the number of examples, the number of correct ones, and the sum of confidences."""
 
-    num_examples: jax.Array
-    num_correct: jax.Array
-    confidence: jax.Array
+    num_examples: Int32[Array, "bins"]
+    num_correct: Int32[Array, "bins"]
+    confidence: Float32[Array, "bins"]
 
 
 def expected_calibration_error(num_bins: int = 15) -> Metric:
@@ -200,7 +206,9 @@ def expected_calibration_error(num_bins: int = 15) -> Metric:
         counts = jnp.zeros(num_bins, jnp.int32)
         return _Bins(counts, counts, jnp.zeros(num_bins, jnp.float32))
 
-    def update(state: _Bins, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> _Bins:
+    def update(
+        state: _Bins, logits: Float[Array, "B K"], labels: Int[Array, "B"], weights: Float32[Array, "B"]
+    ) -> _Bins:
         probabilities = jax.nn.softmax(logits.astype(jnp.float32))
         confidence = probabilities.max(axis=1)
         is_correct = jnp.argmax(probabilities, axis=1) == labels
@@ -213,7 +221,7 @@ def expected_calibration_error(num_bins: int = 15) -> Metric:
             state.confidence + jnp.where(member, confidence[:, None], 0).sum(axis=0),
         )
 
-    def finish(state: _Bins) -> jax.Array:
+    def finish(state: _Bins) -> Float32[Array, ""]:
         gaps = jnp.abs(state.num_correct.astype(jnp.float32) - state.confidence)
         return gaps.sum() / state.num_examples.sum().astype(jnp.float32)
 
@@ -221,7 +229,7 @@ def expected_calibration_error(num_bins: int = 15) -> Metric:
 
 
 def mean_average_precision(num_labels: int, num_bins: int = 200) -> Metric:
-    """Return the mean average precision of multi-label logits [B, K] against labels [B, K], binned.
+    """Return the mean average precision of multi-label logits, binned.
 
     The sigmoid of each logit falls into one of `num_bins` bins of equal width; examples in the same bin count as tied.
     A label's average precision is the sum over the bins, from the highest score, of precision · increase in recall.
@@ -230,7 +238,12 @@ def mean_average_precision(num_labels: int, num_bins: int = 200) -> Metric:
     most scores fall into a few bins.
     """
 
-    def update(state: jax.Array, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+    def update(
+        state: Int32[Array, "2 K bins"],
+        logits: Float[Array, "B K"],
+        labels: Shaped[Array, "B K"],
+        weights: Float32[Array, "B"],
+    ) -> Int32[Array, "2 K bins"]:
         scores = jax.nn.sigmoid(logits.astype(jnp.float32))
         bins = jnp.clip((scores * num_bins).astype(jnp.int32), 0, num_bins - 1)
         # One more bin counts the scores that are NaN.
@@ -239,7 +252,7 @@ def mean_average_precision(num_labels: int, num_bins: int = 200) -> Metric:
         is_positive = labels.astype(jnp.bool)[:, :, None]
         return state + jnp.stack([(member & is_positive).sum(axis=0), (member & ~is_positive).sum(axis=0)])
 
-    def finish(state: jax.Array) -> jax.Array:
+    def finish(state: Int32[Array, "2 K bins"]) -> Float32[Array, ""]:
         counted = state[:, :, :num_bins]
         positives, negatives = (jnp.cumsum(each[:, ::-1], axis=1).astype(jnp.float32) for each in counted)
         precision = positives / jnp.maximum(positives + negatives, 1)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from loopfeed.engine.feed.batches import PADDING_LABEL
 from loopfeed.engine.feed.label_form import LabelForm
@@ -45,26 +46,26 @@ class Objective(NamedTuple):
         """Whether the labels are class numbers, so that top-1 and top-5 accuracy are defined."""
         return self.label_form is None
 
-    def read_labels(self, words: jax.Array) -> tuple[Any, jax.Array]:
-        """Return the labels of a batch and the weights of its examples, float32 [b].
-
-        Args:
-            words: the labels as pulled, int32 [b] or [b, words].
-        """
+    def read_labels(self, words: Int32[Array, "b *words"]) -> tuple[Any, Float32[Array, "b"]]:
+        """Return the labels of a batch, given as pulled, and the weights of its examples."""
         if self.label_form is not None:
             return self.label_form.unpack(words)
         return words, (words != PADDING_LABEL).astype(jnp.float32)
 
     def training_loss(
-        self, outputs: Any, words: jax.Array, own_share: jax.Array | None, smoothing: jax.Array
-    ) -> jax.Array:
-        """Return the mean loss of a training batch, float32 [].
+        self,
+        outputs: Any,
+        words: Int32[Array, "b *words"],
+        own_share: Int32[Array, "b"] | None,
+        smoothing: Float32[Array, ""],
+    ) -> Float[Array, ""]:
+        """Return the mean loss of a training batch.
 
         Args:
             outputs: the model's outputs.
-            words: the labels as pulled, int32 [b] or [b, words].
+            words: the labels as pulled.
             own_share: the share of each image's own label if images were mixed, else None; see `augment_images`.
-            smoothing: float32 [], see `smooth_targets`; only the cross entropy smooths.
+            smoothing: see `smooth_targets`; only the cross entropy smooths.
         """
         labels, weights = self.read_labels(words)
         if self.loss is not None:
@@ -86,7 +87,7 @@ class Objective(NamedTuple):
 
         Args:
             outputs: the model's outputs.
-            words: the labels as pulled, int32 [b] or [b, words].
+            words: the labels as pulled.
         """
         labels, weights = self.read_labels(words)
         return self.update_metrics(self.init_metrics(), outputs, labels, weights)
@@ -96,7 +97,7 @@ class Objective(NamedTuple):
         return {name: metric.init() for name, metric in self.metrics.items()}
 
     def update_metrics(
-        self, states: dict[str, Any] | None, outputs: Any, labels: Any, weights: jax.Array
+        self, states: dict[str, Any] | None, outputs: Any, labels: Any, weights: Float32[Array, "b"]
     ) -> dict[str, Any]:
         """Return the state of each metric with a batch added."""
         return {
@@ -133,8 +134,8 @@ class Objective(NamedTuple):
         return {name: metric.merge(one[name], other[name]) for name, metric in self.metrics.items()}
 
     def _mixed_losses(
-        self, loss: Loss, outputs: Any, labels: Any, weights: jax.Array, own_share: jax.Array | None
-    ) -> jax.Array:
+        self, loss: Loss, outputs: Any, labels: Any, weights: Float32[Array, "b"], own_share: Int32[Array, "b"] | None
+    ) -> Float[Array, "b"]:
         """Return the loss of each example: of a mixed image, the same mixture of the losses by both labels."""
         own = checked_losses(loss(outputs, labels, weights), len(weights))
         if own_share is None:
@@ -148,8 +149,8 @@ CROSS_ENTROPY = Objective()
 """The objective of class numbers without metrics."""
 
 
-def checked_losses(losses: Any, num_examples: int) -> jax.Array:
-    """Return the result of a loss as float32 [b]; raise ValueError, while tracing, if it has another form."""
+def checked_losses(losses: Any, num_examples: int) -> Float[Array, "{num_examples}"]:
+    """Return the result of a loss in float32; raise ValueError, while tracing, if it has another form."""
     is_array = hasattr(losses, "shape") and hasattr(losses, "dtype")
     if not is_array or losses.shape != (num_examples,) or not jnp.issubdtype(losses.dtype, jnp.floating):
         raise ValueError(

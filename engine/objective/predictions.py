@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from loopfeed.engine.feed.batches import PADDING_LABEL
 
@@ -15,17 +16,17 @@ class Predictions(NamedTuple):
     """The decisions on the images evaluated so far, in their order, followed by rows that are not used yet.
 
     Attributes:
-        labels: int32 [N], the labels of the images.
-        classes: int32 [N, T], the classes of the T largest logits, largest first; equal logits rank in the order of
-            their classes. -1 if a logit of the image is NaN.
-        probabilities: float32 [N, T], their softmax probabilities.
-        losses: float32 [N], the loss of each image.
+        labels: the labels of the images.
+        classes: the classes of the T largest logits, largest first; equal logits rank in the order of their classes.
+            -1 if a logit of the image is NaN.
+        probabilities: their softmax probabilities.
+        losses: the loss of each image.
     """
 
-    labels: jax.Array
-    classes: jax.Array
-    probabilities: jax.Array
-    losses: jax.Array
+    labels: Int32[Array, "N"]
+    classes: Int32[Array, "N T"]
+    probabilities: Float32[Array, "N T"]
+    losses: Float32[Array, "N"]
 
 
 def empty_predictions(num_images: int, num_ranked: int) -> Predictions:
@@ -39,16 +40,20 @@ def empty_predictions(num_images: int, num_ranked: int) -> Predictions:
 
 
 def add_predictions(
-    before: Predictions, num_before: jax.Array, logits: jax.Array, labels: jax.Array, losses: jax.Array | None
+    before: Predictions,
+    num_before: Int32[Array, ""],
+    logits: Float[Array, "B K"],
+    labels: Int32[Array, "B"],
+    losses: Float32[Array, "B"] | None,
 ) -> Predictions:
     """Add one batch; padding rows are left out.
 
     Args:
         before: the decisions so far.
-        num_before: int32 [], the number of images so far.
-        logits: [B, K] of any float dtype; K is at least T.
-        labels: int32 [B], PADDING_LABEL in padding rows.
-        losses: float32 [B]; None computes the softmax cross entropy.
+        num_before: the number of images so far.
+        logits: the logits; K is at least T.
+        labels: PADDING_LABEL in padding rows.
+        losses: None computes the softmax cross entropy.
     """
     logits = logits.astype(jnp.float32)
     total = jax.nn.logsumexp(logits, axis=1)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from loopfeed.engine.feed.batches import PADDING_LABEL
 from loopfeed.engine.objective.compensated_sum import add_compensated
@@ -21,32 +22,32 @@ class ClassCounts(NamedTuple):
     """Counts per class over the batches evaluated so far.
 
     Attributes:
-        num_images, top1: int32 [K], images of each class, and those of them whose class ranks first.
+        num_images, top1: images of each class, and those of them whose class ranks first.
     """
 
-    num_images: jax.Array
-    top1: jax.Array
+    num_images: Int32[Array, "K"]
+    top1: Int32[Array, "K"]
 
 
 class Tally(NamedTuple):
     """Counts and summed loss over the batches evaluated so far.
 
     Attributes:
-        num_images, top1, top5: int32 [], all images, those whose class ranks first, and those whose class is among the
-            first five; the last two are None if the labels are not class numbers. `top5` is negative if the network has
-            fewer than six classes: it would be 1 whatever the network does. Read it with `count_top5`.
-        loss_sum: float32 [], the sum of the losses.
-        loss_lost: float32 [], the rounding error of `loss_sum`, as `add_compensated` keeps it.
+        num_images, top1, top5: all images, those whose class ranks first, and those whose class is among the first
+            five; the last two are None if the labels are not class numbers. `top5` is negative if the network has fewer
+            than six classes: it would be 1 whatever the network does. Read it with `count_top5`.
+        loss_sum: the sum of the losses.
+        loss_lost: the rounding error of `loss_sum`, as `add_compensated` keeps it.
         classes: the counts per class; if None, they are not compiled.
         metrics: the state of each metric by name.
         predictions: the decisions image by image; if None, they are not compiled.
     """
 
-    num_images: jax.Array
-    top1: jax.Array | None
-    top5: jax.Array | None
-    loss_sum: jax.Array
-    loss_lost: jax.Array
+    num_images: Int32[Array, ""]
+    top1: Int32[Array, ""] | None
+    top5: Int32[Array, ""] | None
+    loss_sum: Float32[Array, ""]
+    loss_lost: Float32[Array, ""]
     classes: ClassCounts | None = None
     metrics: dict[str, Any] | None = None
     predictions: Predictions | None = None
@@ -76,14 +77,14 @@ def empty_tally(
     )
 
 
-def tally_outputs(objective: Objective, tally: Tally, outputs: Any, words: jax.Array) -> Tally:
+def tally_outputs(objective: Objective, tally: Tally, outputs: Any, words: Int32[Array, "B *words"]) -> Tally:
     """Add one batch to the tally.
 
     Args:
         objective: the loss, the form of the labels and the metrics.
         tally: the tally of the batches before.
         outputs: the model's outputs: logits [B, K], or what `objective.loss` expects.
-        words: the labels as pulled, int32 [B] or [B, words].
+        words: the labels as pulled.
     """
     labels, weights = objective.read_labels(words)
     losses = None
@@ -121,7 +122,7 @@ def merge_tallies(objective: Objective, one: Tally, other: Tally) -> Tally:
     )
 
 
-def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
+def tally_batch(tally: Tally, logits: Float[Array, "B K"], labels: Int32[Array, "B"]) -> Tally:
     """Return the tally with one batch added.
 
     Equal logits rank in the order of their classes, as in `lax.top_k` and a stable sort. An image with a NaN logit, or
@@ -129,8 +130,8 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
 
     Args:
         tally: tally of the previous batches.
-        logits: [B, K] of any float dtype.
-        labels: int32 [B], PADDING_LABEL in padding rows.
+        logits: the logits.
+        labels: PADDING_LABEL in padding rows.
     """
     logits = logits.astype(jnp.float32)
     is_image = labels != PADDING_LABEL
@@ -157,8 +158,8 @@ def tally_batch(tally: Tally, logits: jax.Array, labels: jax.Array) -> Tally:
     )
 
 
-def _count_classes(counts: ClassCounts, is_first: jax.Array, labels: jax.Array) -> ClassCounts:
-    """Return the counts with a batch (bool [B] `is_first`, int32 [B] `labels`) added; ignore out-of-range labels."""
+def _count_classes(counts: ClassCounts, is_first: Bool[Array, "B"], labels: Int32[Array, "B"]) -> ClassCounts:
+    """Return the counts with a batch added; ignore out-of-range labels."""
     belongs = labels[:, None] == jnp.arange(len(counts.num_images))
     return ClassCounts(
         num_images=counts.num_images + belongs.sum(axis=0, dtype=jnp.int32),

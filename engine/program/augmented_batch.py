@@ -1,6 +1,7 @@
 """The images of a training batch as the model receives them; traced into the training step, or alone to show them."""
 
 import jax
+from jaxtyping import Array, Float32, Int32
 
 from loopfeed.engine.crossing.infeed import Batch
 from loopfeed.engine.images.augment import augment_images
@@ -12,19 +13,18 @@ from loopfeed.engine.scopes import AUGMENT
 
 
 def augment_batch(
-    statics: Statics, batch: Batch, pulls: jax.Array, values: RunValues
-) -> tuple[jax.Array, jax.Array | None, Positions]:
+    statics: Statics, batch: Batch, pulls: Int32[Array, ""], values: RunValues
+) -> tuple[Float32[Array, "b h w 3"], Int32[Array, "b"] | None, Positions]:
     """Augment this device's part of a batch, and normalise it.
 
     Args:
         statics: the static settings.
         batch: the images as pulled, and their labels.
-        pulls: int32 [], number of batches before this one.
+        pulls: number of batches before this one.
         values: the runtime settings.
 
     Returns:
-        images float32 [b, h, w, 3]; the share of each image's own label as `augment_images` returns it; and the
-        positions of the images.
+        The images; the share of each image's own label as `augment_images` returns it; and the positions of the images.
     """
     num_images, replicas = len(batch.labels), statics.replicas
     with jax.named_scope(AUGMENT):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from loopfeed.engine.control.word import ControlWord
 from loopfeed.engine.crossing.infeed import Batch, BatchInfeed, Pulled
@@ -48,14 +49,14 @@ class _SplitCarry(NamedTuple):
 
     Attributes:
         token: the token of the last crossing.
-        batch: int32 [], batches counted.
-        stopped: bool [], whether the host requested a stop.
+        batch: batches counted.
+        stopped: whether the host requested a stop.
         tally: the tally so far.
     """
 
     token: Token
-    batch: jax.Array
-    stopped: jax.Array
+    batch: Int32[Array, ""]
+    stopped: Bool[Array, ""]
     tally: Tally
 
 
@@ -65,12 +66,12 @@ def evaluate_split(
     weights: Weights,
     infeed: BatchInfeed,
     token: Token,
-    first_pull: jax.Array,
-    num_batches: jax.Array,
+    first_pull: Int32[Array, ""],
+    num_batches: Int32[Array, ""],
     scale: PixelScale,
     *,
     start: Tally | None = None,
-) -> tuple[Token, Tally, jax.Array]:
+) -> tuple[Token, Tally, Bool[Array, ""]]:
     """Evaluate a model on a whole split, using the running statistics in `weights`.
 
     Args:
@@ -79,14 +80,13 @@ def evaluate_split(
         weights: the model's parameters and statistics.
         infeed: infeed of the split's batches.
         token: the token of the crossing before.
-        first_pull: int32 [], address of the first batch.
-        num_batches: int32 [], number of batches.
+        first_pull: address of the first batch.
+        num_batches: number of batches.
         scale: mean and standard deviation of the pixels.
         start: the tally before the first batch; None is an empty tally without classes.
 
     Returns:
-        The token of the last crossing, the tally, and whether it is incomplete because the host requested a stop (bool
-        []).
+        The token of the last crossing, the tally, and whether it is incomplete because the host requested a stop.
     """
 
     def continues(carry: _SplitCarry) -> jax.Array:
@@ -119,6 +119,6 @@ def evaluate_split(
     return after.token, tally, after.stopped
 
 
-def _mean_of_halves(outputs: jax.Array) -> jax.Array:
-    """Return the mean of the outputs for images and for their mirror images, float32 [B, …], from [2 B, …]."""
+def _mean_of_halves(outputs: Shaped[Array, "2*B *rest"]) -> Float32[Array, "B *rest"]:
+    """Return the mean of the outputs for images and for their mirror images."""
     return outputs.astype(jnp.float32).reshape(2, len(outputs) // 2, *outputs.shape[1:]).mean(0)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Int32, Num
 
 from loopfeed.models.layers.platform_forms import on_platform
 
@@ -25,17 +26,17 @@ class Histograms(NamedTuple):
     """The histograms of n arrays over their finite elements; everything is 0 for an array without any.
 
     Attributes:
-        edges: float32 [n, 65], the limits of the buckets, of equal width from the smallest to the largest element.
-        counts: int32 [n, 64], elements of each bucket, with its left edge and, of the last one, its right edge too.
-        means, stds: float32 [n], mean and standard deviation.
-        num_nonfinite: int32 [n], elements that are NaN or infinite.
+        edges: the limits of the buckets, of equal width from the smallest to the largest element.
+        counts: elements of each bucket, with its left edge and, of the last one, its right edge too.
+        means, stds: mean and standard deviation.
+        num_nonfinite: elements that are NaN or infinite.
     """
 
-    edges: jax.Array
-    counts: jax.Array
-    means: jax.Array
-    stds: jax.Array
-    num_nonfinite: jax.Array
+    edges: Float32[Array, "*n 65"]
+    counts: Int32[Array, "*n 64"]
+    means: Float32[Array, "*n"]
+    stds: Float32[Array, "*n"]
+    num_nonfinite: Int32[Array, "*n"]
 
 
 def compute_histograms(arrays: Sequence[jax.Array]) -> Histograms:
@@ -77,15 +78,15 @@ def _padded_size(size: int) -> int:
     return padded if padded > size else (size // _LANES + 1) * _LANES
 
 
-def _flat(array: jax.Array, size: int) -> jax.Array:
-    """Return the elements of an array as float32 [size], padded with NaN."""
+def _flat(array: jax.Array, size: int) -> Float32[Array, "{size}"]:
+    """Return the elements of an array, padded with NaN."""
     magnitudes = jnp.abs(array) if jnp.iscomplexobj(array) else array
     flat = magnitudes.astype(jnp.float32).reshape(-1)
     return jnp.pad(flat, (0, size - flat.size), constant_values=jnp.nan)
 
 
-def _histograms_of_rows(rows: jax.Array) -> Histograms:
-    """Return the histogram of each row of float32 [n, size], whose padding counts as not finite."""
+def _histograms_of_rows(rows: Float32[Array, "n size"]) -> Histograms:
+    """Return the histogram of each row, whose padding counts as not finite."""
     rows = rows.reshape(len(rows), -1, _LANES)
     is_finite = jnp.isfinite(rows)
     count = _sum(is_finite.astype(jnp.int32))
@@ -103,8 +104,8 @@ def _histograms_of_rows(rows: jax.Array) -> Histograms:
     return Histograms(edges, counts, means, stds, _sum((~is_finite).astype(jnp.int32)))
 
 
-def _sum(values: jax.Array) -> jax.Array:
-    """Return the sum of [n, m, lanes] over both axes; sums of lanes round less than one long sum."""
+def _sum(values: Num[Array, "n m lanes"]) -> Num[Array, "n"]:
+    """Return the sum over the last two axes; sums of lanes round less than one long sum."""
     return jnp.sum(jnp.sum(values, axis=1, dtype=values.dtype), axis=1, dtype=values.dtype)
 
 
@@ -113,8 +114,8 @@ def _limits(rows: jax.Array, is_finite: jax.Array) -> tuple[jax.Array, jax.Array
     return low, jnp.max(jnp.where(is_finite, rows, -jnp.inf), axis=(1, 2))
 
 
-def _edges(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Return the edges of buckets of equal width, float32 [n, 65], for limits [n]; they never decrease."""
+def _edges(low: Float32[Array, "n"], high: Float32[Array, "n"]) -> Float32[Array, "n 65"]:
+    """Return the edges of buckets of equal width; they never decrease."""
     share = jnp.arange(NUM_BUCKETS + 1, dtype=jnp.float32) / NUM_BUCKETS
     low, high = low[:, None], high[:, None]
     # A weighted mean, because high - low can overflow.
@@ -122,8 +123,8 @@ def _edges(low: jax.Array, high: jax.Array) -> jax.Array:
     return jnp.concatenate([low, edges[:, 1:-1], high], axis=1)
 
 
-def _count_at_least(rows: jax.Array, edges: jax.Array) -> jax.Array:
-    """Return how many elements of each row, float32 [n, m, lanes], are at least each edge [n, 64]: int32 [n, 64]."""
+def _count_at_least(rows: Float32[Array, "n m lanes"], edges: Float32[Array, "n 64"]) -> Int32[Array, "n 64"]:
+    """Return how many elements of each row are at least each edge."""
 
     def in_one_pass(rows: jax.Array, edges: jax.Array) -> jax.Array:
         flat = rows.reshape(len(rows), 1, -1)

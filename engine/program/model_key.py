@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-import jax
+from jaxtyping import Array, Key, UInt32
 
 from loopfeed.engine.images.positions import Positions, Purpose, image_keys, key_of_purpose
 
@@ -17,6 +17,6 @@ def takes_key(model: Any) -> bool:
     return parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
 
 
-def model_keys(seed_words: jax.Array, at: Positions) -> jax.Array:
-    """Return one PRNG key per image for the model, [b]; it depends only on the seed and the image's position."""
+def model_keys(seed_words: UInt32[Array, "2"], at: Positions) -> Key[Array, "b"]:
+    """Return one PRNG key per image for the model; it depends only on the seed and the image's position."""
     return key_of_purpose(image_keys(seed_words, at), Purpose.MODEL)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, UInt8
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.images.settings import Augmentation
@@ -39,14 +40,14 @@ class SeenImages(NamedTuple):
     """Some images of a batch as the network saw them.
 
     Attributes:
-        levels: uint8 [k, h, w, 3], RGB.
-        labels: int32 [k], or None if they are not class numbers.
-        own_shares: int32 [k], as `loopfeed.engine.images.mixing.Mixture.own_target`; None if nothing is mixed.
+        levels: RGB.
+        labels: None if they are not class numbers.
+        own_shares: as `loopfeed.engine.images.mixing.Mixture.own_target`; None if nothing is mixed.
     """
 
-    levels: jax.Array
-    labels: jax.Array | None
-    own_shares: jax.Array | None
+    levels: UInt8[Array, "k h w 3"]
+    labels: Int32[Array, "k"] | None
+    own_shares: Int32[Array, "k"] | None
 
 
 class Observed(NamedTuple):
@@ -98,17 +99,17 @@ def init_observed(
 
 def observe_images(
     observation: Observation,
-    images: jax.Array,
-    labels: jax.Array | None,
-    own_shares: jax.Array | None,
+    images: Float32[Array, "b h w 3"],
+    labels: Int32[Array, "b"] | None,
+    own_shares: Int32[Array, "b"] | None,
     scale: PixelScale,
 ) -> SeenImages | None:
     """Return the first images of a batch, as observed.
 
     Args:
         observation: what is observed.
-        images: float32 [b, h, w, 3], normalised.
-        labels: int32 [b], or None.
+        images: normalised.
+        labels: class numbers, or None.
         own_shares: as `loopfeed.engine.images.augment.augment_images` returns them.
         scale: mean and standard deviation of the pixels.
     """

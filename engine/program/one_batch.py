@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
 
 from loopfeed.engine.crossing.infeed import Batch, BatchInfeed
 from loopfeed.engine.crossing.token import first_token
@@ -16,17 +17,17 @@ class OneBatch(NamedTuple):
 
     Attributes:
         batch: the images and their labels.
-        learning_rate_factor: float32 [], the host's factor for this batch.
-        is_there: bool [], whether there is a batch; otherwise its values are undefined.
+        learning_rate_factor: the host's factor for this batch.
+        is_there: whether there is a batch; otherwise its values are undefined.
     """
 
     batch: Batch
-    learning_rate_factor: jax.Array
-    is_there: jax.Array
+    learning_rate_factor: Float32[Array, ""]
+    is_there: Bool[Array, ""]
 
 
-def pull_one_batch(infeed: BatchInfeed, replicas: Replicas, shapes: Batch, pulls: jax.Array) -> OneBatch:
-    """Pull the batch with number `pulls` (int32 []) as the training loop does.
+def pull_one_batch(infeed: BatchInfeed, replicas: Replicas, shapes: Batch, pulls: Int32[Array, ""]) -> OneBatch:
+    """Pull the batch with number `pulls` as the training loop does.
 
     Args:
         infeed: the training infeed, from which nothing has been pulled.

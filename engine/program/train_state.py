@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.images.unpack import PixelScale
@@ -38,25 +39,25 @@ class TrainState(NamedTuple):
     """The training state: everything on which later steps depend.
 
     Attributes:
-        pulls: int32 [], batches taken; addresses the infeed and so the data.
-        step: int32 [], updates done; addresses the schedule.
+        pulls: batches taken; addresses the infeed and so the data.
+        step: updates done; addresses the schedule.
         params, batch_stats: the model's pytrees.
         update: state of the updates, such as the optimizer's moments.
-        owes_evaluation: bool [], whether an evaluation is due before the next pull; stays True until one is complete.
-        num_evaluations: int32 [], completed evaluations; addresses the evaluation infeed.
-        top1: float32 [], top-1 accuracy of the last evaluation as a fraction, 0 before the first.
+        owes_evaluation: whether an evaluation is due before the next pull; stays True until one is complete.
+        num_evaluations: completed evaluations; addresses the evaluation infeed.
+        top1: top-1 accuracy of the last evaluation as a fraction, 0 before the first.
         metrics: the states of the metrics over the batches gathered for the next update, None if each batch is an
             update or there are no metrics.
     """
 
-    pulls: jax.Array
-    step: jax.Array
+    pulls: Int32[Array, ""]
+    step: Int32[Array, ""]
     params: Any
     batch_stats: Any
     update: UpdateState
-    owes_evaluation: jax.Array
-    num_evaluations: jax.Array
-    top1: jax.Array
+    owes_evaluation: Bool[Array, ""]
+    num_evaluations: Int32[Array, ""]
+    top1: Float32[Array, ""]
     metrics: Any = None
 
     @property
@@ -69,30 +70,30 @@ class RunValues(NamedTuple):
     """The runtime arguments of the program, which can change without recompilation.
 
     Attributes:
-        stop_step: int32 [], number of updates after which to leave the loop.
-        eval_every_steps: int32 [], evaluate after every multiple of it and at the end; 0: only at the end.
-        num_eval_batches: int32 [], batches of one evaluation.
-        stop_at_top1: float32 [], leave the loop once an evaluation reaches it; above 1: never.
-        snapshot_every_steps: int32 [], push a snapshot when the updates done are a multiple of it; 0: never.
+        stop_step: number of updates after which to leave the loop.
+        eval_every_steps: evaluate after every multiple of it and at the end; 0: only at the end.
+        num_eval_batches: batches of one evaluation.
+        stop_at_top1: leave the loop once an evaluation reaches it; above 1: never.
+        snapshot_every_steps: push a snapshot when the updates done are a multiple of it; 0: never.
         update: runtime values of the updates.
-        smoothing: float32 [], label smoothing, see `loopfeed.engine.objective.targets`.
-        seed_words: uint32 [2], the seed's high and low half, which key the augmentation.
+        smoothing: label smoothing, see `loopfeed.engine.objective.targets`.
+        seed_words: the seed's high and low half, which key the augmentation.
         scale: mean and standard deviation of the pixels.
-        histogram_every_steps, log_images_every_steps: int32 [], push histograms, or images, when the updates done are a
-            multiple of it; None if that is not compiled into the program.
+        histogram_every_steps, log_images_every_steps: push histograms, or images, when the updates done are a multiple
+            of it; None if that is not compiled into the program.
     """
 
-    stop_step: jax.Array
-    eval_every_steps: jax.Array
-    num_eval_batches: jax.Array
-    stop_at_top1: jax.Array
-    snapshot_every_steps: jax.Array
+    stop_step: Int32[Array, ""]
+    eval_every_steps: Int32[Array, ""]
+    num_eval_batches: Int32[Array, ""]
+    stop_at_top1: Float32[Array, ""]
+    snapshot_every_steps: Int32[Array, ""]
     update: UpdateValues
-    smoothing: jax.Array
-    seed_words: jax.Array
+    smoothing: Float32[Array, ""]
+    seed_words: UInt32[Array, "2"]
     scale: PixelScale
-    histogram_every_steps: jax.Array | None = None
-    log_images_every_steps: jax.Array | None = None
+    histogram_every_steps: Int32[Array, ""] | None = None
+    log_images_every_steps: Int32[Array, ""] | None = None
 
 
 def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array, objective: Objective = CROSS_ENTROPY) -> TrainState:

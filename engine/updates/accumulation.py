@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
 
 from loopfeed.models.layers.widening import wide_dtype, widen
 
@@ -17,11 +18,11 @@ class Accumulation(NamedTuple):
     """The values accumulated since the last update.
 
     Attributes:
-        num_pulls: int32 [], number of pulls in the sums.
+        num_pulls: number of pulls in the sums.
         sums: pytree of float32 leaves.
     """
 
-    num_pulls: jax.Array
+    num_pulls: Int32[Array, ""]
     sums: Any
 
 
@@ -35,7 +36,7 @@ def init_accumulation(tree: Any) -> Accumulation:
     )
 
 
-def accumulate(gathered: Accumulation, new: Any, every: jax.Array) -> tuple[Any, jax.Array, Accumulation]:
+def accumulate(gathered: Accumulation, new: Any, every: Int32[Array, ""]) -> tuple[Any, Bool[Array, ""], Accumulation]:
     """Add the values of one pull to the sums, and return the mean so far.
 
     The mean of k means of b images each is the mean of the k · b images: without batch statistics, k pulls make the
@@ -44,12 +45,12 @@ def accumulate(gathered: Accumulation, new: Any, every: jax.Array) -> tuple[Any,
     Args:
         gathered: the sums of the previous pulls.
         new: pytree of the structure given to `init_accumulation`, of any float dtypes.
-        every: int32 [], pulls per update, a runtime value; below 1 counts as 1. If a resumed run has lowered it below
-            the number of pulls already gathered, the update is due at once, over all of them.
+        every: pulls per update, a runtime value; below 1 counts as 1. If a resumed run has lowered it below the number
+            of pulls already gathered, the update is due at once, over all of them.
 
     Returns:
-        The mean over the gathered pulls (float32), whether an update is due (bool []), and the sums for the next pull:
-        empty if an update is due.
+        The mean over the gathered pulls (float32), whether an update is due, and the sums for the next pull: empty if
+        an update is due.
     """
     num_pulls = gathered.num_pulls + 1
     sums = jax.tree.map(lambda total, leaf: total + widen(leaf), gathered.sums, new)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from loopfeed.models.layers.widening import wide_dtype, widen
 
@@ -17,7 +18,9 @@ def init_average(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.array(leaf, wide_dtype(leaf) if _is_averaged(leaf) else None, copy=True), tree)
 
 
-def update_average(average: Any, new: Any, decay: jax.Array, step: jax.Array, *, ramp: bool = True) -> Any:
+def update_average(
+    average: Any, new: Any, decay: Float32[Array, ""], step: Int32[Array, ""], *, ramp: bool = True
+) -> Any:
     """Move an average towards new values with the decay d: average ← average + (1 - d) · (new - average).
 
     Kept in float32, because 1 - d is below the precision of bfloat16. An average that starts at the first weights
@@ -27,8 +30,8 @@ def update_average(average: Any, new: Any, decay: jax.Array, step: jax.Array, *,
     Args:
         average: pytree from `init_average`.
         new: pytree of the same structure and shapes; its floating-point leaves are averaged, others copied.
-        decay: float32 [] in 0 … 1, a runtime value; 0 copies `new`, 1 without a ramp never changes.
-        step: int32 [], the t of the ramp: number of averages before this one.
+        decay: in 0 … 1, a runtime value; 0 copies `new`, 1 without a ramp never changes.
+        step: the t of the ramp: number of averages before this one.
         ramp: whether to use the ramp, static.
 
     Returns:
@@ -37,7 +40,7 @@ def update_average(average: Any, new: Any, decay: jax.Array, step: jax.Array, *,
     taken = step.astype(jnp.float32)
     kept = jnp.minimum(decay, (1 + taken) / (10 + taken)) if ramp else decay
 
-    def move(average: jax.Array, new: jax.Array) -> jax.Array:
+    def move(average: Shaped[Array, "*shape"], new: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
         return average + (1 - kept) * (widen(new) - average) if _is_averaged(new) else new
 
     return jax.tree.map(move, average, new)

@@ -10,18 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
 
 from loopfeed.models.layers.widening import widen
 
 
-def global_norm(tree: Any) -> jax.Array:
-    """Return the Euclidean norm over all leaves of a pytree of real arrays, float32 []; 0 if it has no leaves."""
+def global_norm(tree: Any) -> Float[Array, ""]:
+    """Return the Euclidean norm over all leaves of a pytree of real arrays, in float32; 0 if it has no leaves."""
     squares = [jnp.sum(jax.lax.square(widen(leaf))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
-def norm_of_order(tree: Any, order: float) -> jax.Array:
-    """Return the p-norm over all leaves of a pytree of real arrays, float32 []; 0 if it has no leaves.
+def norm_of_order(tree: Any, order: float) -> Float[Array, ""]:
+    """Return the p-norm over all leaves of a pytree of real arrays, in float32; 0 if it has no leaves.
 
     As the total norm of PyTorch's `clip_grad_norm_`. The numbers are divided by the largest, so that no power
     overflows.
@@ -42,7 +43,7 @@ def norm_of_order(tree: Any, order: float) -> jax.Array:
 
 
 def clip_by_global_norm(largest: jax.typing.ArrayLike, order: float = 2) -> optax.GradientTransformation:
-    """Return a transformation that scales float32 gradients to a global norm of at most `largest`, float32 [].
+    """Return a transformation that scales float32 gradients to a global norm of at most `largest`.
 
     If `largest` is inf, nothing is clipped. `order` is that of `norm_of_order`.
     """
@@ -64,7 +65,7 @@ def clip_gradient(
 
     Args:
         largest_norm, order: as `clip_by_global_norm` takes them.
-        largest_value: float32 [], the largest magnitude of an element; None compiles no clipping of values.
+        largest_value: the largest magnitude of an element; None compiles no clipping of values.
     """
     by_norm = clip_by_global_norm(largest_norm, order)
     if largest_value is None:

@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Bool, Float32
 
 from loopfeed.engine.updates.skipping import choose
 from loopfeed.models.layers.stored import stored
 
 
-def trace(momentum: jax.Array, *, nesterov: bool, made: jax.Array) -> optax.GradientTransformation:
-    """Return `optax.trace` (a decayed sum of past gradients); its state is unchanged if `made`, bool [], is false."""
+def trace(momentum: Float32[Array, ""], *, nesterov: bool, made: Bool[Array, ""]) -> optax.GradientTransformation:
+    """Return `optax.trace` (a decayed sum of past gradients); its state is unchanged if `made` is false."""
     inner = optax.trace(momentum)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -30,8 +31,10 @@ def trace(momentum: jax.Array, *, nesterov: bool, made: jax.Array) -> optax.Grad
     return optax.GradientTransformation(inner.init, update)
 
 
-def scale_by_adam(b1: jax.Array, b2: jax.Array, epsilon: jax.Array, *, made: jax.Array) -> optax.GradientTransformation:
-    """Return `optax.scale_by_adam`, which keeps two moments; its state is unchanged if `made`, bool [], is false."""
+def scale_by_adam(
+    b1: Float32[Array, ""], b2: Float32[Array, ""], epsilon: Float32[Array, ""], *, made: Bool[Array, ""]
+) -> optax.GradientTransformation:
+    """Return `optax.scale_by_adam`, which keeps two moments; its state is unchanged if `made` is false."""
     inner = optax.scale_by_adam(b1=b1, b2=b2, eps=epsilon)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -44,8 +47,8 @@ def scale_by_adam(b1: jax.Array, b2: jax.Array, epsilon: jax.Array, *, made: jax
     return optax.GradientTransformation(inner.init, update)
 
 
-def keeping(inner: optax.GradientTransformation, *, made: jax.Array) -> optax.GradientTransformation:
-    """Return `inner` with a state that is unchanged if `made`, bool [], is false; its updates are then unusable."""
+def keeping(inner: optax.GradientTransformation, *, made: Bool[Array, ""]) -> optax.GradientTransformation:
+    """Return `inner` with a state that is unchanged if `made` is false; its updates are then unusable."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, moved = inner.update(updates, state, params)
@@ -54,5 +57,5 @@ def keeping(inner: optax.GradientTransformation, *, made: jax.Array) -> optax.Gr
     return optax.GradientTransformation(inner.init, update)
 
 
-def _store(made: jax.Array, moved: Any, before: Any) -> Any:
+def _store(made: Bool[Array, ""], moved: Any, before: Any) -> Any:
     return stored(choose(made, moved, before))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from jaxtyping import Array, Bool, Float32
 
 from loopfeed.engine.config import OptimizerName
 from loopfeed.engine.patterns import Group
@@ -26,7 +27,7 @@ type Mask = Callable[[Any], Any]
 
 
 class Hyperparams(NamedTuple):
-    """The hyperparameters of an optimizer, float32 [] each; traced, so that a change needs no recompilation.
+    """The hyperparameters of an optimizer; traced, so that a change needs no recompilation.
 
     Attributes:
         learning_rate: learning rate of this update, at least 0.
@@ -41,14 +42,14 @@ class Hyperparams(NamedTuple):
         clip_value: largest magnitude of an element of a gradient, above 0; used if the optimizer clips values.
     """
 
-    learning_rate: jax.Array
-    momentum: jax.Array
-    weight_decay: jax.Array
-    beta2: jax.Array | np.float32 = np.float32(0.999)
-    epsilon: jax.Array | np.float32 = np.float32(1e-8)
-    trust_coefficient: jax.Array | np.float32 = np.float32(1e-3)
-    clip_norm: jax.Array | np.float32 = np.float32(np.inf)
-    clip_value: jax.Array | np.float32 = np.float32(np.inf)
+    learning_rate: Float32[Array, ""]
+    momentum: Float32[Array, ""]
+    weight_decay: Float32[Array, ""]
+    beta2: Float32[Array, ""] | np.float32 = np.float32(0.999)
+    epsilon: Float32[Array, ""] | np.float32 = np.float32(1e-8)
+    trust_coefficient: Float32[Array, ""] | np.float32 = np.float32(1e-3)
+    clip_norm: Float32[Array, ""] | np.float32 = np.float32(np.inf)
+    clip_value: Float32[Array, ""] | np.float32 = np.float32(np.inf)
 
 
 def kernels_only(params: Any, *, undecayed: Collection[str] = ()) -> Any:
@@ -81,7 +82,7 @@ def make_optimizer(
     *,
     decay_mask: Mask = kernels_only,
     trust_mask: Mask = kernels_only,
-    made: jax.Array | np.bool = np.True_,
+    made: Bool[Array, ""] | np.bool = np.True_,
     clip: optax.GradientTransformation | None = None,
     groups: Sequence[Group] = (),
 ) -> optax.GradientTransformationExtraArgs:
@@ -110,7 +111,7 @@ def make_optimizer(
         hyperparams: its hyperparameters, traced or not.
         decay_mask: the leaves to decay; static.
         trust_mask: the leaves that LARS and LAMB rescale by their trust ratio, and Muon orthogonalises; static.
-        made: bool [], whether the update is made. If false, the state is unchanged, and the updates must not be used.
+        made: whether the update is made. If false, the state is unchanged, and the updates must not be used.
         clip: clips the gradient; None clips its Euclidean norm to `hyperparams.clip_norm`.
         groups: factors on the learning rate and the weight decay of some parameters; static.
 
@@ -139,7 +140,7 @@ def _parts(
     decay: optax.GradientTransformation,
     rate: optax.GradientTransformation,
     trust_mask: Mask,
-    made: jax.Array,
+    made: Bool[Array, ""],
 ) -> tuple[optax.GradientTransformation, ...]:
     """Return the optax transformations of an optimizer, in the order in which they are applied.
 
@@ -166,7 +167,7 @@ def _parts(
 
 
 def _local_rate(
-    coefficient: jax.Array | np.float32, decay: optax.GradientTransformation, trust_mask: Mask
+    coefficient: Float32[Array, ""] | np.float32, decay: optax.GradientTransformation, trust_mask: Mask
 ) -> optax.GradientTransformation:
     """Return the decay and the local rate of LARS, η·‖w‖ / (‖g‖ + λ·‖w‖) times g + λ·w, of each selected leaf.
 
@@ -188,7 +189,7 @@ def _local_rate(
 
 
 def _muon_direction(
-    beta: jax.Array, beta2: jax.Array, epsilon: jax.Array, kernels: Mask
+    beta: Float32[Array, ""], beta2: Float32[Array, ""], epsilon: Float32[Array, ""], kernels: Mask
 ) -> optax.GradientTransformation:
     """Return optax's Muon without weight decay, with a learning rate of 1 and without the change of sign."""
 

@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
+from jaxtyping import Array, Float, Float32
 
 from loopfeed.engine.patterns import Group
 from loopfeed.engine.updates.optim import in_float32
 from loopfeed.engine.updates.selection import dotted_path, groups_of, scale_leaves
 from loopfeed.models.layers.stored import stored
 
-type OwnOptimizer = optax.GradientTransformation | Callable[[jax.Array], optax.GradientTransformation]
-"""A transformation with its own learning rate, or a function: learning rate (float32 []) → transformation."""
+type OwnOptimizer = optax.GradientTransformation | Callable[[Float32[Array, ""]], optax.GradientTransformation]
+"""A transformation with its own learning rate, or a function: learning rate → transformation."""
 
 
 def has_own_rate(own: OwnOptimizer) -> bool:
@@ -28,7 +29,7 @@ def has_own_rate(own: OwnOptimizer) -> bool:
 
 def make_own_optimizer(
     own: OwnOptimizer,
-    learning_rate: jax.Array,
+    learning_rate: Float32[Array, ""],
     *,
     clip: optax.GradientTransformation,
     groups: Sequence[Group] = (),
@@ -37,7 +38,7 @@ def make_own_optimizer(
 
     Args:
         own: the optimizer. A transformation's updates are multiplied by `learning_rate`; a function receives it.
-        learning_rate: float32 [], traced.
+        learning_rate: traced.
         clip: clips the gradient first; it has no state.
         groups: factors on the updates of some parameters; static.
 
@@ -51,7 +52,7 @@ def make_own_optimizer(
         # Copies, because a state may contain the parameters, and the loop is given both.
         return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), _init(inner, params))
 
-    def update(updates: Any, state: Any, params: Any = None, *, value: jax.Array) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, *, value: Float[Array, ""]) -> tuple[Any, Any]:
         updates, _ = clip.update(updates, optax.EmptyState(), params)
         updates, moved = _update(inner, updates, state, params, value)
         _check_form(state, moved)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32
 
 from loopfeed.engine.config import OptimizerName
 from loopfeed.engine.patterns import Group
@@ -26,29 +27,34 @@ _UPDATE_ROUNDINGS = 4  # roundings of a weight in one update, in units of its dt
 
 
 class Reach(NamedTuple):
-    """Upper bounds, float32 [] each; infinite if they are unknown.
+    """Upper bounds; infinite if they are unknown.
 
     Attributes:
         weights: of the norms of the trained parameters and of their average.
         moments: of the norm of the first moments.
     """
 
-    weights: jax.Array | np.float32
-    moments: jax.Array | np.float32
+    weights: Float32[Array, ""] | np.float32
+    moments: Float32[Array, ""] | np.float32
 
 
 UNKNOWN = Reach(np.float32(np.inf), np.float32(np.inf))
 
 
 def following(
-    name: OptimizerName, hyperparams: Hyperparams, groups: Sequence[Group], reach: Reach, norm: jax.Array, count: int
+    name: OptimizerName,
+    hyperparams: Hyperparams,
+    groups: Sequence[Group],
+    reach: Reach,
+    norm: Float[Array, ""],
+    count: int,
 ) -> Reach:
     """Return bounds after an update, by the triangle inequality.
 
     Args:
         name, hyperparams, groups: of the optimizer.
         reach: bounds before the update.
-        norm: float32 [], at least the norm of the gradient.
+        norm: at least the norm of the gradient.
         count: number of trained parameters.
     """
     weights, moments = (jnp.asarray(each) for each in reach)
@@ -75,8 +81,8 @@ def following(
     return Reach(weights + rate * step, moved)
 
 
-def keeps_finite(before: Any, after: Any) -> jax.Array:
-    """Return whether no finite number of `before` is NaN or infinite in `after`, bool []; PRNG keys are no numbers.
+def keeps_finite(before: Any, after: Any) -> Bool[Array, ""]:
+    """Return whether no finite number of `before` is NaN or infinite in `after`; PRNG keys are no numbers.
 
     An array may hold infinity from the start, as a mask or the best loss so far.
     """
@@ -94,9 +100,9 @@ def check_reach(
     follow: Callable[[Reach], Reach],
     before: tuple[Any, Any, Any],
     gradients: Any,
-    look: Callable[..., jax.Array],
-) -> tuple[jax.Array, Reach]:
-    """Return whether an update keeps everything finite, bool [], and bounds after it.
+    look: Callable[..., Bool[Array, ""]],
+) -> tuple[Bool[Array, ""], Reach]:
+    """Return whether an update keeps everything finite, and bounds after it.
 
     Args:
         reach: bounds before the update.

@@ -11,7 +11,7 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Array, Float32, Int32
 
 from loopfeed.engine.config import ScheduleName
 
@@ -22,44 +22,48 @@ ONE_CYCLE_DIVISOR = 25.0
 _NEVER = 2**31 - 1
 
 
+type _Number = Float32[Array, ""] | np.float32
+type _Count = Int32[Array, ""] | np.int32
+
+
 class ScheduleValues(NamedTuple):
     """The runtime values of all schedules; each schedule reads those it needs.
 
     Attributes:
-        peak: float32 [], the largest learning rate.
-        start_step: int32 [], updates before the current cycle: a run to which a cycle was appended begins anew there.
-        total_steps: int32 [], updates of the cycle (of the run, if none was appended), including the warm-up.
-        warmup_steps: int32 [], updates of the linear rise before the schedule proper.
-        warmup_start: float32 [], start of that rise as a fraction of the schedule's first learning rate.
-        final_fraction: float32 [], learning rate at `total_steps` as a fraction of the peak ("cosine", "linear",
-            "polynomial", "exponential", "cosine-restarts").
-        drop_factor: float32 [], factor on the learning rate at each milestone ("step").
-        milestones: int32 [NUM_MILESTONES], the first step of each lower learning rate, counted from `start_step`;
-            unused ones are beyond every step ("step").
-        rise_steps: int32 [], updates from the warm-up's end to the peak ("one-cycle").
-        start_divisor: float32 [], the peak divided by the first learning rate ("one-cycle").
-        final_divisor: float32 [], the peak divided by the last learning rate ("one-cycle").
-        momentum_high, momentum_low: float32 [], momentum at both ends and at the peak (`momentum_at`).
-        power: float32 [], the exponent ("polynomial").
-        restarts: int32 [MOST_CYCLES], the first step of each cycle, counted from the end of the warm-up; unused ones
-            are beyond every step ("cosine-restarts").
+        peak: the largest learning rate.
+        start_step: updates before the current cycle: a run to which a cycle was appended begins anew there.
+        total_steps: updates of the cycle (of the run, if none was appended), including the warm-up.
+        warmup_steps: updates of the linear rise before the schedule proper.
+        warmup_start: start of that rise as a fraction of the schedule's first learning rate.
+        final_fraction: learning rate at `total_steps` as a fraction of the peak ("cosine", "linear", "polynomial",
+            "exponential", "cosine-restarts").
+        drop_factor: factor on the learning rate at each milestone ("step").
+        milestones: the first step of each lower learning rate, counted from `start_step`; unused ones are beyond every
+            step ("step").
+        rise_steps: updates from the warm-up's end to the peak ("one-cycle").
+        start_divisor: the peak divided by the first learning rate ("one-cycle").
+        final_divisor: the peak divided by the last learning rate ("one-cycle").
+        momentum_high, momentum_low: momentum at both ends and at the peak (`momentum_at`).
+        power: the exponent ("polynomial").
+        restarts: the first step of each cycle, counted from the end of the warm-up; unused ones are beyond every step
+            ("cosine-restarts").
     """
 
-    peak: jax.Array | np.float32
-    total_steps: jax.Array | np.int32
-    warmup_steps: jax.Array | np.int32
-    warmup_start: jax.Array | np.float32
-    final_fraction: jax.Array | np.float32
-    drop_factor: jax.Array | np.float32
-    milestones: jax.Array | NDArray[np.int32]
-    rise_steps: jax.Array | np.int32
-    start_divisor: jax.Array | np.float32
-    final_divisor: jax.Array | np.float32
-    momentum_high: jax.Array | np.float32
-    momentum_low: jax.Array | np.float32
-    power: jax.Array | np.float32
-    restarts: jax.Array | NDArray[np.int32]
-    start_step: jax.Array | np.int32 = np.int32(0)
+    peak: _Number
+    total_steps: _Count
+    warmup_steps: _Count
+    warmup_start: _Number
+    final_fraction: _Number
+    drop_factor: _Number
+    milestones: Int32[Array, "NUM_MILESTONES"] | Int32[np.ndarray, "NUM_MILESTONES"]
+    rise_steps: _Count
+    start_divisor: _Number
+    final_divisor: _Number
+    momentum_high: _Number
+    momentum_low: _Number
+    power: _Number
+    restarts: Int32[Array, "MOST_CYCLES"] | Int32[np.ndarray, "MOST_CYCLES"]
+    start_step: _Count = np.int32(0)
 
 
 def schedule_values(
@@ -139,14 +143,14 @@ def schedule_values(
     )
 
 
-def _restarts(length: int, num_cycles: int, growth: float) -> NDArray[np.int32]:
-    """Return the first step of each cycle of `length` steps in all, int32 [MOST_CYCLES]."""
+def _restarts(length: int, num_cycles: int, growth: float) -> Int32[np.ndarray, "MOST_CYCLES"]:
+    """Return the first step of each cycle of `length` steps in all."""
     ends = np.cumsum(np.float64(growth) ** np.arange(num_cycles))
     starts = [0, *(round(length * float(end / ends[-1])) for end in ends[:-1])]
     return np.array([*starts, *[_NEVER] * (MOST_CYCLES - num_cycles)], np.int32)
 
 
-def learning_rate_at(schedule: ScheduleName, step: jax.Array, values: ScheduleValues) -> jax.Array:
+def learning_rate_at(schedule: ScheduleName, step: Int32[Array, ""], values: ScheduleValues) -> Float32[Array, ""]:
     """Return the learning rate of one update.
 
     Each schedule begins with a linear rise over the first `warmup_steps`: from `warmup_start` times the schedule's
@@ -168,11 +172,8 @@ def learning_rate_at(schedule: ScheduleName, step: jax.Array, values: ScheduleVa
 
     Args:
         schedule: name of the schedule, static.
-        step: int32 [], number of updates before this one.
+        step: number of updates before this one.
         values: the schedule's runtime values.
-
-    Returns:
-        float32 [].
 
     Raises:
         ValueError: if the schedule is unknown.
@@ -189,8 +190,8 @@ def learning_rate_at(schedule: ScheduleName, step: jax.Array, values: ScheduleVa
     return jnp.where(step < warmup, rising, after).astype(jnp.float32)
 
 
-def momentum_at(step: jax.Array, values: ScheduleValues) -> jax.Array:
-    """Return the one-cycle momentum of one update, float32 []; it falls while the learning rate rises, and vice versa.
+def momentum_at(step: Int32[Array, ""], values: ScheduleValues) -> Float32[Array, ""]:
+    """Return the one-cycle momentum of one update; it falls while the learning rate rises, and vice versa.
 
     It is `momentum_high` until the warm-up is over. Then it follows half a cosine down to `momentum_low` at the peak of
     the learning rate, and half a cosine back up. `step` is as in `learning_rate_at`.
@@ -210,12 +211,9 @@ class _Place(NamedTuple):
         length: steps from the end of the warm-up to the end of the cycle.
     """
 
-    since: jax.Array
-    step: jax.Array
-    length: jax.Array
-
-
-type _Number = jax.Array | np.float32
+    since: Int32[Array, ""]
+    step: Int32[Array, ""]
+    length: Int32[Array, ""]
 
 
 def _first_rate(schedule: ScheduleName, values: ScheduleValues) -> _Number:
@@ -227,8 +225,8 @@ def _blend(start: _Number, end: _Number, fraction: jax.Array) -> jax.Array:
     return start * (1 - fraction) + end * fraction
 
 
-def _remaining(since: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the fraction of `length` steps that remains, float32 [] in 0 … 1; 0 if `length` is 0.
+def _remaining(since: Int32[Array, ""], length: Int32[Array, ""]) -> Float32[Array, ""]:
+    """Return the fraction of `length` steps that remains, in 0 … 1; 0 if `length` is 0.
 
     Subtracts integers: float32 does not distinguish all steps beyond 2²⁴, and 1 - done loses the last digits of a run's
     last learning rates.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
 
 from loopfeed.engine.keys import is_key
 from loopfeed.engine.updates.clipping import global_norm
@@ -19,12 +20,12 @@ class Skips(NamedTuple):
     """Counts of skipped updates.
 
     Attributes:
-        total: int32 [], skipped in the run so far.
-        in_a_row: int32 [], skipped since the last update that was made.
+        total: skipped in the run so far.
+        in_a_row: skipped since the last update that was made.
     """
 
-    total: jax.Array
-    in_a_row: jax.Array
+    total: Int32[Array, ""]
+    in_a_row: Int32[Array, ""]
 
 
 def init_skips() -> Skips:
@@ -32,26 +33,26 @@ def init_skips() -> Skips:
     return Skips(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
 
-def count_skips(skips: Skips, due: jax.Array, finite: jax.Array) -> Skips:
+def count_skips(skips: Skips, due: Bool[Array, ""], finite: Bool[Array, ""]) -> Skips:
     """Return the counts after one pull.
 
     Args:
         skips: the counts before the pull.
-        due: bool [], whether an update is due.
-        finite: bool [], whether its gradient is finite, and all that it makes of finite numbers.
+        due: whether an update is due.
+        finite: whether its gradient is finite, and all that it makes of finite numbers.
     """
     skipped, made = due & ~finite, due & finite
     more = skipped.astype(jnp.int32)
     return Skips(skips.total + more, jnp.where(made, 0, skips.in_a_row + more))
 
 
-def gives_up(skips: Skips, most_in_a_row: jax.Array) -> jax.Array:
-    """Return whether more than `most_in_a_row` (int32 [], a runtime value) updates in a row were skipped, bool []."""
+def gives_up(skips: Skips, most_in_a_row: Int32[Array, ""]) -> Bool[Array, ""]:
+    """Return whether more than `most_in_a_row`, a runtime value, updates in a row were skipped."""
     return skips.in_a_row > most_in_a_row
 
 
-def has_finite_norm(tree: Any) -> jax.Array:
-    """Return whether the global norm of a pytree of float leaves is finite in float32, bool [].
+def has_finite_norm(tree: Any) -> Bool[Array, ""]:
+    """Return whether the global norm of a pytree of float leaves is finite in float32.
 
     Clipping computes this norm anyway, and it checks all leaves in one pass. A norm above 1.8e19, whose square
     overflows float32, counts as infinite: clipping could not scale such a gradient either.
@@ -59,8 +60,8 @@ def has_finite_norm(tree: Any) -> jax.Array:
     return jnp.isfinite(global_norm(tree))
 
 
-def all_finite(tree: Any) -> jax.Array:
-    """Return whether every number in a pytree of arrays is finite, bool []; true if there are no leaves.
+def all_finite(tree: Any) -> Bool[Array, ""]:
+    """Return whether every number in a pytree of arrays is finite; true if there are no leaves.
 
     PRNG keys are no numbers.
     """
@@ -72,8 +73,8 @@ def all_finite(tree: Any) -> jax.Array:
     return found
 
 
-def choose(condition: jax.Array, tree: Any, otherwise: Any) -> Any:
-    """Return `tree` if `condition`, bool [], is true, else `otherwise`; structures, shapes and dtypes must be equal.
+def choose(condition: Bool[Array, ""], tree: Any, otherwise: Any) -> Any:
+    """Return `tree` if `condition` is true, else `otherwise`; structures, shapes and dtypes must be equal.
 
     An elementwise select, not a conditional: it fuses with the update, and the host of a GPU does not have to wait for
     the condition before it launches a branch.

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from loopfeed.engine.config import OptimizerName, ScheduleName
 from loopfeed.engine.patterns import Group
@@ -43,8 +44,8 @@ from loopfeed.engine.updates.skipping import (
 from loopfeed.models.layers.stored import stored
 from loopfeed.models.layers.widening import widen
 
-type Schedule = Callable[[jax.Array], jax.Array]
-"""Step (int32 [], number of updates before this one) → learning rate, a number []."""
+type Schedule = Callable[[Int32[Array, ""]], Shaped[Array, ""]]
+"""Step (number of updates before this one) → learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +95,16 @@ class UpdateValues(NamedTuple):
     Attributes:
         hyperparams: the optimizer's hyperparameters; their learning rate multiplies the schedule's.
         schedule: the schedule's values.
-        accumulate_steps: int32 [], pulls per update; used if the rule accumulates.
-        average_decay: float32 [] in 0 … 1; used if the rule averages.
-        most_skips: int32 [], largest number of skipped updates in a row.
+        accumulate_steps: pulls per update; used if the rule accumulates.
+        average_decay: in 0 … 1; used if the rule averages.
+        most_skips: largest number of skipped updates in a row.
     """
 
     hyperparams: Hyperparams
     schedule: ScheduleValues
-    accumulate_steps: jax.Array
-    average_decay: jax.Array
-    most_skips: jax.Array
+    accumulate_steps: Int32[Array, ""]
+    average_decay: Float32[Array, ""]
+    most_skips: Int32[Array, ""]
 
 
 class Weights(NamedTuple):
@@ -133,12 +134,12 @@ class Pull(NamedTuple):
     """The loss, gradients and batch statistics of one batch.
 
     Attributes:
-        loss: float32 [], mean loss of the batch.
+        loss: mean loss of the batch.
         gradients: gradients of that loss, a pytree like the trained parameters.
         batch_stats: the model's new batch statistics.
     """
 
-    loss: jax.Array
+    loss: Float[Array, ""]
     gradients: Any
     batch_stats: Any
 
@@ -147,19 +148,19 @@ class Outcome(NamedTuple):
     """The result of one pull: whether an update was due, the loss, and the learning rate.
 
     Attributes:
-        due: bool [], whether an update was due, made or skipped.
-        gives_up: bool [], whether to leave the loop, because too many updates in a row were skipped.
-        loss: float32 [], mean over the update's pulls so far.
-        learning_rate: float32 [], learning rate of the update.
+        due: whether an update was due, made or skipped.
+        gives_up: whether to leave the loop, because too many updates in a row were skipped.
+        loss: mean over the update's pulls so far.
+        learning_rate: learning rate of the update.
         gradients: mean gradient over the update's pulls so far and, if an update was due, over all devices, before it
             is clipped.
         reach: bounds of the weights after the pull, for the next one.
     """
 
-    due: jax.Array
-    gives_up: jax.Array
-    loss: jax.Array
-    learning_rate: jax.Array
+    due: Bool[Array, ""]
+    gives_up: Bool[Array, ""]
+    loss: Float[Array, ""]
+    learning_rate: Float32[Array, ""]
     gradients: Any
     reach: Reach
 
@@ -200,7 +201,7 @@ def update_weights(
     weights: Weights,
     state: UpdateState,
     pull: Pull,
-    step: jax.Array,
+    step: Int32[Array, ""],
     values: UpdateValues,
     reach: Reach = UNKNOWN,
     replicas: Replicas = ALONE,
@@ -217,7 +218,7 @@ def update_weights(
         weights: weights before the pull.
         state: state before the pull.
         pull: loss, gradients and statistics of the batch.
-        step: int32 [], updates due before this pull; the caller adds `due` to it.
+        step: updates due before this pull; the caller adds `due` to it.
         values: the runtime values.
         reach: bounds of the weights, those of the outcome of the pull before.
         replicas: the devices of which each has its own part of the batch. Loss, gradients and statistics are averaged
@@ -269,18 +270,18 @@ class _Move:
 
     Attributes:
         rule, hyperparams: those of the update.
-        loss: float32 [], which a user-defined optimizer may use.
+        loss: which a user-defined optimizer may use.
         average_decay, step: as `update_average` takes them.
     """
 
     rule: UpdateRule
     hyperparams: Hyperparams
-    loss: jax.Array
-    average_decay: jax.Array
-    step: jax.Array
+    loss: Float[Array, ""]
+    average_decay: Float32[Array, ""]
+    step: Int32[Array, ""]
 
     def make(
-        self, trained: Any, opt_state: Any, gradients: Any, made: jax.Array | np.bool, *, clips: bool = True
+        self, trained: Any, opt_state: Any, gradients: Any, made: Bool[Array, ""] | np.bool, *, clips: bool = True
     ) -> tuple[Any, Any]:
         """Return the parameters and the optimizer's state after the move; `made` is as `make_optimizer` takes it."""
         optimizer = optimizer_of(self.rule, self.hyperparams, made, clips=clips)
@@ -288,16 +289,16 @@ class _Move:
         updates, opt_state = optimizer.update(gradients, opt_state, trained, **extra)
         return optax.apply_updates(trained, updates), opt_state
 
-    def fits(self, before: tuple[Any, Any, Any], moved: tuple[Any, Any]) -> jax.Array:
-        """Return whether the move, and that of the average after it, keeps every finite number finite, bool []."""
+    def fits(self, before: tuple[Any, Any, Any], moved: tuple[Any, Any]) -> Bool[Array, ""]:
+        """Return whether the move, and that of the average after it, keeps every finite number finite."""
         average = before[2]
         if average is not None:
             average = update_average(average, moved[0], self.average_decay, self.step, ramp=self.rule.average_ramp)
         return keeps_finite(before, (*moved, average))
 
     def check(
-        self, before: tuple[Any, Any, Any], gradients: Any, finite: jax.Array, reach: Reach
-    ) -> tuple[jax.Array, Reach]:
+        self, before: tuple[Any, Any, Any], gradients: Any, finite: Bool[Array, ""], reach: Reach
+    ) -> tuple[Bool[Array, ""], Reach]:
         """Return `fits` of the move that a ready-made optimizer would make, and bounds after it."""
         norm = jnp.where(finite, global_norm(gradients), 0)
         count = sum(leaf.size for leaf in jax.tree.leaves(before[0]))
@@ -310,7 +311,7 @@ class _Move:
 
 
 def optimizer_of(
-    rule: UpdateRule, hyperparams: Hyperparams, made: jax.Array | np.bool, *, clips: bool = True
+    rule: UpdateRule, hyperparams: Hyperparams, made: Bool[Array, ""] | np.bool, *, clips: bool = True
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer of a rule, which first clips the gradient; `made` is as `make_optimizer` takes it."""
     largest_value = hyperparams.clip_value if rule.clips_value else None
@@ -329,8 +330,8 @@ def optimizer_of(
     )
 
 
-def hyperparams_at(rule: UpdateRule, step: jax.Array, values: UpdateValues) -> Hyperparams:
-    """Return the hyperparameters at one step (int32 []), with the schedule's learning rate and momentum filled in.
+def hyperparams_at(rule: UpdateRule, step: Int32[Array, ""], values: UpdateValues) -> Hyperparams:
+    """Return the hyperparameters at one step, with the schedule's learning rate and momentum filled in.
 
     If the optimizer has a learning rate of its own, the learning rate here is only the factor requested by the user.
     """

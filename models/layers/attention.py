@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from loopfeed.models.kernels.choice import XLA, kernels_in_use, using_kernels
 from loopfeed.models.layers import onednn_product
@@ -14,17 +15,17 @@ from loopfeed.models.layers.platform_forms import on_platform
 from loopfeed.models.layers.widening import wide_dtype
 
 
-def self_attention(qkv: jax.Array, num_heads: int) -> jax.Array:
+def self_attention(qkv: Float[Array, "B N 3*C"], num_heads: int) -> Float[Array, "B N C"]:
     """Return softmax(Q·Kᵀ/√d)·V of each head (Vaswani et al., 2017, arXiv:1706.03762), joined along the last axis.
 
     Args:
-        qkv: `[B,N,3·C]`, the queries, keys and values of N tokens; in each, the heads follow one another with
-            d = C / num_heads channels, as in timm.
+        qkv: the queries, keys and values of N tokens; in each, the heads follow one another with d = C / num_heads
+            channels, as in timm.
         num_heads: number of heads, a divisor of C.
 
     Returns:
-        `[B,N,C]` in the dtype of `qkv`. The operands of all products, forward and backward, have that dtype; their sums
-        and the softmax are float32.
+        The attention in the dtype of `qkv`. The operands of all products, forward and backward, have that dtype; their
+        sums and the softmax are float32.
     """
     B, N, width = qkv.shape
     d = width // (3 * num_heads)
@@ -52,8 +53,10 @@ def _sums(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, dtype: DTypeLike
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(kernels: str, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-    """Return the attention `[M,N,d]` of queries, keys and values `[M,N,d]`.
+def _attend(
+    kernels: str, queries: Float[Array, "M N d"], keys: Float[Array, "M N d"], values: Float[Array, "M N d"]
+) -> Float[Array, "M N d"]:
+    """Return the attention of queries, keys and values.
 
     It has a custom derivative, because an automatic derivative would multiply float32 operands.
     """

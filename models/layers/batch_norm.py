@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from loopfeed.models.kernels.choice import ONEDNN, kernels_in_use, using_kernels
 from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
@@ -28,10 +29,10 @@ PARTS = 16
 
 
 class RunningStats(NamedTuple):
-    """Exponential moving averages of the mean and the unbiased variance of each channel, as float32 arrays `[C]`."""
+    """Exponential moving averages of the mean and the unbiased variance of each channel."""
 
-    mean: jax.Array
-    var: jax.Array
+    mean: Float32[Array, "C"]
+    var: Float32[Array, "C"]
 
 
 class NormGroups(NamedTuple):
@@ -69,27 +70,26 @@ def normalising_over(groups: NormGroups) -> AbstractContextManager[None]:
 
 
 def batch_norm(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
+    x: Float[Array, "B H W C"],
+    scale: Float32[Array, "C"],
+    bias: Float32[Array, "C"],
     running: RunningStats,
     *,
     train: bool,
     relu: bool = False,
-) -> tuple[jax.Array, RunningStats]:
+) -> tuple[Float[Array, "B H W C"], RunningStats]:
     """Normalise each channel over images, height and width (Ioffe and Szegedy, 2015), as PyTorch does.
 
     Args:
-        x: `[B,H,W,C]`, any floating dtype; statistics are float32.
-        scale: `[C]` float32.
-        bias: `[C]` float32.
+        x: of any floating dtype; statistics are float32.
+        scale, bias: applied to the normalised values.
         running: used in evaluation; moved in training by a tenth towards the batch's mean and unbiased variance.
         train: whether to normalise with the mean and the biased variance of the batch, or of the groups of images of
             `normalising_over`; the running statistics then follow the mean over the groups.
         relu: whether a ReLU follows. Its derivative is computed twice, which is worthwhile only because it is so cheap.
 
     Returns:
-        `[B,H,W,C]` in the dtype of `x`, and the running statistics, which have no gradient.
+        The normalised images in the dtype of `x`, and the running statistics, which have no gradient.
     """
     if not train:
         centred = widen(x) - running.mean
@@ -111,13 +111,15 @@ def batch_norm(
     return y, lax.stop_gradient(moved)
 
 
-def _count(x: jax.Array) -> int:
-    """Return the number of values per channel of `x [B,H,W,C]`."""
+def _count(x: Float[Array, "B H W C"]) -> int:
+    """Return the number of values per channel."""
     return x.size // x.shape[3]
 
 
-def _sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the per-channel sums of two arrays `[B,H,W,C]`; the operands from which both are computed are read once.
+def _sums(
+    first: Float[Array, "B H W C"], second: Float[Array, "B H W C"]
+) -> tuple[Float[Array, "C"], Float[Array, "C"]]:
+    """Return the per-channel sums of two arrays; the operands from which both are computed are read once.
 
     XLA:CPU fuses a reduction of a pair with the computation of the arrays, each of which it would otherwise write to
     memory first; the reduction runs at the speed of memory if the arrays are first folded into one of `PARTS` parts.
@@ -142,8 +144,8 @@ def _folded_sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Ar
     return folded[0].sum(0), folded[1].sum(0)
 
 
-def _mean_and_variance(groups: NormGroups, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the mean and the biased variance of each channel of `x [B,H,W,C]` as float32 `[C]`, reading `x` only once.
+def _mean_and_variance(groups: NormGroups, x: Float[Array, "B H W C"]) -> tuple[Float[Array, "C"], Float[Array, "C"]]:
+    """Return the mean and the biased variance of each channel in float32, reading `x` only once.
 
     An estimate of the mean (`_estimate_mean`) is subtracted first, because E[x²] - E[x]² loses all digits if the mean
     is large.
@@ -159,8 +161,8 @@ def _mean_and_variance(groups: NormGroups, x: jax.Array) -> tuple[jax.Array, jax
     return estimate + shift, jnp.maximum(squares / count - jnp.square(shift), 0)
 
 
-def _estimate_mean(wide: jax.Array) -> jax.Array:
-    """Return an estimate `[C]` of the mean of `wide [B,H,W,C]`; subtracting it before summing preserves precision.
+def _estimate_mean(wide: Float[Array, "B H W C"]) -> Float[Array, "C"]:
+    """Return an estimate of the mean of each channel; subtracting it before summing preserves precision.
 
     The mean of one value in n is at most √n standard deviations off, whatever the distribution, so sums about it cancel
     to no less than one in n: with one in 64, that is six of float32's 24 bits. On a GPU, where that mean would take

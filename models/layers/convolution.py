@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float
 
 from loopfeed.models.kernels.choice import XLA, kernels_in_use
 from loopfeed.models.layers import convolution_forms as forms
@@ -26,34 +27,30 @@ from loopfeed.models.layers.form_derivative import with_derivative_of
 from loopfeed.models.layers.platform_forms import on_platform
 from loopfeed.models.layers.widening import widen
 
-type Forward = Callable[[jax.Array, jax.Array, Geometry], jax.Array]
-type InputGradient = Callable[[jax.Array, jax.Array, Geometry, Pair], jax.Array]
-type FilterGradient = Callable[[jax.Array, jax.Array, Geometry, Pair], jax.Array]
-
 
 def convolution(
-    x: jax.Array,
-    kernel: jax.Array,
+    x: Float[Array, "B H W C"],
+    kernel: Float[Array, "kh kw C//{groups} K"],
     *,
     stride: int | Pair = 1,
     padding: str | Padding = "SAME",
-    bias: jax.Array | None = None,
+    bias: Float[Array, "K"] | None = None,
     groups: int = 1,
-) -> jax.Array:
+) -> Float[Array, "B P Q K"]:
     """Cross-correlate images with a kernel, like `lax.conv_general_dilated` with NHWC and HWIO layouts.
 
     Args:
-        x: `[B,H,W,C]`, any floating dtype.
-        kernel: `[kh,kw,C/groups,K]`, the dtype of `x`.
+        x: images.
+        kernel: the dtype of `x`.
         stride: step of the window, one number for both axes or (height, width), at least 1.
         padding: "SAME" (XLA's rule: if the total is odd, the high side has one more), "VALID", or
             ((top, bottom), (left, right)) ≥ 0.
-        bias: `[K]`, added to the result.
+        bias: added to the result.
         groups: number of equal parts of the channels, each convolved by itself, a divisor of C and K (XLA's
             `feature_group_count`); C for a depthwise convolution.
 
     Returns:
-        `[B,P,Q,K]` in the dtype of `x`. Sums are at least float32.
+        The output in the dtype of `x`. Sums are at least float32.
 
     The derivative is custom, so under `shard_map` make a replicated kernel varying (`lax.pcast`) before
     differentiation, and average the gradients afterwards.
@@ -160,13 +157,13 @@ FEW_CHANNELS = 32
 TILE_IMAGES = 16
 
 
-def forward_form(input_size: Pair, window: Pair) -> Forward:
+def forward_form(input_size: Pair, window: Pair) -> forms.Forward:
     """Choose the form of the forward pass on a CPU from the heights and widths of the input and the kernel."""
     small = max(input_size) <= SMALL_MAP or any(map(int.__gt__, window, input_size))
     return forms.forward_patches if small or window == (1, 1) else forms.forward_lax
 
 
-def input_gradient_form(output_size: Pair, window: Pair, strides: Pair, C: int) -> InputGradient:
+def input_gradient_form(output_size: Pair, window: Pair, strides: Pair, C: int) -> forms.InputGradient:
     """Choose the form of the input gradient on a CPU from output size, kernel size, strides and input channels."""
     forward = forward_form(output_size, window)
     if forward is forms.forward_patches or (strides != (1, 1) and C > FEW_CHANNELS):
@@ -175,11 +172,11 @@ def input_gradient_form(output_size: Pair, window: Pair, strides: Pair, C: int) 
     return partial(form, forward)
 
 
-def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -> FilterGradient:
+def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -> forms.FilterGradient:
     """Choose the form of the filter gradient on a CPU from batch size, kernel size, strides and input channels."""
     if window == (1, 1):
         return forms.filter_gradient_taps
-    form: FilterGradient = forms.filter_gradient_output_rows
+    form: forms.FilterGradient = forms.filter_gradient_output_rows
     if C <= 4:
         form = forms.filter_gradient_input_rows
     elif strides != (1, 1):

@@ -3,7 +3,8 @@
 These are matrix products, and convolutions in canonical form (NHWC input, HWIO kernel, no dilation). Every form is
 exact up to rounding for every stride, padding and size. `convolution.py` chooses the fastest for each shape.
 
-Letters: B images, H W height and width of the input, P Q of the output, C input channels, K output channels, N = B·P·Q.
+Letters: B images, H W height and width of the input, P Q of the output, C input channels, C_group those of a
+group (all without groups), K output channels, N = B·P·Q.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from loopfeed.models.layers.widening import wide_dtype
 
 type Pair = tuple[int, int]
 type Padding = tuple[Pair, Pair]
+type Images = Float[Array, "B H W C"]
+type Kernel = Float[Array, "kh kw C_group K"]
+type Outputs = Float[Array, "B P Q K"]
 
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -36,18 +41,18 @@ class Geometry(NamedTuple):
         return height, width
 
 
-def image_size(x: jax.Array) -> Pair:
-    """Return the height and width of `x [B,H,W,C]`."""
+def image_size(x: Images) -> Pair:
+    """Return the height and width of images."""
     return x.shape[1], x.shape[2]
 
 
-def window_size(kernel: jax.Array) -> Pair:
-    """Return the height and width of a kernel `[kh,kw,C,K]`."""
+def window_size(kernel: Kernel) -> Pair:
+    """Return the height and width of a kernel."""
     return kernel.shape[0], kernel.shape[1]
 
 
-def pad(x: jax.Array, padding: Padding, dilation: Pair = (1, 1)) -> jax.Array:
-    """Zero-pad `x [B,H,W,C]` and insert `dilation - 1` zeros between neighbouring pixels; negative padding crops."""
+def pad(x: Images, padding: Padding, dilation: Pair = (1, 1)) -> Float[Array, "B P Q C"]:
+    """Zero-pad images and insert `dilation - 1` zeros between neighbouring pixels; negative padding crops."""
     if padding == ((0, 0), (0, 0)) and dilation == (1, 1):
         return x
     (top, bottom), (left, right) = padding
@@ -55,8 +60,8 @@ def pad(x: jax.Array, padding: Padding, dilation: Pair = (1, 1)) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
-def taps(x: jax.Array, window: Pair, geometry: Geometry) -> list[jax.Array]:
-    """Return, for each kernel element in row-major order, the slice `[B,P,Q,C]` of `x [B,H,W,C]` that it multiplies."""
+def taps(x: Images, window: Pair, geometry: Geometry) -> list[Float[Array, "B P Q C"]]:
+    """Return, for each kernel element in row-major order, the slice of `x` that it multiplies."""
     (P, Q), (sh, sw) = geometry.output_size(image_size(x), window), geometry.strides
     x = pad(x, geometry.padding)
     return [
@@ -66,13 +71,13 @@ def taps(x: jax.Array, window: Pair, geometry: Geometry) -> list[jax.Array]:
     ]
 
 
-def rows(x: jax.Array) -> jax.Array:
-    """Reshape `x [...,C]` to a matrix `[N,C]`."""
+def rows(x: Float[Array, "... C"]) -> Float[Array, "N C"]:
+    """Reshape an array to a matrix."""
     return x.reshape(-1, x.shape[-1])
 
 
-def patches(x: jax.Array, window: Pair, geometry: Geometry) -> jax.Array:
-    """Return a matrix `[N, kh·kw·C]` with every receptive field of `x` as a row (im2col)."""
+def patches(x: Images, window: Pair, geometry: Geometry) -> Float[Array, "N {window[0]}*{window[1]}*C"]:
+    """Return a matrix with every receptive field of `x` as a row (im2col)."""
     return rows(jnp.concatenate(taps(x, window, geometry), axis=-1))
 
 
@@ -90,10 +95,10 @@ def _turned_padding(window: Pair, geometry: Geometry, input_size: Pair, output_s
     return vertical, horizontal
 
 
-# Forward: (x [B,H,W,C], kernel [kh,kw,C,K], geometry) -> [B,P,Q,K]
+type Forward = Callable[[Images, Kernel, Geometry], Outputs]
 
 
-def forward_lax(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
+def forward_lax(x: Images, kernel: Kernel, geometry: Geometry) -> Outputs:
     """Compute the convolution in the canonical form, which XLA:CPU passes to Eigen even inside loops.
 
     With fewer input channels in the kernel than in `x` it has groups, which are slow on a CPU.
@@ -108,7 +113,7 @@ def forward_lax(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Arra
     )
 
 
-def forward_patches(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
+def forward_patches(x: Images, kernel: Kernel, geometry: Geometry) -> Outputs:
     """Multiply the patches by the kernel. For a 1×1 kernel, the patches are the (strided) input itself, not a copy.
 
     Sums and the result are at least float32.
@@ -118,16 +123,16 @@ def forward_patches(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.
     return _product(patches(x, window, geometry), kernel.reshape(-1, K)).reshape(x.shape[0], P, Q, K)
 
 
-# Input gradient: (gradient [B,P,Q,K], kernel [kh,kw,C,K], geometry, (H, W)) -> [B,H,W,C]
+type InputGradient = Callable[[Outputs, Kernel, Geometry, Pair], Images]
 
 
 def input_gradient_correlation(
-    forward: Callable[[jax.Array, jax.Array, Geometry], jax.Array],
-    gradient: jax.Array,
-    kernel: jax.Array,
+    forward: Forward,
+    gradient: Outputs,
+    kernel: Kernel,
     geometry: Geometry,
     input_size: Pair,
-) -> jax.Array:
+) -> Images:
     """Convolve the gradient with the kernel rotated by 180°, using the given `forward` form. Requires stride 1."""
     (top, bottom), (left, right) = _turned_padding(window_size(kernel), geometry, input_size, image_size(gradient))
     # Negative padding is applied separately, as a crop, because a canonical convolution does not allow it.
@@ -136,7 +141,7 @@ def input_gradient_correlation(
     return forward(gradient, turned, Geometry((1, 1), ((max(top, 0), max(bottom, 0)), (max(left, 0), max(right, 0)))))
 
 
-def input_gradient_columns(gradient: jax.Array, kernel: jax.Array, geometry: Geometry, input_size: Pair) -> jax.Array:
+def input_gradient_columns(gradient: Outputs, kernel: Kernel, geometry: Geometry, input_size: Pair) -> Images:
     """Compute the patch gradients as one product, then add each kernel element's part at its position (col2im).
 
     Sums and the result are at least float32.
@@ -155,12 +160,12 @@ def input_gradient_columns(gradient: jax.Array, kernel: jax.Array, geometry: Geo
 
 
 def input_gradient_phases(
-    forward: Callable[[jax.Array, jax.Array, Geometry], jax.Array],
-    gradient: jax.Array,
-    kernel: jax.Array,
+    forward: Forward,
+    gradient: Outputs,
+    kernel: Kernel,
     geometry: Geometry,
     input_size: Pair,
-) -> jax.Array:
+) -> Images:
     """Compute all s·s phases of the input gradient (stride s) as channels of one stride-1 convolution of `gradient`.
 
     The kernel is padded with zeros to a multiple of the stride; the phases are then interleaved (depth to space).
@@ -178,17 +183,17 @@ def input_gradient_phases(
     return pad(whole, crop)
 
 
-# Filter gradient: (x [B,H,W,C], gradient [B,P,Q,K], geometry, (kh, kw)) -> [kh,kw,C,K]
+type FilterGradient = Callable[[Images, Outputs, Geometry, Pair], Kernel]
 
 
-def filter_gradient_taps(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
+def filter_gradient_taps(x: Images, gradient: Outputs, geometry: Geometry, window: Pair) -> Kernel:
     """Compute one product `[C,N] @ [N,K]` for each kernel element."""
     columns = rows(gradient)
     products = [rows(tap).T @ columns for tap in taps(x, window, geometry)]
     return jnp.stack(products).reshape(*window, x.shape[3], gradient.shape[3])
 
 
-def filter_gradient_input_rows(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
+def filter_gradient_input_rows(x: Images, gradient: Outputs, geometry: Geometry, window: Pair) -> Kernel:
     """Compute one product `[kw·C,N] @ [N,K]` for each kernel row, with one-dimensional patches of the input."""
     (kh, kw), C, K = window, x.shape[3], gradient.shape[3]
     (sh, sw), (vertical, horizontal) = geometry
@@ -198,7 +203,7 @@ def filter_gradient_input_rows(x: jax.Array, gradient: jax.Array, geometry: Geom
     return jnp.stack(products).reshape(kh, kw, C, K)
 
 
-def filter_gradient_output_rows(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
+def filter_gradient_output_rows(x: Images, gradient: Outputs, geometry: Geometry, window: Pair) -> Kernel:
     """Compute one product `[C,N] @ [N,kw·K]` for each kernel row, with patches of the gradient's rows (stride 1)."""
     (kh, kw), C, K = window, x.shape[3], gradient.shape[3]
     _, horizontal = _turned_padding(window, geometry, image_size(x), image_size(gradient))
@@ -208,13 +213,13 @@ def filter_gradient_output_rows(x: jax.Array, gradient: jax.Array, geometry: Geo
 
 
 def filter_gradient_tiles(
-    form: Callable[[jax.Array, jax.Array, Geometry, Pair], jax.Array],
+    form: FilterGradient,
     tile: int,
-    x: jax.Array,
-    gradient: jax.Array,
+    x: Images,
+    gradient: Outputs,
     geometry: Geometry,
     window: Pair,
-) -> jax.Array:
+) -> Kernel:
     """Sum the results of `form` for tiles of `tile` images, whose patches stay in the cache. `tile` must divide B."""
     x_tiles, gradient_tiles = (operand.reshape(-1, tile, *operand.shape[1:]) for operand in (x, gradient))
     return lax.map(lambda pair: form(pair[0], pair[1], geometry, window), (x_tiles, gradient_tiles)).sum(axis=0)

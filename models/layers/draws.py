@@ -5,10 +5,13 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Key
 
 
-def normal_arrays(key: jax.Array, shapes: Sequence[tuple[int, ...]], deviation: float) -> Iterator[jax.Array]:
-    """Yield float32 arrays of the given shapes, normal with mean 0 and this standard deviation, in order."""
+def normal_arrays(
+    key: Key[Array, ""], shapes: Sequence[tuple[int, ...]], deviation: float
+) -> Iterator[Float32[Array, "..."]]:
+    """Yield arrays of the given shapes, normal with mean 0 and this standard deviation, in order."""
     sizes = [math.prod(shape) for shape in shapes]
     draws = deviation * jax.random.normal(key, (sum(sizes),), jnp.float32)
     start = 0

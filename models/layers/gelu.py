@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from loopfeed.models.kernels.choice import ONEDNN, kernels_in_use, using_kernels
 from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
@@ -19,7 +20,7 @@ _SIGMOID_SLOPE = 1.702
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
-def gelu(x: jax.Array) -> jax.Array:
+def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return x·Φ(x), with Φ the normal distribution (Hendrycks and Gimpel, 2016, arXiv:1606.08415), elementwise.
 
     Computed in float32 with the error function, as in PyTorch, not approximated by a tanh; the dtype is that of `x`.
@@ -55,7 +56,7 @@ def _gelu_backward(kernels: str, x: jax.Array, gradient: jax.Array) -> tuple[jax
 _gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
-def quick_gelu(x: jax.Array) -> jax.Array:
+def quick_gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return x·sigmoid(1.702·x), an approximation of GELU, elementwise, in the dtype of `x`.
 
     In bfloat16 each operation is rounded; beside oneDNN's kernels it is computed in float32 and rounded once.

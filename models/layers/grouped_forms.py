@@ -14,15 +14,19 @@ ordinary convolution. Measured inside `while_loop` on two AVX-512 cores in float
              a pair sum a row    112                  36
              " batch first       101
 
-Letters as in `convolution_forms.py`; G groups, so that a kernel is `[kh,kw,C/G,K]`.
+Letters as in `convolution_forms.py`; C_group = C / G with G groups.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from loopfeed.models.layers.convolution_forms import (
     Geometry,
+    Images,
+    Kernel,
+    Outputs,
     Pair,
     input_gradient_correlation,
     pad,
@@ -34,15 +38,15 @@ from loopfeed.models.layers.convolution_forms import (
 BLOCK_CHANNELS = 32
 
 
-def num_groups(x: jax.Array, kernel: jax.Array) -> int:
-    """Return the number of groups into which a kernel `[kh,kw,C/G,K]` divides the channels of `x [B,H,W,C]`."""
+def num_groups(x: Images, kernel: Kernel) -> int:
+    """Return the number of groups into which a kernel divides the channels of `x`."""
     return x.shape[3] // kernel.shape[2]
 
 
 # Depthwise: a kernel [kh,kw,1,K], K = m·C; input channel c has the output channels c·m to c·m + m - 1
 
 
-def depthwise_forward(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> jax.Array:
+def depthwise_forward(x: Images, kernel: Kernel, geometry: Geometry) -> Outputs:
     """Add the products of all kernel elements with the pixels that they meet; each kernel row's sum is stored."""
     window, K = window_size(kernel), kernel.shape[3]
     repeated = jnp.repeat(x, K // x.shape[3], axis=3)
@@ -55,9 +59,7 @@ def depthwise_forward(x: jax.Array, kernel: jax.Array, geometry: Geometry) -> ja
     return total
 
 
-def depthwise_input_gradient(
-    gradient: jax.Array, kernel: jax.Array, geometry: Geometry, input_size: Pair, C: int
-) -> jax.Array:
+def depthwise_input_gradient(gradient: Outputs, kernel: Kernel, geometry: Geometry, input_size: Pair, C: int) -> Images:
     """Convolve the gradient with the rotated kernel; with a stride, once for each of its s·s phases."""
     if geometry.strides == (1, 1):
 
@@ -70,7 +72,9 @@ def depthwise_input_gradient(
     return wide.reshape(*wide.shape[:3], C, wide.shape[3] // C).sum(-1)
 
 
-def _phases(gradient: jax.Array, kernel: jax.Array, geometry: Geometry, input_size: Pair) -> jax.Array:
+def _phases(
+    gradient: Outputs, kernel: Kernel, geometry: Geometry, input_size: Pair
+) -> Float[Array, "B {input_size[0]} {input_size[1]} K"]:
     """Compute each phase of the input gradient with every s-th kernel element, and interleave the phases."""
     (kh, kw, _, K), (B, P, Q, _), (sh, sw) = kernel.shape, gradient.shape, geometry.strides
     (top, _), (left, _) = geometry.padding
@@ -88,7 +92,7 @@ def _phases(gradient: jax.Array, kernel: jax.Array, geometry: Geometry, input_si
     return pad(apart.reshape(B, height * sh, width * sw, K), crop)
 
 
-def depthwise_filter_gradient(x: jax.Array, gradient: jax.Array, geometry: Geometry, window: Pair) -> jax.Array:
+def depthwise_filter_gradient(x: Images, gradient: Outputs, geometry: Geometry, window: Pair) -> Kernel:
     """Sum the products of the gradient and the pixels met, a kernel row at a time, over images, then over positions."""
     K, (_, kw) = gradient.shape[3], window
     met = taps(jnp.repeat(x, K // x.shape[3], axis=3), window, geometry)
@@ -104,7 +108,7 @@ def depthwise_filter_gradient(x: jax.Array, gradient: jax.Array, geometry: Geome
     return jnp.stack(sums).reshape(*window, 1, K)
 
 
-def _column_sums(matrix: jax.Array) -> jax.Array:
+def _column_sums(matrix: Float[Array, "N K"]) -> Float[Array, "K"]:
     return (jnp.ones((1, matrix.shape[0]), matrix.dtype) @ matrix)[0]
 
 
@@ -120,18 +124,20 @@ def groups_per_block(groups: int, channels: int) -> int:
     )
 
 
-def split_channels(x: jax.Array, blocks: int) -> jax.Array:
-    """Return `x [B,H,W,C]` as `[blocks,B,H,W,C/blocks]`."""
+def split_channels(x: Images, blocks: int) -> Float[Array, "{blocks} B H W C//{blocks}"]:
+    """Return each block of the channels."""
     return jnp.moveaxis(x.reshape(*x.shape[:3], blocks, x.shape[3] // blocks), 3, 0)
 
 
-def join_channels(x: jax.Array) -> jax.Array:
-    """Return `x [blocks,B,H,W,C/blocks]` as `[B,H,W,C]`."""
+def join_channels(x: Float[Array, "blocks B H W C_block"]) -> Float[Array, "B H W blocks*C_block"]:
+    """Undo `split_channels`."""
     return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], x.shape[0] * x.shape[4])
 
 
-def block_kernels(kernel: jax.Array, groups: int, per_block: int) -> jax.Array:
-    """Return a kernel `[kh,kw,C/G,K]` as block-diagonal kernels `[blocks,kh,kw,C/blocks,K/blocks]`."""
+def block_kernels(
+    kernel: Kernel, groups: int, per_block: int
+) -> Float[Array, "{groups}//{per_block} kh kw {per_block}*C_group K*{per_block}//{groups}"]:
+    """Return the block-diagonal kernel of each block."""
     kh, kw, channels, K = kernel.shape
     blocks = groups // per_block
     apart = kernel.reshape(kh, kw, channels, blocks, per_block, K // groups)
@@ -142,8 +148,10 @@ def block_kernels(kernel: jax.Array, groups: int, per_block: int) -> jax.Array:
     return wide.reshape(blocks, kh, kw, per_block * channels, K // blocks)
 
 
-def kernel_of_blocks(blocks: jax.Array, per_block: int) -> jax.Array:
-    """Return the diagonals of `[blocks,kh,kw,C/blocks,K/blocks]` as a kernel `[kh,kw,C/G,K]`."""
+def kernel_of_blocks(
+    blocks: Float[Array, "blocks kh kw C_block K_block"], per_block: int
+) -> Float[Array, "kh kw C_block//{per_block} blocks*K_block"]:
+    """Undo `block_kernels`."""
     number, kh, kw, C, K = blocks.shape
     apart = blocks.reshape(number, kh, kw, per_block, C // per_block, per_block, K // per_block)
     diagonal = jnp.diagonal(apart, axis1=3, axis2=5)  # [blocks, kh, kw, C/G, K/G, per_block]

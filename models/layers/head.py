@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+from jaxtyping import Array, Float
 
 from loopfeed.models.kernels.choice import XLA, kernels_in_use, using_kernels
 from loopfeed.models.layers import onednn_product
@@ -12,13 +13,13 @@ from loopfeed.models.layers.platform_forms import on_platform
 from loopfeed.models.layers.widening import wide_dtype
 
 
-def global_average_pool(x: jax.Array) -> jax.Array:
-    """Return the mean `[B,C]` of `x [B,H,W,C]` over height and width, in the dtype of `x` but summed in float32."""
+def global_average_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B C"]:
+    """Return the mean over height and width, in the dtype of `x` but summed in float32."""
     return round_by_bits(widen_by_bits(x).mean(axis=(1, 2)), x.dtype)
 
 
-def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return `x [B,C] @ kernel [C,K] + bias [K]` as float32 `[B,K]`, whatever the dtypes of the operands.
+def dense(x: Float[Array, "B C"], kernel: Float[Array, "C K"], bias: Float[Array, "K"]) -> Float[Array, "B K"]:
+    """Return `x @ kernel + bias` in float32, whatever the dtypes of the operands.
 
     The operands of all three products, forward and backward, are rounded to the dtype of `x`; sums are float32, and so
     are the gradients of a float32 `kernel` and `bias`. Like `convolution` it has a custom derivative.
@@ -27,8 +28,8 @@ def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(kernels: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Return `x [B,C] @ kernel [C,K]` in float32.
+def _product(kernels: str, x: Float[Array, "B C"], kernel: Float[Array, "C K"]) -> Float[Array, "B K"]:
+    """Return `x @ kernel` in float32.
 
     It has a custom derivative, because an automatic derivative would multiply float32 operands. The first argument
     names the kernels of the derivative.

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from loopfeed.models.kernels.choice import kernels_in_use, using_kernels
 from loopfeed.models.layers.bfloat16_bits import round_by_bits, widen_by_bits
@@ -13,20 +14,19 @@ EPSILON = 1e-6
 """Added to the variance in timm's vision transformers and ConvNeXts."""
 
 
-def init_layer_norm(C: int) -> dict[str, jax.Array]:
-    """Return initial parameters `[C]` of a layer norm: scale 1, bias 0."""
+def init_layer_norm(C: int) -> dict[str, Float32[Array, "{C}"]]:
+    """Return initial parameters of a layer norm: scale 1, bias 0."""
     return {"scale": jnp.ones(C, jnp.float32), "bias": jnp.zeros(C, jnp.float32)}
 
 
-def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+def layer_norm(
+    x: Float[Array, "*batch C"], scale: Float32[Array, "C"], bias: Float32[Array, "C"]
+) -> Float[Array, "*batch C"]:
     """Normalise each vector along the last axis to mean 0 and variance 1 (Ba et al., 2016, arXiv:1607.06450).
 
     Args:
-        x: `[...,C]`, any floating dtype; mean and biased variance are float32.
-        scale, bias: `[C]` float32, applied to the normalised vector.
-
-    Returns:
-        `[...,C]` in the dtype of `x`.
+        x: of any floating dtype, as is the result; mean and biased variance are float32.
+        scale, bias: applied to the normalised vector.
     """
     return _layer_norm(kernels_in_use(), x, scale, bias)
 

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
 
 from loopfeed.models.kernels.onednn.library import load_library
 from loopfeed.models.kernels.onednn.operations import call_operation
@@ -41,8 +42,8 @@ def has_faster_kernel(x: jax.Array | jax.ShapeDtypeStruct, gradient: jax.Array |
     return is_large and load_library().supports(str(x.dtype))
 
 
-def kernel_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:
-    """Return the float32 product `[C,K]` of `x [B,C]` and `gradient [B,K]` of the same dtype, summed over B."""
+def kernel_gradient(x: Float[Array, "B C"], gradient: Float[Array, "B K"]) -> Float32[Array, "C K"]:
+    """Return the product of `x` and `gradient`, of the same dtype, summed over B."""
     operation = Product(str(x.dtype), x.shape, gradient.shape, 0, 0)
     return call_operation(operation, [jax.ShapeDtypeStruct((x.shape[1], gradient.shape[1]), jnp.float32)], x, gradient)[
         0
@@ -56,8 +57,10 @@ def has_faster_batch(x: jax.Array | jax.ShapeDtypeStruct, x_axis: int) -> bool:
     return (is_short or sums_tokens) and load_library().supports(str(x.dtype))
 
 
-def batch(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, dtype: DTypeLike) -> jax.Array:
-    """Return the products of the matrices of `x [M,·,·]` and `y [M,·,·]`, summed over an axis of both, as `dtype`."""
+def batch(
+    x: Float[Array, "M _ _"], y: Float[Array, "M _ _"], x_axis: int, y_axis: int, dtype: DTypeLike
+) -> Float[Array, "M _ _"]:
+    """Return the products of the matrices of `x` and `y`, summed over an axis of both, as `dtype`."""
     operation = BatchedProduct(str(x.dtype), x.shape, y.shape, x_axis, y_axis, jnp.dtype(dtype).name)
     shape = x.shape[0], x.shape[3 - x_axis], y.shape[3 - y_axis]
     return call_operation(operation, [jax.ShapeDtypeStruct(shape, dtype)], x, y)[0]

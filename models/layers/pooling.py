@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
 
 from loopfeed.models.kernels.choice import kernels_in_use, using_kernels
 from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
@@ -16,8 +17,10 @@ from loopfeed.models.layers.widening import wide_dtype, widen
 NO_TAP = 255
 
 
-def max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1) -> jax.Array:
-    """Return the largest value in each window of `x [B,H,W,C]`, as an array `[B,P,Q,C]`.
+def max_pool(
+    x: Float[Array, "B H W C"], *, window: int = 3, stride: int = 2, padding: int = 1
+) -> Float[Array, "B P Q C"]:
+    """Return the largest value in each window.
 
     P = (H + 2·padding - window) // stride + 1. Padding counts as minus infinity. The gradient goes to the first maximum
     in row-major order, as in XLA and PyTorch.
@@ -37,8 +40,8 @@ def max_pool(x: jax.Array, *, window: int = 3, stride: int = 2, padding: int = 1
     return _max_pool(kernels_in_use(), window, stride, padding, x)
 
 
-def average_pool(x: jax.Array, window: int) -> jax.Array:
-    """Return the mean `[B,P,Q,C]` of each window of `x [B,H,W,C]`, with stride `window`; P = ⌈H/window⌉.
+def average_pool(x: Float[Array, "B H W C"], window: int) -> Float[Array, "B -(-H//{window}) -(-W//{window}) C"]:
+    """Return the mean of each window, with stride `window`.
 
     A window that reaches over the edge is averaged over the pixels inside (PyTorch's `ceil_mode` without
     `count_include_pad`). Sums are at least float32.
@@ -53,8 +56,8 @@ def average_pool(x: jax.Array, window: int) -> jax.Array:
     return (total / np.multiply.outer(down, across)[:, :, None].astype(wide.dtype)).astype(x.dtype)
 
 
-def global_max_pool(x: jax.Array) -> jax.Array:
-    """Return the largest value `[B,C]` of each channel of `x [B,H,W,C]`, in the dtype of `x`.
+def global_max_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B C"]:
+    """Return the largest value of each channel, in the dtype of `x`.
 
     The derivative is that of the value at the first maximum in row-major order, as of PyTorch's max-pooling. It goes by
     that position: one that looks for the positions that equal the maximum finds none if XLA computes `x` again for it
@@ -82,8 +85,10 @@ def _global_max_pool_derivative(
         return best, jnp.where(is_winner, tangent, 0).sum((1, 2)).astype(x.dtype)
 
 
-def _find_global_maxima(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the maximum of each channel, in the dtype of `x`, and its row and column, int32, each `[B,C]`."""
+def _find_global_maxima(
+    x: Float[Array, "B H W C"],
+) -> tuple[Float[Array, "B C"], Int32[Array, "B C"], Int32[Array, "B C"]]:
+    """Return the maximum of each channel, in the dtype of `x`, and its row and column."""
     wide = widen_by_bits(x) if converts_by_bits(x.dtype) else x
     of_rows, columns = _first_maximum([wide[:, :, column] for column in range(x.shape[2])], jnp.int32)
     best, row = _first_maximum([of_rows[:, row] for row in range(x.shape[1])], jnp.int32)
