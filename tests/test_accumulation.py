@@ -37,12 +37,6 @@ def test_each_group_returns_its_mean_once(every, pulls):
         assert int(gathered.num_pulls) == len(group)
 
 
-def test_a_group_of_one_is_its_pull_to_the_bit():
-    means, due, _ = gather(init_accumulation(values_of(0)), values_of(3), jnp.int32(1))
-    assert due
-    jax.tree.map(np.testing.assert_array_equal, means, values_of(3))
-
-
 def test_sums_are_float32_and_keep_what_bfloat16_would_lose():
     ones = jax.tree.map(lambda leaf: jnp.ones_like(leaf, jnp.bfloat16), values_of(0))
     gathered = init_accumulation(ones)
@@ -63,14 +57,3 @@ def test_a_lower_number_of_pulls_ends_the_accumulation_at_once():
     assert due
     assert float(mean) == pytest.approx(np.mean([values_of(pull)[0] for pull in range(4)]), abs=1e-6)
     assert int(gathered.num_pulls) == 0
-
-
-def test_a_non_finite_sum_is_discarded_with_its_group():
-    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, values_of(0))
-    gathered = init_accumulation(broken)
-    for pull in (broken, values_of(1)):
-        (mean, _), due, gathered = gather(gathered, pull, jnp.int32(2))
-    assert due
-    assert np.isnan(mean)
-    (mean, _), _, _ = gather(gathered, values_of(2), jnp.int32(2))
-    assert float(mean) == float(values_of(2)[0])

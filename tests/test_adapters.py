@@ -1,6 +1,5 @@
 """The adapters of Flax and Equinox, against the libraries' own calls."""
 
-import importlib
 from typing import Any
 
 import jax
@@ -10,7 +9,6 @@ import pytest
 
 from loopfeed import Model, train
 from loopfeed.engine.adapters import equinox, flax_linen, flax_nnx
-from loopfeed.engine.program.slow_convolutions import count_lax_convolutions
 from loopfeed.engine.records.weights import name_tensors
 from tests.toy import CLASSES, SIZE, toy_batch, toy_config
 
@@ -72,7 +70,6 @@ def of_equinox(rate=0.5, **options):
 
 
 ADAPTED = {"linen": linen, "nnx": of_nnx, "equinox": of_equinox}
-with_loop_safe_layers = importlib.import_module("loopfeed.engine.adapters.equinox_layers").with_loop_safe_layers
 NAMES = {
     "linen": ("LinenNet", "params.Conv_0.kernel", "batch_stats.BatchNorm_0.mean"),
     "nnx": ("NnxNet", "params.heads.0.kernel", "batch_stats.norm.mean"),
@@ -184,34 +181,6 @@ def test_keys_of_images_draw_for_the_batch_or_for_each_image(library):
     np.testing.assert_array_equal(differs, np.arange(len(IMAGES)) == 1 if library == "equinox" else differs & False)
     if library != "equinox":
         np.testing.assert_array_equal(outputs, model.apply(params, stats, IMAGES, train=True, key=keys[0])[0])
-
-
-@pytest.mark.parametrize("library", ADAPTED)
-def test_no_convolution_of_an_adapted_model_is_slow(library):
-    model = ADAPTED[library]()
-    weights = model.init(jax.random.key(1))
-
-    def loss(params):
-        return model.apply(params, weights[1], IMAGES, train=True, key=KEY)[0].sum()
-
-    assert count_lax_convolutions(jax.make_jaxpr(jax.grad(loss))(weights[0])) == 0
-
-
-def test_a_depthwise_convolution_of_equinox_is_loop_safe():
-    layer = eqx.nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=4, key=KEY)
-    images = jax.random.normal(KEY, (2, 4, 6, 6))
-    safe = with_loop_safe_layers(layer)
-    assert count_lax_convolutions(jax.make_jaxpr(jax.vmap(safe))(images)) == 0
-    np.testing.assert_allclose(jax.vmap(safe)(images), jax.vmap(layer)(images), rtol=1e-5, atol=1e-5)
-
-
-def test_a_slow_convolution_is_counted_once():
-    params, stats = linen().init(KEY)
-
-    def loss(params):
-        return linen_itself(params, stats, True)[0].sum()
-
-    assert count_lax_convolutions(jax.make_jaxpr(jax.grad(loss))(params)) == 1
 
 
 def test_a_module_is_not_changed_and_gives_its_own_parameters():

@@ -69,14 +69,6 @@ def augment_stream(augmentation, start, num, seed=3):
     return augment(augmentation, pixels, labels, at, seed)
 
 
-def test_without_augmentation_pixels_are_only_unpacked():
-    pixels, labels = stream(0, 5)
-    images, targets = augment_stream(Augmentation(), 0, 5)
-    np.testing.assert_array_equal(images, jax.jit(unpack_pixels)(pixels, SCALE))
-    np.testing.assert_array_equal(targets, np.eye(K, dtype=np.float32)[labels])
-    assert images.dtype == targets.dtype == jnp.float32
-
-
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_augmentation_changes_the_images_and_keeps_their_shapes(name):
     augmentation = AUGMENTATIONS[name]
@@ -87,17 +79,6 @@ def test_augmentation_changes_the_images_and_keeps_their_shapes(name):
     plain = augment_stream(Augmentation(), 0, 64)[0]
     assert images.shape != plain.shape or not np.array_equal(images, plain)
     assert np.isfinite(images).all()
-
-
-def test_a_reflected_padding_is_not_black():
-    """The pixels are drawn from all 256 levels: three zeros in one place are a padding's alone."""
-    black = -np.asarray(SCALE.mean) / np.asarray(SCALE.std)
-
-    def shows_black(padding_mode):
-        images, _ = augment_stream(dataclasses.replace(CIFAR, padding_mode=padding_mode), 0, 64)
-        return bool(np.isclose(images, black, atol=1e-5).all(axis=-1).any())
-
-    assert (shows_black("zeros"), shows_black("reflect")) == (True, False)
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
@@ -139,16 +120,6 @@ def test_every_number_of_devices_gets_the_same_images():
     assert subprocess.run(command, check=False, timeout=240, env=environment, cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["cifar", "colours", "everything"])
-def test_neighbours_do_not_affect_an_image(name):
-    pixels, labels = stream(0, 4)
-    at = positions(jnp.int32(0), 4, 0, 4)
-    before = augment(AUGMENTATIONS[name], pixels, labels, at)
-    others = augment(AUGMENTATIONS[name], pixels.at[2:].set(0), labels.at[2:].set(0), at)
-    for one, other in zip(before, others, strict=True):
-        np.testing.assert_array_equal(one[:2], other[:2])
-
-
 def test_a_position_is_step_times_batch_and_a_row():
     pixels, labels = stream(0, 4)
     alike = [
@@ -182,15 +153,6 @@ def test_cifar_equals_numpy():
     np.testing.assert_array_equal(images, jax.jit(unpack_pixels)(jnp.asarray(np.stack(expected)), SCALE))
 
 
-def test_half_of_the_images_are_mirrored():
-    num = 4000
-    pixels = jnp.broadcast_to(jnp.array([[0, 0xFFFFFF00]], jnp.uint32), (num, 1, 2))
-    at = positions(jnp.int32(1), num, 0, num)
-    images, _ = augment(Augmentation(horizontal_flip=0.5), pixels, jnp.zeros(num, jnp.int32), at)
-    # Four standard deviations of 4000 coins.
-    assert np.mean(images[:, 0, 0, 0] > images[:, 0, 1, 0]) == pytest.approx(0.5, abs=0.032)
-
-
 def test_enabling_one_augmentation_keeps_the_draws_of_the_others():
     # Two programs may contract the normalisation differently: a few roundings of float32 of values up to 3.
     def is_close(one, other):
@@ -210,29 +172,6 @@ def test_enabling_one_augmentation_keeps_the_draws_of_the_others():
     np.testing.assert_array_equal(mixed, with_more)
 
 
-def test_mixup_mixes_normalised_images():
-    plain = np.asarray(augment_stream(Augmentation(), 0, 64)[0], np.float64)
-    images, targets = augment_stream(Augmentation(mixup_alpha=1.0), 0, 64)
-    labels = np.arange(64) % K
-    for row in range(64):
-        own = float(targets[row, labels[row]])
-        mixture = own * plain[row] + (1 - own) * plain[row ^ 1]
-        # A few roundings of float32 of values up to 3.
-        np.testing.assert_allclose(images[row], mixture, atol=2e-6)
-    assert 0.01 < float(targets[0].max()) < 1
-
-
-def test_cutmix_pastes_from_the_partner():
-    plain = np.asarray(augment_stream(Augmentation(), 0, 64)[0])
-    images, targets = augment_stream(Augmentation(cutmix_alpha=1.0), 0, 64)
-    labels = np.arange(64) % K
-    for row in range(64):
-        own = (np.asarray(images[row]) == plain[row]).all(axis=-1)
-        pasted = (np.asarray(images[row]) == plain[row ^ 1]).all(axis=-1)
-        assert (own | pasted).all()
-        assert own.mean() == pytest.approx(float(targets[row, labels[row]]), abs=1e-4)
-
-
 @pytest.mark.parametrize("label", [-1, K, 2**31 - 1])
 @pytest.mark.parametrize("augmentation", [Augmentation(), EVERYTHING])
 def test_an_invalid_label_results_in_nan(label, augmentation):
@@ -242,12 +181,6 @@ def test_an_invalid_label_results_in_nan(label, augmentation):
     assert np.isfinite(targets[2:]).all()
     np.testing.assert_array_equal(np.isnan(one_hot_or_nan(jnp.array([label, 0]), K)).all(axis=1), [True, False])
     assert np.isnan(cross_entropy(jnp.zeros((4, K)), targets))
-
-
-def test_an_odd_batch_cannot_be_mixed():
-    pixels, labels = stream(0, 3)
-    with pytest.raises(ValueError, match="must be even, got 3"):
-        augment(EVERYTHING, pixels, labels, positions(jnp.int32(0), 3, 0, 3))
 
 
 def test_a_loop_equals_single_calls_and_traces_once():

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from PIL import Image, ImageEnhance, ImageOps
 
 from loopfeed import train
 from loopfeed.engine.images.augment import augment_images
-from loopfeed.engine.images.auto_augment import apply_rows, auto_augment, count_levels, draw_rows
+from loopfeed.engine.images.auto_augment import apply_rows, auto_augment, draw_rows
 from loopfeed.engine.images.auto_table import Operation, make_row, ranges_of, table_rows
 from loopfeed.engine.images.positions import Positions, image_keys
 from loopfeed.engine.images.settings import Augmentation
@@ -212,24 +212,6 @@ def test_every_operation_equals_pillow(all_applied):
         assert difference <= most, (name, magnitude, sign)
 
 
-def test_the_blur_is_pillows():
-    image = an_image(1)
-    np.testing.assert_array_equal(blurred(image), np.asarray(Image.fromarray(image).filter(ImageFilter.SMOOTH)))
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (2, 5), (3, 3)])
-def test_small_and_flat_images_survive_every_operation(shape):
-    images = np.stack([np.full((*shape, 3), 7, np.uint8) for _ in NAMES])
-    found = applied(images, "trivialaugment", [(operation, 0, 1) for operation in range(len(NAMES))])
-    np.testing.assert_array_equal(np.delete(found, 11, axis=0), np.delete(images, 11, axis=0))
-
-
-def test_levels_are_counted_exactly():
-    levels = np.random.default_rng(0).integers(0, 256, (3, 5000)) // np.array([[1], [3], [255]])
-    expected = [np.bincount(channel, minlength=256) for channel in levels]
-    np.testing.assert_array_equal(jax.jit(count_levels)(jnp.asarray(levels, jnp.int32)), expected)
-
-
 def pixels_of(policy, height, width):
     """The pixels by which each magnitude moves an image to the right and down."""
     rows = table_rows(policy, height, width).reshape(len(Operation), 31, 2, -1)
@@ -303,15 +285,6 @@ def test_the_draws_of_a_position_choose_its_operations(name):
     assert len(drawn) > 8
 
 
-@pytest.mark.parametrize("name", ["randaugment", "trivialaugment"])
-def test_the_result_at_a_position_does_not_depend_on_its_batch(name):
-    augmentation = AUGMENTATIONS[name]
-    pixels, keys = at_positions(0, 24)
-    whole = run_auto(augmentation, pixels, keys)
-    for start, stop in ((0, 8), (16, 24), (5, 13)):
-        np.testing.assert_array_equal(run_auto(augmentation, pixels[start:stop], keys[start:stop]), whole[start:stop])
-
-
 def test_every_row_is_drawn_equally_often():
     words = jax.random.bits(jax.random.key(0), (100_000, 1, 2), jnp.uint32)
     for magnitude, num in ((None, 14 * 62), (9, 28)):
@@ -331,13 +304,6 @@ def test_it_follows_the_flip_and_precedes_the_colours():
     found, _ = jax.jit(augment_images, static_argnums=0)(augmentation, pixels, at, seed, scale)
     expected = unpack_rgb(np.asarray(run_auto(AUGMENTATIONS["trivialaugment"], pixels[:, :, ::-1], keys)))
     np.testing.assert_array_equal(np.round(np.asarray(found) * 255), expected)
-
-
-def test_the_program_scatters_nothing():
-    pixels, keys = at_positions(0, 4)
-    for augmentation in AUGMENTATIONS.values():
-        text = jax.jit(auto_augment, static_argnums=0).lower(augmentation, pixels, keys).as_text()
-        assert "scatter" not in text
 
 
 def test_the_settings_reach_the_program():

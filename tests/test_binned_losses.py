@@ -119,30 +119,3 @@ def test_a_resumed_run_replaces_the_steps_it_does_again(pairs, chunk):
     curve = history.curve()
     assert dict(zip(curve.step.tolist(), curve.high.tolist(), strict=True)) == truth
     assert history.last_step == pairs[-1][0]
-
-
-def test_the_pace_comes_from_the_newest_times():
-    history = BinnedLosses()
-    assert math.isnan(history.seconds_per_step)
-    history.add(
-        rows_of(range(1, 1001), times=[10.0 * s for s in range(1, 801)] + [8000 + 0.5 * s for s in range(1, 201)])
-    )
-    assert history.seconds_per_step == 0.5
-    history.clear()
-    assert math.isnan(history.seconds_per_step)
-    assert history.last_step is None
-    assert len(history.curve().step) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"smoothing": 1.0}, "smoothing must be at least 0 and below 1, got 1.0"),
-        ({"smoothing": NAN}, "got nan"),
-        ({"last_steps": 0}, "last_steps must be at least 1, got 0"),
-        ({"num_bins": 3}, "num_bins must be even and at least 2, got 3"),
-    ],
-)
-def test_wrong_settings_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        BinnedLosses(**arguments)

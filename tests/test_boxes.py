@@ -3,11 +3,10 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, Boxes, BoxRule, draw_boxes, mask_boxes
+from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, BoxRule, draw_boxes
 from tests.threefry_reference import index, unit
 
 
@@ -65,22 +64,3 @@ def test_areas_are_uniform_and_ratios_are_log_uniform():
     places = np.asarray(boxes.top) / (1000 - np.asarray(boxes.height))
     np.testing.assert_allclose(np.histogram(places, 10, (0, 1))[0], 2000, atol=212)
     assert abs(np.corrcoef(areas, stretches)[0, 1]) < 0.03
-
-
-def test_boxes_lie_within_the_image():
-    boxes, found = draw_boxes(random_words(5000, seed=2), BoxRule((0.5, 1.0), (0.5, 2.0), (7, 9)), 7, 9)
-    top, left, height, width = (np.asarray(value)[np.asarray(found)] for value in boxes)
-    assert (top >= 0).all()
-    assert (left >= 0).all()
-    assert (top + height <= 7).all()
-    assert (left + width <= 9).all()
-    assert (top + height == 7).any()
-    assert (left + width == 9).any()
-
-
-def test_masks_are_half_open():
-    boxes = Boxes(*(jnp.array(value, jnp.int32) for value in ([1, 0, 2], [2, 0, 3], [2, 4, 0], [1, 5, 2])))
-    expected = np.zeros((3, 4, 5), bool)
-    expected[0, 1:3, 2:3] = True
-    expected[1] = True
-    np.testing.assert_array_equal(mask_boxes(boxes, 4, 5), expected)

@@ -5,11 +5,8 @@ import shutil
 import sys
 import threading
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from loopfeed import Callback, EvaluationRecord, LossRecord, RunHandle, replay_run, train
@@ -18,7 +15,6 @@ from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.run.callbacks import Callbacks
 from loopfeed.engine.run.epochs import steps_of_epochs
 from loopfeed.engine.run.launch import Launch
-from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
@@ -116,13 +112,6 @@ def test_each_call_is_made_once_and_in_order(tmp_path, settings):
     assert thread is not main
 
 
-def test_several_callbacks_are_called_in_their_order():
-    calls: list[tuple[object, ...]] = []
-    run(toy_config(steps=2), Log("a", calls), Log("b", calls))
-    expected = [("begin", 0), ("step", 1), ("step", 2), ("end", 2)]
-    assert calls == [(name, *call) for call in expected for name in "ab"]
-
-
 @pytest.mark.parametrize("images", [20, 3, 16])
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_an_epoch_ends_with_the_step_that_takes_its_last_image(images, accumulate_steps):
@@ -138,14 +127,6 @@ def test_an_epoch_ends_with_the_step_that_takes_its_last_image(images, accumulat
         for epoch, _ in log.of("epoch")
     ]
     assert ends == [step for _, step in log.of("epoch")]
-
-
-def test_a_run_on_packed_images_has_epochs(tmp_path):
-    pack(fake_source(20), tmp_path)
-    log = Log()
-    train(toy_config(steps=5, data=str(tmp_path), eval_split="off"), model=Linear(), callbacks=[log])
-    assert log.calls[1:-1] == steps(0, 5, images=20)
-    assert log.run.num_images == 20
 
 
 def test_a_resumed_run_calls_each_step_once_after_its_snapshot(tmp_path):
@@ -275,31 +256,6 @@ def test_a_request_after_the_last_pull_is_made_by_a_resume(tmp_path, settings):
     assert replay_run(tmp_path, from_step=0, model=Linear(), batches=toy_batch, **parts).differences == ()
 
 
-@pytest.mark.parametrize("factor", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), np.int64(2), jnp.float32(0.5)])
-def test_a_factor_may_be_any_real_number(factor):
-    board = ControlBoard()
-    found: list[ControlEvent] = []
-    board.prepare(first_pull=0, pulls_per_step=1, replayed=(), record=found.append)
-    RunHandle(toy_config(), board, step=0, num_images=None, is_evaluated=False, events=()).request(
-        learning_rate_factor=factor
-    )
-    board.words(0, 1)
-    assert found[0].learning_rate_factor == float(factor)
-    assert type(json.loads(found[0].to_json())["learning_rate_factor"]) is float
-
-
-def test_a_callback_stops_the_run(tmp_path):
-    stopping, log = At(3, stop=True), Log()
-    source = CountedBatches()
-    result = run(toy_config(steps=200_000, run_dir=tmp_path), stopping, log, batches=source)
-    assert result.stopped_by == "callback"
-    assert 3 <= result.steps_done < 200_000
-    assert log.calls[-2:] == [("snapshot", result.steps_done), ("end", result.steps_done)]
-    assert log.of("step") == [(step,) for step in range(1, result.steps_done + 1)]
-    (event,) = lines(tmp_path / "control.jsonl")
-    assert (event["stop"], event["step"]) == (True, result.steps_done + 1)
-
-
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_an_exception_stops_the_run_cleanly_and_is_raised(tmp_path, has_folder):
     class Failing(Log):
@@ -333,15 +289,6 @@ def test_exceptions_before_the_first_step_and_after_the_last_are_raised(tmp_path
     with pytest.raises(ZeroDivisionError, match="on_end"):
         run(toy_config(run_dir=tmp_path), Failing("on_end"))
     assert json.loads((tmp_path / "result.json").read_text())["stopped_by"] == "steps"
-
-
-def test_a_function_is_a_sink_and_a_callback():
-    by_sink: list[LossRecord | EvaluationRecord] = []
-    by_callback: list[LossRecord | EvaluationRecord] = []
-    result = run(toy_config(), by_callback.append, sinks=[by_sink.append], evaluation=toy_batch(99))
-    assert by_sink == by_callback
-    assert [type(record) for record in by_sink] == [LossRecord] * 5 + [EvaluationRecord]
-    assert np.array_equal([record.loss for record in by_sink[:5]], result.losses)
 
 
 class Misspelt(Callback):

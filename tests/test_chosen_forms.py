@@ -76,44 +76,6 @@ def test_the_forms_that_are_named_compute_the_parts(case, names, monkeypatch):
     assert ran == {names[1], name, *(["in tiles"] if tiles else [])} - {"depthwise sums"} | inner
 
 
-@pytest.mark.parametrize(
-    ("size", "window", "reason"),
-    [
-        ((8, 8), 9, "the kernel is larger than the map"),
-        ((4, 4), 3, "a map of at most 7 px"),
-        ((9, 9), 1, "a 1×1 kernel is one product"),
-    ],
-)
-def test_the_reason_of_columns_is_what_chose_them(size, window, reason):
-    low = window // 2
-    geometry = Geometry((1, 1), ((low, low), (low, low)))
-    found = chosen_forms((2, *size, 8), (window, window, 8, 8), geometry, "float32", "cpu")
-    assert (found[1].form, found[1].reason) == ("columns", reason)
-
-
-def test_groups_are_joined_in_blocks():
-    forms = chosen_forms((8, 16, 16, 64), (3, 3, 4, 64), Geometry((1, 1), ((1, 1), (1, 1))), "float32", "cpu")
-    assert [each.form for each in forms] == [
-        "XLA's own, 2 blocks of 8 groups",
-        "correlation, 2 blocks of 8 groups",
-        "output rows, 2 blocks of 8 groups",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("platform", "dtype", "C", "form"),
-    [
-        ("cuda", "bfloat16", 3, "XLA's own, 3 channels padded to 4"),
-        ("cuda", "float32", 3, "XLA's own"),
-        ("cuda", "bfloat16", 64, "XLA's own"),
-        ("tpu", "bfloat16", 3, "XLA's own"),
-    ],
-)
-def test_other_devices_take_xlas_own(platform, dtype, C, form):
-    forms = chosen_forms((8, 32, 32, C), (3, 3, C, 64), Geometry((1, 1), ((1, 1), (1, 1))), dtype, platform)
-    assert [each.form for each in forms] == [form] * 3
-
-
 @needs_onednn
 def test_a_part_whose_kernel_is_missing_in_the_end_is_not_said_to_use_it():
     """The gradient of a 5×4 kernel with stride 2 has a fast kernel for its first three columns only."""

@@ -8,7 +8,6 @@ import time
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -19,7 +18,7 @@ from loopfeed.engine.crossing.cuda.ring import DeviceRing
 from loopfeed.engine.records.control_log import read_events
 from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
 from loopfeed.engine.run.nonfinite import NonFiniteError
-from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
+from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
 
@@ -147,15 +146,6 @@ def test_snapshots_are_taken_at_their_exact_step(tmp_path):
         )
         assert report.is_same
         assert report.num_arrays
-
-
-@pairs(("ends",), [("inplace", (1, 7)), ("cuda", (6,))])
-def test_a_replay_can_end_within_a_chunk(tmp_path, ends):
-    run(tmp_path, chunk_batches=4, eval_every_steps=5, snapshot_every_steps=0)
-    for end in ends:
-        report = replay_run(tmp_path, from_step=0, to_step=end, model=Linear(), batches=toy_batch, evaluation=EVALUATED)
-        assert report.is_same
-        assert report.num_losses == end
 
 
 @pairs(("chunk",), [("cuda", 1), ("inplace", 8)])
@@ -329,28 +319,6 @@ def test_an_abandoned_update_ends_its_chunk(tmp_path):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
 
-class Means(Linear):
-    """A classifier of the colours' means, for images of any size."""
-
-    def init(self, key):
-        return {"weights": 0.1 * jax.random.normal(key, (3, CLASSES))}, {}
-
-    def apply(self, params, batch_stats, images, train):
-        return images.mean((1, 2)) @ params["weights"], {}
-
-
-@both_transports
-def test_the_message_about_reading_ahead_names_the_chunk(transport):
-    told: list[str] = []
-    train(toy_config(steps=0, synthetic=True, image_size=64, chunk_batches=32), model=Means(), notify=told.append)
-    # On a card the batches of a chunk come one by one, so that no more of them need to be there.
-    expected = {
-        "inplace": "; 64 batches read ahead; inplace transport, 32 at once",
-        "cuda": "; 7 batches read ahead; cuda transport, 32 steps enqueued at once",
-    }
-    assert any(expected[transport] in line for line in told), told
-
-
 @both_transports
 def test_a_request_in_a_pull_that_a_stop_leaves_empty_takes_effect_once(tmp_path, monkeypatch):
     """The stop comes between the words of the pull and its first batch; whoever goes on has both again."""
@@ -378,12 +346,6 @@ def test_a_request_in_a_pull_that_a_stop_leaves_empty_takes_effect_once(tmp_path
     assert run(tmp_path, batches=batches, **settings).steps_done == 4
     run(tmp_path, **settings, resume=True)
     assert [line["step"] for line in lines(tmp_path / "eval.jsonl")] == [5, 8]
-
-
-def test_a_run_is_resumed_with_its_own_chunk(tmp_path):
-    run(tmp_path, chunk_batches=4)
-    with pytest.raises(ValueError, match="chunk_batches was 4, got 2"):
-        run(tmp_path, chunk_batches=2, steps=20, resume=True)
 
 
 def test_images_per_second_of_a_chunk_use_the_time_of_that_chunk():

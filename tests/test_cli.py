@@ -15,12 +15,10 @@ from click.testing import CliRunner
 
 from loopfeed.engine.commands.cli import main
 from loopfeed.engine.commands.setting_options import option_spelling
-from loopfeed.engine.commands.train_options import COMMAND_OPTIONS, option_groups
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.recipes import load_recipe, recipe_names
 from loopfeed.engine.records.run_folder import RunFolder
 from loopfeed.engine.signal_bursts import BURST_S
-from loopfeed.models.registry import model_names
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 
@@ -155,12 +153,6 @@ def test_wrong_usage_is_one_clear_error(arguments, message, tmp_path, call):
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_unknown_option_is_wrong_usage(tmp_path):
-    result = CliRunner().invoke(main, ["--stepz", "3"])
-    assert result.exit_code == 2
-    assert "--stepz" in result.stderr
-
-
 def test_a_signal_ends_the_run_cleanly_at_the_next_step(tmp_path):
     process = start_train(*TOY, "--steps", 10**7, "--run-dir", "run", cwd=tmp_path)
     wait_for_lines(tmp_path / "run/loss.jsonl", 5, process)
@@ -267,13 +259,6 @@ def test_the_list_of_recipes_has_the_expected_result_of_each():
     ]
 
 
-def test_every_model_is_named_in_the_help():
-    (option,) = (each for each in main.params if each.name == "model")
-    assert isinstance(option, click.Option)
-    assert option.help is not None
-    assert set(model_names()) <= set(re.findall(r"[\w-]+", option.help))
-
-
 WITH_OPTION = [name for name, declared in SETTINGS.items() if declared.options]
 
 
@@ -282,12 +267,6 @@ def test_every_setting_is_an_option_with_the_same_default():
     with_option = {name: value for name, value in TrainConfig().to_json().items() if name in WITH_OPTION}
     assert {name: params.get(name, "no option") for name in with_option} == with_option
     assert all(each.in_place_of or each.set_by for each in SETTINGS.values() if not each.options)
-
-
-def test_every_option_is_a_setting_or_listed_as_one_of_the_command():
-    assert {param.name for param in main.params} == {*WITH_OPTION, *COMMAND_OPTIONS, "version", "help_all"}
-    grouped = [name for names in option_groups().values() for name in names]
-    assert sorted(grouped) == sorted([*WITH_OPTION, *COMMAND_OPTIONS])
 
 
 @pytest.mark.parametrize("name", WITH_OPTION)
@@ -380,30 +359,6 @@ def test_the_expected_accuracy_is_shown_for_the_images_of_the_recipe_only(tmp_pa
     assert line.startswith("the expected accuracy of the recipe mine is for other images than these: ")
 
 
-def test_steps_on_the_command_line_replace_the_epochs_of_a_recipe(tmp_path, call):
-    pack(fake_source(10, size=8), tmp_path / "packed")
-    (tmp_path / "mine.toml").write_text(RECIPE)
-    code, stdout, stderr = call("--steps", "1", "--recipe", "./mine.toml", "--data", "packed", "--dry-run")
-    assert code == 0, stderr
-    assert stdout.splitlines()[0] == "recipe mine: the command line overrides epochs 2 → steps 1"
-    assert "epochs:" not in stdout
-
-
-def test_a_recipe_whose_image_size_does_not_fit_the_data_is_named(tmp_path, call):
-    pack(fake_source(10, size=8), tmp_path / "packed")
-    (tmp_path / "mine.toml").write_text(RECIPE + "image_size = 16\n")
-    options = ["--recipe", "./mine.toml", "--data", "packed", "--dry-run"]
-    code, _, of_recipe = call(*options)
-    assert code == 2
-    assert (
-        "run-train: image_size in mine.toml (--image-size overrides it) must be at most the size of the images, "
-        "8 × 8 px, got 16"
-    ) in of_recipe
-    code, _, of_option = call(*options, "--image-size", "12")
-    assert code == 2
-    assert "run-train: --image-size must be at most the size of the images, 8 × 8 px, got 12" in of_option
-
-
 def test_a_built_in_recipe_whose_image_size_does_not_fit_the_data_is_named_with_an_option(tmp_path, call):
     pack(fake_source(10, size=8), tmp_path / "packed")
     code, _, errors = call("--recipe", "imagenet-16", "--data", "packed", "--dry-run")
@@ -450,15 +405,6 @@ def test_a_dry_run_prints_a_plan_and_writes_nothing(tmp_path, call):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dump_hlo_writes_both_forms_of_the_program(tmp_path, call):
-    code, _, stderr = call(*TOY, "--steps", 0, "--run-dir", "run", "--dump-hlo", "hlo")
-    assert code == 0, stderr
-    stablehlo = (tmp_path / "hlo/program.stablehlo.mlir").read_text()
-    assert stablehlo.startswith("module @")
-    assert "stablehlo.while" in stablehlo
-    assert " while(" in (tmp_path / "hlo/program.optimised.hlo").read_text()
-
-
 def test_dump_hlo_belongs_to_one_launch_and_is_not_repeated_at_a_resume(tmp_path, monkeypatch):
     with RunFolder(tmp_path / "run") as folder:
         recorded = TrainConfig(batch=4, dump_hlo=str(tmp_path / "hlo"))
@@ -481,29 +427,6 @@ def test_help_shows_what_most_use_and_help_all_everything():
     assert len(listed) < 30
 
 
-@pytest.mark.parametrize(
-    ("option", "shown"),
-    [("--help", "--learning-rate"), ("--help-all", "--schedule-power"), ("--list-recipes", "imagenet-90: ResNet")],
-)
-def test_help_does_not_load_jax(option, shown):
-    source = "import sys\nfrom click.testing import CliRunner\nfrom loopfeed.engine.commands.cli import main\n"
-    source += (
-        f"print(CliRunner().invoke(main, ['{option}']).output)\nprint('jax' in sys.modules, 'numpy' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert shown in done.stdout
-    assert done.stdout.splitlines()[-1] == "False False"
-
-
-def test_runs_that_start_in_the_same_second_get_separate_folders(tmp_path):
-    processes = [start_train(*TOY, "--steps", 1, cwd=tmp_path) for _ in range(2)]
-    for process in processes:
-        process.communicate(timeout=120)
-    assert [process.returncode for process in processes] == [0, 0]
-    folders = sorted((tmp_path / "runs").iterdir())
-    assert [(folder / "result.json").exists() for folder in folders] == [True, True]
-
-
 def test_a_program_that_needs_too_much_memory_is_reported_before_the_launch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("loopfeed.engine.run.launch.host_memory_bytes", lambda: 1000)
@@ -524,21 +447,6 @@ def test_a_run_is_resumed_with_its_own_settings_and_changes_are_reported(tmp_pat
     recorded = json.loads((tmp_path / "run/config.json").read_text())
     assert (recorded["config"]["seed"], recorded["config"]["steps"], recorded["config"]["batch"]) == (3, 5, 4)
     assert (recorded["origins"]["seed"], recorded["origins"]["split"]) == ("command line", "default")
-
-
-def test_a_run_finds_its_data_from_another_working_directory(tmp_path, call, monkeypatch):
-    pack(fake_source(10, size=8), tmp_path / "packed")
-    options = ("--data", "packed", "--model", "resnet8", "--batch", 4, "--steps", 2, "--run-dir", "run")
-    code, _, stderr = call(*options)
-    assert code == 0, stderr
-    recorded = json.loads((tmp_path / "run/config.json").read_text())
-    assert recorded["config"]["data"] == str(tmp_path / "packed")
-    assert recorded["resolved"]["learning_rate"] == TrainConfig(batch=4).peak_learning_rate
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    code, _, stderr = call("--run-dir", "../run", "--resume", "--steps", 3)
-    assert code == 0, stderr
-    assert (tmp_path / "run/loss.jsonl").read_text().count("\n") == 3
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 from click.shell_completion import ShellComplete
 
-from loopfeed.engine.recipes import recipe_names
-from loopfeed.models.names import MODEL_NAMES
-
 ROOT = Path(__file__).parents[1]
 MODULES = {
     "run-train": "loopfeed.engine.commands.cli",
@@ -83,20 +80,6 @@ def test_run_train_completes_models_recipes_choices_paths_and_options(words, exp
     assert completed("run-train", *words) == expected
 
 
-def test_an_empty_word_gets_every_model_and_recipe():
-    assert completed("run-train", "--model", "") == [("plain", name) for name in ("auto", *MODEL_NAMES)]
-    assert completed("run-train", "--recipe", "") == [("plain", name) for name in recipe_names()]
-
-
 @pytest.mark.parametrize("command", ["run-eval", "verify-run", "tail-run", "control-run", "inspect-shards"])
 def test_runs_and_packs_are_completed_as_folders(command):
     assert completed(command, "ru") == [("dir", "ru")]
-
-
-def test_sources_are_completed_as_files_and_folders():
-    assert completed("preprocess-imagenet", "ima") == [("file", "ima")]
-    assert completed("preprocess-imagenet", "images", "da") == [("dir", "da")]
-
-
-def test_the_list_of_recipes_is_not_printed_to_a_shell_that_completes():
-    assert completed("run-train", "--list-recipes", "--model", "convnet8-") == [("plain", "convnet8-wide")]

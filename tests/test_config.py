@@ -7,10 +7,8 @@ import json
 import math
 import pickle
 import re
-import subprocess
-import sys
-from copy import copy, deepcopy
-from dataclasses import FrozenInstanceError, fields, replace
+from copy import copy
+from dataclasses import fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -267,11 +265,6 @@ def test_an_error_carries_its_setting_and_survives_another_process():
         assert error.render(lambda name: f"<{name}>") == "<batch> must lie in 1 … 1048576, got 0"
 
 
-def test_settings_can_be_copied_and_sent():
-    config = TrainConfig(batch=4, data="some {where}")
-    assert config == copy(config) == deepcopy(config) == pickle.loads(pickle.dumps(config))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_is_declared_whole(name):
     declared = SETTINGS[name]
@@ -356,23 +349,11 @@ def test_no_other_text_is_a_number_of_epochs(text):
         configured(eval_every_steps=text)
 
 
-def test_a_setting_cannot_be_changed():
-    with pytest.raises(FrozenInstanceError):
-        TrainConfig().steps = 3  # type: ignore[misc]
-    with pytest.raises(ValueError, match="batch must lie in"):
-        replace(TrainConfig(), batch=0)
-
-
 @pytest.mark.parametrize(("batch", "rate"), [(256, 0.1), (128, 0.05), (8192, 3.2)])
 def test_the_default_rate_grows_with_the_batch(batch, rate):
     assert TrainConfig(batch=batch).peak_learning_rate == pytest.approx(rate, rel=1e-12)
     assert TrainConfig(batch=batch // 4, accumulate_steps=4).peak_learning_rate == pytest.approx(rate, rel=1e-12)
     assert TrainConfig(batch=batch, learning_rate=0).peak_learning_rate == 0
-
-
-def test_settings_do_not_load_jax():
-    code = "import sys, loopfeed.engine.config; assert not {'jax', 'numpy', 'tensorstore'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[1])
 
 
 def test_the_signature_names_every_setting():

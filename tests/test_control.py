@@ -49,14 +49,6 @@ def test_zeros_request_nothing_but_the_end_of_the_loop():
     assert [float(value) for value in word] == [1, 0, 0, 0, 0]
 
 
-def test_a_new_board_requests_nothing():
-    board = ControlBoard()
-    assert board.stop_reason is None
-    assert board.words(0, 3) == board.stop_words(3) == encode_control(0, 1.0, 3)
-    board.request_stop("SIGINT")
-    assert board.words(3, 3) == board.stop_words(3) == stop_at_once()
-
-
 def test_a_chunk_ends_where_a_request_of_an_earlier_launch_took_effect():
     def event(pull, **values):
         given = {"learning_rate_factor": None, "snapshot": False, "evaluate": False, "stop": False}

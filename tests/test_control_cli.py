@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -119,13 +118,6 @@ def test_the_step_at_which_a_request_took_effect_is_printed(tmp_path, options, l
     assert left(tmp_path) == []
 
 
-def test_each_call_waits_for_its_own_request(tmp_path):
-    with FakeRun(tmp_path) as run:
-        for pull in (0, 6, 7):
-            run.pull = pull
-            assert control(tmp_path, "--snapshot").stdout == f"snapshot after step {pull + 1}\n"
-
-
 def test_concurrent_calls_are_all_answered(tmp_path):
     with FakeRun(tmp_path):
         arguments = [*COMMAND, str(tmp_path), "--learning-rate-factor"]
@@ -226,17 +218,6 @@ def test_a_request_accepted_before_the_end_took_effect(tmp_path, monkeypatch):
     with FakeRun(tmp_path) as run:
         result = control(tmp_path, "--stop")
     assert (result.stdout, result.exit_code) == ("stopping before step 513\n", 0)
-
-
-def test_a_request_that_takes_effect_at_the_last_moment_is_reported(tmp_path, monkeypatch):
-    def too_late(folder, request_id):
-        run.log(ControlRequest(request_id, stop=True))
-        return False
-
-    monkeypatch.setattr(control_cli, "withdraw", too_late)
-    with FakeRun(tmp_path, takes_up=False) as run:
-        result = control(tmp_path, "--stop", "--timeout", "0.01")
-    assert (result.stdout, result.stderr, result.exit_code) == ("stopping before step 513\n", "", 0)
 
 
 def test_an_unreadable_log_is_refused_before_a_request_is_sent(tmp_path):
@@ -355,53 +336,4 @@ def test_an_interrupt_withdraws_the_request(tmp_path, start, number, exit_code):
     assert left(tmp_path) == []
 
 
-def test_an_interrupt_that_is_too_late_is_reported(tmp_path, start):
-    with FakeRun(tmp_path, takes_up="silently") as run:
-        process = start(tmp_path, "--stop")
-        wait_until(lambda: run.requests)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=LIMIT_S)
-    assert (out, process.returncode) == ("", 130)
-    assert err == "too late to withdraw the request: the run has already accepted it\n"
-
-
 # --- how it starts
-
-
-def test_it_works_from_its_own_process_without_jax(tmp_path):
-    with FakeRun(tmp_path):
-        code = (
-            "import sys; from loopfeed.engine.commands.control_cli import main\n"
-            "try:\n    main()\nexcept SystemExit as end: print(end.code, 'jax' in sys.modules)"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, tmp_path, "--evaluate"], capture_output=True, text=True, timeout=LIMIT_S
-        )
-    assert (done.stdout, done.stderr) == ("evaluation after step 513\n0 False\n", "")
-
-
-def test_help_loads_nothing_heavy():
-    code = (
-        "import sys; from loopfeed.engine.commands.control_cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit: pass\n"
-        "print('\\nLOADED', *sorted({'jax', 'numpy', 'tensorstore', 'PIL', 'rich'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
-    assert done.stdout.splitlines()[-1] == "LOADED"
-    assert "Exit codes" in done.stdout
-
-
-def test_sending_a_request_does_not_load_jax():
-    modules = ("control_requests", "control_log", "folder_lock")
-    code = (
-        f"import sys, {', '.join(f'loopfeed.engine.records.{name}' for name in modules)}; print('jax' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
-    assert done.stdout == "False\n"
-
-
-def test_every_option_is_in_one_group_of_the_help():
-    grouped = [name for names in control_cli._GROUPS.values() for name in names]
-    options = [param.name for param in main.params if param.param_type_name == "option"]
-    assert sorted([*grouped, "version"]) == sorted(name for name in options if name is not None)
-    assert control("--version").stdout.rstrip().endswith(version("loopfeed"))

@@ -6,9 +6,6 @@ import hashlib
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -16,20 +13,6 @@ from hypothesis import strategies as st
 
 from loopfeed.engine.control.event import ControlEvent, events_at, factor_before
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLog, read_events
-
-LIMIT_S = 60
-FACTORS = st.none() | st.just(0.0) | st.floats(2.0**-126, 2.0**127)
-EVENTS = st.builds(
-    ControlEvent,
-    pull=st.integers(0, 2**31 - 1),
-    step=st.integers(1, 2**31 - 1),
-    learning_rate_factor=FACTORS,
-    snapshot=st.booleans(),
-    evaluate=st.booleans(),
-    stop=st.booleans(),
-    request=st.from_regex(r"[A-Za-z0-9_-]{1,100}", fullmatch=True),
-    time=st.floats(0, 2**53, exclude_max=True),
-)
 
 
 def event(pull=0, factor=None, **changes):
@@ -70,13 +53,6 @@ def test_golden_file(tmp_path):
     assert CONTROL_LOG_NAME == "control.jsonl"
 
 
-def test_lines_of_older_runs_are_read_and_new_ones_are_appended(tmp_path):
-    path = tmp_path / CONTROL_LOG_NAME
-    path.write_bytes(GOLDEN)
-    write_all(path, event(700))
-    assert [each.pull for each in read_events(path)] == [512, 600, 700]
-
-
 @pytest.mark.parametrize("damage", ["change", "remove", "exchange", "repeat"])
 def test_a_changed_removed_or_moved_line_is_detected(tmp_path, damage):
     path = tmp_path / CONTROL_LOG_NAME
@@ -107,23 +83,6 @@ def test_a_line_without_a_digest_is_refused_after_one_with_a_digest(tmp_path):
         r"\(must have the fields .*, but these are missing or unknown: sha256\)",
     ):
         read_events(path)
-
-
-@given(EVENTS)
-def test_a_line_reads_back_as_the_same_event(one):
-    line = one.to_json()
-    assert "\n" not in line
-    assert ControlEvent.from_json(line) == one
-    assert ControlEvent.from_json(line.encode()) == one
-
-
-@given(st.lists(EVENTS, max_size=5), st.lists(EVENTS, max_size=5))
-def test_a_log_reads_back_all_events_in_file_order(tmp_path_factory, first, second):
-    path = tmp_path_factory.mktemp("run") / CONTROL_LOG_NAME
-    write_all(path, *first)
-    write_all(path, *second)
-    assert read_events(path) == (*first, *second)
-    assert path.exists() == bool(first or second)
 
 
 WRONG: dict[str, list[object]] = {
@@ -182,13 +141,6 @@ def test_an_invalid_event_is_named_with_file_and_line(tmp_path, line, message):
         read_events(path)
 
 
-def test_a_missing_log_has_no_events_and_is_not_created(tmp_path):
-    log = ControlLog(tmp_path / CONTROL_LOG_NAME)
-    log.close()
-    assert read_events(tmp_path / CONTROL_LOG_NAME) == ()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_log_truncated_by_a_crash_keeps_its_whole_lines_and_can_be_appended_to(tmp_path):
     for length in range(1, len(GOLDEN)):
         path = tmp_path / f"{length}.jsonl"
@@ -199,34 +151,6 @@ def test_a_log_truncated_by_a_crash_keeps_its_whole_lines_and_can_be_appended_to
         write_all(path, event(700))
         assert read_events(path) == (*kept, event(700))
         assert path.read_bytes().startswith(b"".join(GOLDEN.splitlines(keepends=True)[:whole]))
-
-
-def test_a_closed_log_can_be_reopened_and_appended_to(tmp_path):
-    log = ControlLog(tmp_path / CONTROL_LOG_NAME)
-    for pull in range(3):
-        log.append(event(pull))
-        log.close()
-        log.close()
-    assert read_events(tmp_path / CONTROL_LOG_NAME) == (event(0), event(1), event(2))
-
-
-DYING = """
-import os, signal, sys
-from pathlib import Path
-from loopfeed.engine.records.control_log import (ControlLog)
-from loopfeed.engine.control.event import (ControlEvent)
-log = ControlLog(Path(sys.argv[1]))
-for pull in range(3):
-    log.append(ControlEvent(pull, pull + 1, 0.5, False, False, False, "a", 1.0))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_an_appended_event_survives_the_process(tmp_path):
-    path = tmp_path / CONTROL_LOG_NAME
-    done = subprocess.run([sys.executable, "-c", DYING, path], timeout=LIMIT_S, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert [each.pull for each in read_events(path)] == [0, 1, 2]
 
 
 def test_a_full_disk_leaves_whole_lines_and_is_an_error(tmp_path, monkeypatch):
@@ -278,14 +202,6 @@ def test_the_factor_before_a_pull_is_that_of_a_board_which_lived_through_all_pul
             factor = factor if each.learning_rate_factor is None else each.learning_rate_factor
     assert factor_before(events, pull) == factor
     assert factor_before(iter(events), pull) == factor
-
-
-@given(FEW)
-def test_every_event_is_at_one_pull_and_in_order(few):
-    events = [event(at, factor, request=f"r{number}") for number, (at, factor) in enumerate(few)]
-    at_pulls = [events_at(iter(events), pull) for pull in range(7)]
-    assert [each for group in at_pulls for each in group] == sorted(events, key=lambda each: each.pull)
-    assert all(each.pull == pull for pull, group in enumerate(at_pulls) for each in group)
 
 
 def test_the_later_line_wins_at_one_pull_and_the_later_pull_wins_over_a_later_line():

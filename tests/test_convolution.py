@@ -13,24 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from loopfeed.models.families import resnet
-from loopfeed.models.families.resnet import ResNet
 from loopfeed.models.kernels import ONEDNN, XLA, using_kernels
 from loopfeed.models.kernels.onednn.handler import TARGET
 from loopfeed.models.layers import convolution_forms as forms
-from loopfeed.models.layers.convolution import convolution, filter_gradient_form, forward_form, input_gradient_form
+from loopfeed.models.layers.convolution import convolution
 from loopfeed.models.layers.convolution_forms import Geometry
-from loopfeed.models.model import Model
-from loopfeed.models.registry import build_model
 from tests.kernels import needs_onednn
-from tests.loop_hlo import slow_convolutions, training_loop
 
 pytestmark = pytest.mark.kernels
 
 # Sums of at most a few thousand float32 products, in another order.
 RTOL = 1e-5
 
-lax_forward = forms.forward_lax
 
 FORWARD: dict[str, Callable[..., Any]] = {"lax": forms.forward_lax, "patches": forms.forward_patches}
 INPUT_GRADIENT: dict[str, Callable[..., Any]] = {
@@ -199,13 +193,6 @@ def test_a_card_gets_channels_that_its_tensor_cores_take(C, K, dtype, padded):
     assert of_images == {padded, K}
 
 
-def test_a_bias_is_added_and_has_its_gradient():
-    x, kernel, bias = normal(0, (2, 5, 5, 3)), normal(1, (3, 3, 3, 4)), normal(2, (4,))
-    y, pullback = jax.vjp(lambda bias: convolution(x, kernel, bias=bias), bias)
-    assert_close(y, convolution(x, kernel) + bias)
-    np.testing.assert_array_equal(pullback(jnp.ones_like(y))[0], np.full(4, 50.0))
-
-
 def textbook_by_groups(x, kernel, gradient, geometry, groups):
     """The textbook's convolution of each group of channels, side by side."""
     found = [
@@ -260,28 +247,6 @@ def test_groups_are_xlas(C, K, groups, stride):
         np.testing.assert_allclose(np.asarray(found, np.float32), reference, rtol=2**-8, atol=1e-4)
 
 
-@pytest.mark.parametrize(("C", "groups"), [(12, 12), (96, 12)])
-def test_groups_in_a_loop_keep_only_fast_convolutions(C, groups):
-    def step(carry):
-        count, x, kernel = carry
-        gradients = jax.grad(lambda *pair: (convolution(*pair, stride=2, groups=groups) ** 2).sum(), (0, 1))(x, kernel)
-        return count + 1, *gradients
-
-    loop = jax.jit(lambda x, kernel: lax.while_loop(lambda carry: carry[0] < 9, step, (jnp.int32(0), x, kernel)))
-    hlo = loop.lower(normal(0, (2, 9, 8, C)), normal(1, (3, 3, C // groups, C))).compile().as_text() or ""
-    assert "while(" in hlo
-    assert slow_convolutions(hlo) == []
-
-
-@pytest.mark.parametrize(("C", "groups", "stride"), [(6, 6, 1), (6, 6, 2), (48, 12, 1)])
-def test_the_gradients_of_groups_of_no_images_are_zero(C, groups, stride):
-    x, kernel = jnp.zeros((0, 5, 5, C)), jnp.ones((3, 3, C // groups, C))
-    convolve = partial(convolution, stride=stride, groups=groups)
-    of_x, of_kernel = jax.grad(lambda *pair: convolve(*pair).sum(), (0, 1))(x, kernel)
-    assert of_x.shape == x.shape
-    np.testing.assert_array_equal(of_kernel, jnp.zeros_like(kernel))
-
-
 @pytest.mark.parametrize("kernels", [XLA, pytest.param(ONEDNN, marks=needs_onednn)])
 def test_stride_and_padding_may_be_numbers_of_numpy(kernels):
     x, kernel = normal(0, (64, 8, 8, 16)), normal(1, (3, 3, 16, 16))
@@ -318,24 +283,6 @@ def test_another_stride_or_padding_is_refused(given, rule):
         convolution(normal(0, (2, 8, 8, 4)), normal(1, (3, 3, 4, 4)), **given)
 
 
-def parts(form):
-    assert isinstance(form, partial)
-    return form.func, form.args
-
-
-def test_forms_follow_the_measurements():
-    assert forward_form((32, 32), (3, 3)) is forms.forward_lax
-    assert forward_form((4, 4), (3, 3)) is forms.forward_patches
-    assert forward_form((56, 2), (3, 3)) is forms.forward_patches  # XLA would swap the operands
-    assert forward_form((56, 56), (1, 1)) is forms.forward_patches
-    assert parts(input_gradient_form((16, 16), (3, 3), (1, 1), 16))[1] == (forms.forward_lax,)
-    assert parts(input_gradient_form((16, 16), (3, 3), (2, 2), 16))[0] is forms.input_gradient_phases
-    assert input_gradient_form((16, 16), (3, 3), (2, 2), 64) is forms.input_gradient_columns
-    assert parts(filter_gradient_form(128, (3, 3), (1, 1), 16))[1] == (forms.filter_gradient_output_rows, 16)
-    assert filter_gradient_form(100, (3, 3), (1, 1), 16) is forms.filter_gradient_output_rows
-    assert filter_gradient_form(8, (3, 3), (2, 2), 128) is forms.filter_gradient_taps
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -360,51 +307,3 @@ def test_operands_of_unsuitable_shapes_are_refused(arguments, message):
         convolution(x, kernel, **arguments)
     with pytest.raises(ValueError, match="the same dtype, got float32 and bfloat16; cast one"):
         convolution(jnp.zeros((1, 5, 5, 3)), jnp.zeros((3, 3, 3, 2), jnp.bfloat16))
-
-
-def test_other_platforms_lower_to_xlas_own_convolutions():
-    """What is exported for CUDA is the convolution and both its gradients; for the CPU it holds products."""
-    x, kernel = jnp.zeros((2, 8, 8, 6)), jnp.zeros((3, 3, 6, 6))
-    step = jax.jit(
-        lambda x, kernel: jax.grad(lambda *pair: (convolution(*pair, stride=2) ** 2).sum(), (0, 1))(x, kernel)
-    )
-    cuda, cpu = (jax.export.export(step, platforms=[platform])(x, kernel).mlir_module() for platform in ("cuda", "cpu"))
-    assert cuda.count("stablehlo.convolution") == 3
-    assert "dot_general" not in cuda
-    assert "dot_general" in cpu
-
-
-def one_block_a_stage(stride_on):
-    """Every shape of ResNet-50 that changes anything, at a quarter of its compilation."""
-    net = ResNet((1, 1, 1, 1), width=64, block="bottleneck", stem="imagenet", stride_on=stride_on)
-    return Model("one block", partial(resnet.init, net, 10), partial(resnet.apply, net, dtype=jnp.dtype(jnp.float32)))
-
-
-@pytest.mark.parametrize(
-    ("model", "batch", "image_size"),
-    [
-        (build_model("resnet8", num_classes=10, image_size=31, dtype=jnp.bfloat16), 6, 31),
-        (build_model("convnet8", num_classes=10, image_size=32), 32, 32),
-        (one_block_a_stage("conv2"), 2, 64),
-        (one_block_a_stage("conv3"), 2, 65),
-    ],
-    ids=["resnet8-bfloat16-odd", "convnet8", "v1.5", "xlajl"],
-)
-def test_a_training_step_in_a_loop_keeps_only_fast_convolutions(model, batch, image_size):
-    hlo = training_loop(model, batch, image_size)
-    assert "while(" in hlo
-    assert "convolution(" in hlo
-    assert slow_convolutions(hlo) == []
-    assert "select-and-scatter" not in hlo
-
-
-def test_the_search_for_slow_convolutions_finds_xlas_own():
-    def step(carry):
-        count, x, kernel = carry
-        geometry = Geometry((2, 2), ((1, 1), (1, 1)))
-        gradients = jax.grad(lambda x, kernel: (lax_forward(x, kernel, geometry) ** 2).sum(), (0, 1))
-        return count + 1, *gradients(x, kernel)
-
-    loop = jax.jit(lambda x, kernel: lax.while_loop(lambda carry: carry[0] < 9, step, (jnp.int32(0), x, kernel)))
-    hlo = loop.lower(normal(0, (2, 8, 8, 6)), normal(1, (3, 3, 6, 6))).compile().as_text()
-    assert len(slow_convolutions(hlo)) == 2

@@ -81,31 +81,6 @@ def test_an_error_carries_the_drivers_name_for_it(code, words):
     assert caught.value.name in words
 
 
-def test_a_lack_of_page_locked_memory_has_its_own_remedy():
-    fake = FakeCuda()
-    driver = CudaDriver(functions=fake.functions)
-    fake.fail("cuMemHostAlloc", 2)
-    with (
-        driver.current(),
-        pytest.raises(CudaError, match="choose a smaller --prefetch or --batch to use less page-locked host memory"),
-    ):
-        driver.allocate_pinned(8)
-
-
-def test_an_unnamed_driver_error_is_reported_by_its_number():
-    fake = FakeCuda()
-    driver = CudaDriver(functions=fake.functions)
-    fake.fail("cuMemAlloc_v2", 12_345)
-    fake.fail("cuGetErrorName", 1)
-    with driver.current(), pytest.raises(CudaError, match="error 12345"):
-        driver.allocate_device(8)
-
-
-def test_a_missing_card_is_reported():
-    with pytest.raises(CudaError, match=r"cuDeviceGet: CUDA_ERROR_NO_DEVICE.*CUDA_VISIBLE_DEVICES"):
-        CudaDriver(3, FakeCuda().functions)
-
-
 def test_the_fake_refuses_a_call_without_a_current_context():
     """All other tests of the CUDA transport rely on this check."""
     fake = FakeCuda()

@@ -114,19 +114,6 @@ def test_an_unreadable_wait_time_does_not_end_a_run(opened, monkeypatch):
 
 
 @pytest.mark.timeout(60)
-def test_unread_wait_times_are_available_after_the_end(opened):
-    infeed, transport, fake, _ = opened
-    pull(infeed, 0)
-    give(infeed, transport, fake)
-    give(infeed, transport, fake)
-    infeed.close()
-    assert infeed._running == {}
-    assert set(infeed._wait_s) == {0, 1}
-    assert infeed.take_wait_s(1) >= 0
-    assert set(infeed._wait_s) == {0}
-
-
-@pytest.mark.timeout(60)
 def test_steps_are_timed_on_one_thread_and_read_on_another(opened):
     infeed, transport, fake, _ = opened
     errors: list[Any] = []

@@ -47,21 +47,3 @@ def test_no_operation_of_the_program_gives_other_bits_when_it_is_run_again(model
     text = lowered_for_a_card(model=model, num_classes=3, **values)
     assert re.findall(r"stablehlo\.(?:select_and_)?scatter|stablehlo\.rng\b", text) == []
     assert "stablehlo.convolution" in text  # cuDNN's, not the products that are fast on a CPU
-
-
-def test_loops_over_chunks_have_a_fixed_number_of_turns_and_all_crossings_are_enqueued():
-    text = lowered_for_a_card(model="resnet8", num_classes=3)
-    bounds = re.findall(r"stablehlo\.while.*?cond \{\s*(.*?)\} do \{", text, re.DOTALL)
-    fixed = [
-        int(found[2])
-        for bound in bounds
-        if (
-            found := re.match(
-                r"%(\w+) = .*?dense<(\d+)> : tensor<i32>\s*%\w+ = stablehlo\.compare +LT, %iterArg\w*, %\1,", bound
-            )
-        )
-    ]
-    assert sorted(fixed) == sorted([CHUNK, 10])
-    # A pull and a batch of each of the two infeeds; losses, an evaluation, a snapshot.
-    assert re.findall(r"custom_call @(\w+)", text).count("xla_buffer_python_gpu_callback") == 7
-    assert "io_callback" not in text

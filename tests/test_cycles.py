@@ -65,23 +65,6 @@ def test_the_reason_for_another_rate_is_named(changes, why):
     assert said == (why and f"the learning rate {why}")
 
 
-def test_the_requested_factor_is_in_the_rates():
-    said = describe_rate_change(of_steps(60, schedule="cosine"), of_steps(30, schedule="cosine"), 30, factor=10.0)
-    assert said
-    assert said.startswith("the learning rate goes on at 0.057; it was 0.00039 at step 30, ")
-
-
-@pytest.mark.parametrize(
-    ("rate", "text"),
-    [
-        *((0.00571, "0.0057"), (3.94e-5, "0.00004"), (1e-7, "0.0000001"), (0.0, "0"), (12.34, "12")),
-        *((123.0, "120"), (1e-9, "1e-09"), (math.inf, "inf"), (0.1, "0.1"), (0.000128, "0.00013")),
-    ],
-)
-def test_a_rate_is_written_as_people_write_it(rate, text):
-    assert rate_text(rate) == text
-
-
 def cosine(start, end, done):
     return end + (start - end) * math.cos(math.pi * done / 2) ** 2
 
@@ -196,15 +179,6 @@ def test_a_cycle_compiles_nothing(packed, tmp_path):
     assert train(config, model=Linear()).from_cache
 
 
-def test_a_run_with_a_cycle_is_no_model_for_a_new_one(packed, tmp_path):
-    train(settings_of(packed, tmp_path / "run", schedule="cosine", model="auto"), model=Linear())
-    train(replace(run_settings(tmp_path / "run"), resume=True, append_epochs=1), model=Linear())
-    again = replace(run_settings(tmp_path / "run"), run_dir=str(tmp_path / "new"), resume=False)
-    with pytest.raises(ValueError, match="a new run has no appended cycle, got cycle_start_steps 20: give 0, and the"):
-        train(again, model=Linear())
-    assert not list((tmp_path / "new").glob("*"))
-
-
 def test_a_run_with_a_cycle_is_not_resumed_from_before_it(packed, unhurried, tmp_path):
     train(settings_of(packed, tmp_path / "run", schedule="cosine"), model=Linear())
     train(replace(run_settings(tmp_path / "run"), resume=True, append_epochs=1), model=Linear())
@@ -246,9 +220,3 @@ def test_a_cycle_is_refused_without_a_complete_run_of_epochs(packed, unhurried, 
         train(
             replace(run_settings(run), **asked, learning_rate=None, schedule="constant"), model=Linear(), schedule=abs
         )
-
-
-def test_epochs_add_up_as_decimal_numbers():
-    recorded = of_steps(100, epochs=0.1, batch=1)
-    config = append_cycle(replace(recorded, append_epochs=0.2), recorded, 100, 1000, "data", lambda _: None)
-    assert (config.epochs, config.steps) == (0.3, 300)

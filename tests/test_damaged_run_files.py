@@ -63,15 +63,6 @@ def test_to_remove_a_damaged_log_of_requests_is_advised_where_that_works(copied_
         assert refusal(copied_run) != ""
 
 
-@pytest.mark.parametrize("name", LOGS)
-def test_a_missing_log_is_detected(copied_run, name):
-    (copied_run / name).unlink()
-    assert f"{name} has changed since it was recorded by the snapshot of step 6" in refusal(copied_run)
-    assert "it is missing" in refusal(copied_run)
-    (fault,) = check_files(copied_run).faults
-    assert "it is missing" in fault
-
-
 def test_lines_after_the_end_of_a_run_are_reported_and_removed(copied_run):
     with (copied_run / "loss.jsonl").open("a") as file:
         file.write('{"step": 7, "loss": 1.0}\n')
@@ -165,19 +156,6 @@ def test_a_pipe_or_a_device_in_the_place_of_a_file_is_an_error_at_once(copied_ru
             assert name in refusal(copied_run)
         (fault,) = [each for each in check_files(copied_run).faults if name in each]
         assert "a pipe, not a file" in fault or "a device, not a file" in fault
-
-
-@pytest.mark.timeout(60)
-def test_a_snapshot_with_a_pipe_is_invalid(copied_run):
-    for name in ("facts/metadata", "state/manifest.ocdbt", "_CHECKPOINT_METADATA"):
-        (copied_run / "snapshots/6" / name).unlink()
-        os.mkfifo(copied_run / "snapshots/6" / name)
-        told: list[str] = []
-        with pytest.raises(AssertionError, match="was traced"):
-            resume(copied_run, model=Untraced(), notify=told.append)
-        (line,) = [line for line in told if "snapshots/6" in line]
-        assert line.startswith(f"warning: the snapshot {copied_run}/snapshots/6 is damaged and cannot be used: ")
-        assert "it is a pipe, not a file" in line
 
 
 @pytest.mark.parametrize("name", ["config.json", "result.json"])

@@ -4,7 +4,6 @@ import codecs
 import io
 import json
 import os
-import pty
 import shlex
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from loopfeed import TrainConfig, train
 from loopfeed.engine.commands.run_display import summarise
@@ -29,7 +27,6 @@ from tests.test_loss_stream import RecordingSink, pushed
 from tests.toy import Linear, toy_batch
 
 TRAIN = [sys.executable, "-c", "from loopfeed.engine.commands.cli import main; main(prog_name='run-train')"]
-PACK = [sys.executable, "-c", "from loopfeed.preprocess.commands.cli import main; main()"]
 TOY = ["--model", "tests.toy:Linear", "--batches", "tests.toy:toy_batch", "--num-classes", "3", "--batch", "8"]
 RUN = [*TRAIN, *TOY, "--run-dir", "run"]
 LIMIT_S = 120
@@ -116,38 +113,6 @@ def test_a_terminal_that_lacks_characters_shows_others(tmp_path):
     assert "done: 300 steps" in terminal.output
     assert "codec" not in terminal.output
     assert "Traceback" not in terminal.output
-
-
-def test_a_terminal_that_goes_away_is_no_end_of_a_run(tmp_path):
-    """Under nohup: the signal is ignored, and the terminal can no longer be written."""
-    terminal, shown = pty.openpty()
-    command = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *RUN, "--steps", "2000"]
-    with subprocess.Popen(
-        command, stdin=shown, stdout=shown, stderr=shown, cwd=tmp_path, env=HERE, start_new_session=True
-    ) as process:
-        os.close(shown)
-        while "loss" not in os.read(terminal, 65536).decode(errors="replace"):
-            pass
-        os.close(terminal)
-        assert process.wait(100) == 0
-    assert end_of(tmp_path) == ("steps", 2000, 2000)
-
-
-@pytest.mark.parametrize("redirected", ["> /dev/full 2> /dev/full", ">&- 2>&-"])
-def test_a_pack_does_not_depend_on_what_is_shown(tmp_path, redirected):
-    for name in ("cat", "dog"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / name / "1.png")
-    done = shell(f"{shlex.join(PACK)} photos packed --size 8 {redirected}; echo ${{PIPESTATUS[0]}} > code", tmp_path)
-    assert (tmp_path / "code").read_text() == "0\n", done.stderr
-    assert json.loads((tmp_path / "packed/train/manifest.json").read_text())["num_images"] == 2
-
-
-def test_results_that_are_printed_keep_the_meaning_of_a_closed_pipe(tmp_path):
-    for options in ("--steps 3 --dry-run", "--list-recipes"):
-        done = shell(f"{shlex.join([*TRAIN, *TOY])} {options} > /dev/full", tmp_path)
-        assert done.returncode == 1, done.stderr
-        assert "No space left on device" in done.stderr
 
 
 class Failing(RecordingSink):

@@ -6,7 +6,6 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,31 +57,6 @@ def test_steps_are_the_least_that_show_all_images(tenths, num_images, images_per
     wanted = Fraction(tenths, 10) * num_images
     assert steps * images_per_step >= wanted
     assert (steps - 1) * images_per_step < wanted
-
-
-def test_an_epoch_of_a_tenth_is_a_tenth():
-    # In binary 0.1 is a little more, and would take a 101st step.
-    assert steps_of_epochs(0.1, num_images=1000, images_per_step=1) == 100
-    assert steps_of_epochs(90.0, num_images=1_281_167, images_per_step=256) == 450_411
-
-
-def test_settings_without_epochs_stay_unchanged():
-    said: list[str] = []
-    settled = settle_epochs(TrainConfig(epochs=3, warmup_epochs=1, batch=4), NUM_IMAGES, notify=said.append)
-    assert said == ["epochs: 3 of 10 images each, 8 steps in total"]
-    assert settle_epochs(settled, NUM_IMAGES, notify=said.append) == settled
-    assert len(said) == 1
-    assert settle_epochs(TrainConfig.from_json(settled.to_json()), NUM_IMAGES) == settled
-
-
-def test_settings_without_epochs_need_no_data():
-    config = TrainConfig(data="nowhere", steps=7)
-    assert settle_epochs(config, None) is config
-
-
-def test_a_real_number_of_numpy_counts_as_it_prints():
-    epochs: float = np.float64(0.3)
-    assert settle_epochs(TrainConfig(epochs=epochs, batch=1), NUM_IMAGES).steps == 3
 
 
 @pytest.mark.parametrize(
@@ -142,16 +116,6 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_split_that_is_trained_on_is_counted(tmp_path):
-    pack(fake_source(10), tmp_path)
-    pack(fake_source(3, name="val"), tmp_path)
-    said: list[str] = []
-    config = TrainConfig(data=tmp_path, split="val", epochs=2, batch=1)
-    with open_run(config, OwnParts(model=Linear()), said.append, is_dry=True) as run:
-        assert run.config == replace(config, steps=6, kernels=run.config.kernels)
-    assert "epochs: 2 of 3 images each, 6 steps in total" in said
-
-
 @pytest.mark.parametrize(
     ("num_images", "batch", "steps", "epochs", "every"),
     [
@@ -195,23 +159,6 @@ def test_the_default_cadence_is_the_least_number_of_epochs_that_is_allowed(num_i
     assert steps_of(epochs) == every
     if epochs > 1:
         assert -(-steps // steps_of(epochs - 1)) > MOST_EVALUATIONS
-
-
-@pytest.mark.parametrize(
-    ("values", "num_images", "is_evaluated"),
-    [({}, None, True), ({}, 10, False), ({"eval_every_steps": 0}, 10, True), ({"eval_every_steps": 7}, 10, True)],
-)
-def test_a_given_cadence_and_runs_without_epochs_or_evaluations_stay(values, num_images, is_evaluated):
-    config = TrainConfig(**values)
-    assert settle_evaluations(config, num_images, is_evaluated=is_evaluated) == config
-
-
-@pytest.mark.parametrize("chosen", [7, 0, "0.5e"])
-def test_another_cadence_can_be_chosen_from_the_record_of_a_default(chosen):
-    recorded = settle_evaluations(TrainConfig(steps=30, batch=4), NUM_IMAGES, is_evaluated=True)
-    settled = settle_epochs(replace(recorded, eval_every_steps=chosen), NUM_IMAGES)
-    assert settled.eval_every_steps == (2 if chosen == "0.5e" else chosen)
-    assert settle_epochs(replace(recorded, batch=8), NUM_IMAGES).eval_every_steps == recorded.eval_every_steps == 3
 
 
 def test_every_cadence_can_be_in_epochs():

@@ -3,10 +3,9 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from loopfeed.engine.images.erasing import BLOCKS_OF_ERASING, draw_erased, erase
+from loopfeed.engine.images.erasing import BLOCKS_OF_ERASING, draw_erased
 from tests.threefry_reference import index, unit
 
 erased_of = jax.jit(draw_erased, static_argnums=(1, 2, 3))
@@ -51,16 +50,3 @@ def test_rates():
     assert abs(areas.mean() - 0.175) < 0.012
     assert not erased_of(random_words(100), 64, 64, 0.0).any()
     assert erased_of(random_words(100), 64, 64, 1.0).any(axis=(1, 2)).all()
-
-
-def test_an_image_too_small_for_a_rectangle_is_unchanged():
-    assert not erased_of(random_words(100), 1, 1, 1.0).any()
-
-
-def test_erased_pixels_are_zero():
-    images = jnp.ones((2, 3, 4, 3))
-    marks = np.zeros((2, 3, 4), bool)
-    marks[1, 1:, 2:] = True
-    erased = erase(images, jnp.asarray(marks))
-    np.testing.assert_array_equal(erased, np.where(marks[..., None], 0, images))
-    assert erased.dtype == jnp.float32

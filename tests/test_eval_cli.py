@@ -1,6 +1,5 @@
 """The command run-eval: its output, its exit codes, and errors in one line."""
 
-import json
 import os
 import signal
 import subprocess
@@ -88,33 +87,6 @@ def test_mirror_images_are_evaluated_if_the_run_or_the_command_requests_it(place
     assert (code, out) == (0, told + "\n")
 
 
-def test_json_is_a_line_as_in_the_log(place, monkeypatch):
-    folder, _ = place
-    code, out, _ = invoke(monkeypatch, folder, "run", "--json")
-    (logged,) = (folder / "run/eval.jsonl").read_text().splitlines()
-    values, wanted = json.loads(out), json.loads(logged)
-    assert code == 0
-    assert values.keys() == wanted.keys()
-    assert {name: values[name] for name in values if name != "time"} == {
-        name: wanted[name] for name in wanted if name != "time"
-    }
-
-
-def test_classes_are_a_table_or_a_list(place, monkeypatch):
-    folder, found = place
-    _, out, _ = invoke(monkeypatch, folder, "run", "--per-class")
-    lines = out.splitlines()
-    assert lines[0] == evaluation_words(found)
-    assert lines[1].split() == ["label", "class", "name", "images", "top-1"]
-    assert [line.split()[:2] for line in lines[2:]] == [["0", "n1"], ["1", "n2"], ["2", "n3"]]
-    assert len({len(line) for line in lines[1:]}) == 1
-    _, out, _ = invoke(monkeypatch, folder, "run", "--per-class", "--json")
-    classes = json.loads(out)["classes"]
-    assert [each["num_images"] for each in classes] == [4, 4, 3]
-    right = sum(round(each["num_images"] * each["top1"]) for each in classes)
-    assert right == round(found.top1 * 11)
-
-
 def test_weights_of_no_run(place, monkeypatch):
     folder, found = place
     arguments = ["--weights", "run/model.safetensors", "--data", "data", "--batch", 4]
@@ -180,25 +152,3 @@ def test_a_signal_ends_an_evaluation_with_a_stuck_source(place, number):
             process.kill()
     assert process.returncode == 130, err
     assert err.splitlines()[-1] == "run-eval: stopped before there was a result"
-
-
-@pytest.mark.timeout(120)
-def test_a_stalled_source_is_exit_code_1(place):
-    done = subprocess.run(
-        [sys.executable, "-c", STUCK, "run", "--infeed-timeout", "0.5"],
-        cwd=place[0], capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "evaluation" not in done.stdout
-    assert "run-eval: the batch of evaluation pull 1 of 3 did not arrive within 0.5 s" in done.stderr
-
-
-def test_help_needs_no_jax():
-    program = (
-        "import sys\nfrom loopfeed.engine.commands.eval_cli import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: print(*({'jax', 'numpy', 'tensorstore', 'optax'} & set(sys.modules)), file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith("Usage: ")
-    assert done.stderr.strip() == ""

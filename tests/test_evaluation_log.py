@@ -83,25 +83,7 @@ def test_a_line_that_is_too_long_is_skipped(tmp_path):
     assert [each.step for each in log.read()] == [10, 20]
 
 
-def test_a_log_that_is_replaced_is_read_from_its_start(tmp_path):
-    path = tmp_path / "eval.jsonl"
-    log = EvaluationLog(path)
-    for step in (10, 5):
-        (tmp_path / "new").write_text(evaluation(step).to_json() + "\n")
-        (tmp_path / "new").replace(path)
-        assert log.read() == (evaluation(step),)
-
-
 WHOLE = json.loads(evaluation(10).to_json())
-
-
-@pytest.mark.parametrize("absent", [["top5"], ["top1", "top5"]])
-def test_accuracies_that_do_not_exist_are_null_in_the_file_and_nan_in_memory(tmp_path, absent):
-    path = tmp_path / "eval.jsonl"
-    path.write_text(replace(evaluation(10), **dict.fromkeys(absent, math.nan)).to_json() + "\n")
-    assert all(json.loads(path.read_text())[name] is None for name in absent)
-    (read,) = EvaluationLog(path).read()
-    assert [name for name in ("top1", "top5", "loss") if math.isnan(getattr(read, name))] == absent
 
 
 BAD_LINES = [

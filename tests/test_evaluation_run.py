@@ -13,7 +13,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from loopfeed import TrainConfig, evaluate, evaluate_weights, run_settings, train
-from loopfeed.engine.evaluation import counting
 from loopfeed.engine.feed.feeder import FeederError
 from loopfeed.engine.records.folder_lock import FolderLock
 from loopfeed.engine.records.weights import with_digest
@@ -66,29 +65,6 @@ def test_an_evaluation_equals_the_last_one_of_the_run(trained, transport):
     assert result.classes == ()
 
 
-def test_a_program_keeps_its_callbacks_alive(trained, monkeypatch):
-    """A thread that runs it may be left alone with it."""
-    kept = []
-
-    def launch(compiled, subject, source, transport, *others):
-        kept.append(compiled.keeps is transport)
-        return launch_it(compiled, subject, source, transport, *others)
-
-    launch_it = counting._launch
-    monkeypatch.setattr(counting, "_launch", launch)
-    evaluate(trained[0])
-    assert kept == [True]
-
-
-@pytest.mark.parametrize("batch", [3, 64])
-def test_another_batch_counts_the_same(trained, batch):
-    run, found = trained
-    record = evaluate(replace(run_settings(run), batch=batch)).record
-    assert numbers(record)[:2] == numbers(found)[:2]
-    # The same float32 sums in another order, within a network and over its images: some units of the last place.
-    np.testing.assert_allclose(record.loss, found.loss, rtol=1e-5)
-
-
 @pytest.mark.usefixtures("cards")
 @pytest.mark.parametrize("transport", ["inplace", "cuda"])
 def test_an_evaluation_of_a_model_of_your_own_equals_that_of_its_run(tmp_path, transport):
@@ -135,25 +111,6 @@ def test_classes_are_counted_one_by_one(trained, data):
     assert sum(each.num_top1 for each in result.classes) == result.num_top1
 
 
-def test_the_counts_of_a_class_are_those_of_its_images_alone(tmp_path):
-    train(toy_config(steps=2, learning_rate=0.002, run_dir=tmp_path), model=Linear(), batches=toy_batch)
-    pixels, labels = evaluation_set(60)
-    result = evaluate(tmp_path, model=Linear(), evaluation=(pixels, labels), per_class=True)
-    assert len({each.num_top1 for each in result.classes}) > 1
-    for label, each in enumerate(result.classes):
-        alone = evaluate(tmp_path, model=Linear(), evaluation=(pixels[labels == label], labels[labels == label]))
-        assert (each.num_images, each.num_top1) == (alone.record.num_images, alone.num_top1)
-        assert each.id == each.name == str(label)
-
-
-def test_a_class_without_images_has_no_accuracy(tmp_path):
-    train(toy_config(steps=1, run_dir=tmp_path), model=Linear(), batches=toy_batch)
-    pixels, labels = evaluation_set(9)
-    result = evaluate(tmp_path, model=Linear(), evaluation=(pixels, np.zeros_like(labels)), per_class=True)
-    assert [each.num_images for each in result.classes] == [9, 0, 0]
-    assert np.isnan(result.classes[2].top1)
-
-
 def test_another_split_can_be_named_and_the_training_split_too(trained):
     run, _ = trained
     told: list[str] = []
@@ -161,12 +118,6 @@ def test_another_split_can_be_named_and_the_training_split_too(trained):
         result = evaluate(replace(run_settings(run), eval_split=split), notify=told.append)
         assert result.record.num_images == count
     assert not [words for words in told if "warning" in words]
-
-
-def test_another_split_and_another_scale_reuse_the_program(trained):
-    run, _ = trained
-    evaluate(run)
-    assert evaluate(replace(run_settings(run), eval_split="other")).from_cache
 
 
 def test_moved_data_are_accepted_and_different_data_are_reported(trained, data, tmp_path):
@@ -258,16 +209,6 @@ def test_larger_images_are_cropped_to_those_of_the_training(data, tmp_path):
     assert numbers(result.record) == numbers(found)
 
 
-def test_a_run_that_was_never_evaluated_can_be(data, tmp_path):
-    config = TrainConfig(steps=1, batch=4, data=os.fspath(data), model="resnet8", run_dir=os.fspath(tmp_path / "run"))
-    assert train(replace(config, eval_split="off")).evaluations == ()
-    with pytest.raises(
-        ValueError, match=r"none of the usual evaluation splits: choose a split with --split \(train, other, val\)"
-    ):
-        evaluate(tmp_path / "run")
-    assert evaluate(replace(run_settings(tmp_path / "run"), eval_split="val")).record.num_images == NUM_EVALUATED
-
-
 def test_the_model_must_be_the_runs(trained, tmp_path):
     run, _ = trained
     with pytest.raises(ValueError, match=r"with the registry model resnet8: leave out the model argument"):
@@ -351,15 +292,6 @@ def test_a_stalled_source_ends_the_evaluation_within_the_limit(linear_run):
     assert time.monotonic() - started < 25  # the 30 s of the stalled source were not waited for
 
 
-def test_a_failing_source_raises_its_own_exception(linear_run):
-    class Failing(Waiting):
-        def fill(self, step, pixels, labels, *, timeout_s):
-            raise ConnectionResetError(f"the disk went away at {step}")
-
-    with pytest.raises(ConnectionResetError, match="the disk went away at 0"):
-        evaluate(linear_run, model=Linear(), evaluation=Failing())
-
-
 @pytest.mark.timeout(60)
 def test_a_signal_ends_the_evaluation_at_once_and_its_threads_soon(linear_run):
     source = Waiting()
@@ -390,17 +322,3 @@ def test_nan_weights_are_reported(linear_run):
     record = evaluate(linear_run, model=Linear(), evaluation=evaluation_set(5)).record
     assert (record.num_images, record.top1) == (5, 0)
     assert json.loads(record.to_json())["loss"] is None
-
-
-def test_every_image_is_read_once_in_order(linear_run):
-    calls: list[int] = []
-
-    class Counted(Waiting):
-        thread_safe, num_batches = False, 5
-
-        def fill(self, step, pixels, labels, *, timeout_s):
-            calls.append(step)
-            pixels[...], labels[...] = toy_batch(step)
-
-    assert evaluate(linear_run, model=Linear(), evaluation=Counted()).record.num_images == 5 * BATCH
-    assert calls == [0, 1, 2, 3, 4]

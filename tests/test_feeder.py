@@ -7,7 +7,7 @@ import time
 import traceback
 from contextlib import closing, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopfeed.engine.feed import feeder as feeder_module
-from loopfeed.engine.feed.feeder import Feeder, FeederError, batch_bytes, ring_depth
+from loopfeed.engine.feed.feeder import Feeder, FeederError, batch_bytes
 from loopfeed.engine.settings import SettingError
 
 SHAPE = (4, 2, 3)
@@ -117,17 +117,6 @@ def assert_taken(feeder, step, shard=0):
     np.testing.assert_array_equal(labels, batch_of(step)[1][rows])
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-@pytest.mark.parametrize("depth", [1, 2, 3, 40])
-@pytest.mark.parametrize("start", [0, 7])
-def test_each_step_is_filled_once_and_taken_in_order(num_threads, depth, start):
-    source = Source()
-    with running(source, start=start, steps=start + 20, depth=depth, num_threads=num_threads) as feeder:
-        for step in range(start, start + 20):
-            assert_taken(feeder, step)
-    assert sorted(source.fills) == list(range(start, start + 20))
-
-
 @pytest.mark.parametrize("depth", [1, 3, 6])
 def test_a_feeder_is_never_further_ahead_than_its_ring(depth):
     source = Source()
@@ -137,21 +126,6 @@ def test_a_feeder_is_never_further_ahead_than_its_ring(depth):
             # A filler too many would have come by now: the threads have nothing else to do.
             time.sleep(0.01)
             assert sorted(source.fills) == list(range(step + depth))
-            assert_taken(feeder, step)
-
-
-def test_threads_that_fill_out_of_order_give_ordered_batches():
-    later_is_done = threading.Event()
-
-    def before(step):
-        if step == 0:
-            assert later_is_done.wait(SOON_S)
-        if step == 2:
-            later_is_done.set()
-
-    source = Source(before=before)
-    with running(source, depth=3, num_threads=3) as feeder:
-        for step in range(12):
             assert_taken(feeder, step)
 
 
@@ -219,11 +193,6 @@ def test_shards_may_be_taken_concurrently():
     assert failures == []
 
 
-def test_a_batch_must_split_evenly():
-    with pytest.raises(ValueError, match="batch must be a multiple of the number of devices, 3, got 4"):
-        Feeder(Source(), start_index=0, stop_index=1, depth=1, num_threads=1, timeout_s=1, num_shards=3)
-
-
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
 def test_an_exception_of_the_source_is_raised_when_its_step_is_due(num_threads, kind):
@@ -241,16 +210,6 @@ def test_an_exception_of_the_source_is_raised_when_its_step_is_due(num_threads, 
             taken(feeder, 7)
     assert caught.value is raised
     assert "fail_at_seven" in [frame.name for frame in traceback.extract_tb(raised.__traceback__)]
-
-
-def test_a_failure_is_raised_for_every_shard():
-    def fail(step):
-        raise OSError("the disk is gone")
-
-    with running(Source(before=fail), num_shards=2) as feeder:
-        for shard in (1, 0):
-            with pytest.raises(OSError, match="the disk is gone"):
-                taken(feeder, 0, shard)
 
 
 def test_a_stalled_source_is_an_error_within_the_limit():
@@ -288,14 +247,6 @@ def test_a_wait_ends_when_no_thread_is_left(monkeypatch):
         assert_taken(feeder, 1)
         with pytest.raises(FeederError, match=r"^the batch of pull 3 cannot arrive: every reader thread has ended$"):
             taken(feeder, 2)
-
-
-def test_nothing_to_read(monkeypatch):
-    monkeypatch.setattr(feeder_module, "_LOOK_EVERY_S", 0.01)
-    source = Source()
-    with running(source, start=5, steps=5, timeout_s=3600) as feeder, pytest.raises(FeederError, match="cannot arrive"):
-        taken(feeder, 5)
-    assert source.fills == []
 
 
 def test_closing_ends_the_wait_of_a_taker():
@@ -337,22 +288,6 @@ def test_closing_does_not_wait_for_sources_that_are_stuck(monkeypatch):
         go_on.set()
 
 
-def test_closing_ends_threads_that_wait_for_a_slot():
-    source = Source()
-    with running(source, depth=2, num_threads=2):
-        source.wait_for_fills(2)
-    assert sorted(source.fills) == [0, 1]
-
-
-def test_closing_twice_or_before_the_start_is_allowed():
-    feeder = Feeder(Source(), start_index=0, stop_index=3, depth=2, num_threads=1, timeout_s=1)
-    feeder.close()
-    assert feeder._workers == []
-    with running(Source()) as started:
-        started.close()
-        assert not any(each.is_at_work for each in started._workers)
-
-
 def test_closing_works_if_a_thread_could_not_start(monkeypatch):
     start, started = threading.Thread.start, itertools.count()
 
@@ -382,45 +317,3 @@ def test_memory_is_bounded_by_the_ring():
         for step in range(50):
             assert_taken(feeder, step)
     assert len(buffers) == 3
-
-
-@pytest.mark.parametrize(
-    ("batch", "size", "prefetch", "thread_safe", "depth"),
-    [
-        (128, 224, None, True, 4),  # 25.7 MB
-        (32, 32, None, True, 7),  # of 131,200 bytes seven fit into a megabyte
-        (32, 8, None, True, 64),
-        (1, 1, None, True, 64),
-        (1, 1, None, False, 4),  # a function of the user's
-        (32, 8, 1, True, 1),
-        (128, 224, 100, False, 100),
-    ],
-)
-def test_more_small_batches_are_read_ahead_by_default(batch, size, prefetch, thread_safe, depth):
-    source = SimpleNamespace(batch=batch, height=size, width=size, thread_safe=thread_safe)
-    assert ring_depth(cast(Any, source), prefetch) == depth
-
-
-@pytest.mark.parametrize(
-    ("depth", "num_threads", "least_free"),
-    [(1, 1, 1), (2, 2, 1), (4, 1, 2), (4, 2, 2), (4, 3, 1), (4, 4, 1), (64, 2, 32)],
-)
-def test_workers_sleep_for_several_slots_only_where_these_come_together(depth, num_threads, least_free):
-    """With a thread for every slot, all may be at work: the one that ends is needed at once."""
-    source = SimpleNamespace(batch=1, height=1, width=1, thread_safe=True)
-    feeder = Feeder(cast(Any, source), start_index=0, stop_index=100, depth=depth, num_threads=num_threads, timeout_s=1)
-    assert feeder._least_free == least_free
-
-
-@pytest.mark.timeout(30)
-def test_a_batch_wakes_the_thread_that_waits_for_it(monkeypatch):
-    # Not found by looking, which would take a minute here.
-    monkeypatch.setattr(feeder_module, "_LOOK_EVERY_S", 60.0)
-    gate = threading.Event()
-    with running(Source(before=lambda step: step == 0 or gate.wait(SOON_S)), timeout_s=120) as feeder:
-        pixels, labels = np.zeros(SHAPE, np.uint32), np.zeros(SHAPE[0], np.int32)
-        feeder.take(0, 0, pixels, labels)
-        threading.Timer(0.3, gate.set).start()
-        waited_s = feeder.take(1, 0, pixels, labels)
-        assert waited_s is not None
-        assert 0.2 < waited_s < SOON_S

@@ -26,17 +26,6 @@ def test_it_resumes_at_the_second_push_before_that_is_received():
     assert seen == [(0, False), (1, True), (2, True)]
 
 
-def test_a_late_push_of_an_abandoned_program_changes_nothing():
-    collector = PausedCollector()
-    receive = collector.resuming(lambda _: None)
-    collector.pause()
-    receive(0)
-    collector.resume()
-    with without_collector():
-        receive(1)
-        assert not gc.isenabled()
-
-
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_a_users_own_pause_is_kept(is_failing):
     gc.disable()

@@ -53,12 +53,6 @@ def test_a_signal_interrupts_waiting_but_not_working(number):
     assert [signal.getsignal(each) for each in NUMBERS] == before
 
 
-def test_without_a_signal_all_work_is_done():
-    done: list[object] = []
-    interrupted({}, done)
-    assert done == [0, 1, 2, "restored"]
-
-
 def test_a_second_signal_waits_for_what_the_first_left_to_do():
     done: list[object] = []
     with pytest.raises(KeyboardInterrupt):
@@ -121,14 +115,3 @@ def test_the_third_signal_acts_at_once():
     with pytest.raises(SystemExit), ended_by_sigterm(done):
         hold_on()
     assert done == ["SIGTERM"] * 2
-
-
-def test_an_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with signals_held() as signals:
-            signal.raise_signal(signal.SIGINT)
-            assert list(signals.let_in("ab")) == ["a", "b"]
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,6 +1,5 @@
 """Calls of oneDNN's kernels in compiled programs are found, named and counted."""
 
-import json
 from functools import partial
 
 import jax
@@ -17,12 +16,9 @@ from loopfeed.engine.run.compilation import compile_traced, trace_ahead
 from loopfeed.engine.runtime.slow_operations import find_slow_operations
 from loopfeed.engine.scopes import parse_op_name
 from loopfeed.models.kernels import ONEDNN, using_kernels
-from loopfeed.models.kernels.onednn.convolutions import Part
 from loopfeed.models.kernels.onednn.handler import TARGET
-from loopfeed.models.kernels.onednn.operations import text_of
 from loopfeed.models.layers.chosen_forms import FILTER_GRADIENT, FORWARD, INPUT_GRADIENT, chosen_forms
 from loopfeed.models.layers.convolution_forms import Geometry
-from tests.direct_operations import Problem
 from tests.kernels import needs_onednn, onednn_for_all_shapes
 
 pytestmark = pytest.mark.kernels
@@ -89,33 +85,6 @@ def test_their_work_is_counted_from_what_they_say(compiled):
     assert compiled.step_flops == pytest.approx(compiled.call.cost_analysis()["flops"] + 6 * counted)
     forward = next(each for each in calls if kernel_operation(each)["part"] == "forward")
     assert bytes_of(program, forward) == 4 * (X.size + KERNEL.size + B * 6 * 6 * K)
-
-
-def test_groups_and_odd_windows_are_counted_without_padding():
-    x, kernel, strides, padding = jnp.ones((1, 5, 9, 4)), jnp.ones((3, 2, 2, 6)), (1, 3), ((2, 0), (0, 1))
-    y = lax.conv_general_dilated(
-        x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=2
-    )
-    operation = {
-        "kind": "convolution",
-        "part": "forward",
-        "x": x.shape,
-        "kernel": kernel.shape,
-        "y": y.shape,
-        "strides": strides,
-        "padding": padding,
-    }
-    assert operation_products(operation) == int(y.sum())
-
-
-@pytest.mark.parametrize("stride", [1, 3])
-def test_an_input_that_has_its_padding_already_is_counted_without_it(stride):
-    problem = Problem((2, 5, 9, 4), (3, 2, 4, 6), Geometry((stride, stride), ((2, 0), (0, 1))), "bfloat16")
-    whole, by_product = (
-        json.loads(text_of(problem.operation(part))) for part in (Part.FILTER_GRADIENT, Part.FILTER_GRADIENT_BY_PRODUCT)
-    )
-    assert whole["x"] != by_product["x"]
-    assert operation_products(whole) == operation_products(by_product)
 
 
 def test_what_has_no_products_or_cannot_be_read_counts_nothing():

@@ -125,24 +125,6 @@ def test_a_program_for_a_card(card):
     assert card.computations["main"].parameters[1].name == "n"
 
 
-def test_a_fusion_has_the_scope_and_the_line_of_what_it_computes(card):
-    fusion = card.instructions["fusion.1"]
-    assert fusion.op_name == ""
-    assert card.root_of(fusion).name == "both"
-    assert card.op_name_of(fusion) == "jit(train)/while/body/train/forward/mul"
-    mul = card.instructions["mul"]
-    assert card.call_stack(mul) == [Source("/models/net.py", "apply", 7), Source("/models/net.py", "main", 30)]
-    assert card.op_name_of(card.instructions["turn"]) == ""
-
-
-def test_what_runs_in_a_loop_is_told_from_what_is_fused(card):
-    assert "mul" not in {each.name for each in card.within("body")}
-    assert "mul" in {each.name for each in card.within("body", fused=True)}
-    assert "conv.1" in {each.name for each in card.within("main")}
-    assert [each.name for each in card.loops_around("fused")] == ["loop"]
-    assert card.loops_around("main") == []
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "HloModule x", "nonsense {\n  %a = \n  %b = f32[2 add(\n  %c = f32[2]{0} add(%a, %b\n}", CARD[:1500], "}\n}"],
@@ -174,43 +156,3 @@ def test_a_real_loop_names_its_scopes_lines_and_turns(loop):
     (branch,) = [each for each in loop.instructions.values() if each.opcode == "conditional"]
     assert len(branch.callees) == 2
     assert {each.name for each in loop.within(outer.called_as("body"))} >= {branch.name, inner.name}
-
-
-def test_what_xla_adds_has_the_scope_of_what_it_computes_from_or_for():
-    program = parse_hlo("""HloModule jit_f
-
-%sums (a: f32[4]) -> f32[2] {
-  %a = f32[4]{0} parameter(0)
-  ROOT %windows = f32[2]{0} reduce-window(%a, %a), window={size=2 stride=2}
-}
-
-%inside (b: f32[4]) -> f32[4] {
-  %b = f32[4]{0} parameter(0)
-  %named = f32[4]{0} negate(%b), metadata={op_name="jit(f)/inside/neg"}
-  ROOT %copied = f32[4]{0} copy(%named)
-}
-
-ENTRY %main (x: f32[4]) -> f32[2] {
-  %x = f32[4]{0} parameter(0), metadata={op_name="x"}
-  %filled = f32[4]{0} broadcast(%x), dimensions={0}
-  %moved = f32[4]{0} copy(%filled)
-  %square = f32[4]{0} multiply(%moved, %x), metadata={op_name="jit(f)/squared/mul"}
-  %added = f32[2]{0} fusion(%square), kind=kLoop, calls=%sums
-  %alone = f32[4]{0} copy(%x)
-  %nested = f32[4]{0} fusion(%alone), kind=kLoop, calls=%inside
-  %unused = f32[4]{0} copy(%x)
-  ROOT %result = f32[2]{0} copy(%added)
-}
-""")
-    names = {each.name: program.op_name_of(each) for each in program.computations["main"].instructions}
-    assert names == {
-        "x": "x",
-        "filled": "jit(f)/squared/mul",
-        "moved": "jit(f)/squared/mul",
-        "square": "jit(f)/squared/mul",
-        "added": "jit(f)/squared/mul",
-        "alone": "jit(f)/inside/neg",
-        "nested": "jit(f)/inside/neg",
-        "unused": "",
-        "result": "jit(f)/squared/mul",
-    }

@@ -54,22 +54,6 @@ def test_a_pull_returns_the_batch_of_its_step_and_a_neutral_control_word():
     feeder.close()
 
 
-def test_unread_wait_times_do_not_accumulate():
-    def late(step):
-        time.sleep(0.02)
-        return toy_batch(step)
-
-    waits = []
-    for times_waits in (True, False):
-        infeed, feeder, _, pull = make_infeed(late, times_waits=times_waits)
-        for step in range(4):
-            jax.block_until_ready(pull(step))
-        waits.append(infeed._wait_s)
-        feeder.close()
-    assert waits[0]
-    assert waits[1] == {}
-
-
 @pytest.mark.timeout(60)
 def test_the_wait_for_a_late_batch_is_reported_once():
     pulling = threading.Event()
@@ -87,14 +71,6 @@ def test_the_wait_for_a_late_batch_is_reported_once():
     # Of 0.5 s and more; the rest is for a machine that is slow to begin the pull.
     assert infeed.take_wait_s(1) >= 0.2
     assert infeed.take_wait_s(1) == 0
-    feeder.close()
-
-
-def test_shards_of_a_step_get_its_rows():
-    _, feeder, _, pull = make_infeed(toy_batch, num_shards=2)
-    for step in range(2):
-        pixels = np.concatenate([pull(step, shard).batches.pixels[0] for shard in (0, 1)])
-        assert np.array_equal(pixels, toy_batch(step)[0])
     feeder.close()
 
 
@@ -159,15 +135,6 @@ def assert_holds(pulled, steps, *, stop):
         assert np.array_equal(pulled.batches.labels[number], toy_batch(step)[1])
 
 
-def test_a_chunk_holds_as_many_batches_as_requested():
-    infeed, feeder, _, pull = make_infeed(toy_batch, stop_step=7, chunk=4)
-    assert_holds(pull(0), [0, 1, 2, 3], stop=False)
-    assert_holds(pull(4, num_batches=2), [4, 5], stop=False)
-    assert_holds(pull(6, num_batches=1), [6], stop=False)
-    assert infeed.failure is None
-    feeder.close()
-
-
 @pytest.mark.parametrize("over_at", [1, 2, 99])
 def test_the_batches_of_a_chunk_are_taken_in_in_order_until_it_is_over(over_at):
     infeed, feeder, _, pull = make_infeed(toy_batch, chunk=3)
@@ -194,13 +161,6 @@ def test_the_batches_of_a_chunk_are_taken_in_in_order_until_it_is_over(over_at):
         assert np.array_equal(labels[step], toy_batch(step)[1])
     assert not pixels[num_taken:].any()
     assert len(emitted) == 1
-    feeder.close()
-
-
-def test_a_failure_in_a_chunk_keeps_the_batches_before_it():
-    infeed, feeder, _, pull = make_infeed(CountedBatches(raise_at=2), chunk=4)
-    assert_holds(pull(0), [0, 1], stop=True)
-    assert isinstance(infeed.failure, ConnectionResetError)
     feeder.close()
 
 

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 
 from loopfeed import (
     DeviceRates,
-    TrainConfig,
     check_step,
     convolution,
     evaluate,
@@ -21,11 +20,10 @@ from loopfeed import (
     predict,
     replay_run,
     run_settings,
-    show_batch,
     train,
 )
 from loopfeed.engine.commands.eval_cli import main as run_eval
-from loopfeed.engine.config import SETTINGS, SettingError
+from loopfeed.engine.config import SettingError
 from loopfeed.engine.inspection.explain import measure_this_device
 from loopfeed.engine.program.kernels import AUTO, describe_kernels, kernels_on, settle_kernels
 from loopfeed.engine.run import compilation
@@ -130,13 +128,6 @@ def test_every_program_that_applies_the_model_has_the_kernels_of_its_run(applied
 
 
 @needs_onednn
-def test_a_batch_is_shown_without_the_model(applied):
-    show_batch(config_of(ONEDNN), model=Network(), batches=toy_batch)
-    # Its shapes alone are looked at, with any kernels.
-    assert ONEDNN not in applied
-
-
-@needs_onednn
 @pytest.mark.integration
 def test_rounding_explains_how_a_step_in_a_loop_differs_from_its_operations():
     found = check_step(config_of(ONEDNN), model=Network(), batches=toy_batch)
@@ -146,13 +137,6 @@ def test_rounding_explains_how_a_step_in_a_loop_differs_from_its_operations():
 
 def settled(kernels, platform="cpu", **values):
     return settle_kernels(toy_config(kernels=kernels), platform, **values).kernels
-
-
-@needs_onednn
-def test_auto_is_onednn_on_a_processor_that_has_it():
-    assert TrainConfig().kernels == AUTO
-    assert settled(AUTO) == settled(ONEDNN) == ONEDNN
-    assert settled(XLA) == settled(AUTO, "cuda") == settled(XLA, "tpu") == XLA
 
 
 def test_auto_is_xla_where_the_library_is_missing(monkeypatch):
@@ -181,12 +165,6 @@ def test_a_run_goes_on_with_its_setting_on_a_device_where_it_has_no_effect(monke
     assert settled(ONEDNN, "cuda", is_kept=True) == ONEDNN
     assert kernels_on(toy_config(kernels=ONEDNN), "cuda") == XLA
     assert kernels_on(toy_config(kernels=ONEDNN), "cpu") == ONEDNN
-
-
-def test_the_setting_has_a_name_for_every_kind_of_kernels():
-    assert SETTINGS["kernels"].choices == (AUTO, XLA, ONEDNN)
-    for name in (XLA, ONEDNN):
-        assert SETTINGS["kernels"].checked(name) == name
 
 
 @needs_onednn
@@ -301,11 +279,3 @@ def test_a_report_compares_with_the_rate_of_the_products_that_the_run_makes(monk
     assert len(called) == is_library
     assert rates.dtype == (precision if is_library else "float32")
     assert rates.flops_per_s > 0
-
-
-@needs_onednn
-def test_the_product_whose_rate_is_measured_is_the_product():
-    x = np.random.default_rng(1).standard_normal((40, 40)).astype(np.float32)
-    exact = x.astype(np.float64) @ x
-    np.testing.assert_allclose(device_rates.onednn_product(jnp.asarray(x)), exact, atol=1e-5)
-    np.testing.assert_allclose(device_rates.xla_product(jnp.asarray(x)), exact, atol=1e-5)

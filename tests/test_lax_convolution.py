@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from loopfeed import conv_general_dilated, convolution
+from loopfeed import conv_general_dilated
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -76,22 +76,3 @@ def test_any_other_call_is_that_of_lax_and_says_why(change, reason):
     expected = lax.conv_general_dilated(**call)
     assert found.dtype == expected.dtype
     np.testing.assert_array_equal(found, expected)
-
-
-def test_groups_are_loop_safe_and_equal_lax():
-    kernel = jax.random.normal(jax.random.key(2), (3, 3, 2, 6))
-    call: dict[str, Any] = {
-        "window_strides": (2, 1),
-        "padding": "SAME",
-        "dimension_numbers": NHWC,
-        "feature_group_count": 2,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = conv_general_dilated(X, kernel, **call)
-    np.testing.assert_allclose(found, lax.conv_general_dilated(X, kernel, **call), rtol=1e-5, atol=1e-5)
-
-
-def test_it_computes_the_bits_of_the_convolution():
-    found = conv_general_dilated(X, KERNEL, (2, 2), "SAME", dimension_numbers=NHWC)
-    np.testing.assert_array_equal(found, convolution(X, KERNEL, stride=2))

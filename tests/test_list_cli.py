@@ -141,38 +141,11 @@ def test_no_content_of_a_file_stops_the_list(tmp_path_factory, content, name):
     assert table_lines([found], ["run"], NOW, 80)
 
 
-@pytest.mark.parametrize("name", ["config.json", "loss.jsonl", "eval.jsonl", "result.json"])
-def test_a_pipe_or_a_folder_in_place_of_a_file_is_damage(tmp_path, name):
-    for make in (os.mkfifo, os.mkdir):
-        run = make_run(tmp_path / make.__name__)
-        (run / name).unlink(missing_ok=True)
-        make(run / name)
-    assert {each["state"] for each in objects(tmp_path).values()} == {"damaged"}
-
-
 def test_a_foreign_folder_is_called_foreign_and_others_are_not_listed(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"model_type": "bert"}')
     (tmp_path / "photos").mkdir()
     assert {name: each["state"] for name, each in objects(tmp_path).items()} == {"model": "foreign"}
-
-
-def test_a_line_that_is_being_written_is_left_out(tmp_path):
-    run = make_run(tmp_path / "run")
-    with (run / "loss.jsonl").open("a") as log:
-        log.write('{"step": 4, "lo')
-    assert objects(tmp_path)["run"]["step"] == 3
-
-
-def test_losses_that_are_not_numbers_become_null(tmp_path):
-    run = make_run(tmp_path / "run")
-    (run / "loss.jsonl").write_text('{"step": 1, "loss": null, "images_per_s": null}\n')
-    (run / "runtime.json").write_text(
-        '{"format": 1, "launches": [{"verdict": null}, {"verdict": {"bound_by": "device"}}], "goodput": {"steps": 1.5}}'
-    )
-    found = objects(tmp_path)["run"]
-    assert (found["loss"], found["images_per_s"]) == (None, None)
-    assert found["runtime"] == {"goodput": {"steps": 1.5}, "verdict": {"bound_by": "device"}}
 
 
 def test_json_has_neither_nan_nor_what_cannot_be_written(tmp_path):
@@ -276,25 +249,6 @@ def test_only_the_settings_that_differ_are_shown(tmp_path):
     ]
     listing = listed(tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in listing] == ["run", "third", "first", "second"]
-
-
-def test_what_has_no_room_is_left_out_by_importance_and_named():
-    runs = [
-        RunSummary(
-            f"r{n}", "running", None, {"learning_rate": n / 10, "seed": n}, step=3, steps=9, loss=1.5, best_top1=0.5,
-            images_per_s=10.0, changed_s=NOW - 60,
-        )
-        for n in (1, 2)
-    ]  # fmt: skip
-    names = ["a-long-name-for-a-run-1", "a-long-name-for-a-run-2"]
-    wide = table_lines(runs, names, NOW, None)
-    assert all(title in wide[0] for title in ("learning_rate", "seed", "images/s", "changed"))
-    narrow = table_lines(runs, names, NOW, 70)
-    assert narrow[-1] == "no room for: images/s, seed, changed"
-    assert "images/s" in table_lines(runs, names, NOW, 80)[0]
-    assert table_lines(runs, names, NOW, 52)[1].startswith("~")
-    assert "learning_rate" in narrow[0]
-    assert max(map(len, narrow)) <= 70
 
 
 @given(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from loopfeed import TensorBoardSink, train
+from loopfeed import train
 from loopfeed.engine.loggers.event_file import EventFile
 from loopfeed.engine.loggers.experiment_log import LogRefusedError
 from loopfeed.engine.loggers.pictures import draw_images
@@ -224,14 +224,3 @@ def test_without_a_network_weights_and_biases_ends_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(lines(tmp_path / "run" / "loss.jsonl")) == 3
     assert re.search(r"\[.warning: Weights & Biases: [^]]*: nothing more is logged there.*\]$", done.stdout), done
-
-
-def test_the_sink_writes_where_it_is_told(tmp_path):
-    train(
-        toy_config(steps=2),
-        model=Linear(),
-        batches=CountedBatches(),
-        sinks=[TensorBoardSink(tmp_path / "events")],
-    )
-    (path,) = (tmp_path / "events").iterdir()
-    assert path.stat().st_size > 100

@@ -14,17 +14,17 @@ import pytest
 from loopfeed import ConfigError, train
 from loopfeed.engine.crossing.pushed import PushedImages
 from loopfeed.engine.loggers import logger_sink, required_package
-from loopfeed.engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
+from loopfeed.engine.loggers.choice import check_loggers
 from loopfeed.engine.loggers.event_file import EventFile, frame_record
-from loopfeed.engine.loggers.experiment_log import LogRefusedError, Table
+from loopfeed.engine.loggers.experiment_log import LogRefusedError
 from loopfeed.engine.loggers.logger_sink import LoggerSink
-from loopfeed.engine.loggers.pictures import captions, draw_images, draw_matrix
+from loopfeed.engine.loggers.pictures import captions, draw_images
 from loopfeed.engine.loggers.record_log import log_record
-from loopfeed.engine.loggers.tensorboard import TensorBoardSink, markdown_of
+from loopfeed.engine.loggers.tensorboard import TensorBoardSink
 from loopfeed.engine.loggers.wandb import WandbSink, check_login, is_in_repository_of_user, kept_run_id
 from loopfeed.engine.objective.metrics import confusion_matrix
 from loopfeed.engine.profile.table import Profile, ProfileRow
-from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
+from loopfeed.engine.stream.sinks import LossRecord, RunDescription
 from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
 
 STEPS = 6
@@ -207,15 +207,6 @@ def test_a_logger_that_hangs_keeps_few_images_in_memory():
     assert warnings == ["warning: a logger: it is slower than the run: some steps are left out"]
 
 
-def test_a_run_that_fails_still_closes_its_log():
-    log = Recording()
-    sink = LoggerSink("a recorder", lambda _: log)
-    with pytest.raises(ConnectionResetError):
-        train(toy_config(steps=9), model=Linear(), batches=CountedBatches(raise_at=4), sinks=[sink])
-    assert [step for step, _ in log.got] == [1, 2, 3, 4]
-    assert log.num_closed == 1
-
-
 @pytest.mark.parametrize(("name", "value"), [("tensorboard", True), ("wandb", "project")])
 def test_a_missing_package_is_named_at_once(name, value, monkeypatch, tmp_path):
     monkeypatch.setattr(required_package, "find_spec", lambda _: None)
@@ -229,36 +220,10 @@ def test_a_missing_package_is_named_at_once(name, value, monkeypatch, tmp_path):
     check_loggers(toy_config(**{name: value}))
 
 
-def test_event_files_need_a_run_folder(monkeypatch):
-    monkeypatch.setattr(required_package, "find_spec", lambda _: SimpleNamespace())
-    with pytest.raises(ConfigError, match="tensorboard needs a run folder, got none"):
-        train(toy_config(tensorboard=True), model=Linear(), batches=CountedBatches())
-    assert make_loggers(toy_config(tensorboard=True), None) == []
-
-
-def test_cadences_that_no_sink_takes_are_warned_of():
-    config = toy_config(histogram_every_steps=3, log_images_every_steps=2)
-    assert unused_cadences_warning(config, [Recording()]) == (  # type: ignore[list-item]
-        "warning: --histogram-every 3 and --log-images-every 2 have no effect without --tensorboard or --wandb"
-    )
-    sink = LoggerSink("a logger", Recording)
-    assert unused_cadences_warning(config, [sink]) is None
-    assert unused_cadences_warning(toy_config(), []) is None
-
-
 def logged(record, **values):
     log = Recording()
     log_record(log, record, **({"last_step": 7, "classes": None} | values))
     return log.got
-
-
-def test_numbers_that_are_none_are_left_out():
-    nan = float("nan")
-    assert logged(LossRecord(3, nan, 0.1, nan, nan, 5.0, {"top3": 0.5}))[0][1].keys() == {
-        "train/loss", "train/learning_rate", "train/top3",
-    }  # fmt: skip
-    record = EvaluationRecord(3, 10, nan, nan, 0.5, 5.0, {"number": 0.25, "row": [1.0, 2.0], "cube": [[[1.0]]]})
-    assert logged(record) == [(3, {"eval/loss": 0.5, "eval/number": 0.25})]
 
 
 def test_a_profile_is_two_tables_and_the_rate_of_each_action():
@@ -268,11 +233,6 @@ def test_a_profile_is_two_tables_and_the_rate_of_each_action():
     assert [each[:2] for each in got[:1]] == [(7, "profile/actions")]
     assert got[0][2].rows[0] == ("train", "draw", 0.001, 0.0, 5, 128.0, 0.005, 12.5)
     assert got[1:] == [(7, {"profile/train/draw": 128.0})]
-
-
-def test_tables_become_markdown():
-    table = Table(("a", "b"), [("x|y\nz", 0.123456789), (None, 3)])
-    assert markdown_of(table) == "| a | b |\n| --- | --- |\n| x\\|y z | 0.1235 |\n|  | 3 |"
 
 
 def pushed_images(count, side, **values):
@@ -300,23 +260,6 @@ def test_captions_name_the_classes_and_the_shares_of_mixed_images():
     assert captions(pushed_images(2, 2, labels=None), names) == [(), ()]
     mixed = pushed_images(3, 2, own_shares=np.array([0.25, 0.998, 0.5]))
     assert captions(mixed, names) == [(r"75% 'bee\x1b'", "25% ant"), (r"'bee\x1b'",), ("50% cat", "50% another image")]
-
-
-def test_matrices_are_drawn_row_by_row():
-    picture = draw_matrix(np.array([[4.0, 0, 2], [0, 0, 0], [np.nan, 1, 1]]))
-    assert picture.size == (320, 320)
-    cells = np.asarray(picture.convert("L"))[1:-1:106, 1:-1:106]
-    np.testing.assert_array_equal(cells, [[0, 255, 128], [255, 255, 255], [255, 0, 0]])
-
-
-def test_a_sink_can_be_used_again():
-    logs = [Recording(), Recording()]
-    sink, opened = LoggerSink("a recorder", lambda _: logs[len(opened) - 1]), [0]
-    for log in logs:
-        run(sink, steps=2)
-        opened.append(0)
-        assert log.num_closed == 1
-        assert len(log.got) == 4
 
 
 def test_records_of_event_files_are_framed_with_masked_checksums():

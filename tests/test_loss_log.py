@@ -3,28 +3,19 @@
 import json
 import math
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopfeed import train
 from loopfeed.engine.records.loss_log import (
-    CONFIG_NAME,
-    EVALUATION_LOG_NAME,
     LOSS_LOG_NAME,
-    RESULT_NAME,
     LossLog,
     LossRows,
     RunEnd,
-    RunFacts,
     read_run_end,
-    read_run_facts,
 )
-from tests.toy import Linear, toy_batch, toy_config
 
 NAN = float("nan")
 
@@ -184,38 +175,7 @@ def test_a_restarted_log_is_read_from_its_start(tmp_path, change):
     assert not log.read().restarted
 
 
-def test_a_log_that_only_grew_did_not_restart(tmp_path):
-    path = tmp_path / "loss.jsonl"
-    log = LossLog(path)
-    for step in range(1, 6):
-        with path.open("ab") as file:
-            file.write(line_of(step))
-        assert not log.read().restarted
-
-
-def test_chunk_bytes_must_be_positive(tmp_path):
-    with pytest.raises(ValueError, match="chunk_bytes must be at least 1, got 0"):
-        LossLog(tmp_path / "loss.jsonl", 0)
-
-
 # --- the other files of the run folder
-
-
-def test_facts_prefer_what_the_settings_resolved_to(tmp_path):
-    recorded = {"config": {"steps": 1000, "batch": 128, "model": "auto"}, "resolved": {"model": "resnet50"}}
-    (tmp_path / "config.json").write_text(json.dumps(recorded))
-    assert read_run_facts(tmp_path) == RunFacts(1000, 128, "resnet50")
-    (tmp_path / "config.json").write_text(json.dumps({"config": recorded["config"]}))
-    assert read_run_facts(tmp_path) == RunFacts(1000, 128, "auto")
-
-
-@pytest.mark.parametrize(
-    "text", [None, "", "{", "[]", '{"config": 3}', '{"config": {"steps": "many", "batch": true, "model": 5}}', "\xff"]
-)
-def test_invalid_settings_are_ignored(tmp_path, text):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    assert read_run_facts(tmp_path) == RunFacts()
 
 
 def test_the_end_is_reported_when_its_file_is_complete(tmp_path):
@@ -226,21 +186,6 @@ def test_the_end_is_reported_when_its_file_is_complete(tmp_path):
     assert read_run_end(tmp_path) == RunEnd(5, "SIGINT", None)
     (tmp_path / "result.json").write_text("{}")
     assert read_run_end(tmp_path) == RunEnd()
-
-
-def test_the_names_are_those_that_a_run_writes(tmp_path):
-    names = {CONFIG_NAME, LOSS_LOG_NAME, EVALUATION_LOG_NAME, RESULT_NAME}
-    config = toy_config(steps=1, run_dir=tmp_path)
-    train(config, model=Linear(), batches=toy_batch, evaluation=toy_batch(0))
-    others = {"model.safetensors", "snapshots", "runtime.json", ".lock"}
-    assert {path.name for path in tmp_path.iterdir()} == names | others
-
-
-def test_neither_the_log_nor_the_command_loads_jax():
-    program = (
-        "import sys, loopfeed.engine.records.loss_log, loopfeed.engine.commands.tail_cli; print('jax' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
 @pytest.mark.timeout(30)

@@ -7,7 +7,7 @@ import pytest
 
 from loopfeed.engine.images.mixing import WHOLE
 from loopfeed.engine.objective.cross_entropy import cross_entropy
-from loopfeed.engine.objective.losses import binary_cross_entropy_loss, cross_entropy_loss, mean_squared_error_loss
+from loopfeed.engine.objective.losses import binary_cross_entropy_loss, cross_entropy_loss
 from loopfeed.engine.objective.objective import Objective
 from loopfeed.engine.objective.targets import smooth_targets
 
@@ -43,12 +43,6 @@ def test_binary_cross_entropy(logit, target, value, gradient):
     # A few float32 roundings.
     np.testing.assert_allclose(np.ravel(found[0]), value, rtol=4e-7)
     np.testing.assert_allclose(np.ravel(found[1]), gradient, rtol=4e-7, atol=1e-38)
-
-
-@pytest.mark.parametrize(("output", "target", "value", "gradient"), [(2.0, 2.0, 0, 0), (1.5, 2.0, 0.25, -1.0)])
-def test_mean_squared_error(output, target, value, gradient):
-    found = value_and_gradient(mean_squared_error_loss, output, target)
-    assert [float(each.ravel()[0]) for each in found] == [value, gradient]
 
 
 # Rows with masked classes, and the gradient of the mean cross entropy by them.

@@ -9,7 +9,6 @@ from loopfeed import replay_run, train
 from loopfeed.engine.records import machine
 from loopfeed.engine.records.machine import MACHINE, describe_machine, machine_differences, machine_warning
 from loopfeed.engine.records.recorded_run import read_recorded
-from loopfeed.engine.records.topology import Topology, describe_promise
 from loopfeed.models import xla_threads
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -82,14 +81,6 @@ def test_each_difference_is_named_and_what_is_unknown_is_none():
     assert warning is not None
     assert "only the same machine guarantees bit-identical results" in warning
     assert warning.count("(B, now A)") == 1
-
-
-def test_a_replay_does_not_promise_what_a_difference_denies():
-    topology = Topology("cpu")
-    assert describe_promise(topology, "cpu", 1).endswith("the same bits are expected")
-    found = describe_promise(topology, "cpu", 1, ["the processor (A, now B)"])
-    assert found.endswith("the losses may differ by rounding, because of the processor (A, now B)")
-    assert "on the same processor and cores, which the record lacks" in describe_promise(topology, "cpu", 1, None)
 
 
 def test_a_resume_and_a_replay_name_what_differs(tmp_path, monkeypatch):

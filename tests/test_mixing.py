@@ -6,16 +6,10 @@ import numpy as np
 import pytest
 from jax.scipy.special import betainc
 
-from loopfeed.engine.images.boxes import Boxes
 from loopfeed.engine.images.mixing import (
     WHOLE,
     draw_beta,
-    draw_cut,
     draw_mixture,
-    mix_levels,
-    mix_targets,
-    paste_partners,
-    swap_partners,
 )
 from loopfeed.engine.images.positions import Purpose, image_keys, positions
 from tests.threefry_reference import index, unit, words_at
@@ -94,17 +88,6 @@ def test_cutmix_equals_the_reference():
         assert mixture.own_target[row] / WHOLE == pytest.approx(1 - inside.mean(), abs=2**-17 + 1e-7)
 
 
-def test_cuts_stay_within_the_image():
-    words = np.random.default_rng(1).integers(2**32, size=(4000, 2, 2), dtype=np.uint32)
-    top, left, height, width = (
-        np.asarray(value) for value in jax.jit(draw_cut, static_argnums=(1, 2, 3))(words, 9, 5, 1)
-    )
-    for start, length, most in ((top, height, 9), (left, width, 5)):
-        assert start.min() == 0
-        assert length.min() == 0
-        assert (start + length).max() == most
-
-
 def test_a_coin_chooses_where_both_are_on():
     both, mixup, cutmix = (drawn(2000, 16, 16, *alphas) for alphas in ((0.3, 0.7), (0.3, 0.0), (0.0, 0.7)))
     coins = np.array([words_at(SEED, row // 2 * 2, Purpose.MIX_CHOICE, 0)[0] < 2**31 for row in range(2000)])
@@ -114,36 +97,3 @@ def test_a_coin_chooses_where_both_are_on():
     np.testing.assert_array_equal(both.own_target, np.where(coins, cutmix.own_target, mixup.own_target))
     for chosen, alone in zip(both.box, cutmix.box, strict=True):
         np.testing.assert_array_equal(chosen, np.where(coins, alone, 0))
-
-
-def test_mixing_is_exact():
-    random = np.random.default_rng(2)
-    levels = random.integers(256, size=(6, 4, 5, 3), dtype=np.int32)
-    own = np.repeat(random.integers(WHOLE + 1, size=3), 2)
-    own[:2] = WHOLE
-    mixed = mix_levels(jnp.asarray(levels), jnp.asarray(own, jnp.int32))
-    partners = levels.reshape(3, 2, 4, 5, 3)[:, ::-1].reshape(levels.shape)
-    weights = own[:, None, None, None] / WHOLE
-    np.testing.assert_array_equal(mixed, weights * levels + (1 - weights) * partners)
-    targets = np.eye(4, dtype=np.float32)[[0, 1, 2, 2, 3, 0]]
-    mixed = mix_targets(jnp.asarray(targets), jnp.asarray(own, jnp.int32))
-    np.testing.assert_array_equal(
-        mixed, weights[..., 0, 0] * targets + (1 - weights[..., 0, 0]) * targets[[1, 0, 3, 2, 5, 4]]
-    )
-    np.testing.assert_array_equal(mixed.sum(axis=1), np.ones(6))
-
-
-def test_paste_equals_slices():
-    pixels = np.random.default_rng(3).integers(2**32, size=(4, 6, 7), dtype=np.uint32)
-    boxes = Boxes(
-        *(jnp.array(values, jnp.int32) for values in ([1, 1, 0, 0], [2, 2, 0, 0], [3, 3, 0, 0], [4, 4, 7, 7]))
-    )
-    expected = pixels.copy()
-    expected[0, 1:4, 2:6], expected[1, 1:4, 2:6] = pixels[1, 1:4, 2:6], pixels[0, 1:4, 2:6]
-    np.testing.assert_array_equal(paste_partners(jnp.asarray(pixels), boxes), expected)
-
-
-def test_swapping_twice_restores_the_batch():
-    values = jnp.arange(12).reshape(6, 2)
-    assert swap_partners(values)[:, 0].tolist() == [2, 0, 6, 4, 10, 8]
-    np.testing.assert_array_equal(swap_partners(swap_partners(values)), values)

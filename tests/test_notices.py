@@ -59,11 +59,3 @@ def test_a_blocked_terminal_blocks_neither_the_sender_nor_the_end():
     # Far more than the limit of the last words, far less than the terminal's own.
     assert time.monotonic() - started < SOON_S / 2
     gate.set()
-
-
-def test_notices_that_were_never_started_close():
-    said: list[str] = []
-    notices = Notices(said.append)
-    notices.say("lost")
-    notices.close()
-    assert said == []

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from loopfeed.models.families.convnext import ConvNeXt
-from loopfeed.models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
+from loopfeed.models.kernels import ONEDNN, MissingKernelsError, using_kernels
 from loopfeed.models.kernels.onednn.convolutions import Part
 from loopfeed.models.kernels.onednn.library import Isa, load_library
 from loopfeed.models.kernels.onednn.operations import build, has_fast_kernel
@@ -19,7 +19,6 @@ from loopfeed.models.kernels.onednn.primitives import Builder
 from loopfeed.models.layers.chosen_forms import chosen_forms
 from loopfeed.models.layers.convolution import convolution
 from loopfeed.models.layers.convolution_forms import Geometry
-from loopfeed.models.layers.onednn_convolution import is_narrow_product
 from loopfeed.models.registry import at_image_size, family_of, networks
 from tests.direct_operations import DTYPES, PARTS, Problem, normal, run_part, run_primitives
 from tests.kernels import choosing_for
@@ -200,18 +199,6 @@ def test_few_positions_in_bfloat16_are_products_chosen_by_instruction_set(window
     check_in_program(problem)
 
 
-def test_patches_of_large_windows_and_of_many_images_stay_as_they_were():
-    """Each tap of a window would be a slice of its own, and the memory of patches is kept."""
-    patch = Geometry((16, 16), ((0, 0), (0, 0)))
-    assert not is_narrow_product(patch, (2, 224, 224, 3), (16, 16, 3, 192), "bfloat16")
-    for images, fits in ((128, True), (1024, False)):
-        shapes = (images, 7, 7, 512), (3, 3, 512, 512)
-        for isa in (Isa.AVX512_BF16, Isa.AMX):
-            with choosing_for(isa):
-                found = chosen_forms(*shapes, Geometry((1, 1), SAME), "bfloat16", "cpu", ONEDNN)[2]
-            assert found.reason.startswith(PRODUCT) == (fits and isa == Isa.AMX)
-
-
 @pytest.mark.parametrize(
     ("x", "kernel", "stride", "padding", "by_product"),
     [
@@ -380,25 +367,6 @@ def test_a_mapped_convolution_runs_for_each_element():
     mapped = of_kernels("onednn", jax.vmap(convolution, (0, None)), x, kernel)
     one_by_one = np.stack([of_kernels("onednn", convolution, each, kernel) for each in x])
     np.testing.assert_array_equal(mapped, one_by_one)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_operands_give_the_same_bits_again(dtype):
-    problem = Problem((4, 16, 16, 64), (3, 3, 64, 32), Geometry((1, 1), SAME), dtype)
-    for part in problem.parts:
-        assert len({run_part(problem, part).tobytes() for _ in range(10)}) == 1, part
-
-
-def test_a_wide_convolution_stays_xlas():
-    with jax.enable_x64(True):
-        x, kernel = normal(0, (4, 8, 8, 64), "float64"), normal(1, (3, 3, 64, 64), "float64")
-        forms = [
-            chosen_forms(x.shape, kernel.shape, Geometry((1, 1), SAME), "float64", "cpu", kernels)
-            for kernels in (ONEDNN, XLA)
-        ]
-        assert forms[0] == forms[1]
-        found, wanted = (of_kernels(kernels, convolution, x, kernel) for kernels in ("onednn", "xla"))
-    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

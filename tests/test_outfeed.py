@@ -5,8 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
 from jax import lax
 
 from loopfeed.engine.control.board import ControlBoard
@@ -35,19 +33,6 @@ def test_each_loss_arrives_once_in_order_with_its_time():
     assert [pushed.learning_rates for pushed in received] == [[0.25]] * 5
     assert before <= received[0].time <= received[-1].time <= time.time()
     assert board.stop_reason is None
-
-
-@pytest.mark.parametrize("num_updates", [0, 1, 3, 4])
-def test_a_push_may_hold_several_losses_or_none(num_updates):
-    received: list[Any] = []
-    outfeed = Outfeed(received.append, ControlBoard(), InplaceTransport())
-    numbers = jnp.array([[2.5, 0.1], [1.5, 0.2], [jnp.nan, 0.3], [0.5, 0.4]], jnp.float32)
-    jax.block_until_ready(jax.jit(outfeed.push_losses)(first_token(), jnp.int32(10), jnp.int32(num_updates), numbers))
-    (pushed,) = received
-    assert pushed.first_step == 10 - num_updates + 1
-    np.testing.assert_array_equal(pushed.losses, numbers[:num_updates, 0])
-    np.testing.assert_array_equal(pushed.learning_rates, numbers[:num_updates, 1])
-    assert all(type(number) is float for number in [*pushed.losses, *pushed.learning_rates])
 
 
 def test_a_receiver_that_raises_stops_the_run_and_its_first_exception_is_kept():

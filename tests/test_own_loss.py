@@ -115,15 +115,6 @@ def test_losses_and_metrics_equal_a_plain_loop(tmp_path, transport):
     np.testing.assert_allclose(found, wrong, rtol=1e-6)
 
 
-def test_metrics_of_accumulated_batches_are_those_of_the_whole_update(tmp_path):
-    start = run(two_headed_config(steps=0))
-    result = run(two_headed_config(run_dir=tmp_path, steps=6, accumulate_steps=3))
-    losses, wrong = plain_losses(start.params, 6, two_headed_batch, pulls=3)
-    np.testing.assert_allclose(result.losses, losses, rtol=1e-6)
-    found = [line["metrics"]["wrong_bits"] for line in lines(tmp_path / "loss.jsonl")]
-    np.testing.assert_allclose(found, wrong, rtol=1e-6)
-
-
 def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path):
     pulls, evaluation = 3, two_headed_batch(99)
     config = two_headed_config(steps=9, accumulate_steps=pulls, eval_every_steps=3, snapshot_every_steps=2)
@@ -173,39 +164,6 @@ def test_an_evaluation_counts_each_example_once_and_has_no_accuracy_without_clas
     (line,) = lines(tmp_path / "eval.jsonl")
     assert line["top1"] is line["top5"] is None
     assert line["metrics"]["wrong_bits"] == pytest.approx(record.metrics["wrong_bits"])
-
-
-def test_class_numbers_keep_their_accuracy_with_an_own_loss():
-    def squared_hinge(logits, labels, weights):
-        own = jax.nn.one_hot(labels, 3)
-        return jnp.square(jax.nn.relu(1 - (2 * own - 1) * logits)).sum(axis=1)
-
-    result = train(
-        toy_config(steps=60),
-        model=Linear(),
-        batches=toy_batch,
-        evaluation=toy_batch(99, batch=20),
-        loss=squared_hinge,
-        metrics={"top2": top_k(2), "confusion": confusion_matrix(3)},
-    )
-    (record,) = result.evaluations
-    assert record.top1 == record.metrics["top2"] == 1
-    assert np.trace(record.metrics["confusion"]) == 20
-
-
-def test_a_metric_without_a_derivative_measures_the_training_steps(tmp_path):
-    def right(outputs, labels):
-        shape = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
-        return jax.pure_callback(
-            lambda outputs, labels: (np.argmax(outputs, axis=1) == labels).astype(np.float32), shape, outputs, labels
-        )
-
-    config = toy_config(steps=4, eval_every_steps=2, run_dir=tmp_path)
-    metrics: dict[str, Any] = {"on_host": right, "top1": top_k(1)}
-    train(config, model=Linear(), batches=toy_batch, evaluation=toy_batch(99, batch=20), metrics=metrics)
-    found = [line["metrics"] for name in ("loss", "eval") for line in lines(tmp_path / f"{name}.jsonl")]
-    assert len(found) == 6
-    assert [each["on_host"] for each in found] == [each["top1"] for each in found]
 
 
 def test_the_default_loss_takes_the_logits_among_other_outputs():

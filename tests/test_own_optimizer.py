@@ -14,7 +14,7 @@ import optax.contrib
 import pytest
 
 from loopfeed import Callback, replay_run, train
-from loopfeed.engine.patterns import Group, parse_freeze, parse_groups
+from loopfeed.engine.patterns import parse_freeze, parse_groups
 from loopfeed.engine.records.control_log import read_events
 from loopfeed.engine.records.snapshot import read_snapshot
 from loopfeed.engine.run.nonfinite import NonFiniteError
@@ -73,14 +73,6 @@ def test_a_transformation_equals_a_plain_loop_in_one_trace(start):
     np.testing.assert_allclose(result.losses, plain(start, BARE)[0], rtol=1e-6)
     assert result.losses[-1] < result.losses[0]
     assert len(model.traces) == len(usual.traces)
-
-
-def test_a_function_of_the_rate_gets_that_of_an_own_schedule(start, tmp_path):
-    parts: dict[str, Any] = {"batches": toy_batch, "optimizer": optax.adabelief, "schedule": RATE}
-    result = train(config_of(run_dir=tmp_path), model=Linear(), **parts)
-    np.testing.assert_allclose(result.losses, plain(start, optax.adabelief(RATE))[0], rtol=1e-6)
-    rates = [json.loads(line)["lr"] for line in (tmp_path / "loss.jsonl").read_text().splitlines()]
-    np.testing.assert_allclose(rates, [RATE(step) for step in range(STEPS)], rtol=1e-6, atol=1e-9)
 
 
 def test_the_live_factor_multiplies_the_updates_of_a_transformation(start, tmp_path):
@@ -188,12 +180,6 @@ def test_a_transformation_gets_the_loss_as_value(start):
         scales.append(float(state[1].scale))
     assert len(set(scales)) > 2
     np.testing.assert_allclose(result.losses, losses, rtol=1e-5, atol=1e-6)
-
-
-def test_a_transformation_that_takes_no_value_is_given_none(start):
-    own = optax.contrib.sam(optax.sgd(0.01), optax.chain(optax.contrib.normalize(), optax.sgd(0.1)))
-    result = train(config_of(), model=Linear(), batches=toy_batch, optimizer=own)
-    np.testing.assert_allclose(result.losses, plain(start, own)[0], rtol=1e-5)
 
 
 def _overflowing_at(count):
@@ -320,28 +306,6 @@ def test_clipping_bounds_the_norm_of_any_order(order):
     assert not np.any(clip.update(zeros, clip.init(zeros))[0]["a"])
     found, _ = clip_gradient(np.float32(np.inf), order, np.float32(0.1)).update(gradients, optax.EmptyState())
     np.testing.assert_array_equal(found["a"], np.clip(gradients["a"], np.float32(-0.1), np.float32(0.1)))
-
-
-def test_clipping_by_value_and_order_reaches_the_program(start):
-    values: dict[str, Any] = {"clip_value": 0.05, "clip_norm": 0.3, "clip_order": "1", "learning_rate": 0.1}
-    config = config_of(momentum=0.0, weight_decay=0.0, **values)
-    found = train(config, model=Linear(), batches=toy_batch).losses
-
-    def scale(updates, _):
-        total = sum(jnp.abs(leaf).sum() for leaf in jax.tree.leaves(updates))
-        return jax.tree.map(lambda leaf: leaf * jnp.minimum(1, 0.3 / total), updates)
-
-    np.testing.assert_allclose(
-        found, plain(start, optax.chain(optax.clip(0.05), optax.stateless(scale), optax.sgd(0.1)))[0], rtol=1e-6
-    )
-
-
-def test_patterns_are_separated_outside_of_brackets():
-    assert parse_freeze(r"a{1,2}, b[,]c\,d,(e,f)") == ("a{1,2}", r"b[,]c\,d", "(e,f)")
-    groups = parse_groups("a=b=learning_rate:10x; c[;]=weight_decay:0,learning_rate:.5")
-    assert groups == (Group("a=b", 10.0, 1.0), Group("c[;]", 0.5, 0.0))
-    assert parse_freeze(None) == ()
-    assert parse_groups(None) == ()
 
 
 @pytest.mark.parametrize(

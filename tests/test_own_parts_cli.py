@@ -18,7 +18,7 @@ from loopfeed.engine.commands.cli import main as run_train
 from loopfeed.engine.commands.eval_cli import main as run_eval
 from loopfeed.engine.commands.own_parts import load_own_parts
 from loopfeed.engine.commands.verify_cli import main as verify_run
-from loopfeed.engine.named_parts import OWN_PARTS, NamedPart, compare_named
+from loopfeed.engine.named_parts import OWN_PARTS
 from loopfeed.engine.records.digests import SEAL, sealed
 from loopfeed.engine.run.parts import OwnParts
 from tests.small_resnets import small_resnets
@@ -239,31 +239,6 @@ def test_the_working_directory_is_on_the_path_as_for_python_with_m(place):
         assert expected in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments", "message"),
-    [
-        (run_train, [*SETTINGS, "--synthetic", "--loss", "squared"], "'squared' is not one of 'cross-entropy'"),
-        (
-            run_train,
-            [*SETTINGS, "--synthetic", "--model", "yours:Model"],
-            "run-train: --model yours:Model: there is",
-        ),
-        (run_train, [*SETTINGS, "--data", "x", *OPTIONS[:4]], "--data must not be given with batches of your own"),
-        (
-            run_train,
-            [*SETTINGS, "--synthetic", "--model", "mine:Sized"],
-            "--model mine:Sized: the class Sized",
-        ),
-        (run_eval, ["--weights", "f", "--model", "mine:Model"], "--model of your own can be given only with RUN"),
-        (verify_run, ["run", "--model", "resnet8"], "--model must be package.module:function, got 'resnet8'"),
-    ],
-)
-def test_wrong_usage_exits_with_2(place, command, arguments, message):
-    code, output = call(command, *arguments)
-    assert (code, message in output.replace("\n", " ")) == (2, True), output
-    assert not (place / "run").exists()
-
-
 @pytest.mark.parametrize("name", OWN_PARTS)
 def test_a_recipe_that_names_code_is_refused_by_name(place, name):
     (place / "mine.toml").write_text(f'[settings]\nsteps = 3\n{name} = "mine:Model"\n')
@@ -312,19 +287,3 @@ def test_no_file_of_a_run_names_code_that_is_loaded(place):
             assert "Traceback" not in output
             assert "no such thing" not in output
             assert "mine" not in sys.modules
-
-
-def test_a_record_of_another_form_is_refused():
-    bad: list[Any] = [["loss"], {"los": {}}, {"loss": 3}, {"loss": {"name": "x; rm", "sha256": None}}, {"loss": {}}, 3]
-    for record in bad:
-        with pytest.raises(ValueError, match=r"named_parts of config.json cannot be read .*: restore the file"):
-            compare_named({"named_parts": record}, {"loss": NamedPart("mine:make_loss", None)})
-
-
-def test_a_part_that_was_not_named_before_is_not_compared():
-    named = {"loss": NamedPart("mine:make_loss", "0" * 64)}
-    assert compare_named({}, named) == []
-    recorded = {"named_parts": {"loss": {"name": "mine:make_loss", "sha256": "1" * 64}}}
-    (warning,) = compare_named(recorded, named)
-    assert "its sha256 was 111111111111, is now 000000000000" in warning
-    assert compare_named(recorded, {}) == compare_named(recorded, named, only=["model"]) == []

@@ -1,6 +1,5 @@
 """A user's augmentation and a model with random layers: keys by (seed, position), exact resume and replay."""
 
-import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,11 +10,6 @@ import optax
 import pytest
 
 from loopfeed import evaluate, replay_run, train
-from loopfeed.engine.images.augment import augment_images
-from loopfeed.engine.images.positions import Positions
-from loopfeed.engine.images.settings import Augmentation
-from loopfeed.engine.images.unpack import PixelScale
-from loopfeed.engine.program.model_key import takes_key
 from tests.test_own_loss import images_of
 from tests.threefry_reference import words_at
 from tests.toy import BATCH, Linear, toy_batch, toy_config
@@ -168,35 +162,3 @@ def test_a_resume_and_a_replay_need_the_augmentation_again(tmp_path):
 def test_an_unfit_augmentation_is_refused(augment, message):
     with pytest.raises(ValueError, match=message):
         train(toy_config(), model=Linear(), batches=toy_batch, augment=augment)
-
-
-def test_a_model_without_the_parameter_gets_no_key():
-    class Keyed:
-        def apply(self, params, batch_stats, images, *, train, key=None): ...
-
-    class Unkeyed:
-        def apply(self, params, batch_stats, images, train, **others): ...
-
-    assert takes_key(Keyed())
-    assert not takes_key(Unkeyed())
-    assert not takes_key(Linear())
-    keyed = Keyed()
-    keyed.apply = functools.partial(keyed.apply, train=True)  # type: ignore[method-assign]
-    assert takes_key(keyed)
-
-
-def test_the_ready_made_augmentations_come_first():
-    """An own augmentation sees the flipped images, and the draws of the flips stay the same beside it."""
-    pixels, _ = toy_batch(0)
-    scale = PixelScale(jnp.full(3, 0.5), jnp.full(3, 0.25))
-    at = Positions(jnp.zeros(BATCH, jnp.uint32), jnp.arange(BATCH, dtype=jnp.uint32))
-    seed = jnp.array([0, 5], jnp.uint32)
-    flipped, _ = augment_images(Augmentation(horizontal_flip=0.5), jnp.asarray(pixels), at, seed, scale)
-    seen = []
-
-    def record(images, keys):
-        jax.debug.callback(lambda batch: seen.append(np.asarray(batch)), images)
-        return images
-
-    train(toy_config(steps=1, seed=5, flip=0.5), model=Linear(), batches=toy_batch, augment=record)
-    np.testing.assert_allclose(seen[0], flipped, rtol=1e-6)

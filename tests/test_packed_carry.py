@@ -52,12 +52,6 @@ def test_a_group_has_no_more_vectors_than_a_kernel_can_take():
     assert [len(each) for each in packed] == [2 * MOST_TOGETHER, 2 * MOST_TOGETHER, 2]
 
 
-def test_a_tree_of_another_structure_is_refused():
-    form = PackedForm.of({"a": jnp.zeros(3)})
-    with pytest.raises(ValueError, match="a"):
-        form.pack({"b": jnp.zeros(3)})
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [

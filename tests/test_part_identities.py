@@ -3,12 +3,10 @@
 import runpy
 import sys
 import types
-from functools import partial
 
 import pytest
 
 from loopfeed.engine.run.parts import is_same_part, name_of
-from tests.toy import Linear
 
 SCRIPT = """
 import jax.numpy as jnp
@@ -90,8 +88,3 @@ def test_a_changed_source_warns_and_goes_on(tmp_path, monkeypatch):
 )
 def test_names_of_earlier_versions_are_understood(before, now, is_same):
     assert is_same_part(before, now) is is_same
-
-
-def test_a_partial_has_the_name_of_its_function_and_an_object_that_of_its_type():
-    assert name_of(partial(partial(another), 1)) == "test_part_identities.another"
-    assert name_of(Linear()) == "toy.Linear"

@@ -187,32 +187,6 @@ def test_places_that_share_a_maximum_share_its_gradient_in_bfloat16_too():
     np.testing.assert_allclose(found, wanted, rtol=0.05)
 
 
-def test_stages_halve_the_map_and_only_their_first_layer_widens(monkeypatch):
-    shapes = {}
-    apply_layer = pooled_convnet._apply_layer
-
-    def spy(layer, params, batch_stats, x, train):
-        y, new = apply_layer(layer, params, batch_stats, x, train)
-        shapes[".".join(layer.path)] = y.shape[1:]
-        return y, new
-
-    monkeypatch.setattr(pooled_convnet, "_apply_layer", spy)
-    model = build_model("convnet8", num_classes=10, image_size=32)
-    params, stats = jax.eval_shape(model.init, jax.random.key(0))
-    images = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
-    logits, _ = jax.eval_shape(partial(model.apply, train=True), params, stats, images)
-    assert shapes == {
-        "stem": (31, 31, 24),
-        "stage1.0": (15, 15, 64),
-        "stage1.1": (15, 15, 64),
-        "stage2.0": (7, 7, 128),
-        "stage2.1": (7, 7, 128),
-        "stage3.0": (3, 3, 256),
-        "stage3.1": (3, 3, 256),
-    }
-    assert (logits.shape, logits.dtype) == ((2, 10), jnp.float32)
-
-
 def test_parameters_are_counted_by_hand():
     kernels = 4 * 3 * 24 + 9 * (24 * 64 + 64 * 64 + 64 * 128 + 128 * 128 + 128 * 256 + 256 * 256)
     biases = 24 + 2 * (64 + 128 + 256)
@@ -260,22 +234,6 @@ def test_stem_filters_are_orthonormal_and_come_with_their_negatives(num_channels
     np.testing.assert_allclose(half.T @ half, np.eye(num_channels // 2), atol=1e-6)  # float32's last digits
     np.testing.assert_array_equal(kernel[..., num_channels // 2 :], -kernel[..., : num_channels // 2])
     np.testing.assert_allclose(kernel[..., 0], 12**-0.5, rtol=1e-6)  # brightness
-
-
-def test_a_stem_that_stays_is_no_parameter():
-    params, stats = jax.eval_shape(partial(pooled_convnet.init, FIXED, 5), jax.random.key(0))
-    learning, same_stats = jax.eval_shape(partial(pooled_convnet.init, NET, 5), jax.random.key(0))
-    assert set(learning["stem"].pop("conv")) == {"kernel"}
-    assert params == learning
-    assert stats == same_stats
-
-
-def test_stem_filters_see_brightness_finer_than_colour():
-    """Of 8 filters 4 see brightness; the others are flat colours and red against blue across one direction each."""
-    kernel = cosine_kernel(16)[..., :8]
-    grey = [np.ptp(kernel[..., i], axis=2).max() < 1e-6 for i in range(8)]
-    flat = [kernel[..., i].std((0, 1)).max() < 1e-6 for i in range(8)]
-    assert (sum(grey), sum(flat)) == (4, 3)
 
 
 def test_stems_that_have_no_such_filters_are_refused():

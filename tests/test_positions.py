@@ -13,7 +13,6 @@ from loopfeed.engine.images.positions import (
     draw_words,
     image_keys,
     positions,
-    to_choice,
     to_index,
     to_unit,
 )
@@ -68,15 +67,6 @@ def test_the_carry_into_the_high_word():
     assert joined(positions(jnp.int32(2), 2**31 - 1, 0, 5)) == [2**32 - 2 + row for row in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("batch", "count", "message"),
-    [(0, 1, "batch must lie in"), (2**31, 1, "batch must lie in"), (4, 5, "1 … 4 images"), (4, 0, "1 … 4 images")],
-)
-def test_impossible_batches(batch, count, message):
-    with pytest.raises(ValueError, match=message):
-        positions(jnp.int32(0), batch, 0, count)
-
-
 def test_the_reference_gives_the_published_answers():
     # Known answers of the authors' Random123 library.
     assert threefry((0, 0), (0, 0)) == (0x6B200159, 0x99BA4EFE)
@@ -123,33 +113,6 @@ def test_no_two_draws_are_equal():
     assert not {tuple(key) for key in split} & {tuple(block) for block in blocks}
 
 
-def test_options_of_jax_change_no_draw():
-    at = at_positions([3, 4])
-    usual = draw_words(image_keys(seed_words(5), at), Purpose.CROP, 4)
-    with jax.threefry_partitionable(False), jax.default_prng_impl("rbg"):
-        other = draw_words(image_keys(seed_words(5), at), Purpose.CROP, 4)
-    np.testing.assert_array_equal(usual, other)
-
-
-def test_a_longer_draw_begins_with_the_same_words():
-    keys = image_keys(seed_words(5), at_positions([3, 4]))
-    np.testing.assert_array_equal(draw_words(keys, Purpose.CROP, 11)[:, :2], draw_words(keys, Purpose.CROP, 2))
-
-
-def test_another_seed_or_step_needs_no_other_trace():
-    num_traces = 0
-
-    @jax.jit
-    def draw(step, words):
-        nonlocal num_traces
-        num_traces += 1
-        return draw_words(image_keys(words, positions(step, 4, 0, 4)), Purpose.FLIP)
-
-    for step, seed in ((0, 0), (1, 2**40), (2**31 - 1, 3)):
-        draw(jnp.int32(step), seed_words(seed))
-    assert num_traces == 1
-
-
 @given(word=st.integers(0, 2**32 - 1), count=st.one_of(st.integers(1, 2**31), st.sampled_from([1, 2**16, 2**31])))
 @settings(max_examples=150)
 def test_index_is_the_scaled_word(word, count):
@@ -159,10 +122,3 @@ def test_index_is_the_scaled_word(word, count):
 def test_units_are_exact_and_below_one():
     words = jnp.array([0, 255, 256, 2**31, 2**32 - 1], jnp.uint32)
     np.testing.assert_array_equal(to_unit(words), [0, 0, 2**-24, 0.5, 1 - 2**-24])
-
-
-def test_choices_of_never_and_always():
-    words = jnp.array([0, 2**31 - 1, 2**31, 2**32 - 1], jnp.uint32)
-    assert to_choice(words, 0.0).tolist() == [False] * 4
-    assert to_choice(words, 0.5).tolist() == [True, True, False, False]
-    assert to_choice(words, 1.0).tolist() == [True] * 4

@@ -256,22 +256,6 @@ def test_an_evaluation_writes_each_decision(place, monkeypatch, suffix):
     assert (code, "must end in .csv or .jsonl, got p.txt" in err) == (2, True)
 
 
-def test_an_evaluation_of_a_snapshot_and_of_a_run_without_weights(place, monkeypatch):
-    folder, _ = place
-    _, expected, _ = invoke(run_eval, monkeypatch, folder, "run")
-    code, out, err = invoke(run_eval, monkeypatch, folder, "run", "--snapshot", 3)
-    assert (code, out) == (0, expected)
-    assert "weights: run, resnet8 after 3 steps (a snapshot)" in err
-    shutil.copytree(folder / "run", folder / "going")
-    for name in ("model.safetensors", "result.json"):
-        (folder / "going" / name).unlink()
-    code, out, err = invoke(run_eval, monkeypatch, folder, "going")
-    assert (code, out) == (0, expected)
-    assert "resnet8 after 3 steps (a snapshot, the newest: the run has written no weights yet)" in err
-    code, _, err = invoke(run_eval, monkeypatch, folder, "run", "--snapshot", 2)
-    assert (code, "there is no snapshot" in err) == (2, True)
-
-
 def test_weights_without_a_record_are_said_to_be_guessed(place, tmp_path):
     from safetensors.numpy import save_file
 

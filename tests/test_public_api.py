@@ -5,7 +5,6 @@ import importlib
 import re
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -40,18 +39,6 @@ def test_a_type_checker_finds_what_is_loaded() -> None:
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(AttributeError, match=f"module 'loopfeed' has no attribute 'nothing'; it has {PUBLIC[0]}"):
         loopfeed.nothing  # noqa: B018 - the access is the test
-
-
-@pytest.mark.parametrize(
-    "program",
-    ["from loopfeed import {0}", "import loopfeed; loopfeed.{0}", "import loopfeed; getattr(loopfeed, '{0}')"],
-    ids=["import", "attribute", "getattr"],
-)
-def test_python_suggests_the_public_name_for_a_misspelt_one(program: str) -> None:
-    with pytest.raises((AttributeError, ImportError)) as caught:
-        exec(program.format("trian"))
-    *_, last = traceback.format_exception(caught.value)
-    assert last.rstrip().endswith(". Did you mean: 'train'?")
 
 
 def loaded_by(program: str) -> set[str]:

@@ -57,11 +57,6 @@ def test_cifar_networks_have_6n_and_2_layers(depth):
     assert convs + 2 == depth
 
 
-def test_auto_uses_the_size_of_the_images():
-    assert build_model("auto", num_classes=10, image_size=127).name == "resnet8"
-    assert build_model("auto", num_classes=10, image_size=128).name == "resnet50"
-
-
 def test_wrong_requests_are_refused():
     with pytest.raises(
         ValueError,

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopfeed.engine.report_page.charts import Chart, Line, rounded, spread, value_axis
+from loopfeed.engine.report_page.charts import Chart, Line, spread, value_axis
 from loopfeed.engine.report_page.page import open_templates
 from loopfeed.engine.round_numbers import round_numbers
-from tests.report_pages import parse, points
+from tests.report_pages import parse
 
 STEPS = np.arange(1.0, 6.0)
 
@@ -46,17 +46,6 @@ def test_labels_of_an_axis_differ_however_close_they_are():
     assert len(set(labels)) == len(labels)
 
 
-@given(st.lists(st.floats(-1e9, 1e9) | st.just(math.nan), min_size=1, max_size=40), st.booleans())
-def test_all_values_are_on_an_axis_of_few_values(values, from_zero):
-    axis = value_axis([np.array(values)], from_zero=from_zero)
-    finite = [value for value in values if math.isfinite(value)]
-    assert axis.low < axis.high
-    assert all(axis.low <= value <= axis.high for value in finite)
-    places = axis.place(np.array(finite))
-    assert np.all((places >= 0) & (places <= 1))
-    assert axis.num_cut == 0
-
-
 def test_a_few_high_values_are_cut_and_counted():
     values = np.append(np.linspace(1, 2, 400), [500.0, 600.0])
     axis = value_axis([values], from_zero=False)
@@ -66,30 +55,10 @@ def test_a_few_high_values_are_cut_and_counted():
     assert "2 values above 2.5 are drawn at the upper edge." in text
 
 
-def test_an_axis_of_accuracies_ends_at_a_hundred():
-    assert value_axis([np.array([60.0, 99.9])], from_zero=False, most=100.0).high == 100.0
-
-
-def test_steps_have_only_whole_ticks():
-    for last, ticks in ((1, [0, 1]), (400, [0, 100, 200, 300, 400])):
-        assert Chart("Loss", [line(1, x=np.array([float(last)]))]).steps.ticks == ticks
-
-
 def test_gaps_interrupt_a_line_and_a_lone_point_is_drawn():
     page = parse(draw(Chart("Loss", [line(1, 2, math.nan, 3, math.nan)], from_zero=False)))
     (path,) = [str(each.attributes["d"]) for each in page.all("path", class_="l l0")]
     assert re.sub(r"-?\d+ -?\d+", "P", path) == "MPLPMPh1"
-
-
-def test_the_script_gets_every_point_and_the_page_shows_the_last():
-    page = parse(draw(Chart("Loss", [line(1, 2, 3.14159265, 4, math.nan, name="a"), line(5, 6, 7, 8, 9, name="b")])))
-    data = points(page, "Loss")
-    assert data["lines"][0] == {"x": [1, 2, 3, 4, 5], "y": [1, 2, 3.1416, 4, None]}
-    assert [each.text for each in page.all("output")] == ["5", "4", "9"]
-
-
-def test_values_have_five_digits():
-    assert [rounded(value) for value in (123456.0, 0.1 + 0.2, math.nan, math.inf)] == [123460, 0.3, None, None]
 
 
 @given(st.lists(st.floats(0, 1), max_size=13))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from loopfeed.engine.report_page.absent import Absent
-from loopfeed.engine.report_page.curves import Curves, read_curves, smooth
+from loopfeed.engine.report_page.curves import Curves, read_curves
 
 
 def write_log(run, losses, *, first=1, **columns):
@@ -25,18 +25,6 @@ def curves_of(run, most_points=1000) -> Curves:
     found = read_curves(run, most_points)
     assert isinstance(found, Curves)
     return found
-
-
-def test_every_step_is_a_point_if_there_is_room(tmp_path):
-    losses = [3.0, 2.5, None, 2.0]
-    write_log(tmp_path, losses, metrics=[{"error": 0.5}, {"error": 0.25}, {}, {"error": None}])
-    curves = curves_of(tmp_path)
-    assert curves.bin_steps == 1
-    assert curves.step.tolist() == [1, 2, 3, 4]
-    np.testing.assert_equal(curves.loss, [3.0, 2.5, np.nan, 2.0])
-    np.testing.assert_equal(curves.metrics["error"], [0.5, 0.25, np.nan, np.nan])
-    np.testing.assert_allclose(curves.images_per_s, [10, 20, 30, 40], rtol=1e-12)  # through seconds per image
-    assert (curves.num_nonfinite, curves.first_nonfinite, curves.wall_s) == (1, 3, 3.0)
 
 
 def test_bins_are_those_of_a_plain_loop(tmp_path):
@@ -87,20 +75,3 @@ def test_a_log_without_losses_or_that_is_a_folder_says_why(tmp_path):
     assert missing == Absent("loss.jsonl has no losses yet")
     assert isinstance(folder, Absent)
     assert "loss.jsonl cannot be read" in folder.reason
-
-
-def test_smoothing_is_the_weighted_mean_of_what_came_before():
-    steps, values = np.array([1.0, 2, 5, 6, 9]), np.array([4.0, 2, np.nan, 3, 7])
-    found = smooth(steps, values, 3.0)
-    for index, (step, value) in enumerate(zip(steps, values, strict=True)):
-        if math.isnan(value):
-            assert math.isnan(found[index])
-            continue
-        # Each value holds from the value before up to its own step.
-        total = weight = 0.0
-        before = 0.0
-        for at, each in zip(steps[: index + 1], values[: index + 1], strict=True):
-            if not math.isnan(each):
-                share = math.exp(-(step - at) / 3) - math.exp(-(step - before) / 3)
-                total, weight, before = total + share * each, weight + share, at
-        assert found[index] == pytest.approx(total / weight, rel=1e-12)

@@ -31,10 +31,10 @@ from loopfeed.engine.runtime.record import (
     Verdict,
 )
 from loopfeed.engine.runtime.runtime_file import encode_runtime
-from tests.fake_source import fake_source, pack
+from tests.fake_source import fake_source
 from tests.labelled_photographs import draw_photographs, pack_labelled, write_labels
 from tests.report_pages import parse, points, rows_of, section, table
-from tests.report_runs import CLASSES, HOSTILE, NUM_EVALUATED, RUN, make_runs
+from tests.report_runs import CLASSES, HOSTILE, NUM_EVALUATED, make_runs
 from tests.toy import Linear
 
 SECTIONS = [
@@ -174,12 +174,6 @@ def test_confusions_classes_and_mistakes_are_those_of_an_evaluation(page, run):
         np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(content))), source.images[index])
 
 
-def test_what_was_evaluated_is_said(page, place):
-    rows = rows_of(section(page, "weights"), "Evaluated for this page")
-    assert rows["weights"] == f"{place / RUN}, linear after 12 steps"
-    assert rows["images"] == f"{place / 'data'}/val, 11 images"
-
-
 def test_settings_have_their_origin_and_what_they_resolved_to(page):
     chosen = table(section(page, "settings"), "Settings that are not left at their defaults")
     assert ["steps", "12", "caller"] in chosen
@@ -188,25 +182,6 @@ def test_settings_have_their_origin_and_what_they_resolved_to(page):
     assert every["momentum"] == ["0.9", "default"]
     assert every["model"] == ["auto → linear", "default"]
     assert every["num_classes"] == ["default → 3", "default"]
-
-
-def test_the_card_of_the_data_set(page):
-    train_card = rows_of(section(page, "data"), "train, for training")
-    assert train_card["images"] == "19"
-    assert train_card["could not be packed"] == "1"
-    assert train_card["content"] == "what the run recorded"
-    assert train_card["size"].startswith("4 × 4 px, made by ")
-    ((path, reason),) = table(section(page, "data"), "Images of train that could not be packed")[1:]
-    assert path == "n2/4.png"
-    assert reason
-    assert rows_of(section(page, "data"), "val, for evaluation")["images"] == "11"
-
-
-def test_the_environment(page, run):
-    rows = rows_of(section(page, "environment"), "Software and devices")
-    recorded = json.loads((run / "config.json").read_text())
-    assert {name: rows[name] for name in recorded["versions"]} == recorded["versions"]
-    assert rows["devices"] == "one device (cpu)"
 
 
 def test_several_runs_are_side_by_side(place, run, tmp_path):
@@ -248,15 +223,6 @@ def test_the_runtime_gives_goodput_verdict_and_launches(copy, tmp_path):
     assert row == ["1", "2027-01-15 08:00:00 UTC", "1 min 30 s", "0 → 12", "done", "1 × <cpu>"]
 
 
-def test_a_run_without_runtime_shows_what_its_end_says(copy, tmp_path):
-    (copy / "runtime.json").unlink(missing_ok=True)
-    page = report_of(copy, tmp_path)
-    assert [row.children[0].text for row in section(page, "goodput").one("tbody").all("tr")] == [
-        "compilation", "waiting", "all else",
-    ]  # fmt: skip
-    assert "at times that are not known" in absent_in(page, "environment")
-
-
 def test_the_profile_has_its_rows_and_bars(copy, tmp_path):
     (copy / "profile.csv").write_text(PROFILE)
     found = section(report_of(copy, tmp_path), "profile")
@@ -283,21 +249,6 @@ def test_the_profile_has_its_rows_and_bars(copy, tmp_path):
 def test_a_damaged_profile_says_so(copy, tmp_path, content, why):
     (copy / "profile.csv").write_text(content)
     assert why in absent_in(report_of(copy, tmp_path), "profile")
-
-
-def test_events_are_listed(chained_run, tmp_path):
-    found = section(report_of(chained_run, tmp_path), "environment")
-    ((step, request, _),) = table(found, "Requests that took effect")[1:]
-    assert int(step) > 1
-    assert request == "learning-rate factor 0.5"
-
-
-def test_earlier_launches_say_what_differed(chained_run, tmp_path):
-    page = report_of(chained_run, tmp_path)
-    ((until, what),) = table(section(page, "settings"), "Earlier launches of A")[1:]
-    assert until == "up to step 4"
-    assert "steps 4" in what
-    assert "learning_rate 0.1" in what
 
 
 MISSING = {
@@ -350,12 +301,6 @@ def test_the_state_of_a_run_is_said(copy, tmp_path):
     assert "killed" in found.one("dl").text
 
 
-def test_nonfinite_losses_are_counted(copy, tmp_path):
-    with (copy / "loss.jsonl").open("a") as file:
-        file.write('{"step": 13, "loss": null, "lr": 0.1}\n')
-    assert "1 loss of copy is NaN or infinite, first at step 13." in section(report_of(copy, tmp_path), "loss").text
-
-
 def test_a_long_run_is_divided_into_bins_and_the_page_stays_small(copy, tmp_path):
     lines = [json.dumps({"step": step, "loss": 1 + 1 / step, "lr": 0.1}) for step in range(1, 20_001)]
     (copy / "loss.jsonl").write_text("\n".join(lines) + "\n")
@@ -381,11 +326,6 @@ def test_of_very_many_evaluations_some_are_shown_with_the_best_and_the_last(copy
     assert {1, 1234, 5000} <= set(top1["x"])
     assert "90.00 % (step 1,234)" in section(page, "results").text
     assert "One in 5 evaluations is shown, beside the best and the last." in section(page, "evaluations").text
-
-
-def test_another_split_can_be_evaluated(run, tmp_path):
-    page = report_of(run, tmp_path, evaluate=True, model=Linear(), split="train")
-    assert rows_of(section(page, "weights"), "Evaluated for this page")["images"].endswith("data/train, 19 images")
 
 
 def test_many_classes_have_the_most_confused_pairs_instead_of_a_matrix():
@@ -432,25 +372,11 @@ def test_weights_that_cannot_be_evaluated_say_why(place, run, copy, tmp_path):
     assert "the weights were not evaluated: division by zero" in absent_in(exploded, "weights")
 
 
-def test_a_run_on_batches_of_its_own_says_what_it_lacks(chained_run, tmp_path):
-    page = report_of(chained_run, tmp_path, evaluate=True, model=Linear())
-    assert "the images to evaluate on must be given with --data" in absent_in(page, "weights")
-    assert "batches from a function of yours" in absent_in(page, "data")
-
-
 def test_a_run_folder_of_an_old_release_has_a_page(tmp_path):
     with zipfile.ZipFile(Path(__file__).parent / "recorded/run_3218942.zip") as recorded:
         recorded.extractall(tmp_path)
     page = report_of(tmp_path / "run", tmp_path)
     assert points(section(page, "loss"), "Loss of the training")["lines"]
-
-
-def test_a_changed_data_set_is_said(place, run, tmp_path):
-    pack(fake_source(20, classes=CLASSES, seed=5), tmp_path / "data")
-    pack(fake_source(5, seed=1, name="val", classes=CLASSES), tmp_path / "data")
-    page = report_of(run, tmp_path, evaluate=True, model=Linear(), data=tmp_path / "data")
-    assert rows_of(section(page, "data"), "train, for training")["content"].startswith("not what the run recorded")
-    assert "warning: " in section(page, "weights").text
 
 
 def test_a_file_is_not_replaced_unless_asked(run, tmp_path):
@@ -471,13 +397,6 @@ def test_a_file_is_not_replaced_unless_asked(run, tmp_path):
 def test_the_number_of_runs_has_a_limit(runs, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         report_run(runs, tmp_path / "report.html")
-
-
-def test_a_folder_that_is_no_run_is_refused(place, tmp_path):
-    for wrong, why in ((place, "contains 2 run folders; the latest is .*other"), (tmp_path / "no", "does not exist")):
-        with pytest.raises(ValueError, match=f"RUN must be a run folder, but .* {why}"):
-            report_run(wrong, tmp_path / "report.html")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_names_the_file_and_refuses_in_one_line(run, tmp_path, monkeypatch):

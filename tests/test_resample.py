@@ -75,32 +75,3 @@ def test_every_sum_is_exact():
     levels = np.minimum((np.einsum("bjw,bhwc->bhjc", across, images.astype(np.int64)) + 2**15) >> 16, 255)
     levels = np.minimum((np.einsum("bih,bhjc->bijc", down, levels) + 2**15) >> 16, 255)
     np.testing.assert_array_equal(resized(pack_rgb(images), boxes, (24, 24)), pack_rgb(levels.astype(np.uint8)))
-
-
-def test_the_whole_image_at_its_own_size_is_unchanged():
-    packed = pack_rgb(photograph(0))[None]
-    np.testing.assert_array_equal(resized(packed, boxes_of([(0, 0, 40, 56)]), (40, 56)), packed)
-
-
-@pytest.mark.parametrize("level", [0, 1, 128, 254, 255])
-def test_one_colour_stays_that_colour(level):
-    packed = np.broadcast_to(pack_rgb(np.full((1, 1, 3), level, np.uint8)), (6, 40, 56))
-    assert set(np.asarray(resized(packed, boxes_of(BOXES), (17, 3))).ravel().tolist()) == {level * 0x01010100}
-
-
-def test_nothing_outside_the_box_takes_part():
-    inside, other = photograph(0), photograph(1)
-    other[3:23, 7:27] = inside[3:23, 7:27]
-    boxes = boxes_of([(3, 7, 20, 20)])
-    for shape in ((32, 32), (8, 8)):
-        np.testing.assert_array_equal(
-            resized(pack_rgb(inside)[None], boxes, shape), resized(pack_rgb(other)[None], boxes, shape)
-        )
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3, 8, 64])
-def test_neighbours_and_batch_size_change_nothing(batch):
-    images = np.stack([pack_rgb(photograph(seed % 7)) for seed in range(batch)])
-    places = [BOXES[(seed + 1) % len(BOXES)] for seed in range(batch)]
-    alone = resized(images[-1:], boxes_of(places[-1:]), (32, 32))
-    np.testing.assert_array_equal(resized(images, boxes_of(places), (32, 32))[-1:], alone)

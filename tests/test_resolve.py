@@ -14,7 +14,7 @@ from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.run.resolve import check_arguments, resolve, warn_of_settings
 from loopfeed.preprocess.shards.location import Location
 from tests.fake_source import CLASSES, FakeSource, fake_source, leave_unfinished_split, pack
-from tests.toy import Linear, toy_batch, toy_config
+from tests.toy import toy_batch, toy_config
 
 
 def resolved(config, *, notify=lambda _: None, is_new=False, **own):
@@ -97,13 +97,6 @@ def test_a_store_is_listed_once_to_find_the_split_to_evaluate_on(tmp_path, monke
     assert listed == [""]
 
 
-def test_an_unfinished_split_that_is_not_chosen_is_ignored(tmp_path):
-    pack(fake_source(9, size=8), tmp_path)
-    pack(fake_source(9, size=8, name="val"), tmp_path)
-    leave_unfinished_split(tmp_path / "test")
-    assert told_at_the_beginning(TrainConfig(data=tmp_path, batch=4, eval_every_steps=5)) == []
-
-
 @pytest.mark.parametrize(
     ("values", "warning"),
     [
@@ -129,39 +122,6 @@ def test_implausible_settings_cause_warnings(tmp_path, values, warning):
     told = told_at_the_beginning(TrainConfig(**({"data": tmp_path, "batch": 4, "steps": 10} | values)))
     assert len(told) == (warning is not None)
     assert warning is None or told[0].startswith(f"warning: {warning}")
-
-
-def test_evaluation_data_of_the_user_are_used():
-    config = toy_config(steps=10, eval_every_steps=5)
-    assert told_at_the_beginning(config, batches=toy_batch, evaluation=toy_batch(0)) == []
-    assert len(told_at_the_beginning(config, batches=toy_batch)) == 1
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({}, ("resnet50", 1000, 224)),
-        ({"image_size": 127}, ("resnet8", 1000, 127)),
-        ({"image_size": 128}, ("resnet50", 1000, 128)),
-        ({"image_size": 64, "model": "resnet18", "num_classes": 7}, ("resnet18", 7, 64)),
-    ],
-)
-def test_synthetic_batches_follow_the_settings(values, expected):
-    found = resolved(TrainConfig(synthetic=True, batch=2, **values))
-    assert (found.model_name, found.data.num_classes, found.data.source.height) == expected
-    assert found.data.manifest_digest is None
-
-
-def test_own_model_and_batches_are_used_unchanged():
-    model = Linear()
-    found = resolved(toy_config(), model=model, batches=toy_batch)
-    assert found.model is model
-    assert found.data.description == "batches of your own"
-
-
-def test_more_classes_than_the_data_has_are_allowed(tmp_path):
-    pack(fake_source(9, size=8), tmp_path)
-    assert resolved(TrainConfig(data=tmp_path, batch=4, num_classes=1000)).data.num_classes == 1000
 
 
 @pytest.mark.parametrize(

@@ -90,19 +90,6 @@ def test_where_threads_cannot_be_started_the_others_copy_all(monkeypatch, num_st
     np.testing.assert_array_equal(pixels, source)
 
 
-def test_closed_it_copies_by_itself(monkeypatch):
-    monkeypatch.setattr(row_copies, "_LEAST_PART_BYTES", 64)
-    source = np.random.default_rng(0).integers(1 << 32, size=(9, 4, 4), dtype=np.uint32)
-    for num_copies_before in (0, 1):
-        copies = RowCopies(3)
-        for _ in range(num_copies_before):
-            copies.copy(source, np.zeros_like(source))
-        copies.close()
-        pixels = np.zeros_like(source)
-        copies.copy(source, pixels)
-        np.testing.assert_array_equal(pixels, source)
-
-
 def test_many_callers_get_their_own_and_the_threads_end(monkeypatch):
     monkeypatch.setattr(row_copies, "_LEAST_PART_BYTES", 64)
     before = threading.active_count()

@@ -46,13 +46,6 @@ def changed(text: bytes, place) -> bytes:
     return json.dumps(values, indent=2).encode()
 
 
-def test_an_unchanged_run_has_no_faults(chained_run):
-    checked = check_files(chained_run)
-    assert (checked.faults, checked.unchecked) == ((), ())
-    assert checked.num_checked == 9  # config, result, weights, three logs, three snapshots
-    assert refusal(chained_run) == ""
-
-
 def test_every_change_of_the_settings_is_refused(copied_run):
     path = copied_run / "config.json"
     text = path.read_bytes()
@@ -224,9 +217,3 @@ def test_a_replay_reports_what_it_checks_and_reads_the_snapshots_at_its_ends_onc
     assert set(read) == {2, 4, 6}
     assert re.fullmatch(rf"checking the files of {chained_run} and 1 further snapshot \(0\.\d MB\)", told[0])
     assert told[1] == "files: 9 match their digests (a snapshot counts as one file)"
-
-
-def test_a_replay_takes_its_program_from_no_cache(chained_run, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert replay_run(chained_run, model=Linear(), batches=toy_batch, evaluation=EVALUATED).is_same
-    assert not list(tmp_path.rglob("*-cache"))

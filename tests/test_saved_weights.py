@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from loopfeed import evaluate, read_weights, train
 from loopfeed.engine.evaluation.export import export_weights
 from loopfeed.engine.records.recorded_run import read_recorded
-from loopfeed.engine.records.weights import check_names, name_tensors, with_digest
+from loopfeed.engine.records.weights import name_tensors, with_digest
 from loopfeed.engine.run.resolve import recorded_own_parts
 from tests.test_initial_weights import drawn
 from tests.toy import Linear, toy_batch, toy_config
@@ -23,17 +23,6 @@ def test_the_weights_of_an_own_model_come_back_bit_for_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, saved[:2], (result.params, result.batch_stats))
     assert saved.metadata["model"] == "linear"
     assert {"image_size", "mean", "std"} <= saved.metadata.keys()
-
-
-def test_deeper_trees_keep_names_and_dtypes(tmp_path):
-    params = {"blocks": [{"w": jnp.ones((2, 3), jnp.bfloat16)}, {"w": jnp.zeros(())}], "b": jnp.arange(2)}
-    save_file(name_tensors(None, params, {}), tmp_path / "w.safetensors")
-    saved = read_weights(tmp_path / "w.safetensors")
-    assert saved.params["blocks"].keys() == {"0", "1"}
-    assert saved.params["blocks"]["0"]["w"].dtype == jnp.bfloat16
-    assert saved.params["blocks"]["1"]["w"].shape == ()
-    np.testing.assert_array_equal(saved.params["b"], [0, 1])
-    assert saved.batch_stats == {}
 
 
 class Bare:
@@ -78,14 +67,6 @@ def test_names_that_would_be_merged_are_refused_when_a_run_starts(params, named)
     init, model.init = model.init, lambda key: ({**init(key)[0], **params}, init(key)[1])  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=named):
         train(toy_config(steps=1), model=model, batches=toy_batch)
-
-
-def test_keys_with_dots_of_their_own_are_names(tmp_path):
-    params = {"layer.weight": jnp.ones(2), "layer.bias": jnp.zeros(3), "blocks": [jnp.ones(1)]}
-    check_names(params, {})
-    save_file(name_tensors(None, params, {}), tmp_path / "w.safetensors")
-    saved = read_weights(tmp_path / "w.safetensors").params
-    np.testing.assert_array_equal(saved["layer"]["bias"], params["layer.bias"])
 
 
 @pytest.mark.parametrize("name", ["resnet8", "linear"])

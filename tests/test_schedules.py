@@ -2,7 +2,7 @@
 
 import math
 from itertools import pairwise
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -218,46 +218,6 @@ def test_one_cycle_peaks_on_a_step_and_moves_the_momentum_the_other_way(compiled
         np.testing.assert_allclose(momentum[side], mirrored, atol=1e-6)
 
 
-def test_each_cycle_of_restarts_is_longer_by_its_growth(compiled):
-    values = schedule_values(PEAK, 70, restart_cycles=3, restart_growth=2.0, final_fraction=0.1)
-    found = rates(compiled, "cosine-restarts", range(71), values)
-    lengths = [10, 20, 40]
-    cycles = [optax.cosine_decay_schedule(PEAK, length, 0.1) for length in lengths]
-    expected = optax.join_schedules(cycles, [10, 30])
-    reference = np.array([float(expected(step)) for step in range(71)])
-    np.testing.assert_allclose(found, reference, rtol=ROUNDING, atol=ROUNDING * PEAK)
-
-
-@pytest.mark.parametrize("power", [0.5, 1.0, 3.0])
-def test_a_polynomial_has_any_power(compiled, power):
-    found = rates(compiled, "polynomial", range(21), schedule_values(PEAK, 20, power=power))
-    expected = optax.polynomial_schedule(PEAK, 0.0, power, 20)
-    reference = np.array([float(expected(step)) for step in range(21)])
-    np.testing.assert_allclose(found, reference, rtol=1e-5, atol=ROUNDING * PEAK)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_other_numbers_cause_no_retrace(name):
-    num_traces = 0
-
-    @jax.jit
-    def rate(step, values):
-        nonlocal num_traces
-        num_traces += 1
-        return learning_rate_at(name, step, values)
-
-    for number, values in enumerate(
-        [
-            schedule_values(0.1, 10),
-            schedule_values(3.0, 0, warmup_steps=5, warmup_start=1.0),
-            schedule_values(0.0, 1000, milestones=[1, 2, 3, 4], drop_factor=1.0, final_fraction=0.5),
-            schedule_values(1.0, 9, rise_fraction=1.0, start_divisor=2.0, final_divisor=3.0, momentum_low=0.0),
-        ]
-    ):
-        assert np.isfinite(rate(np.int32(number), values))
-    assert num_traces == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -273,9 +233,3 @@ def test_other_numbers_cause_no_retrace(name):
 def test_numbers_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         schedule_values(**({"peak": 0.1, "total_steps": 10} | arguments))
-
-
-def test_an_unknown_schedule_is_refused():
-    unknown: Any = "no"
-    with pytest.raises(ValueError, match=r"schedule must be one of constant, step, cosine, .*, got 'no'"):
-        learning_rate_at(unknown, jnp.int32(0), schedule_values(0.1, 10))

@@ -103,18 +103,6 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @pytest.mark.parametrize(
-    "script",
-    ["demo", "test", "lint", "docs", "kill-and-resume", "compare-releases", "bench", "gpu-check", "torture", "mutants"],
-)
-def test_help_creates_nothing(machine: Machine, script: str) -> None:
-    before = sorted(machine.clone.rglob("*"))
-    done = machine.run(f"{shlex.quote(str(machine.clone))}/scripts/{script} --help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: scripts/{script}")
-    assert sorted(machine.clone.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
     "script", ["demo", "test", "lint", "docs", "kill-and-resume", "compare-releases", "bench", "torture"]
 )
 def test_without_a_python_one_line_names_the_remedy(machine: Machine, script: str) -> None:
@@ -153,13 +141,6 @@ def test_the_tested_python_first_and_path_before_pyenv(machine: Machine) -> None
     assert machine.sourced("find_python --lowest", PYENV_ROOT=root).stdout == "pyenv\n"
 
 
-def test_the_python_that_goes_first_is_the_one_that_the_project_names() -> None:
-    version = (ROOT / ".python-version").read_text(encoding="utf-8").strip()
-    script = (ROOT / "scripts/venv.sh").read_text(encoding="utf-8")
-    for name in ("minors", "lowest_minors"):
-        assert f"{name}='{version.removeprefix('3.')} " in script, name
-
-
 def test_uvs_python_is_the_last_resort(machine: Machine) -> None:
     python = machine.fake(machine.home / "uv python/bin/python3.13", "echo from uv")
     machine.fake(
@@ -174,16 +155,6 @@ def test_lowest_refuses_a_python_the_old_wheels_do_not_know(machine: Machine) ->
     done = machine.sourced("find_python --lowest")
     assert done.returncode == 2
     assert "no Python 3.12 or 3.13 found" in done.stderr
-
-
-def test_a_python_without_ensurepip_names_debians_package(machine: Machine) -> None:
-    machine.fake_split(machine.bin / "python3")
-    done = machine.sourced("find_python")
-    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert done.returncode == 2
-    assert (
-        done.stderr == f"me: {sys.executable} has no ensurepip; on Debian or Ubuntu: apt install python{minor}-venv\n"
-    )
 
 
 def test_a_named_python_is_the_only_one_tried(machine: Machine) -> None:
@@ -214,13 +185,6 @@ def test_installs_once_and_again_when_pyproject_changes(machine: Machine) -> Non
         file.write("# changed\n")
     assert ensure(machine).returncode == 0
     assert [line.split()[0] for line in machine.installs()] == ["venv", "pip", "pip"]
-
-
-def test_the_core_alone_does_not_stand_in_for_the_dev_extra(machine: Machine) -> None:
-    machine.fake_installer(machine.bin / "python3.12")
-    for arguments in ("''", "kernels", "''", "dev", "dev", "kernels", "''"):
-        assert ensure(machine, arguments).returncode == 0
-    assert [line.rpartition("[")[2] for line in machine.installs()][2:] == ["kernels]", "dev]"]
 
 
 def test_constraints_are_part_of_what_was_installed(machine: Machine) -> None:
@@ -265,12 +229,6 @@ def test_a_broken_environment_is_created_again(machine: Machine, fault: str) -> 
     assert done.returncode == 0, done.stderr
     assert "creating .venv with" in done.stderr
     assert [line.split()[0] for line in machine.installs()] == ["venv", "pip"] * 2
-
-
-def test_a_manually_created_environment_is_kept(machine: Machine) -> None:
-    machine.fake_installer(machine.clone / ".venv/bin/python")
-    assert ensure(machine).returncode == 0
-    assert [line.split()[0] for line in machine.installs()] == ["pip"]
 
 
 def test_hooks_and_ci_run_the_same_commands() -> None:

@@ -121,20 +121,3 @@ def test_second_derivatives_of_the_approximate_gelu_are_nearer_to_float32_than_x
             (found,) = jax.jit(partial(penalty_gradient, quick_gelu)).lower(x).compile(EVERY_ROUNDING)(x)
             errors[kernels] = np.abs(np.asarray(found, np.float32) - exact).max() / np.abs(exact).max()
     assert 0 < errors[ONEDNN] <= errors[XLA] < 2**-6
-
-
-def test_a_hessian_is_multiplied_by_a_vector_in_forward_mode():
-    """Attention keeps no layer in its forward pass whose derivative exists in reverse mode only."""
-    qkv, vector = normal(0, TOKENS), normal(1, TOKENS)
-
-    def product(qkv, vector):
-        return jax.jvp(jax.grad(lambda qkv: (attention(qkv) ** 2).sum()), (qkv,), (vector,))[1]
-
-    found = {}
-    for kernels in (XLA, ONEDNN):
-        with using_kernels(kernels):
-            lowered = jax.jit(product).lower(qkv, vector)
-            assert (TARGET in lowered.as_text()) == (kernels == ONEDNN)
-            found[kernels] = np.asarray(lowered.compile()(qkv, vector))
-    # Sums of float32 in another order.
-    np.testing.assert_allclose(found[ONEDNN], found[XLA], rtol=0, atol=1e-5 * np.abs(found[XLA]).max())

@@ -17,7 +17,6 @@ from PIL import Image
 
 import loopfeed
 from loopfeed.engine.commands import cli
-from loopfeed.engine.images.mixing import WHOLE
 from loopfeed.engine.run.captions import captions_of
 from loopfeed.preprocess.shards.classes import ImageClass
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
@@ -91,18 +90,6 @@ def test_mixed_pictures_are_what_their_captions_say():
 # --- captions
 
 
-def test_captions_of_class_numbers():
-    labels = np.array([0, 2, 7, -1], np.int32)
-    assert captions_of(labels, None, NAMES, None) == ["cat", "owl", "class 7", "class -1"]
-    share = np.array([WHOLE // 4, WHOLE // 4, WHOLE, WHOLE], np.int32)
-    assert captions_of(labels, share, NAMES, None) == [
-        "0.25 cat\n0.75 owl",
-        "0.25 owl\n0.75 cat",
-        "class 7",
-        "class -1",
-    ]
-
-
 @pytest.mark.parametrize(
     ("labels", "targets", "captions"),
     [
@@ -158,21 +145,6 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_is_read(tmp_pa
     assert not batches.calls
 
 
-class Broken:
-    """A batch source that fails."""
-
-    batch, height, width, thread_safe = BATCH, SIZE, SIZE, False
-
-    def fill(self, batch_index, pixels, labels, *, timeout_s):
-        raise ConnectionResetError("the camera went away")
-
-
-def test_the_error_of_the_source_is_raised_and_no_file_is_written(tmp_path):
-    with pytest.raises(ConnectionResetError, match="the camera went away"):
-        loopfeed.show_batch(toy_config(), tmp_path / "a.png", model=Linear(), batches=Broken())
-    assert not list(tmp_path.iterdir())
-
-
 # --- the command
 
 
@@ -197,18 +169,6 @@ def test_the_command_writes_the_pictures_and_trains_nothing(invoke, tmp_path):
     assert code == 0, output
     assert output.endswith("wrote batch.png: 4 images of 8 × 8 px of step 1\n")
     assert [path.name for path in tmp_path.iterdir()] == ["batch.png"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--dry-run"], "--dry-run and --show-batch both replace the training"),
-        (["--requeue"], "--requeue continues a training, and --show-batch does not train"),
-    ],
-)
-def test_options_that_exclude_each_other(invoke, options, message):
-    code, output = invoke("--synthetic", "--show-batch", "batch.png", *options)
-    assert (code, message in output) == (2, True), output
 
 
 _SHOWN_ON = """

@@ -88,22 +88,6 @@ def test_a_signal_that_is_sent_twice_is_one_request(monkeypatch):
             raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_before_the_launch_nothing_would_be_lost(number):
-    board = ControlBoard()
-    told: list[str] = []
-    with StopSignals(board, told.append), pytest.raises(KeyboardInterrupt):
-        raise_signal(number)
-    # Python discards an exception raised inside a collector's callback: the run then stops at its first step.
-    assert board.stop_reason == signal.Signals(number).name
-    assert told == []
-
-
-def test_handlers_are_restored_after_an_error():
-    with pytest.raises(LookupError), StopSignals(ControlBoard(), print):
-        raise LookupError
-
-
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
 def test_handlers_that_are_no_functions_are_restored(handler):
     before = signal.signal(signal.SIGTERM, handler)
@@ -149,17 +133,6 @@ def test_no_handlers_are_installed_off_the_main_thread():
 
     call_on_worker(work)
     assert inside == before
-
-
-def test_a_worker_returns_its_result_and_leaves_no_thread():
-    before = threading.enumerate()
-    assert call_on_worker(lambda *given: (given, threading.current_thread().name), 1, "two") == (
-        (1, "two"),
-        "worker",
-    )
-    assert call_on_worker(max, 3, 5) == 5
-    assert call_on_worker(lambda: None) is None
-    assert not [thread for thread in threading.enumerate() if thread.name == "worker" and thread not in before]
 
 
 @pytest.mark.parametrize("kind", [LookupError, SystemExit, KeyboardInterrupt])

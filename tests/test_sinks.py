@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TextIO, cast
 
 import numpy as np
 import pytest
@@ -56,12 +54,6 @@ def test_golden_line():
     )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_nan_and_infinity_are_null(value):
-    line = record(loss=value, images_per_s=value).to_json()
-    assert line == ('{"step": 1, "loss": null, "lr": 0.1, "images_per_s": null, "wait_ms": 0.5, "time": 1700000000.0}')
-
-
 @given(loss=FLOAT32, lr=FLOAT32, step=st.integers(1, 2**31))
 def test_a_line_gives_back_the_float32_it_was_made_of(loss, lr, step):
     def no_constant(name):
@@ -97,13 +89,6 @@ def test_a_line_is_on_disk_before_the_next_is_taken(tmp_path):
     sink.close()
 
 
-def test_lines_that_are_there_stay(tmp_path):
-    path = tmp_path / "loss.jsonl"
-    write_all(path, record(1))
-    write_all(path, record(2), record(3))
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-
-
 @pytest.mark.parametrize("kept", [0, 1, 3000])
 def test_a_line_that_a_crash_cut_short_is_removed(tmp_path, kept):
     path = tmp_path / "loss.jsonl"
@@ -123,38 +108,12 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
     assert path.read_bytes() == b"x" * 1_100_000
 
 
-def test_closing_twice_closes_no_file_of_another(tmp_path):
-    sink = folder_sink(tmp_path / "loss.jsonl")
-    sink.close()
-    sink.open()
-    sink.close()
-    other = os.open(tmp_path, os.O_RDONLY)
-    sink.close()
-    assert os.path.samestat(os.fstat(other), tmp_path.stat())
-    os.close(other)
-
-
 def test_a_pipe_or_a_device_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/null")
     for name, fault in (("pipe", "a pipe, not a file"), ("device", "a link, through which nothing is written")):
         with pytest.raises(OSError, match=f"it is {fault}: '.*/{name}'"):
             folder_sink(tmp_path / name).open()
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
-def test_a_file_that_is_refused_is_closed(tmp_path):
-    path = tmp_path / "loss.jsonl"
-    path.write_bytes(b"x" * 1_100_000)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(ValueError, match="must be a log of a run"):
-        folder_sink(path).open()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_a_missing_folder_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        folder_sink(tmp_path / "nowhere" / "loss.jsonl").open()
 
 
 FULL_DISK = """
@@ -192,13 +151,6 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
     # The second attempt finds the disk as full as the first left it, and again leaves no part of a line.
     assert done.stdout.split("\n")[:2] == [f"{fits + 1} {errno.EFBIG} {size}", f"1 {errno.EFBIG} {size}"]
     assert [json.loads(text)["step"] for text in path.read_text().splitlines(keepends=True)] == [*range(1, fits + 1)]
-
-
-def test_a_short_write_is_completed(tmp_path, monkeypatch):
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda file, content: write(file, content[:10]))
-    write_all(tmp_path / "loss.jsonl", record(1), record(2))
-    assert (tmp_path / "loss.jsonl").read_text() == record(1).to_json() + "\n" + record(2).to_json() + "\n"
 
 
 def test_a_short_write_before_a_full_disk_is_undone(tmp_path, monkeypatch):
@@ -255,27 +207,6 @@ def test_missing_values_are_left_out_and_slow_rates_keep_their_digits():
     assert loss_fields(lacking, None) == ["step 3", "loss 2.5000", "0.03 images/s"]
 
 
-def test_a_plain_line_is_flushed_at_once(tmp_path):
-    path = tmp_path / "log"
-    with path.open("w", encoding="ascii") as stream:
-        sink = PlainSink(stream, steps=10)
-        sink.write(record(1))
-        assert path.read_text().startswith("step 1/10 ")
-        sink.close()
-        assert not stream.closed
-
-
-def test_a_plain_line_is_written_in_one_piece_with_its_end():
-    # What another thread says would come between them.
-    pieces: list[str] = []
-    stream = SimpleNamespace(write=pieces.append, flush=lambda: None)
-    sink = PlainSink(cast(TextIO, stream), steps=10)
-    sink.write(record(1))
-    sink.write_evaluation(EvaluationRecord(step=1, num_images=10, top1=0.5, top5=1.0, loss=0.1, time=1.0))
-    assert [piece.count("\n") for piece in pieces] == [1, 1]
-    assert all(piece.endswith("\n") for piece in pieces)
-
-
 @pytest.mark.parametrize(
     ("top1", "top5", "expected"), [(0.5, 0.75, "top-1 50.00 %  top-5 75.00 %  "), (0.5, math.nan, "top-1 50.00 %  ")]
 )
@@ -290,16 +221,6 @@ def test_a_plain_line_that_finds_no_room_is_an_error():
     with pytest.raises(OSError, match="No space left on device"):
         PlainSink(stream, steps=10).write(record())
     with pytest.raises(OSError, match="No space left on device"):
-        stream.close()
-
-
-def test_a_pipe_that_nobody_reads_is_an_error():
-    reading, writing = os.pipe()
-    os.close(reading)
-    stream = os.fdopen(writing, "w", encoding="ascii")
-    with pytest.raises(BrokenPipeError):
-        PlainSink(stream, steps=10).write(record())
-    with pytest.raises(BrokenPipeError):
         stream.close()
 
 

@@ -53,16 +53,6 @@ def test_the_next_snapshot_is_due_in_ten_minutes_or_twenty_times_the_cost_of_the
         clock.now += write_s
 
 
-@pytest.mark.parametrize("values", [{"snapshot_every_steps": 0}, {"snapshot_every_steps": 50}])
-def test_none_is_due_by_the_clock_if_the_settings_give_steps(values):
-    clock = Clock()
-    choice = clock.choice(**values)
-    choice.start()
-    choice.ended(1.0)
-    clock.now = 1e9
-    assert not choice.is_due(1)
-
-
 def request(step):
     """Return the event of a request for a snapshot after a step."""
     return ControlEvent(
@@ -153,7 +143,3 @@ def test_the_best_of_all_evaluations_is_kept(values, tmp_path):
     best = best_step(evaluations, [each.step for each in evaluations], parse_metric("loss"))
     assert best in (8, 10, 12)
     assert snapshot_steps(tmp_path / "snapshots") == [best, STEPS]
-
-
-def test_without_steps_between_snapshots_a_run_needs_no_folder():
-    assert train(toy_config(), model=Linear(), batches=toy_batch).steps_done == 5

@@ -21,7 +21,7 @@ from loopfeed.engine.records.snapshot import (
     write_snapshot,
 )
 from loopfeed.engine.records.weights import read_weights
-from loopfeed.engine.run.resume import find_start, start_at
+from loopfeed.engine.run.resume import find_start
 from loopfeed.preprocess import claimed_size
 from loopfeed.preprocess.claimed_size import FREE_BYTES, MOST_RATIO, is_plausible
 
@@ -137,18 +137,6 @@ def test_other_facts_of_another_form_are_refused(written, changes):
     for read in (read_snapshot, read_folder_state):
         with pytest.raises(SnapshotError, match=r"metadata cannot be read|must have format 1"):
             read(written, 4)
-
-
-def test_a_file_that_is_read_whole_is_not_endless(written):
-    os.truncate(written / "4/state/manifest.ocdbt", 1 << 40)
-    with pytest.raises(SnapshotError, match=r"state/manifest.ocdbt is too large \(1,099,511,627,776 bytes\)"):
-        read_snapshot(written, 4)
-
-
-def test_a_snapshot_without_what_a_run_counts_is_refused(tmp_path):
-    write_snapshot(tmp_path, 4, 8, {"w": np.zeros(3)})
-    with pytest.raises(ValueError, match="the snapshot of step 4 must be that of a run"):
-        start_at(read_snapshot(tmp_path, 4), ())
 
 
 def test_holes_in_the_files_are_not_stored(written, tmp_path):

@@ -8,7 +8,6 @@ import weakref
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from loopfeed.engine.records import snapshot_writer
 from loopfeed.engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps, write_snapshot
@@ -123,27 +122,6 @@ def test_a_failed_write_is_reported_once_and_the_next_one_is_tried(tmp_path):
     assert snapshot_steps(tmp_path) == [2]
 
 
-def test_an_earlier_failure_does_not_matter_where_the_last_one_is_written(tmp_path):
-    disk = Disk(fails={1: OSError("no room")})
-    writer, words = make_writer(tmp_path, disk)
-    writer.submit(1, 1, None)
-    wait_until(lambda: words)
-    writer.submit(2, 2, None)
-    assert writer.close(SOON_S)
-
-
-@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4, 5]), (1, [5]), (2, [4, 5])])
-def test_older_ones_are_removed_after_each_success(tmp_path, keep, left):
-    disk = Disk()
-    writer, words = make_writer(tmp_path, disk, keep=keep)
-    for step in range(1, 6):
-        writer.submit(step, step, None)
-        wait_until(lambda step=step: writer.last_step == step)
-    assert writer.close(SOON_S)
-    assert snapshot_steps(tmp_path) == left
-    assert words == []
-
-
 def test_nothing_is_removed_for_a_snapshot_that_failed(tmp_path):
     for step in (1, 2):
         (tmp_path / str(step)).mkdir()
@@ -178,20 +156,6 @@ def test_a_failed_removal_is_reported_and_the_run_continues(tmp_path, monkeypatc
     assert writer.last_step == 1
 
 
-def test_a_pending_snapshot_is_reported(tmp_path):
-    disk = Disk(held=True)
-    writer, _ = make_writer(tmp_path, disk)
-    assert writer.unwritten_step is None
-    writer.submit(1, 1, None)
-    assert disk.entered.wait(SOON_S)
-    assert writer.unwritten_step == 1
-    writer.submit(2, 2, None)
-    assert writer.unwritten_step == 2
-    disk.gate.set()
-    assert writer.close(SOON_S)
-    assert writer.unwritten_step is None
-
-
 def test_a_hanging_disk_is_abandoned_at_the_limit_and_reported(tmp_path):
     (tmp_path / "7").mkdir()
     disk = Disk(held=True)
@@ -221,28 +185,6 @@ def test_submitting_never_waits_for_a_disk_that_hangs(tmp_path):
     assert writer.close(SOON_S)
     assert disk.steps[-1] == 999
     assert (len(words), writer.num_skipped + len(disk.steps)) == (1, 1000)
-
-
-def test_closing_without_a_snapshot_succeeds_and_later_ones_are_ignored(tmp_path):
-    disk = Disk()
-    writer, words = make_writer(tmp_path, disk)
-    assert writer.close(SOON_S)
-    assert writer.last_step is None
-    writer.submit(1, 1, None)
-    assert writer.close(SOON_S)
-    assert (disk.written, words) == ([], ["snapshot of step 1 skipped: it was submitted after the end of the run"])
-    assert not (tmp_path / "1").exists()
-
-
-def test_the_writers_thread_ends(tmp_path):
-    before = set(threading.enumerate())
-    writer, _ = make_writer(tmp_path, Disk())
-    started = set(threading.enumerate()) - before
-    assert {thread.name for thread in started} == {"snapshot-writer"}
-    assert writer.close(SOON_S)
-    for thread in started:
-        thread.join(SOON_S)
-        assert not thread.is_alive()
 
 
 def test_the_step_of_an_earlier_run_is_the_last_until_there_is_a_newer_one(tmp_path):
@@ -295,17 +237,6 @@ def test_orbax_is_imported_early_and_its_failure_is_reported_by_the_write(tmp_pa
     writer.submit(1, 1, None)
     assert not writer.close(SOON_S)
     assert words == ["snapshot of step 1 not written: no Orbax; there is no earlier one"]
-
-
-def test_a_writer_that_was_never_started_closes(tmp_path):
-    writer = SnapshotWriter(tmp_path, keep=0, say=print)
-    assert writer.close(SOON_S)
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_number_to_keep_is_checked(tmp_path):
-    with pytest.raises(ValueError, match=r"must be 0 \(all\) or more, got -1"):
-        SnapshotWriter(tmp_path, keep=-1, say=print)
 
 
 def test_real_snapshots_of_a_run_that_is_stopped(tmp_path):

@@ -33,14 +33,6 @@ def test_every_loss_is_returned_bit_for_bit(opened, held, count):
     assert losses.to_array().tobytes() == np.array(VALUES[:count], np.float32).tobytes()
 
 
-def test_what_stays_in_memory_is_bounded(opened):
-    losses = opened(100)
-    for step in range(1050):
-        losses.append(step)
-        assert len(losses._tail) < 100
-    np.testing.assert_array_equal(losses.to_array(), np.arange(1050, dtype=np.float32))
-
-
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_failing_disk_loses_nothing(monkeypatch, opened, after):
     real, calls = tempfile.TemporaryFile, 0

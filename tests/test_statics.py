@@ -3,21 +3,18 @@
 import json
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from loopfeed import TrainConfig, train
-from loopfeed.engine.program.statics import statics_of
 from loopfeed.engine.run.nonfinite import NonFiniteError
 from loopfeed.engine.updates.schedules import learning_rate_at, schedule_values
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
-from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
+from tests.toy import Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
 
@@ -45,13 +42,6 @@ def test_optimisers_learn_in_the_loop(optimizer):
     assert losses[-10:].mean() < 0.5 * losses[0]
 
 
-def test_a_crop_is_padded_as_requested():
-    def padding_mode(**values):
-        return statics_of(toy_config(crop="random", crop_padding=2, **values)).augmentation.padding_mode
-
-    assert (padding_mode(), padding_mode(padding_mode="reflect")) == ("zeros", "reflect")
-
-
 def test_another_rate_length_decay_or_smoothing_compiles_nothing():
     def is_cached(**values):
         config = toy_config(optimizer="adamw", schedule="cosine", **({"ema_decay": 0.9, "clip_norm": 1.0} | values))
@@ -72,19 +62,6 @@ def test_another_rate_length_decay_or_smoothing_compiles_nothing():
         assert is_cached(**values), values
 
 
-def test_gathered_batches_make_the_update_of_one_large_batch():
-    def large(step):
-        parts = [toy_batch(4 * step + i) for i in range(4)]
-        return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
-
-    batches = CountedBatches()
-    gathered = train(toy_config(steps=6, accumulate_steps=4), model=Linear(), batches=batches)
-    whole = train(toy_config(steps=6, batch=4 * BATCH), model=Linear(), batches=large)
-    assert batches.calls == list(range(24))
-    np.testing.assert_allclose(gathered.losses, whole.losses, rtol=1e-5)
-    np.testing.assert_allclose(gathered.params["weights"], whole.params["weights"], rtol=1e-4, atol=1e-6)
-
-
 def test_the_average_of_the_weights_is_evaluated_and_kept(tmp_path):
     pixels, labels = toy_batch(99)
     settings = {"steps": 30, "learning_rate": 0.02}
@@ -99,20 +76,6 @@ def test_the_average_of_the_weights_is_evaluated_and_kept(tmp_path):
     assert not np.array_equal(plain.params["weights"], averaged.params["weights"])
     assert plain.evaluations[0].loss != averaged.evaluations[0].loss
     assert np.array_equal(load_file(tmp_path / "model.safetensors")["params.weights"], averaged.params["weights"])
-
-
-def test_the_loss_with_smoothed_labels_equals_optax():
-    def first_loss(smoothing):
-        return train(toy_config(steps=1, label_smoothing=smoothing), model=Linear(), batches=toy_batch).losses[0]
-
-    start = train(toy_config(steps=0), model=Linear(), batches=toy_batch)
-    pixels, labels = toy_batch(0)
-    channels = np.stack([(pixels >> shift) & 255 for shift in (24, 16, 8)], -1)
-    logits, _ = Linear().apply(start.params, start.batch_stats, (channels / 255 - 0.5) / 0.25, train=True)
-    for smoothing in (0.0, 0.2):
-        targets = optax.smooth_labels(jax.nn.one_hot(labels, 3), smoothing)
-        expected = optax.softmax_cross_entropy(logits, targets).mean()
-        np.testing.assert_allclose(first_loss(smoothing), expected, rtol=1e-5)
 
 
 class Exploding(Linear):
@@ -174,19 +137,3 @@ def test_a_smaller_image_size_crops_and_evaluates_the_centre(tmp_path):
         assert file.metadata()["image_size"] == "8x8"
     assert np.isfinite(result.losses).all()
     assert result.evaluations[0].num_images == 8
-
-
-def test_augmentation_depends_on_seed_and_position_not_on_the_batch():
-    """The mean loss of two batches of 8 is that of one of 16 when nothing is learned."""
-    settings = {"learning_rate": 0.0, "flip": 0.5, "crop": "random", "crop_padding": 1, "mixup": 0.4, "erasing": 0.5}
-
-    def stream(step, batch):
-        positions = range(step * batch, (step + 1) * batch)
-        parts = [toy_batch(position, batch=1) for position in positions]
-        return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
-
-    small = train(toy_config(steps=4, **settings), model=Linear(), batches=lambda step: stream(step, 8))
-    large = train(toy_config(steps=2, batch=16, **settings), model=Linear(), batches=lambda step: stream(step, 16))
-    np.testing.assert_allclose(small.losses.reshape(2, 2).mean(1), large.losses, rtol=1e-6)
-    plain = train(toy_config(steps=4, learning_rate=0.0), model=Linear(), batches=lambda step: stream(step, 8))
-    assert not np.allclose(plain.losses, small.losses)

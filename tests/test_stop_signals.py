@@ -70,15 +70,6 @@ def test_a_handler_that_another_replaced_is_not_restored():
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_interrupts_a_command_once(number):
-    with stops_as_interrupts():
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
-        # The next one ends the process.
-        assert signal.getsignal(number) is signal.SIG_DFL
-
-
 def test_every_command_is_interrupted_by_these_signals():
     @click.command(cls=GuardedCommand)
     def command():

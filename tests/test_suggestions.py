@@ -1,10 +1,7 @@
 """*Did you mean*: every command suggests the nearest option and choice, and none where none is near."""
 
 import os
-import subprocess
-import sys
 import tomllib
-import unicodedata
 from importlib import import_module
 from pathlib import Path
 
@@ -108,12 +105,6 @@ def test_the_names_of_the_networks_are_those_of_the_registry():
     assert tuple(networks()) == MODEL_NAMES == model_names()
 
 
-def test_names_and_suggestions_do_not_load_jax():
-    modules = "loopfeed.models.names, loopfeed.preprocess.suggestions, loopfeed.preprocess.commands.completion"
-    code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, cwd=ROOT).returncode == 0
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_number_of_a_command_is_in_the_digits_0_to_9(name):
     command, checked = command_of(name), 0
@@ -133,14 +124,6 @@ def test_every_number_of_a_command_is_in_the_digits_0_to_9(name):
         "loopfeed",
         "report-run",
     )
-
-
-def test_a_word_in_another_unicode_form_is_not_suggested_for_itself():
-    composed, decomposed = (unicodedata.normalize(form, "Küche") for form in ("NFC", "NFD"))
-    assert composed != decomposed
-    assert did_you_mean(composed, [decomposed]) == f": it is {decomposed} in another Unicode form (NFD, not NFC)"
-    assert did_you_mean("Kuche", [composed]) == f": did you mean {composed}?"
-    assert nearest(unicodedata.normalize("NFD", "Tür"), [unicodedata.normalize("NFC", "Tür")]) is not None
 
 
 @pytest.mark.timeout(20)

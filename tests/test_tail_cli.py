@@ -10,8 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopfeed.engine.commands import followed_run
-from loopfeed.engine.commands.tail_cli import _print_lines, main, plain_lines
+from loopfeed.engine.commands.tail_cli import _print_lines, main
 from loopfeed.engine.commands.tail_frame import Tick
 from loopfeed.engine.records.folder_lock import LOCK_NAME, FolderLock
 from loopfeed.engine.records.loss_log import LossBatch, LossRows, RunFacts
@@ -91,15 +89,6 @@ def start():
 # --- on a pipe
 
 
-def test_on_a_pipe_it_prints_one_line_per_step_and_ends_with_the_run(tmp_path):
-    result = tail(write_run(tmp_path / "run", 12))
-    lines = result.stdout.splitlines()
-    assert len(lines) == 12
-    assert lines[11] == "step 12/1000  loss 0.2083  lr 0.05  812.4 images/s  wait 0.12 ms"
-    assert result.stderr == "run ended after 12 steps: all steps done\n"
-    assert result.exit_code == 0
-
-
 FLOATS = st.floats(0, 1e6, width=32)
 STREAM = st.lists(
     st.tuples(FLOATS | st.just(NAN), FLOATS, st.floats(0, 1e5) | st.just(NAN), st.floats(0, 1e5)), max_size=9
@@ -143,12 +132,6 @@ def test_evaluations_follow_their_step_and_those_before_the_last_steps_are_omitt
     assert first_words(tail(run, "--last", 3).stdout) == wanted
 
 
-def test_an_evaluation_of_a_run_without_a_step_is_shown(tmp_path):
-    run = write_run(tmp_path / "run", 0)
-    evaluate_at(run, 0)
-    assert first_words(tail(run).stdout) == ["evaluation at step 0"]
-
-
 def test_evaluations_come_as_they_are_written_and_never_before_their_step(tmp_path, start):
     run = write_run(tmp_path / "run", 1, ended=False)
     evaluate_at(run, 2)
@@ -190,23 +173,12 @@ def test_a_folder_of_runs_names_the_one_that_began_last(tmp_path):
         )
 
 
-def test_version_and_help_say_what_the_other_commands_say():
-    assert tail("--version").stdout.rstrip().endswith(version("loopfeed"))
-    assert "--width and --height affect only the chart" in " ".join(tail("--help").stdout.split())
-
-
 @pytest.mark.parametrize("num_steps", [12, 5000])  # the latter some 600 kB: more than one chunk
 @pytest.mark.parametrize("last", [3, 2500])
 def test_last_begins_with_the_last_steps(tmp_path, num_steps, last):
     lines = tail(write_run(tmp_path / "run", num_steps), "--last", last).stdout.splitlines()
     wanted = range(max(0, num_steps - last) + 1, num_steps + 1)
     assert [line.split()[1] for line in lines] == [f"{step}/1000" for step in wanted]
-
-
-def test_missing_values_are_omitted_but_never_the_loss():
-    blank = np.array([NAN])
-    rows = LossRows(np.array([7]), blank, blank, blank, blank, blank, np.array([{"top3": 0.5}]))
-    assert list(plain_lines(rows, None, deque(), 7)) == ["step 7  loss nan  top3 0.5000"]
 
 
 def test_unreadable_lines_are_reported_beside_the_steps(tmp_path):
@@ -237,23 +209,6 @@ def test_steps_come_as_they_are_written_and_a_new_log_is_announced(tmp_path, sta
     assert process.returncode == 0
 
 
-def test_the_end_of_an_earlier_run_does_not_end_a_resumed_one(tmp_path):
-    run = write_run(tmp_path / "run", 5)
-    end_run(run, 3)
-    result = tail(run, "--timeout-s", 0.2, "--interval", 0.05)
-    assert result.exit_code == 1
-    assert "has written nothing for 0.2 s (--timeout-s) after step 5" in result.stderr
-
-
-def test_a_run_without_a_step_is_waited_for_up_to_a_limit(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").write_text("{}")
-    result = tail(run, "--timeout-s", 0.2, "--interval", 0.05)
-    assert result.exit_code == 1
-    assert "has written nothing for 0.2 s (--timeout-s) before its first step" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
@@ -277,15 +232,6 @@ def test_a_log_that_is_not_a_file_is_an_error_in_one_line(tmp_path):
     assert result.exit_code == 2
     said = r"Error: RUN must be readable, but .*loss\.jsonl is not: it is a folder, not a file; check .*\n"
     assert re.fullmatch(said, result.stderr)
-
-
-def test_a_run_that_is_just_starting_is_waited_for(tmp_path, start):
-    process = start([*COMMAND, str(tmp_path / "run")])
-    assert process.stderr is not None
-    assert process.stderr.readline().startswith("waiting up to 5 s for")
-    write_run(tmp_path / "run", 1)
-    out, _ = process.communicate(timeout=LIMIT_S)
-    assert (len(out.splitlines()), process.returncode) == (1, 0)
 
 
 def test_a_run_that_compiles_is_waited_for_as_long_as_for_a_step(tmp_path, monkeypatch):
@@ -329,13 +275,6 @@ def test_a_run_that_is_being_resumed_has_not_ended(tmp_path):
         goes_on.join()
 
 
-@pytest.mark.parametrize(("option", "value"), [("--interval", "-1"), ("--smoothing", "nan"), ("--timeout-s", "-1")])
-def test_numbers_out_of_range_are_usage_errors(tmp_path, option, value):
-    result = tail(tmp_path, option, value)
-    assert result.exit_code == 2
-    assert option in result.stderr
-
-
 def test_a_closed_pipe_ends_it_quietly(tmp_path, start):
     run = write_run(tmp_path / "run", 3000, ended=False)
     process = start([*COMMAND, str(run), "--interval", "0.05"])
@@ -346,16 +285,6 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path, start):
     add_steps(run, 3001, 6000)
     assert process.stderr.read() == ""
     assert process.wait(LIMIT_S) == 0
-
-
-def test_ctrl_c_on_a_pipe_ends_it_quietly(tmp_path, start):
-    run = write_run(tmp_path / "run", 1, ended=False)
-    process = start([*COMMAND, str(run)])
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert (out, err, process.returncode) == ("", "", 130)
 
 
 # --- on a terminal
@@ -374,13 +303,6 @@ def test_a_finished_run_leaves_its_chart_on_the_screen(tmp_path, open_terminal):
     assert "run ended after 300 steps: all steps done" in after
     assert len(lines) <= 15
     assert max(map(len, lines)) <= 80
-
-
-def test_once_prints_one_chart_and_no_second_screen(tmp_path, open_terminal):
-    terminal = open_terminal([write_run(tmp_path / "run", 30, ended=False), "--once"])
-    assert terminal.finish() == 0
-    assert "\x1b[?1049" not in terminal.output
-    assert plain(terminal.output).count("└") == 1
 
 
 def test_it_draws_new_steps_follows_a_resize_and_obeys_ctrl_c(tmp_path, open_terminal):
@@ -408,12 +330,6 @@ def test_sigterm_restores_the_terminal(tmp_path, open_terminal):
     assert terminal.finish() == 128 + signal.SIGTERM
     assert "\x1b[?1049l" in terminal.output
     assert "Traceback" not in terminal.output
-
-
-def test_a_silent_run_shows_the_time_since_its_last_step(tmp_path, open_terminal):
-    terminal = open_terminal([write_run(tmp_path / "run", 4, ended=False), "--once"])
-    assert terminal.finish() == 0
-    assert re.search(r"last step 16 min \d\d s ago", plain(terminal.output))
 
 
 def test_a_terminal_without_utf8_gets_ascii(tmp_path, open_terminal):

@@ -1,9 +1,5 @@
 """The text of a frame of `tail-run`, at every size."""
 
-import itertools
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,9 +7,8 @@ from hypothesis import strategies as st
 
 from loopfeed.engine.commands.binned_losses import BinnedLosses
 from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
-from loopfeed.engine.commands.tail_frame import Picture, duration_text, end_text, frame_lines, pack_fields
+from loopfeed.engine.commands.tail_frame import Picture, duration_text, end_text, frame_lines
 from loopfeed.engine.records.loss_log import LossRows, RunEnd, RunFacts
-from loopfeed.engine.stream.sinks import EvaluationRecord
 from tests.chart_text import chart_text
 
 NAN = float("nan")
@@ -40,17 +35,6 @@ def test_the_status_line_has_every_number():
     )
 
 
-def test_the_newest_evaluation_is_in_the_status_line():
-    shown = picture([4.0, 2.0], evaluation=EvaluationRecord(1, 8, 0.625, 1.0, 1.0, 103.0))
-    assert status(shown, 104.5).endswith("wait 0.25 ms  top-1 62.50 % at step 1  left 16 s")
-
-
-def test_a_pause_replaces_the_time_left():
-    shown = picture([4.0, 2.0])
-    assert status(shown, 104 + 10.0).endswith("left 16 s")  # five steps' worth: a pause this long is usual
-    assert status(shown, 104 + 11.0).endswith("last step 11 s ago")
-
-
 def test_an_error_of_the_run_is_shown_without_its_control_characters():
     shown = picture([4.0], end=RunEnd(1, "error", "OSError: disk\x1b[2J full"), num_unreadable=2)
     assert status(shown, 0.0).endswith(
@@ -71,10 +55,6 @@ def test_the_end_of_a_run_is_described_with_its_reason(end, text):
     assert end_text(end) == text
 
 
-def test_before_the_first_step_it_names_what_it_waits_for():
-    assert status(picture([]), 0.0) == "waiting for the first step"
-
-
 @given(
     losses=st.lists(st.floats(-1e30, 1e30) | st.just(NAN), max_size=20),
     width=st.integers(1, 120),
@@ -87,15 +67,6 @@ def test_a_frame_never_outgrows_the_terminal(losses, width, height, glyphs, mode
     lines = chart_text(frame_lines(shown, width, height, glyphs, 150.0)).split("\n")
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
-
-
-@given(fields=st.lists(st.text("abc", min_size=1, max_size=20), max_size=8), width=st.integers(1, 40))
-def test_fields_are_packed_in_order_into_as_few_lines_as_they_need(fields, width):
-    lines = pack_fields(fields, width)
-    assert all(0 < len(line) <= width for line in lines)
-    assert "  ".join(lines).split("  ") == [text[:width] for text in fields] or not fields
-    for line, following in itertools.pairwise(lines):
-        assert len(line) + 2 + len(following.split("  ")[0]) > width or len(following) == width
 
 
 @pytest.mark.parametrize(
@@ -111,9 +82,3 @@ def test_fields_are_packed_in_order_into_as_few_lines_as_they_need(fields, width
 )
 def test_durations(seconds, text):
     assert duration_text(seconds) == text
-
-
-def test_help_loads_neither_numpy_nor_rich():
-    program = "import sys, loopfeed.engine.commands.tail_cli; print({'numpy', 'rich', 'jax'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from loopfeed.engine.commands.binned_losses import BinnedLosses
 from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, LETTERS, UNICODE_GLYPHS, LossCurve, draw_chart
 from loopfeed.engine.commands.overlay_frame import legend_lines, overlay_lines
-from loopfeed.engine.commands.run_names import distinct_names, shorten_names
+from loopfeed.engine.commands.run_names import distinct_names
 from loopfeed.engine.commands.tail_cli import main
 from loopfeed.engine.commands.tail_frame import Picture
 from loopfeed.engine.records.folder_lock import LOCK_NAME
@@ -52,21 +52,6 @@ def test_each_curve_ends_at_its_letter_on_common_axes(glyphs):
     assert abs(plot[9].rindex("B") - len(plot[9].rstrip("\n")) / 2) < 3
 
 
-@pytest.mark.parametrize("glyphs", [UNICODE_GLYPHS, ASCII_GLYPHS])
-def test_equal_curves_are_both_there(glyphs):
-    shown = overlay(*[curve_of(np.linspace(2, 1, 90))] * 3, glyphs=glyphs)
-    assert all(shown.count(letter) >= 3 for letter in "ABC")
-
-
-def test_an_empty_curve_and_a_broken_one_leave_the_others_as_they_are():
-    ordinary = curve_of([3.0, 2.0, 1.0])
-    alone = overlay(ordinary, curve_of([]))
-    assert ("A" in alone, "B" in alone) == (True, False)
-    broken = overlay(ordinary, curve_of([NAN, NAN, NAN])).split("\n")
-    assert "×" in broken[-2]
-    assert broken[:-2] == alone.split("\n")[:-2]
-
-
 # --- names and the legend
 
 
@@ -75,19 +60,6 @@ def test_names_are_the_ends_that_tell_paths_apart():
     assert distinct_names(["x/run", "y/run", "y/other"]) == ["x/run", "y/run", "y/other"]
     assert distinct_names(["s3://bucket/1/run", "s3://bucket/2/run"]) == ["1/run", "2/run"]
     assert distinct_names([".", "/tmp/else"]) == [Path.cwd().name, "else"]
-
-
-def test_long_names_keep_what_differs():
-    names = [f"imagenet-resnet50-lr0.{n}-batch256-seed{n}" for n in (1, 2)] + ["later"]
-    assert shorten_names(names, 25) == ["~lr0.1-batch256-seed1", "~lr0.2-batch256-seed2", "later"]
-    assert shorten_names(names, 32)[0] == "~resnet50-lr0.1-batch256-seed1"
-    assert shorten_names(names, 9) == ["~lr0~eed1", "~lr0~eed2", "later"]
-    assert shorten_names(["abc", "abd"], 3) == ["abc", "abd"]
-
-
-@given(names=st.lists(st.text("ab-.", max_size=12), min_size=1, max_size=4), width=st.integers(1, 14))
-def test_shortened_names_fit(names, width):
-    assert all(len(each) <= width for each in shorten_names(names, width))
 
 
 def shown(name, losses, steps=10, **states) -> Picture:
@@ -122,17 +94,6 @@ def test_the_legend_names_the_state_of_each_run():
     assert legend_lines(runs, 68, 104.0)[0] == "A a-name-of-24-characters-  step 2/10   loss 1.0000  running"
 
 
-def test_a_run_whose_newest_loss_is_nan_says_so():
-    lines = legend_lines([shown("one", [2.0, NAN]), shown("two", [2.0, NAN, 2.0])], 60, 104.0)
-    assert "loss nan" in lines[0]
-    assert "loss 2.0000" in lines[1]
-
-
-def test_a_narrow_terminal_cuts_names_before_losses():
-    lines = legend_lines([shown("a-long-name-of-one", [2.0]), shown("a-long-name-of-two", [1.5])], 34, 104.0)
-    assert ["loss 2.0000" in lines[0], "loss 1.5000" in lines[1]] == [True, True]
-
-
 @given(
     losses=st.lists(st.lists(st.floats(-1e30, 1e30) | st.just(NAN), max_size=9), min_size=2, max_size=26),
     width=st.integers(1, 100),
@@ -144,16 +105,6 @@ def test_a_frame_never_outgrows_the_terminal(losses, width, height, glyphs):
     lines = chart_text(overlay_lines(runs, width, height, glyphs, 150.0)).split("\n")
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
-
-
-def test_many_runs_leave_room_for_the_chart():
-    runs = [shown(f"run-{index}", [2.0, 1.0]) for index in range(20)]
-    lines = chart_text(overlay_lines(runs, 80, 24, UNICODE_GLYPHS, 150.0)).split("\n")
-    assert len(lines) == 24
-    assert lines[-1] == "and 6 more"
-    assert [line[0] for line in lines[-15:-1]] == list("ABCDEFGHIJKLMN")
-    few = chart_text(overlay_lines(runs[:3], 80, 4, UNICODE_GLYPHS, 150.0)).split("\n")
-    assert few[-1] == "and 2 more"
 
 
 # --- lines
@@ -170,12 +121,6 @@ def test_on_a_pipe_each_run_has_the_lines_that_it_has_alone(tmp_path):
             own = [line.removeprefix(f"{run.name}: ") for line in lines if line.startswith(f"{run.name}: ")]
             assert own == getattr(alone, name).splitlines()
     assert both.exit_code == 0
-
-
-def test_once_shows_what_there_is(tmp_path):
-    runs = write_run(tmp_path / "a", 2, ended=False), write_run(tmp_path / "b", 3)
-    result = tail(*runs, "--once")
-    assert (len(result.stdout.splitlines()), result.exit_code) == (5, 0)
 
 
 def test_a_run_that_appears_later_is_followed_to_its_end(tmp_path):
@@ -243,12 +188,6 @@ def test_what_is_no_run_is_named(tmp_path):
         assert not result.stdout
     result = refused([f"run{number}" for number in range(len(LETTERS) + 1)])
     assert (result.exit_code, "at most 26 runs" in result.stderr) == (2, True)
-
-
-def test_if_none_starts_it_says_so(tmp_path):
-    result = tail(tmp_path / "a", tmp_path / "b", "--timeout-s", "0.2")
-    assert result.exit_code == 2
-    assert "a does not exist" in result.stderr
 
 
 # --- on a terminal

@@ -70,35 +70,6 @@ def test_the_progress_of_an_evaluation_replaces_the_loss():
     assert sink.summary().plain.startswith("loss ")
 
 
-def test_a_run_that_ends_during_an_evaluation_leaves_its_loss_on_the_screen():
-    sink, drawn = make_sink()
-    sink.open()
-    sink.write(record(1))
-    sink.write_progress(EvaluationProgress(step=1, batch=12, num_batches=40))
-    sink.close()
-    assert "loss 6.8960" in lines_of(drawn)[-1]
-
-
-@pytest.mark.parametrize("width", [30, 40, 50, 60, 72, 80, 100, 120, 200])
-@pytest.mark.parametrize("steps", [1, 1000, 450_000])
-def test_one_line_whatever_the_width(width, steps):
-    sink, drawn = make_sink(width, steps)
-    sink.open()
-    for step in range(max(1, steps - 60), steps + 1):
-        sink.write(record(step, loss=12.3456, lr=0.00123, wait_ms=1234.5))
-    sink.close()
-    assert "\x1b[1A" not in drawn.getvalue()
-    for line in lines_of(drawn):
-        assert len(line) <= width
-
-
-def test_all_the_facts_fit_in_80_columns():
-    last = run_sink(*(record(step) for step in range(1, 1001)), width=80)[-1]
-    for fact in ("1000/1000", "loss 2.9980", "lr 0.05", "12,800 img/s", "wait 12.3 ms", "00:00"):
-        assert fact in last
-    assert len(last) <= 80
-
-
 @pytest.mark.parametrize(
     ("width", "expected"),
     [
@@ -119,27 +90,6 @@ def test_fields_are_dropped_in_a_fixed_order_on_a_narrow_terminal(width, expecte
     assert sink.summary(width).plain == expected
 
 
-def test_before_the_first_step():
-    assert "waiting for the first step" in run_sink()[-1]
-
-
-def test_nan_losses_are_drawn():
-    losses = [2.0, math.nan, math.inf, 1.0]
-    records = [record(step, loss=loss) for step, loss in enumerate(losses, 1)]
-    last = run_sink(*records, steps=4, width=120)[-1]
-    assert "loss nan █  ▁ " in last
-
-
-def test_a_run_of_no_steps():
-    assert run_sink(steps=0)[-1].startswith("0/0 ")
-
-
-def test_closing_what_was_never_opened_draws_nothing():
-    sink, drawn = make_sink()
-    sink.close()
-    assert drawn.getvalue() == ""
-
-
 def test_a_run_that_ends_early_leaves_its_line_and_the_cursor():
     sink, drawn = make_sink(steps=10)
     sink.open()
@@ -148,13 +98,6 @@ def test_a_run_that_ends_early_leaves_its_line_and_the_cursor():
     assert lines_of(drawn)[-1].startswith(" 1/10 ")
     assert drawn.getvalue().endswith("\x1b[?25h")
     sink.close()
-
-
-def test_with_a_stopped_clock_the_rate_is_that_of_the_record():
-    sink, _ = make_sink()
-    sink.write(record(1, time=5.0))
-    sink.write(record(2, time=5.0))
-    assert "100 img/s" in sink.summary().plain
 
 
 @given(st.lists(LOSSES, max_size=300), st.sampled_from([2, 4, 16]))
@@ -174,12 +117,6 @@ def test_the_history_has_the_means_of_equal_intervals(losses, capacity):
         else:
             # Sums in another order: within rounding of the largest of them.
             assert mean == pytest.approx(statistics.fmean(part), abs=1e-12 * max(map(abs, part)), rel=1e-12)
-
-
-@pytest.mark.parametrize("capacity", [-2, 0, 1, 5])
-def test_intervals_are_merged_in_pairs(capacity):
-    with pytest.raises(ValueError, match=rf"capacity must be even and at least 2, got {capacity}"):
-        LossHistory(capacity)
 
 
 @given(st.lists(LOSSES, max_size=60), st.integers(0, 40))

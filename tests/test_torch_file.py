@@ -290,13 +290,6 @@ def test_a_tensor_that_its_numbers_do_not_hold_is_refused(tmp_path, described, m
         read_given_weights(path)
 
 
-@needs_torch
-def test_long_names_are_refused(tmp_path):
-    path = write_state_dict(tmp_path / "w.pt", {"module." * 100: np.zeros(2, np.float32)})
-    with pytest.raises(ValueError, match="names of more than 500 characters"):
-        read_given_weights(path)
-
-
 def small_archive(path):
     return write_state_dict(path, {"a": np.arange(3, dtype=np.float32), "b": np.arange(4, dtype=np.int64)})
 
@@ -354,15 +347,6 @@ def test_compressed_overlapping_and_repeated_entries_are_refused(tmp_path, monke
     monkeypatch.setattr(torch_file, "_MAX_ENTRIES", 10)
     with pytest.raises(ValueError, match="it has more than 10 entries"):
         read_given_weights(written([bytes((48 + number,)) for number in range(9)]))
-
-
-@needs_torch
-def test_views_of_one_storage_share_its_memory(tmp_path):
-    views = {str(number): tensor(storage("bool", "0", 1 << 10), number, (2,), (1,)) for number in range(50)}
-    path = write_archive(tmp_path / "w.pt", dictionary(views), {"0": bytes((0, 1, 1, 0)) * (1 << 8)})
-    tensors = read_given_weights(path).stored.tensors
-    assert tensors["1"].tolist() == [True, True]
-    assert np.shares_memory(tensors["1"], tensors["2"])
 
 
 def test_pipes_folders_and_other_formats_are_refused(tmp_path, torch_that_must_not_load):

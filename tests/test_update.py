@@ -18,7 +18,6 @@ from loopfeed.engine.updates.schedules import schedule_values
 from loopfeed.engine.updates.update import (
     Pull,
     UpdateRule,
-    UpdateState,
     UpdateValues,
     Weights,
     init_update,
@@ -162,23 +161,6 @@ def test_converges_in_one_trace_and_keeps_the_carry_s_form(loops, name, schedule
     assert loop.num_traces == 1
 
 
-def test_one_cycle_s_momentum_is_that_of_the_schedule():
-    # With a rate of 0 · anything moved nothing; with momentum from 0 to 0 the updates are plain gradient descent.
-    rule = UpdateRule(schedule="one-cycle", cycle_momentum=True)
-    plain = UpdateRule(schedule="one-cycle")
-    batches = stacked(images(1))
-    runs = []
-    for chosen, numbers in (
-        (rule, values(momentum_high=0.0, momentum_low=0.0, momentum=0.9)),
-        (plain, values(momentum=0.0)),
-        (rule, values(momentum_high=0.9, momentum_low=0.5, momentum=0.0)),
-    ):
-        loop = Loop(chosen)
-        runs.append(loop(loop.start(first_weights()), batches, numbers, 20)[0][2].params)
-    jax.tree.map(np.testing.assert_array_equal, runs[0], runs[1])
-    assert not np.allclose(runs[0]["kernel"], runs[2]["kernel"], atol=1e-3)
-
-
 @pytest.mark.parametrize("name", ["sgd", "adam", "muon"])
 def test_pulls_of_a_batch_are_one_batch_of_all_their_images(loops, name):
     every, updates = 4, 6
@@ -239,23 +221,6 @@ def test_a_non_finite_update_has_no_effect(loops, name, broken, accumulates):
     np.testing.assert_array_equal(np.delete(np.asarray(losses), 2)[:4], expected_losses[:4])
 
 
-def test_too_many_skips_in_a_row_end_the_loop(loops):
-    loop = loops()
-    x, labels = images(0)
-    broken = stacked((x * np.nan, labels))
-    for most in (0, 2, 5):
-        carry, gives_up, _ = loop(loop.start(first_weights()), broken, values(most_skips=most), 50)
-        assert gives_up
-        assert int(carry[1]) == int(carry[3].skips.in_a_row) == most + 1
-        jax.tree.map(np.testing.assert_array_equal, carry[2], first_weights())
-    # Alternately good and broken: never two in a row.
-    mixed = stacked((x * np.nan, labels), (x, labels))
-    carry, gives_up, _ = loop(loop.start(first_weights()), mixed, values(most_skips=1), 20)
-    assert not gives_up
-    assert int(carry[3].skips.total) == 10
-    assert loop.num_traces == 1
-
-
 def test_a_broken_batch_leaves_the_statistics_of_the_others(loops):
     loop = loops()
     x, labels = images(0)
@@ -297,12 +262,3 @@ def test_half_precision_weights_keep_their_type(name):
     assert form(carry) == before
     assert carry[2].params["kernel"].dtype == jnp.bfloat16
     assert carry[3].average.params["kernel"].dtype == jnp.float32
-
-
-def test_disabled_features_take_no_memory():
-    state = init_update(UpdateRule(), first_weights())
-    assert state.gathered is None
-    assert state.average is None
-    assert isinstance(state, UpdateState)
-    # Momentum, and the two counts of skips.
-    assert len(jax.tree.leaves(state)) == 2 + 2

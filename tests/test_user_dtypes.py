@@ -16,9 +16,6 @@ from loopfeed.engine.crossing.outfeed import Outfeed
 from loopfeed.engine.crossing.token import first_token
 from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps, write_snapshot
 from loopfeed.engine.records.stored_types import check_weight_types
-from loopfeed.engine.records.weights import _load_unmapped, name_tensors, place_tensors, weights_file
-from loopfeed.engine.records.weights import read_weights as read_file
-from loopfeed.engine.updates.update import Weights
 from tests.fake_xla import fake_transport
 from tests.toy import BATCH, CLASSES, Linear, toy_batch, toy_config
 
@@ -128,24 +125,6 @@ def test_a_run_with_parameters_of_several_dtypes_is_stored_resumed_and_replayed(
     ):
         assert (one.dtype, np.asarray(one).tobytes()) == (other.dtype, np.asarray(other).tobytes())
     assert replay_run(tmp_path / "run", **PARTS).is_same
-
-
-@pytest.mark.parametrize("name", NARROW + PLAIN)
-def test_weights_of_any_dtype_come_back_from_a_file_with_every_value(name, tmp_path):
-    values = all_values(name)
-    stats: dict[str, np.ndarray] = {}
-    check_weight_types({"values": values}, stats)
-    content, _ = weights_file(name_tensors(None, {"values": values}, stats), {})
-    (tmp_path / "weights.safetensors").write_bytes(content)
-    tensors = read_file(tmp_path / "weights.safetensors").tensors
-    unmapped, _ = _load_unmapped(tmp_path / "weights.safetensors")
-    assert [(each.dtype, each.tobytes()) for each in unmapped.values()] == [
-        (each.dtype, each.tobytes()) for each in tensors.values()
-    ]
-    found = np.asarray(place_tensors(None, tensors, Weights({"values": values}, stats)).params["values"])
-    assert found.dtype == values.dtype
-    both_nan = (found != found) & (values != values)
-    assert ((found == values) | both_nan).all()
 
 
 def test_weights_of_a_dtype_that_no_file_holds_are_refused_at_the_start_by_their_name(tmp_path):

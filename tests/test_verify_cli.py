@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from loopfeed import TrainConfig, train
 from loopfeed.engine.commands.verify_cli import main
 from tests.fake_source import fake_source, files_of, pack
-from tests.pseudo_terminal import Terminal, plain
 from tests.toy import Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.usefixtures("small_resnets")
@@ -104,13 +103,6 @@ def test_an_impossible_replay_is_refused_in_one_line(monkeypatch, place, argumen
     assert "Traceback" not in told
 
 
-def test_a_terminal_gets_a_progress_line(place):
-    terminal = Terminal(COMMAND, [place / "run"], columns=200, TERM="xterm")
-    assert terminal.finish() == 0
-    assert "the same bits: 4 losses, 1 evaluation, " in plain(terminal.output)
-    assert "4/4" in plain(terminal.output)
-
-
 def test_a_signal_stops_the_replay(place):
     process = subprocess.Popen(
         [*COMMAND, "run"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -123,13 +115,3 @@ def test_a_signal_stops_the_replay(place):
     assert process.returncode == 130, told
     assert "verify-run: stopped; nothing was written" in told
     assert said == ""
-
-
-def test_help_loads_neither_jax_nor_numpy():
-    program = (
-        "import sys; from loopfeed.engine.commands.verify_cli import main; main(['--help'], standalone_mode=False); "
-        "print('loaded', {'jax', 'numpy', 'orbax'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines()[-1] == "loaded set()"
-    assert "130 stopped by SIGINT" in done.stdout
