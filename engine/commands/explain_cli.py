@@ -176,7 +176,7 @@ def _explanation(described: _Described, ir: str | None, report_format: str, dept
     if ir == "hlo":
         lines = hlo_lines(Steps(report.program))
     elif ir == "stablehlo":
-        lines = stablehlo_lines(report.lowered.as_text(debug_info=True))
+        lines = stablehlo_lines(report.lowered.compiler_ir("stablehlo"))
     elif report_format == "json":
         return json.dumps(report.to_json(), indent=2, allow_nan=False)
     else:
@@ -186,7 +186,7 @@ def _explanation(described: _Described, ir: str | None, report_format: str, dept
 
 def _comparison(context: click.Context, texts: tuple[str, str], report_format: str, depth: int) -> str:
     from loopfeed.engine.crossing.devices import split_processor
-    from loopfeed.engine.inspection.comparison import compare_reports, comparison_json, comparison_lines
+    from loopfeed.engine.inspection.comparison import compare_reports, comparison_lines
 
     names, outer = _take_part_names(context), command_line(context)
     found = []
@@ -202,7 +202,7 @@ def _comparison(context: click.Context, texts: tuple[str, str], report_format: s
     first = _explain(one, depth, None)
     rows = compare_reports(first, _explain(other, depth, first.rates))
     if report_format == "json":
-        return json.dumps(comparison_json(rows), indent=2, allow_nan=False)
+        return json.dumps([row._asdict() for row in rows], indent=2, allow_nan=False)
     return "\n".join(map(printable_line, comparison_lines(rows, (one.name, other.name))))
 
 

@@ -8,9 +8,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from loopfeed.engine.hlo.kernels import is_kernel, kernel_operation, operation_products
+from loopfeed.engine.hlo.kernels import count_meetings, is_kernel, kernel_operation, operation_products
 from loopfeed.engine.hlo.program import Array, Computation, HloProgram, Instruction
-from loopfeed.engine.hlo.windows import count_meetings
 
 _IDLE = (
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier partition-id replica-id domain "

@@ -2,21 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from loopfeed.engine.config import describe_value
 from loopfeed.engine.inspection.report import ProgramReport
 
 
-@dataclass(frozen=True)
-class DifferentRow:
-    """A row that differs between two reports.
+class DifferentRow(NamedTuple):
+    """A row that differs between two reports: its group, such as "work", its name, and both values, None without one.
 
-    Attributes:
-        group: what it belongs to, such as "settings", "work" or "memory".
-        name: what it is.
-        one, other: its values: numbers or text, None where it does not exist.
+    Values are numbers or text.
     """
 
     group: str
@@ -27,13 +22,11 @@ class DifferentRow:
 
 def compare_reports(one: ProgramReport, other: ProgramReport) -> tuple[DifferentRow, ...]:
     """Return the rows of two reports that differ. Times of compilation and measured rates are left out."""
-    found = []
     left, right = dict(_rows(one)), dict(_rows(other))
-    for key in dict.fromkeys((*left, *right)):
-        if left.get(key) != right.get(key):
-            found.append(DifferentRow(*key, left.get(key), right.get(key)))
+    keys = [key for key in dict.fromkeys((*left, *right)) if left.get(key) != right.get(key)]
     order = list(dict.fromkeys(group for group, _ in (*left, *right)))
-    return tuple(sorted(found, key=lambda row: order.index(row.group)))
+    keys.sort(key=lambda key: order.index(key[0]))
+    return tuple(DifferentRow(*key, left.get(key), right.get(key)) for key in keys)
 
 
 def comparison_lines(rows: tuple[DifferentRow, ...], names: tuple[str, str]) -> list[str]:
@@ -56,44 +49,27 @@ def comparison_lines(rows: tuple[DifferentRow, ...], names: tuple[str, str]) -> 
     return lines
 
 
-def comparison_json(rows: tuple[DifferentRow, ...]) -> list[dict[str, Any]]:
-    """Return the rows as values that JSON has."""
-    return [{"group": row.group, "name": row.name, "one": row.one, "other": row.other} for row in rows]
-
-
 def _rows(report: ProgramReport) -> Iterator[tuple[tuple[str, str], Any]]:
     for name, value in report.settings.items():
         yield ("settings", name), value
     yield ("settings", "parameters"), report.num_params
-    yield from _work(report)
-    yield from _convolutions(report)
+    for row in [*report.scopes, *(report.total(phase) for phase in ("train", "valid"))]:
+        name = row.name if row.action or row.phase not in ("train", "valid") else f"{row.name}, all"
+        for what, count in (("kernels", row.num_kernels), ("FLOP", row.flops), ("bytes", row.num_bytes)):
+            yield ("work", f"{name}, {what}"), count
+    yield ("convolutions", "number"), report.traced.num_convolutions
+    yield ("convolutions", "products of an image"), report.forward_products
+    forms = (each.form for each in report.traced.convolutions for _ in range(each.times))
+    for form, count in Counter(forms).items():
+        yield ("convolutions", f"forward: {form}"), count
     for name, size in report.memory_bytes.items():
         yield ("memory", f"{name}, bytes"), size
-    yield ("memory", "arrays at the peak, bytes"), report.peak.num_bytes
-    yield ("carry", "leaves"), len(report.carry.leaves)
-    yield ("carry", "bytes"), report.carry.num_bytes
-    yield ("carry", "not donated"), sum(1 for leaf in report.carry.leaves if not leaf.is_donated)
-    yield ("carry", "copied for each batch, bytes"), sum(leaf.copied_bytes for leaf in report.carry.leaves)
+    yield ("carry", "leaves"), len(report.carry)
+    yield ("carry", "bytes"), sum(leaf.num_bytes for leaf in report.carry)
+    yield ("carry", "not donated"), sum(1 for leaf in report.carry if not leaf.is_donated)
     yield ("program", "instructions"), report.num_instructions
     for kind, count in Counter(each.kind for each in report.findings).items():
         yield ("findings", kind), count
-
-
-def _work(report: ProgramReport) -> Iterator[tuple[tuple[str, str], Any]]:
-    rows = [*report.scopes, *(report.total(phase) for phase in ("train", "valid"))]
-    for row in rows:
-        name = row.name if row.action or row.phase not in ("train", "valid") else f"{row.name}, all"
-        yield ("work", f"{name}, kernels"), row.num_kernels
-        yield ("work", f"{name}, FLOP"), row.flops
-        yield ("work", f"{name}, bytes"), row.num_bytes
-
-
-def _convolutions(report: ProgramReport) -> Iterator[tuple[tuple[str, str], Any]]:
-    found = report.traced.convolutions
-    yield ("convolutions", "number"), report.traced.num_convolutions
-    yield ("convolutions", "products of an image"), report.forward_products
-    for form, count in Counter(each.form for each in found for _ in range(each.times)).items():
-        yield ("convolutions", f"forward: {form}"), count
 
 
 def _text(value: Any) -> str:

@@ -11,11 +11,10 @@ from typing import Unpack
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.crossing.choice import this_device, this_platform
 from loopfeed.engine.hlo.text import parse_hlo
-from loopfeed.engine.inspection.buffers import find_peak
 from loopfeed.engine.inspection.carry import read_carry
 from loopfeed.engine.inspection.convolutions import trace_order, trace_work
 from loopfeed.engine.inspection.findings import find_faults
-from loopfeed.engine.inspection.report import ProgramReport
+from loopfeed.engine.inspection.report import LargeArray, ProgramReport
 from loopfeed.engine.inspection.steps import Steps
 from loopfeed.engine.inspection.work_by_scope import convolution_flops, work_by_scope
 from loopfeed.engine.program.kernels import kernels_on
@@ -27,6 +26,8 @@ from loopfeed.engine.sizing.device_rates import DeviceRates, measure_device
 from loopfeed.models.kernels import ONEDNN, XLA
 from loopfeed.models.kernels.onednn.library import load_library
 from loopfeed.models.registry import at_image_size, family_of, find_network
+
+_MOST_ARRAYS = 100
 
 
 def explain_program(
@@ -92,7 +93,7 @@ def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
     program = parse_hlo(compiled.call.as_text() or "")
     steps = Steps(program)
     traced = trace_work(planned.in_all_forms, platform, kernels_on(facts.config, platform))
-    carry = read_carry(steps)
+    carry = read_carry(program)
     return ProgramReport(
         model=facts.resolved.model_name,
         device=str(this_device().device_kind),
@@ -108,7 +109,10 @@ def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
         known_products=_known_products(facts),
         convolution_flops=convolution_flops(steps, TRAIN),
         memory_bytes=compiled.memory_bytes,
-        peak=find_peak(steps, TRAIN),
+        arrays=tuple(
+            LargeArray(array, array.num_bytes, steps.name_of(each), steps.source_of(each))
+            for array, each in steps.largest_arrays(TRAIN)[:_MOST_ARRAYS]
+        ),
         carry=carry,
         findings=find_faults(steps, traced.convolutions, carry, is_cpu=platform == "cpu"),
         num_instructions=len(program.instructions),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from loopfeed.engine.hlo.program import HOST_SPACE, Instruction, Source
 from loopfeed.engine.hlo.slow_kernels import naive_reason
 from loopfeed.engine.hlo.work import bytes_of, fused_into
-from loopfeed.engine.inspection.carry import Carry
+from loopfeed.engine.inspection.carry import CarryLeaf
 from loopfeed.engine.inspection.convolutions import Convolution
 from loopfeed.engine.inspection.steps import Kernel, Steps
 from loopfeed.engine.scopes import FORWARD, SNAPSHOT, TRAIN
@@ -19,7 +19,6 @@ _MESSAGES = {
     "float64": "float64 is computed, which is half as fast as float32 or slower: convert the operand that is float64",
     "host-copy": "an array is copied between the memory of the host and of the device in the loop",
     "not-donated": "a leaf of the state does not give its memory to the result, so that both exist",
-    "copied-carry": "a leaf of the state is copied for every batch, as if two values of it were needed at once",
     "large-move": "a {} moves much memory and computes nothing",
     "large-constant": "a large constant is part of the program, which makes it slow to compile: compute it, or make it "
     "a parameter",
@@ -54,7 +53,7 @@ class Finding:
 
 
 def find_faults(
-    steps: Steps, convolutions: tuple[Convolution, ...], carry: Carry, *, is_cpu: bool
+    steps: Steps, convolutions: tuple[Convolution, ...], carry: tuple[CarryLeaf, ...], *, is_cpu: bool
 ) -> tuple[Finding, ...]:
     """Return what is suboptimal in a program.
 
@@ -64,7 +63,8 @@ def find_faults(
         carry: its carry.
         is_cpu: whether it runs on a CPU.
     """
-    found = [*_wide(steps), *_to_host(steps), *_carried(carry), *_moved(steps), *_constants(steps)]
+    kept = [_finding("not-donated", leaf.name, num_bytes=leaf.num_bytes) for leaf in carry if not leaf.is_donated]
+    found = [*_wide(steps), *_to_host(steps), *kept, *_moved(steps), *_constants(steps)]
     if is_cpu:
         found = [*_lax(convolutions), *_naive(steps), *found]
     return tuple(found)
@@ -104,14 +104,6 @@ def _to_host(steps: Steps) -> Iterator[Finding]:
         arrays = [array for operand in (*steps.program.operands_of(each), each) for array in operand.results]
         if any(array.space == HOST_SPACE for array in arrays):
             yield _finding("host-copy", steps.name_of(each), steps.source_of(each), each.results[0].num_bytes)
-
-
-def _carried(carry: Carry) -> Iterator[Finding]:
-    for leaf in carry.leaves:
-        if not leaf.is_donated:
-            yield _finding("not-donated", leaf.name, num_bytes=leaf.num_bytes)
-        if leaf.copied_bytes >= _LARGE_BYTES:
-            yield _finding("copied-carry", leaf.name, num_bytes=leaf.copied_bytes)
 
 
 def _moved(steps: Steps) -> Iterator[Finding]:

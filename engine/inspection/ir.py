@@ -4,54 +4,29 @@ In StableHLO it is what jax asked for, in HLO what XLA made of it.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 from loopfeed.engine.hlo.program import Instruction, Source
-from loopfeed.engine.inspection.steps import Steps, short_source
+from loopfeed.engine.inspection.steps import Steps, outside_layers, short_source
 from loopfeed.engine.scopes import TRAIN
 
-_LOCATION = re.compile(r"^(#loc\d*) = loc\((.*)\)$")
-_USED = re.compile(r"\s*loc\((#loc\d*|unknown|callsite\([^()]*\))\)")
-_REFERENCE = re.compile(r"#loc\d*")
-_FILE = re.compile(r'^"((?:[^"\\]|\\.)*)":(\d+)')
+_PLACE = re.compile(r"\(([^()\"]+):(\d+):\d+(?: to [\d:]+)?\)")
 _CALLED = re.compile(r"call @([\w$.\-]+)")
-_LOOP = re.compile(r"(?:^|/)train/while$")
-_LAYERS = "models/layers/"
+_LOOP = '/train/while"'
 _INDENT = "  "
 
 
 def hlo_lines(steps: Steps) -> list[str]:
     """Return the optimised body of the loop over training batches; what is fused stands indented below its fusion."""
     loop = steps.loop_of(TRAIN)
-    body = None if loop is None else loop.called_as("body")
-    return [] if body is None else list(_computation_lines(steps, body, 0))
-
-
-def stablehlo_lines(text: str) -> list[str]:
-    """Return the body of the loop over training batches, and the functions that it calls.
-
-    Args:
-        text: a lowered program with its locations, as `jax.stages.Lowered.as_text(debug_info=True)`.
-    """
-    lines = text.splitlines()
-    locations = {found[1]: found[2] for line in lines if (found := _LOCATION.match(line)) is not None}
-    body = _loop_body(lines, locations)
-    functions = _functions(lines)
-    wanted, shown = _called_by(body), []
-    while wanted:
-        name = wanted.pop(0)
-        if name in functions and name not in shown:
-            shown.append(name)
-            wanted += _called_by(functions[name])
-    parts = [body, *(functions[name] for name in shown)]
-    return [_with_source(line, locations) for part in parts for line in (*part, "")][:-1]
+    return [] if loop is None else list(_computation_lines(steps, loop.called_as("body") or "", 0))
 
 
 def _computation_lines(steps: Steps, name: str, depth: int) -> Iterator[str]:
-    computation = steps.program.computations.get(name)
-    if computation is None or depth > len(steps.program.computations):
+    if depth > len(steps.program.computations):
         return
-    for each in computation.instructions:
+    for each in steps.program.instructions_of(name):
         yield _INDENT * depth + _instruction_line(steps, each)
         for role, callee in each.calls:
             # The functions that reductions apply to two numbers say nothing.
@@ -72,63 +47,39 @@ def _instruction_line(steps: Steps, each: Instruction) -> str:
     return ", ".join([text, *details]) + about
 
 
-def _loop_body(lines: Sequence[str], locations: Mapping[str, str]) -> list[str]:
-    """Return the lines of the loop over batches, from `stablehlo.while` to the end of its body."""
-    for start, line in enumerate(lines):
-        if " = stablehlo.while(" not in line and " = stablehlo.while " not in line:
-            continue
-        indent = len(line) - len(line.lstrip())
-        for end in range(start + 1, len(lines)):
-            closes = lines[end].startswith(" " * indent + "}") and "do {" not in lines[end]
-            if closes:
-                used = _USED.findall(lines[end]) or _USED.findall(line)
-                if used and _LOOP.search(_name_of(used[-1], locations)):
-                    return [each[indent:] for each in lines[start : end + 1]]
-                break
-    return []
+def stablehlo_lines(module: Any) -> list[str]:
+    """Return the loop over training batches, and the functions that it calls; nothing if there is no such loop.
+
+    Args:
+        module: a lowered program, as `jax.stages.Lowered.compiler_ir("stablehlo")`.
+    """
+    loops = (each for each in _operations(module.operation) if each.name == "stablehlo.while")
+    loop = next((each for each in loops if _LOOP in str(each.location)), None)
+    if loop is None:
+        return []
+    functions = {each.attributes["sym_name"].value: each for each in module.body.operations}
+    parts, wanted = [_with_sources(loop)], [""]
+    for name in wanted:  # which grows
+        if name:
+            parts.append(_with_sources(functions[name].operation))
+        wanted += [each for each in _CALLED.findall("\n".join(parts[-1])) if each not in wanted and each in functions]
+    return [line for part in parts for line in (*part, "")][:-1]
 
 
-def _functions(lines: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    name, start = "", 0
-    for place, line in enumerate(lines):
-        if (head := re.match(r"  func\.func (?:private |public )?@([\w$.\-]+)", line)) is not None:
-            name, start = head[1], place
-        elif line.startswith("  }") and name:
-            found[name] = [each[2:] for each in lines[start : place + 1]]
-            name = ""
-    return found
+def _operations(operation: Any) -> Iterator[Any]:
+    """Yield the operations inside an operation of MLIR, outer ones first."""
+    for block in (block for region in operation.regions for block in region):
+        for each in block.operations:
+            yield each.operation
+            yield from _operations(each.operation)
 
 
-def _called_by(lines: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(name for line in lines for name in _CALLED.findall(line)))
-
-
-def _with_source(line: str, locations: Mapping[str, str]) -> str:
-    used = _USED.findall(line)
-    if not used:
-        return line
-    bare = _USED.sub("", line)
-    seen: set[str] = set()
-    places = [place for name in _REFERENCE.findall(used[-1]) for place in _places(name, locations, seen)]
-    source = next((each for each in places if _LAYERS not in each.file), places[0] if places else None)
-    return bare if source is None else f"{bare}  // {short_source(source)}"
-
-
-def _places(name: str, locations: Mapping[str, str], seen: set[str]) -> Iterator[Source]:
-    """Yield the lines of code of a location, the innermost first."""
-    if name in seen or name not in locations:
-        return
-    seen.add(name)
-    text = locations[name]
-    if (found := _FILE.match(text)) is not None:
-        yield Source(found[1], "", int(found[2]))
-        return
-    for inner in _REFERENCE.findall(text):
-        yield from _places(inner, locations, seen)
-
-
-def _name_of(name: str, locations: Mapping[str, str]) -> str:
-    """Return the scopes that a location names, such as "jit(train)/while"; empty if it names none."""
-    found = re.match(r'^"((?:[^"\\]|\\.)*)"\(', locations.get(name, ""))
-    return "" if found is None else found[1]
+def _with_sources(operation: Any) -> list[str]:
+    bare = operation.get_asm(use_local_scope=True).splitlines()
+    placed = operation.get_asm(enable_debug_info=True, pretty_debug_info=True, use_local_scope=True)
+    lines = []
+    # A location has a line for each caller, which begins with "at".
+    for line, about in zip(bare, placed.replace("\n at ", " at ").splitlines(), strict=True):
+        source = outside_layers([Source(file, "", int(number)) for file, number in _PLACE.findall(about)])
+        lines.append(line if source is None else f"{line}  // {short_source(source)}")
+    return lines

@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from loopfeed.engine.inspection.carry import CarryLeaf
 from loopfeed.engine.inspection.convolutions import Convolution
 from loopfeed.engine.inspection.findings import Finding
 from loopfeed.engine.inspection.report import ProgramReport
@@ -123,46 +122,25 @@ def _form_lines(convolutions: Sequence[Convolution]) -> Iterator[str]:
 
 
 def _memory_lines(report: ProgramReport, most: int) -> Iterator[str]:
-    memory, peak = report.memory_bytes, report.peak
     yield "memory of the program by XLA, MB"
-    named = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in memory.items())
+    named = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in report.memory_bytes.items())
     yield f"  {named or 'not known'}"
-    if not peak.buffers:
-        return
-    yield from _wrapped(
-        f"a batch needs most at {peak.at}: {peak.num_bytes / 1e6:,.1f} MB of arrays, by the order of the schedule", "  "
-    )
-    yield f"  {'MB':>8}  {'array':<22}{'made by':<24}held for"
-    for each in peak.buffers[:most]:
-        made_by = _shortened(each.made_by.removeprefix("train/"), 22)
-        held_for = _shortened(each.held_for.removeprefix("train/"), 22)
-        yield f"  {each.num_bytes / 1e6:>8,.2f}  {_shortened(str(each.array), 21):<22}{made_by:<24}{held_for}"
-    if len(peak.buffers) > most:
-        rest = sum(each.num_bytes for each in peak.buffers[most:])
-        yield f"  {rest / 1e6:>8,.2f}  in {len(peak.buffers) - most} more"
-    if peak.inner_bytes:
-        yield f"  {peak.inner_bytes / 1e6:>8,.2f}  inside a loop that runs then"
+    if report.arrays:
+        yield f"  {'MB':>8}  {'largest arrays of a batch':<26}made by"
+    for each in report.arrays[:most]:
+        made_by = _shortened(each.made_by.removeprefix("train/"), 40)
+        yield f"  {each.num_bytes / 1e6:>8,.2f}  {_shortened(str(each.array), 25):<26}{made_by}"
 
 
 def _carry_lines(report: ProgramReport, most: int) -> Iterator[str]:
     carry = report.carry
-    yield f"carry of the loop: a state of {len(carry.leaves):,} leaves, {carry.num_bytes / 1e6:,.1f} MB"
-    kept = sum(1 for leaf in carry.leaves if leaf.is_donated)
-    copied = sum(leaf.copied_bytes for leaf in carry.leaves)
-    yield f"  {kept} donated; copied for each batch: {copied / 1e6:,.2f} MB"
-    yield f"  {carry.num_others} other values, handed through, {carry.other_bytes / 1e6:,.1f} MB"
-    for leaf in sorted(carry.leaves, key=lambda leaf: -leaf.num_bytes)[:most]:
-        yield _leaf_line(leaf)
-    if len(carry.leaves) > most:
-        yield f"  … {len(carry.leaves) - most} more"
-
-
-def _leaf_line(leaf: CarryLeaf) -> str:
-    shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-    notes = ["donated" if leaf.is_donated else "not donated"]
-    if leaf.copied_bytes:
-        notes.append(f"copies {leaf.copied_bytes / 1e6:,.2f} MB")
-    return f"  {leaf.num_bytes / 1e6:>8,.2f}  {shape:<22}{_shortened(leaf.name, 36):<37}{', '.join(notes)}"
+    num_bytes, kept = sum(leaf.num_bytes for leaf in carry), sum(1 for leaf in carry if leaf.is_donated)
+    yield f"carry of the loop: a state of {len(carry):,} leaves, {num_bytes / 1e6:,.1f} MB; {kept} donated"
+    for leaf in sorted(carry, key=lambda leaf: -leaf.num_bytes)[:most]:
+        shape, note = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]", "" if leaf.is_donated else "not donated"
+        yield f"  {leaf.num_bytes / 1e6:>8,.2f}  {shape:<22}{_shortened(leaf.name, 36):<37}{note}".rstrip()
+    if len(carry) > most:
+        yield f"  … {len(carry) - most} more"
 
 
 def _finding_lines(findings: Sequence[Finding], most: int) -> Iterator[str]:

@@ -3,11 +3,10 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from loopfeed.engine.hlo.program import Array, HloProgram, Source
-from loopfeed.engine.inspection.buffers import Peak
-from loopfeed.engine.inspection.carry import Carry
+from loopfeed.engine.inspection.carry import CarryLeaf
 from loopfeed.engine.inspection.convolutions import TracedWork
 from loopfeed.engine.inspection.findings import Finding
 from loopfeed.engine.inspection.work_by_scope import ScopeWork, total_of
@@ -15,6 +14,15 @@ from loopfeed.engine.sizing.device_rates import DeviceRates
 
 # What `to_json` leaves out: programs.
 _NOT_IN_JSON = ("program", "lowered")
+
+
+class LargeArray(NamedTuple):
+    """An array that a training batch computes: its size in bytes, the scope that computes it, and the line of code."""
+
+    array: Array
+    num_bytes: int
+    made_by: str
+    source: Source | None
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,8 @@ class ProgramReport:
         convolution_flops: floating-point operations of a training batch in convolutions, forward and backward, as
             compiled.
         memory_bytes: XLA's analysis of the program's memory by kind, in bytes.
-        peak: where in a training batch the arrays take most memory, estimated from the schedule.
-        carry: the training state as the loops carry it.
+        arrays: the largest arrays that a training batch computes, at most 100, the largest first.
+        carry: the leaves of the training state that the loops carry.
         findings: what is slower than it has to be.
         num_instructions: number of instructions of the program.
         trace_s, compile_s: seconds that tracing and compiling took.
@@ -61,8 +69,8 @@ class ProgramReport:
     known_products: int | None
     convolution_flops: int
     memory_bytes: Mapping[str, int]
-    peak: Peak
-    carry: Carry
+    arrays: tuple[LargeArray, ...]
+    carry: tuple[CarryLeaf, ...]
     findings: tuple[Finding, ...]
     num_instructions: int
     trace_s: float

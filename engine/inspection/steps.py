@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 
-from loopfeed.engine.hlo.program import HloProgram, Instruction, Source
-from loopfeed.engine.hlo.work import CONTAINERS, NO_KERNELS, bytes_of
+from loopfeed.engine.hlo.program import Array, HloProgram, Instruction, Source
+from loopfeed.engine.hlo.work import CONTAINERS, NO_KERNELS, bytes_of, kept_results
 from loopfeed.engine.scopes import (
     BACKWARD,
     FORWARD,
@@ -84,9 +85,11 @@ class Steps:
         loops = self._frames[phase]
         return loops[0] if loops else None
 
-    def frames_of(self, phase: str) -> list[Instruction]:
-        """Return the loops around a batch, the innermost first."""
-        return self._frames[phase]
+    def largest_arrays(self, phase: str) -> list[tuple[Array, Instruction]]:
+        """Return the arrays that the kernels of a batch of a phase compute, the largest first, each with its kernel."""
+        own = (each.instruction for each in self.kernels if each.is_looped and each.scope.phase == phase)
+        found = [(array, each) for each in own for array in kept_results(each)]
+        return sorted(found, key=lambda pair: -pair[0].num_bytes)
 
     def scope_of(self, instruction: Instruction) -> Scope:
         """Return the phase, action and layer of an instruction."""
@@ -102,9 +105,7 @@ class Steps:
 
     def source_of(self, instruction: Instruction) -> Source | None:
         """Return the line that an instruction comes from: of a layer of `models`, the line that uses the layer."""
-        places = self.program.call_stack(instruction)
-        users = (place for place in places if _LAYERS not in place.file.replace("\\", "/"))
-        return next(users, places[0] if places else None)
+        return outside_layers(self.program.call_stack(instruction))
 
     @cached_property
     def _frames(self) -> dict[str, list[Instruction]]:
@@ -133,6 +134,12 @@ class Steps:
                     around[each.computation] = self.program.loops_around(each.computation)
                 found.append((each, around[each.computation]))
         return tuple(found)
+
+
+def outside_layers(places: Sequence[Source]) -> Source | None:
+    """Return the first of some lines of code that is not of a layer of `models`, else the first."""
+    users = (place for place in places if _LAYERS not in place.file.replace("\\", "/"))
+    return next(users, places[0] if places else None)
 
 
 def short_source(source: Source | None) -> str:
