@@ -167,14 +167,13 @@ def test_a_run_of_an_earlier_release_resumes(slept, tmp_path, content):
 
 
 def test_a_stored_run_has_the_files(slept, tmp_path):
-    (tmp_path / "pins").mkdir()
     contents: dict[Part, bytes] = {}
 
     def put(content):
         contents[Part.of(content)] = content
         return Part.of(content)
 
-    files = FolderCapture(slept.folder, tmp_path / "pins", None).take(put)
+    files = FolderCapture(slept.folder, None).take(put)
     assert b"".join(contents[part] for part in files[RUNTIME]) == (slept.folder / RUNTIME).read_bytes()
     assert {RUNTIME, STALLS} <= set(WRITTEN_HERE)
 

@@ -110,14 +110,12 @@ def state_of(location) -> StoredState:
 
 
 def mirror_of(location, run, tmp_path, **values):
-    pins = tmp_path / "pins"
-    pins.mkdir(exist_ok=True)
     lease = Lease(location)
     # A killed process leaves its lease behind.
     lease.acquire(lambda _: None) if location.read(LEASE) is None else setattr(
         lease, "launch", json.loads(location.read(LEASE))["launch"]
     )
-    return Mirror(location, lease, run, pins, location.read(MARKER), part_bytes=100, **values)
+    return Mirror(location, lease, run, location.read(MARKER), part_bytes=100, **values)
 
 
 def test_what_is_downloaded_is_what_was_uploaded(location, tmp_path):
@@ -231,7 +229,6 @@ def test_a_changed_object_is_an_error(location, tmp_path):
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=60))
 def test_a_log_is_stored_in_few_parts_that_join_to_it(tmp_path_factory, increments):
     run = tmp_path_factory.mktemp("run")
-    (run / "pins").mkdir()
     (run / "config.json").touch()
     contents: dict[str, bytes] = {}
 
@@ -241,7 +238,7 @@ def test_a_log_is_stored_in_few_parts_that_join_to_it(tmp_path_factory, incremen
         contents[part.sha256] = content
         return part
 
-    capture = FolderCapture(run, run / "pins", None, part_bytes=1 << 20)
+    capture = FolderCapture(run, None, part_bytes=1 << 20)
     with (run / "loss.jsonl").open("wb", buffering=0) as log:
         for kilobytes in increments:
             log.write(b"x" * (kilobytes << 10) + b"\n")
@@ -254,7 +251,7 @@ def test_a_log_is_stored_in_few_parts_that_join_to_it(tmp_path_factory, incremen
 
 def test_the_line_that_is_being_written_is_not_stored(tmp_path):
     run = write_run(tmp_path / "run", num_lines=0, snapshots={})
-    capture = FolderCapture(run, tmp_path, None)
+    capture = FolderCapture(run, None)
     sizes = []
     for more in (b'{"step"', b": 1}\n{", b"}", b"\n"):
         with (run / "loss.jsonl").open("ab") as log:
@@ -266,7 +263,6 @@ def test_the_line_that_is_being_written_is_not_stored(tmp_path):
 def test_what_is_read_later_contains_what_was_read_before(tmp_path):
     """A state must not have a snapshot without its lines, nor a result without the files that it describes."""
     run = write_run(tmp_path / "run", num_lines=3, snapshots={4: 10})
-    (tmp_path / "pins").mkdir()
     contents: dict[Part, bytes] = {}
 
     def put(content):
@@ -276,7 +272,7 @@ def test_what_is_read_later_contains_what_was_read_before(tmp_path):
         contents[Part.of(content)] = content
         return Part.of(content)
 
-    capture = FolderCapture(run, tmp_path / "pins", None)
+    capture = FolderCapture(run, None)
     files = capture.take(put)
     assert b"".join(contents[part] for part in files["loss.jsonl"]).count(b"\n") == 9
     assert {name.split("/")[1] for name in files if name.startswith("snapshots/")} == {"4"}
@@ -284,7 +280,7 @@ def test_what_is_read_later_contains_what_was_read_before(tmp_path):
     assert {"result.json", "model.safetensors", "snapshots/8/state/d/data"} <= capture.take(put).keys()
 
 
-@pytest.mark.parametrize(("call", "failing"), [("open", "d"), ("scandir", "tensorboard")])
+@pytest.mark.parametrize(("call", "failing"), [("scandir", "d"), ("scandir", "tensorboard")])
 def test_a_folder_that_cannot_be_listed_is_not_uploaded_as_an_empty_one(tmp_path, monkeypatch, call, failing):
     run, real = tmp_path / "run", getattr(os, call)
     for name in ("snapshots/8/state/d/data", "tensorboard/events"):
@@ -298,7 +294,7 @@ def test_a_folder_that_cannot_be_listed_is_not_uploaded_as_an_empty_one(tmp_path
 
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(OSError, match="Input/output error"):
-        FolderCapture(run, tmp_path / "pins", None).take(Part.of, is_last=True)
+        FolderCapture(run, None).take(Part.of, is_last=True)
 
 
 @pytest.mark.parametrize("lost", ["config.json", "loss.jsonl", "snapshots"])
@@ -357,7 +353,7 @@ def test_only_what_is_new_is_read(location, tmp_path):
         read.append(content)
         return Part.of(content)
 
-    capture = FolderCapture(run, tmp_path / "pins", read_state(location), part_bytes=100)
+    capture = FolderCapture(run, read_state(location), part_bytes=100)
     capture.take(put)
     with (run / "loss.jsonl").open("ab") as log:
         log.write(b'{"step": "new"}\n')
@@ -368,23 +364,38 @@ def test_only_what_is_new_is_read(location, tmp_path):
     assert sum(map(len, read)) <= 99 + 16
 
 
-def test_a_snapshot_that_is_removed_while_it_is_read_is_left_out(tmp_path, monkeypatch):
+def test_a_snapshot_that_is_removed_while_it_is_opened_is_left_out(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", num_lines=1, snapshots={4: 10, 8: 10})
-    (tmp_path / "pins").mkdir()
-    capture = FolderCapture(run, tmp_path / "pins", None)
-    link, linked = os.link, []
+    capture = FolderCapture(run, None)
+    open_path, opened = Path.open, []
 
-    def removing(name, *arguments, **values):
-        linked.append(name)
-        if len(linked) == 3:  # the first of two files of the second snapshot
+    def removing(path, *arguments, **values):
+        opened.append(path)
+        if len(opened) == 3:  # the first of two files of the second snapshot
             (run / "snapshots/4").rename(tmp_path / "gone")
             (tmp_path / "gone/state/d/data").unlink(missing_ok=True)
-        return link(name, *arguments, **values)
+        return open_path(path, *arguments, **values)
 
-    monkeypatch.setattr(os, "link", removing)
+    monkeypatch.setattr(Path, "open", removing)
     names = capture.take(Part.of)
     assert {name.split("/")[1] for name in names if name.startswith("snapshots/")} == {"8"}
-    assert list((tmp_path / "pins").iterdir()) == []
+
+
+def test_a_snapshot_that_is_removed_while_it_is_uploaded_is_stored_whole(tmp_path):
+    run = write_run(tmp_path / "run", num_lines=1, snapshots={4: 10})
+    before = {path.name: path.read_bytes() for path in (run / "snapshots/4").rglob("*") if path.is_file()}
+    contents: dict[Part, bytes] = {}
+
+    def put(content):
+        if (run / "snapshots/4").exists():
+            (run / "snapshots/4").rename(tmp_path / "gone")
+            shutil.rmtree(tmp_path / "gone")
+        contents[Part.of(content)] = content
+        return Part.of(content)
+
+    files = FolderCapture(run, None).take(put)
+    found = {Path(name).name: b"".join(map(contents.__getitem__, files[name])) for name in files if "snapshots" in name}
+    assert found == before
 
 
 def marker_of(files, **others) -> bytes:

@@ -8,10 +8,9 @@ appended to and so contain every line that a snapshot read before refers to.
 """
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from loopfeed.engine.records.file_errors import LostFileError
@@ -47,7 +46,6 @@ class FolderCapture:
 
     Args:
         run: the run folder.
-        pins: a folder on the same file system, in which snapshots are linked while they are read; it must be empty.
         known: the state that the folder continues, None for a new run.
         least_step: the step that the newest snapshot must have reached.
         part_bytes: the largest part.
@@ -59,13 +57,12 @@ class FolderCapture:
     def __init__(
         self,
         run: Path,
-        pins: Path,
         known: StoredState | None,
         *,
         least_step: int = 0,
         part_bytes: int = PART_BYTES,
     ) -> None:
-        self._run, self._pins, self._part_bytes = run, pins, part_bytes
+        self._run, self._part_bytes = run, part_bytes
         self.least_step = least_step
         files = {} if known is None else known.files
         self._logs = {name: _same_beginning(run / name, files.get(name, ())) for name in LOGS}
@@ -156,18 +153,19 @@ class FolderCapture:
         return steps
 
     def _read_snapshot(self, step: int, put: Put) -> dict[str, tuple[Part, ...]]:
-        pinned = self._pins / str(step)
-        shutil.rmtree(pinned, ignore_errors=True)
-        try:
-            _link_tree(self._run / SNAPSHOTS / str(step), pinned)
-            files = {}
-            for path in _files_below(pinned):
-                with path.open("rb", buffering=0) as file:
-                    name = f"{SNAPSHOTS}/{step}/{path.relative_to(pinned).as_posix()}"
-                    files[name] = tuple(map(put, self._blocks(file.fileno(), 0)))
-            return files
-        finally:
-            shutil.rmtree(pinned, ignore_errors=True)
+        """Read a snapshot; raise FileNotFoundError if it is removed before all of its few files are open."""
+        folder = self._run / SNAPSHOTS / str(step)
+        with ExitStack() as stack:
+            before = folder.stat()
+            paths = _files_below(folder)
+            files = [stack.enter_context(path.open("rb", buffering=0)) for path in paths]
+            # Moved away before its files are removed, which can be read to the end once they are open.
+            if not os.path.samestat(before, folder.stat()):
+                raise FileNotFoundError(folder)
+            return {
+                path.relative_to(self._run).as_posix(): tuple(map(put, self._blocks(file.fileno(), 0)))
+                for path, file in zip(paths, files, strict=True)
+            }
 
     def _read_others(self, put: Put) -> dict[str, tuple[Part, ...]]:
         """Return the parts of the files in the folder that the run itself does not write."""
@@ -196,32 +194,6 @@ def _files_below(folder: Path) -> list[Path]:
     """Return the files below a folder, sorted; raise OSError if a folder cannot be listed."""
     found = (Path(inner, name) for inner, _, names in os.walk(folder, onerror=raise_error) for name in names)
     return sorted(path for path in found if path.is_file())
-
-
-def _link_tree(source: Path, target: Path) -> None:
-    """Link the files of a folder into another one; raise FileNotFoundError if the folder is removed meanwhile."""
-    descriptor = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        # Relative to the open folder, so that another of the same name is never read in its place.
-        for inner, _, names, folder in os.fwalk(".", dir_fd=descriptor, onerror=raise_error):
-            (target / inner).mkdir(parents=True)
-            for name in names:
-                _link(name, folder, target / inner / name)
-        # A snapshot is moved away before its files are removed.
-        if not os.path.samestat(os.fstat(descriptor), source.stat()):
-            raise FileNotFoundError(source)
-    finally:
-        os.close(descriptor)
-
-
-def _link(name: str, folder: int, target: Path) -> None:
-    try:
-        os.link(name, target, src_dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        raise
-    except OSError:  # a file system without links
-        with os.fdopen(os.open(name, os.O_RDONLY, dir_fd=folder), "rb") as original, target.open("xb") as copy:
-            shutil.copyfileobj(original, copy)
 
 
 def _num_kept(parts: tuple[Part, ...], new_bytes: int, part_bytes: int) -> int:

@@ -7,7 +7,7 @@ marker that lists them, then the removal of objects that no marker lists any mor
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 
 from loopfeed.engine.records.stored.capture import FolderCapture
@@ -46,7 +46,6 @@ class Mirror:
         location: the folder of the stored run.
         lease: its lease, held.
         run: the run folder on this machine.
-        pins: an empty folder on the same file system.
         marker: the content of the marker in the store, None if there is none.
         on_marker: called with the contents that the marker may have from now on, None if it may not exist: before each
             write, and with the one content after it.
@@ -61,13 +60,12 @@ class Mirror:
         location: Location,
         lease: Lease,
         run: Path,
-        pins: Path,
         marker: bytes | None,
         *,
         on_marker: Callable[[Sequence[bytes | None]], None] = lambda _: None,
         part_bytes: int = PART_BYTES,
     ) -> None:
-        self._location, self._lease, self._run, self._pins = location, lease, run, pins
+        self._location, self._lease, self._run = location, lease, run
         self._on_marker, self._part_bytes = on_marker, part_bytes
         # Beside the last one, those whose write failed: it may have taken effect although the store reported an error.
         self._possible_markers = [marker]
@@ -159,7 +157,7 @@ class Mirror:
                     return
 
     def _new_capture(self, least_step: int = 0) -> FolderCapture:
-        return FolderCapture(self._run, self._pins, self.stored, least_step=least_step, part_bytes=self._part_bytes)
+        return FolderCapture(self._run, self.stored, least_step=least_step, part_bytes=self._part_bytes)
 
     def _wait(self) -> bool:
         """Wait until there is something to upload, or return False at the end; renew the lease meanwhile."""
@@ -262,23 +260,21 @@ class _Uploads:
 
     def __init__(self, pool: Pool, location: Location, objects: set[str], meanwhile: Callable[[], None]) -> None:
         self._pool, self._location, self._objects, self._meanwhile = pool, location, objects, meanwhile
-        self._pending: dict[Future[None], str] = {}
+        self._pending: dict[str, Future[None]] = {}
 
     def put(self, content: bytes) -> Part:
         """Upload a content unless the store has it, and return its part; wait while too many uploads are under way."""
         part = Part.of(content)
-        if part.key not in self._objects and part.key not in self._pending.values():
-            if len(self._pending) >= _CONCURRENT:
-                self._collect(wait(self._pending, return_when=FIRST_COMPLETED).done)
-            self._pending[self._pool.submit(self._location.write, part.key, content)] = part.key
+        if part.key not in self._objects and part.key not in self._pending:
+            self.finish(_CONCURRENT - 1)
+            self._pending[part.key] = self._pool.submit(self._location.write, part.key, content)
         self._meanwhile()
         return part
 
-    def finish(self) -> None:
-        """Wait for the last uploads."""
-        self._collect(wait(self._pending).done)
-
-    def _collect(self, done: set[Future[None]]) -> None:
-        for upload in done:
-            upload.result()
-            self._objects.add(self._pending.pop(upload))
+    def finish(self, most_pending: int = 0) -> None:
+        """Wait for the oldest uploads until at most so many are under way."""
+        while len(self._pending) > most_pending:
+            key = next(iter(self._pending))
+            self._pending[key].result()
+            self._objects.add(key)
+            del self._pending[key]

@@ -31,7 +31,6 @@ class WorkingCopy:
     Attributes:
         folder: contains everything below.
         run: the run folder.
-        pins: the folder for links to the snapshots that are being uploaded.
     """
 
     def __init__(self, location: Location) -> None:
@@ -40,7 +39,7 @@ class WorkingCopy:
         digest = hashlib.sha256(json.dumps(self._place, sort_keys=True).encode()).hexdigest()
         name = re.sub(r"[^A-Za-z0-9._-]", "-", location.display.rstrip("/").rpartition("/")[2])[:40]
         self.folder = working_copies() / f"{name}-{digest[:12]}"
-        self.run, self.pins = self.folder / "run", self.folder / "pins"
+        self.run = self.folder / "run"
 
     def continues(self, marker: bytes | None) -> bool:
         """Return whether it contains a run that goes on from the state in the store.
@@ -55,10 +54,8 @@ class WorkingCopy:
         return is_locked(self.run)
 
     def prepare(self) -> None:
-        """Create the folders that are missing, and remove links to snapshots that a killed process left."""
+        """Create the folders that are missing."""
         make_folders(self.run)
-        shutil.rmtree(self.pins, ignore_errors=True)
-        self.pins.mkdir()
 
     def note_markers(self, contents: Sequence[bytes | None]) -> None:
         """Note that the run folder continues the state in the store if its marker has one of these contents.
