@@ -217,3 +217,12 @@ def test_a_replay_reports_what_it_checks_and_reads_the_snapshots_at_its_ends_onc
     assert set(read) == {2, 4, 6}
     assert re.fullmatch(rf"checking the files of {chained_run} and 1 further snapshot \(0\.\d MB\)", told[0])
     assert told[1] == "files: 9 match their digests (a snapshot counts as one file)"
+
+
+@pytest.mark.parametrize("going", [(True, False), (False, True)])
+def test_lines_of_a_launch_that_begins_or_ends_during_the_check_are_no_fault(copied_run, monkeypatch, going):
+    with (copied_run / "loss.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 1.0}\n')
+    answers = iter(going)
+    monkeypatch.setattr("loopfeed.engine.replay.checked_files.is_locked", lambda _: next(answers))
+    assert check_files(copied_run).faults == ()

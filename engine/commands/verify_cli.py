@@ -6,7 +6,6 @@ jax and numpy are imported where they are first needed, so that `--help` answers
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +13,7 @@ import click
 from loopfeed.engine.commands.command_end import describe_error, leave, say_on_terminal, say_to_stderr
 from loopfeed.engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
 from loopfeed.engine.commands.setting_options import option_names, overriding_option
-from loopfeed.engine.named_parts import OWN_PARTS, compare_named
+from loopfeed.engine.named_parts import OWN_PARTS
 from loopfeed.preprocess.commands.completion import complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.commands.guarded_output import terminal_of
@@ -91,13 +90,13 @@ def main(
     SIGTERM or SIGHUP.
     """
     try:
-        from loopfeed.engine.records.stored.reading import local_copy, naming_in
+        from loopfeed.engine.replay.replay import replay_parts
 
-        options = parse_pairs(storage_option)
-        with local_copy(run, options) as folder:
-            display, say = _progress()
-            say = naming_in(say, folder, run)
-            code = _verify(folder, (from_step, to_step), take_part_names(own, {}), say, display, data, options)
+        display, say = _progress()
+        parts = load_own_parts(take_part_names(own, {}))
+        report = replay_parts(run, (from_step, to_step), parts, say, display, data, parse_pairs(storage_option))
+        click.echo("\n".join(map(printable_line, str(report).splitlines())))
+        code = _DIFFERS if not report.is_same else _SAME if report.stopped_by is None else _STOPPED
     except KeyboardInterrupt:
         say_to_stderr("verify-run: stopped; nothing was written")
         code = _STOPPED
@@ -107,28 +106,6 @@ def main(
         say_to_stderr(f"verify-run: {describe_error(error, option_names(click.get_current_context()))}")
         code = _WRONG_USAGE if isinstance(error, ValueError) else _DIFFERS
     leave(code)
-
-
-def _verify(
-    run: Path,
-    steps: tuple[int | None, int | None],
-    names: dict[str, str],
-    say: Callable[[str], None],
-    display: "Callable[[int, int], Sink] | None",
-    data: str | None,
-    storage_options: dict[str, str],
-) -> int:
-    from loopfeed.engine.records.recorded_run import read_recorded
-    from loopfeed.engine.replay.replay import replay_folder
-
-    parts = load_own_parts(names)
-    for warning in compare_named(read_recorded(run).resolved, parts.named):
-        say(warning)
-    report = replay_folder(run, steps, parts, say, display, data, storage_options)
-    click.echo("\n".join(map(printable_line, str(report).splitlines())))
-    if not report.is_same:
-        return _DIFFERS
-    return _SAME if report.stopped_by is None else _STOPPED
 
 
 def _progress() -> "tuple[Callable[[int, int], Sink] | None, Callable[[str], None]]":

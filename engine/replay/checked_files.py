@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
+from loopfeed.engine.records.digests import LogState
 from loopfeed.engine.records.folder_lock import is_locked
 from loopfeed.engine.records.folder_state import (
     FolderState,
@@ -54,6 +55,7 @@ def check_files(run: Path, read: Sequence[Snapshot] = ()) -> CheckedFiles:
         OSError: if the folder cannot be listed.
     """
     found = _Found()
+    was_going = _is_going(run)
     recorded = found.read(CONFIG, read_recorded, run)
     end = found.read(RESULT, read_result, run) if (run / RESULT).exists() else None
     states = _snapshot_states(run / SNAPSHOTS, {snapshot.step: snapshot for snapshot in read}, found)
@@ -67,7 +69,6 @@ def check_files(run: Path, read: Sequence[Snapshot] = ()) -> CheckedFiles:
         CONFIG: recorded is not None and recorded.digest is None,
         RESULT: end is not None and not end.is_sealed,
     }
-    last_logs = {} if ended is None or _is_going(run) else ended.logs
     for name in _LOGS:
         expected = [(state.logs[name], by) for state, by in states if name in state.logs]
         no_digest[name] = not expected
@@ -75,8 +76,9 @@ def check_files(run: Path, read: Sequence[Snapshot] = ()) -> CheckedFiles:
             found.read(name, digest_log, run / name, *expected)
         elif name == CONTROL_LOG_NAME:
             found.read(name, read_events, run / name)
-        if name in last_logs:
-            found.read(name, check_no_more, run / name, last_logs[name], RecordedBy(RESULT))
+        # A launch writes again after the end of the one before it; also one that began or ended while this reads.
+        if ended is not None and not was_going:
+            found.read(name, _check_no_more, run, name, ended.logs[name])
     no_digest[WEIGHTS] = not _check_weights(run / WEIGHTS, None if end is None else end.weights_digest, found)
     there = {name for name in (*no_digest, *found.whole) if name not in found.faults and (run / name).exists()}
     unchecked = [name for name in (WEIGHTS, CONFIG, RESULT, *_LOGS) if name in there and no_digest[name]]
@@ -119,6 +121,14 @@ class _Found:
             return None
         self.whole.add(name)
         return found
+
+
+def _check_no_more(run: Path, name: str, expected: LogState) -> None:
+    try:
+        check_no_more(run / name, expected, RecordedBy(RESULT))
+    except ValueError:
+        if not _is_going(run):
+            raise
 
 
 def _is_going(run: Path) -> bool:

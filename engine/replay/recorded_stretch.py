@@ -6,7 +6,7 @@ meanwhile. Must not know: the loop.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,11 +19,9 @@ from loopfeed.engine.records.limits import LONGEST_LINE_BYTES
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
 from loopfeed.engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
-from loopfeed.engine.records.topology import Topology
 from loopfeed.engine.run.resume import StartingPoint, start_at
-from loopfeed.preprocess.regular_file import open_regular, read_regular
+from loopfeed.preprocess.regular_file import open_regular
 
-_MOST_LOG_BYTES = 1 << 36  # a few hundred million steps
 LOSS_NUMBERS = ("loss", "lr")
 EVALUATION_NUMBERS = ("num_images", "top1", "top5", "loss")
 
@@ -38,18 +36,13 @@ class Piece:
         config: the settings, without a run folder and without snapshots.
         stop_step: the last update.
         stop_pull: the batch (from 0) before which the piece ends.
-        topology: the devices and processes that made the updates.
         cuts_evaluation: whether the piece ends before an evaluation that is due after its last update.
-        machine: the machine that made the updates, as `loopfeed.engine.records.machine` describes it; None in older
-            records.
     """
 
     config: TrainConfig
     stop_step: int
     stop_pull: int
-    topology: Topology
     cuts_evaluation: bool
-    machine: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class RecordedStretch:
         start: where the range begins.
         to_step: its last update.
         losses: the numbers of every step, by step; None represents a NaN or infinite number.
-        evaluations: likewise, for the steps after which there was an evaluation.
+        evaluations: the evaluations after these steps.
         snapshot: the snapshot of `to_step`, None if there is none.
         pieces: the pieces of the range, in order.
         is_evaluated: whether the run has any evaluation at all.
@@ -73,7 +66,7 @@ class RecordedStretch:
     start: StartingPoint
     to_step: int
     losses: dict[int, Numbers]
-    evaluations: Mapping[int, Numbers]
+    evaluations: "RecordedEvaluations"
     snapshot: Snapshot | None
     pieces: tuple[Piece, ...]
     is_evaluated: bool
@@ -94,14 +87,14 @@ def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Recor
     """
     recorded = read_recorded(run)
     # In this order: a running training writes an evaluation before the next loss, and a snapshot after both.
-    lines = _read_lines(run / LOSS_LOG)
+    lines = list(read_lines(run / LOSS_LOG))
     to_step = _checked_end(run, to_step, len(lines))
     saved_steps = snapshot_steps(run / SNAPSHOTS)
     from_step = _checked_begin(run, from_step, to_step, saved_steps)
     events = tuple(replace(event, snapshot=False) for event in read_events(run / CONTROL_LOG_NAME))
     start = start_at(read_snapshot(run / SNAPSHOTS, from_step), events) if from_step else StartingPoint(events=events)
     snapshot = read_snapshot(run / SNAPSHOTS, to_step) if to_step in saved_steps else None
-    evaluations = RecordedEvaluations.of(run / EVALUATION_LOG)
+    places = _find_evaluations(run / EVALUATION_LOG)
     # An evaluation that a stop interrupted after a snapshot's step is repeated when the run resumes from it.
     first = from_step if _owes_evaluation(start.snapshot) else from_step + 1
     last = to_step - 1 if _owes_evaluation(snapshot) else to_step
@@ -111,12 +104,14 @@ def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Recor
         start=start,
         to_step=to_step,
         losses=_losses(run / LOSS_LOG, lines, from_step, to_step),
-        evaluations=evaluations.between(first, last),
+        evaluations=RecordedEvaluations(
+            run / EVALUATION_LOG, {step: place for step, place in places.items() if first <= step <= last}
+        ),
         snapshot=snapshot,
         pieces=_pieces(
-            run, recorded, from_step, to_step, snapshot, is_end_evaluated=to_step in evaluations or to_step < len(lines)
+            run, recorded, from_step, to_step, snapshot, is_end_evaluated=to_step in places or to_step < len(lines)
         ),
-        is_evaluated=bool(evaluations),
+        is_evaluated=bool(places),
     )
 
 
@@ -185,8 +180,7 @@ def _pieces(
         pulls = end * config.accumulate_steps if at_end is None else at_end.pulls
         # The last lines of a run that is still in progress, or was killed, may lack the evaluation that comes next.
         is_cut = _owes_evaluation(at_end) if at_end is not None else end == to_step and not is_end_evaluated
-        where = recorded.topology_at(begin + 1), is_cut, recorded.machine_at(begin + 1)
-        pieces.append(Piece(config, end, pulls, *where))
+        pieces.append(Piece(config, end, pulls, is_cut))
     return tuple(pieces)
 
 
@@ -195,14 +189,6 @@ _REPLAY_SETTINGS: dict[str, Any] = {
     **dict.fromkeys((epochs for epochs, _ in COUNTED_IN_EPOCHS), None),
     "snapshot_every_steps": 0,
 }
-
-
-def _read_lines(path: Path) -> list[bytes]:
-    """Return the complete lines of a file, ignoring the last line if it is still being written or was truncated."""
-    try:
-        return read_regular(path, max_bytes=_MOST_LOG_BYTES).split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
 
 
 def _losses(path: Path, lines: Sequence[bytes], from_step: int, to_step: int) -> dict[int, Numbers]:
@@ -214,50 +200,42 @@ def _losses(path: Path, lines: Sequence[bytes], from_step: int, to_step: int) ->
     return losses
 
 
-class RecordedEvaluations(Mapping[int, Numbers]):
-    """The evaluations of a run by step, in ascending order. Each is read when it is asked for: it may have long lists.
+@dataclass(frozen=True)
+class RecordedEvaluations:
+    """The evaluations of a run. Each is read when it is asked for, because it may have long lists.
 
-    Args:
+    Attributes:
         path: the log.
-        places: for each step, the number of its line, from 1, and where the line begins in the file.
+        places: for each step, in ascending order, the number of its line, from 1, and where it begins in the file.
     """
 
-    def __init__(self, path: Path, places: Mapping[int, tuple[int, int]]) -> None:
-        self._path, self._places = path, places
+    path: Path
+    places: Mapping[int, tuple[int, int]]
 
-    @classmethod
-    def of(cls, path: Path) -> "RecordedEvaluations":
-        """Look through a log, and check each of its lines; raise ValueError for one that is not an evaluation's."""
-        places: dict[int, tuple[int, int]] = {}
-        begin, last = 0, -1
-        for number, line in enumerate(read_lines(path), start=1):
-            step, _ = _numbers(path, number, line, EVALUATION_NUMBERS)
-            if step <= last:
-                raise ValueError(
-                    f"{path} must have its steps in order, but has step {step} in line {number} after {last}: "
-                    "restore that file"
-                )
-            places[step], last = (number, begin), step
-            begin += len(line)
-        return cls(path, places)
-
-    def between(self, first: int, last: int) -> "RecordedEvaluations":
-        """Return those of the steps `first` … `last`."""
-        return RecordedEvaluations(
-            self._path, {step: place for step, place in self._places.items() if first <= step <= last}
-        )
-
-    def __getitem__(self, step: int) -> Numbers:
-        number, begin = self._places[step]
-        with os.fdopen(open_regular(self._path), "rb") as file:
+    def read(self, step: int) -> Numbers | None:
+        """Return the numbers of the evaluation after a step, None if there was none."""
+        if step not in self.places:
+            return None
+        number, begin = self.places[step]
+        with os.fdopen(open_regular(self.path), "rb") as file:
             file.seek(begin)
-            return _numbers(self._path, number, file.readline(LONGEST_LINE_BYTES), EVALUATION_NUMBERS)[1]
+            return _numbers(self.path, number, file.readline(LONGEST_LINE_BYTES), EVALUATION_NUMBERS)[1]
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._places)
 
-    def __len__(self) -> int:
-        return len(self._places)
+def _find_evaluations(path: Path) -> dict[int, tuple[int, int]]:
+    """Return where each evaluation of a log stands; raise ValueError for a line that is not an evaluation's."""
+    places: dict[int, tuple[int, int]] = {}
+    begin, last = 0, -1
+    for number, line in enumerate(read_lines(path), start=1):
+        step, _ = _numbers(path, number, line, EVALUATION_NUMBERS)
+        if step <= last:
+            raise ValueError(
+                f"{path} must have its steps in order, but has step {step} in line {number} after {last}: "
+                "restore that file"
+            )
+        places[step], last = (number, begin), step
+        begin += len(line)
+    return places
 
 
 def _numbers(path: Path, line_number: int, line: bytes, names: Sequence[str]) -> tuple[int, Numbers]:
@@ -269,7 +247,8 @@ def _numbers(path: Path, line_number: int, line: bytes, names: Sequence[str]) ->
             raise TypeError("not numbers")
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
-            f"{path} must have step, {', '.join(names)} in line {line_number}, but has {line[:80]!r}: restore that file"
+            f"{path} must have step, {', '.join(names)} in line {line_number}, but has {line.rstrip()[:80]!r}: restore "
+            "that file"
         ) from None
     return step, numbers
 

@@ -15,12 +15,11 @@ import numpy as np
 
 from loopfeed.engine.config import OFF, TrainConfig
 from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.control.word import ControlWords
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.crossing.devices import devices, split_processor
 from loopfeed.engine.keys import plain_keys
-from loopfeed.engine.named_parts import NAME_FORM
+from loopfeed.engine.named_parts import NAME_FORM, compare_named
 from loopfeed.engine.owners import OF_AN_EVALUATION, STORAGE, with_given
 from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.program.train_state import TrainState
@@ -95,13 +94,11 @@ def replay_run(
         KeyboardInterrupt: on a signal before the first step, or on a second one.
         BaseException: whatever the batch source raised.
     """
-    with local_copy(run, storage_options) as folder:
-        say = naming_in(notify, folder, run)
-        return replay_folder(folder, (from_step, to_step), take_parts(parts), say, display, data, storage_options or {})
+    return replay_parts(run, (from_step, to_step), take_parts(parts), notify, display, data, storage_options or {})
 
 
-def replay_folder(
-    run: Path,
+def replay_parts(
+    run: str | Path,
     steps: tuple[int | None, int | None],
     parts: OwnParts,
     notify: Callable[[str], None],
@@ -109,9 +106,21 @@ def replay_folder(
     data: str | None,
     storage_options: Mapping[str, str],
 ) -> ReplayReport:
-    """Replay a run from its folder; see `replay_run`, whose `from_step` and `to_step` are `steps`."""
+    """Replay a run with the user's parts; see `replay_run`, whose `from_step` and `to_step` are `steps`."""
     named = {"data": data, STORAGE: as_text(storage_options)}
     given = {name: value for name, value in named.items() if value is not None}
+    with local_copy(run, storage_options) as folder:
+        return _replay_folder(folder, steps, parts, naming_in(notify, folder, run), given, display)
+
+
+def _replay_folder(
+    run: Path,
+    steps: tuple[int | None, int | None],
+    parts: OwnParts,
+    notify: Callable[[str], None],
+    given: Mapping[str, str],
+    display: Callable[[int, int], Sink] | None,
+) -> ReplayReport:
     try:
         stretch = _read_stretch(run, *steps)
     except ValueError as error:
@@ -121,13 +130,14 @@ def replay_folder(
         raise
     ends = [snapshot for snapshot in (stretch.start.snapshot, stretch.snapshot) if snapshot is not None]
     files = _check_files(run, ends, notify)
+    resolved = stretch.recorded.resolved
     _check_own(stretch, parts)
     # A launch handles signals while it is open; before the first launch and between two, they stop the replay at once.
     with StopSignals(ControlBoard(), ignore_message):
         begin = stretch.start.step
         origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
         notify(f"replaying {_steps(begin + 1, stretch.to_step)} of {run} from {origin}")
-        others = changed_sources(stretch.recorded.resolved, parts)
+        others = [*compare_named(resolved, parts.named), *changed_sources(resolved, parts)]
         doubts = ["another source of its own parts"] if others else []
         if (other_versions := versions_warning(stretch.recorded)) is not None:
             others.append(other_versions)
@@ -149,16 +159,18 @@ def _check_places(stretch: RecordedStretch, doubts: Sequence[str], notify: Calla
         ValueError: devices are missing here.
     """
     here, first = devices(), stretch.start.step + 1
-    machine, found = machine_of(jax.devices()[0]), list(doubts)
-    is_own_model = "model" in recorded_own_parts(stretch.recorded.resolved)
-    threads = thread_rule(stretch.recorded.config, is_own_model=is_own_model)
-    for (topology, before), pieces in groupby(stretch.pieces, lambda piece: (piece.topology, piece.machine)):
+    recorded, machine, found = stretch.recorded, machine_of(jax.devices()[0]), list(doubts)
+    threads = thread_rule(recorded.config, is_own_model="model" in recorded_own_parts(recorded.resolved))
+    ends = [piece.stop_step for piece in stretch.pieces]
+    for (topology, before), steps in groupby(
+        ends, lambda step: (recorded.topology_at(step), recorded.machine_at(step))
+    ):
         if topology.num_devices > len(here):
             raise ValueError(
                 f"a replay needs as many devices as its record, {topology}, but jax has {len(here)} here "
                 f"({here[0].kind}): replay it on such a machine"
             )
-        last = max(piece.stop_step for piece in pieces)
+        last = max(steps)
         is_all = (first, last) == (stretch.start.step + 1, stretch.to_step)
         differences = [*doubts, *machine_differences(before, machine, threads)]
         num_parts = len(here) if here[0].platform == "cpu" else 0
@@ -222,8 +234,9 @@ def _replay(
             check_data(launch.resolved, stretch.recorded)
             check_rules(launch.config, launch.resolved, stretch.recorded.resolved, launch.given)
             check_given_weights(launch.given_digest, stretch.recorded)
-            sinks = [comparison, *([] if display is None else [display(piece.stop_step, _images_per_step(piece))])]
-            state = _replay_piece(launch, state, sinks, start.events)
+            images_per_step = config.batch * config.accumulate_steps
+            sinks = [comparison, *([] if display is None else [display(piece.stop_step, images_per_step)])]
+            state = _replay_piece(launch, state, sinks)
         start = StartingPoint(int(state.step), int(state.pulls), int(state.num_evaluations), None, start.events)
         if board.was_stopped or start.step < piece.stop_step:
             break
@@ -275,9 +288,7 @@ class _StopAfterPieceBoard(ControlBoard):
         return super().stop_words(num_batches)
 
 
-def _replay_piece(
-    launch: Launch, state: TrainState | None, sinks: list[Sink], events: Sequence[ControlEvent]
-) -> TrainState:
+def _replay_piece(launch: Launch, state: TrainState | None, sinks: list[Sink]) -> TrainState:
     """Replay a piece and return the final state; if `state` is None, start from the initial state of the launch."""
     config = launch.config
     # Compiled afresh: a program in a cache may be another one, which agrees with the record because it wrote it.
@@ -287,7 +298,7 @@ def _replay_piece(
     launch.board.prepare(
         first_pull=launch.start.pulls,
         pulls_per_step=config.accumulate_steps,
-        replayed=events,
+        replayed=launch.start.events,
         record=lambda _: None,
     )
     state = launch.run(compiled, state, sinks)
@@ -296,10 +307,6 @@ def _replay_piece(
     if failure is not None and not isinstance(failure, NonFiniteError):
         raise failure
     return state
-
-
-def _images_per_step(piece: Piece) -> int:
-    return piece.config.batch * piece.config.accumulate_steps
 
 
 def _check_own(stretch: RecordedStretch, parts: OwnParts) -> None:

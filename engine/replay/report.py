@@ -127,7 +127,7 @@ class Comparison:
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Compare an evaluation."""
         self._evaluated.add(record.step)
-        self._compare_evaluation(record.step, self._stretch.evaluations.get(record.step), _numbers_of(record))
+        self._compare_evaluation(record.step, self._stretch.evaluations.read(record.step), _numbers_of(record))
 
     def close(self) -> None:
         """Do nothing."""
@@ -154,8 +154,8 @@ class Comparison:
         if stopped_by is None:
             for step in range(self._last_step + 1, self._stretch.to_step + 1):
                 self._kinds["loss"].compare(f"step {step:,}", self._stretch.losses[step]["loss"], _MISSING)
-            for step in sorted(self._stretch.evaluations.keys() - self._evaluated):
-                self._compare_evaluation(step, self._stretch.evaluations[step], None)
+            for step in sorted(self._stretch.evaluations.places.keys() - self._evaluated):
+                self._compare_evaluation(step, self._stretch.evaluations.read(step), None)
         return ReplayReport(
             from_step=self._stretch.start.step,
             to_step=self._last_step,
