@@ -5,25 +5,14 @@ import importlib
 import os
 import subprocess
 import sys
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 from click.shell_completion import ShellComplete
 
 ROOT = Path(__file__).parents[1]
-MODULES = {
-    "run-train": "loopfeed.engine.commands.cli",
-    "run-eval": "loopfeed.engine.commands.eval_cli",
-    "verify-run": "loopfeed.engine.commands.verify_cli",
-    "predict-images": "loopfeed.engine.commands.predict_cli",
-    "export-weights": "loopfeed.engine.commands.export_cli",
-    "explain-program": "loopfeed.engine.commands.explain_cli",
-    "tail-run": "loopfeed.engine.commands.tail_cli",
-    "list-runs": "loopfeed.engine.commands.list_cli",
-    "control-run": "loopfeed.engine.commands.control_cli",
-    "inspect-shards": "loopfeed.preprocess.commands.inspect_cli",
-    "preprocess-imagenet": "loopfeed.preprocess.commands.cli",
-}
+MODULES = {place.name: place.module for place in distribution("loopfeed").entry_points}
 
 
 def ask(command, instruction, *words):

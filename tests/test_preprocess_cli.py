@@ -222,7 +222,7 @@ def test_a_folder_inside_the_folder_of_a_run_is_refused(tmp_path, source, below)
         (["only-one"], "SOURCE and DEST are required"),
         (["nowhere", "dest"], "nowhere does not exist"),
         (["nowhere", "dest", "--size", "0"], "0 is not in the range 1<=x<=4096"),
-        (["nowhere", "dest", "--size", "64", "--resize", "32"], "32 is less than --size 64"),
+        (["nowhere", "dest", "--size", "64", "--resize", "32"], "at least size (64) so that the crop fits"),
         (["nowhere", "nosuch://dest"], "not the URL of a supported store"),
         (["nowhere", "memory://dest"], "memory://dest/ would be lost when this process exits"),
         (["nowhere", "dest", "--shard-images", "1000000000"], "more than the 4 GiB allowed"),

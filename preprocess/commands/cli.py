@@ -21,13 +21,12 @@ from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
 from loopfeed.preprocess.commands.pack_report import announce, announce_dry_run
 from loopfeed.preprocess.commands.storage import open_given, storage_option
 from loopfeed.preprocess.commands.suggesting import SuggestingChoice
-from loopfeed.preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE, default_resize
+from loopfeed.preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.storage_options import parse_pairs
 from loopfeed.preprocess.system_errors import describe_system_error
 
 if TYPE_CHECKING:
-    from loopfeed.preprocess.packing.plan import PackSettings
     from loopfeed.preprocess.shards.targets import TargetKind
     from loopfeed.preprocess.sources.open_source import Source
 
@@ -255,13 +254,16 @@ def _run(options: _Options) -> None:
         return
     if options.source is None or options.dest is None:
         raise click.UsageError("SOURCE and DEST are required; to try the command without a data set, use --demo DEST")
-    settings = _settings(options)
     from loopfeed.preprocess.commands.pack_splits import Machines, check_machines, connect, pack_splits
     from loopfeed.preprocess.packing.dask_request import PackRequest
     from loopfeed.preprocess.packing.dest import check_dest
+    from loopfeed.preprocess.packing.pack_source import pack_settings, source_request
     from loopfeed.preprocess.shards.unsynced import prepare_for_writing
     from loopfeed.preprocess.sources.open_source import open_source
 
+    names = ("size", "resize", "resample", "levels", "truncated", "workers")
+    shards = ("shard_images", "layout", "codec", "checksum", "on_error")
+    settings = pack_settings(**{name: getattr(options, name) for name in (*names, *shards)})
     machines = check_machines(
         options.part, options.finish, options.executor, options.scheduler, overwrite=options.overwrite
     )
@@ -271,17 +273,14 @@ def _run(options: _Options) -> None:
     location = prepare_for_writing(location)
     if machines.scheduler is not None:
         settings = replace(settings, num_workers=options.workers or 1)
-    from loopfeed.preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
-
-    replaced = (options.split or HELD_OUT_SPLITS) if options.overwrite else ()
-    rule = choose_holdout_rule(location, replaced=replaced)
-    request: dict[str, Any] = {
-        "splits": options.split or None,
-        "holdout": options.holdout,
-        "limit": options.limit,
-        "holdout_rule": rule,
-        "labels": options.labels,
-    }
+    request = source_request(
+        location,
+        overwrite=options.overwrite,
+        splits=options.split or None,
+        holdout=options.holdout,
+        limit=options.limit,
+        labels=options.labels,
+    )
     if not options.dry_run:
         show_only_on_stdout()
     with connect(Machines() if options.dry_run else machines) as cluster:
@@ -293,40 +292,11 @@ def _run(options: _Options) -> None:
             if options.dry_run:
                 announce_dry_run(source, settings, machines.part)
                 return
-            settings = replace(settings, holdout_rule=rule if options.holdout else None)
+            settings = replace(settings, holdout_rule=request["holdout_rule"] if options.holdout else None)
             if cluster is not None:
                 cluster.send_request(PackRequest.of(options.source, request, location, stored, settings))
             if pack_splits(source, location, settings, machines, cluster):
                 _suggest(options.dest, next((each.kind for each in source.targets.values()), None), stored)
-
-
-def _settings(options: _Options) -> PackSettings:
-    from loopfeed.preprocess.cores import num_cores
-    from loopfeed.preprocess.decoding.decode import ResizeRule
-    from loopfeed.preprocess.decoding.levels import Levels
-    from loopfeed.preprocess.packing.plan import PackSettings
-
-    resize = default_resize(options.size) if options.resize is None else options.resize
-    if resize < options.size:
-        raise click.BadParameter(
-            f"--resize {resize} is less than --size {options.size}, so the crop would extend beyond the image; "
-            f"use --resize {options.size} or more"
-        )
-    try:
-        levels = None if options.levels is None else str(Levels.parse(options.levels))
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--levels") from error
-    return PackSettings(
-        rule=ResizeRule(
-            options.size, resize, options.resample, levels, "keep" if options.truncated == "keep" else "skip"
-        ),
-        shard_images=options.shard_images,
-        layout="packed" if options.layout == "packed" else "dense",
-        codec="raw" if options.codec == "raw" else "blosc",
-        checksum=options.checksum,
-        num_workers=options.workers or num_cores(),
-        on_error="skip" if options.on_error == "skip" else "fail",
-    )
 
 
 def _warn_about_other_splits(source: Source, dest: str, stored: dict[str, str]) -> None:

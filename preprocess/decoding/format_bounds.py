@@ -17,6 +17,7 @@ from contextlib import suppress
 import numpy as np
 
 from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000, check_avif, check_jpeg_2000
+from loopfeed.preprocess.decoding.hidden_size import TiffTags
 from loopfeed.preprocess.decoding.levels import Levels
 
 _MAX_PPM_HEADER_BYTES = 2**16
@@ -197,26 +198,18 @@ def _check_tiff(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all 
 
     Bytes that several tags share are counted once for each tag.
     """
-    order = "<" if encoded[:2] == b"II" else ">"
-    is_big = 43 in encoded[2:4]
-    start, entries, entry, word = (8, "Q", "HHQ", 8) if is_big else (4, "H", "HHI", 4)
-    (directory,) = struct.unpack_from(order + ("Q" if is_big else "I"), encoded, start)
-    (num_entries,) = struct.unpack_from(order + entries, encoded, directory)
-    if num_entries > _MAX_TIFF_ENTRIES:
+    tags, num_bytes = TiffTags(encoded), 0
+    if tags.num_entries > _MAX_TIFF_ENTRIES:
         raise ValueError(
-            f"it has {num_entries} tags, more than the {_MAX_TIFF_ENTRIES} allowed; save it without metadata"
+            f"it has {tags.num_entries} tags, more than the {_MAX_TIFF_ENTRIES} allowed; save it without metadata"
         )
-    position = directory + struct.calcsize(order + entries)
-    num_bytes = 0
-    for _ in range(num_entries):
-        tag, kind, count = struct.unpack_from(order + entry, encoded, position)
-        position += struct.calcsize(order + entry) + word
+    for tag, kind, count, _ in tags:
         if kind not in _TIFF_BYTE_TYPES and count > _MAX_TIFF_NUMBERS:
             raise ValueError(
                 f"its tag {tag} has {count} values, more than the {_MAX_TIFF_NUMBERS} allowed; save it again"
             )
         num_bytes += count * _TIFF_TYPE_BYTES.get(kind, 1)
-        if num_bytes > len(encoded) + word * num_entries:
+        if num_bytes > len(encoded) + tags.word_bytes * tags.num_entries:
             raise ValueError(
                 f"its tags refer to at least {num_bytes} bytes, but the file has only {len(encoded)}; save it again"
             )

@@ -44,25 +44,45 @@ def hidden_pixels(encoded: bytes, name: str) -> int | None:
         return 0 if name == "TIFF" else None
 
 
+class TiffTags:
+    """The tags of a TIFF file's first image.
+
+    Attributes:
+        num_entries: their number.
+        word_bytes: the bytes of a value that stands in the tag itself.
+        order: the byte order of the file, as `struct` has it.
+
+    Raises:
+        struct.error: the file ends before them.
+    """
+
+    def __init__(self, encoded: bytes) -> None:
+        self._encoded, self.order = encoded, "<" if encoded[:2] == b"II" else ">"
+        is_big = 43 in encoded[2:4]
+        start, entries, entry, self.word_bytes = (8, "Q", "HHQ", 8) if is_big else (4, "H", "HHI", 4)
+        (directory,) = struct.unpack_from(self.order + ("Q" if is_big else "I"), encoded, start)
+        (self.num_entries,) = struct.unpack_from(self.order + entries, encoded, directory)
+        self._first, self._entry = directory + struct.calcsize(self.order + entries), self.order + entry
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the tag, the type and the number of values of each, and where its value stands."""
+        place = self._first
+        for _ in range(self.num_entries):
+            tag, kind, count = struct.unpack_from(self._entry, self._encoded, place)
+            place += struct.calcsize(self._entry) + self.word_bytes
+            yield tag, kind, count, place - self.word_bytes
+
+
 def _tile_pixels(encoded: bytes) -> int:
     """Return the pixels of one tile of a TIFF file's first image, 0 if it has none."""
-    order = "<" if encoded[:2] == b"II" else ">"
-    is_big = 43 in encoded[2:4]
-    start, entries, entry, word = (8, "Q", "HHQ", 8) if is_big else (4, "H", "HHI", 4)
-    (directory,) = struct.unpack_from(order + ("Q" if is_big else "I"), encoded, start)
-    (num_entries,) = struct.unpack_from(order + entries, encoded, directory)
-    position = directory + struct.calcsize(order + entries)
-    sides = {_TILE_WIDTH: 0, _TILE_LENGTH: 0}
-    for _ in range(num_entries):
-        tag, kind, count = struct.unpack_from(order + entry, encoded, position)
+    tags, sides = TiffTags(encoded), {_TILE_WIDTH: 0, _TILE_LENGTH: 0}
+    # A number of 8 bytes has its place in a tag only in a BigTIFF. Of a tag given twice, readers take either.
+    word_of = _WORDS | ({_LONG8: "Q"} if tags.word_bytes == 8 else {})
+    for tag, kind, count, place in tags:
         if tag in sides:
-            # A number of 8 bytes has its place here only in a BigTIFF. Of a tag given twice, readers take either.
-            word_of = _WORDS | ({_LONG8: "Q"} if is_big else {})
             if count != 1 or kind not in word_of:
                 raise ValueError("the size of its tiles is no number; save it again")
-            (side,) = struct.unpack_from(order + word_of[kind], encoded, position + struct.calcsize(order + entry))
-            sides[tag] = max(sides[tag], side)
-        position += struct.calcsize(order + entry) + word
+            sides[tag] = max(sides[tag], *struct.unpack_from(tags.order + word_of[kind], encoded, place))
     return sides[_TILE_WIDTH] * sides[_TILE_LENGTH]
 
 

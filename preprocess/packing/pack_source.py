@@ -1,6 +1,6 @@
 """Packs a whole data set: what `preprocess-imagenet` does on one machine, from Python."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,12 +9,11 @@ from typing import Any, Literal
 from loopfeed.preprocess.cores import num_cores
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.decoding.default_resize import default_resize
-from loopfeed.preprocess.decoding.levels import Levels
 from loopfeed.preprocess.packing.dest import check_dest
 from loopfeed.preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
 from loopfeed.preprocess.packing.pack import PackProgress, PackResult, pack_split
 from loopfeed.preprocess.packing.plan import PackSettings
-from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.location import Location, open_location
 from loopfeed.preprocess.shards.unsynced import prepare_for_writing
 from loopfeed.preprocess.sources.open_source import open_source
 
@@ -72,22 +71,21 @@ def pack(
     """
     location = open_location(str(dest), storage_options=storage_options)
     check_dest(source, location)
-    keep = None if levels is None else str(Levels.parse(levels))
-    rule = ResizeRule(size, default_resize(size) if resize is None else resize, resample, keep, truncated)
-    settings = PackSettings(rule=rule, num_workers=num_cores() if workers is None else workers, **shards)
+    settings = pack_settings(
+        size=size, resize=resize, resample=resample, levels=levels, truncated=truncated, workers=workers, **shards
+    )
     location = prepare_for_writing(location)
     chosen = None if splits is None else (splits,) if isinstance(splits, str) else tuple(splits)
-    holdout_rule = choose_holdout_rule(location, replaced=(chosen or HELD_OUT_SPLITS) if overwrite else ())
-    with open_source(
-        source, splits=chosen, holdout=holdout, limit=limit, holdout_rule=holdout_rule, labels=labels
-    ) as found:
+    request = source_request(location, overwrite=overwrite, splits=chosen, holdout=holdout, limit=limit, labels=labels)
+    rule = request["holdout_rule"] if holdout else None
+    with open_source(source, **request) as found:
         for note in found.notes:
             notify(note)
         return {
             name: pack_split(
                 split,
                 location.child(name),
-                replace(settings, holdout_rule=holdout_rule if holdout and name in HELD_OUT_SPLITS else None),
+                replace(settings, holdout_rule=rule if name in HELD_OUT_SPLITS else None),
                 overwrite=overwrite,
                 on_progress=partial(on_progress, name),
                 targets=found.targets.get(name),
@@ -95,3 +93,32 @@ def pack(
             )
             for name, split in found.splits.items()
         }
+
+
+def pack_settings(
+    *,
+    size: int,
+    resize: int | None,
+    resample: str,
+    levels: str | None,
+    truncated: Any,
+    workers: int | None,
+    **shards: Any,
+) -> PackSettings:
+    """Return the settings of a pack, from the arguments of `pack`."""
+    rule = ResizeRule(size, default_resize(size) if resize is None else resize, resample, levels, truncated)
+    return PackSettings(rule=rule, num_workers=num_cores() if workers is None else workers, **shards)
+
+
+def source_request(
+    location: Location,
+    *,
+    overwrite: bool,
+    splits: Collection[str] | None,
+    holdout: float,
+    limit: int | None,
+    labels: str | Path | None,
+) -> dict[str, Any]:
+    """Return the arguments of `open_source` for a pack at `location`, from the arguments of `pack`."""
+    rule = choose_holdout_rule(location, replaced=(splits or HELD_OUT_SPLITS) if overwrite else ())
+    return {"splits": splits, "holdout": holdout, "limit": limit, "holdout_rule": rule, "labels": labels}

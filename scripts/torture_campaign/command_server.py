@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+from importlib.metadata import distribution
 from typing import Any
 
 PRELOADED = {
@@ -47,20 +48,9 @@ PRELOADED = {
         "loopfeed.engine.run.resume",
     ),
 }
-COMMANDS = {
-    "preprocess-imagenet": "loopfeed.preprocess.commands.cli",
-    "inspect-shards": "loopfeed.preprocess.commands.inspect_cli",
+COMMANDS = {place.name: place.module for place in distribution("loopfeed").entry_points} | {
     "read-pack": "scripts.torture_campaign.pack_reader",
     "decode-images": "scripts.torture_campaign.image_reference",
-    "run-train": "loopfeed.engine.commands.cli",
-    "run-eval": "loopfeed.engine.commands.eval_cli",
-    "verify-run": "loopfeed.engine.commands.verify_cli",
-    "predict-images": "loopfeed.engine.commands.predict_cli",
-    "export-weights": "loopfeed.engine.commands.export_cli",
-    "explain-program": "loopfeed.engine.commands.explain_cli",
-    "tail-run": "loopfeed.engine.commands.tail_cli",
-    "list-runs": "loopfeed.engine.commands.list_cli",
-    "control-run": "loopfeed.engine.commands.control_cli",
 }
 DATA_LIMIT_BYTES = 3 << 30
 FILE_LIMIT_BYTES = 4 << 30
