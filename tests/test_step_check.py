@@ -23,7 +23,7 @@ from loopfeed.engine.program.flat_program import flatten_program
 from loopfeed.engine.program.looped_step import sample_of
 from loopfeed.engine.program.random_rounding import RandomRounding, switches
 from loopfeed.engine.run.differences import LARGEST_EFFECT, MARGIN, Difference, compare, effect, join, largest_effect
-from loopfeed.engine.run.step_check import StepCheck
+from loopfeed.engine.run.step_check import StepCheck, _moved, _Seen
 from loopfeed.models.layers.pooling import global_max_pool, max_pool
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -394,3 +394,9 @@ def test_the_worst_value_of_a_scope_decides():
     assert (joined.num_values, joined.largest, joined.measured) == (3, 1e-2, 1e-3)
     assert not joined.is_explained
     assert not join([difference(), difference(is_finite=False)]).is_explained
+
+
+def test_an_unstable_scope_with_the_name_of_a_result_is_found():
+    ones = {"loss": [np.ones(4, np.float32)]}
+    moved = {"loss": [np.full(4, 1.5, np.float32)]}
+    assert _moved(_Seen(ones, ones), [_Seen(moved, ones)], 0.1) == {"loss": 0.5}

@@ -224,7 +224,8 @@ def _moved(reference: _Seen, disturbed: list[_Seen], limit: float) -> dict[str, 
     """Return the parts that one of the disturbed runs moves by more than `limit`, and how far the first does."""
     found: dict[str, float] = {}
     for each in reversed(disturbed):
-        parts = each.scopes | each.results
-        moved = {name: effect(one, parts[name]) for name, one in (reference.scopes | reference.results).items()}
-        found |= {name: size for name, size in moved.items() if size > limit}
+        # A scope may have the name of a result, such as "loss".
+        for was, now in zip(reference, each, strict=True):
+            sizes = {name: effect(one, now[name]) for name, one in was.items()}
+            found |= {name: size for name, size in sizes.items() if size > limit}
     return found
