@@ -12,8 +12,15 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from loopfeed import train
 from loopfeed.engine.images.augment import augment_images
-from loopfeed.engine.images.auto_augment import apply_rows, auto_augment, draw_rows
-from loopfeed.engine.images.auto_table import Operation, make_row, ranges_of, table_rows
+from loopfeed.engine.images.auto_augment import (
+    Operation,
+    apply_rows,
+    auto_augment,
+    draw_rows,
+    make_row,
+    ranges_of,
+    table_rows,
+)
 from loopfeed.engine.images.positions import Positions, image_keys
 from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale

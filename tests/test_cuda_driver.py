@@ -14,8 +14,8 @@ import pytest
 
 from loopfeed.engine.crossing.cuda import driver as driver_module
 from loopfeed.engine.crossing.cuda.arena import Arena
-from loopfeed.engine.crossing.cuda.collector import Collector
 from loopfeed.engine.crossing.cuda.driver import PROTOTYPES, CudaDriver, CudaError, load_functions
+from loopfeed.engine.crossing.cuda.transport import Collector
 from tests.fake_cuda import FakeCuda
 
 

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from loopfeed.engine.recipes import load_recipe
-from loopfeed.preprocess.demo import drawing as demo
-from loopfeed.preprocess.demo.drawing import SHAPES, draw_demo, draw_image
+from loopfeed.preprocess.demo import demo_set as demo
+from loopfeed.preprocess.demo.demo_set import SHAPES, draw_demo, draw_image
 from loopfeed.preprocess.sources.open_source import open_source
 
 

@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 
-from loopfeed.engine.images.erasing import BLOCKS_OF_ERASING, draw_erased
+from loopfeed.engine.images.augment import BLOCKS_OF_ERASING, draw_erased
 from tests.threefry_reference import index, unit
 
 erased_of = jax.jit(draw_erased, static_argnums=(1, 2, 3))

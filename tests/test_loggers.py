@@ -15,12 +15,10 @@ from loopfeed import ConfigError, train
 from loopfeed.engine.crossing.pushed import PushedImages
 from loopfeed.engine.loggers import logger_sink, required_package
 from loopfeed.engine.loggers.choice import check_loggers
-from loopfeed.engine.loggers.event_file import EventFile, frame_record
 from loopfeed.engine.loggers.experiment_log import LogRefusedError
 from loopfeed.engine.loggers.logger_sink import LoggerSink
-from loopfeed.engine.loggers.pictures import captions, draw_images
-from loopfeed.engine.loggers.record_log import log_record
-from loopfeed.engine.loggers.tensorboard import TensorBoardSink
+from loopfeed.engine.loggers.record_log import captions, draw_images, log_record
+from loopfeed.engine.loggers.tensorboard import EventFile, TensorBoardSink, frame_record
 from loopfeed.engine.loggers.wandb import WandbSink, check_login, is_in_repository_of_user, kept_run_id
 from loopfeed.engine.objective.metrics import confusion_matrix
 from loopfeed.engine.profile.table import Profile, ProfileRow

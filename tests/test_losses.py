@@ -8,8 +8,7 @@ import pytest
 from loopfeed.engine.images.mixing import WHOLE
 from loopfeed.engine.objective.cross_entropy import cross_entropy
 from loopfeed.engine.objective.losses import binary_cross_entropy_loss, cross_entropy_loss
-from loopfeed.engine.objective.objective import Objective
-from loopfeed.engine.objective.targets import smooth_targets
+from loopfeed.engine.objective.objective import Objective, smooth_targets
 
 INF = np.inf
 ONE = jnp.ones(1)

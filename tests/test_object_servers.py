@@ -2,7 +2,7 @@
 
 import pytest
 
-from loopfeed.preprocess.demo.drawing import draw_demo
+from loopfeed.preprocess.demo.demo_set import draw_demo
 from loopfeed.preprocess.shards.location import open_location
 from tests.fake_source import fake_source, files_of, pack
 from tests.object_servers import GoogleServer, MotoServer, SeaweedServer

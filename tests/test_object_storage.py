@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from loopfeed.preprocess.demo.drawing import draw_demo
+from loopfeed.preprocess.demo.demo_set import draw_demo
 from loopfeed.preprocess.shards.location import open_location
 from tests.fake_source import files_of
 from tests.object_servers import BUCKET, S3_SERVERS, SECRET

@@ -25,7 +25,7 @@ from loopfeed.engine.peers import SEES_ALL
 from loopfeed.engine.processes import ThisProcess
 from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.run.train import plan_run, train
-from loopfeed.engine.sizing import card_compiler, flow, planning, rates
+from loopfeed.engine.sizing import card_compiler, flow, planning
 from loopfeed.engine.sizing.card_compiler import COMPILER_FOLDER, CardCompilerError, compile_for_cards
 from loopfeed.engine.sizing.cards import SHARE_VARIABLE
 from loopfeed.engine.sizing.flow import DECODE, READ, measure_flow
@@ -142,33 +142,33 @@ def test_a_resumed_run_keeps_its_snapshots_beside_those_to_come(tmp_path):
 def test_every_image_is_read_at_most_once_and_only_from_the_shards(tmp_path):
     pack(fake_source(50, size=64), tmp_path)
     folder = tmp_path / "train/pixels"
-    places = rates._random_places(folder, 4096)
+    places = flow._random_places(folder, 4096)
     assert len(set(places)) == len(places)
     sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     assert sorted(places) == sorted((path, 4096 * i) for path, size in sizes.items() for i in range(size // 4096))
     # A pack of this size says nothing of a disk.
     with open_split(str(tmp_path), "train") as split:
-        assert rates.measure_reading(split, num_threads=2, limit_s=1) is None
+        assert flow.measure_reading(split, num_threads=2, limit_s=1) is None
 
 
 def test_reading_is_measured_in_bytes_of_the_shards(tmp_path, monkeypatch):
     pack(fake_source(50, size=64), tmp_path)
-    monkeypatch.setattr(rates, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(flow, "_LEAST_BYTES", 0)
     with open_split(str(tmp_path), "train") as split:
         read: list[int] = []
-        whole = rates._read_piece
+        whole = flow._read_piece
 
         def read_piece(*place):
             read.append(whole(*place))
             return read[-1]
 
-        monkeypatch.setattr(rates, "_read_piece", read_piece)
+        monkeypatch.setattr(flow, "_read_piece", read_piece)
         started = time.perf_counter()
-        found = rates.measure_reading(split, num_threads=2, limit_s=5)
+        found = flow.measure_reading(split, num_threads=2, limit_s=5)
         took_s = time.perf_counter() - started
     assert found is not None
     # Each piece once, less those that were only looked at; then it ends, long before its limit.
-    assert sum(read) == (50 - rates._PROBES) * 4 * 64 * 64
+    assert sum(read) == (50 - flow._PROBES) * 4 * 64 * 64
     assert found[0] >= sum(read) / took_s
 
 
@@ -194,22 +194,22 @@ def test_whether_the_page_cache_was_measured_is_asked_after_its_pages_are_droppe
     monkeypatch.setattr(os, "preadv", look)
     monkeypatch.setattr(os, "posix_fadvise", lambda _file, start, size, _advice: asked.append(("drop", start)))
     places = [(tmp_path / "shard", 8192), (tmp_path / "shard", 0)]
-    assert rates._is_cached(places, 8192) is is_cached
+    assert flow._is_cached(places, 8192) is is_cached
     assert asked[:2] == [("drop", 8192), ("look", 8192)]
 
 
 def test_a_disk_that_does_not_answer_ends_a_measurement(monkeypatch):
-    monkeypatch.setattr(rates, "_STUCK_S", 0.05)
+    monkeypatch.setattr(flow, "_STUCK_S", 0.05)
     stuck = threading.Event()
     with pytest.raises(TimeoutError, match=r"reading the data set did not end within 0\.05 s: check the disk"):
-        rates._rate_of(lambda: int(stuck.wait(20)), 1, 0.01)
+        flow._rate_of(lambda: int(stuck.wait(20)), 1, 0.01)
     stuck.set()
 
     def fail():
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        rates._rate_of(fail, 2, 0.01)
+        flow._rate_of(fail, 2, 0.01)
 
 
 @pytest.mark.parametrize(("spare", "fits"), [(10**12, True), (1000, False), (None, False)])

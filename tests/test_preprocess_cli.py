@@ -19,7 +19,7 @@ import loopfeed
 from loopfeed.preprocess.commands import cli
 from loopfeed.preprocess.commands.cli import main
 from loopfeed.preprocess.demo import demo_set
-from loopfeed.preprocess.demo.drawing import draw_demo
+from loopfeed.preprocess.demo.demo_set import draw_demo
 from loopfeed.preprocess.packing.pack import pack_split
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.shards.location import ShardError, open_location

@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 
 import loopfeed
 from loopfeed.engine.commands import cli
-from loopfeed.engine.commands.step_report import report_lines, verdict
+from loopfeed.engine.commands.look_options import report_lines, verdict
 from loopfeed.engine.program.flat_program import flatten_program
 from loopfeed.engine.program.looped_step import sample_of
 from loopfeed.engine.program.random_rounding import RandomRounding, switches

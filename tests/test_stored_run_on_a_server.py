@@ -12,7 +12,7 @@ import pytest
 from loopfeed.engine.records.stored.lease import LEASE, Lease
 from loopfeed.engine.records.stored.reading import download
 from loopfeed.engine.records.stored.state import MARKER, OBJECTS, StoredState, read_state
-from loopfeed.preprocess.demo.drawing import draw_demo
+from loopfeed.preprocess.demo.demo_set import draw_demo
 from loopfeed.preprocess.shards.location import ShardError, open_location
 from tests.object_servers import BUCKET, KEYS, MotoServer
 from tests.store_commands import command, losses, same_weights, start

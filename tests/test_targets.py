@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from loopfeed.engine.objective.targets import smooth_targets
+from loopfeed.engine.objective.objective import smooth_targets
 
 ONE_HOT = jax.nn.one_hot(jnp.array([0, 3, 1]), 5)
 MIXED = 0.7 * ONE_HOT + 0.3 * ONE_HOT[::-1]

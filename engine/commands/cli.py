@@ -11,7 +11,6 @@ import click
 
 from loopfeed.engine.commands.command_end import describe_error, leave, notes_of, say_to_stderr
 from loopfeed.engine.commands.look_options import check_look_options, is_look, look
-from loopfeed.engine.commands.new_run_dir import run_dir_of
 from loopfeed.engine.commands.option_sources import (
     MergedOptions,
     OptionSource,
@@ -38,6 +37,13 @@ if TYPE_CHECKING:
     from loopfeed.engine.records.recorded_run import RecordedRun
     from loopfeed.engine.run.parts import OwnParts
     from loopfeed.engine.run.result import TrainResult
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _RECORDED = "the recorded run"
@@ -272,3 +278,35 @@ def _train(
         result = run.train([display.make_sink(run.config)], origins)
     summarise(result, config.profile_format, runtime_report=config.runtime_report)
     return result
+
+
+@contextmanager
+def run_dir_of(named: str | None) -> Iterator[str]:
+    """Yield the given folder or, if there is none, a new one named after the current time.
+
+    A new folder is removed at the end of the block if it is still empty.
+    """
+    if named is not None:
+        yield named
+        return
+    is_first = not Path("runs").exists()
+    created = _make_run_dir()
+    try:
+        yield os.fspath(created)
+    finally:
+        with suppress(OSError):
+            created.rmdir()
+            if is_first:
+                created.parent.rmdir()
+
+
+def _make_run_dir() -> Path:
+    """Create a folder under runs/, with a number appended if another run started in the same second."""
+    stem = time.strftime("%Y%m%d-%H%M%S")
+    Path("runs").mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        path = Path("runs", stem if number == 1 else f"{stem}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError

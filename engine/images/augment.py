@@ -7,12 +7,11 @@ sharding and kernels do not change a single bit. Does not depend on the loop.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32, Key, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 from loopfeed.engine.images.auto_augment import auto_augment
-from loopfeed.engine.images.boxes import BLOCKS_OF_BOX
+from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, BoxRule, draw_boxes, mask_boxes
 from loopfeed.engine.images.crops import centre_crop, draw_crop_boxes, flip_horizontally, random_crop
-from loopfeed.engine.images.erasing import BLOCKS_OF_ERASING, draw_erased, erase
 from loopfeed.engine.images.jitter import (
     change_brightness,
     change_contrast,
@@ -29,6 +28,13 @@ from loopfeed.engine.images.resample import resize_boxes
 from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale, normalise_levels, unpack_pixels
 from loopfeed.engine.scopes import AUGMENT, UNPACK
+
+# Zhong et al. (2020), arXiv:1708.04896, and torchvision's RandomErasing.
+AREA_RANGE = (0.02, 0.33)
+RATIO_RANGE = (1 / 3.3, 1 / 0.3)
+"""Range of width / height; torchvision draws height / width in 0.3 … 3.3."""
+
+BLOCKS_OF_ERASING = 1 + BLOCKS_OF_BOX
 
 
 def augment_images(
@@ -165,3 +171,20 @@ def _mix(
         return unpack_pixels(pixels, scale), mixture.own_target
     levels = mix_levels(jnp.stack(split_planes(pixels), axis=-1), mixture.own_level)
     return normalise_levels(levels, scale), mixture.own_target
+
+
+def draw_erased(
+    words: UInt32[Array, "b BLOCKS_OF_ERASING 2"], height: int, width: int, probability: float
+) -> Bool[Array, "b {height} {width}"]:
+    """Draw the mask of erased pixels from uniform words.
+
+    A rectangle is smaller than the image in both directions; if none of ten sizes fits, nothing is erased.
+    """
+    boxes, found = draw_boxes(words[:, 1:], BoxRule(AREA_RANGE, RATIO_RANGE, (height - 1, width - 1)), height, width)
+    happens = found & to_choice(words[:, 0, 0], probability)
+    return happens[:, None, None] & mask_boxes(boxes, height, width)
+
+
+def erase(images: Float32[Array, "b H W 3"], erased: Bool[Array, "b H W"]) -> Float32[Array, "b H W 3"]:
+    """Set images to 0 where `erased` is True."""
+    return jnp.where(erased[..., None], 0, images)

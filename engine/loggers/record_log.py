@@ -2,17 +2,28 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from loopfeed.engine.crossing.pushed import PushedHistograms, PushedImages
 from loopfeed.engine.loggers.experiment_log import Cell, ExperimentLog, Moment, Table
-from loopfeed.engine.loggers.pictures import MOST_MAP_SIDE, draw_images, draw_matrix
 from loopfeed.engine.profile.table import Profile, ProfileRow, ScopeRow
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord
+from loopfeed.preprocess.printable import printable
+
+_BACKGROUND, _INK = (255, 255, 255), (32, 33, 36)
+_FRAME = (160, 160, 160)
+_GAP, _LINE, _FONT_SIZE = 8, 15, 12
+_LEAST_SHARE = 0.005
+# Smaller images and matrices are enlarged by whole factors, so that they can be seen and read.
+_LEAST_SIDE = 112
+_LEAST_MAP_SIDE = 320
+MOST_MAP_SIDE = 1024
+"""The most rows or columns of a matrix that is drawn."""
 
 type Logged = LossRecord | EvaluationRecord | PushedHistograms | PushedImages | Profile
 """A record that loggers take."""
@@ -86,3 +97,72 @@ def _log_profile(log: ExperimentLog, profile: Profile, step: int) -> None:
 
 def _cells(row: ProfileRow | ScopeRow) -> tuple[Cell, ...]:
     return row.mean_s, row.std_s, row.calls, row.samples_per_s, row.total_s, row.percent
+
+
+def draw_images(pushed: PushedImages, classes: Sequence[str] | None) -> Image.Image:
+    """Return the images as a square grid, each with its class below; of a mixed image, both classes and their shares.
+
+    Args:
+        pushed: the images.
+        classes: readable names of the classes; None shows their numbers.
+    """
+    num_images, height, width, _ = pushed.images.shape
+    factor = max(1, round(_LEAST_SIDE / max(height, width)))
+    cell_width, cell_height = width * factor, height * factor
+    lines = captions(pushed, classes)
+    pitch = cell_height + _LINE * max(map(len, lines), default=0) + _GAP
+    num_columns = math.ceil(math.sqrt(num_images))
+    num_rows = math.ceil(num_images / num_columns)
+    sheet = Image.new("RGB", (_GAP + num_columns * (cell_width + _GAP), _GAP + num_rows * pitch), _BACKGROUND)
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=_FONT_SIZE)
+    for index, image in enumerate(pushed.images):
+        row, column = divmod(index, num_columns)
+        left, top = _GAP + column * (cell_width + _GAP), _GAP + row * pitch
+        sheet.paste(Image.fromarray(image).resize((cell_width, cell_height), Image.Resampling.NEAREST), (left, top))
+        for number, line in enumerate(lines[index]):
+            text = _fitted(line, lambda text: draw.textlength(text, font=font) <= cell_width)
+            draw.text((left, top + cell_height + 2 + number * _LINE), text, fill=_INK, font=font)
+    return sheet
+
+
+def _fitted(text: str, fits: Callable[[str], bool]) -> str:
+    """Return the longest beginning of a text that fits, with three dots if it was cut off."""
+    if fits(text):
+        return text
+    length = next((length for length in range(len(text) - 1, 0, -1) if fits(text[:length] + "...")), 0)
+    return text[:length].rstrip() + "..." * bool(length)
+
+
+def captions(pushed: PushedImages, classes: Sequence[str] | None) -> list[tuple[str, ...]]:
+    """Return the lines below each image: its class or, of a mixed image, both classes, the larger share first.
+
+    There are none without class numbers. Shares below half a percent are left out.
+    """
+    if pushed.labels is None:
+        return [()] * len(pushed.images)
+    labels = pushed.labels.tolist()
+    names = [printable(classes[each]) if classes and 0 <= each < len(classes) else str(each) for each in labels]
+    if pushed.own_shares is None:
+        return [(name,) for name in names]
+    found = []
+    for index, (name, share) in enumerate(zip(names, pushed.own_shares.tolist(), strict=True)):
+        partner = index ^ 1
+        # The partner of the last of an odd number of images is not among them.
+        shares = [(share, name), (1 - share, names[partner] if partner < len(names) else "another image")]
+        kept = sorted((each for each in shares if each[0] >= _LEAST_SHARE), key=lambda each: -each[0])
+        found.append(tuple(f"{each:.0%} {label}" if len(kept) > 1 else label for each, label in kept))
+    return found
+
+
+def draw_matrix(matrix: NDArray[np.float64]) -> Image.Image:
+    """Return a matrix as a heat map, in which each row's largest value is black, and 0 and NaN are white.
+
+    Of a confusion matrix, whose rows are the true classes, the diagonal should be black.
+    """
+    values = np.nan_to_num(np.maximum(matrix, 0), posinf=0)
+    largest = values.max(axis=1, keepdims=True, initial=0)
+    shares = values / np.where(largest > 0, largest, 1)
+    image = Image.fromarray(np.round(255 * (1 - shares)).astype(np.uint8))
+    factor = max(1, _LEAST_MAP_SIDE // max(matrix.shape))
+    enlarged = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    return ImageOps.expand(enlarged.convert("RGB"), border=1, fill=_FRAME)

@@ -21,7 +21,6 @@ from loopfeed.engine.objective.cross_entropy import cross_entropy, without_zero_
 from loopfeed.engine.objective.logits import logits_of
 from loopfeed.engine.objective.losses import Loss, weighted_mean
 from loopfeed.engine.objective.metrics import Metric
-from loopfeed.engine.objective.targets import smooth_targets
 from loopfeed.models.layers.widening import widen
 
 MOST_METRIC_NUMBERS = 40_000
@@ -158,3 +157,13 @@ def checked_losses(losses: Any, num_examples: int) -> Float[Array, "{num_example
             f"{describe_given(losses)}: do not average over the batch, which the program does"
         )
     return widen(jnp.asarray(losses))
+
+
+def smooth_targets(targets: Float[Array, "B K"], smoothing: Float32[Array, ""]) -> Float[Array, "B K"]:
+    """Return targets · (1 - smoothing) + smoothing / K (Szegedy et al., 2015, arXiv:1512.00567, section 7).
+
+    Args:
+        targets: rows that sum to 1: one-hot labels or mixtures of them.
+        smoothing: in 0 … 1, a runtime value; 0 leaves every bit unchanged.
+    """
+    return targets * (1 - smoothing) + smoothing / targets.shape[-1]

@@ -76,7 +76,7 @@ class RunValues(NamedTuple):
         stop_at_top1: leave the loop once an evaluation reaches it; above 1: never.
         snapshot_every_steps: push a snapshot when the updates done are a multiple of it; 0: never.
         update: runtime values of the updates.
-        smoothing: label smoothing, see `loopfeed.engine.objective.targets`.
+        smoothing: label smoothing, see `loopfeed.engine.objective.objective`.
         seed_words: the seed's high and low half, which key the augmentation.
         scale: mean and standard deviation of the pixels.
         histogram_every_steps, log_images_every_steps: push histograms, or images, when the updates done are a multiple

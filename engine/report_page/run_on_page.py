@@ -4,33 +4,91 @@ Every file of a run may be missing, damaged or of an older version: what is then
 reason. Must not know: HTML, programs.
 """
 
+import csv
+import io
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.evaluation.trained_run import check_folder
+from loopfeed.engine.profile.formats import COLUMNS
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
 from loopfeed.engine.records.evaluation_log import EvaluationLog
 from loopfeed.engine.records.loss_log import RunFacts, read_run_facts
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
-from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG
+from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, PROFILE
 from loopfeed.engine.records.run_summary import RunSummary, summarise_run
 from loopfeed.engine.records.topology import Topology
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.curves import Curves, read_curves
 from loopfeed.engine.report_page.data_card import SplitCard
 from loopfeed.engine.report_page.evaluated import Decisions, EvaluatedWeights
-from loopfeed.engine.report_page.profile import ProfileEntry, read_profile
 from loopfeed.engine.runtime.record import RuntimeReport
 from loopfeed.engine.runtime.runtime_file import read_runtime
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.storage_options import is_url
+
+_MOST_BYTES = 1 << 20
+_MOST_ROWS = 500
+
+
+class ProfileEntry(NamedTuple):
+    """A row of the profile; times are in seconds, and a number is NaN where the file has none.
+
+    `scope` is the part of the model, "" in the table of actions; `is_estimated` says whether the row was measured in
+    the traced steps only.
+    """
+
+    phase: str
+    action: str
+    mean_s: float
+    std_s: float
+    calls: float
+    samples_per_s: float
+    total_s: float
+    percent: float
+    scope: str
+    is_estimated: bool
+
+
+def read_profile(run: Path) -> tuple[ProfileEntry, ...] | Absent:
+    """Read `profile.csv` of a run folder."""
+    try:
+        text = read_regular(run / PROFILE, max_bytes=_MOST_BYTES).decode()
+        lines = list(csv.DictReader(io.StringIO(text)))
+    except FileNotFoundError:
+        return Absent("the run was not profiled (run-train --profile)")
+    except (OSError, ValueError, csv.Error) as error:
+        return Absent(f"{PROFILE} cannot be read ({error})")
+    if not lines:
+        return Absent(f"{PROFILE} has no rows")
+    missing = [name for name in COLUMNS if any(line.get(name) is None for line in lines)]
+    if missing:
+        return Absent(f"{PROFILE} is not a profile: a row has no {missing[0]}")
+    return tuple(map(_entry, lines[:_MOST_ROWS]))
+
+
+def _entry(line: Mapping[str, str]) -> ProfileEntry:
+    phase, action, *cells = (line[name] for name in COLUMNS)
+    mean_s, std_s, calls, speed, total_s, percent = map(_number, cells)
+    scope, is_estimated = line.get("Scope") or "", line.get("Estimated") == "1"
+    return ProfileEntry(phase, action, mean_s, std_s, calls, speed, total_s, percent, scope, is_estimated)
+
+
+def _number(cell: str) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        return math.nan
+    return value if abs(value) < 1e15 else math.nan
+
 
 _UNKNOWN = Absent("the settings of the run, which name its data and its model, cannot be read")
 

@@ -3,14 +3,15 @@
 For a process of its own, in which jax computes on the CPU: jax looks for a GPU at import if its CUDA plugin is there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
-from loopfeed.engine.crossing.cuda.absent import absent_transport
+from loopfeed.engine.crossing.cuda.driver import CudaDriver
+from loopfeed.engine.crossing.cuda.transport import CudaTransport
 from loopfeed.engine.crossing.devices import Team
 from loopfeed.engine.run.host_side import Placement
 from loopfeed.engine.sizing.cards import Card
@@ -64,3 +65,12 @@ class _StandIn:
 def stand_ins(card: Card, num_devices: int) -> list[Any]:
     """Return objects that stand for GPUs in a run that is opened, but not compiled; they need no compiler."""
     return [_StandIn(card) for _ in range(num_devices)]
+
+
+def absent_transport() -> CudaTransport:
+    """Return a cuda transport for programs that are only compiled, on a machine without an NVIDIA GPU or its driver."""
+    return CudaTransport(CudaDriver(functions=_do_nothing))
+
+
+def _do_nothing(_name: str) -> Callable[..., int]:
+    return lambda *_: 0

@@ -1,16 +1,40 @@
 """How fast one host can bring images to its devices: what each stage moves, and how fast this machine does it."""
 
-from collections.abc import Sequence
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count as count_from
+from pathlib import Path
+
+import numpy as np
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.feed.batches import BatchSource
+from loopfeed.engine.feed.batches import BatchSource, label_words
 from loopfeed.engine.feed.feeder import batch_bytes
 from loopfeed.engine.feed.shard_batches import ShardBatches
 from loopfeed.engine.feed.windowed_batches import WindowedBatches
-from loopfeed.engine.sizing.rates import measure_copying, measure_decoding, measure_reading
 from loopfeed.engine.sizing.volumes import Volume
 from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.arrays import PIXELS
+from loopfeed.preprocess.shards.reader import ShardSplit
+from loopfeed.preprocess.workers import Worker, wait_for
+
+# Below this, a measurement of the disk would be one of the system's calls.
+_LEAST_BYTES = 16 << 20
+# What all threads decode together before they look at the clock: a second's work of a slow disk or network.
+_MOST_LOCAL_BYTES, _MOST_REMOTE_BYTES = 64 << 20, 8 << 20
+_COPIED_BYTES = 64 << 20
+_MOST_BATCHES = 4
+_MOST_PLACES = 1 << 16
+_PAGE = 4096
+_PROBES = 16
+# How much longer than its limit a measurement may take, if the disk does not answer.
+_STUCK_S = 30.0
 
 DEVICES = "the devices"
 READ, DECODE, COPY, LINK = "read from storage", "check and decode", "copy in memory", "copy to devices"
@@ -104,3 +128,126 @@ def _storage_stages(config: TrainConfig, source: BatchSource, volume: Volume, sp
         Stage(READ, volume.stored_bytes, read_rate, read_note, is_bounding=not fits),
         Stage(DECODE, volume.image_bytes, decode_rate, decode_note),
     ]
+
+
+def measure_reading(split: ShardSplit, *, num_threads: int, limit_s: float) -> tuple[float, bool | None] | None:
+    """Read pieces of the size of an image from random places of a split's shard files, each place at most once.
+
+    Returns:
+        Bytes per second, and whether they came from the page cache, None if the system does not tell; None instead of
+        both if the split is not in a local folder, or so small that the rate would mean nothing.
+    """
+    folder = split.location.local_path
+    if folder is None:
+        return None
+    piece = -(-split.manifest.image_bytes // _PAGE) * _PAGE
+    places = _random_places(folder / PIXELS, piece)
+    if len(places) * piece < _LEAST_BYTES:
+        return None
+    is_cached = _is_cached(places[:_PROBES], piece)
+    rest = places[_PROBES:]
+
+    def read_one() -> int:
+        try:
+            place = rest.pop()  # by one thread alone
+        except IndexError:
+            return 0
+        return _read_piece(*place, piece)
+
+    return _rate_of(read_one, num_threads, limit_s), is_cached
+
+
+def measure_decoding(source: ShardBatches, *, num_threads: int, timeout_s: float, limit_s: float) -> float:
+    """Return the images per second that reach memory, checked and decompressed, if their files are in the page cache.
+
+    In an object store they are not: the rate is then that of the store too.
+    """
+    is_local = source.split.location.local_path is not None
+    most_bytes = _MOST_LOCAL_BYTES if is_local else _MOST_REMOTE_BYTES
+    count = max(1, min(source.batch, most_bytes // (num_threads * 4 * source.height * source.row_words)))
+    words, local = label_words(source), threading.local()
+
+    def fill(batch_index: int) -> int:
+        if not hasattr(local, "pixels"):
+            local.pixels = np.zeros((count, source.height, source.row_words), np.uint32)
+            local.labels = np.zeros((count, words) if words else (count,), np.int32)
+        source.fill_rows(batch_index, range(count), local.pixels, local.labels, timeout_s=timeout_s)
+        return count
+
+    # The first pass reads the files and checks each image, which happens once.
+    started, num_read = time.perf_counter(), 0
+    while num_read < _MOST_BATCHES and (num_read == 0 or time.perf_counter() - started < limit_s):
+        num_read += bool(fill(num_read))
+    numbers = count_from(0)
+    return _rate_of(lambda: fill(next(numbers) % num_read), num_threads, limit_s)
+
+
+def measure_copying(limit_s: float) -> float:
+    """Return the bytes per second that one thread copies in memory: the fastest copy, which others disturbed least."""
+    source, target = np.ones(_COPIED_BYTES, np.uint8), np.zeros(_COPIED_BYTES, np.uint8)
+    started, shortest_s = time.perf_counter(), math.inf
+    while (begin := time.perf_counter()) < started + limit_s:
+        np.copyto(target, source)
+        shortest_s = min(shortest_s, time.perf_counter() - begin)
+    return _COPIED_BYTES / shortest_s
+
+
+def _rate_of(work: Callable[[], int], num_threads: int, limit_s: float) -> float:
+    """Call `work` from several threads until the time is over or it returns 0, and return the sum per second."""
+    done = [0] * num_threads
+    started = time.perf_counter()
+
+    def repeat(number: int) -> None:
+        # At least once, however late the thread starts.
+        while count := work():
+            done[number] += count
+            if time.perf_counter() - started >= limit_s:
+                break
+
+    workers = [Worker(partial(repeat, number), f"rate-{number}").start() for number in range(num_threads)]
+    have_ended = wait_for(workers, limit_s + _STUCK_S)
+    for worker in workers:
+        worker.check()
+    if not have_ended:
+        raise TimeoutError(f"reading the data set did not end within {_STUCK_S:g} s: check the disk that it is on")
+    return sum(done) / (time.perf_counter() - started)
+
+
+def _random_places(folder: Path, piece: int) -> list[tuple[Path, int]]:
+    """Return files and positions of whole pieces in them, in random order, each at most once."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    ends = np.cumsum([path.stat().st_size // piece for path in files], dtype=np.int64)
+    total = int(ends[-1]) if len(files) else 0
+    picked = np.random.default_rng(0).choice(total, min(total, _MOST_PLACES), replace=False)
+    numbers = np.searchsorted(ends, picked, side="right")
+    starts = picked - np.concatenate([[0], ends])[numbers]
+    return [(files[number], int(start) * piece) for number, start in zip(numbers, starts, strict=True)]
+
+
+def _read_piece(path: Path, start: int, size: int) -> int:
+    with path.open("rb", buffering=0) as file:
+        _drop(file.fileno(), start, size)
+        return len(os.pread(file.fileno(), size, start))
+
+
+def _is_cached(places: list[tuple[Path, int]], size: int) -> bool | None:
+    """Return whether most pages are still in the page cache after they were dropped; None if that is unknown."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return None
+    found = []
+    for path, start in places:
+        with path.open("rb", buffering=0) as file:
+            _drop(file.fileno(), start, size)
+            try:
+                found.append(os.preadv(file.fileno(), [bytearray(_PAGE)], start, os.RWF_NOWAIT) > 0)
+            except BlockingIOError:
+                found.append(False)
+            except OSError:  # the file system does not support the question
+                return None
+    return 2 * sum(found) > len(found)
+
+
+def _drop(file: int, start: int, size: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(file, start, size, os.POSIX_FADV_DONTNEED)

@@ -18,8 +18,9 @@ from jaxtyping import Array, Bool, Float32
 from loopfeed.engine.config import OptimizerName
 from loopfeed.engine.patterns import Group
 from loopfeed.engine.updates.clipping import clip_gradient, global_norm
-from loopfeed.engine.updates.moments import keeping, scale_by_adam, trace
 from loopfeed.engine.updates.selection import groups_of, scale_leaves
+from loopfeed.engine.updates.skipping import choose
+from loopfeed.models.layers.stored import stored
 from loopfeed.models.layers.widening import widen
 
 type Mask = Callable[[Any], Any]
@@ -247,3 +248,47 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
         return inner.update(cast(updates), state, cast(params), **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def trace(momentum: Float32[Array, ""], *, nesterov: bool, made: Bool[Array, ""]) -> optax.GradientTransformation:
+    """Return `optax.trace` (a decayed sum of past gradients); its state is unchanged if `made` is false."""
+    inner = optax.trace(momentum)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        _, moved = inner.update(updates, state, params)
+        kept = _store(made, moved, state)
+        if not nesterov:
+            return kept.trace, kept
+        return jax.tree.map(lambda gradient, moment: gradient + momentum * moment, updates, kept.trace), kept
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def scale_by_adam(
+    b1: Float32[Array, ""], b2: Float32[Array, ""], epsilon: Float32[Array, ""], *, made: Bool[Array, ""]
+) -> optax.GradientTransformation:
+    """Return `optax.scale_by_adam`, which keeps two moments; its state is unchanged if `made` is false."""
+    inner = optax.scale_by_adam(b1=b1, b2=b2, eps=epsilon)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        _, moved = inner.update(updates, state, params)
+        kept = _store(made, moved, state)
+        mean = optax.tree.bias_correction(kept.mu, b1, kept.count)
+        square = optax.tree.bias_correction(kept.nu, b2, kept.count)
+        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + epsilon), mean, square), kept
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def keeping(inner: optax.GradientTransformation, *, made: Bool[Array, ""]) -> optax.GradientTransformation:
+    """Return `inner` with a state that is unchanged if `made` is false; its updates are then unusable."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, moved = inner.update(updates, state, params)
+        return stored((updates, choose(made, moved, state)))
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def _store(made: Bool[Array, ""], moved: Any, before: Any) -> Any:
+    return stored(choose(made, moved, before))
