@@ -25,6 +25,7 @@ from loopfeed.engine.run.signals import call_on_worker
 from loopfeed.engine.settings import SettingError
 
 _DISTURBED_RUNS = 2
+_PASSED_ON = 2.0  # times what rounding did to a part before it
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class StepCheck:
         results: likewise for the results of that loop: "loss", "weights", "batch statistics", "optimizer".
         program: likewise for the results of the run's own program; empty if one step of it takes several batches.
         unstable: the parts of the step, scopes and results, that rounding alone moves too far even if no ReLU and no
-            choice between two numbers switches, and how far, relative to their norm.
+            choice between two numbers switches, and much farther than any part before them; and how far, relative to
+            their norm.
     """
 
     step: int
@@ -221,11 +223,19 @@ def _most_moved(program: StepProgram) -> float:
 
 
 def _moved(reference: _Seen, disturbed: list[_Seen], limit: float) -> dict[str, float]:
-    """Return the parts that one of the disturbed runs moves by more than `limit`, and how far the first does."""
+    """Return the parts that one of the disturbed runs moves by more than `limit`, and how far the first does.
+
+    A part that passes on how its operands were moved is not meant: the gradient of an image that is already classified
+    with certainty is a small difference of numbers near 1, so that rounding moves all of the backward pass alike.
+    """
     found: dict[str, float] = {}
     for each in reversed(disturbed):
+        before = 0.0
         # A scope may have the name of a result, such as "loss".
         for was, now in zip(reference, each, strict=True):
-            sizes = {name: effect(one, now[name]) for name, one in was.items()}
-            found |= {name: size for name, size in sizes.items() if size > limit}
+            for name, one in was.items():
+                size = effect(one, now[name])
+                if size > max(limit, _PASSED_ON * before):
+                    found[name] = size
+                before = max(before, size)
     return found
