@@ -15,11 +15,11 @@ from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.crossing.cuda.driver import CudaDriver
 from loopfeed.engine.crossing.cuda.ring import DeviceRing
 from loopfeed.engine.crossing.cuda.transport import _Layout
-from loopfeed.engine.crossing.push_meter import PushMeter
 from loopfeed.engine.crossing.token import first_token
 from loopfeed.engine.crossing.transport import CallbackTransport, InplaceTransport
 from loopfeed.engine.feed.feeder import Feeder
 from loopfeed.engine.profile.profiler import Profiler, _Pulls
+from loopfeed.engine.spans import Span
 from loopfeed.engine.stream.loss_stream import LossStream
 from tests.fake_xla import fake_transport
 from tests.toy import BATCH, Linear, toy_batch, toy_config
@@ -85,10 +85,9 @@ PLACES = {
     "the batch of a pull": (Feeder, "take"),
     "the observer before a pull": (_Pulls, "pull_began"),
     "the observer after a pull": (_Pulls, "pull_ended"),
-    "the meter before a push": (PushMeter, "begin"),
-    "the meter after a push": (PushMeter, "end"),
-    "the observer before a push": (Profiler, "push_began"),
-    "the observer after a push": (Profiler, "push_ended"),
+    "the span before a push": (Span, "begin"),
+    "the span after a push": (Span, "end"),
+    "the observer of a push": (Profiler, "pushed"),
     "the receiver of a push": (LossStream, "receive"),
     "the arrays of a call": (np, "from_dlpack"),
 }

@@ -35,9 +35,8 @@ class Hands:
         self.go(batch_s)
 
     def push(self, pushed, seconds):
-        self.clock.push_began()
         self.go(seconds)
-        self.clock.push_ended(pushed)
+        self.clock.pushed(pushed, self.now - seconds, self.now)
 
 
 def summary(spread):

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from loopfeed.engine.durations import Times
 from loopfeed.engine.records.file_errors import LostFileError
 from loopfeed.engine.runtime.goodput import add_up, find_rollback, without_details
 from loopfeed.engine.runtime.monitor import RingSamples, RuntimeMonitor
@@ -33,6 +32,7 @@ from loopfeed.engine.runtime.report import describe_runtime
 from loopfeed.engine.runtime.runtime_file import decode_runtime
 from loopfeed.engine.runtime.verdict import Circumstances, judge
 from loopfeed.engine.runtime.watchdog import Watchdog, describe_threads
+from loopfeed.engine.spans import Times
 
 LAUNCH = LaunchRuntime(
     started=100.0, ended=200.0, start_step=0, end_step=500, state="done", versions={}, devices="cpu",
@@ -285,12 +285,20 @@ class Watched:
         self.kept: list[str] = []
         self.dog = Watchdog(
             warn_s,
-            progress=lambda: self.steps,
-            describe=lambda: "the loop waits for nobody",
+            self,
             say=self.said.append,
             keep=self.kept.append,
             clock=lambda: self.now,
         )
+
+    def progress(self):
+        return self.steps
+
+    def describe(self):
+        return "the loop waits for nobody"
+
+    def continues(self):
+        return True
 
     def look(self, now, steps=0):
         self.now, self.steps = now, steps
@@ -316,7 +324,7 @@ def test_the_watchdog_warns_at_doubling_distances_and_says_when_the_run_continue
 def test_a_stall_is_reported_even_if_nobody_can_say_why():
     watched = Watched()
     none: dict[str, str] = {}
-    watched.dog._describe = lambda: none["step"]
+    watched.describe = lambda: none["step"]  # type: ignore[method-assign]
     watched.look(10.0)
     assert watched.said == ["warning: no step for 10 s: who waits for whom is unknown (KeyError: 'step')"]
     assert "Thread MainThread (" in watched.kept[0]
@@ -340,12 +348,17 @@ def test_the_stacks_of_all_threads_are_named():
     assert "Thread MainThread (" in text
 
 
-def monitor(write, *, said, stalls=b"", watchdog=None):
-    gather = lambda state: replace(LAUNCH, state=state)  # noqa: E731
-    return RuntimeMonitor(
-        gather, lambda launch: RuntimeReport((launch,), add_up([launch])), sample_ring=lambda: None, depth=4,
-        write=write, stalls=stalls, watchdog=watchdog, say=said.append,
-    )  # fmt: skip
+class Recorded(Watched):
+    def report(self, state, samples):
+        launch = replace(LAUNCH, state=state)
+        return RuntimeReport((launch,), add_up([launch]))
+
+    def sample_ring(self):
+        return None
+
+
+def monitor(write, *, said, stalls=b""):
+    return RuntimeMonitor(Recorded(), write=write, stalls=stalls, say=said.append)
 
 
 def test_the_record_is_written_at_once_and_whole_at_the_end():

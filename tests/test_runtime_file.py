@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from loopfeed.engine.durations import Times
 from loopfeed.engine.records.run_folder import RUNTIME
 from loopfeed.engine.runtime.record import (
     Compilations,
@@ -28,6 +27,7 @@ from loopfeed.engine.runtime.record import (
     Verdict,
 )
 from loopfeed.engine.runtime.runtime_file import decode_runtime, encode_runtime, read_runtime
+from loopfeed.engine.spans import Times
 
 LAUNCH = LaunchRuntime(
     started=10.0,

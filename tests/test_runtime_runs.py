@@ -25,9 +25,9 @@ from loopfeed.engine.records.stored.capture import FolderCapture
 from loopfeed.engine.records.stored.state import Part
 from loopfeed.engine.run import open_run as open_run_module
 from loopfeed.engine.run.launch_meter import LaunchMeter
-from loopfeed.engine.runtime.clock import LaunchClock
 from loopfeed.engine.runtime.record import Goodput
 from loopfeed.engine.runtime.runtime_file import encode_runtime, read_runtime
+from loopfeed.engine.spans import EVALUATION, LOOP, PUSH, SNAPSHOT, Spans
 from loopfeed.engine.stream import lane
 from loopfeed.engine.stream.sinks import PlainSink
 from loopfeed.preprocess.read_meter import CHECK, ReadMeter
@@ -364,24 +364,23 @@ def test_the_waits_of_evaluations_are_theirs(monkeypatch):
 
 def test_what_runs_is_described_by_whom_it_waits_for():
     """The parts of a launch as they are in each situation, without a program."""
-    push = SimpleNamespace(pushing_since=None, ended_at=time.perf_counter(), step=7)
+    spans, outfeed = Spans(), SimpleNamespace(step=7)
+    spans[LOOP].begin()
     stream = SimpleNamespace(blocked_by=None, unfinished=list)
-    clock = SimpleNamespace(is_ending=False)
     infeeds = SimpleNamespace(training=SimpleNamespace(num_together=4))
     transport = SimpleNamespace(runs_ahead=False)
     config, profiling = toy_config(steps=20, accumulate_steps=2), SimpleNamespace(is_collecting=False)
     feeder = SimpleNamespace(meter=FeedMeter(ReadMeter()), num_ready=0)
     meter: Any = LaunchMeter.__new__(LaunchMeter)
     meter._launch = SimpleNamespace(
-        push_meter=push,
+        outfeed=outfeed,
         stream=stream,
-        clock=clock,
         infeeds=infeeds,
         transport=transport,
         config=config,
         profiling=profiling,
     )
-    meter._training, meter._evaluation, meter._snapshots = feeder, feeder, None
+    meter._training, meter._evaluation, meter._snapshots, meter._spans = feeder, feeder, None, spans
     meter._num_pulled, meter._pulled_at = 0, 0.0
     assert meter.describe() == "the device has been computing steps 8 to 9 (--chunk) for 0.0 s"
     infeeds.training.num_together = 1
@@ -397,11 +396,11 @@ def test_what_runs_is_described_by_whom_it_waits_for():
     meter._evaluation = SimpleNamespace(meter=FeedMeter(ReadMeter()))
     meter._evaluation.meter.begin_wait(3)
     assert meter.describe().startswith("the loop waits for the batch of an evaluation, which no thread")
-    push.pushing_since = time.perf_counter()
+    spans[PUSH].begin()
     assert meter.describe() == "the outfeed has been receiving for 0.0 s"
     stream.blocked_by = "PlainSink"
     assert meter.describe() == "the loop waits until the sink PlainSink accepts losses"
-    clock.is_ending = True
+    spans[LOOP].end()
     meter._snapshots = SimpleNamespace(unwritten_step=20)
     assert meter.describe() == "the steps are done, and the run waits until the snapshot of step 20 is on the disk"
     profiling.is_collecting = True
@@ -412,29 +411,36 @@ def test_what_runs_is_described_by_whom_it_waits_for():
 
 
 def test_the_ring_is_sampled_while_the_loop_pulls():
-    clock, feeder = LaunchClock(), SimpleNamespace(start_index=5, stop_index=8, num_taken=0, num_ready=2)
+    spans, feeder = Spans(), SimpleNamespace(start_index=5, stop_index=8, num_taken=0, num_ready=2)
     meter: Any = LaunchMeter.__new__(LaunchMeter)
-    meter._launch, meter._training = SimpleNamespace(clock=clock), feeder
+    meter._spans, meter._training = spans, feeder
     assert meter.sample_ring() is None
-    clock.begin_loop()
+    spans[LOOP].begin()
     assert meter.sample_ring().num_ready == 2
     feeder.num_taken = 3
     assert meter.sample_ring() is None
     feeder.num_taken = 2
-    clock.end_loop(is_over=True)
+    spans[LOOP].end()
     assert meter.sample_ring() is None
 
 
 def test_batches_are_progress_and_pushes_without_a_step_are_none():
-    push = SimpleNamespace(step=3, evaluation_s=0.0, snapshots_s=0.0, times=SimpleNamespace(count=4))
+    spans, outfeed = Spans(), SimpleNamespace(step=3)
     stream = SimpleNamespace(num_evaluation_pulls=0, num_taken=9)
     meter: Any = LaunchMeter.__new__(LaunchMeter)
-    meter._launch = SimpleNamespace(push_meter=push, stream=stream, clock=SimpleNamespace(is_ending=False))
+    meter._launch, meter._spans = SimpleNamespace(outfeed=outfeed, stream=stream), spans
     meter._training, meter._snapshots = SimpleNamespace(num_taken=16), None
     meter._num_pulled, meter._pulled_at = 16, 0.0
     before = meter.progress()
-    push.times.count += 1
+    spans[PUSH].add(1.0)
     assert meter.progress() == before
+    for name in (EVALUATION, SNAPSHOT):
+        spans[name].add(1.0)
+        assert meter.progress() != before
+        before = meter.progress()
+    outfeed.step += 1
+    assert meter.progress() != before
+    before = meter.progress()
     meter._training.num_taken += 1
     assert meter.progress() != before
     assert meter._pulled_at > 0

@@ -12,8 +12,7 @@ import jax
 
 from loopfeed.engine.config import TrainConfig, TransportName
 from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.crossing.infeed import BatchInfeed, Infeed, WordsOf
-from loopfeed.engine.crossing.observer import PullObserver
+from loopfeed.engine.crossing.infeed import BatchInfeed, Infeed, PullObserver, WordsOf
 from loopfeed.engine.crossing.transport import CallbackTransport, InplaceTransport, Transport
 from loopfeed.engine.feed.feeder import Allocate, Feeder
 from loopfeed.engine.xla_threads import check_not_forked, fitting_threads

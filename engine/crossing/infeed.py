@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.control.word import CONTROL_WORDS, STOP, ControlWord, ControlWords, decode_control, stop_at_once
-from loopfeed.engine.crossing.observer import PullObserver
 from loopfeed.engine.crossing.token import Token
 from loopfeed.engine.crossing.transport import Array, Transport
 from loopfeed.engine.feed.batches import Labels, Pixels
@@ -56,6 +55,18 @@ class Pulled(NamedTuple):
 
 type WordsOf = Callable[[int, int], ControlWords]
 """(index of the first batch, number of batches wanted) → the control words of that pull."""
+
+
+class PullObserver(Protocol):
+    """What may watch the pulls of an infeed's first device: on XLA's threads, in order; must return at once."""
+
+    def pull_began(self, batch_index: int) -> None:
+        """Note that the program asks for batches from this one on."""
+        ...
+
+    def pull_ended(self, num_batches: int) -> None:
+        """Note that so many batches are given; 0 ends the loop."""
+        ...
 
 
 class BatchInfeed(Protocol):

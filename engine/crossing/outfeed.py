@@ -16,8 +16,6 @@ from jax import lax
 from numpy.typing import NDArray
 
 from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.crossing.observer import PushObserver
-from loopfeed.engine.crossing.push_meter import PushMeter
 from loopfeed.engine.crossing.pushed import (
     Histogram,
     Pushed,
@@ -33,6 +31,7 @@ from loopfeed.engine.crossing.transport import Array, Transport
 from loopfeed.engine.images.mixing import WHOLE
 from loopfeed.engine.keys import plain_keys
 from loopfeed.engine.objective.tally import Tally, count_top5
+from loopfeed.engine.spans import EVALUATION, LOOP, PUSH, SNAPSHOT, SNAPSHOT_PUSH, Spans
 
 _BYTE_BITS = 8
 
@@ -47,12 +46,15 @@ class Outfeed:
         receive: called with each record, in the program's order, on a thread of XLA's runtime or of the transport.
         board: asked to stop the run if `receive` raises.
         transport: calls the host.
-        meter: times the pushes; None makes a new one.
-        observer: observes the pushes.
+        step: number of updates before the launch.
+        spans: of the launch; None makes new ones.
+        on_push: called with each record, None if it failed, and when its push began and ended on the host, by
+            `time.perf_counter`; must return at once.
 
     Attributes:
         failure: the first exception of a push on the host, such as of `receive`, or None.
-        meter: as given.
+        step: number of updates whose losses were pushed.
+        num_bytes: bytes of what was pushed.
     """
 
     def __init__(
@@ -60,12 +62,15 @@ class Outfeed:
         receive: Callable[[Pushed], None],
         board: ControlBoard,
         transport: Transport,
-        meter: PushMeter | None = None,
-        observer: PushObserver | None = None,
+        *,
+        step: int = 0,
+        spans: Spans | None = None,
+        on_push: Callable[[Pushed | None, float, float], None] | None = None,
     ) -> None:
-        self._observer = observer
+        self.step, self.num_bytes, self._on_push = step, 0, on_push
         self._receive, self._board, self._transport = receive, board, transport
-        self.meter = PushMeter() if meter is None else meter
+        self._spans = Spans() if spans is None else spans
+        self._on_host = self._spans[PUSH]
         self.failure: BaseException | None = None
 
     def push_losses(
@@ -188,19 +193,36 @@ class Outfeed:
         """Pass an emitted record to the receiver; runs on a thread of XLA's runtime or of the transport."""
         pushed = None
         try:
-            self.meter.begin()
-            if self._observer is not None:
-                self._observer.push_began()
+            self._on_host.begin()
             pushed = read(*operands)
             self._receive(pushed)
         except BaseException as error:  # noqa: BLE001 - raising through XLA would lose it: kept, and raised by the host
             self._keep(error)
         try:
-            self.meter.end(pushed, operands)
-            if self._observer is not None:
-                self._observer.push_ended(pushed)
+            self._end(pushed, operands)
         except BaseException as error:  # noqa: BLE001 - as above
             self._keep(error)
+
+    def _end(self, pushed: Pushed | None, operands: Sequence[Array]) -> None:
+        """Note what a push ends: steps, an evaluation, or the copying of a snapshot, since the push before."""
+        before, began = self._on_host.ended_at, self._on_host.since
+        took = self._on_host.end()
+        if isinstance(pushed, PushedLosses):
+            self.step = pushed.first_step + len(pushed.losses) - 1
+            # A loss and a learning rate; counting the operands would double the price of a push.
+            self.num_bytes += 8 * len(pushed.losses)
+        else:
+            self.num_bytes += sum(each.nbytes for each in operands)
+            before = before or self._spans[LOOP].since
+            since_s = took if began is None or before is None else began - before + took
+            if isinstance(pushed, PushedEvaluation):
+                self._spans[EVALUATION].add(since_s)
+                self._spans[EVALUATION].since = None
+            elif isinstance(pushed, PushedSnapshot):
+                self._spans[SNAPSHOT].add(since_s)
+                self._spans[SNAPSHOT_PUSH].add(took)
+        if self._on_push is not None and began is not None:
+            self._on_push(pushed, began, began + took)
 
     def _keep(self, error: BaseException) -> None:
         if self.failure is None:

@@ -64,7 +64,7 @@ class PhaseTimes:
 
 
 class HostClock:
-    """The clock; an observer of the outfeed, which makes those of the infeeds.
+    """The clock, which the observers of the infeeds and the outfeed set.
 
     Args:
         epoch_of: returns the epoch of a batch, None if there are no epochs.
@@ -87,7 +87,7 @@ class HostClock:
         self._now, self._epoch_of, self._draws_on_device = now, epoch_of, draws_on_device
         self.train, self.valid = PhaseTimes(), PhaseTimes()
         self.snapshots, self.epochs = Spread(), Spread()
-        self._at = self._stretch_at = self._epoch_at = self._push_at = now()
+        self._at = self._stretch_at = self._epoch_at = now()
         self._epoch: int | None = None
         self._doing = _OTHER
         # The phase of the step that has begun, None if none has, and its number of batches.
@@ -119,23 +119,18 @@ class HostClock:
         self._turn(_BATCH, self._now())
         self._open, self._num_batches = phase, num_batches
 
-    def push_began(self) -> None:
-        """Note that the program emits a record."""
-        self._push_at = self._now()
-
-    def push_ended(self, pushed: Pushed | None) -> None:
-        """Note that a record was received: a snapshot is no part of the step, and the evaluation is over."""
-        now = self._now()
+    def pushed(self, pushed: Pushed | None, began: float, ended: float) -> None:
+        """Note when a record was received: a snapshot is no part of the step, and the evaluation is over."""
         if isinstance(pushed, PushedSnapshot):
-            self.snapshots.add(now - self._push_at)
+            self.snapshots.add(ended - began)
         if self._draws_on_device:
             # Records arrive later, beside the loop.
             return
         if isinstance(pushed, PushedSnapshot):
-            self._turn(self._doing, self._push_at)
-            self._at = now
+            self._turn(self._doing, began)
+            self._at = ended
         elif isinstance(pushed, PushedEvaluation):
-            self._turn(_OTHER, now)
+            self._turn(_OTHER, ended)
             self._close_step()
             self._close_stretch()
 

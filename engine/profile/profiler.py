@@ -114,13 +114,9 @@ class Profiler:
         """What will be missing in the profile, known before the run; None if nothing is."""
         return self._course.window_warning()
 
-    def push_began(self) -> None:
-        """Note that the program emits a record; see `loopfeed.engine.crossing.observer`."""
-        self._clock.push_began()
-
-    def push_ended(self, pushed: Pushed | None) -> None:
-        """Note that a record was received; see `loopfeed.engine.crossing.observer`."""
-        self._clock.push_ended(pushed)
+    def pushed(self, pushed: Pushed | None, began: float, ended: float) -> None:
+        """Note that a record was received; see `loopfeed.engine.crossing.outfeed`."""
+        self._clock.pushed(pushed, began, ended)
 
     def waited(self, waits_s: Iterable[float]) -> None:
         """Note how long the device waited for each batch of a step, in seconds."""
@@ -235,12 +231,12 @@ class _Pulls:
         self._clock, self._times, self._capture, self._phase = clock, times, capture, phase
 
     def pull_began(self, batch_index: int) -> None:
-        """Note that the program asks for batches from this one on; see `loopfeed.engine.crossing.observer`."""
+        """Note that the program asks for batches from this one on; see `PullObserver`."""
         self._clock.pull_began(self._times, batch_index)
         self._capture.pull_began(self._phase)
 
     def pull_ended(self, num_batches: int) -> None:
-        """Note that so many batches are given; see `loopfeed.engine.crossing.observer`."""
+        """Note that so many batches are given; see `PullObserver`."""
         self._clock.pull_ended(self._times, num_batches)
         if num_batches > 1:
             self._capture.batches_drawn(self._phase, num_batches - 1)

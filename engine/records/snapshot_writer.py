@@ -23,10 +23,10 @@ from typing import Any
 
 import jax
 
-from loopfeed.engine.durations import Durations
 from loopfeed.engine.records.folder_state import FolderState
 from loopfeed.engine.records.orbax_store import load_orbax
 from loopfeed.engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
+from loopfeed.engine.spans import Span
 from loopfeed.preprocess.system_errors import is_out_of_room
 from loopfeed.preprocess.workers import Worker
 
@@ -84,7 +84,7 @@ class SnapshotWriter:
         self._say, self._on_written, self._on_hopeless, self._on_ended = say, on_written, on_hopeless, on_ended
         self.failure: UnwritableFolderError | None = None
         self._find_best, self._finding = find_best, threading.Lock()
-        self.writes, self.num_bytes, self.num_skipped = Durations(), 0, 0
+        self.writes, self.num_bytes, self.num_skipped = Span(), 0, 0
         self._changed = threading.Condition()
         self._waiting: list[_Submitted] = []
         self._writing_step: int | None = None

@@ -10,9 +10,9 @@ from loopfeed.engine.crossing.choice import choose_chunk, choose_transport, this
 from loopfeed.engine.crossing.devices import Team, choose_team
 from loopfeed.engine.crossing.transport import Transport
 from loopfeed.engine.run.signals import StopSignals
-from loopfeed.engine.runtime.clock import LaunchClock
-from loopfeed.engine.runtime.compilations import CompilationCounter
+from loopfeed.engine.runtime.compilations import recording_compilations
 from loopfeed.engine.settings import SettingError
+from loopfeed.engine.spans import Spans
 from loopfeed.engine.stream.notices import Notices
 
 ELSEWHERE = "cuda"
@@ -51,8 +51,7 @@ class HostSide:
         is_elsewhere: whether the devices are not here.
         platform: the platform of the devices, such as "cpu".
         signals: the handler of the signals that stop the launch.
-        clock: times the phases of the launch, which begins here.
-        compilations: counts what is compiled inside the context.
+        spans: what the launch, which begins here, spends its time on.
 
     Raises:
         ValueError: the requested transport is not available on this machine.
@@ -65,7 +64,7 @@ class HostSide:
         board: ControlBoard | None = None,
         placement: Placement | None = None,
     ) -> None:
-        self.clock, self.compilations = LaunchClock(), CompilationCounter()
+        self.spans = Spans()
         self.board, self.notices = board or ControlBoard(), Notices(notify)
         self.is_elsewhere = placement is not None
         self.platform = ELSEWHERE if self.is_elsewhere else this_platform()
@@ -88,7 +87,7 @@ class HostSide:
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self.signals)
-        self._stack.enter_context(self.compilations)
+        self._stack.enter_context(recording_compilations(self.spans))
         self._stack.callback(self.notices.close)
         return self
 

@@ -19,7 +19,6 @@ import numpy as np
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.crossing.choice import this_device, traced_platform, wasted_steps_warning
 from loopfeed.engine.crossing.outfeed import Outfeed
-from loopfeed.engine.crossing.push_meter import PushMeter
 from loopfeed.engine.feed.batches import CheckedSource
 from loopfeed.engine.images.unpack import LEAST_STD, PixelScale
 from loopfeed.engine.keys import plain_keys
@@ -52,6 +51,7 @@ from loopfeed.engine.run.resolve import Resolved
 from loopfeed.engine.run.resume import StartingPoint
 from loopfeed.engine.run.signals import call_on_worker, start_on_worker
 from loopfeed.engine.runtime.record import ProgramTimes
+from loopfeed.engine.spans import COMPILING, EVALUATION, LOOP
 from loopfeed.engine.stream.loss_stream import LossStream
 from loopfeed.engine.stream.sinks import Sink
 from loopfeed.models.registry import count_params
@@ -85,7 +85,8 @@ class Launch:
         num_params: number of learnable parameters.
         train_s: seconds from the launch to the end of the loop.
         profiling: measures the profile, if one is wanted.
-        infeeds, transport, push_meter, clock, compilations: what the launch consists of, and what meters it.
+        infeeds, outfeed, transport, spans: what the launch consists of, and what it spends its time on.
+        is_over: whether the loop has ended by itself, not by an error or a second signal.
         given: the initial weights that this launch read, None if it read none.
         programs: the programs that were compiled.
         has_changed_data: whether `failure` found that the data were modified during the run, so that steps may have
@@ -110,7 +111,7 @@ class Launch:
         self.board, self.notices, self._signals = host.board, host.notices, host.signals
         self.transport, self._chunk, self._devices = host.transport, host.chunk, host.team.devices
         self.team, self._is_elsewhere, self._platform = host.team, host.is_elsewhere, host.platform
-        self.clock, self.compilations, self.push_meter = host.clock, host.compilations, PushMeter(start.step)
+        self.spans, self.is_over = host.spans, False
         self.programs: list[ProgramTimes] = []
         self._program: Worker[TrainState] | None = None
         self._replicas = Replicas(len(self._devices))
@@ -121,6 +122,7 @@ class Launch:
             step=start.step,
             wait_of=self.infeeds.wait_of,
             board=self.board,
+            spans=self.spans,
             warn=self.notices.say,
             on_nonfinite=lambda step: self.notices.say(
                 f"warning: the loss became NaN or infinite at step {step}; a lower learning rate may help"
@@ -130,7 +132,8 @@ class Launch:
         self._collector = PausedCollector()
         stack.callback(self._collector.resume)
         receive = self._collector.resuming(self.stream.receive)
-        self._outfeed = Outfeed(receive, self.board, self.transport, self.push_meter, self.profiling.profiler)
+        on_push = None if self.profiling.profiler is None else self.profiling.profiler.pushed
+        self.outfeed = Outfeed(receive, self.board, self.transport, step=start.step, spans=self.spans, on_push=on_push)
         statics = resolved.statics(config)
         self._statics = statics._replace(
             replicas=self._replicas,
@@ -213,7 +216,7 @@ class Launch:
     def prepare(self) -> tuple[Compiled, TrainState]:
         """Compile the program and create its initial state at the same time, and return both."""
         finish: Callable[[], Compiled] | None = None
-        started = time.perf_counter()
+        self.spans[COMPILING].begin()
         try:
             # The collector would also delay the worker, which needs the interpreter lock before XLA has its program.
             self._collector.pause()
@@ -226,7 +229,7 @@ class Launch:
                     finish()
             raise
         compiled = finish()
-        self.clock.compile_s = time.perf_counter() - started
+        self.spans[COMPILING].end()
         return compiled, state
 
     def compile(self, traced: Traced | None = None) -> Compiled:
@@ -262,7 +265,7 @@ class Launch:
             model,
             self._statics,
             self.infeeds.training,
-            self._outfeed,
+            self.outfeed,
             self.infeeds.evaluation,
         )
         arguments: Any = (self._state_shape, self._values())
@@ -353,7 +356,8 @@ class Launch:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def _report_evaluation(self, batch: int, num_batches: int) -> None:
-        self.push_meter.evaluation_pulled()
+        if self.spans[EVALUATION].since is None:
+            self.spans[EVALUATION].begin()
         self.stream.report_evaluation(batch, num_batches)
 
     def run(
@@ -379,7 +383,8 @@ class Launch:
             raise
         finally:
             self.train_s = time.perf_counter() - started
-            self.clock.end_loop(is_over=close_timeout_s == _CLOSE_TIMEOUT_S)
+            self.is_over = close_timeout_s == _CLOSE_TIMEOUT_S
+            self.spans[LOOP].end()
             self.profiling.report(compiled, self.train_s, self.stream)
             self.stream.close(close_timeout_s)
         return state
@@ -389,8 +394,7 @@ class Launch:
             self.infeeds.start(infeeds)
             self._signals.launched()
             self.notices.start()
-            self.clock.begin_loop()
-            self.push_meter.start()
+            self.spans[LOOP].begin()
             placed = put_everywhere((state, values), self._devices)
             with self.profiling.running():
                 self._program = start_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
@@ -405,7 +409,7 @@ class Launch:
     def failure(self, state: TrainState) -> BaseException | None:
         """Return the run's error, if any. Errors on the host take precedence over others, and causes over effects."""
         infeeds = [each.failure for each in self.infeeds.all()]
-        others = [self._outfeed.failure, self.stream.failure, self.transport.failure]
+        others = [self.outfeed.failure, self.stream.failure, self.transport.failure]
         failures = [failure for failure in (*infeeds, *others) if failure is not None]
         if failures:
             self.has_changed_data |= isinstance(failures[0], ChangedShardError)

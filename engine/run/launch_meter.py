@@ -1,4 +1,4 @@
-"""Gathers what the parts of a launch have metered into its record, and says who waits for whom.
+"""Gathers the spans and counts of the parts of a launch into its record, and says who waits for whom.
 
 Only reads the parts, from any thread, while they work: a number may be a step older than another.
 """
@@ -12,7 +12,6 @@ from time import perf_counter
 import jax
 
 from loopfeed.engine.config import OFF
-from loopfeed.engine.crossing.push_meter import PushMeter
 from loopfeed.engine.feed.feed_meter import MOST_STALLS, FeedMeter, WaitNow
 from loopfeed.engine.feed.feeder import Feeder
 from loopfeed.engine.processes import this_process
@@ -22,6 +21,7 @@ from loopfeed.engine.records.snapshot_writer import SnapshotWriter
 from loopfeed.engine.records.topology import Topology
 from loopfeed.engine.run.compilation import Compiled
 from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.runtime.compilations import compilations_of
 from loopfeed.engine.runtime.goodput import Rollback, add_up, parts_of, without_details
 from loopfeed.engine.runtime.record import (
     Goodput,
@@ -31,6 +31,7 @@ from loopfeed.engine.runtime.record import (
     Pulls,
     Pushes,
     ReaderTimes,
+    Ring,
     RingSample,
     RuntimeReport,
     SlowOperation,
@@ -40,6 +41,18 @@ from loopfeed.engine.runtime.record import (
 from loopfeed.engine.runtime.slow_operations import find_slow_operations
 from loopfeed.engine.runtime.verdict import Circumstances, judge
 from loopfeed.engine.runtime.watchdog import describe_span
+from loopfeed.engine.spans import (
+    CLOSE,
+    COMPILING,
+    END,
+    EVALUATION,
+    LOOP,
+    PUSH,
+    SINK,
+    SNAPSHOT,
+    SNAPSHOT_PUSH,
+    STEP_WAIT,
+)
 from loopfeed.preprocess.read_meter import AWAIT, CHECK, COPY, OPEN, READ, SOURCE, STAGES, Reading
 from loopfeed.preprocess.storage_options import is_url
 
@@ -64,7 +77,7 @@ class LaunchMeter:
         snapshots: SnapshotWriter | None = None,
         rollback: Rollback | None = None,
     ) -> None:
-        self._launch, self._compiled, self._snapshots = launch, compiled, snapshots
+        self._launch, self._spans, self._compiled, self._snapshots = launch, launch.spans, compiled, snapshots
         self._rollback = rollback or Rollback()
         self._versions = recorded_versions()
         self._slow: tuple[SlowOperation, ...] = ()
@@ -73,33 +86,27 @@ class LaunchMeter:
         self._num_pulled, self._pulled_at = 0, 0.0
         self._evaluation = None if infeeds.evaluation is None else infeeds.evaluation.feeder
 
-    @property
-    def depth(self) -> int:
-        """The number of training batches that the ring holds."""
-        return self._training.depth
-
     def sample_ring(self) -> RingSample | None:
         """Return how many training batches are ready; None unless the loop runs and will pull more."""
-        feeder, clock = self._training, self._launch.clock
+        feeder = self._training
         num_batches = feeder.stop_index - feeder.start_index
-        if not clock.is_looping or feeder.num_taken >= num_batches:
+        if self._spans[LOOP].since is None or feeder.num_taken >= num_batches:
             return None
-        return RingSample(clock.total_s, feeder.num_ready)
+        return RingSample(self._spans.total_s, feeder.num_ready)
 
-    def report(self, newest: LaunchRuntime) -> RuntimeReport:
-        """Return the report of the run, of which `newest` is the last launch."""
-        launches = without_details((*self._rollback.launches, newest))
+    def report(self, state: LaunchState, samples: tuple[RingSample, ...]) -> RuntimeReport:
+        """Return what the run did so far, of which this launch is the last."""
+        launches = without_details((*self._rollback.launches, self._gather(state, samples)))
         return RuntimeReport(launches, add_up(launches))
 
-    def gather(self, state: LaunchState) -> LaunchRuntime:
-        """Return what the launch did so far."""
-        launch, clock, push = self._launch, self._launch.clock, self._launch.push_meter
+    def _gather(self, state: LaunchState, samples: tuple[RingSample, ...]) -> LaunchRuntime:
+        launch, spans = self._launch, self._spans
         if state != "running":
             self._find_slow_operations()
         found = LaunchRuntime(
-            started=clock.started,
+            started=spans.started,
             # By a clock that nobody sets: the parts of the goodput add up to it.
-            ended=clock.started + clock.total_s,
+            ended=spans.started + spans.total_s,
             start_step=launch.start.step,
             end_step=launch.start.step + launch.stream.num_losses,
             state=state,
@@ -108,15 +115,16 @@ class LaunchMeter:
             lost_steps=self._rollback.num_steps,
             lost_s=self._rollback.seconds,
             programs=tuple(launch.programs),
-            compilations=launch.compilations.counts(),
+            compilations=compilations_of(spans),
             pulls=self._pulls(),
-            pushes=self._pushes(push),
+            pushes=self._pushes(),
+            ring=Ring(self._training.depth, samples),
             stalls=self._stalls(),
             reader=self._reader(),
-            snapshots=self._snapshot_times(push),
+            snapshots=self._snapshot_times(),
             memory=self._memory(),
             slow_operations=self._slow,
-            goodput=self._goodput(push),
+            goodput=self._goodput(),
         )
         return found if state == "running" else replace(found, verdict=judge(found, self._circumstances()))
 
@@ -124,32 +132,32 @@ class LaunchMeter:
         """Return whether the loop goes on: it has neither ended nor been asked to."""
         launch = self._launch
         has_failed = any(each.failure is not None for each in launch.infeeds.all())
-        return not (launch.clock.is_ending or launch.board.is_stop_requested() or has_failed)
+        return not (self._spans[LOOP].count or launch.board.is_stop_requested() or has_failed)
 
     def progress(self) -> object:
         """Return a value that changes with every step, batch and snapshot on the disk; called several times a second.
 
         A push without a step, as while gradients are accumulated, is no progress.
         """
-        stream, snapshots, push = self._launch.stream, self._snapshots, self._launch.push_meter
+        stream, snapshots, spans = self._launch.stream, self._snapshots, self._spans
         num_written = 0 if snapshots is None else snapshots.writes.count
         # After the loop, the sinks take what is queued.
-        num_taken = stream.num_taken if self._launch.clock.is_ending else 0
+        num_taken = stream.num_taken if spans[LOOP].count else 0
         num_pulled = self._training.num_taken
         if num_pulled != self._num_pulled:
             self._num_pulled, self._pulled_at = num_pulled, perf_counter()
-        pushed_s = push.evaluation_s + push.snapshots_s
-        return push.step, pushed_s, num_pulled, stream.num_evaluation_pulls, num_written, num_taken
+        num_ended = spans[EVALUATION].count + spans[SNAPSHOT].count
+        return self._launch.outfeed.step, num_ended, num_pulled, stream.num_evaluation_pulls, num_written, num_taken
 
     def describe(self) -> str:
         """Return who waits for whom."""
-        push, stream = self._launch.push_meter, self._launch.stream
-        if self._launch.clock.is_ending:
+        push, stream = self._spans[PUSH], self._launch.stream
+        if self._spans[LOOP].count:
             return self._describe_end()
-        if push.pushing_since is not None:
+        if (since := push.since) is not None:
             if stream.blocked_by is not None:
                 return f"the loop waits until the sink {stream.blocked_by} accepts losses"
-            return f"the outfeed has been receiving for {describe_span(perf_counter() - push.pushing_since)}"
+            return f"the outfeed has been receiving for {describe_span(perf_counter() - since)}"
         for feeder, what in ((self._training, "step"), (self._evaluation, "evaluation")):
             waiting = None if feeder is None else feeder.meter.waiting
             # On a GPU, a reading thread may also wait for a batch that is far ahead of the loop.
@@ -157,14 +165,15 @@ class LaunchMeter:
             if feeder is not None and waiting is not None and not is_ahead:
                 return self._describe_wait(feeder, waiting, what)
         # Where the host runs ahead, the device may not have got the last batch yet.
-        since = push.ended_at if self._launch.transport.runs_ahead else max(push.ended_at, self._pulled_at)
+        pushed_at = push.ended_at or self._spans[LOOP].since or perf_counter()
+        since = pushed_at if self._launch.transport.runs_ahead else max(pushed_at, self._pulled_at)
         return f"the device has been computing {self._steps_now()} for {describe_span(perf_counter() - since)}" + (
             ", or waits for another process" if this_process().count > 1 else ""
         )
 
     def _steps_now(self) -> str:
         """Return which steps the loop makes now: of those that are pulled together, none ends before the others."""
-        first, config = self._launch.push_meter.step + 1, self._launch.config
+        first, config = self._launch.outfeed.step + 1, self._launch.config
         together = max(1, self._launch.infeeds.training.num_together // config.accumulate_steps)
         last = min(first + together - 1, config.steps)
         return f"step {first}" if last <= first else f"steps {first} to {last} (--chunk)"
@@ -196,7 +205,7 @@ class LaunchMeter:
         return Pulls(
             count=feeder.num_taken,
             bytes=feeder.num_taken * feeder.batch_bytes,
-            waits=self._launch.stream.waits.summary(),
+            waits=self._spans[STEP_WAIT].summary(),
             copy_s=meter.copy_s,
             wait_s_by_stage=_by_stage(meter),
             evaluation_count=0 if evaluation is None else evaluation.num_taken,
@@ -205,12 +214,12 @@ class LaunchMeter:
             first_wait_s=meter.first_wait_s + (0.0 if evaluation is None else evaluation.meter.first_wait_s),
         )
 
-    def _pushes(self, push: PushMeter) -> Pushes:
-        blocked = dict(self._launch.stream.blocked_s)
+    def _pushes(self) -> Pushes:
+        times, blocked = self._spans[PUSH].summary(), self._spans.seconds_of(SINK)
         return Pushes(
-            count=push.times.count,
-            bytes=push.num_bytes,
-            times=push.times.summary(),
+            count=times.count,
+            bytes=self._launch.outfeed.num_bytes,
+            times=times,
             blocked_s=sum(blocked.values()),
             blocked_by=max(blocked, key=blocked.__getitem__) if blocked else None,
         )
@@ -234,7 +243,7 @@ class LaunchMeter:
         assert evaluated is not None
         number = batch_index // evaluated.num_batches - launch.start.num_evaluations
         done = launch.stream.evaluations
-        return done[number].step if 0 <= number < len(done) else launch.push_meter.step
+        return done[number].step if 0 <= number < len(done) else launch.outfeed.step
 
     def _reader(self) -> ReaderTimes:
         feeders = [self._training] + ([] if self._evaluation is None else [self._evaluation])
@@ -254,17 +263,17 @@ class LaunchMeter:
             num_threads=self._training.num_threads,
         )
 
-    def _snapshot_times(self, push: PushMeter) -> SnapshotTimes:
-        snapshots, clock = self._snapshots, self._launch.clock
+    def _snapshot_times(self) -> SnapshotTimes:
+        snapshots, spans = self._snapshots, self._spans
         if snapshots is None:
             return SnapshotTimes()
         return SnapshotTimes(
             count=snapshots.writes.count,
             num_skipped=snapshots.num_skipped,
             bytes=snapshots.num_bytes,
-            push_s=push.snapshot_push_s,
+            push_s=spans[SNAPSHOT_PUSH].total_s,
             writes=snapshots.writes.summary(),
-            end_wait_s=clock.end_wait_s,
+            end_wait_s=spans[END].total_s,
         )
 
     def _memory(self) -> MemoryPeaks:
@@ -279,24 +288,25 @@ class LaunchMeter:
             program=self._compiled.peak_bytes or None,
         )
 
-    def _goodput(self, push: PushMeter) -> Goodput:
-        launch, clock = self._launch, self._launch.clock
+    def _goodput(self) -> Goodput:
+        spans = self._spans
         # On a GPU, a reading thread waits for a batch, not the loop.
-        is_known = not launch.transport.runs_ahead
+        is_known = not self._launch.transport.runs_ahead
         waits = [each.meter.waiting if each and is_known else None for each in (self._training, self._evaluation)]
-        now = clock.now_or_loop_end
+        now = spans[LOOP].ended_at or perf_counter()
         training_s, evaluating_s = (max(0.0, now - wait.since) if wait is not None else 0.0 for wait in waits)
         evaluation_wait_s = evaluating_s + (0.0 if self._evaluation is None else self._evaluation.meter.wait_s)
-        evaluation_s = max(0.0, push.evaluation_until(now) - evaluation_wait_s)
-        in_loop_s = sum(dict(launch.stream.blocked_s).values()) - launch.stream.close_blocked_s
+        evaluation_s = max(0.0, spans[EVALUATION].until(now) - evaluation_wait_s)
+        close_s, snapshots_s = spans[CLOSE].total_s, spans[SNAPSHOT].total_s
+        in_loop_s = sum(spans.seconds_of(SINK).values()) - close_s
         waiting_s = self._training.meter.wait_s + training_s + evaluation_wait_s + in_loop_s
         return parts_of(
-            total=clock.total_s,
-            steps=max(0.0, clock.loop_s - evaluation_s - push.snapshots_s - waiting_s),
+            total=spans.total_s,
+            steps=max(0.0, spans[LOOP].until(now) - evaluation_s - snapshots_s - waiting_s),
             evaluation=evaluation_s,
-            snapshots=push.snapshots_s + clock.end_wait_s,
-            compilation=clock.compile_s,
-            waiting=waiting_s + launch.stream.close_blocked_s,
+            snapshots=snapshots_s + spans[END].total_s,
+            compilation=spans[COMPILING].total_s,
+            waiting=waiting_s + close_s,
         )
 
     def _circumstances(self) -> Circumstances:
@@ -320,7 +330,7 @@ class LaunchMeter:
     def _find_slow_operations(self) -> None:
         """Find the operations without a fast kernel if that is worth it: it takes seconds for a large program."""
         launch = self._launch
-        if launch.clock.is_over and (launch.config.runtime_report or launch.clock.loop_s >= _WORTH_S):
+        if launch.is_over and (launch.config.runtime_report or self._spans[LOOP].total_s >= _WORTH_S):
             # A text that cannot be had or read, such as that of a later XLA, is no reason for a run to fail.
             with suppress(Exception):
                 text = self._compiled.call.as_text() or ""

@@ -14,7 +14,7 @@ from loopfeed.engine.runtime.goodput import Rollback, add_up, find_rollback, par
 from loopfeed.engine.runtime.monitor import MOST_STALLS_BYTES, RuntimeMonitor
 from loopfeed.engine.runtime.record import LaunchRuntime, RuntimeReport
 from loopfeed.engine.runtime.runtime_file import encode_runtime, read_runtime
-from loopfeed.engine.runtime.watchdog import Watchdog
+from loopfeed.engine.spans import COMPILING
 from loopfeed.preprocess.regular_file import read_regular
 
 
@@ -41,25 +41,12 @@ def start_monitor(
         with suppress(OSError):  # there usually is none
             stalls = read_regular(folder.path / STALLS, max_bytes=MOST_STALLS_BYTES)
     monitor = RuntimeMonitor(
-        meter.gather,
-        meter.report,
-        sample_ring=meter.sample_ring,
-        depth=meter.depth,
+        meter,
+        warn_s=launch.config.stall_warn_s or 0.0,
         write=None if folder is None else folder.write_monitoring,
         stalls=stalls,
         say=launch.notices.say,
     )
-    if launch.config.stall_warn_s:
-        monitor.set_watchdog(
-            Watchdog(
-                launch.config.stall_warn_s,
-                progress=meter.progress,
-                describe=meter.describe,
-                say=launch.notices.say,
-                keep=monitor.keep_stall,
-                continues=meter.continues,
-            )
-        )
     monitor.start()
     return monitor
 
@@ -69,11 +56,11 @@ def record_rollback(launch: Launch, folder: RunFolder, rollback: Rollback) -> No
 
     The monitor writes it again, and reports a disk that fails.
     """
-    clock, step = launch.clock, launch.start.step
-    total_s = clock.total_s
+    spans, step = launch.spans, launch.start.step
+    total_s = spans.total_s
     begun = LaunchRuntime(
-        started=clock.started,
-        ended=clock.started + total_s,
+        started=spans.started,
+        ended=spans.started + total_s,
         start_step=step,
         end_step=step,
         state="running",
@@ -81,7 +68,7 @@ def record_rollback(launch: Launch, folder: RunFolder, rollback: Rollback) -> No
         devices=describe_devices(launch.topology),
         lost_steps=rollback.num_steps,
         lost_s=rollback.seconds,
-        goodput=parts_of(total=total_s, compilation=clock.compile_s),
+        goodput=parts_of(total=total_s, compilation=spans[COMPILING].total_s),
     )
     launches = without_details((*rollback.launches, begun))
     with suppress(OSError):

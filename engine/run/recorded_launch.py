@@ -4,7 +4,6 @@ Owns what a run writes, however it ends; `loopfeed.engine.run.open_run` owns the
 """
 
 import shlex
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +45,7 @@ from loopfeed.engine.run.snapshot_choice import SnapshotChoice
 from loopfeed.engine.runtime.goodput import Rollback
 from loopfeed.engine.runtime.monitor import RuntimeMonitor
 from loopfeed.engine.runtime.record import LaunchState, RuntimeReport
+from loopfeed.engine.spans import END, SNAPSHOT_PUSH
 from loopfeed.engine.stream.sinks import Sink
 from loopfeed.preprocess.quantities import listed, quantity
 
@@ -150,7 +150,7 @@ class RecordedLaunch:
             on_ended=lambda write_s: self._choice.ended(write_s),
         )
         self._choice = SnapshotChoice(
-            config, launch.start.events, self._snapshots.is_best, lambda: launch.push_meter.snapshot_push_s
+            config, launch.start.events, self._snapshots.is_best, lambda: launch.spans[SNAPSHOT_PUSH].total_s
         )
         self._evaluations = EvaluationLog(folder.evaluation_log)
         self._on_snapshot = on_snapshot
@@ -319,9 +319,9 @@ class RecordedLaunch:
 
     def _await_disk(self) -> None:
         """Wait until the submitted snapshots are on the disk."""
-        started = time.perf_counter()
+        self._launch.spans[END].begin()
         self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
-        self._launch.clock.end_wait_s += time.perf_counter() - started
+        self._launch.spans[END].end()
 
     def _await_snapshot(self, failure: Exception) -> None:
         """Wait for the snapshot that is being written, because after a failure it may be the only result.

@@ -6,13 +6,13 @@ A disk that hangs thus stops neither the run nor the watchdog. Errors of monitor
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from typing import Protocol
 
 from loopfeed.engine.records.file_errors import LostFileError
 from loopfeed.engine.records.run_folder import RUNTIME, STALLS
-from loopfeed.engine.runtime.record import LaunchRuntime, LaunchState, Ring, RingSample, RuntimeReport
+from loopfeed.engine.runtime.record import LaunchState, RingSample, RuntimeReport
 from loopfeed.engine.runtime.runtime_file import encode_runtime
-from loopfeed.engine.runtime.watchdog import Watchdog
+from loopfeed.engine.runtime.watchdog import Watchdog, Watched
 from loopfeed.preprocess.workers import Worker, wait_for
 
 _LOOK_EVERY_S = 0.1
@@ -50,15 +50,24 @@ class RingSamples:
         return tuple(self._samples)
 
 
+class Recorded(Watched, Protocol):
+    """A launch that is watched and recorded; any thread may call this while it works."""
+
+    def report(self, state: LaunchState, samples: tuple[RingSample, ...]) -> RuntimeReport:
+        """Return what the run did so far, of which this launch is the last."""
+        ...
+
+    def sample_ring(self) -> RingSample | None:
+        """Return how many batches are ready; None if that says nothing now, as outside of the loop."""
+        ...
+
+
 class RuntimeMonitor:
     """Watches one launch from `start` to `finish`.
 
     Args:
-        gather: returns what the launch did so far; called on any thread.
-        report: returns the report of the run, of which this launch is the last.
-        sample_ring: returns how many batches are ready; None if that says nothing now, as outside of the loop.
-        depth: number of batches in the ring.
-        watchdog: looks for stalls; None if there is none.
+        launch: the launch.
+        warn_s: seconds without progress after which the watchdog warns; 0 has none.
         write: writes a file of the run folder; None if there is no folder.
         stalls: the content of `stalls.txt` so far.
         say: called with one line; must not block.
@@ -66,18 +75,15 @@ class RuntimeMonitor:
 
     def __init__(
         self,
-        gather: Callable[[LaunchState], LaunchRuntime],
-        report: Callable[[LaunchRuntime], RuntimeReport],
+        launch: Recorded,
         *,
-        sample_ring: Callable[[], RingSample | None],
-        depth: int,
-        watchdog: Watchdog | None = None,
+        warn_s: float = 0.0,
         write: Write | None = None,
         stalls: bytes = b"",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._gather, self._report, self._sample_ring, self._depth = gather, report, sample_ring, depth
-        self._watchdog, self._write, self._say = watchdog, write, say
+        self._launch, self._write, self._say = launch, write, say
+        self._watchdog = Watchdog(warn_s, launch, say=say, keep=self.keep_stall) if warn_s else None
         self._samples = RingSamples()
         self._stalls, self._has_stalls = stalls, False
         self._ended = threading.Event()
@@ -94,10 +100,6 @@ class RuntimeMonitor:
                 worker.start()
         except RuntimeError as error:  # the system refuses to start another thread
             self._warn(f"the run is not watched ({error})")
-
-    def set_watchdog(self, watchdog: Watchdog) -> None:
-        """Let a watchdog look from now on; called before `start`."""
-        self._watchdog = watchdog
 
     def write_soon(self) -> None:
         """Write the file now instead of within 30 seconds; safe from any thread."""
@@ -119,8 +121,7 @@ class RuntimeMonitor:
 
     def so_far(self, state: LaunchState = "running") -> RuntimeReport:
         """Return the report as of now."""
-        launch = self._gather(state)
-        return self._report(replace(launch, ring=Ring(self._depth, self._samples.all())))
+        return self._launch.report(state, self._samples.all())
 
     def finish(self, state: LaunchState, timeout_s: float = _LAST_WRITE_S) -> RuntimeReport:
         """Stop watching, write the files a last time, and return the final report.
@@ -141,7 +142,7 @@ class RuntimeMonitor:
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_EVERY_S):
             with suppress(Exception):
-                sample = self._sample_ring()
+                sample = self._launch.sample_ring()
                 if sample is not None:
                     self._samples.offer(sample)
             if self._watchdog is not None:

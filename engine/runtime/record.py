@@ -6,7 +6,7 @@ Times are in seconds. Needs neither jax nor files; `loopfeed.engine.runtime.runt
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from loopfeed.engine.durations import Times
+from loopfeed.engine.spans import Times
 
 type LaunchState = Literal["running", "done", "stopped", "failed"]
 type Phase = Literal["train", "evaluation"]

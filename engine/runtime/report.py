@@ -4,8 +4,8 @@ import statistics
 import textwrap
 from collections.abc import Iterator
 
-from loopfeed.engine.durations import Times
 from loopfeed.engine.runtime.record import LaunchRuntime, RuntimeReport
+from loopfeed.engine.spans import Times
 from loopfeed.preprocess.quantities import quantity
 
 _WIDTH = 80

@@ -5,6 +5,23 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Protocol
+
+
+class Watched(Protocol):
+    """What is watched; any thread may call this while it works."""
+
+    def progress(self) -> object:
+        """Return a value that changes with every step, evaluation batch and other progress."""
+        ...
+
+    def describe(self) -> str:
+        """Return who waits for whom."""
+        ...
+
+    def continues(self) -> bool:
+        """Return whether the run goes on; after progress at its end, it does not."""
+        ...
 
 
 class Watchdog:
@@ -12,36 +29,32 @@ class Watchdog:
 
     Args:
         warn_s: seconds without progress after which it warns, again after twice as long, and so on.
-        progress: returns a value that changes with every step, evaluation batch and other progress.
-        describe: returns who waits for whom.
+        watched: the run.
         say: called with one line; must not block.
         keep: called with a report with the stacks of all threads; must not block.
-        continues: returns whether the run goes on; after progress at its end, it does not.
         clock: returns seconds.
     """
 
     def __init__(
         self,
         warn_s: float,
+        watched: Watched,
         *,
-        progress: Callable[[], object],
-        describe: Callable[[], str],
         say: Callable[[str], None],
         keep: Callable[[str], None],
-        continues: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._warn_s, self._progress, self._describe = warn_s, progress, describe
-        self._say, self._keep, self._continues, self._clock = say, keep, continues, clock
-        self._seen, self._since = progress(), clock()
+        self._warn_s, self._watched = warn_s, watched
+        self._say, self._keep, self._clock = say, keep, clock
+        self._seen, self._since = watched.progress(), clock()
         self._next_s = warn_s
 
     def look(self) -> None:
         """Warn if there was no progress for so long, or say that the run continues."""
-        now, seen = self._clock(), self._progress()
+        now, seen = self._clock(), self._watched.progress()
         stalled_s = now - self._since
         if seen != self._seen:
-            if self._next_s > self._warn_s and self._continues():
+            if self._next_s > self._warn_s and self._watched.continues():
                 self._say(f"the run continues after {describe_span(stalled_s)} without a step")
             self._seen, self._since, self._next_s = seen, now, self._warn_s
         elif stalled_s >= self._next_s:
@@ -52,7 +65,7 @@ class Watchdog:
 
     def _describe_safely(self) -> str:
         try:
-            return self._describe()
+            return self._watched.describe()
         except Exception as error:  # noqa: BLE001 - what it looks at is changed by other threads; the stacks remain
             return f"who waits for whom is unknown ({type(error).__name__}: {error})"
 

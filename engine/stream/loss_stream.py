@@ -24,8 +24,8 @@ from loopfeed.engine.crossing.pushed import (
     PushedSnapshot,
     mean_of_images,
 )
-from loopfeed.engine.durations import Durations
 from loopfeed.engine.profile.table import Profile
+from loopfeed.engine.spans import CLOSE, SINK, STEP_WAIT, Spans
 from loopfeed.engine.stream.lane import Lane, Record, is_display
 from loopfeed.engine.stream.sinks import (
     EvaluationProgress,
@@ -63,6 +63,7 @@ class LossStream:
         step: updates done before the launch.
         wait_of: returns the seconds that the program waited for the batch of a step (from 0).
         board: asked to stop the run if a sink fails.
+        spans: of the launch; None makes new ones.
         warn: called with the warning about a display that failed, from any thread: it must not block.
         on_nonfinite: called once with the first step (updates done, from 1) whose loss is NaN or infinite, on the
             program's thread: it must not block (`loopfeed.engine.stream.notices`).
@@ -72,11 +73,7 @@ class LossStream:
         evaluations: every evaluation so far, in order; the oldest without the lists among their metrics, if the lists
             of all have more than `MOST_LISTED_NUMBERS` numbers.
         num_evaluation_pulls: how often the program asked for batches of an evaluation.
-        wait_s: seconds waited for batches so far.
-        waits: how long each step waited for its batches.
-        blocked_s: seconds that the program waited for each sink whose queue was full, by the name of the sink.
-        blocked_by: the name of the sink for which it waits now, None if for none.
-        close_blocked_s: seconds of `blocked_s` that `close` waited.
+        blocked_by: the name of the sink for which the program waits now, as its queue is full, None if for none.
         failure: the first exception of a sink, or None.
     """
 
@@ -87,6 +84,7 @@ class LossStream:
         step: int = 0,
         wait_of: Callable[[int], float],
         board: ControlBoard,
+        spans: Spans | None = None,
         warn: Callable[[str], None] = lambda _: None,
         on_nonfinite: Callable[[int], None] | None = None,
     ) -> None:
@@ -102,11 +100,15 @@ class LossStream:
         self.first_nonfinite_step: int | None = None
         self.evaluations: list[EvaluationRecord] = []
         self._num_listed, self._first_listed = 0, 0
-        self.wait_s, self.waits = 0.0, Durations()
-        self.blocked_s: dict[str, float] = {}
+        self._spans = Spans() if spans is None else spans
+        self._waits = self._spans[STEP_WAIT]
         self.blocked_by: str | None = None
-        self.close_blocked_s = 0.0
         self.failure: BaseException | None = None
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the steps so far waited for their batches."""
+        return self._waits.total_s
 
     @property
     def num_losses(self) -> int:
@@ -231,8 +233,8 @@ class LossStream:
         """Count the wait of `close` for the sink that took longest, unless it is what closing always takes."""
         name, self.blocked_by = self.blocked_by, None
         if name is not None and waited_s >= _LEAST_END_S:
-            self.blocked_s[name] = self.blocked_s.get(name, 0.0) + waited_s
-            self.close_blocked_s += waited_s
+            self._spans[SINK + name].add(waited_s)
+            self._spans[CLOSE].add(waited_s)
 
     @property
     def workers(self) -> list[Worker[None]]:
@@ -261,10 +263,11 @@ class LossStream:
     def _wait_while(self, lane: Lane, is_behind: Callable[[], bool]) -> None:
         if not is_behind():
             return
-        started, self.blocked_by = time.perf_counter(), lane.name
+        wait, self.blocked_by = self._spans[SINK + lane.name], lane.name
+        wait.begin()
         self._wait_for_room(lane, is_behind)
-        waited_s, self.blocked_by = time.perf_counter() - started, None
-        self.blocked_s[lane.name] = self.blocked_s.get(lane.name, 0.0) + waited_s
+        wait.end()
+        self.blocked_by = None
 
     def _wait_for_room(self, lane: Lane, is_behind: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _PUSH_TIMEOUT_S
@@ -324,8 +327,7 @@ class LossStream:
             loss_time = pushed.time if is_last else started + elapsed_s * number / len(pushed.losses)
             self._last_step = step
             wait_s = self._wait_of(step - 1)
-            self.wait_s += wait_s
-            self.waits.add(wait_s)
+            self._waits.add(wait_s)
             self._losses.append(loss)
             if self.first_nonfinite_step is None and not math.isfinite(loss):
                 self.first_nonfinite_step = step

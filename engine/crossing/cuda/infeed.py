@@ -23,8 +23,7 @@ from loopfeed.engine.control.word import CONTROL_WORDS, ControlWord, decode_cont
 from loopfeed.engine.crossing.cuda.driver import CudaError
 from loopfeed.engine.crossing.cuda.ring import DeviceRing, Places, Stopwatch
 from loopfeed.engine.crossing.cuda.transport import CudaTransport
-from loopfeed.engine.crossing.infeed import Batch, Pulled, WordsOf, make_batch
-from loopfeed.engine.crossing.observer import PullObserver
+from loopfeed.engine.crossing.infeed import Batch, Pulled, PullObserver, WordsOf, make_batch
 from loopfeed.engine.crossing.token import Token
 from loopfeed.engine.crossing.transport import Array
 from loopfeed.engine.feed.feeder import Allocate, Feeder

@@ -1,15 +1,15 @@
-"""Histograms of durations: counts and sums exact, percentiles within a bucket."""
+"""Spans: histograms of durations: counts and sums exact, percentiles within a bucket."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopfeed.engine.durations import Durations, Times
+from loopfeed.engine.spans import Span, Times
 
 
 @given(st.lists(st.floats(1e-6, 1000), min_size=1, max_size=200))
 def test_percentiles_are_upper_bounds_of_their_bucket(values):
-    durations = Durations()
+    durations = Span()
     for value in values:
         durations.add(value)
     found = durations.summary()
@@ -21,7 +21,7 @@ def test_percentiles_are_upper_bounds_of_their_bucket(values):
 
 
 def test_no_durations_and_waits_of_nothing():
-    durations = Durations()
+    durations = Span()
     assert durations.summary() == Times()
     for _ in range(3):
         durations.add(0.0)
@@ -29,6 +29,6 @@ def test_no_durations_and_waits_of_nothing():
 
 
 def test_what_is_longer_than_all_buckets_is_counted():
-    durations = Durations()
+    durations = Span()
     durations.add(1e6)
     assert durations.summary() == Times(1, 1e6, 1e6, 1e6, 1e6, 1e6)
