@@ -93,7 +93,6 @@ def _show_batch(config: TrainConfig, parts: "OwnParts", path: Path) -> None:
 
 
 def _check_step(config: TrainConfig, parts: "OwnParts") -> bool:
-    from loopfeed.engine.commands.look_options import report_lines
     from loopfeed.engine.run.step_check import check_step_of
 
     check = check_step_of(config, parts, click.echo)
