@@ -18,7 +18,7 @@ import tensorstore as ts
 from PIL import Image
 
 from loopfeed.preprocess.decoding.decode import ResizeRule
-from loopfeed.preprocess.packing import numbers
+from loopfeed.preprocess.packing import finish
 from loopfeed.preprocess.packing.pack import PackResult, pack_split
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.shards.arrays import write_array
@@ -114,7 +114,7 @@ def main() -> None:
         return write_array(location, name, metadata)
 
     sys.addaudithook(die_at_rename)
-    numbers.write_array = die_at_targets  # type: ignore[attr-defined]
+    finish.write_array = die_at_targets  # type: ignore[attr-defined]
     pack_labelled(Path(source), Path(labels), Path(dest))
 
 

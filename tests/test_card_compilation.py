@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loopfeed.engine.sizing.card_compiler import COMPILER_FOLDER
+from loopfeed.engine.sizing.absent_cards import COMPILER_FOLDER
 from tests.card_compilation import CardCompiler
 from tests.card_program import HOST_CALL, CardProgram
 

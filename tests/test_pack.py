@@ -21,7 +21,7 @@ from PIL import Image
 
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.decoding.memory_budget import MemoryBudget
-from loopfeed.preprocess.packing import numbers as numbers_module
+from loopfeed.preprocess.packing import finish as numbers_module
 from loopfeed.preprocess.packing import pipeline, shard_file
 from loopfeed.preprocess.packing import plan as plan_module
 from loopfeed.preprocess.packing.channels import ChannelSums

@@ -25,8 +25,8 @@ from loopfeed.engine.peers import SEES_ALL
 from loopfeed.engine.processes import ThisProcess
 from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.run.train import plan_run, train
-from loopfeed.engine.sizing import card_compiler, flow, planning
-from loopfeed.engine.sizing.card_compiler import COMPILER_FOLDER, CardCompilerError, compile_for_cards
+from loopfeed.engine.sizing import absent_cards, flow, planning
+from loopfeed.engine.sizing.absent_cards import COMPILER_FOLDER, CardCompilerError, compile_for_cards
 from loopfeed.engine.sizing.cards import SHARE_VARIABLE
 from loopfeed.engine.sizing.flow import DECODE, READ, measure_flow
 from loopfeed.engine.sizing.memory import Analysed
@@ -246,7 +246,7 @@ def test_an_object_store_is_measured_with_decoding():
 
 
 def test_without_the_compiler_the_rest_of_the_plan_is_made(monkeypatch):
-    monkeypatch.setattr(card_compiler, "find_card_compiler", lambda: None)
+    monkeypatch.setattr(absent_cards, "find_card_compiler", lambda: None)
     config = TrainConfig(synthetic=True, image_size=32, num_classes=10, batch=512, steps=100, devices="64")
     target = Target("h100", 64, 8)
     plan = plan_for_cards(config, OwnParts(), {}, target, ignore, program="", device_rate=1000)
@@ -292,14 +292,14 @@ ANSWER: dict[str, Any] = {"memory_bytes": {"arguments": 1, "temporaries": 2}, "s
     ids=["fails", "dies", "hangs", "refuses"],
 )
 def test_a_compiler_that_fails_is_reported_in_one_line(monkeypatch, tmp_path, program, error, message):
-    monkeypatch.setattr(card_compiler, "find_card_compiler", lambda: tmp_path)
+    monkeypatch.setattr(absent_cards, "find_card_compiler", lambda: tmp_path)
     request = request_for(TrainConfig().to_json(), "h100", 1)
     with pytest.raises(error, match=re.escape(message)):
         compile_for_cards(request, program, time_limit_s=1 if "sleep" in program else 60)
 
 
 def test_the_compiler_gets_the_request_and_computes_on_the_cpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(card_compiler, "find_card_compiler", lambda: tmp_path)
+    monkeypatch.setattr(absent_cards, "find_card_compiler", lambda: tmp_path)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     program = (
         "import json, os, sys; asked = json.load(open(sys.argv[1])); assert os.environ['JAX_PLATFORMS'] == 'cpu'\n"
@@ -317,7 +317,7 @@ def test_the_compilers_process_does_not_take_packages_of_the_working_directory(m
     (tmp_path / "loopfeed/__init__.py").write_text("raise SystemExit('the wrong package')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(card_compiler, "find_card_compiler", lambda: tmp_path)
+    monkeypatch.setattr(absent_cards, "find_card_compiler", lambda: tmp_path)
     request = request_for({"batch": 0}, "h100", 1)
     with pytest.raises(ValueError, match="batch must lie in"):
         compile_for_cards(request, PROGRAM)
@@ -345,11 +345,11 @@ def test_only_the_program_that_was_asked_for_is_dumped(monkeypatch, tmp_path):
 def test_the_compiler_is_found_beside_or_among_the_packages(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "packages")])
-    assert card_compiler.find_card_compiler() is None
+    assert absent_cards.find_card_compiler() is None
     (tmp_path / "packages/jax_plugins/xla_cuda12").mkdir(parents=True)
-    assert card_compiler.find_card_compiler() == tmp_path / "packages"
+    assert absent_cards.find_card_compiler() == tmp_path / "packages"
     (tmp_path / "card-compiler/jax_plugins/xla_cuda13").mkdir(parents=True)
-    assert card_compiler.find_card_compiler() == tmp_path / "card-compiler"
+    assert absent_cards.find_card_compiler() == tmp_path / "card-compiler"
 
 
 SMALL = [

@@ -3,8 +3,7 @@
 import pytest
 
 from loopfeed.engine.hlo.text import parse_hlo
-from loopfeed.engine.profile.attribution import Operation, attribute, operations_of
-from loopfeed.engine.profile.trace import OpSpan, read_spans
+from loopfeed.engine.profile.attribution import Operation, OpSpan, attribute, operations_of, read_spans
 from loopfeed.engine.scopes import NO_SCOPE, Scope
 from tests.xspaces import CARD, Event, end_of, make_trace, op
 

@@ -16,8 +16,7 @@ from safetensors.numpy import save_file
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.locations import storage_options_of
-from loopfeed.engine.records.downloaded_file import local_file
-from loopfeed.engine.records.given_weights import read_given_weights
+from loopfeed.engine.records.given_weights import local_file, read_given_weights
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.commands import cli, inspect_cli
 from loopfeed.preprocess.decoding.decode import ResizeRule

@@ -20,7 +20,7 @@ from loopfeed import train
 from loopfeed.engine.commands.control_cli import main as control_run
 from loopfeed.engine.commands.tail_cli import main as tail_run
 from loopfeed.engine.evaluation.export import export_weights
-from loopfeed.engine.records.downloaded_file import local_file
+from loopfeed.engine.records.given_weights import local_file
 from loopfeed.engine.records.stored import mirror
 from loopfeed.engine.records.stored.lease import LEASE, Lease
 from loopfeed.engine.records.stored.reading import download

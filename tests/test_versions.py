@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from loopfeed.engine.records.versions import NOT_INSTALLED, version_of
+from loopfeed.engine.records.machine import NOT_INSTALLED, version_of
 
 
 def test_an_installed_package_has_its_version_and_a_missing_one_is_marked():

@@ -1,4 +1,4 @@
-"""Answers a request of `loopfeed.engine.sizing.card_compiler`: compiles a program for GPUs that are not here."""
+"""Answers a request of `loopfeed.engine.sizing.absent_cards`: compiles a program for GPUs that are not here."""
 
 import json
 import sys

@@ -167,7 +167,7 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
         found = "neither" if run is None else f"{run} and --weights {weights}"
         raise ValueError(f"exactly one of RUN and --weights FILE must be given, got {found}: give one of the two")
     if options["predictions"] is not None:
-        from loopfeed.engine.evaluation.prediction_file import check_prediction_file
+        from loopfeed.engine.evaluation.result import check_prediction_file
 
         check_prediction_file(options["predictions"])
     settings = {name: options[name] for name in _SETTINGS if options[name] is not None}
@@ -251,7 +251,7 @@ def _evaluate_folder(
 
 def _write_predictions(result: "EvaluationResult", path: str | None) -> None:
     if path is not None and result.predictions is not None:
-        from loopfeed.engine.evaluation.prediction_file import write_predictions
+        from loopfeed.engine.evaluation.result import write_predictions
 
         write_predictions(path, result.predictions)
         say_to_stderr(f"predictions: {path}, {quantity(len(result.predictions.labels), 'image')}")

@@ -186,7 +186,7 @@ def _explanation(described: _Described, ir: str | None, report_format: str, dept
 
 def _comparison(context: click.Context, texts: tuple[str, str], report_format: str, depth: int) -> str:
     from loopfeed.engine.crossing.devices import split_processor
-    from loopfeed.engine.inspection.comparison import compare_reports, comparison_lines
+    from loopfeed.engine.inspection.plain import compare_reports, comparison_lines
 
     names, outer = _take_part_names(context), command_line(context)
     found = []

@@ -61,7 +61,7 @@ def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
     notes: list[str] = []
     try:
         if is_url(folder):
-            from loopfeed.engine.records.stored.summaries import summarise_stored_runs
+            from loopfeed.engine.records.run_search import summarise_stored_runs
 
             runs = list(summarise_stored_runs(folder, now_s, parse_pairs(storage_option)))
         else:

@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from loopfeed.engine.hlo.kernels import count_meetings, is_kernel, kernel_operation, operation_products
 from loopfeed.engine.hlo.program import Array, Computation, HloProgram, Instruction
 
+# Cross-correlation of NHWC images by an HWIO kernel, in any number of axes.
+_CANONICAL = re.compile(r"b(\d*)f_\1io->b\1f")
+_FAST_PRODUCTS = frozenset({"f16", "bf16", "f32", "f64", "s32", "c64", "c128"})
+
 _IDLE = (
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier partition-id replica-id domain "
     "add-dependency async-update async-done copy-done"
@@ -196,3 +200,44 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _size(instruction: Instruction) -> int:
     return instruction.results[0].size if instruction.results else 0
+
+
+def naive_reason(program: HloProgram, instruction: Instruction) -> str | None:
+    """Return why an instruction in a loop has no fast kernel on a CPU; None if it has one or is no product."""
+    if instruction.opcode == "convolution":
+        return _of_convolution(instruction)
+    if instruction.opcode == "dot":
+        return _of_product(program, instruction)
+    return None
+
+
+def _of_convolution(instruction: Instruction) -> str | None:
+    labels, window = instruction.attribute("dim_labels"), instruction.attribute("window")
+    if int(instruction.attribute("feature_group_count") or 1) > 1:
+        return "it has groups"
+    if int(instruction.attribute("batch_group_count") or 1) > 1:
+        return "it is the kernel's gradient of a convolution with groups"
+    for name, reason in (("lhs_dilate", "its input is dilated"), ("rhs_dilate", "its kernel is dilated")):
+        if name in window:
+            return reason
+    if "rhs_reversal" in window:
+        return "its kernel is turned"
+    if not _CANONICAL.fullmatch(labels):
+        return f"its axes are {labels}, not NHWC and HWIO"
+    padding = re.search(r"pad=(\S+)", window)
+    if padding is not None and "-" in padding[1]:
+        return "its padding is negative"
+    return None
+
+
+def _of_product(program: HloProgram, instruction: Instruction) -> str | None:
+    operands = program.operands_of(instruction)
+    dtype = next((each.results[0].dtype for each in operands if each.results), "f32")
+    if dtype not in _FAST_PRODUCTS:
+        return f"there is no fast kernel for {dtype}"
+    axes = {name: instruction.attribute(name).strip("{}") for name in ("lhs_batch_dims", "rhs_batch_dims")}
+    leading = ",".join(str(axis) for axis in range(axes["lhs_batch_dims"].count(",") + 1))
+    if any(text not in ("", leading) for text in axes.values()):
+        return "its batch axes do not come first"
+    summed = instruction.attribute("lhs_contracting_dims").strip("{}")
+    return "it sums over several axes" if "," in summed else None

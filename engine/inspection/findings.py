@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loopfeed.engine.hlo.program import HOST_SPACE, Instruction, Source
-from loopfeed.engine.hlo.slow_kernels import naive_reason
-from loopfeed.engine.hlo.work import bytes_of, fused_into
-from loopfeed.engine.inspection.carry import CarryLeaf
+from loopfeed.engine.hlo.work import bytes_of, fused_into, naive_reason
 from loopfeed.engine.inspection.convolutions import Convolution
-from loopfeed.engine.inspection.steps import Kernel, Steps
+from loopfeed.engine.inspection.steps import CarryLeaf, Kernel, Steps
 from loopfeed.engine.scopes import FORWARD, SNAPSHOT, TRAIN
 
 _MESSAGES = {

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from loopfeed.engine.hlo.program import Array, HloProgram, Source
-from loopfeed.engine.inspection.carry import CarryLeaf
 from loopfeed.engine.inspection.convolutions import TracedWork
 from loopfeed.engine.inspection.findings import Finding
+from loopfeed.engine.inspection.steps import CarryLeaf
 from loopfeed.engine.inspection.work_by_scope import ScopeWork, total_of
 from loopfeed.engine.sizing.device_rates import DeviceRates
 

@@ -6,13 +6,12 @@ from itertools import accumulate
 
 from loopfeed.engine.crossing.pushed import Pushed
 from loopfeed.engine.hlo.text import parse_hlo
-from loopfeed.engine.profile.attribution import TracedBatch, attribute, operations_of
+from loopfeed.engine.profile.attribution import TracedBatch, attribute, operations_of, read_spans
 from loopfeed.engine.profile.capture import Capture, Window
 from loopfeed.engine.profile.clock import HostClock, PhaseTimes
 from loopfeed.engine.profile.formats import describe_seconds
 from loopfeed.engine.profile.rows import Measured, make_profile
 from loopfeed.engine.profile.table import STEP, STEP_OF_SEVERAL, Profile
-from loopfeed.engine.profile.trace import read_spans
 from loopfeed.engine.scopes import TRAIN, VALID
 from loopfeed.preprocess.quantities import quantity
 

@@ -9,12 +9,19 @@ import os
 import platform as system
 import re
 from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 from loopfeed.models.xla_threads import NUM_THREADS_VARIABLE, given_num_threads
 from loopfeed.preprocess.cores import num_allowed_cores
 from loopfeed.preprocess.quantities import listed
+
+RECORDED_NAME = "feedloop"
+"""The name under which records have Loopfeed's version: that of the package in the first runs."""
+
+NOT_INSTALLED = "not installed"
+"""The version of a package that is not installed, such as Loopfeed when it runs from its source tree."""
 
 MACHINE = "machine"
 """The key of the description of a launch's machine in the resolved part of `config.json`."""
@@ -132,3 +139,16 @@ def _read_processor() -> tuple[str, str]:
     sets = _X86 if "flags" in fields else _ARM
     found = [name for name, flags in sets if has.issuperset(flags)]
     return " ".join(model.split()), found[-1] if found else system.machine()
+
+
+def version_of(package: str) -> str:
+    """Return the version of a package, or `NOT_INSTALLED` if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return NOT_INSTALLED
+
+
+def versions_of(*others: str) -> dict[str, str]:
+    """Return the versions of Loopfeed and of other packages, as records have them."""
+    return {RECORDED_NAME: version_of("loopfeed")} | {name: version_of(name) for name in others}

@@ -28,7 +28,7 @@ from loopfeed.engine.records.digests import SEAL, sealed
 from loopfeed.engine.records.file_errors import LostFileError
 from loopfeed.engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots, check_path_is_text
 from loopfeed.engine.records.folder_lock import LOCK_NAME, FolderLock
-from loopfeed.engine.records.versions import versions_of
+from loopfeed.engine.records.machine import versions_of
 from loopfeed.engine.records.whole_file import remove_unfinished, write_whole
 from loopfeed.preprocess.links import LinkedPathError, check_unlinked, remove_tree
 from loopfeed.preprocess.regular_file import is_regular

@@ -29,6 +29,7 @@ from loopfeed.engine.records.digests import describe_array, is_as_sealed, sealed
 from loopfeed.engine.records.file_errors import describe_unreadable
 from loopfeed.engine.records.folder_abilities import UNFINISHED, check_path_is_text, true_path
 from loopfeed.engine.records.folder_state import FolderState
+from loopfeed.engine.records.machine import RECORDED_NAME, versions_of
 from loopfeed.engine.records.orbax_store import (
     first_unreadable,
     restore_arrays,
@@ -38,7 +39,6 @@ from loopfeed.engine.records.orbax_store import (
 )
 from loopfeed.engine.records.snapshot_claims import find_false_claim
 from loopfeed.engine.records.stored_types import as_snapshot, from_snapshot
-from loopfeed.engine.records.versions import RECORDED_NAME, versions_of
 from loopfeed.preprocess.claimed_size import is_plausible, least_stored_bytes, stored_size
 from loopfeed.preprocess.links import check_unlinked, remove_tree
 from loopfeed.preprocess.regular_file import check_regular, raise_error

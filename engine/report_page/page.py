@@ -16,8 +16,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from loopfeed.engine.config import SETTINGS, describe_value
+from loopfeed.engine.records.machine import version_of
 from loopfeed.engine.records.recorded_run import RecordedRun
-from loopfeed.engine.records.versions import version_of
 from loopfeed.engine.report_page import number_text
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.number_text import duration, number, percent

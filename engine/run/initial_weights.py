@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from loopfeed.engine.records.downloaded_file import local_file
-from loopfeed.engine.records.given_weights import read_given_weights, rename_head
+from loopfeed.engine.records.given_weights import local_file, read_given_weights, rename_head
 from loopfeed.engine.records.weights import StoredWeights, Tensors, name_tensors, place_tensors
 from loopfeed.engine.records.weights_metadata import classes_of
 from loopfeed.engine.run.class_identities import have_same_order, lacking, places

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from loopfeed.engine.hlo.program import HloProgram, Instruction
-from loopfeed.engine.hlo.slow_kernels import naive_reason
 from loopfeed.engine.hlo.text import parse_hlo
-from loopfeed.engine.hlo.work import products_of
+from loopfeed.engine.hlo.work import naive_reason, products_of
 from loopfeed.engine.runtime.record import SlowOperation
 from loopfeed.engine.scopes import parse_op_name
 

@@ -16,8 +16,7 @@ from loopfeed.engine.processes import this_process
 from loopfeed.engine.run.open_run import OpenRun, open_run
 from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.run.result import RunFacts
-from loopfeed.engine.sizing.absent_cards import card_placement, stand_ins
-from loopfeed.engine.sizing.card_compiler import CardCompilerError, compile_for_cards
+from loopfeed.engine.sizing.absent_cards import CardCompilerError, card_placement, compile_for_cards, stand_ins
 from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
 from loopfeed.engine.sizing.flow import measure_flow
 from loopfeed.engine.sizing.imagenet import BlackImages, stand_for_imagenet

@@ -1,5 +1,6 @@
 """Packs a whole data set: what `preprocess-imagenet` does on one machine, from Python."""
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,11 +10,10 @@ from typing import Any, Literal
 from loopfeed.preprocess.cores import num_cores
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.decoding.default_resize import default_resize
-from loopfeed.preprocess.packing.dest import check_dest
 from loopfeed.preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
 from loopfeed.preprocess.packing.pack import PackProgress, PackResult, pack_split
 from loopfeed.preprocess.packing.plan import PackSettings
-from loopfeed.preprocess.shards.location import Location, open_location
+from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from loopfeed.preprocess.shards.unsynced import prepare_for_writing
 from loopfeed.preprocess.sources.open_source import open_source
 
@@ -122,3 +122,28 @@ def source_request(
     """Return the arguments of `open_source` for a pack at `location`, from the arguments of `pack`."""
     rule = choose_holdout_rule(location, replaced=(splits or HELD_OUT_SPLITS) if overwrite else ())
     return {"splits": splits, "holdout": holdout, "limit": limit, "holdout_rule": rule, "labels": labels}
+
+
+def check_dest(source: str | Path, location: Location) -> None:
+    """Raise ShardError if DEST is an in-memory store, the folder of a run, or a folder inside SOURCE."""
+    if location.spec["driver"] == "memory":
+        raise ShardError(
+            f"{location.display} would be lost when this process exits; use a folder, gs:// or s3:// as DEST"
+        )
+    folder = location.local_path
+    if folder is None:
+        return
+    for each in (folder, *folder.parents):
+        if (each / "config.json").is_file() and (each / "loss.jsonl").is_file():
+            where = "is" if each == folder else f"is inside {each},"
+            raise ShardError(
+                f"DEST {location.display} {where} the folder of a training run, which must contain only its run; "
+                "choose another folder"
+            )
+    # Path.resolve raises RuntimeError for symbolic links that form a loop.
+    inner, outer = Path(os.path.realpath(folder)), Path(os.path.realpath(source))
+    if outer.is_dir() and inner.is_relative_to(outer):
+        raise ShardError(
+            f"DEST {location.display} is inside SOURCE {source}, so the next run would list the shards as images; "
+            "choose a folder outside SOURCE"
+        )

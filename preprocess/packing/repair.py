@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.preprocess.packing.journal import Journal, read_failures
-from loopfeed.preprocess.packing.numbers import (
+from loopfeed.preprocess.packing.finish import (
     Numbers,
     checksum_numbers,
     create_metadata,
     label_numbers,
     target_numbers,
 )
+from loopfeed.preprocess.packing.journal import Journal, read_failures
 from loopfeed.preprocess.packing.pipeline import decode_in_order
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.packing.shard_writer import ShardWriter, transfer_timeout_s

@@ -31,8 +31,7 @@ from loopfeed.preprocess.shards.read_arguments import check_buffer, check_indice
 from loopfeed.preprocess.shards.shard_cache import ShardCache
 from loopfeed.preprocess.shards.shard_copies import ShardCopies
 from loopfeed.preprocess.shards.shard_sizes import check_plausible
-from loopfeed.preprocess.shards.split_arrays import open_checksums
-from loopfeed.preprocess.shards.split_labels import SplitLabels
+from loopfeed.preprocess.shards.split_arrays import SplitLabels, open_checksums
 from loopfeed.preprocess.shards.splits import list_splits, read_manifest
 from loopfeed.preprocess.shards.stored_pixels import StoredPixels, without_maps
 from loopfeed.preprocess.system_errors import reading_remedy
