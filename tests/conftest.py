@@ -128,6 +128,14 @@ def without_llvms_optimiser():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module")
+def cached_replays():
+    """Let the replays of a module take compiled programs from the cache; by themselves they compile anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("loopfeed.engine.replay.replay.OFF", None, raising=False)
+        yield
+
+
 @pytest.fixture
 def cards(monkeypatch):
     """Make the transport "cuda" use a new fake card for each launch; check the cards after the test."""

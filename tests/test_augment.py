@@ -81,7 +81,7 @@ def test_augmentation_changes_the_images_and_keeps_their_shapes(name):
     assert np.isfinite(images).all()
 
 
-@pytest.mark.parametrize("name", AUGMENTATIONS)
+@pytest.mark.parametrize("name", ["reflected", "everything"])
 def test_batch_size_and_shards_change_no_bit(name):
     whole = augment_stream(AUGMENTATIONS[name], 0, 64)
     parts = [augment_stream(AUGMENTATIONS[name], start, 2) for start in range(0, 64, 2)]

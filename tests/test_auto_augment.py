@@ -219,6 +219,13 @@ def test_every_operation_equals_pillow(all_applied):
         assert difference <= most, (name, magnitude, sign)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (2, 5), (3, 3)])
+def test_small_and_flat_images_survive_every_operation(shape):
+    images = np.stack([np.full((*shape, 3), 7, np.uint8) for _ in NAMES])
+    found = applied(images, "trivialaugment", [(operation, 0, 1) for operation in range(len(NAMES))])
+    np.testing.assert_array_equal(np.delete(found, 11, axis=0), np.delete(images, 11, axis=0))
+
+
 def pixels_of(policy, height, width):
     """The pixels by which each magnitude moves an image to the right and down."""
     rows = table_rows(policy, height, width).reshape(len(Operation), 31, 2, -1)

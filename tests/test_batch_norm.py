@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopfeed.models.layers.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm
+from loopfeed.models.layers.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm, stored_relu
 from loopfeed.models.layers.convolution import convolution
 
 pytestmark = pytest.mark.kernels
@@ -103,6 +103,15 @@ def test_on_a_card_the_loss_of_digits_matches_the_size_of_the_outlier(deviations
     exact = values.astype(np.float64)
     np.testing.assert_allclose(running.var, [0.1 * exact.var(ddof=1)], rtol=20 * lost * 2**-24)
     np.testing.assert_allclose(running.mean, [0.1 * exact.mean()], rtol=0, atol=20 * (1 + deviations) * 2**-24)
+
+
+@pytest.mark.usefixtures("platform")
+def test_a_stored_relu_and_its_gradient_are_jaxs():
+    x, gradient = normal(0, (3, 4)).at[0, 0].set(0).at[0, 1].set(jnp.nan).at[0, 2].set(-0.0), normal(1, (3, 4))
+    y, pullback = jax.vjp(stored_relu, x)
+    wanted, plain_pullback = jax.vjp(jax.nn.relu, x)
+    np.testing.assert_array_equal(y, wanted)
+    np.testing.assert_array_equal(*pullback(gradient), *plain_pullback(gradient))
 
 
 @pytest.mark.usefixtures("platform")

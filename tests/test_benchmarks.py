@@ -15,13 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from scripts.benchmarks import bench as bench_module
-from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings, Unit
+from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings
 from scripts.benchmarks.cli import BENCHES, main
-from scripts.benchmarks.hardware import short_commit
-from scripts.benchmarks.markdown import case_text, number
 from scripts.benchmarks.markdown import main as markdown
-from scripts.benchmarks.measure import Measured, Quartiles, calibrate, measure, quartiles, ratios, rotated
-from scripts.benchmarks.peers import PEERS, PeerError, ensure_peer, find_python
+from scripts.benchmarks.measure import Measured, Quartiles, measure, quartiles
+from scripts.benchmarks.peers import PEERS
 from scripts.benchmarks.report import describe_run, write_json
 from scripts.benchmarks.session import CaseResult, Row, run_case, summarise
 from scripts.benchmarks.worker import Ready, Sample, Worker, WorkerError
@@ -120,20 +118,6 @@ def test_quartiles_are_interpolated_between_the_values():
     assert Quartiles(90, 100, 120).spread == 0.15
 
 
-def test_a_ratio_is_taken_within_its_round():
-    # Of the medians it would be 4 / 2; of the rounds it is the median of 4, 0.5 and 3.
-    assert ratios([8, 1, 4.5], [2, 2, 1.5]) == [4, 0.5, 3]
-    assert ratios([8, None, 4], [2, 2, None]) == [4]
-
-
-def test_speeds_are_amounts_a_second():
-    measured = Measured(amount=128, num_units=5, samples=[Sample(2.0, {}), None])
-    assert measured.speeds == [320, None]
-    assert Unit("images/s").shown(320) == 320
-    assert Unit("µs a pull", 1e6, is_time=True).shown(50_000) == 20
-    assert Unit("GB/s", 1e-9).shown(2.5e9) == 2.5
-
-
 def test_summaries_divide_the_base_by_each_other_candidate():
     names = {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 2.0, 2.0]}
     rows = [
@@ -150,22 +134,7 @@ def test_summaries_divide_the_base_by_each_other_candidate():
     assert ours.values() == {"v": 2}
 
 
-def test_numbers_are_short():
-    assert [number(value) for value in (12345.6, 3, 0.123456, "text", True)] == [
-        "12,346",
-        "3",
-        "0.1235",
-        "text",
-        "True",
-    ]
-
-
 # The order of the rounds
-
-
-def test_each_round_begins_with_the_next_candidate():
-    assert [rotated("abc", number) for number in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
-    assert rotated([], 1) == []
 
 
 def test_rounds_interleave_all_candidates():
@@ -176,22 +145,6 @@ def test_rounds_interleave_all_candidates():
     assert [name for name, _ in order[3:]] == list(chain("abc", "bca", "cab", "abc"))
     assert {count for _, count in order[3:]} == {2}  # units of half a second, rounds of one
     assert [len(result.samples) for result in results.values()] == [4, 4, 4]
-
-
-def test_a_candidate_that_fails_during_the_run_is_dropped_and_the_others_continue():
-    order: list[tuple[str, int]] = []
-    runners = {"a": FakeRunner("a", 1.0, order), "b": FakeRunner("b", 1.0, order, fails_at=2)}
-    results = {name: Measured(amount=1) for name in "ab"}
-    measure(runners, results, repeats=3, round_s=1.0, timeouts_s={"a": 1.0, "b": 1.0})
-    assert [sample is None for sample in results["a"].samples] == [False] * 3
-    assert [sample is None for sample in results["b"].samples] == [False, True, True]
-    assert results["b"].reason == "it broke"
-    assert [name for name, _ in order].count("b") == 3
-
-
-@pytest.mark.parametrize(("unit_s", "units"), [(1e-6, 1_500_000), (0.01, 150), (0.4, 4), (1.0, 2), (40.0, 1)])
-def test_a_round_has_as_many_units_as_it_needs(unit_s, units):
-    assert calibrate(FakeRunner("a", unit_s, []), 1.5, 1.0) == units
 
 
 # Processes
@@ -237,21 +190,6 @@ def test_a_worker_that_does_not_answer_is_an_error_with_a_reason(tmp_path, answe
         worker.wait_ready(20)
         with pytest.raises(WorkerError, match=message):
             worker.run(2, 0.5 if "sleep" in answer else 20)
-
-
-def test_the_processes_that_a_worker_started_end_with_it(tmp_path):
-    source = """
-        import subprocess, sys
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        print('{"ready": true, "amount": %d, "versions": {}, "facts": {}}' % child.pid, flush=True)
-        sys.stdin.readline()
-    """
-    with start(tmp_path, source) as worker:
-        child = int(worker.wait_ready(20).amount)
-    deadline = time.monotonic() + 20
-    while is_running(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_candidates_are_paused_between_their_turns(tmp_path):
@@ -331,47 +269,6 @@ def test_failed_candidates_are_rows_with_the_reason_and_the_others_continue(scri
     assert "a case: round 3 of 3" in said
 
 
-def test_without_time_candidates_and_rounds_are_left_out_with_the_reason(scripts, settings):
-    scripts(honest=HONEST)
-    case = Case("c", IMAGES_PER_S, "a", (Candidate("a", "honest.py"), Candidate("b", "honest.py")))
-    result = run_case(case, settings, say=lambda _: None, until=time.monotonic() + 3 * case.round_s)
-    reason = "left out, because its preparation would leave no time for the rounds"
-    assert [row.measured.reason for row in result.rows] == [reason] * 2
-    order: list[tuple[str, int]] = []
-    results = {name: Measured(amount=1.0) for name in "ab"}
-    runners = {"a": FakeRunner("a", 1.0, order), "b": FakeRunner("b", 1.0, order)}
-    measure(runners, results, repeats=3, round_s=1.0, timeouts_s={"a": 9, "b": 9}, until=time.monotonic())
-    assert [each.reason for each in results.values()] == ["left out, because no time was left for a round"] * 2
-    assert order == [("a", 1), ("b", 1)]  # calibration, in which a worker would fail
-
-
-def test_candidates_find_the_packages_that_this_process_finds(scripts, settings, monkeypatch, tmp_path):
-    scripts(
-        finds="""
-        import found_elsewhere
-        from protocol import Channel
-        Channel().ready(1, facts={"from": found_elsewhere.__name__})
-        input()
-    """
-    )
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/found_elsewhere.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    case = Case("c", IMAGES_PER_S, "a", (Candidate("a", "finds.py"),))
-    (row,) = run_case(case, replace(settings, repeats=1), say=lambda _: None).rows
-    assert row.ready
-    assert row.ready.facts == {"from": "found_elsewhere"}
-
-
-def test_if_the_data_cannot_be_created_every_row_has_that_reason(settings):
-    def prepare(_say):
-        raise OSError("no space left")
-
-    case = Case("c", IMAGES_PER_S, "a", (Candidate("a", "a.py"), Candidate("b", "b.py")), prepare=prepare)
-    result = run_case(case, settings, say=lambda _: None)
-    assert [row.measured.reason for row in result.rows] == ["its data could not be created: no space left"] * 2
-
-
 # What is told
 
 
@@ -433,23 +330,7 @@ def test_a_document_becomes_markdown_tables(tmp_path, settings):
     assert "Versions: ours: jax 1." in lines
 
 
-def test_the_columns_of_a_table_are_aligned():
-    result = made_result()
-    table = [line for line in case_text("b", result.to_json()).splitlines() if line.startswith("|")]
-    assert len({tuple(place for place, letter in enumerate(line) if letter == "|")[:6] for line in table}) == 1
-    assert table[2].endswith("| waited 1 |")
-    assert result.complaints() == ["x: would not install"]
-
-
 # The benches
-
-
-def test_the_benchmarks_are_listed():
-    done = CliRunner().invoke(main, [])
-    assert done.exit_code == 0
-    listed = [line.split()[0] for line in done.output.splitlines()]
-    training = ["step", "loop", "infeed", "stream"]
-    assert listed == [*training, "reader", "pack", "startup", "scaling", "card", "card-rehearsal"]
 
 
 @pytest.mark.parametrize(
@@ -479,26 +360,6 @@ def test_every_candidate_exists_and_peers_are_optional(bench, settings):
 def test_a_case_names_its_base():
     with pytest.raises(ValueError, match="unique names that include the base"):
         Case("c", IMAGES_PER_S, "b", (Candidate("a", "a.py"),))
-
-
-def test_a_missing_python_is_named():
-    with pytest.raises(PeerError, match=r"no Python 3\.1 found"):
-        find_python("3.1")
-
-
-def test_an_interpreter_with_pytorch_can_be_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOOPFEED_TORCH_PYTHON", sys.executable)
-    assert ensure_peer("torch", tmp_path, say=print) == Path(sys.executable)
-    monkeypatch.setenv("LOOPFEED_TORCH_PYTHON", str(tmp_path / "none"))
-    with pytest.raises(
-        PeerError, match=r"LOOPFEED_TORCH_PYTHON must name a Python that has torch, got '.*none', which"
-    ):
-        ensure_peer("torch", tmp_path, say=print)
-
-
-def test_peers_are_pinned():
-    for peer in PEERS.values():
-        assert all("==" in requirement for requirement in (*peer.requirements, *peer.built))
 
 
 def test_a_bench_whose_base_was_not_measured_has_failed(tmp_path, monkeypatch):
@@ -537,9 +398,3 @@ def test_the_work_of_a_network_counts_every_block(monkeypatch, name, image_size,
     found = work_of_models.work_of(name, image_size, num_classes).image_flop / 1e9
     # Two decimals stand there.
     assert found == pytest.approx(gflop - first_input_gradient, rel=3e-3)
-
-
-def test_a_modified_working_tree_is_reported():
-    assert short_commit("0123456789abcdef") == "0123456789ab"
-    assert short_commit("0123456789abcdef+") == "0123456789ab+"
-    assert short_commit(None) == "unknown"

@@ -1,7 +1,5 @@
 """The benchmark's case beside a busy process: the process, the share of the cores, and the rows of a result."""
 
-import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -13,9 +11,9 @@ from scripts.benchmarks import bench as bench_module
 from scripts.benchmarks.bench import IMAGES_PER_S, Candidate, Case, Settings
 from scripts.benchmarks.markdown import case_text
 from scripts.benchmarks.measure import Measured, Quartiles
-from scripts.benchmarks.neighbour import BesideNeighbour, Neighbour, fair_share
+from scripts.benchmarks.neighbour import BesideNeighbour, Neighbour
 from scripts.benchmarks.session import CaseResult, Row, run_case, summarise
-from scripts.benchmarks.worker import Sample, WorkerError
+from scripts.benchmarks.worker import Sample
 
 ROOT = Path(__file__).parents[1]
 CANDIDATES = ROOT / "scripts/benchmarks/candidates"
@@ -83,25 +81,11 @@ def beside_case(**values):
     return Case("a case", IMAGES_PER_S, "ours", candidates, round_s=1.0, **values)
 
 
-def test_the_share_is_that_of_equal_threads():
-    # Three threads on two cores have two thirds of a core each, so two of them four thirds of two cores.
-    assert fair_share(2) == (2 * 2 / 3) / 2
-    assert fair_share(1) == 1 / 2
-
-
 def test_the_neighbour_is_busy_only_while_the_work_runs(clock):
     now, sleep = clock
     neighbour = FakeNeighbour(now)
     sample = BesideNeighbour(FakeRunner(sleep), neighbour).run(2, 7.0)
     assert sample == Sample(3.0, {"waited": 7.0, "neighbour's cores": 0.25})
-    assert neighbour.calls == ["resume", "pause"]
-
-
-def test_the_neighbour_is_paused_after_a_failure(clock):
-    now, sleep = clock
-    neighbour = FakeNeighbour(now)
-    with pytest.raises(WorkerError, match="it broke"):
-        BesideNeighbour(FakeRunner(sleep, WorkerError("it broke")), neighbour).run(1, 1.0)
     assert neighbour.calls == ["resume", "pause"]
 
 
@@ -116,31 +100,6 @@ def test_a_neighbour_computes_between_resume_and_pause_and_is_killed():
         neighbour.pause()
         wait_until(lambda: state_of(pid) == "T")
     assert state_of(pid) == ""
-
-
-@needs_proc
-@pytest.mark.parametrize("is_busy", [True, False])
-def test_a_neighbour_ends_with_a_bench_that_is_killed(is_busy):
-    source = f"""
-        import os, time
-        from scripts.benchmarks.neighbour import Neighbour
-        neighbour = Neighbour()
-        if {is_busy}:
-            neighbour.resume()
-        print(neighbour.process_id, flush=True)
-        time.sleep(0.3)
-        os.kill(os.getpid(), 9)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
-    wait_until(lambda: state_of(int(done.stdout)) in ("", "Z", "X"))
-    assert state_of(int(done.stdout)) in ("", "Z", "X")
 
 
 def test_a_row_beside_is_compared_with_its_share_of_the_speed_alone(monkeypatch):
@@ -193,13 +152,6 @@ def test_a_candidate_is_measured_beside_the_neighbour_in_the_same_process(script
         assert f"### b: a case (load {result.load_before[0]:g} before, " in printed
 
 
-def test_a_candidate_that_was_not_ready_is_not_measured_beside_the_neighbour(scripts, tmp_path):
-    (scripts / "honest.py").write_text("import sys; sys.exit(3)", encoding="utf-8")
-    result = run_case(beside_case(), Settings(tmp_path, repeats=1), say=lambda _: None)
-    assert [row.speed for row in result.rows] == [None, None]
-    assert result.rows[1].measured.reason == "ours was not ready"
-
-
 def test_a_candidate_that_dies_alone_has_a_reason_beside_too(scripts, tmp_path):
     dies = """
         import os, sys
@@ -212,10 +164,3 @@ def test_a_candidate_that_dies_alone_has_a_reason_beside_too(scripts, tmp_path):
     result = run_case(beside_case(), Settings(tmp_path, repeats=1), say=lambda _: None)
     assert isinstance(result, CaseResult)
     assert ["was killed by signal 9" in row.measured.reason for row in result.rows] == [True, True]
-
-
-@pytest.mark.parametrize("beside", ["nobody", "a, beside"])
-def test_a_case_says_beside_whom_a_candidate_works(beside):
-    candidates = (Candidate("a", "a.py"), Candidate("a, beside", "a.py", beside="a"), Candidate("b", "", beside=beside))
-    with pytest.raises(ValueError, match=f"b must be beside an earlier candidate that runs alone, got '{beside}'"):
-        Case("c", IMAGES_PER_S, "a", candidates)

@@ -17,7 +17,7 @@ from loopfeed.engine.run.epochs import steps_of_epochs
 from loopfeed.engine.run.launch import Launch
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
+pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
 
 
 class Log(Callback):
@@ -221,7 +221,7 @@ def test_only_the_same_request_on_the_same_occasion_is_not_made_again(again):
     assert [event.request for event in found] == expected
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate_steps": 2, "chunk_batches": 4, "transport": "callback"}])
+@pytest.mark.parametrize("settings", [{"accumulate_steps": 2, "chunk_batches": 4, "transport": "callback"}])
 def test_a_request_after_the_last_pull_is_made_by_a_resume(tmp_path, settings):
     class Late(At):
         def on_step(self, record):

@@ -48,14 +48,6 @@ def test_busy_time_is_the_union_of_all_kernel_streams_without_copies():
     assert trace.xla_waits == Waits(0, 0)
 
 
-def test_short_gaps_count_as_idle_and_are_not_listed():
-    card = plane("/device:GPU:0", KERNELS, line("Stream #1(Compute)", *((0, 15 * turn, 10) for turn in range(10))))
-    trace = read_trace(profile(card))
-    assert trace.gaps_ns == ()
-    assert trace.busy_ns == pytest.approx(100e3)
-    assert trace.span_ns == pytest.approx(145e3)
-
-
 def test_waits_are_counted_over_all_host_threads():
     names = ("CudaStream::BlockHostUntilDone", "cuLaunchKernel")
     host = plane("/host:CPU", names, line("main", (0, 0, 10), (1, 10, 5)), line("other", (0, 400, 30)))

@@ -76,6 +76,20 @@ def test_the_forms_that_are_named_compute_the_parts(case, names, monkeypatch):
     assert ran == {names[1], name, *(["in tiles"] if tiles else [])} - {"depthwise sums"} | inner
 
 
+@pytest.mark.parametrize(
+    ("platform", "dtype", "C", "form"),
+    [
+        ("cuda", "bfloat16", 3, "XLA's own, 3 channels padded to 4"),
+        ("cuda", "float32", 3, "XLA's own"),
+        ("cuda", "bfloat16", 64, "XLA's own"),
+        ("tpu", "bfloat16", 3, "XLA's own"),
+    ],
+)
+def test_other_devices_take_xlas_own(platform, dtype, C, form):
+    forms = chosen_forms((8, 32, 32, C), (3, 3, C, 64), Geometry((1, 1), ((1, 1), (1, 1))), dtype, platform)
+    assert [each.form for each in forms] == [form] * 3
+
+
 @needs_onednn
 def test_a_part_whose_kernel_is_missing_in_the_end_is_not_said_to_use_it():
     """The gradient of a 5×4 kernel with stride 2 has a fast kernel for its first three columns only."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loopfeed.engine.control.request import ControlRequest, new_request_id
+from loopfeed.engine.control.request import ControlRequest
 from loopfeed.engine.records.control_requests import (
     CONTROL_FOLDER_NAME,
     ControlMailbox,
@@ -82,16 +82,6 @@ def test_an_id_is_a_file_name_without_surprises(tmp_path, value):
         ControlRequest(value, stop=True)
     with pytest.raises(ValueError, match="a request's id must be"):
         withdraw(tmp_path, value)
-
-
-def test_ids_sort_by_time_and_differ(monkeypatch):
-    times = [1, 9, 10, 1_763_712_000_000_000_000]
-    ids = []
-    for now in times:
-        monkeypatch.setattr("loopfeed.engine.control.request.time.time_ns", lambda now=now: now)
-        ids += [new_request_id(), new_request_id()]
-    assert len(set(ids)) == 8
-    assert [int(one.split("-")[0]) for one in sorted(ids)] == [now for now in times for _ in range(2)]
 
 
 def test_a_request_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):

@@ -287,6 +287,13 @@ def test_an_interrupted_launch_frees_nothing_that_a_running_program_uses():
     assert fake.num_device_blocks == 1
 
 
+def test_outside_of_a_launch_there_is_no_memory():
+    transport, _ = fake_transport()
+    for what in ("arena", "collector"):
+        with pytest.raises(RuntimeError, match=r"must be open while its program runs, but is closed"):
+            getattr(transport, what)
+
+
 def test_too_little_device_memory_is_reported_before_the_program_runs():
     transport, fake = fake_transport()
     fake.fail("cuMemAlloc_v2", 2)

@@ -7,7 +7,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from loopfeed import TrainConfig, train
+from loopfeed import train
 from loopfeed.engine.commands import explain_cli
 from loopfeed.engine.commands.explain_cli import main
 from loopfeed.engine.sizing.device_rates import DeviceRates
@@ -67,14 +67,6 @@ def test_options_override_the_run_and_two_programs_are_compared(monkeypatch, pla
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.integration  # compiles more programs
-def test_the_body_of_the_loop_is_printed(monkeypatch, place):
-    code, said, told = invoke(monkeypatch, place, "run", "--model", "explained:model", "--ir", "stablehlo")
-    assert code == 0, told
-    assert "stablehlo.while" in said.splitlines()[0]
-    assert "// toy.py:" in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -119,8 +111,3 @@ def test_a_recipe_and_an_own_part_of_one_program(monkeypatch, place):
     assert (seen[0].config.model, seen[0].parts.model) == ("resnet14", None)
     invoke(monkeypatch, place, "--recipe", "demo", "--compare", "--model explained:model --batch 4", "--batch 4")
     assert seen[1].name == "demo --model explained:model --batch 4"
-
-
-def test_the_settings_of_a_run_are_all_but_those_of_a_launch():
-    assert set(explain_cli._SETTINGS) < set(TrainConfig().to_json())
-    assert not {"run_dir", "resume", "overwrite"} & set(explain_cli._SETTINGS)

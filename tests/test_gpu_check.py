@@ -11,7 +11,6 @@ import tarfile
 import time
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from scripts.card_check.parts import (
     none_skipped,
 )
 from scripts.card_check.report import Report
-from scripts.card_check.requirements import find_missing, find_unsupported, install_commands, read_project, required
+from scripts.card_check.requirements import find_missing, find_unsupported, read_project, required
 
 ROOT = Path(__file__).parents[1]
 GPU_CHECK = ROOT / "scripts/gpu-check"
@@ -95,12 +94,6 @@ def test_every_dependency_is_looked_for_and_what_is_not_there_is_named():
     assert find_unsupported(["numpy>=99", "pytest>=8"])[0].endswith(", but numpy>=99 is supported")
 
 
-def test_what_is_installed_but_cannot_be_imported_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "google_crc32c", None)
-    (reason,) = find_missing(["google-crc32c>=1.6,<2"]).values()
-    assert reason.startswith("cannot be imported (ModuleNotFoundError")
-
-
 def test_whatever_the_project_imports_at_once_is_a_dependency():
     homes = packages_distributions()
     known = {each.split(">")[0] for each in PROJECT["dependencies"]} | {"ml_dtypes"}  # without which jax has no import
@@ -114,21 +107,6 @@ def test_whatever_the_project_imports_at_once_is_a_dependency():
                 for top in {name.partition(".")[0] for name in names}:
                     ours = top == "loopfeed" or top in sys.stdlib_module_names
                     assert ours or {each.lower() for each in homes[top]} & known, f"{path}: {top}"
-
-
-def test_the_commands_that_install_what_is_missing_have_a_way_without_a_network():
-    text = install_commands("/usr/bin/python3", ["google-crc32c>=1.6,<2"])
-    assert "/usr/bin/python3 -m pip install 'google-crc32c>=1.6,<2'" in text
-    assert "-m pip download --no-deps --only-binary=:all:" in text
-    assert "--no-index --no-deps --target .site wheels/*.whl && export PYTHONPATH=$PWD/.site" in text
-
-
-def test_the_users_path_stays_behind_the_projects(monkeypatch):
-    monkeypatch.chdir("/")
-    monkeypatch.setenv("PYTHONPATH", f".site{os.pathsep}/other")
-    assert environment_of(is_rehearsal=False)["PYTHONPATH"] == os.pathsep.join(
-        [str(ROOT), str(ROOT / "src"), "/.site", "/other"]
-    )
 
 
 # Time
@@ -146,15 +124,6 @@ def test_a_command_is_killed_with_all_that_it_started(tmp_path, ending):
     while is_running(child):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_time_that_a_part_does_not_need_goes_to_those_after_it(checked, monkeypatch):
-    monkeypatch.setattr(check_module, "time", SimpleNamespace(monotonic=lambda: 0.0, time=time.time))
-    limits: list[float] = []
-    parts = [part(name, share=share, limits=limits) for name, share in (("a", 1), ("b", 1), ("c", 2))]
-    check, _ = checked(*parts, until=400.0)
-    assert check.failed == []
-    assert limits == [400 / 4, 400 / 3, 400]
 
 
 def test_a_part_that_fails_or_hangs_is_reported_and_the_others_go_on(checked, tmp_path, monkeypatch):
@@ -178,12 +147,6 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_others_go_on(checked, tm
     assert "== not finished: good, wrong, unreadable" in lines  # as the part "good" saw it
     assert "they differ" in lines
     assert "its results cannot be read: KeyError: 'benches'" in lines
-
-
-def test_a_part_without_time_is_left_out_and_has_failed(checked):
-    check, report = checked(part("a", "print('ran')"), until=time.monotonic() + 5)
-    assert check.failed == ["a"]
-    assert report.startswith("== a: left out, as its share of the")
 
 
 # What is concluded
@@ -237,21 +200,6 @@ def test_a_candidate_without_figures_is_named_and_only_pytorch_may_be_absent(tmp
     (tmp_path / "card.json").write_text(json.dumps(document), encoding="utf-8")
     assert all_measured(tmp_path / "card.json") == Conclusion((f"not measured: b: {line}",), is_right)
     assert not all_measured(tmp_path / "none.json").is_right
-
-
-def test_with_a_limit_only_the_most_important_case_is_measured_within_it(tmp_path):
-    def arguments(**values):
-        parts = {each.name: each for each in plan(tmp_path, **values).parts()}
-        (command,) = parts["benchmarks"].commands(100.0)
-        return " ".join(command.argv[1:])
-
-    assert arguments(is_timed=True) == (
-        f"-m scripts.benchmarks card --repeats 3 --json {tmp_path}/out/card.json "
-        "--round-s 3 --case resnet50 224 --limit-s 85"
-    )
-    assert "--case" not in arguments()
-    assert "--case feed" in arguments(is_timed=True, case="feed")
-    assert arguments(has_torch_python=True).endswith("--peers")
 
 
 # From the command

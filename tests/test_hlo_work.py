@@ -89,41 +89,6 @@ def test_gradients_of_a_convolution_are_as_many_products_as_it(groups):
     assert total(program, products_of_all) == 2 * 3 * 4 * 4 * 8 * 9 * (4 // groups)
 
 
-def test_the_turns_of_an_inner_loop_count():
-    def body(carry):
-        return lax.map(lambda x: x @ x, carry)
-
-    program, _ = compiled(lambda x: lax.while_loop(lambda x: x.sum() < 5, body, x), ones(6, 4, 4))
-    assert total(program, products_of_all) == 6 * 4 * 4 * 4
-
-
-CARD = """HloModule jit_train
-
-ENTRY %main (x: bf16[16,32,32,8], k: bf16[16,3,3,8], g: bf16[16,16,16,16], m: bf16[16,64], n: bf16[64,10]) -> f32[] {
-  %x = bf16[16,32,32,8]{3,2,1,0} parameter(0)
-  %k = bf16[16,3,3,8]{3,2,1,0} parameter(1)
-  %g = bf16[16,16,16,16]{3,2,1,0} parameter(2)
-  %m = bf16[16,64]{1,0} parameter(3)
-  %n = bf16[64,10]{1,0} parameter(4)
-  %forward = (bf16[16,16,16,16]{3,2,1,0}, u8[99]{0}) custom-call(%x, %k), window={size=3x3 stride=2x2 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
-  %of_filter = (bf16[16,3,3,8]{3,2,1,0}, u8[99]{0}) custom-call(%x, %g), window={size=3x3 stride=2x2 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
-  %of_input = (bf16[16,32,32,8]{3,2,1,0}, u8[99]{0}) custom-call(%g, %k), window={size=3x3 stride=2x2 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
-  %product = (f32[16,10]{1,0}, s8[4194304]{0}) custom-call(%m, %n), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
-  ROOT %out = f32[] constant(0)
-}
-"""  # noqa: E501
-
-
-def test_the_libraries_of_a_card():
-    program = parse_hlo(CARD)
-    expected = 16 * 16 * 16 * 16 * 9 * 8
-    for name in ("forward", "of_filter", "of_input"):
-        assert flops_of(program, program.instructions[name]) == 2 * expected
-    product = program.instructions["product"]
-    assert flops_of(program, product) == 2 * 16 * 64 * 10
-    assert bytes_of(program, product) == 2 * (16 * 64 + 64 * 10) + 4 * 16 * 10
-
-
 def test_bytes_are_those_of_operands_and_results_and_of_slices_only_the_part():
     program, _ = compiled(lambda x, y: jnp.sin(x) + y, ones(64, 32), ones(64, 32))
     assert total(program, bytes_of) == 3 * 4 * 64 * 32

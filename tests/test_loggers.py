@@ -15,13 +15,11 @@ from loopfeed import ConfigError, train
 from loopfeed.engine.crossing.pushed import PushedImages
 from loopfeed.engine.loggers import logger_sink, required_package
 from loopfeed.engine.loggers.choice import check_loggers
-from loopfeed.engine.loggers.experiment_log import LogRefusedError
 from loopfeed.engine.loggers.logger_sink import LoggerSink
-from loopfeed.engine.loggers.record_log import captions, draw_images, log_record
-from loopfeed.engine.loggers.tensorboard import EventFile, TensorBoardSink, frame_record
+from loopfeed.engine.loggers.record_log import draw_images, log_record
+from loopfeed.engine.loggers.tensorboard import TensorBoardSink, frame_record
 from loopfeed.engine.loggers.wandb import WandbSink, check_login, is_in_repository_of_user, kept_run_id
 from loopfeed.engine.objective.metrics import confusion_matrix
-from loopfeed.engine.profile.table import Profile, ProfileRow
 from loopfeed.engine.stream.sinks import LossRecord, RunDescription
 from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
 
@@ -162,16 +160,6 @@ def test_a_logger_that_hangs_is_left_behind_with_one_warning(at):
         log.released.set()
 
 
-def test_the_end_of_a_run_waits_only_so_long():
-    log = Faulty("close")
-    try:
-        _, warnings = run(LoggerSink("a logger", lambda _: log, finish_timeout_s=0.2))
-        assert len(warnings) == 1
-        assert "it did not finish within 0.2 s" in warnings[0]
-    finally:
-        log.released.set()
-
-
 def test_a_logger_that_is_too_slow_misses_steps_and_says_so_once(monkeypatch):
     monkeypatch.setattr(logger_sink, "_MOST_QUEUED", 2)
     log = Faulty(1)
@@ -224,15 +212,6 @@ def logged(record, **values):
     return log.got
 
 
-def test_a_profile_is_two_tables_and_the_rate_of_each_action():
-    row = ProfileRow("train", "draw", 0.001, 0.0, 5, 128.0, 0.005, 12.5)
-    rows = (row, ProfileRow("fit", "fit", 1.0, 0.0, 1, None, 1.0, 100.0))
-    got = logged(Profile(rows))
-    assert [each[:2] for each in got[:1]] == [(7, "profile/actions")]
-    assert got[0][2].rows[0] == ("train", "draw", 0.001, 0.0, 5, 128.0, 0.005, 12.5)
-    assert got[1:] == [(7, {"profile/train/draw": 128.0})]
-
-
 def pushed_images(count, side, **values):
     images = np.random.default_rng(0).integers(0, 256, (count, side, side, 3)).astype(np.uint8)
     labels = np.arange(count, dtype=np.int32) % 3
@@ -251,15 +230,6 @@ def test_the_grid_contains_each_image_enlarged_and_its_class():
         assert (sheet[top : top + side + 15, left + side : left + side + 8] == 255).all()
 
 
-def test_captions_name_the_classes_and_the_shares_of_mixed_images():
-    names = ("ant", "bee\x1b", "cat")
-    assert captions(pushed_images(4, 2), names) == [("ant",), (r"'bee\x1b'",), ("cat",), ("ant",)]
-    assert captions(pushed_images(2, 2), None) == [("0",), ("1",)]
-    assert captions(pushed_images(2, 2, labels=None), names) == [(), ()]
-    mixed = pushed_images(3, 2, own_shares=np.array([0.25, 0.998, 0.5]))
-    assert captions(mixed, names) == [(r"75% 'bee\x1b'", "25% ant"), (r"'bee\x1b'",), ("50% cat", "50% another image")]
-
-
 def test_records_of_event_files_are_framed_with_masked_checksums():
     """The bytes are those that TensorBoard's own writer makes."""
     assert frame_record(b"").hex() == GOLDEN[0]
@@ -270,16 +240,6 @@ GOLDEN = (
     "000000000000000029039807d8ea82a2",
     "0800000000000000ff86240f666565646c6f6f707e566917",
 )
-
-
-def test_each_event_file_comes_after_those_before_it(tmp_path):
-    made: list[Any] = []
-    for _ in range(3):
-        file = EventFile(tmp_path / "events")
-        file.close()
-        made.append(file.path.name)
-    assert made == sorted(set(made))
-    assert sorted(path.name for path in (tmp_path / "events").iterdir()) == made
 
 
 def test_git_is_run_in_no_repository_that_came_with_a_run_folder(tmp_path, monkeypatch):
@@ -393,17 +353,6 @@ def test_an_account_of_weights_and_biases_is_found_where_the_package_looks(
         (no_account / name).write_text(text)
         (no_account / name).chmod(0o600)
     check_login(package)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "answer"),
-    [("wandb.errors.term", "can_use_terminput", False), ("wandb.sdk.lib.wbauth", "authenticate_session", "an account")],
-)
-def test_no_account_is_missed_where_the_package_would_not_ask(no_account, monkeypatch, module, name, answer):
-    with pytest.raises(LogRefusedError, match="no account is known for"):
-        check_login(SimpleNamespace())
-    monkeypatch.setattr(sys.modules[module], name, lambda **_: answer, raising=False)
-    check_login(SimpleNamespace())
 
 
 @pytest.mark.parametrize(

@@ -170,14 +170,6 @@ def test_a_convolution_in_a_program_is_that_of_xlas_forms(shape, window, stride,
         np.testing.assert_allclose(found, reference, rtol=0, atol=1e-5 * np.abs(reference).max())
 
 
-@pytest.mark.parametrize("window", [(1, 1), (3, 3)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradients_of_no_images_are_zero(window, dtype):
-    x, kernel = jnp.zeros((0, 4, 4, 64), dtype), jnp.ones((*window, 64, 32), dtype)
-    for part in of_kernels("onednn", jax.grad(lambda x, kernel: convolution(x, kernel).sum(), (0, 1)), x, kernel):
-        np.testing.assert_array_equal(part, 0)
-
-
 PRODUCT = "one product of patches and gradient"
 FEW = "few positions: one product of bfloat16 operands"
 
@@ -360,13 +352,6 @@ def test_the_gradients_are_finite_differences():
     # Sums of 65,536 values of size 600 in float32, of both signs.
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * 600 * 65536)
     assert min(map(abs, wanted)) > 1e-3 * 600 * 65536**0.5
-
-
-def test_a_mapped_convolution_runs_for_each_element():
-    x, kernel = normal(0, (3, 4, 16, 16, 64)), normal(1, (3, 3, 64, 64))
-    mapped = of_kernels("onednn", jax.vmap(convolution, (0, None)), x, kernel)
-    one_by_one = np.stack([of_kernels("onednn", convolution, each, kernel) for each in x])
-    np.testing.assert_array_equal(mapped, one_by_one)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -142,17 +142,3 @@ def test_attention_and_its_gradients_are_xlas(dtype, tokens, is_short):
         assert found.dtype == reference.dtype
         found, reference = (np.asarray(each, np.float32) for each in (found, reference))
         np.testing.assert_allclose(found, reference, rtol=0, atol=tolerance * np.abs(reference).max())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "depth", "columns"), [(8, 1000, 96), (37, 129, 33), (128, 500, 100)])
-def test_bits_do_not_depend_on_the_number_of_threads(rows, depth, columns, dtype):
-    x, y, found = normal(0, (depth, rows), dtype), normal(1, (depth, columns), dtype), set()
-    for num_threads in (1, 2, 3, 16, 64):
-        library = replace(load_library(), num_threads=num_threads)
-        with library.one_thread():
-            primitives = Product(dtype, x.shape, y.shape, 0, 0).build(Builder(library))
-        product = np.full((rows, columns), np.nan, np.float32)
-        python_team().run(primitives, [x.ctypes.data, y.ctypes.data], [product.ctypes.data])
-        found.add(product.tobytes())
-    assert len(found) == 1

@@ -7,13 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from loopfeed.models.kernels.onednn import team_library
 from loopfeed.models.kernels.onednn.library import DISTRIBUTION, MissingKernelsError, load_library
-from loopfeed.models.kernels.onednn.primitives import pieces
 
 try:
     load_library()
@@ -83,18 +81,6 @@ def test_the_handlers_in_c_and_python_give_the_same_bits(tmp_path):
     assert [path.suffix for path in (tmp_path / "built").rglob("team*")] == [".so"]
 
 
-def test_pieces_cover_everything_once():
-    for total in range(1, 40):
-        for number in range(1, 20):
-            parts = pieces(total, number)
-            assert [start for start, _ in parts] == [
-                sum(size for _, size in parts[:place]) for place in range(len(parts))
-            ]
-            assert sum(size for _, size in parts) == total
-            assert len(parts) == min(total, number)
-            assert max(size for _, size in parts) - min(size for _, size in parts) <= 1
-
-
 def test_the_wheel_of_the_extra_is_the_one_that_is_loaded():
     assert DISTRIBUTION in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert load_library().version == "3.2.0"
@@ -159,12 +145,3 @@ def test_a_library_that_cannot_be_loaded_is_built_again(built, is_damaged):
     assert len(commands) == 2
     (found,) = path.parent.iterdir()
     assert (found, found.read_bytes()) == (path, content)
-
-
-def test_nothing_is_built_where_nothing_can_be_executed(built, monkeypatch):
-    path, commands = built
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
-    assert team_library.load_team() is None
-    path.unlink()
-    assert team_library.load_team() is None
-    assert (len(commands), list(path.parent.iterdir())) == (1, [])

@@ -67,6 +67,15 @@ def test_the_carry_into_the_high_word():
     assert joined(positions(jnp.int32(2), 2**31 - 1, 0, 5)) == [2**32 - 2 + row for row in range(5)]
 
 
+@pytest.mark.parametrize(
+    ("batch", "count", "message"),
+    [(0, 1, "batch must lie in"), (2**31, 1, "batch must lie in"), (4, 5, "1 … 4 images"), (4, 0, "1 … 4 images")],
+)
+def test_impossible_batches(batch, count, message):
+    with pytest.raises(ValueError, match=message):
+        positions(jnp.int32(0), batch, 0, count)
+
+
 def test_the_reference_gives_the_published_answers():
     # Known answers of the authors' Random123 library.
     assert threefry((0, 0), (0, 0)) == (0x6B200159, 0x99BA4EFE)

@@ -1,6 +1,5 @@
 """Profiles of real runs: where waiting appears, which steps are traced, and what is written."""
 
-import csv
 import json
 import threading
 import time
@@ -12,12 +11,8 @@ import numpy as np
 import pytest
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.feed.batches import SyntheticBatches
-from loopfeed.engine.profile.formats import to_csv
 from loopfeed.engine.profile.profiler import Profiler
-from loopfeed.engine.run.data import RunData
 from loopfeed.engine.run.profiling import Profiling
-from loopfeed.engine.run.resolve import warn_of_settings
 from loopfeed.engine.run.train import train
 from loopfeed.engine.scopes import ACTIONS
 from tests.toy import Linear, toy_batch, toy_config
@@ -128,25 +123,6 @@ def test_the_rows_add_up_to_the_time_of_the_run(slow_run):
     assert named + rows["fit", "unattributed"].total_s == pytest.approx(result.train_s, rel=0.02)
 
 
-def test_the_traced_steps_are_whole_batches_after_the_first(slow_run):
-    traced = {each.phase: each for each in slow_run[0].profile.traced}
-    # A third of the steps is skipped; the evaluation is in the window. The thread that traces may be late.
-    assert traced["train"].first >= STEPS // 3
-    assert 1 < traced["train"].count <= STEPS - traced["train"].first
-    assert traced["valid"].count >= 2
-    # The trace has a clock of its own.
-    assert traced["train"].mean_s >= 0.9 * SLEEP_S - slow_run[0].profile.row("train", "batch").mean_s
-
-
-def test_the_profile_goes_to_the_run_folder_and_to_the_sinks_that_take_it(slow_run):
-    result, folder, sink = slow_run
-    assert (folder / "profile.csv").read_text() == to_csv(result.profile)
-    assert sink.found == [(STEPS, result.profile)]
-    with (folder / "profile.csv").open() as file:
-        phases = {row["Phase"] for row in csv.DictReader(file)}
-    assert phases == {"fit", "train", "valid"}
-
-
 def test_a_profile_changes_no_bit_and_without_it_there_is_none(slow_run, tmp_path):
     result = profiled(tmp_path / "run", profile=False, flip=0.5)
     assert result.profile is None
@@ -175,11 +151,6 @@ def test_a_resumed_run_is_profiled_from_where_it_resumes(slow_run, tmp_path):
     before = traced.first + 4
     on_host_s = times[before + traced.count] - times[before]
     assert traced.mean_s * traced.count == pytest.approx(on_host_s, rel=0.05, abs=1.5 * SLEEP_S)
-
-
-def test_a_sink_that_cannot_take_the_profile_fails_as_with_a_record():
-    with pytest.raises(OSError, match="the profile's disk is full"):
-        profiled(steps=3, sinks=[ProfileSink(is_broken=True)])
 
 
 def test_the_sinks_that_take_no_profile_are_closed_while_it_is_collected(monkeypatch):
@@ -232,37 +203,6 @@ def test_a_trace_that_cannot_be_made_is_reported_and_the_run_goes_on(monkeypatch
     assert result.profile.traced == ()
     assert any("could not be traced (RuntimeError: another profile is in progress)" in line for line in said)
     assert any("No batch of the phase train was traced" in note for note in result.profile.notes)
-
-
-def test_a_trace_that_cannot_be_read_is_reported(monkeypatch):
-    def fail(*_):
-        raise KeyError("no such plane")
-
-    monkeypatch.setattr("loopfeed.engine.profile.profiler.read_spans", fail)
-    said: list[str] = []
-    assert profiled(steps=8, batches=slow_batch, notify=said.append).profile.traced == ()
-    assert any("the trace could not be read (KeyError" in line for line in said)
-
-
-def test_a_failed_loop_has_no_profile_and_raises_its_error():
-    def failing_batch(step):
-        if step == 2:
-            raise ConnectionResetError("the camera went away")
-        return toy_batch(step)
-
-    with pytest.raises(ConnectionResetError, match="camera"):
-        profiled(steps=6, batches=failing_batch)
-
-
-@pytest.mark.parametrize(("setting", "value"), [("profile_steps", "1:3"), ("profile_format", "json")])
-def test_a_setting_without_effect_is_reported(setting, value):
-    said: list[str] = []
-    data = RunData(
-        source=SyntheticBatches(batch=8, height=4, width=4, num_classes=3, seed=0), description="", num_classes=3
-    )
-    for config in (toy_config(**{setting: value}), toy_config(profile=True, **{setting: value})):
-        warn_of_settings(config, data, said.append)
-    assert said == [f"warning: --{setting.replace('_', '-')} {value} has no effect without --profile"]
 
 
 class TwoStages:
@@ -320,14 +260,6 @@ def test_on_a_card_steps_are_timed_by_chunks_and_draws_are_the_waits_of_the_devi
     assert rows["fit", "train"].calls == rows["fit", "valid"].calls == 2
     assert rows["train", "snapshot"].calls == 3
     assert ("valid", "draw") not in rows
-
-
-def test_a_window_beyond_the_run_is_not_traced_and_the_rows_of_the_host_remain():
-    said: list[str] = []
-    profile: Any = profiled(steps=4, profile_steps="100:200", notify=said.append).profile
-    assert sum("--profile-steps 100:200 traces nothing" in line for line in said) == 1
-    assert profile.row("train", "step").calls == 4
-    assert profile.traced == ()
 
 
 def test_where_gradients_are_accumulated_the_rows_and_the_notes_count_micro_steps(monkeypatch):

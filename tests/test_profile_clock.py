@@ -1,14 +1,13 @@
 """The host's clock of a launch, by a clock that is set by hand, and the rows that it gives with traced batches."""
 
 import math
-import statistics
 
 import pytest
 
 from loopfeed.engine.crossing.pushed import PushedEvaluation, PushedLosses, PushedSnapshot
 from loopfeed.engine.profile.attribution import TracedBatch
 from loopfeed.engine.profile.capture import Window
-from loopfeed.engine.profile.clock import HostClock, Spread
+from loopfeed.engine.profile.clock import HostClock
 from loopfeed.engine.profile.profiler import Course
 from loopfeed.engine.profile.rows import Measured, make_profile
 from loopfeed.engine.scopes import NO_SCOPE, Scope
@@ -78,29 +77,12 @@ def test_the_time_of_the_loop_is_divided_into_draws_batches_and_snapshots():
     assert summary(clock.epochs) == (2, 3 * 12 + 5 + 9.5 + 0.125 + (12 + 9.5 + 0.125))
 
 
-def test_a_pull_that_ends_the_loop_is_no_step():
-    hands = Hands()
-    hands.pull(hands.clock.train, 0, draw_s=1, batch_s=2)
-    hands.pull(hands.clock.train, 1, draw_s=50, batch_s=3, num_batches=0)
-    hands.clock.finish()
-    assert summary(hands.clock.train.steps) == (1, 3)
-    assert hands.clock.train.draws.count == hands.clock.train.batches.count == 1
-
-
 def test_a_pull_of_several_batches_is_divided_evenly():
     hands = Hands()
     hands.pull(hands.clock.train, 0, draw_s=2, batch_s=8, num_batches=4)
     hands.clock.finish()
     steps = hands.clock.train.steps
     assert (steps.count, steps.mean_s, steps.std_s) == (4, 2.5, None)
-
-
-def test_a_push_that_failed_ends_nothing():
-    hands = Hands()
-    hands.pull(hands.clock.train, 0, draw_s=1, batch_s=2)
-    hands.push(None, 5)
-    hands.clock.finish()
-    assert summary(hands.clock.train.batches) == (1, 7)
 
 
 def test_where_the_device_waits_by_itself_its_waits_are_the_draws():
@@ -113,20 +95,6 @@ def test_where_the_device_waits_by_itself_its_waits_are_the_draws():
     assert times.steps.mean_s == pytest.approx(6)
     assert (times.draws.count, times.draws.mean_s) == (3, 2.0)
     assert times.batch_mean_s == pytest.approx(4)
-
-
-def test_mean_and_deviation_are_those_of_all_durations():
-    durations = [0.5, 0.25, 4.0, 1.0, 1.0, 1.0]
-    spread = Spread()
-    for each in durations[:3]:
-        spread.add(each)
-    assert spread.std_s == pytest.approx(statistics.pstdev(durations[:3]))
-    spread.add(3.0, count=3)
-    assert (spread.count, spread.total_s) == (6, sum(durations))
-    assert spread.mean_s == pytest.approx(statistics.fmean(durations))
-    # The three durations of 3 s together may differ.
-    assert spread.std_s is None
-    assert Spread().std_s == 0
 
 
 def traced(phase, **milliseconds):
@@ -219,23 +187,6 @@ def test_the_table_of_scopes_has_the_stages_and_doubling_one_changes_no_other():
     )
 
 
-def test_a_scope_around_the_whole_model_does_not_hide_its_stages():
-    batch = traced("train", forward__net_stem=1, forward__net_head=1, backward__net_head=1, backward__loss=1)
-    assert [(row.action, row.scope) for row in profile_of(batch).scopes] == [
-        ("forward", "net/stem"),
-        ("forward", "net/head"),
-        ("backward", "net/head"),
-        ("backward", "loss"),
-    ]
-
-
-def test_the_traced_steps_say_how_much_of_them_belongs_to_an_action():
-    (steps,) = profile_of(*BATCHES).traced
-    assert (steps.phase, steps.first, steps.count) == ("train", 1, 2)
-    assert steps.mean_s == pytest.approx((18 + 28) / 2 / 1e3)
-    assert steps.attributed_s == pytest.approx((18 + 28 - 2) / 2 / 1e3)
-
-
 @pytest.mark.parametrize(
     ("course", "windows"),
     [
@@ -274,9 +225,3 @@ def test_the_windows_that_are_traced(course, windows):
 def test_a_chosen_window_outside_of_the_launch_is_reported_before_it(course, why):
     warning = course.window_warning()
     assert (why in warning and "--profile-steps" in warning) if why else warning is None
-
-
-def test_an_epoch_is_that_of_the_first_image_of_a_batch():
-    course = Course(0, 100, 1, batch=8, epoch_images=20)
-    assert [course.epoch_of(pull) for pull in range(6)] == [0, 0, 0, 1, 1, 2]
-    assert Course(0, 100, 1, 8).epoch_of(50) is None

@@ -4,9 +4,7 @@ import csv
 import io
 import json
 
-import pytest
-
-from loopfeed.engine.profile.formats import COLUMNS, describe_seconds, format_profile, to_csv
+from loopfeed.engine.profile.formats import COLUMNS, format_profile, to_csv
 from loopfeed.engine.profile.table import Profile, ProfileRow, ScopeRow, TracedSteps
 
 PROFILE = Profile(
@@ -25,42 +23,6 @@ PROFILE = Profile(
     traced=(TracedSteps("train", 10, 30, 0.0801, 0.0799),),
     notes=("* a mark", "Another note that is so long that it does not fit into one line of a terminal of 80 columns."),
 )
-
-PLAIN = """
-                          Mean  Duration    Number  Samples    Total   Percent
-Phase  Action         Duration   Std Dev  of Calls  /Second     Time  of Total
-─────  ─────────────  ────────  ────────  ────────  ───────  ───────  ────────
-fit    fit              83.2 s         -         1    1,602   83.2 s   100.0 %
-       valid            438 ms   31.2 ms         3   22,840   1.31 s     1.6 %
-train  step            79.5 ms   4.20 ms     1,042    1,610   82.8 s    99.5 %
-       draw            0.00 µs   0.00 µs     1,042        -  0.00 µs     0.0 %
-       unattributed*   78.0 µs   12.5 µs     1,042    1.6 M  81.3 ms     0.1 %
-
-                             Mean    Number  Samples   Total   Percent
-Phase  Action    Scope   Duration  of Calls  /Second    Time  of Total
-─────  ────────  ──────  ────────  ────────  ───────  ──────  ────────
-train  forward   layer1   12.5 ms     1,042   10,240  13.0 s    15.6 %
-                 a|b      12.5 ms     1,042   10,240  13.0 s    15.6 %
-       backward  layer1   12.5 ms     1,042   10,240  13.0 s    15.6 %
-
-* a mark
-Another note that is so long that it does not fit into one line of a terminal of
-80 columns.
-"""
-
-
-def test_plain_text_fits_a_terminal():
-    text = format_profile(PROFILE, "plain")
-    assert text == PLAIN
-    assert max(map(len, text.splitlines())) <= 80
-
-
-def test_a_long_scope_is_shortened_to_the_width_of_a_terminal():
-    row = PROFILE.scopes[0]
-    long = ScopeRow(row.phase, row.action, "encoder/" * 8 + "block", 1.0, 0.0, 1, 1e9, 1.0, 100.0)
-    lines = format_profile(Profile(PROFILE.rows, (long, row)), "plain").splitlines()
-    assert max(map(len, lines)) == 80
-    assert any("…" in line and "/block  " in line for line in lines)
 
 
 def test_actions_are_never_shortened_and_the_widest_numbers_fit_a_terminal():
@@ -108,23 +70,3 @@ def test_json_has_every_field():
     assert tuple(ScopeRow(**row) for row in values["scopes"]) == PROFILE.scopes
     assert tuple(TracedSteps(**each) for each in values["traced"]) == PROFILE.traced
     assert tuple(values["notes"]) == PROFILE.notes
-
-
-def test_a_profile_of_nothing_but_the_fit_is_printed():
-    alone = Profile(PROFILE.rows[:1])
-    assert len(format_profile(alone, "plain").splitlines()) == 5
-    assert len(format_profile(alone, "markdown").splitlines()) == 3
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0.00 µs"), (9.994e-6, "9.99 µs"), (1e-3, "1.00 ms"), (0.0125, "12.5 ms"), (1, "1.00 s"), (999, "999 s"),
-     (86_400, "86,400 s"), (360_000, "100 h")],
-)  # fmt: skip
-def test_durations_have_three_digits(seconds, text):
-    assert describe_seconds(seconds) == text
-
-
-def test_a_row_is_found_by_its_phase_and_action():
-    assert PROFILE.row("train", "draw") is PROFILE.rows[3]
-    assert PROFILE.row("valid", "draw") is None

@@ -5,7 +5,7 @@ import pytest
 from loopfeed.engine.hlo.text import parse_hlo
 from loopfeed.engine.profile.attribution import Operation, OpSpan, attribute, operations_of, read_spans
 from loopfeed.engine.scopes import NO_SCOPE, Scope
-from tests.xspaces import CARD, Event, end_of, make_trace, op
+from tests.xspaces import CARD, Event, make_trace, op
 
 FORWARD, STAGE, OPT_STEP = Scope("train", "forward"), Scope("train", "forward", "stage1"), Scope("train", "opt_step")
 DRAW, PUSH = Scope("train", "draw"), Scope("train", "push")
@@ -48,11 +48,6 @@ def test_a_batch_lasts_from_its_draw_to_the_next_and_gaps_are_unattributed():
         ("train", {DRAW: 2, NO_SCOPE: 1, FORWARD: 7}),
         ("train", {DRAW: 1, NO_SCOPE: 4, OPT_STEP: 5}),
     ]
-
-
-def test_the_last_batch_ends_with_its_push():
-    found = parts(span("pull", 0, 1), span("forward", 1, 4), span("push", 5, 7), span("counter", 7, 9))
-    assert found == [("train", {DRAW: 1, FORWARD: 3, NO_SCOPE: 1, PUSH: 2})]
 
 
 def test_overlapping_operations_share_the_time_evenly():
@@ -115,16 +110,6 @@ def test_the_scopes_of_several_batches_come_in_the_order_of_the_first():
     assert [scope for scope in pull.parts_ns if scope != NO_SCOPE] == [DRAW, FORWARD, STAGE, OPT_STEP]
 
 
-def test_an_operation_across_a_draw_belongs_to_both_batches():
-    found = parts(span("pull", 0, 1), span("update", 1, 6), span("pull", 4, 5), span("pull", 8, 9))
-    assert found == [("train", {DRAW: 1, OPT_STEP: 3}), ("train", {DRAW: 0.5, OPT_STEP: 1.5, NO_SCOPE: 2})]
-
-
-def test_an_unknown_operation_is_unattributed_and_one_without_duration_counts_nothing():
-    found = parts(span("pull", 0, 1), span("forward", 2, 2), span("mystery", 1, 4), span("pull", 4, 5))
-    assert found == [("train", {DRAW: 1, NO_SCOPE: 3})]
-
-
 def test_batches_of_both_phases_follow_each_other():
     found = parts(
         span("pull", 0, 1),
@@ -138,24 +123,6 @@ def test_batches_of_both_phases_follow_each_other():
     )
     assert [(phase, sum(each.values())) for phase, each in found] == [("train", 5), ("valid", 4), ("valid", 6)]
     assert found[1][1] == {Scope("valid", "draw"): 1, PREDICT: 3}
-
-
-def test_without_calls_to_the_host_the_most_frequent_operation_of_the_draw_begins_a_batch():
-    found = parts(span("slice", 0, 1), span("forward", 1, 3), span("slice", 4, 5))
-    assert found == [("train", {DRAW: 1, FORWARD: 2, NO_SCOPE: 1})]
-
-
-@pytest.mark.parametrize("spans", [(), (span("forward", 0, 5),), (span("pull", 0, 5),)])
-def test_a_trace_without_a_whole_batch_has_none(spans):
-    assert parts(*spans) == []
-
-
-def test_the_end_of_an_asynchronous_operation_counts():
-    trace = make_trace(
-        [op("dot", 10, 12, identity=7), op("add", 12, 20, identity=8), Event("ThreadpoolListener::Record", 13, 1, {})],
-        [end_of("dot", 30, identity=7), op("dot", 40, 41, identity=9), end_of("copy", 60, identity=9)],
-    )
-    assert read_spans(trace, "jit_train") == [("dot", 10, 30), ("add", 12, 20), ("dot", 40, 41)]
 
 
 def test_only_operations_of_the_program_and_of_its_first_device_are_read():

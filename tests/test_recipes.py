@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from loopfeed.engine.commands.cli import main as run_train
 from loopfeed.engine.commands.option_sources import OptionSource, command_line, merge_options
-from loopfeed.engine.config import OWN_BATCHES, SETTINGS, TrainConfig
+from loopfeed.engine.config import OWN_BATCHES, SETTINGS, ConfigError, TrainConfig
 from loopfeed.engine.program.statics import statics_of, update_values
 from loopfeed.engine.recipes import LoadedRecipe, RecipeError, load_recipe, recipe_names
 from loopfeed.engine.recipes.expected import expected_accuracy
@@ -130,6 +130,15 @@ def test_the_run_of_large_batches_has_the_rates_of_its_source(batch, every):
         assert float(learning_rate_at(config.schedule, step, values)) == pytest.approx(rate, rel=4e-3, abs=2e-5)
 
 
+def test_a_recipe_takes_steps_in_epochs(tmp_path):
+    (tmp_path / "mine.toml").write_text('[settings]\nsteps = "4e"\nwarmup_steps = "0.5e"\neval_every_steps = "1e"\n')
+    found = load_recipe(tmp_path / "mine.toml").settings
+    assert found == {"epochs": 4.0, "warmup_epochs": 0.5, "eval_every_epochs": 1.0}
+    (tmp_path / "mine.toml").write_text('[settings]\nepochs = 4\nsteps = "4e"\n')
+    with pytest.raises(RecipeError, match="epochs and steps must not both be given, got 4 and 4e: leave one out"):
+        load_recipe(tmp_path / "mine.toml")
+
+
 def test_a_recipe_file_of_your_own_is_accepted(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text(SOUND)
     (tmp_path / "other").write_text(SOUND)
@@ -239,6 +248,12 @@ def test_the_record_of_a_run_is_a_recipe(tmp_path):
     assert TrainConfig.from_json(merged.settings) == TrainConfig(epochs=2, batch=8, learning_rate=0.5, decay_all=True)
 
 
+def test_a_run_with_an_appended_cycle_is_no_recipe(tmp_path):
+    path = record_run(tmp_path / "run", TrainConfig(cycle_start_steps=20, cycle_start_rate=0.01))
+    with pytest.raises(RecipeError, match="a recipe must have one cycle, but the run had others appended"):
+        load_recipe(path)
+
+
 def test_a_record_that_was_changed_or_has_a_model_of_your_own_is_refused(tmp_path):
     path = record_run(tmp_path / "run", TrainConfig(batch=4))
     path.write_text(path.read_text().replace('"batch": 4', '"batch": 5'))
@@ -304,6 +319,16 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "latin.toml").write_bytes(SOUND.replace('"s"', '"é"').encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.toml: a recipe must be TOML in UTF-8: 'utf-8' codec"):
         load_recipe(tmp_path / "latin.toml")
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    known = ", ".join(NAMES)
+    words = (
+        rf"^a recipe must be one of {known}, or a file whose name ends in \.toml; "
+        r"got 'imagnet': did you mean imagenet-90\?$"
+    )
+    with pytest.raises(ConfigError, match=words):
+        load_recipe("imagnet")
 
 
 @pytest.mark.parametrize(

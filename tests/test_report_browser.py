@@ -149,17 +149,6 @@ def test_the_values_under_the_pointer_are_those_of_the_step(browser, files, widt
             assert outputs.all_text_contents() == at_rest
 
 
-def test_the_arrow_keys_move_through_the_steps(browser, files):
-    with shown(browser, files["one"]) as found:
-        chart = found.page.locator("figure.chart").first
-        data = json.loads(chart.locator("script").text_content() or "")
-        chart.locator(".plot").focus()
-        for key, step in (("Home", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("ArrowLeft", 1), ("End", 12)):
-            found.page.keyboard.press(key)
-            assert chart.locator(".step").text_content() == str(step)
-            assert float(chart.locator(".value").first.text_content() or "") == data["lines"][0]["y"][step - 1]
-
-
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("width", [320, PHONE, DESKTOP])
 def test_nothing_sticks_out_of_the_page(browser, files, name, width):
@@ -213,14 +202,3 @@ def test_light_and_dark_look_different_and_neither_is_blank(browser, files, widt
         is_drawn = np.abs(picture - grounds[scheme]) > 40
         covered = [part.mean() for part in np.array_split(is_drawn, len(picture) // 900 + 1)]
         assert min(covered) > 0.003
-
-
-def test_in_print_it_is_light_and_without_what_needs_a_click(browser, files):
-    with shown(browser, files["one"], scheme="dark") as found:
-        found.page.emulate_media(media="print", color_scheme="dark")
-        assert found.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-        assert found.page.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
-        for hidden in ("nav", "summary"):
-            assert not found.page.locator(hidden).first.is_visible()
-        assert found.page.locator("figure .plot").first.is_visible()
-        assert found.page.pdf().startswith(b"%PDF")

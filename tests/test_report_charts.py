@@ -2,13 +2,12 @@
 
 import itertools
 import math
-import re
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopfeed.engine.report_page.charts import Chart, Line, spread, value_axis
+from loopfeed.engine.report_page.charts import Chart, Line, spread
 from loopfeed.engine.report_page.page import open_templates
 from loopfeed.engine.round_numbers import round_numbers
 from tests.report_pages import parse
@@ -37,28 +36,6 @@ def test_ticks_are_few_round_numbers_within_the_axis(low, length, most):
     if len(gaps) and ticks != [low, high]:  # both ends stand for no round number
         lead = gaps[0] / 10 ** math.floor(math.log10(gaps[0]) + 1e-9)
         assert min(abs(lead - each) for each in (1, 2, 5, 10)) < 1e-3
-
-
-def test_labels_of_an_axis_differ_however_close_they_are():
-    page = parse(draw(Chart("Loss", [line(100.001, 100.002, 100.003, 100.0015, 100.0025)], from_zero=False)))
-    labels = [each.text for each in page.one("svg", class_="yaxis").all("text")]
-    assert len(labels) > 2
-    assert len(set(labels)) == len(labels)
-
-
-def test_a_few_high_values_are_cut_and_counted():
-    values = np.append(np.linspace(1, 2, 400), [500.0, 600.0])
-    axis = value_axis([values], from_zero=False)
-    assert axis.high < 5
-    assert axis.num_cut == 2
-    text = draw(Chart("Loss", [line(*values, x=np.arange(402.0))], from_zero=False))
-    assert "2 values above 2.5 are drawn at the upper edge." in text
-
-
-def test_gaps_interrupt_a_line_and_a_lone_point_is_drawn():
-    page = parse(draw(Chart("Loss", [line(1, 2, math.nan, 3, math.nan)], from_zero=False)))
-    (path,) = [str(each.attributes["d"]) for each in page.all("path", class_="l l0")]
-    assert re.sub(r"-?\d+ -?\d+", "P", path) == "MPLPMPh1"
 
 
 @given(st.lists(st.floats(0, 1), max_size=13))

@@ -1,6 +1,5 @@
 """The run folder: an earlier run is kept unless overwriting is requested, and unrelated files always are."""
 
-import hashlib
 import json
 import os
 import platform
@@ -42,16 +41,6 @@ def test_an_abandoned_folder_is_restored(tmp_path, is_new):
         folder.write_config(TrainConfig(), {}, None, origins={})
     assert path.exists() is not is_new
     assert [each.name for each in tmp_path.iterdir()] == ([] if is_new else ["notes.txt"])
-
-
-def test_an_abandoned_folder_goes_with_the_parents_that_were_made_for_it(tmp_path):
-    (tmp_path / "runs").mkdir()
-    with RunFolder(tmp_path / "runs/group/first"):
-        pass
-    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
-    with RunFolder(tmp_path / "runs/group/first"):
-        (tmp_path / "runs/group/second").mkdir()
-    assert list((tmp_path / "runs").rglob("*")) == [tmp_path / "runs/group", tmp_path / "runs/group/second"]
 
 
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": True}, {}])
@@ -237,16 +226,6 @@ def test_snapshots_and_requests_of_an_earlier_run_are_removed_and_unrelated_file
         pass
 
 
-def test_a_run_that_is_continued_is_not_abandoned(tmp_path):
-    with RunFolder(tmp_path) as folder:
-        folder.write_config(TrainConfig(), {}, None, origins={})
-        folder.launched()
-    before = (tmp_path / "config.json").read_bytes()
-    with pytest.raises(LookupError), RunFolder(tmp_path, resume=True):
-        raise LookupError
-    assert (tmp_path / "config.json").read_bytes() == before
-
-
 def test_weights_are_the_same_bytes_in_every_process(tmp_path):
     metadata = {f"key{number}": "value" for number in range(20)}
     script = (
@@ -259,13 +238,6 @@ def test_weights_are_the_same_bytes_in_every_process(tmp_path):
     # The library alone orders the metadata by a hash that each process draws.
     assert contents[0] == contents[1]
     assert contents[0].index(b"key0") < contents[0].index(b"key1") < contents[0].index(b"key9")
-
-
-def test_the_content_of_result_json(tmp_path):
-    folder = RunFolder(tmp_path, overwrite=False)
-    folder.write_result({"steps_done": 3, "error": None})
-    seal = hashlib.sha256(b'{"error": null, "steps_done": 3}').hexdigest()
-    assert (tmp_path / RESULT).read_text() == f'{{\n  "steps_done": 3,\n  "error": null,\n  "sha256": "{seal}"\n}}\n'
 
 
 def test_weights_are_read_back(tmp_path):

@@ -2,7 +2,7 @@
 
 import math
 from itertools import pairwise
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -233,3 +233,9 @@ def test_one_cycle_peaks_on_a_step_and_moves_the_momentum_the_other_way(compiled
 def test_numbers_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         schedule_values(**({"peak": 0.1, "total_steps": 10} | arguments))
+
+
+def test_an_unknown_schedule_is_refused():
+    unknown: Any = "no"
+    with pytest.raises(ValueError, match=r"schedule must be one of constant, step, cosine, .*, got 'no'"):
+        learning_rate_at(unknown, jnp.int32(0), schedule_values(0.1, 10))

@@ -14,8 +14,8 @@ from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
 from loopfeed.engine.sizing.flow import COPY, DECODE, DEVICES, LINK, READ, Flow, Stage
 from loopfeed.engine.sizing.imagenet import BlackImages, stand_for_imagenet
-from loopfeed.engine.sizing.memory import START, batch_unit, find_largest_batch, program_parts
-from loopfeed.engine.sizing.plan import Memory, Place, Plan, count_evaluations, count_snapshots
+from loopfeed.engine.sizing.memory import START, find_largest_batch, program_parts
+from loopfeed.engine.sizing.plan import Memory, Place, Plan
 from loopfeed.engine.sizing.report import plan_lines
 from loopfeed.engine.sizing.volumes import imagenet_volume, split_volume
 from loopfeed.preprocess.shards.reader import open_split
@@ -91,14 +91,6 @@ def test_a_search_ends_with_its_compilations_and_says_what_is_left():
     assert (none.fits, none.too_large, none.is_settled) == (0, 4, True)
 
 
-def test_a_smaller_batch_keeps_whole_groups_of_norms():
-    assert batch_unit(TrainConfig(batch=64), 4) == 4
-    assert batch_unit(TrainConfig(batch=64, batch_norm_group=8), 4) == 32
-    assert batch_unit(TrainConfig(batch=64, batch_norm_group=32), 4) is None  # two devices' images together
-    assert batch_unit(TrainConfig(batch=64, batch_norm_sync=True), 4) == 4
-    assert batch_unit(TrainConfig(batch=64, run_dir="run", resume=True), 4) is None
-
-
 def test_the_memory_that_jax_takes(monkeypatch):
     monkeypatch.delenv(SHARE_VARIABLE, raising=False)
     assert CARDS["h100"].usable_bytes == 63_707_234_304  # three quarters of 84,942,979,072
@@ -124,31 +116,6 @@ def test_the_memory_that_jax_takes(monkeypatch):
 def test_the_slowest_stage_bounds_the_run(rates, wanted, bound):
     stages = [Stage(name, 200_704, rate, "") for name, rate in zip((READ, DECODE, COPY), rates, strict=True)]
     assert Flow(stages, wanted).bound == bound
-
-
-def test_a_stage_that_only_the_first_epoch_passes_bounds_nothing():
-    stages = [Stage(READ, 100, 10, "", is_bounding=False), Stage(COPY, 100, 1000, "")]
-    assert Flow(stages, None).bound == (COPY, 1000)
-
-
-@given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 12))
-def test_evaluations_are_counted_as_the_loop_makes_them(start, steps, every):
-    made = [step for step in range(start + 1, steps + 1) if step == steps or (every and step % every == 0)]
-    assert count_evaluations(start, steps, every) == len(made)
-
-
-def test_snapshots_are_counted_with_the_one_that_is_being_written():
-    assert count_snapshots(100, every=10, keep=3, keeps_best=False) == 4
-    assert count_snapshots(100, every=10, keep=3, keeps_best=True) == 5
-    assert count_snapshots(100, every=0, keep=3, keeps_best=False) == 1
-    assert count_snapshots(100, every=10, keep=0, keeps_best=False) == 10
-    assert count_snapshots(0, every=10, keep=3, keeps_best=False) == 0
-
-
-def test_the_duration_counts_trained_and_evaluated_images():
-    plan = a_plan(num_steps=450, images_per_step=256, num_evaluations=2, eval_images=50_000)
-    assert plan.train_images == 115_200
-    assert plan.seconds(1000) == pytest.approx(215.2)
 
 
 def test_imagenet_takes_what_its_formula_says():
@@ -267,10 +234,3 @@ def test_a_plan_is_printed_in_lines_of_80_columns():
         "dry run: nothing was trained",
     ]
     assert max(map(len, plan_lines(a_plan()))) <= 80
-
-
-def test_a_host_with_fewer_devices_counts_for_as_many():
-    place = Place("NVIDIA H100 80GB HBM3", 12, 8, None, "", is_host_memory=False, is_here=False)
-    lines = plan_lines(a_plan(place=place, flow=Flow((), 24_000)))
-    assert "plan for 12 × NVIDIA H100 80GB HBM3, 2 hosts with up to 8 devices each" in lines
-    assert "  36,000 images/s, bound by: the devices" in lines

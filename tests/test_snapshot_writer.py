@@ -187,16 +187,6 @@ def test_submitting_never_waits_for_a_disk_that_hangs(tmp_path):
     assert (len(words), writer.num_skipped + len(disk.steps)) == (1, 1000)
 
 
-def test_the_step_of_an_earlier_run_is_the_last_until_there_is_a_newer_one(tmp_path):
-    for step in (3, 20):
-        (tmp_path / str(step)).mkdir()
-    writer, _ = make_writer(tmp_path, Disk())
-    wait_until(lambda: writer.last_step == 20)
-    writer.submit(21, 21, None)
-    assert writer.close(SOON_S)
-    assert writer.last_step == 21
-
-
 def test_the_arrays_are_freed_once_they_are_written(tmp_path):
     """A state is as large as the model and its moments: it must not stay in memory up to the next snapshot."""
     disk = Disk()

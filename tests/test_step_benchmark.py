@@ -42,16 +42,6 @@ def test_each_network_has_a_case_in_each_precision(tmp_path, monkeypatch):
                 assert (each.name == "loopfeed, float32") == ("float32" in each.arguments and dtype == "bfloat16")
 
 
-def test_a_target_in_bfloat16_is_one_of_processors_with_amx(tmp_path, monkeypatch):
-    for sets, of_float32, of_torch in (["amx_tile", "amx_bf16"], 2.0, 1.2), (["avx512_bf16"], None, None):
-        case = cases(tmp_path, monkeypatch, sets)["resnet20 32 px b128 bfloat16"]
-        targets = {each.name: each.target for each in case.candidates}
-        assert targets["loopfeed, float32"] == of_float32
-        assert {target for name, target in targets.items() if name.startswith("torch")} == {of_torch}
-    aims = cases(tmp_path, monkeypatch, [])["resnet18 64 px b16 float32"]
-    assert {each.target for each in aims.candidates if each.peer} == {1.3}
-
-
 @pytest.mark.parametrize("name", ["resnet8", "convnet8"])
 def test_the_step_as_commonly_written_computes_the_same_logits(candidate, monkeypatch, name):
     model = build_model(name, num_classes=3, image_size=16)
@@ -64,17 +54,6 @@ def test_the_step_as_commonly_written_computes_the_same_logits(candidate, monkey
     common, _ = model.apply(params, batch_stats, images, train=True)
     np.testing.assert_allclose(common, logits, rtol=2e-4, atol=2e-4)
     assert not np.array_equal(common, logits)  # they are other computations
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_candidate_works_beside_a_busy_process_as_it_does_alone(tmp_path, monkeypatch, dtype):
-    case = cases(tmp_path, monkeypatch, [])[f"resnet20 32 px b128 {dtype} beside a busy process"]
-    alone = {each.name: each for each in case.candidates if not each.beside}
-    beside = [each for each in case.candidates if each.beside]
-    assert sorted(each.beside for each in beside) == sorted(alone)
-    for each in beside:
-        assert each.arguments == alone[each.beside].arguments
-        assert each.target == (None if each.peer else 0.8)
 
 
 def test_the_bytes_of_a_step_are_those_of_each_layer(candidate):
@@ -91,25 +70,6 @@ def test_the_bytes_of_a_step_are_those_of_each_layer(candidate):
     assert work.num_params == 78_042
 
 
-def test_the_bytes_of_a_pooled_network_are_those_of_each_layer(candidate):
-    sizes = {31: 24}, {31: 64, 15: 64}, {15: 128, 7: 128}, {7: 256, 3: 256}
-    (stem,), *stages = [[side * side * channels for side, channels in stage.items()] for stage in sizes]
-    before, total = stem, (2 * 32 * 32 * 3 + 2 * stem) + 5 * stem
-    for whole, half in stages:
-        # convolution, pool and norm; convolution and norm
-        total += (3 * before + 2 * whole) + (2 * whole + 2 * half) + 5 * half + 5 * half + 5 * half
-        before = half
-    total += (2 * before + 2 * 256) + (3 * 256 + 2 * 10)
-    assert candidate("work_of_models").work_of("convnet8", 32, 10).image_elements == total
-
-
-def test_weights_move_too(candidate):
-    work = candidate("work_of_models").Work(image_flop=1.0, image_elements=100, num_params=10)
-    # Two reads, a gradient's write and read; weight and momentum read and written in float32; a copy in bfloat16.
-    assert work.step_bytes(2, 4) == 2 * 100 * 4 + 10 * (4 * 4 + 4 * 4)
-    assert work.step_bytes(2, 2) == 2 * 100 * 2 + 10 * (4 * 2 + 4 * 4 + 2)
-
-
 def test_an_amount_takes_its_part_of_the_pieces_that_contain_it(candidate, monkeypatch):
     roofline, now, done = candidate("roofline"), [5.0], []
     monkeypatch.setattr(roofline.time, "perf_counter", lambda: now[0])
@@ -120,17 +80,6 @@ def test_an_amount_takes_its_part_of_the_pieces_that_contain_it(candidate, monke
 
     assert roofline.seconds_for(25.0, 10.0, work) == 10.0
     assert done == [3]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_library_multiplies_whole_matrices(candidate, dtype):
-    library_product = candidate("library_product")
-    try:
-        multiply, name = library_product.make_product(64, dtype)
-    except MissingKernelsError as error:
-        pytest.skip(str(error))
-    multiply(2)
-    assert name.startswith("oneDNN 3.")
 
 
 def test_without_the_library_kernels_are_xlas_unless_it_was_asked_for(candidate, monkeypatch):

@@ -1,6 +1,5 @@
 """The check of one training step: its parts, a step that is right, and planted faults of a compiler and of a model."""
 
-import math
 import os
 import traceback
 from typing import Any
@@ -11,8 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.extend import core
 from jax.interpreters import mlir
 
@@ -22,7 +19,7 @@ from loopfeed.engine.commands.look_options import report_lines, verdict
 from loopfeed.engine.program.flat_program import flatten_program
 from loopfeed.engine.program.looped_step import sample_of
 from loopfeed.engine.program.random_rounding import RandomRounding, switches
-from loopfeed.engine.run.differences import LARGEST_EFFECT, MARGIN, Difference, compare, effect, join, largest_effect
+from loopfeed.engine.run.differences import LARGEST_EFFECT, MARGIN, Difference, compare, effect, largest_effect
 from loopfeed.engine.run.step_check import StepCheck, _moved, _Seen
 from loopfeed.models.layers.pooling import global_max_pool, max_pool
 from tests.toy import Linear, toy_batch, toy_config
@@ -206,14 +203,6 @@ def test_every_value_is_watched_and_large_ones_are_sampled():
     assert sample_of(x) is x
 
 
-@pytest.mark.parametrize("shape", [(16, 64, 64, 16), (64, 112, 112, 64), (2048, 1000), (3, 3, 512, 512)])
-def test_the_sample_of_a_large_array_has_every_index_of_every_axis(shape):
-    sample = np.asarray(sample_of(np.arange(math.prod(shape))))
-    assert len(sample) <= 1 << 16
-    for axis, found in enumerate(np.unravel_index(sample, shape)):
-        assert len(np.unique(found)) == shape[axis]
-
-
 # --- the rule
 
 
@@ -267,24 +256,6 @@ def test_nan_must_be_in_the_same_places():
         assert found.largest == float("inf")
 
 
-def test_integers_may_flip_where_random_rounding_flips_them():
-    reference = np.zeros(1000, np.int32)
-    flipped = (np.arange(1000) < 5).astype(np.int32)
-    assert compare(reference, flipped, [flipped]).is_explained
-    assert not compare(reference, flipped, [reference]).is_explained
-    assert compare(reference == 1, reference == 1, [reference == 1]).is_identical
-
-
-@given(
-    sizes=st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=5),
-    factor=st.floats(-2, 2),
-)
-def test_a_difference_does_not_depend_on_the_scale(sizes, factor):
-    one = np.array(sizes, np.float64)
-    scaled = compare(one * 1024, one * 1024 * (1 + factor), [one * 1024])
-    assert scaled.measured == pytest.approx(compare(one, one * (1 + factor), [one]).measured, rel=1e-9)
-
-
 def effect_beyond_switches(function, x):
     """Return how far random rounding moves a gradient when every switch is held where it was."""
     flat = flatten_program(jax.make_jaxpr(jax.grad(lambda x: (function(jnp.sin(x)) * WEIGHTS).sum()))(x))
@@ -315,21 +286,6 @@ def test_switches_and_ties_are_no_effect_of_rounding(function):
     random = np.random.default_rng(0)
     x = np.where(random.random((2, 4, 4, 7)) < 0.5, 0.5, random.normal(size=(2, 4, 4, 7))).astype(np.float32)
     assert effect_beyond_switches(function, jnp.asarray(x)) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.max((1, 2)).sum(0),
-        lambda x: jnp.where(x >= x.max((1, 2), keepdims=True), x, 0).sum((0, 1, 2)),
-        lambda x: jnp.where(x == jnp.sort(x, axis=1)[:, -1:], x, 0).sum((0, 1, 2)),
-        # All digits cancel.
-        lambda x: ((x + 1e7) - 1e7).sum((0, 1, 2)) * jnp.square((x + 1e7) - 1e7).sum((0, 1, 2)),
-    ],
-)
-def test_comparing_computed_numbers_for_equality_is_unstable(function):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4, 7)), jnp.float32)
-    assert effect_beyond_switches(function, x) > LARGEST_EFFECT
 
 
 @pytest.mark.integration
@@ -387,13 +343,6 @@ def test_the_verdict_on_a_right_step_states_the_rule():
     assert (unstable.is_explained, unstable.is_right) == (True, False)
     assert "UNSTABLE in forward and 1 more part: rounding alone moves" in " ".join(report_lines(unstable))
     assert "not compared" in "\n".join(report_lines(StepCheck(1, 5, {"forward": difference()}, good, {})))
-
-
-def test_the_worst_value_of_a_scope_decides():
-    joined = join([difference(), difference(measured=1e-3), difference(largest=1e-2)])
-    assert (joined.num_values, joined.largest, joined.measured) == (3, 1e-2, 1e-3)
-    assert not joined.is_explained
-    assert not join([difference(), difference(is_finite=False)]).is_explained
 
 
 def test_an_unstable_scope_with_the_name_of_a_result_is_found():

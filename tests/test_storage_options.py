@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorstore as ts
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -18,7 +17,6 @@ from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.locations import storage_options_of
 from loopfeed.engine.records.given_weights import local_file, read_given_weights
 from loopfeed.engine.settings import SettingError
-from loopfeed.preprocess.commands import cli, inspect_cli
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.packing.dask_request import PackRequest
 from loopfeed.preprocess.packing.owner import Owner
@@ -216,16 +214,6 @@ def test_where_the_keys_come_from(monkeypatch, uncontacted, home):
 def test_an_option_of_another_store_is_refused(uncontacted, url, option, message):
     with pytest.raises(ShardError, match=message):
         open_location(url, storage_options={option: VALID[option]})
-
-
-def test_options_do_not_affect_a_local_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    plain = open_location(str(tmp_path))
-    assert open_location(str(tmp_path), storage_options={"endpoint": "http://a"}).spec == plain.spec
-    for command, arguments in ((cli.main, [str(tmp_path)]), (inspect_cli.main, [])):
-        result = CliRunner().invoke(command, [*arguments, str(tmp_path), "--storage-option", "region=eu"])
-        assert result.exit_code == 2
-        assert "the storage option region applies to s3://, got " in result.stderr
 
 
 def test_an_invalid_variable_is_named(monkeypatch):

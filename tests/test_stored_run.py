@@ -6,7 +6,6 @@ Most tests use a store on the disk, which takes the same path as S3; those on a 
 
 import json
 import shutil
-import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,7 +30,7 @@ from tests.fake_source import files_of
 from tests.toy import Linear, toy_batch, toy_config
 
 EVALUATED = toy_batch(10_000, batch=20)
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.usefixtures("cached_replays"), pytest.mark.timeout(120)]
 
 
 @pytest.fixture
@@ -121,30 +120,6 @@ def test_a_run_in_a_store_is_resumed_and_read_there(tmp_path, url, whole):
     assert (refused.exit_code, "on the machine where it runs" in refused.output) == (2, True)
     # Nothing of all this is left on this machine or changes the store.
     assert not working_copies().exists()
-
-
-def test_training_does_not_wait_for_the_store(tmp_path, url, whole, monkeypatch):
-    is_trained = threading.Event()
-    write = Location.write
-
-    def waiting(self, key, value):
-        assert is_trained.wait(60)
-        write(self, key, value)
-
-    monkeypatch.setattr(Location, "write", waiting)
-    monkeypatch.setattr(mirror, "UPLOAD_EVERY_S", 0.01)
-
-    def batches(step):
-        assert not is_trained.is_set()
-        return slow_batch(step)
-
-    class Watching(loopfeed.Callback):
-        def on_end(self, *_):
-            is_trained.set()
-
-    config = toy_config(steps=16, snapshot_every_steps=4, eval_every_steps=4, keep_snapshots=0, run_dir=url)
-    train(config, model=Linear(), batches=batches, evaluation=EVALUATED, callbacks=[Watching()])
-    assert comparable(copied(url, tmp_path / "copy"))["weights"] == comparable(whole)["weights"]
 
 
 class Outage:

@@ -12,8 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import tensorstore as ts
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from loopfeed.engine.records.digests import sealed
 from loopfeed.engine.records.file_errors import LostFileError
@@ -118,15 +116,6 @@ def mirror_of(location, run, tmp_path, **values):
     return Mirror(location, lease, run, location.read(MARKER), part_bytes=100, **values)
 
 
-def test_what_is_downloaded_is_what_was_uploaded(location, tmp_path):
-    run = write_run(tmp_path / "run", num_lines=50, snapshots={4: 950, 8: 100}, result=True)
-    mirror_of(location, run, tmp_path).upload_once()
-    assert downloaded(location, tmp_path / "copy") == stored_files(run)
-    assert "snapshots/4/state/empty" in stored_files(run)
-    assert {key for key in location.list_keys() if key.startswith(OBJECTS)} == state_of(location).keys
-    assert max(len(location.read(key)) for key in state_of(location).keys) == 100
-
-
 @pytest.mark.parametrize("takes_effect", [False, True])
 def test_a_killed_upload_leaves_the_previous_state_or_the_next(tmp_path, takes_effect):
     before = write_run(tmp_path / "before", num_lines=30, snapshots={4: 250})
@@ -225,30 +214,6 @@ def test_a_changed_object_is_an_error(location, tmp_path):
         download(location, tmp_path / "copy")
 
 
-@settings(max_examples=60)
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=60))
-def test_a_log_is_stored_in_few_parts_that_join_to_it(tmp_path_factory, increments):
-    run = tmp_path_factory.mktemp("run")
-    (run / "config.json").touch()
-    contents: dict[str, bytes] = {}
-
-    def put(content):
-        assert 0 < len(content) <= 1 << 20
-        part = Part.of(content)
-        contents[part.sha256] = content
-        return part
-
-    capture = FolderCapture(run, None, part_bytes=1 << 20)
-    with (run / "loss.jsonl").open("wb", buffering=0) as log:
-        for kilobytes in increments:
-            log.write(b"x" * (kilobytes << 10) + b"\n")
-            parts = capture.take(put)["loss.jsonl"]
-    whole = (run / "loss.jsonl").read_bytes()
-    assert b"".join(contents[part.sha256] for part in parts) == whole
-    # Full parts, and below them sizes that fall like those of a binary counter from 1 MiB to 64 KiB.
-    assert len(parts) <= 2 * len(whole) // (1 << 20) + 6
-
-
 def test_the_line_that_is_being_written_is_not_stored(tmp_path):
     run = write_run(tmp_path / "run", num_lines=0, snapshots={})
     capture = FolderCapture(run, None)
@@ -320,48 +285,6 @@ def test_a_folder_that_is_emptied_does_not_replace_what_is_stored(location, tmp_
         with pytest.raises(LostFileError):
             mirror.upload_once()
     assert location.read(MARKER) == before
-
-
-def test_files_that_the_run_does_not_write_are_stored_at_its_end(location, tmp_path):
-    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
-    mirror = mirror_of(location, run, tmp_path)
-    mirror.begin()
-    for name in ("plots/deep/a.png", ".b.png.0123abcd", "notes.jsonl"):
-        (run / name).parent.mkdir(parents=True, exist_ok=True)
-        (run / name).write_bytes(b"other")
-    mirror._upload()
-    assert {"plots/deep/a.png", "notes.jsonl"}.isdisjoint(state_of(location).files)
-    mirror._upload(is_last=True)
-    copy = downloaded(location, tmp_path / "copy")
-    assert copy == {name: content for name, content in stored_files(run).items() if not name.startswith(".b")}
-    assert copy["plots/deep/a.png"] == copy["notes.jsonl"] == b"other"
-    # A resume keeps them before its own end too.
-    resumed = mirror_of(location, tmp_path / "copy", tmp_path)
-    (tmp_path / "copy/notes.jsonl").unlink()
-    resumed.begin()
-    resumed._upload()
-    assert "plots/deep/a.png" in state_of(location).files
-    assert "notes.jsonl" not in state_of(location).files
-
-
-def test_only_what_is_new_is_read(location, tmp_path):
-    run = write_run(tmp_path / "run", num_lines=500, snapshots={4: 500})
-    mirror_of(location, run, tmp_path).upload_once()
-    read: list[bytes] = []
-
-    def put(content):
-        read.append(content)
-        return Part.of(content)
-
-    capture = FolderCapture(run, read_state(location), part_bytes=100)
-    capture.take(put)
-    with (run / "loss.jsonl").open("ab") as log:
-        log.write(b'{"step": "new"}\n')
-    read.clear()
-    capture.take(put)
-    # The last part, which was not full, and what follows it.
-    assert b"".join(read).endswith(b'{"step": "new"}\n')
-    assert sum(map(len, read)) <= 99 + 16
 
 
 def test_a_snapshot_that_is_removed_while_it_is_opened_is_left_out(tmp_path, monkeypatch):

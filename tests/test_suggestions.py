@@ -2,6 +2,7 @@
 
 import os
 import tomllib
+import unicodedata
 from importlib import import_module
 from pathlib import Path
 
@@ -124,6 +125,14 @@ def test_every_number_of_a_command_is_in_the_digits_0_to_9(name):
         "loopfeed",
         "report-run",
     )
+
+
+def test_a_word_in_another_unicode_form_is_not_suggested_for_itself():
+    composed, decomposed = (unicodedata.normalize(form, "Küche") for form in ("NFC", "NFD"))
+    assert composed != decomposed
+    assert did_you_mean(composed, [decomposed]) == f": it is {decomposed} in another Unicode form (NFD, not NFC)"
+    assert did_you_mean("Kuche", [composed]) == f": did you mean {composed}?"
+    assert nearest(unicodedata.normalize("NFD", "Tür"), [unicodedata.normalize("NFC", "Tür")]) is not None
 
 
 @pytest.mark.timeout(20)

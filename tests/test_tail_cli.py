@@ -123,15 +123,6 @@ def first_words(text: str) -> list[str]:
     return [line.split(":")[0].split("/")[0].split("  ")[0] for line in text.splitlines()]
 
 
-def test_evaluations_follow_their_step_and_those_before_the_last_steps_are_omitted(tmp_path):
-    run = write_run(tmp_path / "run", 6)
-    evaluate_at(run, 2, 4, 6)
-    lines = tail(run).stdout.splitlines()
-    assert lines[2] == "evaluation at step 2: top-1 50.00 %  top-5 75.00 %  loss 1.2500  (50 images)"
-    wanted = ["step 4", "evaluation at step 4", "step 5", "step 6", "evaluation at step 6"]
-    assert first_words(tail(run, "--last", 3).stdout) == wanted
-
-
 def test_evaluations_come_as_they_are_written_and_never_before_their_step(tmp_path, start):
     run = write_run(tmp_path / "run", 1, ended=False)
     evaluate_at(run, 2)
@@ -171,14 +162,6 @@ def test_a_folder_of_runs_names_the_one_that_began_last(tmp_path):
             f"Error: RUN must be a run folder, but {tmp_path} contains 3 run folders; give one, such as the newest, "
             f"{tmp_path / 'c'}\n"
         )
-
-
-@pytest.mark.parametrize("num_steps", [12, 5000])  # the latter some 600 kB: more than one chunk
-@pytest.mark.parametrize("last", [3, 2500])
-def test_last_begins_with_the_last_steps(tmp_path, num_steps, last):
-    lines = tail(write_run(tmp_path / "run", num_steps), "--last", last).stdout.splitlines()
-    wanted = range(max(0, num_steps - last) + 1, num_steps + 1)
-    assert [line.split()[1] for line in lines] == [f"{step}/1000" for step in wanted]
 
 
 def test_unreadable_lines_are_reported_beside_the_steps(tmp_path):
@@ -259,22 +242,6 @@ def test_a_run_that_compiles_is_waited_for_as_long_as_for_a_step(tmp_path, monke
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_a_run_that_is_being_resumed_has_not_ended(tmp_path):
-    run = write_run(tmp_path / "run", 3)
-    os.utime(run / "result.json", ns=(1, 1))
-
-    def go_on():
-        add_steps(run, 4, 6)
-        end_run(run, 5)
-
-    with FolderLock(run):
-        goes_on = threading.Timer(0.2, go_on)
-        goes_on.start()
-        # Ended by the one who holds it, who may do so for as long as he lives.
-        assert len(tail(run, "--interval", "0.01", "--timeout-s", "30").stdout.splitlines()) == 5
-        goes_on.join()
-
-
 def test_a_closed_pipe_ends_it_quietly(tmp_path, start):
     run = write_run(tmp_path / "run", 3000, ended=False)
     process = start([*COMMAND, str(run), "--interval", "0.05"])
@@ -288,21 +255,6 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path, start):
 
 
 # --- on a terminal
-
-
-def test_a_finished_run_leaves_its_chart_on_the_screen(tmp_path, open_terminal):
-    terminal = open_terminal([write_run(tmp_path / "run", 300), "--height", 16])
-    assert terminal.finish() == 0
-    before, after = terminal.output.rsplit("\x1b[?1049l", 1)
-    assert "\x1b[?1049h" in before
-    lines = plain(after).rstrip("\n").split("\n")
-    assert lines[0] == "resnet50  batch 128  run"
-    assert any("┤" in line for line in lines)
-    assert re.search("[\u2801-\u28ff]", after)
-    assert "step 300/1000  loss 0.0083" in after
-    assert "run ended after 300 steps: all steps done" in after
-    assert len(lines) <= 15
-    assert max(map(len, lines)) <= 80
 
 
 def test_it_draws_new_steps_follows_a_resize_and_obeys_ctrl_c(tmp_path, open_terminal):
@@ -339,13 +291,6 @@ def test_a_terminal_without_utf8_gets_ascii(tmp_path, open_terminal):
     assert terminal.output.isascii()
     assert "+--" in terminal.output
     assert "r?n" in terminal.output
-
-
-def test_a_dumb_terminal_gets_plain_lines(tmp_path, open_terminal):
-    terminal = open_terminal([write_run(tmp_path / "run", 3)], TERM="dumb")
-    assert terminal.finish() == 0
-    assert "\x1b" not in terminal.output
-    assert terminal.output.startswith("step 1/1000")
 
 
 def test_a_run_whose_process_was_killed_is_not_waited_for(tmp_path):

@@ -29,12 +29,6 @@ def status(shown: Picture, now_s: float) -> str:
     return chart_text(frame_lines(shown, 200, 12, UNICODE_GLYPHS, now_s)).split("\n")[-1]
 
 
-def test_the_status_line_has_every_number():
-    assert status(picture([4.0, 2.0]), 104.5) == (
-        "step 2/10  loss 2.0000  smoothed 2.6667  lr 0.25  0.25 images/s  wait 0.25 ms  left 16 s"
-    )
-
-
 def test_an_error_of_the_run_is_shown_without_its_control_characters():
     shown = picture([4.0], end=RunEnd(1, "error", "OSError: disk\x1b[2J full"), num_unreadable=2)
     assert status(shown, 0.0).endswith(

@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 
 from loopfeed.engine.commands.binned_losses import BinnedLosses
 from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, LETTERS, UNICODE_GLYPHS, LossCurve, draw_chart
-from loopfeed.engine.commands.overlay_frame import legend_lines, overlay_lines
-from loopfeed.engine.commands.run_names import distinct_names
+from loopfeed.engine.commands.overlay_frame import overlay_lines
 from loopfeed.engine.commands.tail_cli import main
 from loopfeed.engine.commands.tail_frame import Picture
 from loopfeed.engine.records.folder_lock import LOCK_NAME
-from loopfeed.engine.records.loss_log import LossRows, RunEnd, RunFacts
+from loopfeed.engine.records.loss_log import LossRows, RunFacts
 from tests.chart_text import chart_text
 from tests.pseudo_terminal import Terminal, plain
-from tests.test_tail_cli import COMMAND, add_steps, end_run, evaluate_at, tail, write_run
+from tests.test_tail_cli import COMMAND, end_run, evaluate_at, tail, write_run
 
 NAN = float("nan")
 FAST = ("--interval", "0.05", "--timeout-s", "30")
@@ -55,13 +54,6 @@ def test_each_curve_ends_at_its_letter_on_common_axes(glyphs):
 # --- names and the legend
 
 
-def test_names_are_the_ends_that_tell_paths_apart():
-    assert distinct_names(["runs/a", "runs/b/"]) == ["a", "b"]
-    assert distinct_names(["x/run", "y/run", "y/other"]) == ["x/run", "y/run", "y/other"]
-    assert distinct_names(["s3://bucket/1/run", "s3://bucket/2/run"]) == ["1/run", "2/run"]
-    assert distinct_names([".", "/tmp/else"]) == [Path.cwd().name, "else"]
-
-
 def shown(name, losses, steps=10, **states) -> Picture:
     history = BinnedLosses(0.0)
     count = np.arange(1, len(losses) + 1)
@@ -71,27 +63,6 @@ def shown(name, losses, steps=10, **states) -> Picture:
         LossRows(count, np.array(losses, float), numbers, numbers, numbers, times, np.array([{}] * len(losses)))
     )
     return Picture(name, history, RunFacts(steps), log_scale=False, **states)
-
-
-def test_the_legend_names_the_state_of_each_run():
-    runs = [
-        shown("one", [2.0, 1.0], exists=True),
-        shown("two", [2.0] * 10, end=RunEnd(10, "steps")),
-        shown("three", [2.0], end=RunEnd(1, "error", "OSError: full")),
-        shown("four", [2.0], end=RunEnd(1, "SIGTERM")),
-        shown("five", [2.0], is_killed=True),
-        shown("six", [2.0], is_silent=True),
-        shown("seven", []),
-        shown("eight", [], exists=True),
-    ]
-    lines = legend_lines(runs, 60, 104.0)
-    assert lines[0] == "A one    step 2/10   loss 1.0000  running  left 16 s"
-    assert [line.split()[-1] for line in lines[1:]] == [
-        *("done", "failed", "stopped", "killed", "silent"), "started", "starting"
-    ]  # fmt: skip
-    assert "64 images/s" in legend_lines(runs, 80, 104.0)[0]
-    runs[0].name = "a-name-of-24-characters-"
-    assert legend_lines(runs, 68, 104.0)[0] == "A a-name-of-24-characters-  step 2/10   loss 1.0000  running"
 
 
 @given(
@@ -134,24 +105,6 @@ def test_a_run_that_appears_later_is_followed_to_its_end(tmp_path):
     assert result.stderr == "".join(
         f"{name}: run ended after {count} steps: all steps done\n" for name, count in (("first", 3), ("second", 4))
     )
-
-
-def test_an_ended_run_that_is_resumed_is_followed_on(tmp_path):
-    first, second = write_run(tmp_path / "first", 3), write_run(tmp_path / "second", 2, ended=False)
-
-    def go_on():
-        (first / "result.json").unlink()
-        add_steps(first, 4, 6)
-        end_run(first, 5)
-        end_run(second, 2)
-
-    resumes = threading.Timer(0.3, go_on)
-    resumes.start()
-    result = tail(first, second, *FAST)
-    resumes.join()
-    assert result.stdout.count("first: step") == 5
-    assert "first: run ended after 5 steps" in result.stderr
-    assert result.exit_code == 0
 
 
 def kill(run: Path) -> None:

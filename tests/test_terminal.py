@@ -3,17 +3,13 @@
 import io
 import math
 import re
-import statistics
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from loopfeed.engine.commands.terminal import LossHistory, ProgressSink, sparkline
-from loopfeed.engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord
+from loopfeed.engine.commands.terminal import ProgressSink, sparkline
+from loopfeed.engine.stream.sinks import LossRecord
 
-LOSSES = st.floats(width=32)
 ESCAPES = re.compile(r"\x1b\[[0-9?;]*[A-Za-z]")
 
 
@@ -55,41 +51,6 @@ def test_the_last_line_names_how_the_run_ended():
     assert "00:00" in last
 
 
-def test_the_progress_of_an_evaluation_replaces_the_loss():
-    sink, _ = make_sink()
-    assert sink.summary().plain == "waiting for the first step"
-    # Of a resumed run, whose evaluation comes before any step.
-    sink.write_progress(EvaluationProgress(step=30, batch=12, num_batches=1079))
-    assert sink.summary().plain == "evaluating: 12 of 1,079 batches"
-    assert sink._progress.tasks[0].completed == 30
-    sink.write_evaluation(EvaluationRecord(step=30, num_images=9, top1=0.5, top5=0.9, loss=1.0, time=1e9))
-    assert sink.summary().plain == "waiting for the first step"
-    sink.write(record(31))
-    sink.write_progress(EvaluationProgress(step=31, batch=0, num_batches=2))
-    sink.write(record(32))
-    assert sink.summary().plain.startswith("loss ")
-
-
-@pytest.mark.parametrize(
-    ("width", "expected"),
-    [
-        (1000, "loss 2.0000 ▁▁  lr 0.05  100 img/s  wait 12.3 ms"),
-        (46, "loss 2.0000  lr 0.05  100 img/s  wait 12.3 ms"),
-        (45, "loss 2.0000  lr 0.05  100 img/s  wait 12.3 ms"),
-        (44, "loss 2.0000  100 img/s  wait 12.3 ms"),
-        (36, "loss 2.0000  100 img/s  wait 12.3 ms"),
-        (35, "loss 2.0000  wait 12.3 ms"),
-        (24, "loss 2.0000"),
-        (0, "loss 2.0000"),
-    ],
-)
-def test_fields_are_dropped_in_a_fixed_order_on_a_narrow_terminal(width, expected):
-    sink, _ = make_sink(batch=1)
-    sink.write(record(1, loss=2.0))
-    sink.write(record(2, loss=2.0))
-    assert sink.summary(width).plain == expected
-
-
 def test_a_run_that_ends_early_leaves_its_line_and_the_cursor():
     sink, drawn = make_sink(steps=10)
     sink.open()
@@ -98,37 +59,6 @@ def test_a_run_that_ends_early_leaves_its_line_and_the_cursor():
     assert lines_of(drawn)[-1].startswith(" 1/10 ")
     assert drawn.getvalue().endswith("\x1b[?25h")
     sink.close()
-
-
-@given(st.lists(LOSSES, max_size=300), st.sampled_from([2, 4, 16]))
-def test_the_history_has_the_means_of_equal_intervals(losses, capacity):
-    history = LossHistory(capacity)
-    for loss in losses:
-        history.add(loss)
-        assert len(history.means) < capacity
-    stretch = 1
-    while len(losses) // stretch >= capacity:
-        stretch *= 2
-    assert len(history.means) == len(losses) // stretch
-    for index, mean in enumerate(history.means):
-        part = losses[index * stretch : (index + 1) * stretch]
-        if not all(map(math.isfinite, part)):
-            assert not math.isfinite(mean)
-        else:
-            # Sums in another order: within rounding of the largest of them.
-            assert mean == pytest.approx(statistics.fmean(part), abs=1e-12 * max(map(abs, part)), rel=1e-12)
-
-
-@given(st.lists(LOSSES, max_size=60), st.integers(0, 40))
-def test_a_sparkline_has_its_width_and_its_extremes(values, width):
-    drawn = sparkline(values, width)
-    assert len(drawn) == min(width, len(values))
-    assert set(drawn) <= set(" ▁▂▃▄▅▆▇█")
-    if width >= len(values) and all(map(math.isfinite, values)) and len(set(values)) > 1:
-        assert drawn[values.index(min(values))] == "▁"
-        assert drawn[values.index(max(values))] == "█"
-    if width >= len(values):
-        assert [bar == " " for bar in drawn] == [not math.isfinite(value) for value in values]
 
 
 @pytest.mark.parametrize(
