@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from loopfeed.engine.images.augment import one_hot_or_nan, prepare_for_evaluation
+from loopfeed.engine.images.augment import prepare_for_evaluation
 from loopfeed.engine.images.positions import Positions, Purpose, positions
 from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale, unpack_pixels
-from loopfeed.engine.objective.cross_entropy import cross_entropy
 from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
 from tests.augment_batch import augment_batch
 from tests.threefry_reference import index, words_at
@@ -120,27 +119,6 @@ def test_every_number_of_devices_gets_the_same_images():
     assert subprocess.run(command, check=False, timeout=240, env=environment, cwd=ROOT).returncode == 0
 
 
-def test_a_position_is_step_times_batch_and_a_row():
-    pixels, labels = stream(0, 4)
-    alike = [
-        augment(EVERYTHING, pixels, labels, positions(jnp.int32(step), batch, start, 4))
-        for step, batch, start in ((3, 8, 0), (1, 24, 0), (0, 32, 24), (6, 4, 0))
-    ]
-    for one in alike[1:]:
-        np.testing.assert_array_equal(one[0], alike[0][0])
-        np.testing.assert_array_equal(one[1], alike[0][1])
-
-
-def test_positions_beyond_32_bits_and_other_seeds_are_other_draws():
-    pixels, labels = stream(0, 4)
-    low = jnp.arange(4, dtype=jnp.uint32)
-    results = [
-        augment(CIFAR, pixels, labels, Positions(jnp.full(4, high, jnp.uint32), low), seed)[0]
-        for high, seed in ((0, 0), (1, 0), (0, 1), (0, 2**32))
-    ]
-    assert not any(np.array_equal(one, other) for row, one in enumerate(results) for other in results[row + 1 :])
-
-
 def test_cifar_equals_numpy():
     pixels, _ = stream(0, 64)
     expected = []
@@ -170,17 +148,6 @@ def test_enabling_one_augmentation_keeps_the_draws_of_the_others():
     mixed = augment_stream(AUGMENTATIONS["mixup"], 0, 64)[1]
     with_more = augment_stream(dataclasses.replace(CIFAR, mixup_alpha=0.2, erasing=0.5), 0, 64)[1]
     np.testing.assert_array_equal(mixed, with_more)
-
-
-@pytest.mark.parametrize("label", [-1, K, 2**31 - 1])
-@pytest.mark.parametrize("augmentation", [Augmentation(), EVERYTHING])
-def test_an_invalid_label_results_in_nan(label, augmentation):
-    pixels, labels = stream(0, 4)
-    _, targets = augment(augmentation, pixels, labels.at[1].set(label), positions(jnp.int32(0), 4, 0, 4))
-    assert np.isnan(targets[1]).all()
-    assert np.isfinite(targets[2:]).all()
-    np.testing.assert_array_equal(np.isnan(one_hot_or_nan(jnp.array([label, 0]), K)).all(axis=1), [True, False])
-    assert np.isnan(cross_entropy(jnp.zeros((4, K)), targets))
 
 
 def test_a_loop_equals_single_calls_and_traces_once():

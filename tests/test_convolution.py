@@ -193,30 +193,6 @@ def test_a_card_gets_channels_that_its_tensor_cores_take(C, K, dtype, padded):
     assert of_images == {padded, K}
 
 
-def textbook_by_groups(x, kernel, gradient, geometry, groups):
-    """The textbook's convolution of each group of channels, side by side."""
-    found = [
-        textbook(*operands, geometry)
-        for operands in zip(
-            np.split(x, groups, axis=3), np.split(kernel, groups, axis=3), np.split(gradient, groups, 3), strict=True
-        )
-    ]
-    return [np.concatenate([each[part] for each in found], axis=3) for part in ("forward", "input", "filter")]
-
-
-@settings(max_examples=6, derandomize=True)
-@given(problems(), st.sampled_from((2, 3, 5)))
-def test_groups_are_the_textbooks_convolutions_of_their_channels(problem, groups):
-    x_shape, (kh, kw, C, K), geometry = problem
-    x, kernel = normal(0, (*x_shape[:3], C * groups)), normal(1, (kh, kw, C, K * groups))
-    size = geometry.output_size(forms.image_size(x), (kh, kw))
-    gradient = normal(2, (x_shape[0], *size, K * groups))
-    convolve = partial(convolution, stride=geometry.strides, padding=geometry.padding, groups=groups)
-    found = jax.jit(partial(value_and_gradients, convolve))(x, kernel, gradient)
-    for each, wanted in zip(found, textbook_by_groups(x, kernel, gradient, geometry, groups), strict=True):
-        assert_close(each, wanted, name=f"{problem} {groups}")
-
-
 @pytest.mark.usefixtures("platform")
 @pytest.mark.parametrize(
     ("C", "K", "groups", "stride"),

@@ -52,10 +52,6 @@ def test_a_member_that_would_fill_the_memory_is_not_read(tmp_path, monkeypatch):
         find_devkit(tmp_path)
 
 
-def test_a_missing_kit_is_none(tmp_path):
-    assert find_devkit(tmp_path) is None
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

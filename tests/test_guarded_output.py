@@ -25,6 +25,7 @@ from loopfeed.preprocess.commands.guarded_output import (
 from loopfeed.preprocess.printable import (
     printable,
     printable_line,
+    printable_name,
     printable_text,
     spreadsheet_cell,
 )
@@ -196,6 +197,11 @@ def test_data_are_exact_in_a_file_and_escaped_on_a_terminal(monkeypatch, is_term
 )
 def test_a_cell_is_no_formula(text, cell):
     assert spreadsheet_cell(text) == cell
+
+
+def test_a_name_in_a_line_has_no_control_characters():
+    assert printable_name("a\x1b[2J\tb\nc\rd\u202ee") == "a\\x1b[2J\\tb\\nc\\rd\\u202ee"
+    assert printable_name("café ½") == "café ½"
 
 
 def test_a_command_without_streams_goes_on_if_they_are_only_a_display(monkeypatch):

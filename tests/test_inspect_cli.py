@@ -39,12 +39,6 @@ def test_the_manifest_is_described(data):
     assert result.stdout.index("train") < result.stdout.index("val")
 
 
-def test_verify_passes_an_intact_pack(data):
-    result = run(data, "--verify")
-    assert result.exit_code == 0
-    assert "train: every byte is as it was packed.\nval: every byte is as it was packed.\n" in result.stdout
-
-
 def test_verify_names_what_is_damaged_and_exits_2(data):
     (data / "train/pixels/c/0/0/0").unlink()
     (data / "val/labels/c/0").unlink()

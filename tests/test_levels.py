@@ -4,7 +4,6 @@ import io
 import json
 import struct
 import zlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +14,6 @@ from loopfeed.preprocess.commands.cli import main
 from loopfeed.preprocess.decoding.decode import MissingLevelsError, ResizeRule, decode_crop
 from loopfeed.preprocess.decoding.levels import Levels
 from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
-from loopfeed.preprocess.packing.channels import ChannelSums
-from loopfeed.preprocess.packing.journal import ShardRecord
 from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import files_of
 
@@ -131,21 +128,6 @@ def test_negative_integers_and_floats_need_levels():
 def test_other_levels_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         Levels.parse(text)
-
-
-def test_notes_are_added_and_survive_json():
-    notes = [
-        DecodeNotes(num_deep=1, deep_max=9),
-        DecodeNotes(num_declared=1, white_min=7, white_max=7, num_kept=1),
-        DecodeNotes(num_declared=1, white_min=5, white_max=5),
-    ]
-    total = sum(notes, NOTHING)
-    assert total == DecodeNotes(1, 9, 2, 5, 7, 0, 1) == sum(reversed(notes), NOTHING)
-    assert DecodeNotes.from_json(json.loads(json.dumps(total.to_json()))) == total
-    record = ShardRecord(0, 0, np.array([], np.uint16), (), ChannelSums(), "", np.array([], np.uint32))
-    assert "notes" not in record.to_json()
-    noted = replace(record, notes=total).to_json().encode()
-    assert ShardRecord.from_json(noted, format_version=2, has_checksums=True).notes == total
 
 
 def fill(folder, images, suffix="png"):

@@ -2,12 +2,18 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from loopfeed import train
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.records.control_requests import ControlMailbox, remove_requests, send_request, withdraw
+from loopfeed.engine.records.json_lines import JsonLines
 from loopfeed.engine.records.run_folder import RunFolder, check_folder
+from loopfeed.engine.records.snapshot import SnapshotError, remove_snapshot, write_snapshot
 from loopfeed.preprocess.links import LinkedPathError, check_unlinked, open_unlinked, remove_tree
 from loopfeed.preprocess.shards.location import ShardError, open_location
 from loopfeed.preprocess.shards.shard_cache import ShardCache
@@ -105,6 +111,27 @@ def test_a_run_folder_may_itself_be_a_link_and_goes_on_once_a_link_in_it_is_remo
         train(config, model=Linear(), batches=toy_batch)
     (gift / ".lock").unlink()
     assert train(config, model=Linear(), batches=toy_batch).steps_done == 6
+
+
+def test_a_link_that_comes_during_the_run_is_not_followed_either(home, tmp_path):
+    (tmp_path / "control").symlink_to(home)
+    with pytest.raises(LinkedPathError):
+        send_request(tmp_path, ControlRequest("settings", stop=True))
+    with pytest.raises(LinkedPathError):
+        withdraw(tmp_path, "settings")
+    remove_requests(tmp_path)
+    mailbox = ControlMailbox(tmp_path, lambda _: None)
+    mailbox.start()
+    time.sleep(0.1)
+    mailbox.close()
+    (tmp_path / "loss.jsonl").symlink_to(home / "none")
+    with pytest.raises(LinkedPathError):
+        JsonLines(tmp_path / "loss.jsonl").open()
+    (tmp_path / "snapshots").symlink_to(home)
+    with pytest.raises(SnapshotError, match=r"cannot be written \(it is a link, .*: remove that link"):
+        write_snapshot(tmp_path / "snapshots", 1, 1, {"a": np.zeros(1)})
+    with pytest.raises(LinkedPathError):
+        remove_snapshot(tmp_path / "snapshots", 7)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ import os
 import shutil
 import sys
 import threading
-import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -301,47 +299,6 @@ def test_what_is_compressed_or_elsewhere_or_of_another_endianness_is_not_mapped(
         assert MappedImages.is_mappable(split.manifest)
         monkeypatch.setattr(sys, "byteorder", "big")
         assert not MappedImages.is_mappable(split.manifest)
-
-
-@pytest.mark.parametrize(("most_looks_a_s", "every_s"), [(1_000, 1.0), (0.25, 4.0)])
-def test_a_file_is_checked_once_a_second_and_not_all_files_at_once(packs, monkeypatch, most_looks_a_s, every_s):
-    looks = []
-    monkeypatch.setattr(mapped_shards, "_LOOK_EVERY_S", 1.0)
-    monkeypatch.setattr(mapped_shards, "_MOST_LOOKS_A_S", most_looks_a_s)
-    monkeypatch.setattr(mapped_shards, "_identify", lambda path: looks.append(path))
-    now_s = [time.monotonic()]
-    monkeypatch.setattr("loopfeed.preprocess.shards.mapped_shards.time.monotonic", lambda: now_s[0])
-    folder, _ = packs[LARGE, True]
-    with open_split(str(folder), "train") as split:
-        assert isinstance(split._mapped, MappedImages)
-        shards = split._mapped._shards
-        shard = shards.find(0)
-        assert shard is not None
-        now_s[0] += every_s - 0.01
-        assert shards.find(0) is shard
-        assert looks == []
-        now_s[0] += 0.02
-        assert shards.find(0) is not shard  # nothing is there any more, as far as `_identify` says
-        assert looks == [shard.path] * 2  # whether it is there, and whether it is the same file
-
-
-@pytest.mark.parametrize(
-    ("memory_bytes", "num_reads"), [(4 * NUM_IMAGES * 4 * LARGE**2, 0), (NUM_IMAGES, 3), (None, 3)]
-)
-def test_pages_are_read_again_only_of_a_split_that_may_have_left_the_memory(
-    packs, monkeypatch, memory_bytes, num_reads
-):
-    monkeypatch.setattr(mapped_images, "host_memory_bytes", lambda: memory_bytes)
-    folder, words = packs[LARGE, True]
-    with open_split(str(folder), "train") as split:
-        indices = np.array([1, 2, 9])
-        split.lend(indices, np.zeros(3, np.int32), timeout_s=30.0)
-        reads: list[Any] = []
-        monkeypatch.setattr(mapped_images, "read_pages", reads.append)
-        lent = split.lend(indices, np.zeros(3, np.int32), timeout_s=30.0)
-        assert lent is not None
-        assert len(reads) == num_reads
-        np.testing.assert_array_equal(np.stack(lent.images), words[indices])
 
 
 def test_a_file_that_cannot_be_opened_for_a_while_is_mapped_afterwards(packs, monkeypatch):

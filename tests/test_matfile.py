@@ -118,14 +118,6 @@ def test_damage_ends_in_values_or_a_reason(data):
         assert isinstance(read_matfile(bytes(content[: data.draw(st.integers(0, len(content)))])), dict)
 
 
-def test_a_compressed_variable_may_follow_another_without_padding():
-    content = written({"a": np.arange(3.0), "b": "text"})
-    first = struct.unpack_from("<II", content, 128)
-    assert first[0] == 15
-    assert zlib.decompress(content[136 : 136 + first[1]])
-    assert set(read_matfile(content)) == {"a", "b"}
-
-
 def element(kind, data):
     return struct.pack("<II", kind, len(data)) + data + bytes(-len(data) % 8)
 
@@ -187,10 +179,3 @@ def bomb(num_bytes):
 def test_the_sizes_that_a_file_declares_are_limited(content, message):
     with pytest.raises(MatFileError, match=message):
         read_matfile(mat_file(content))
-
-
-def test_at_the_depth_allowed_an_array_is_read():
-    value = read_matfile(mat_file(nested(16)))[""]
-    for _ in range(16):
-        (value,) = value
-    np.testing.assert_array_equal(value, [[7]])

@@ -163,21 +163,6 @@ def _finish_dying_at(operation, source, dest, monkeypatch, **values):
     return False
 
 
-def test_a_missing_part_is_named(tmp_path):
-    source = source_with((1,))
-    pack_one(source, tmp_path, 2, 4)
-    with pytest.raises(KeyboardInterrupt):
-        pack_one(source.changed(raising={16: KeyboardInterrupt()}), tmp_path, 1, 4)
-    before = files_of(tmp_path)
-    with pytest.raises(
-        ShardError,
-        match=r"train/: 3 of 5 shards are missing: part 1/4 \(shard 4\), part 3/4 \(shard 2\), part 4/4 \(shard 3\); "
-        r"start these parts again, or wait for those that are running",
-    ):
-        finish(source, tmp_path)
-    assert files_of(tmp_path) == before
-
-
 def test_finishing_without_parts_is_an_error(tmp_path):
     with pytest.raises(ShardError, match=r"no unfinished pack, so there is nothing to finish; start the parts first"):
         finish(source_with(), tmp_path / "none")

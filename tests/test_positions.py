@@ -60,13 +60,6 @@ def test_shards_take_the_batch_in_order(num_shards):
     assert taken == list(range(step * batch, (step + 1) * batch))
 
 
-def test_the_carry_into_the_high_word():
-    assert joined(positions(jnp.int32(2**31 - 1), 3, 0, 3)) == [3 * (2**31 - 1) + row for row in range(3)]
-    # The rows cross 2**32 within one batch.
-    assert joined(positions(jnp.int32(1), 2**31 - 1, 2**31 - 8, 7))[-1] == 2**32 - 3
-    assert joined(positions(jnp.int32(2), 2**31 - 1, 0, 5)) == [2**32 - 2 + row for row in range(5)]
-
-
 @pytest.mark.parametrize(
     ("batch", "count", "message"),
     [(0, 1, "batch must lie in"), (2**31, 1, "batch must lie in"), (4, 5, "1 … 4 images"), (4, 0, "1 … 4 images")],

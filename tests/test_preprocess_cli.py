@@ -239,6 +239,12 @@ def test_wrong_usage_is_one_message_and_exit_code_2(tmp_path, monkeypatch, argum
     assert "Traceback" not in result.stderr
 
 
+def test_traceback_is_shown_on_demand(tmp_path):
+    result = run(tmp_path / "nowhere", tmp_path / "shards", "--traceback")
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+
+
 def test_the_demo_set_needs_only_dest(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_set, "draw_demo", lambda dest, **values: draw_demo(dest, num_images=20, **values))
     result = run("--demo", tmp_path / "demo")

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from click.testing import CliRunner
+from PIL import Image
 
 from loopfeed.engine.commands.command_end import describe_error
 from loopfeed.engine.evaluation import photographs
 from loopfeed.engine.records import orbax_store, recorded_end, recorded_run, snapshot
-from loopfeed.engine.records.snapshot import write_snapshot
+from loopfeed.engine.records.snapshot import SnapshotError, write_snapshot
 from loopfeed.engine.records.whole_file import make_folder, write_whole
 from loopfeed.engine.run.compilation import caching_compilations, compile_traced, trace_ahead
 from loopfeed.engine.run.resume import find_start
@@ -32,11 +33,13 @@ from loopfeed.preprocess.shards.arrays import create_array, damage, labels_metad
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from loopfeed.preprocess.shards.mapped_images import MappedImages
 from loopfeed.preprocess.shards.reader import open_split
-from loopfeed.preprocess.sources.open_source import open_source
+from loopfeed.preprocess.sources import tree
+from loopfeed.preprocess.sources.open_source import SourceError, open_source
 from loopfeed.preprocess.system_errors import (
     Cause,
     cause_of,
     describe_system_error,
+    naming_file,
     reading_remedy,
     remedy_of,
     status_of,
@@ -76,6 +79,16 @@ def test_labels_that_are_too_large_name_the_array(tmp_path):
     source = fake_source(4, size=2)
     with file_limit(1_900), pytest.raises(ShardError, match=f"^{tmp_path}/train/labels can't be written: {TOO_LARGE}"):
         pack(source, tmp_path, checksum=False)
+
+
+def test_a_snapshot_that_is_too_large_is_one_line_without_internal_paths(tmp_path):
+    state = {name: np.random.default_rng(0).normal(size=5_000) for name in "ab"}
+    with (
+        file_limit(20_000),
+        pytest.raises(SnapshotError, match=f"^{tmp_path} cannot be written \\({TOO_LARGE}$") as caught,
+    ):
+        write_snapshot(tmp_path, 1, 1, state)
+    assert "ocdbt" not in str(caught.value)
 
 
 def test_a_file_that_is_too_large_is_one_line_of_a_command(tmp_path):
@@ -126,6 +139,12 @@ def test_an_error_of_the_system_is_a_sentence(number, name, expected):
     assert describe_system_error(error) == describe_error(error) == expected
 
 
+def test_a_folder_for_temporary_files_is_asked_for():
+    text = "No usable temporary directory found in ['/tmp']"
+    said = describe_error(FileNotFoundError(errno.ENOENT, text))
+    assert said == f"{text}: make room there, or name a folder that can be written in $TMPDIR"
+
+
 def test_a_removed_working_folder_is_named_as_the_cause(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -145,6 +164,12 @@ def test_a_full_output_is_named():
             full.close()
     expected = "/dev/full cannot be read or written (No space left on device): make room on its disk"
     assert describe_error(caught.value) == expected
+
+
+def test_an_error_of_an_image_encoder_gets_the_name_of_the_file():
+    with pytest.raises(OSError, match=r"^x\.png cannot be written \(encoder error -2\): check its folder"):  # noqa: SIM117
+        with naming_file("x.png"):
+            raise OSError("encoder error -2")
 
 
 def multiply(folder, heard):
@@ -289,6 +314,15 @@ def test_an_array_that_cannot_be_written_is_not_to_be_packed_again(tmp_path):
     assert "--overwrite" not in str(it.value)
 
 
+def test_only_the_memory_of_the_program_depends_on_the_batch(tmp_path):
+    of_xla = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+    assert describe_error(of_xla).endswith("the program needs more memory than is free; use a smaller --batch")
+    for number in (errno.ENOMEM, errno.ENOSPC):
+        of_store = RuntimeError(f"RESOURCE_EXHAUSTED: Failed to map {tmp_path} [os_error_code='{number}']")
+        assert "--batch" not in describe_error(of_store)
+    assert "--batch" not in describe_error(ShardError("RESOURCE_EXHAUSTED: Failed to map"))
+
+
 def test_verification_does_not_call_damaged_what_it_could_not_read(tmp_path, monkeypatch):
     pack(fake_source(4), tmp_path)
     words = f"UNKNOWN: x [os_error_code='{errno.EIO}']"
@@ -332,6 +366,16 @@ def test_no_file_is_called_damaged_because_one_opening_failed(tmp_path, monkeypa
             found += verify.verify_split(str(tmp_path), "train")
     assert any("labels/zarr.json: it can't be read (Input/output error); try again" in str(each) for each in found)
     assert [each for each in found if not each.remedy] == []
+
+
+def test_a_size_that_the_system_does_not_tell_does_not_enter_the_plan(tmp_path, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    Image.new("RGB", (8, 8)).save(make(tmp_path / "a") / "1.png")
+    monkeypatch.setattr(tree, "status_of", refuse)
+    with pytest.raises(SourceError, match=r"a/1\.png cannot be accessed: Input/output error; try again; if it fails"):
+        open_source(tmp_path)
 
 
 def make(folder):

@@ -147,6 +147,12 @@ def test_an_edited_manifest_is_not_verified(data):
         verify_split(str(data), "train")
 
 
+def test_an_unfinished_split_is_not_verified(data):
+    (data / "train/manifest.json").unlink()
+    with pytest.raises(ShardError, match=r"train/ contains files of a split, but its manifest\.json is missing"):
+        verify_split(str(data), "train")
+
+
 def test_a_reformatted_manifest_does_not_pass(data):
     path = data / "train/manifest.json"
     path.write_text(path.read_text() + "\n")
