@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import threading
@@ -15,13 +16,14 @@ import tensorstore as ts
 
 from loopfeed.engine.records.digests import sealed
 from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.records.run_search import summarise_stored_runs
 from loopfeed.engine.records.stored import mirror as module
 from loopfeed.engine.records.stored import state as state_module
 from loopfeed.engine.records.stored.capture import FolderCapture
 from loopfeed.engine.records.stored.following import followed_copy
 from loopfeed.engine.records.stored.lease import LEASE, Lease, StoredRunInUseError
 from loopfeed.engine.records.stored.mirror import Mirror
-from loopfeed.engine.records.stored.reading import download, with_weights
+from loopfeed.engine.records.stored.reading import download, local_copy, with_weights
 from loopfeed.engine.records.stored.state import MARKER, OBJECTS, Part, StoredRunError, StoredState, read_state
 from loopfeed.engine.records.stored.working_copy import WorkingCopy
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
@@ -360,6 +362,16 @@ def test_a_changed_marker_and_one_of_a_newer_version_are_refused():
         StoredState.from_bytes(newer, "")
 
 
+@pytest.mark.parametrize("time", [10**400, -1, math.nan, 1e308, "now"], ids=["huge", "negative", "nan", "late", "text"])
+def test_a_marker_without_a_time_is_damaged(tmp_path, time):
+    for name, content in ("bad", marker_of({}, time=time)), ("good", marker_of({"config.json": []})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MARKER).write_bytes(content)
+    bad, good = summarise_stored_runs(f"file://{tmp_path}", 0.0, {})
+    assert (bad.state, f"{MARKER} cannot be read" in str(bad.fault)) == ("damaged", True)
+    assert MARKER not in str(good.fault)
+
+
 def test_too_many_files_are_refused_on_both_sides(monkeypatch):
     monkeypatch.setattr(state_module, "_MOST_FILES", 10)
     files: dict[str, tuple[Part, ...]] = {f"{number}": () for number in range(11)}
@@ -593,6 +605,26 @@ def test_only_the_files_that_are_needed_are_downloaded():
         StoredRunError, match=r"there is no snapshot of step 5: choose another step \(available: 4, 8\)"
     ):
         with_weights(5)(names)
+
+
+def test_messages_name_the_url(tmp_path):
+    url = f"file://{tmp_path}/store"
+    location = open_location(url)
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror_of(location, run, tmp_path).upload_once()
+
+    def fail(folder):
+        error = ValueError(f"{folder}/loss.jsonl is wrong")
+        error.add_note(f"look at {folder}")
+        raise error
+
+    with pytest.raises(ValueError, match=r"^file://.*/store/loss.jsonl is wrong") as caught, local_copy(url) as folder:
+        fail(folder)
+    assert caught.value.__notes__ == [f"look at {url}"]
+    assert not folder.exists()
+    expected = r"there is no run at file://.*/none/, which contains no state.json: give the URL of a run$"
+    with pytest.raises(StoredRunError, match=expected):
+        local_copy(f"file://{tmp_path}/none").__enter__()
 
 
 def test_a_followed_run_grows_as_the_run_does(tmp_path, monkeypatch):
