@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ CONFIG_NAME = "config.json"
 RESULT_NAME = "result.json"
 
 _MAX_STEP = 2**53  # above it a float64 step is no longer exact
-_FINGERPRINT_BYTES = 128  # the first line carries its time, so two runs differ within this many bytes
+_FINGERPRINT_BYTES = 128  # a line carries its time at its end, so two launches differ within this many bytes
 
 Floats = npt.NDArray[np.float64]
 
@@ -74,64 +74,88 @@ class LossBatch:
     more: bool = False  # the file contains more than this read returned: read again at once
 
 
-class LossLog:
-    """A reader of a `loss.jsonl` that may still grow.
+@dataclass(frozen=True)
+class NewLines:
+    """The result of one call to `GrowingLog.read`."""
 
-    Each read resumes where the previous one ended; the file is closed in between. A last line without its newline is
-    left for the next read. A missing file has no rows. A file that was replaced, shortened or rewritten is read from
-    its start, and the batch has `restarted` set.
+    lines: Sequence[bytes] = ()  # without their newlines
+    restarted: bool = False  # the file was replaced: lines read earlier belong to the old file
+    is_missing: bool = False  # there is no file
+    is_too_long: bool = False  # a piece of a line that is longer than a read was skipped
+    more: bool = False  # the file contains more than this read returned: read again at once
+
+
+class GrowingLog:
+    """Reads the complete lines of a log that may still grow, from where the last read ended.
+
+    The file is closed in between. A last line without its newline is left for the next read. A file that was replaced,
+    shortened or rewritten is read from its start. A line longer than `chunk_bytes` is skipped piece by piece.
+
+    Attributes:
+        num_lines: the number of lines that were read.
     """
 
-    def __init__(self, path: Path, chunk_bytes: int = 1 << 18) -> None:
-        if chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}; omit it to use 256 KiB")
-        self._path = path
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, path: Path, chunk_bytes: int) -> None:
+        self._path, self._chunk_bytes = path, chunk_bytes
         self._identity: tuple[int, int] | None = None
-        self._fingerprint = b""
-        self._offset = 0
-        self._num_lines = 0
+        self._before = b""  # what stands before the place of the next read
+        self._offset = self.num_lines = 0
 
-    def read(self) -> LossBatch:
+    def read(self) -> NewLines:
         """Read up to `chunk_bytes` of new complete lines; raise OSError if the file cannot be read."""
         try:
             file = os.fdopen(open_regular(self._path), "rb")
         except FileNotFoundError:
-            return LossBatch(NO_ROWS)
+            return NewLines(is_missing=True)
         with file:
             restarted = self._rewind_if_another_file(file)
             file.seek(self._offset)
             chunk = file.read(self._chunk_bytes)
-            hole_stop = end_of_hole(file) if chunk and not chunk.strip(b"\0") else 0
-        full = len(chunk) == self._chunk_bytes
-        stop = chunk.rfind(b"\n") + 1
-        if stop == 0 and full:
-            # No newline in a whole chunk: no row is that long. The line is skipped piece by piece.
-            self._offset = max(self._offset + len(chunk), hole_stop)
-            return LossBatch(NO_ROWS, restarted, 1, self._num_lines + 1, more=True)
+            is_full, stop = len(chunk) == self._chunk_bytes, chunk.rfind(b"\n") + 1
+            is_too_long = is_full and stop == 0
+            if is_too_long:
+                self._offset = max(self._offset + len(chunk), end_of_hole(file) if not chunk.strip(b"\0") else 0)
+            else:
+                self._offset += stop
+            begin = max(0, self._offset - _FINGERPRINT_BYTES)
+            file.seek(begin)
+            self._before = file.read(self._offset - begin)
         lines = chunk[:stop].split(b"\n")[:-1]
-        rows, unreadable = _parse(lines)
-        last_unreadable = self._num_lines + unreadable[-1] + 1 if unreadable else 0
-        self._offset += stop
-        # Bytes past the last complete line may still be removed, if the disk is full.
-        self._fingerprint = self._fingerprint[: self._offset]
-        self._num_lines += len(lines)
-        return LossBatch(rows, restarted, len(unreadable), last_unreadable, more=full)
+        self.num_lines += len(lines)
+        return NewLines(lines, restarted, is_too_long=is_too_long, more=is_full)
 
-    def _rewind_if_another_file(self, file: Any) -> bool:
-        """Rewind if the file has been replaced since the last read; return True if lines of the old file were read."""
+    def _rewind_if_another_file(self, file: BinaryIO) -> bool:
+        """Rewind if the file is not the one that was read; return True if lines of the old file were read."""
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
-        head = file.read(_FINGERPRINT_BYTES)
-        same = identity == self._identity and status.st_size >= self._offset and head.startswith(self._fingerprint)
-        restarted = not same and self._num_lines > 0
-        if not same:
-            self._identity, self._offset, self._num_lines = identity, 0, 0
-        self._fingerprint = head
+        file.seek(self._offset - len(self._before))
+        if identity == self._identity and file.read(len(self._before)) == self._before:
+            return False
+        restarted = self.num_lines > 0
+        self._identity, self._before, self._offset, self.num_lines = identity, b"", 0, 0
         return restarted
 
 
-def end_of_hole(file: Any) -> int:
+class LossLog:
+    """A reader of a `loss.jsonl` that may still grow, as `GrowingLog`. A missing file has no rows."""
+
+    def __init__(self, path: Path, chunk_bytes: int = 1 << 18) -> None:
+        if chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}; omit it to use 256 KiB")
+        self._log = GrowingLog(path, chunk_bytes)
+
+    def read(self) -> LossBatch:
+        """Read up to `chunk_bytes` of new complete lines; raise OSError if the file cannot be read."""
+        new = self._log.read()
+        if new.is_too_long:
+            return LossBatch(NO_ROWS, new.restarted, 1, self._log.num_lines + 1, more=True)
+        rows, unreadable = _parse(new.lines)
+        num_before = self._log.num_lines - len(new.lines)
+        last_unreadable = num_before + unreadable[-1] + 1 if unreadable else 0
+        return LossBatch(rows, new.restarted, len(unreadable), last_unreadable, new.more)
+
+
+def end_of_hole(file: BinaryIO) -> int:
     """Return the offset of the next data in a sparse file; holes, which can span terabytes, contain no lines."""
     here = file.tell()
     if not hasattr(os, "SEEK_DATA"):
