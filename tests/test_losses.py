@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from loopfeed.engine.images.mixing import WHOLE
-from loopfeed.engine.objective.cross_entropy import cross_entropy
-from loopfeed.engine.objective.losses import binary_cross_entropy_loss, cross_entropy_loss
+from loopfeed.engine.objective.losses import binary_cross_entropy_loss, cross_entropy, cross_entropy_loss
 from loopfeed.engine.objective.objective import Objective, smooth_targets
 
 INF = np.inf

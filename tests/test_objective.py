@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopfeed.engine.images.augment import one_hot_or_nan
-from loopfeed.engine.objective import cross_entropy as objective
+from loopfeed.engine.objective import losses as objective
 
 
 def cross_entropy(logits, labels):

@@ -18,9 +18,9 @@ from loopfeed.preprocess.commands.inspect_cli import main
 from loopfeed.preprocess.shards import (
     arrays,
     decoded_checks,
-    image_numbers,
     mapped_images,
     mapped_shards,
+    split_arrays,
     stored_pixels,
 )
 from loopfeed.preprocess.shards.checksum import crc32c
@@ -153,7 +153,7 @@ def test_labels_and_checksums_of_another_split_are_detected(data, name):
 @pytest.mark.parametrize("per_shard", [1 << 10, 1 << 20])
 def test_labels_and_checksums_of_several_files_are_read_in_any_order(tmp_path, monkeypatch, held, per_shard):
     monkeypatch.setitem(vars(arrays.NUMBERS), "per_shard", per_shard)
-    monkeypatch.setattr(image_numbers, "HELD_NUMBERS", held)
+    monkeypatch.setattr(split_arrays, "HELD_NUMBERS", held)
     source = fake_source(2100, size=2)
     pack(source, tmp_path, shard_images=512)
     words, labels = packed_words(source)

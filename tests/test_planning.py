@@ -29,8 +29,7 @@ from loopfeed.engine.sizing import absent_cards, flow, planning
 from loopfeed.engine.sizing.absent_cards import COMPILER_FOLDER, CardCompilerError, compile_for_cards
 from loopfeed.engine.sizing.cards import SHARE_VARIABLE
 from loopfeed.engine.sizing.flow import DECODE, READ, measure_flow
-from loopfeed.engine.sizing.memory import Analysed
-from loopfeed.engine.sizing.plan import Place
+from loopfeed.engine.sizing.plan import Analysed, Place
 from loopfeed.engine.sizing.planning import Target, plan_for_cards, plan_here
 from loopfeed.engine.sizing.volumes import split_volume
 from loopfeed.preprocess.shards.reader import open_split

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopfeed.engine.report_page.page import open_templates
+from loopfeed.engine.report_page.report import open_templates
 from tests.report_pages import parse, table
 from tests.report_runs import HOSTILE
 

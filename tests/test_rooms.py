@@ -218,7 +218,7 @@ def test_the_walk_of_a_batch_in_the_docs_is_that_of_the_code() -> None:
     own = (
         pulled
         | stations[8]
-        | {"loopfeed.engine.objective.cross_entropy"}
+        | {"loopfeed.engine.objective.losses"}
         | stations[10]
         | {"loopfeed.engine.crossing.outfeed"}
     )

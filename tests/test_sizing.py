@@ -13,9 +13,8 @@ from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
 from loopfeed.engine.sizing.flow import COPY, DECODE, DEVICES, LINK, READ, Flow, Stage
-from loopfeed.engine.sizing.imagenet import BlackImages, stand_for_imagenet
-from loopfeed.engine.sizing.memory import START, find_largest_batch, program_parts
-from loopfeed.engine.sizing.plan import Memory, Place, Plan
+from loopfeed.engine.sizing.plan import START, Memory, Place, Plan, find_largest_batch, program_parts
+from loopfeed.engine.sizing.planning import BlackImages, stand_for_imagenet
 from loopfeed.engine.sizing.report import plan_lines
 from loopfeed.engine.sizing.volumes import imagenet_volume, split_volume
 from loopfeed.preprocess.shards.reader import open_split

@@ -27,8 +27,8 @@ from loopfeed.engine.runtime import runtime_file
 from loopfeed.preprocess import regular_file
 from loopfeed.preprocess.commands.guarded_output import GuardedStream
 from loopfeed.preprocess.commands.inspect_cli import main as inspect_shards
-from loopfeed.preprocess.shards import image_numbers, stored_pixels, verify
 from loopfeed.preprocess.shards import location as location_module
+from loopfeed.preprocess.shards import split_arrays, stored_pixels, verify
 from loopfeed.preprocess.shards.arrays import create_array, damage, labels_metadata
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from loopfeed.preprocess.shards.mapped_images import MappedImages
@@ -290,7 +290,7 @@ def test_a_fault_of_the_system_is_not_taken_for_damage(tmp_path, monkeypatch, fi
             lambda path, **more: refuse() if str(path).endswith(file) else before(path, **more),
         )
     elif file.startswith("labels"):
-        monkeypatch.setattr(image_numbers, "read_array", lambda *_: {slice(0, 4): SimpleNamespace(read=Refused)})
+        monkeypatch.setattr(split_arrays, "read_array", lambda *_: {slice(0, 4): SimpleNamespace(read=Refused)})
     else:
         monkeypatch.setattr(stored_pixels, "open_pixels", lambda *_: {0: SimpleNamespace(read=Refused)})
         monkeypatch.setattr(stored_pixels, "start_reading", lambda *_: Refused())

@@ -17,7 +17,7 @@ from loopfeed.preprocess.commands.cli import main as preprocess_imagenet
 from loopfeed.preprocess.commands.inspect_cli import main as inspect_shards
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.pixels import to_rgb
-from loopfeed.preprocess.shards import arrays, image_numbers
+from loopfeed.preprocess.shards import arrays, split_arrays
 from loopfeed.preprocess.shards.arrays import row_shards
 from loopfeed.preprocess.shards.location import ShardError
 from loopfeed.preprocess.shards.manifest import Manifest
@@ -265,7 +265,7 @@ def test_many_shard_files_of_targets_mapped_or_not_are_read_alike(tmp_path, phot
     assert verify_split(str(tmp_path / "data"), "train") == ()
     expected = read_independently(root, labels)
     assert labels_by_pixels(tmp_path / "data") == expected
-    monkeypatch.setattr(image_numbers, "HELD_NUMBERS", 1)
+    monkeypatch.setattr(split_arrays, "HELD_NUMBERS", 1)
     assert labels_by_pixels(tmp_path / "data") == expected
 
 

@@ -31,7 +31,7 @@ def _compile(
     from loopfeed.engine.run.open_run import open_run
     from loopfeed.engine.sizing.absent_cards import absent_cards, card_placement, compiling_without_cards
     from loopfeed.engine.sizing.cards import CARDS
-    from loopfeed.engine.sizing.imagenet import stand_for_imagenet
+    from loopfeed.engine.sizing.planning import stand_for_imagenet
 
     config = TrainConfig.from_json(settings)
     devices = absent_cards(CARDS[card], num_devices, devices_per_host)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 from loopfeed.engine.images.auto_augment import auto_augment
 from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, BoxRule, draw_boxes, mask_boxes
-from loopfeed.engine.images.crops import centre_crop, draw_crop_boxes, flip_horizontally, random_crop
+from loopfeed.engine.images.crops import centre_crop, draw_crop_boxes, flip_horizontally, random_crop, resize_boxes
 from loopfeed.engine.images.jitter import (
     change_brightness,
     change_contrast,
@@ -24,7 +24,6 @@ from loopfeed.engine.images.jitter import (
 )
 from loopfeed.engine.images.mixing import draw_mixture, mix_levels, mix_targets, paste_partners
 from loopfeed.engine.images.positions import Positions, Purpose, draw_words, image_keys, to_choice
-from loopfeed.engine.images.resample import resize_boxes
 from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale, normalise_levels, unpack_pixels
 from loopfeed.engine.scopes import AUGMENT, UNPACK

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from loopfeed.engine.given_values import describe_given
-from loopfeed.engine.objective.compensated_sum import add_compensated
 
 type PerExample = Callable[[Any, Any], Shaped[Array, "B"]]
 """(outputs of the model, labels) → a real number or boolean for each example."""
@@ -264,3 +263,15 @@ def mean_average_precision(num_labels: int, num_bins: int = 200) -> Metric:
         return jnp.where(state[:, :, num_bins].any(), jnp.nan, mean)
 
     return Metric(_counts((2, num_labels, num_bins + 1)), update, jnp.add, finish)
+
+
+def add_compensated(
+    total: Float[Array, ""], lost: Float[Array, ""], value: Float[Array, ""]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the sum with a value added, and its rounding error: the sum was too large by the error.
+
+    A sum that is infinite or NaN has no rounding error, so that an infinite value makes the sum infinite, not NaN.
+    """
+    added = value - lost
+    summed = total + added
+    return summed, jnp.where(jnp.isfinite(summed), (summed - total) - added, 0)

@@ -17,9 +17,8 @@ from loopfeed.engine.feed.label_form import LabelForm
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.images.augment import make_targets
 from loopfeed.engine.images.mixing import WHOLE, mix_targets, swap_partners
-from loopfeed.engine.objective.cross_entropy import cross_entropy, without_zero_weights
 from loopfeed.engine.objective.logits import logits_of
-from loopfeed.engine.objective.losses import Loss, weighted_mean
+from loopfeed.engine.objective.losses import Loss, cross_entropy, weighted_mean, without_zero_weights
 from loopfeed.engine.objective.metrics import Metric
 from loopfeed.models.layers.widening import widen
 

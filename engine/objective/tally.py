@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from loopfeed.engine.feed.batches import PADDING_LABEL
-from loopfeed.engine.objective.compensated_sum import add_compensated
 from loopfeed.engine.objective.logits import logits_of
 from loopfeed.engine.objective.losses import cross_entropy_loss
-from loopfeed.engine.objective.metrics import NO_RANK
+from loopfeed.engine.objective.metrics import NO_RANK, add_compensated
 from loopfeed.engine.objective.objective import CROSS_ENTROPY, Objective, checked_losses
 from loopfeed.engine.objective.predictions import Predictions, add_predictions
 

@@ -22,7 +22,7 @@ from loopfeed.engine.crossing.cuda.transport import CudaTransport
 from loopfeed.engine.crossing.devices import Team
 from loopfeed.engine.run.host_side import Placement
 from loopfeed.engine.sizing.cards import Card
-from loopfeed.engine.sizing.memory import Analysed
+from loopfeed.engine.sizing.plan import Analysed
 
 COMPILER_FOLDER = "card-compiler"
 """The folder of the compiler in a Python environment, if it is not one of the environment's packages."""

@@ -7,22 +7,33 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.config import COUNTED_IN_EPOCHS, SYNTHETIC_IMAGE_SIZE, TrainConfig
 from loopfeed.engine.crossing.devices import devices
+from loopfeed.engine.feed.batches import Labels, Pixels
 from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches
 from loopfeed.engine.feed.windowed_batches import WindowedBatches
 from loopfeed.engine.peers import SEES_ALL
 from loopfeed.engine.processes import this_process
+from loopfeed.engine.run.epochs import settle_epochs, settle_evaluations
 from loopfeed.engine.run.open_run import OpenRun, open_run
 from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.run.result import RunFacts
 from loopfeed.engine.sizing.absent_cards import CardCompilerError, card_placement, compile_for_cards, stand_ins
 from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
 from loopfeed.engine.sizing.flow import measure_flow
-from loopfeed.engine.sizing.imagenet import BlackImages, stand_for_imagenet
-from loopfeed.engine.sizing.memory import START, Analysed, batch_unit, find_largest_batch, program_parts
-from loopfeed.engine.sizing.plan import Memory, Place, Plan, count_evaluations, count_snapshots
-from loopfeed.engine.sizing.volumes import IMAGENET_VAL, Volume, imagenet_volume, split_volume
+from loopfeed.engine.sizing.plan import (
+    START,
+    Analysed,
+    Memory,
+    Place,
+    Plan,
+    batch_unit,
+    count_evaluations,
+    count_snapshots,
+    find_largest_batch,
+    program_parts,
+)
+from loopfeed.engine.sizing.volumes import IMAGENET_TRAIN, IMAGENET_VAL, Volume, imagenet_volume, split_volume
 from loopfeed.preprocess.memory import host_memory_bytes, process_memory_bytes
 from loopfeed.preprocess.quantities import quantity
 
@@ -273,3 +284,35 @@ def _count_images(facts: RunFacts) -> int:
 
 def _ignore(_: str) -> None:
     """Ignore a message."""
+
+
+def stand_for_imagenet(
+    config: TrainConfig, parts: OwnParts, notify: Callable[[str], None]
+) -> tuple[TrainConfig, OwnParts]:
+    """Return a run on synthetic batches as if they were ImageNet-1k; a run on other data is returned as it is.
+
+    Its epochs and its default cadence of evaluations are those of ImageNet-1k, and it evaluates as many images, which
+    are black.
+    """
+    if not config.synthetic:
+        return config, parts
+    if parts.evaluation is None and config.eval_split != "off":
+        parts = replace(parts, evaluation=BlackImages(config))
+    config = settle_epochs(config, IMAGENET_TRAIN, notify=notify)
+    config = settle_evaluations(config, IMAGENET_TRAIN, is_evaluated=parts.evaluation is not None)
+    return TrainConfig.from_json(config.to_json() | {epochs: None for epochs, _ in COUNTED_IN_EPOCHS}), parts
+
+
+class BlackImages:
+    """An evaluation of as many black images as ImageNet-1k has for validation."""
+
+    thread_safe = True
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.batch = config.batch
+        self.height = self.width = config.image_size or SYNTHETIC_IMAGE_SIZE
+        self.num_batches = -(-IMAGENET_VAL // config.batch)
+
+    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+        """Write zeros."""
+        pixels[...], labels[...] = 0, 0

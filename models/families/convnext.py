@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from loopfeed.models.layers.convolution import convolution
 from loopfeed.models.layers.draws import normal_arrays
 from loopfeed.models.layers.gelu import gelu
-from loopfeed.models.layers.head import dense, global_average_pool
+from loopfeed.models.layers.head import dense, global_average_pool, linear, patch_linear
 from loopfeed.models.layers.layer_norm import init_layer_norm, layer_norm
-from loopfeed.models.layers.linear import linear, patch_linear
 from loopfeed.models.model import BatchStats, Params
 from loopfeed.models.paths import set_at
 

@@ -16,8 +16,7 @@ from typing import Any
 import jax
 from jax import ffi, lax
 
-from loopfeed.models.kernels.onednn.fork_safe_lock import ForkSafeLock
-from loopfeed.models.kernels.onednn.library import Library, load_library
+from loopfeed.models.kernels.onednn.library import ForkSafeLock, Library, load_library
 from loopfeed.models.kernels.onednn.primitives import Primitives
 from loopfeed.models.kernels.onednn.team import PythonTeam
 from loopfeed.models.kernels.onednn.team_library import load_team

@@ -8,6 +8,7 @@ import ctypes
 import os
 import platform
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,28 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from loopfeed.models.kernels.onednn.fork_safe_lock import ForkSafeLock
 from loopfeed.models.xla_threads import given_num_threads
+
+
+class ForkSafeLock:
+    """A lock for `with`, which is free in a forked child: there the thread that held it does not exist.
+
+    The thread that holds it must not fork.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
 
 DISTRIBUTION = "onednn-cpu-gomp"
 """The wheel that holds the library."""

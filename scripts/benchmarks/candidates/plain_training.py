@@ -21,7 +21,7 @@ from protocol import Channel, jax_versions, timed
 from small_perceptron import draw_batches, perceptron_of
 
 from loopfeed.engine.images.unpack import PixelScale, unpack_pixels
-from loopfeed.engine.objective.cross_entropy import cross_entropy
+from loopfeed.engine.objective.losses import cross_entropy
 from loopfeed.models.registry import build_model
 
 AHEAD = 2

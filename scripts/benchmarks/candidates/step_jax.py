@@ -21,7 +21,7 @@ from jax import lax
 from protocol import Channel, jax_versions, timed
 from work_of_models import work_of
 
-from loopfeed.engine.objective.cross_entropy import cross_entropy
+from loopfeed.engine.objective.losses import cross_entropy
 from loopfeed.engine.updates.optim import trace
 from loopfeed.models.families import pooled_convnet, resnet
 from loopfeed.models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
