@@ -90,14 +90,6 @@ class Reading:
         self.stage, self.since = stage, now
         return before
 
-    def leave(self, stage: int) -> float:
-        """Return to a stage, and return the seconds since the current one began."""
-        now = perf_counter()
-        took = now - self.since
-        self._seconds[self.stage] += took
-        self.stage, self.since = stage, now
-        return took
-
     def visit(self, file: File) -> None:
         """Note that another file is read from now on."""
         now, self._has_stages = perf_counter(), True
@@ -155,11 +147,8 @@ class ReadMeter:
 
     def here(self) -> Reading:
         """Return the reading of this thread."""
-        ident = threading.get_ident()
-        found = self._readings.get(ident)
-        if found is None:
-            found = self._readings[ident] = Reading()
-        return found
+        found = self._readings.get(threading.get_ident())
+        return self.join() if found is None else found
 
     def name(self, file: File) -> str | None:
         """Return the name of what is read, for messages; None if it is no file."""

@@ -33,17 +33,18 @@ from loopfeed.engine.runtime.runtime_file import decode_runtime
 from loopfeed.engine.runtime.verdict import Circumstances, judge
 from loopfeed.engine.runtime.watchdog import Watchdog, describe_threads
 from loopfeed.engine.spans import Times
+from tests.toy import toy_config
 
 LAUNCH = LaunchRuntime(
     started=100.0, ended=200.0, start_step=0, end_step=500, state="done", versions={}, devices="cpu",
     goodput=Goodput(steps=80, compilation=15, other=5), pulls=Pulls(count=500, bytes=10**9, waits=Times(500)),
 )  # fmt: skip
-LOCAL = Circumstances(
-    description="data/shards", is_packed=True, is_synthetic=False, is_stored=False, is_cached=False, is_windowed=False,
-    reader_threads=4, prefetch=8, snapshot_every_steps=50, precision="float32", is_cpu=True,
-)  # fmt: skip
-STORED = replace(LOCAL, description="s3://bucket/shards", is_stored=True)
-OWN = replace(LOCAL, description="batches of your own", is_packed=False)
+CONFIG = toy_config(reader_threads=4, snapshot_every_steps=50)
+LOCAL = Circumstances(CONFIG, "data/shards", "data/shards", prefetch=8, is_cpu=True)
+STORED = replace(LOCAL, description="s3://bucket/shards", location="s3://bucket/shards")
+OWN = replace(LOCAL, description="batches of your own", location=None)
+CACHED = replace(CONFIG, cache="cache", order="windowed")
+SYNTHETIC = replace(OWN, config=replace(CONFIG, synthetic=True))
 
 
 def waiting(seconds_by_stage, *, stalls=(), first_s=0.0, p50_s=0.02):
@@ -73,7 +74,7 @@ SLOW = (SlowOperation("convolution", "conv1", "f32[8]", "its kernel is turned", 
     [
         (READING, LOCAL, "reading", ["57 % of the time for data/shards (read 48 %, check 9 %)", "--reader-threads"]),
         (READING, STORED, "reading", ["--order windowed) and keep shards on this machine (--cache)"]),
-        (READING, replace(STORED, is_cached=True, is_windowed=True), "reading", ["--reader-threads"]),
+        (READING, replace(STORED, config=CACHED), "reading", ["--reader-threads"]),
         (waiting({"read": 20.0}, p50_s=0.0), LOCAL, "reading", ["in bursts, which a larger --prefetch bridges, now 8"]),
         (
             waiting({"read": 20.0}, stalls=(Stall(3, 15.0, "read", "c/7"), Stall(9, 1.0, "read", "c/8"))),
@@ -89,7 +90,7 @@ SLOW = (SlowOperation("convolution", "conv1", "f32[8]", "its kernel is turned", 
         (waiting({"open": 20.0}), LOCAL, "opening", ["(open 25 %)"]),
         (waiting({"copy": 20.0}), LOCAL, "copying", ["(copy 25 %)"]),
         (waiting({"source": 40.0}), OWN, "source", ["50 % of the time for your own batches, which take 60.0 ms"]),
-        (waiting({"source": 40.0}), replace(OWN, is_synthetic=True), "source", ["synthetic batches"]),
+        (waiting({"source": 40.0}), SYNTHETIC, "source", ["synthetic batches"]),
         (waiting({"read": 30.0}, first_s=30.0), LOCAL, "device", ["100 % of the time"]),
         (
             replace(LAUNCH, goodput=Goodput(steps=40, waiting=40), pushes=Pushes(blocked_s=40, blocked_by="PlainSink")),
@@ -136,7 +137,7 @@ def test_every_option_that_a_verdict_names_exists():
             waiting({"read": 20.0}, p50_s=0.0),
             EVALUATING,
         )
-        for about in (LOCAL, STORED, OWN, replace(OWN, is_synthetic=True, is_cpu=False))
+        for about in (LOCAL, STORED, OWN, replace(SYNTHETIC, is_cpu=False))
     )
     named = {word.strip("(),;") for word in advice.split() if word.strip("(),;").startswith("--")}
     assert len(named) >= 7

@@ -18,7 +18,7 @@ from jax import lax
 
 from loopfeed import Callback, train
 from loopfeed.engine.feed.batches import ArrayBatches
-from loopfeed.engine.feed.feed_meter import FeedMeter
+from loopfeed.engine.feed.feed_meter import FeedMeter, WaitNow
 from loopfeed.engine.feed.feeder import FeederError
 from loopfeed.engine.records.run_folder import RUNTIME, STALLS, WRITTEN_HERE
 from loopfeed.engine.records.stored.capture import FolderCapture
@@ -370,7 +370,7 @@ def test_what_runs_is_described_by_whom_it_waits_for():
     infeeds = SimpleNamespace(training=SimpleNamespace(num_together=4))
     transport = SimpleNamespace(runs_ahead=False)
     config, profiling = toy_config(steps=20, accumulate_steps=2), SimpleNamespace(is_collecting=False)
-    feeder = SimpleNamespace(meter=FeedMeter(ReadMeter()), num_ready=0)
+    train, evaluation = FeedMeter(ReadMeter()), FeedMeter(ReadMeter())
     meter: Any = LaunchMeter.__new__(LaunchMeter)
     meter._launch = SimpleNamespace(
         outfeed=outfeed,
@@ -380,21 +380,21 @@ def test_what_runs_is_described_by_whom_it_waits_for():
         config=config,
         profiling=profiling,
     )
-    meter._training, meter._evaluation, meter._snapshots, meter._spans = feeder, feeder, None, spans
+    meter._training, meter._meters = SimpleNamespace(num_ready=0), {"train": train, "evaluation": evaluation}
+    meter._snapshots, meter._spans = None, spans
     meter._num_pulled, meter._pulled_at = 0, 0.0
     assert meter.describe() == "the device has been computing steps 8 to 9 (--chunk) for 0.0 s"
     infeeds.training.num_together = 1
     assert meter.describe() == "the device has been computing step 8 for 0.0 s"
-    feeder.meter.begin_wait(15)
+    train.waiting = WaitNow(15, time.perf_counter())
     assert meter.describe() == "the loop waits for the batch of step 8, which no thread is reading"
-    reading = feeder.meter.readings.here()
+    reading = train.readings.here()
     reading.begin(15)
     reading.enter(CHECK)
     reading.visit("c/3")
     assert meter.describe().startswith("the loop waits for the batch of step 8: checking images of c/3 has taken 0.0 s")
-    feeder.meter.end_wait()
-    meter._evaluation = SimpleNamespace(meter=FeedMeter(ReadMeter()))
-    meter._evaluation.meter.begin_wait(3)
+    train.waiting = None
+    evaluation.waiting = WaitNow(3, time.perf_counter())
     assert meter.describe().startswith("the loop waits for the batch of an evaluation, which no thread")
     spans[PUSH].begin()
     assert meter.describe() == "the outfeed has been receiving for 0.0 s"

@@ -205,8 +205,9 @@ class Outfeed:
 
     def _end(self, pushed: Pushed | None, operands: Sequence[Array]) -> None:
         """Note what a push ends: steps, an evaluation, or the copying of a snapshot, since the push before."""
-        before, began = self._on_host.ended_at, self._on_host.since
-        took = self._on_host.end()
+        span = self._on_host
+        before, began = span.ended_at, span.since
+        took = span.end()
         if isinstance(pushed, PushedLosses):
             self.step = pushed.first_step + len(pushed.losses) - 1
             # A loss and a learning rate; counting the operands would double the price of a push.

@@ -5,7 +5,6 @@ Costs nothing for a batch that is ready. Does not depend on jax, threads or step
 
 import heapq
 import threading
-from time import perf_counter
 from typing import NamedTuple
 
 from loopfeed.preprocess.read_meter import AWAIT, COPY, SOURCE, STAGES, WINDOW, File, Profile, Reading, ReadMeter
@@ -44,34 +43,26 @@ class FeedMeter:
 
     Attributes:
         readings: as given.
+        waiting: what is being waited for now, None if nothing is; set by the feeder.
         copy_s: seconds spent on copying batches to the program; of several shards, for the first.
-        wait_s: seconds that were waited for batches, also in vain; what several shards waited at once counts once.
-        wait_s_by_stage: these seconds by the number of the stage of reading.
+        wait_s_by_stage: seconds that were waited for batches, also in vain, by the number of the stage of reading; what
+            several shards waited at once counts once.
         first_wait_s: seconds waited for the first batch, when nothing can be ready.
     """
 
     def __init__(self, readings: ReadMeter, first: int = 0) -> None:
         self.readings, self._first = readings, first
-        self.copy_s = self.wait_s = self.first_wait_s = 0.0
+        self.copy_s = self.first_wait_s = 0.0
         self.wait_s_by_stage = [0.0] * len(STAGES)
-        self._waiting_for, self._waiting_since = -1, 0.0
+        self.waiting: WaitNow | None = None
         self._guard, self._booked_until = threading.Lock(), 0.0
         self._causes: dict[int, Profile] = {}
         self._stalls: list[BatchStall] = []
 
     @property
-    def waiting(self) -> WaitNow | None:
-        """What is being waited for now, None if nothing is."""
-        batch_index = self._waiting_for
-        return None if batch_index < 0 else WaitNow(batch_index, self._waiting_since)
-
-    def begin_wait(self, batch_index: int) -> None:
-        """Note that a batch is waited for from now on."""
-        self._waiting_since, self._waiting_for = perf_counter(), batch_index
-
-    def end_wait(self) -> None:
-        """Note that the wait is over."""
-        self._waiting_for = -1
+    def wait_s(self) -> float:
+        """Seconds that were waited for batches."""
+        return sum(self.wait_s_by_stage)
 
     def waited(self, batch_index: int, since: float, until: float, profile: Profile | None) -> None:
         """Attribute a shard's wait for its part of a batch.
@@ -115,7 +106,6 @@ class FeedMeter:
 
     def _book(self, batch_index: int, wait_s: float, profile: Profile) -> None:
         seconds, total = profile.seconds, sum(profile.seconds)
-        self.wait_s += wait_s
         if batch_index == self._first:
             self.first_wait_s += wait_s
         if seconds[SOURCE] == total:

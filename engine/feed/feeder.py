@@ -24,7 +24,7 @@ from loopfeed.engine.feed.batches import (
     read_meter_of,
     row_words,
 )
-from loopfeed.engine.feed.feed_meter import FeedMeter
+from loopfeed.engine.feed.feed_meter import FeedMeter, WaitNow
 from loopfeed.engine.feed.row_copies import RowCopies
 from loopfeed.engine.feed.thread_place import describe_places, places_of
 from loopfeed.engine.settings import SettingError
@@ -327,7 +327,7 @@ class Feeder:
 
         with self._guard:
             self._num_waiting += 1
-            self.meter.begin_wait(batch_index)
+            self.meter.waiting = WaitNow(batch_index, time.perf_counter())
             try:
                 while not self._filled.wait_for(ready, min(_LOOK_EVERY_S, max(0.0, deadline - time.perf_counter()))):
                     if is_cancelled():
@@ -335,7 +335,7 @@ class Feeder:
                     self._check_can_arrive(batch_index, deadline)
             finally:
                 self._num_waiting -= 1
-                self.meter.end_wait()
+                self.meter.waiting = None
         return True
 
     def _raise_failure(self, slot: _Slot, batch_index: int) -> None:

@@ -156,7 +156,8 @@ class WindowReader:
         if start >= self._first_position:
             before = reading.enter(AWAIT)
             window = self._await(self._order.window_at(start), time.monotonic() + timeout_s, timeout_s)
-            wait_s = reading.leave(before)
+            wait_s = time.perf_counter() - reading.since
+            reading.enter(before)
             if window is not None:
                 reading.blame(window.profile, wait_s)
         if window is None:

@@ -11,9 +11,7 @@ from time import perf_counter
 
 import jax
 
-from loopfeed.engine.config import OFF
-from loopfeed.engine.feed.feed_meter import MOST_STALLS, FeedMeter, WaitNow
-from loopfeed.engine.feed.feeder import Feeder
+from loopfeed.engine.feed.feed_meter import MOST_STALLS, FeedMeter
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.program.kernels import uses_amx_in_bfloat16
 from loopfeed.engine.records.run_folder import recorded_versions
@@ -28,6 +26,7 @@ from loopfeed.engine.runtime.record import (
     LaunchRuntime,
     LaunchState,
     MemoryPeaks,
+    Phase,
     Pulls,
     Pushes,
     ReaderTimes,
@@ -53,8 +52,7 @@ from loopfeed.engine.spans import (
     SNAPSHOT_PUSH,
     STEP_WAIT,
 )
-from loopfeed.preprocess.read_meter import AWAIT, CHECK, COPY, OPEN, READ, SOURCE, STAGES, Reading
-from loopfeed.preprocess.storage_options import is_url
+from loopfeed.preprocess.read_meter import AWAIT, CHECK, COPY, OPEN, READ, SOURCE, STAGES, Reading, ReadMeter
 
 # Launches of at least so long a loop are searched for slow operations without being asked to.
 _WORTH_S = 120.0
@@ -81,10 +79,13 @@ class LaunchMeter:
         self._rollback = rollback or Rollback()
         self._versions = recorded_versions()
         self._slow: tuple[SlowOperation, ...] = ()
-        infeeds = launch.infeeds
-        self._training: Feeder = infeeds.training.feeder
+        self._feeders = [each.feeder for each in launch.infeeds.all()]
+        self._training, *evaluation = self._feeders
+        self._meters: dict[Phase, FeedMeter] = {
+            "train": self._training.meter,
+            "evaluation": evaluation[0].meter if evaluation else FeedMeter(ReadMeter()),
+        }
         self._num_pulled, self._pulled_at = 0, 0.0
-        self._evaluation = None if infeeds.evaluation is None else infeeds.evaluation.feeder
 
     def sample_ring(self) -> RingSample | None:
         """Return how many training batches are ready; None unless the loop runs and will pull more."""
@@ -158,12 +159,14 @@ class LaunchMeter:
             if stream.blocked_by is not None:
                 return f"the loop waits until the sink {stream.blocked_by} accepts losses"
             return f"the outfeed has been receiving for {describe_span(perf_counter() - since)}"
-        for feeder, what in ((self._training, "step"), (self._evaluation, "evaluation")):
-            waiting = None if feeder is None else feeder.meter.waiting
-            # On a GPU, a reading thread may also wait for a batch that is far ahead of the loop.
-            is_ahead = self._launch.transport.runs_ahead and self._training.num_ready > 0
-            if feeder is not None and waiting is not None and not is_ahead:
-                return self._describe_wait(feeder, waiting, what)
+        # On a GPU, a reading thread may also wait for a batch that is far ahead of the loop.
+        is_ahead = self._launch.transport.runs_ahead and self._training.num_ready > 0
+        for phase, meter in self._meters.items():
+            if (waiting := meter.waiting) is not None and not is_ahead:
+                number = f"step {self._step_of(waiting.batch_index)}" if phase == "train" else "an evaluation"
+                reading = meter.busy(waiting.batch_index)
+                what = ", which no thread is reading" if reading is None else f": {_describe_reading(meter, reading)}"
+                return f"the loop waits for the batch of {number}{what}"
         # Where the host runs ahead, the device may not have got the last batch yet.
         pushed_at = push.ended_at or self._spans[LOOP].since or perf_counter()
         since = pushed_at if self._launch.transport.runs_ahead else max(pushed_at, self._pulled_at)
@@ -188,30 +191,21 @@ class LaunchMeter:
             return f"the steps are done, and the run waits until the snapshot of step {step} is on the disk"
         return "the steps are done, and the run is ending"
 
-    def _describe_wait(self, feeder: Feeder, waiting: WaitNow, what: str) -> str:
-        number = f"step {self._step_of(waiting.batch_index)}" if what == "step" else "an evaluation"
-        waits = f"the loop waits for the batch of {number}"
-        reading = feeder.meter.busy(waiting.batch_index)
-        if reading is None:
-            return f"{waits}, which no thread is reading"
-        return f"{waits}: {_describe_reading(feeder, reading)}"
-
     def _step_of(self, batch_index: int) -> int:
         return batch_index // self._launch.config.accumulate_steps + 1
 
     def _pulls(self) -> Pulls:
-        feeder, meter = self._training, self._training.meter
-        evaluation = self._evaluation
+        feeder, meter, evaluation = self._training, self._meters["train"], self._meters["evaluation"]
         return Pulls(
             count=feeder.num_taken,
             bytes=feeder.num_taken * feeder.batch_bytes,
             waits=self._spans[STEP_WAIT].summary(),
             copy_s=meter.copy_s,
             wait_s_by_stage=_by_stage(meter),
-            evaluation_count=0 if evaluation is None else evaluation.num_taken,
-            evaluation_wait_s=0.0 if evaluation is None else evaluation.meter.wait_s,
-            evaluation_wait_s_by_stage={} if evaluation is None else _by_stage(evaluation.meter),
-            first_wait_s=meter.first_wait_s + (0.0 if evaluation is None else evaluation.meter.first_wait_s),
+            evaluation_count=sum(each.num_taken for each in self._feeders[1:]),
+            evaluation_wait_s=evaluation.wait_s,
+            evaluation_wait_s_by_stage=_by_stage(evaluation),
+            first_wait_s=meter.first_wait_s + evaluation.first_wait_s,
         )
 
     def _pushes(self) -> Pushes:
@@ -225,16 +219,11 @@ class LaunchMeter:
         )
 
     def _stalls(self) -> tuple[Stall, ...]:
-        meter = self._training.meter
         found = [
-            Stall(self._step_of(each.batch_index), each.wait_s, each.stage, meter.readings.name(each.file))
-            for each in meter.stalls()
+            Stall(step_of(stall.batch_index), stall.wait_s, stall.stage, meter.readings.name(stall.file), phase)
+            for (phase, meter), step_of in zip(self._meters.items(), (self._step_of, self._evaluated_step), strict=True)
+            for stall in meter.stalls()
         ]
-        if self._evaluation is not None:
-            meter = self._evaluation.meter
-            for each in meter.stalls():
-                step, file = self._evaluated_step(each.batch_index), meter.readings.name(each.file)
-                found.append(Stall(step, each.wait_s, each.stage, file, "evaluation"))
         return tuple(sorted(found, key=lambda each: each.wait_s, reverse=True)[:MOST_STALLS])
 
     def _evaluated_step(self, batch_index: int) -> int:
@@ -246,9 +235,8 @@ class LaunchMeter:
         return done[number].step if 0 <= number < len(done) else launch.outfeed.step
 
     def _reader(self) -> ReaderTimes:
-        feeders = [self._training] + ([] if self._evaluation is None else [self._evaluation])
         # Two feeders may read the same split.
-        meters = {id(each.meter.readings): each.meter.readings for each in feeders}
+        meters = {id(each.readings): each.readings for each in self._meters.values()}
         readings = [each for meter in meters.values() for each in meter.all()]
         totals = [sum(each.totals[stage] for each in readings) for stage in range(AWAIT)]
         return ReaderTimes(
@@ -259,7 +247,7 @@ class LaunchMeter:
             copy_s=totals[COPY],
             # A user's source does not say what it reads.
             bytes=sum(each.num_bytes for each in readings)
-            or sum(each.num_taken * each.batch_bytes for each in feeders),
+            or sum(each.num_taken * each.batch_bytes for each in self._feeders),
             num_threads=self._training.num_threads,
         )
 
@@ -292,14 +280,14 @@ class LaunchMeter:
         spans = self._spans
         # On a GPU, a reading thread waits for a batch, not the loop.
         is_known = not self._launch.transport.runs_ahead
-        waits = [each.meter.waiting if each and is_known else None for each in (self._training, self._evaluation)]
+        waits = [each.waiting if is_known else None for each in self._meters.values()]
         now = spans[LOOP].ended_at or perf_counter()
         training_s, evaluating_s = (max(0.0, now - wait.since) if wait is not None else 0.0 for wait in waits)
-        evaluation_wait_s = evaluating_s + (0.0 if self._evaluation is None else self._evaluation.meter.wait_s)
+        evaluation_wait_s = evaluating_s + self._meters["evaluation"].wait_s
         evaluation_s = max(0.0, spans[EVALUATION].until(now) - evaluation_wait_s)
         close_s, snapshots_s = spans[CLOSE].total_s, spans[SNAPSHOT].total_s
         in_loop_s = sum(spans.seconds_of(SINK).values()) - close_s
-        waiting_s = self._training.meter.wait_s + training_s + evaluation_wait_s + in_loop_s
+        waiting_s = self._meters["train"].wait_s + training_s + evaluation_wait_s + in_loop_s
         return parts_of(
             total=spans.total_s,
             steps=max(0.0, spans[LOOP].until(now) - evaluation_s - snapshots_s - waiting_s),
@@ -310,19 +298,12 @@ class LaunchMeter:
         )
 
     def _circumstances(self) -> Circumstances:
-        launch, config = self._launch, self._launch.config
-        data = launch.resolved.data
+        config, data = self._launch.config, self._launch.resolved.data
         return Circumstances(
-            description=data.description,
-            is_packed=data.location is not None,
-            is_synthetic=config.synthetic,
-            is_stored=data.location is not None and is_url(data.location),
-            is_cached=config.cache is not None and config.cache != OFF,
-            is_windowed=config.order == "windowed",
-            reader_threads=config.reader_threads,
+            config,
+            data.description,
+            data.location,
             prefetch=self._training.depth,
-            snapshot_every_steps=config.snapshot_every_steps or 0,
-            precision=config.precision,
             is_cpu=jax.default_backend() == "cpu",
             has_faster_half=uses_amx_in_bfloat16(config, jax.default_backend()),
         )
@@ -346,9 +327,9 @@ def _by_stage(meter: FeedMeter) -> dict[str, float]:
     return {stage: seconds for stage, seconds in zip(STAGES, meter.wait_s_by_stage, strict=True) if seconds}
 
 
-def _describe_reading(feeder: Feeder, reading: Reading) -> str:
+def _describe_reading(meter: FeedMeter, reading: Reading) -> str:
     since_s, stage = perf_counter() - reading.since, reading.stage
-    file = feeder.meter.readings.name(reading.file)
+    file = meter.readings.name(reading.file)
     what = {
         SOURCE: "the source of the batches" if file is None else "the preparation of a read",
         OPEN: f"opening {file}",

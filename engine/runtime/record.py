@@ -3,7 +3,7 @@
 Times are in seconds. Needs neither jax nor files; `loopfeed.engine.runtime.runtime_file` reads and writes the file.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from loopfeed.engine.spans import Times
@@ -254,43 +254,30 @@ class Goodput:
     waiting: float = 0.0
     other: float = 0.0
 
+    def seconds(self) -> dict[str, float]:
+        """Return the parts of `total` by name."""
+        return {name: float(seconds) for name, seconds in vars(self).items() if name not in ("lost_steps", "gaps")}
+
     @property
     def total(self) -> float:
         """The wall time, in seconds."""
-        return sum(getattr(self, each.name) for each in fields(self))
+        return sum(self.seconds().values())
 
 
 @dataclass(frozen=True)
-class RunGoodput:
-    """The wall time of all launches of a run by what it was spent on, in seconds.
+class RunGoodput(Goodput):
+    """The wall time of all launches of a run by what it was spent on, without what was lost, in seconds.
 
     Attributes:
-        steps, evaluation, snapshots, compilation, waiting, other: as of `Goodput`, without what was lost.
         lost: in steps that a later launch made again because it resumed from an earlier step, and what belonged to
             them.
         lost_steps: how many steps were made again.
         gaps: between launches, when nothing ran; no part of `total`.
     """
 
-    steps: float = 0.0
-    evaluation: float = 0.0
-    snapshots: float = 0.0
-    compilation: float = 0.0
-    waiting: float = 0.0
-    other: float = 0.0
     lost: float = 0.0
     lost_steps: int = 0
     gaps: float = 0.0
-
-    def seconds(self) -> dict[str, float]:
-        """Return the parts of `total` by name."""
-        names = ("steps", "evaluation", "snapshots", "compilation", "waiting", "other", "lost")
-        return {name: float(getattr(self, name)) for name in names}
-
-    @property
-    def total(self) -> float:
-        """The wall time of all launches, in seconds."""
-        return sum(self.seconds().values())
 
 
 @dataclass(frozen=True)

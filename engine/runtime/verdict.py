@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from loopfeed.engine.config import OFF, TrainConfig
 from loopfeed.engine.runtime.record import LaunchRuntime, Verdict
 from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.storage_options import is_url
 
 _LEAST_STEPS, _LEAST_S = 10, 0.5
 # The share of the time from which a part binds a run. Reading takes place beside the steps, so whenever the loop waits
@@ -22,28 +24,18 @@ class Circumstances:
     """What a verdict's advice depends on.
 
     Attributes:
+        config: the settings.
         description: the data set in words.
-        is_packed: whether the batches come from a packed data set.
-        is_synthetic: whether they are synthetic.
-        is_stored: whether the data set is in a store.
-        is_cached, is_windowed: the settings `cache` and `order`.
-        reader_threads, prefetch: how many threads read, and how many batches are read ahead.
-        snapshot_every_steps: the setting.
-        precision: the setting.
+        location: the packed data set from which the batches come, None if there is none.
+        prefetch: how many batches are read ahead.
         is_cpu: whether the devices are of the processor.
         has_faster_half: whether bfloat16 is known to be faster on this processor.
     """
 
+    config: TrainConfig
     description: str
-    is_packed: bool
-    is_synthetic: bool
-    is_stored: bool
-    is_cached: bool
-    is_windowed: bool
-    reader_threads: int
+    location: str | None
     prefetch: int
-    snapshot_every_steps: int
-    precision: str
     is_cpu: bool
     has_faster_half: bool = False
 
@@ -92,10 +84,10 @@ def _of_reading(launch: LaunchRuntime, about: Circumstances, share: float) -> Ve
     total = sum(by_stage.values()) or 1.0
     parts = [f"{stage} {_percent(share * each / total)}" for each, stage in stages if share * each / total >= 0.005]
     where = _file_at_fault(launch) or _data_at_fault(launch, about)
-    if main == "source" and not (about.is_packed or _is_of_evaluation(launch)):
+    if main == "source" and about.location is None and not _is_of_evaluation(launch):
         num = max(1, launch.pulls.count + launch.pulls.evaluation_count)
         each_ms = 1e3 * launch.reader.source_s / num
-        what = "synthetic batches" if about.is_synthetic else "your own batches"
+        what = "synthetic batches" if about.config.synthetic else "your own batches"
         evidence = f"the loop waited {_percent(share)} of the time for {what}, which take {each_ms:,.1f} ms each"
         return Verdict("source", evidence, _advice_on_source(about))
     detail = f" ({', '.join(parts)})" if parts else ""
@@ -126,8 +118,8 @@ def _file_at_fault(launch: LaunchRuntime) -> str | None:
 
 
 def _advice_on_source(about: Circumstances) -> str:
-    if about.is_synthetic:
-        return f"raise --reader-threads, now {about.reader_threads}"
+    if about.config.synthetic:
+        return f"raise --reader-threads, now {about.config.reader_threads}"
     return (
         "make the function faster, give a BatchSource with thread_safe = True, which several threads call, or pack the "
         "images (preprocess-imagenet)"
@@ -135,20 +127,19 @@ def _advice_on_source(about: Circumstances) -> str:
 
 
 def _advice_on_reading(launch: LaunchRuntime, about: Circumstances, stage: str) -> str:
-    waits = launch.pulls.waits
+    waits, raise_readers = launch.pulls.waits, f"raise --reader-threads, now {about.config.reader_threads}"
     if stage == "copy":
         return "images are copied from memory; a smaller image size or more cores (--reader-threads) help"
     if stage == "check":
-        return (
-            f"an image is checked when it is first read in a launch; raise --reader-threads, now {about.reader_threads}"
-        )
-    if about.is_stored and not (about.is_cached and about.is_windowed):
-        hints = ["read large parts (--order windowed)"] * (not about.is_windowed)
-        hints += ["keep shards on this machine (--cache)"] * (not about.is_cached)
-        return " and ".join(hints)
+        return f"an image is checked when it is first read in a launch; {raise_readers}"
+    if about.location is not None and is_url(about.location):
+        hints = ["read large parts (--order windowed)"] * (about.config.order != "windowed")
+        hints += ["keep shards on this machine (--cache)"] * (about.config.cache in (None, OFF))
+        if hints:
+            return " and ".join(hints)
     if waits.count and waits.p50_s < 0.1 * waits.total_s / waits.count:
         return f"the waits come in bursts, which a larger --prefetch bridges, now {about.prefetch}"
-    return f"raise --reader-threads, now {about.reader_threads}, or put the data on a faster disk"
+    return f"{raise_readers}, or put the data on a faster disk"
 
 
 def _of_sinks(launch: LaunchRuntime, _: Circumstances, share: float) -> Verdict:
@@ -167,7 +158,7 @@ def _of_snapshots(launch: LaunchRuntime, about: Circumstances, share: float) -> 
     )
     if snapshots.num_skipped:
         evidence += f", and {snapshots.num_skipped} skipped"
-    every = about.snapshot_every_steps
+    every = about.config.snapshot_every_steps
     advice = "put the run folder on a faster disk"
     return Verdict("snapshots", evidence, advice + (f", or raise --snapshot-every, now {every}" if every else ""))
 
@@ -175,7 +166,7 @@ def _of_snapshots(launch: LaunchRuntime, about: Circumstances, share: float) -> 
 def _of_copying(launch: LaunchRuntime, about: Circumstances, share: float) -> Verdict:
     rate = launch.pulls.bytes / launch.pulls.copy_s / 1e9 if launch.pulls.copy_s else 0.0
     evidence = f"copying batches to the program took {_percent(share)} of the time, at {rate:,.1f} GB/s"
-    return Verdict("copying", evidence, f"raise --reader-threads, now {about.reader_threads}, which also copy")
+    return Verdict("copying", evidence, f"raise --reader-threads, now {about.config.reader_threads}, which also copy")
 
 
 def _of_evaluation(_: LaunchRuntime, __: Circumstances, share: float) -> Verdict:
@@ -202,5 +193,5 @@ def _of_device(launch: LaunchRuntime, about: Circumstances, share: float) -> Ver
     if about.is_cpu:
         half = "compute in bfloat16, for which this processor has AMX (--precision bfloat16), " * about.has_faster_half
         return Verdict("device", evidence, f"{half}use a GPU, or a smaller model or image size")
-    half = "--precision bfloat16, or " if about.precision == "float32" else ""
+    half = "--precision bfloat16, or " if about.config.precision == "float32" else ""
     return Verdict("device", evidence, f"{half}more devices")
