@@ -16,7 +16,7 @@ from loopfeed.engine.records.stored.mirror import UPLOAD_EVERY_S, Mirror
 from loopfeed.engine.records.stored.reading import download, no_run, rename_in_error
 from loopfeed.engine.records.stored.state import MARKER, StoredRunError, StoredState
 from loopfeed.engine.records.stored.working_copy import WorkingCopy, kept_copies, working_copies
-from loopfeed.engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord
+from loopfeed.engine.stream.function_sink import FunctionSink
 from loopfeed.preprocess.shards.location import Location, open_location
 
 
@@ -35,35 +35,9 @@ class StoredRun:
         self.has_begun = True
         self._mirror.begin()
 
-    def watch(self) -> "_StoreWatch":
-        """Return a sink that stops the run if it cannot be uploaded any more."""
-        return _StoreWatch(self._mirror)
-
-
-class _StoreWatch:
-    """A sink that raises the error of the uploads; a run that nobody can resume elsewhere must not go on unnoticed."""
-
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
-
-    def open(self) -> None:
-        """Check the uploads."""
-        self._mirror.check()
-
-    def write(self, _record: LossRecord) -> None:
-        """Check the uploads."""
-        self._mirror.check()
-
-    def write_evaluation(self, _record: EvaluationRecord) -> None:
-        """Check the uploads."""
-        self._mirror.check()
-
-    def write_progress(self, _progress: EvaluationProgress) -> None:
-        """Check the uploads."""
-        self._mirror.check()
-
-    def close(self) -> None:
-        """Do nothing; the uploads continue."""
+    def watch(self) -> FunctionSink:
+        """Return a sink that stops the run if it cannot be uploaded any more: nobody could resume it elsewhere."""
+        return FunctionSink(lambda _: self._mirror.check())
 
 
 @contextmanager
