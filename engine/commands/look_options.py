@@ -1,4 +1,4 @@
-"""The options of `run-train` that look into a run instead of training it."""
+"""The options of `run-train` that look into a run instead of training it, and the lines that `--step-check` prints."""
 
 from collections.abc import Mapping
 from pathlib import Path

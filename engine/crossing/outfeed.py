@@ -1,7 +1,8 @@
 """The outfeed, through which the program sends losses, evaluation counts, snapshots and more of itself to the host.
 
 Does not depend on terminals or files: it passes each record to a receiver, which must not block for long. If the
-receiver fails, the outfeed keeps the exception and asks the control board to stop the run.
+receiver fails, the outfeed keeps the exception and asks the control board to stop the run. Arrays of dtypes that NumPy
+lacks, such as bfloat16, cross as one of its own, bit for bit or exactly widened.
 """
 
 import time
@@ -237,6 +238,8 @@ def _read_restored(read: Callable[..., Pushed], restores: Sequence[Restore | Non
     return read(*restored)
 
 
+# DLPack hands NumPy only its own dtypes, so an array of another dtype crosses as one of those, bit for bit or exactly
+# widened, and gets its dtype back on the host.
 def as_plain(array: jax.Array) -> tuple[jax.Array, Restore | None]:
     """Return an array as one of NumPy's own dtypes, and what restores its dtype on the host; called while tracing.
 

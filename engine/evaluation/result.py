@@ -1,4 +1,4 @@
-"""The result of an evaluation outside a training run."""
+"""The result of an evaluation outside a training run, and the file of its predictions."""
 
 import csv
 import io

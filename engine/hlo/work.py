@@ -1,4 +1,4 @@
-"""What the instructions of a program do: floating-point operations, and bytes that they read and write.
+"""What the instructions of a program do: floating-point operations, bytes, and whether XLA:CPU has a fast kernel.
 
 Counted from shapes alone. XLA's own count (`cost_analysis`) is one number for the whole program, in which the body of a
 loop counts once, however often it runs.
@@ -202,6 +202,9 @@ def _size(instruction: Instruction) -> int:
     return instruction.results[0].size if instruction.results else 0
 
 
+# Outside of loops XLA rewrites most convolutions into the canonical form that has one. Products were measured inside
+# `while_loop` on two AVX-512 cores, jaxlib 0.12.0, 512×512 by 512×512, in GFLOP/s (GOP/s): float16 68, float32 50,
+# bfloat16 37, float64 35, int32 27, complex64 5.4; int8 1.5, uint32 0.8, int64 0.06.
 def naive_reason(program: HloProgram, instruction: Instruction) -> str | None:
     """Return why an instruction in a loop has no fast kernel on a CPU; None if it has one or is no product."""
     if instruction.opcode == "convolution":

@@ -181,6 +181,8 @@ def _equalize_table(counts: Int32[Array, "3 256"]) -> Int32[Array, "3 256"]:
     return jnp.where(step > 0, spread, level)
 
 
+# The ranges are those of torchvision's RandAugment (Cubuk et al., 2020, arXiv:1909.13719) and TrivialAugmentWide
+# (Müller and Hutter, 2021, arXiv:2103.10158).
 class Operation(enum.IntEnum):
     """The operations. Runs depend on these numbers."""
 

@@ -1,4 +1,4 @@
-"""Crops and horizontal flips of packed pixels.
+"""Crops and horizontal flips of packed pixels, and crops that are scaled.
 
 Moving packed words is exact and causes a third of the memory traffic of floats. On a CPU, one dynamic slice per image
 was the fastest of six implementations inside `while_loop`. For 128 images of 32 px, padded by 4 and flipped, it took
@@ -93,6 +93,11 @@ def flip_horizontally(pixels: UInt32[Array, "b H W"], flips: Bool[Array, "b"]) -
     return jnp.where(flips[:, None, None], pixels[:, :, ::-1], pixels)
 
 
+# The filter is the antialiased triangle of Pillow's BILINEAR and torchvision's antialias=True. Its weights are
+# multiples of 2**-16 and levels are integers below 2**8, rounded after each of the two passes as Pillow does: every
+# product and every partial sum is then exact in float32, so that order of summation, kernel and batch size do not
+# change a bit. A gather of only the pixels with a nonzero weight would do less arithmetic, but XLA's gathers are slow
+# on CPU and TPU; the matrix products cost under 1 % of a ResNet-50 step at 224 px.
 def resize_boxes(
     pixels: UInt32[Array, "b H W"], boxes: Boxes, shape: tuple[int, int]
 ) -> UInt32[Array, "b {shape[0]} {shape[1]}"]:

@@ -1,4 +1,4 @@
-"""The report on a compiled program as lines of text, at most 80 characters wide except for names."""
+"""The report on a compiled program, and the difference of two, as lines of text, at most 80 wide except for names."""
 
 import textwrap
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The loops of a compiled training program: which one turns once a batch, and how often each kernel runs in a batch."""
+"""The loops of a compiled training program: which one turns once a batch, what they carry, how often kernels run."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What a logger of experiments shows of each record of a run, and under which names."""
+"""What a logger of experiments shows of each record of a run, under which names, and as which pictures."""
 
 import math
 import time

@@ -29,6 +29,8 @@ _NAME = "events.out.tfevents.{:010d}" + EVENT_FILE_SUFFIX
 _SECOND = re.compile(r".*tfevents\.(\d{10,11})\b.*")
 
 
+# The format is TFRecord's (https://www.tensorflow.org/tutorials/load_data/tfrecord): the length as a little-endian
+# uint64, a masked CRC-32C of these eight bytes, the data, and a masked CRC-32C of the data.
 def frame_record(data: bytes) -> bytes:
     """Return a record with its length and checksums."""
     length = struct.pack("<Q", len(data))

@@ -1,6 +1,6 @@
 """What a run minimises and measures: the loss and metrics of a model's outputs, whatever form the labels have.
 
-Owns how labels, mixtures and padding enter the loss. Does not depend on the loop.
+Owns how labels, their smoothing, mixtures and padding enter the loss. Does not depend on the loop.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 Operations overlap, since XLA runs several at once, and calls and loops contain others. At each instant the time is
 shared evenly among the operations that are active and contain none that is, so that the parts of a step add up to its
-duration. Does not know how a trace is read.
+duration.
 """
 
 import math
@@ -29,6 +29,9 @@ _OP, _MODULE, _DEVICE, _BEGUN, _ENDED = "hlo_op", "hlo_module", "device_ordinal"
 _POOL_EVENT = "ThreadpoolListener"
 
 
+# A trace comes from `jax.profiler.ProfileData`. On a CPU, an operation is an event of a thread of XLA's; if it is
+# asynchronous, that event ends when the work is enqueued, and another event, "end: NAME", says when the work was done.
+# On a GPU, it is one or more events of the device's streams.
 class OpSpan(NamedTuple):
     """One execution of an operation: the name of its HLO instruction, and start and end in ns since the trace began."""
 

@@ -1,6 +1,7 @@
 """Weights from another program: a safetensors file or a PyTorch file, with the names that a model of this project has.
 
-Owns how the two formats are told apart, and which names of other programs are understood. Must not know models.
+The file may be at a URL. Owns how the two formats are told apart, and which names of other programs are understood.
+Must not know models.
 """
 
 import os

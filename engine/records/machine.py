@@ -1,4 +1,4 @@
-"""What of a machine the bits of a computation depend on, besides the versions and the kind and number of devices.
+"""What of a machine the bits of a computation depend on, besides the kind and number of devices; and the versions.
 
 On a processor: its model, by which LLVM chooses instructions; the instruction sets that XLA may use; and the number of
 threads among which XLA divides its work. On other devices: the version of their platform. Everywhere: the flags of XLA.

@@ -1,4 +1,4 @@
-"""The search for run folders below a folder, in bounded time. Must not know: what a run folder says."""
+"""The search for runs below a folder, in bounded time, and below a URL, with a summary of each stored run."""
 
 import os
 import tempfile

@@ -1,4 +1,8 @@
-"""The steps of making the page: runs are read, their weights evaluated, and the file written whole."""
+"""The steps of making the page: runs are read, their weights evaluated, and the page and its tables written whole.
+
+In the templates everything is escaped, and the head of the page forbids all network. Whatever comes from a run is
+untrusted. Only this module says what is markup: its own style, script and data.
+"""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""A run on the page, with everything that the page shows of it.
+"""A run on the page, with everything that the page shows of it, down to the rows of its profile.
 
 Every file of a run may be missing, damaged or of an older version: what is then missing becomes an `Absent` with the
 reason. Must not know: HTML, programs.

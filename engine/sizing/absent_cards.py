@@ -1,6 +1,7 @@
-"""NVIDIA GPUs that are not here: as devices of jax for which XLA compiles a run's program, but which cannot run it.
+"""NVIDIA GPUs that are not here: XLA's compiler for them, and devices for which it compiles, but which cannot run.
 
-For a process of its own, in which jax computes on the CPU: jax looks for a GPU at import if its CUDA plugin is there.
+The devices are for a process of its own, in which jax computes on the CPU: jax looks for a GPU at import if its CUDA
+plugin is there.
 """
 
 import json

@@ -130,6 +130,8 @@ def _storage_stages(config: TrainConfig, source: BatchSource, volume: Volume, sp
     ]
 
 
+# Writes nothing. Reading drops the pages that it is about to read from the page cache, where the system allows that, so
+# that the disk is measured, and looks whether they are really gone.
 def measure_reading(split: ShardSplit, *, num_threads: int, limit_s: float) -> tuple[float, bool | None] | None:
     """Read pieces of the size of an image from random places of a split's shard files, each place at most once.
 

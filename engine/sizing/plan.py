@@ -1,4 +1,7 @@
-"""The plan of a run as numbers, which `loopfeed.engine.sizing.planning` fills in, and the arithmetic between them."""
+"""The plan of a run as numbers, which `loopfeed.engine.sizing.planning` fills in, and the arithmetic between them.
+
+Also the search for the largest batch whose program fits into the memory. Does not compile.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The head of a network: global average pooling and a dense layer, as pure functions of arrays."""
+"""The head of a network and its dense layers, over the last axis or patches, as pure functions of arrays."""
 
 from functools import partial
 

@@ -73,6 +73,8 @@ def pack_demo(
                 )
 
 
+# The ten classes are shapes. Colour, position, size, angle, lighting and clutter vary independently of the class, so a
+# network must learn shape. Images are JPEG files in class folders, like any other source.
 def draw_demo(dest: Path, *, num_images: int = NUM_TRAIN_IMAGES, size: int = 32, seed: int = 0) -> Path:
     """Draw the demo images and save them as `dest/train/<class>/*.jpg` and `dest/val/<class>/*.jpg`.
 

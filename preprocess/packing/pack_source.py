@@ -1,4 +1,4 @@
-"""Packs a whole data set: what `preprocess-imagenet` does on one machine, from Python."""
+"""Packs a whole data set: what `preprocess-imagenet` does on one machine, from Python, and what the two share."""
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping

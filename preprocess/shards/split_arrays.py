@@ -1,4 +1,4 @@
-"""Opens the pixels and checksums of a split as its manifest describes them, and describes its labels or targets."""
+"""Opens the arrays of a split as its manifest describes them: pixels and checksums, and its labels or targets."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ HELD_NUMBERS = 1 << 24
 words."""
 
 
+# The numbers stay in memory, 2 bytes per image for labels, 4 for checksums, and 4 per word for targets. For very large
+# local splits the files are mapped instead.
 @dataclass(frozen=True, slots=True)
 class _MappedPart:
     """A mapped shard file whose digest was verified."""

@@ -2,7 +2,8 @@
 
 XLA calls a host function while it launches kernels, with the stream of the launch and the addresses of operands and
 results; whatever the function enqueues on the stream is done in order. `call` waits for the stream, because its
-function needs values; `emit` delivers values later; `enqueue` only adds work to the stream.
+function needs values; `emit` delivers values later, by a thread that waits for the event of their copy; `enqueue` only
+adds work to the stream.
 """
 
 import math

@@ -24,6 +24,8 @@ from loopfeed.models.kernels.onednn.team_library import load_team
 type Prepare = Callable[[str], Primitives]
 
 
+# Without a C compiler the Python of `team.py` and `handler.py` does the same, with the same results: it takes longer
+# for each call, and waits for other Python threads (docs/concepts/kernels.md has figures).
 class _Place(ctypes.Structure):
     _fields_ = (
         ("memory", ctypes.c_void_p),

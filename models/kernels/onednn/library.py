@@ -1,4 +1,4 @@
-"""oneDNN as a shared library: finding it, loading it, and its functions with their types.
+"""oneDNN as a shared library: finding it, loading it once a process, and its functions with their types.
 
 The library comes with the extra `kernels` (the wheel `onednn-cpu-gomp`, oneDNN 3.2 under Apache-2.0, C interface, no
 compiler, no SYCL). It needs the GNU OpenMP runtime `libgomp.so.1` of the system.
