@@ -96,16 +96,18 @@ ensure_venv() { # VENV EXTRA [CONSTRAINTS]
   printf '%s\n' "$wanted" >"$stamp"
 }
 
-# The extra dev contains the extra kernels, and each extra the core.
+# The extra dev contains the extra kernels, each extra the core, and an installation of several extras each of them.
 is_installed() { # VENV EXTRA WANTED
-  local venv=$1 extra=$2 wanted=$3 other others=''
-  case "$extra" in
-    '') others='kernels dev' ;;
-    kernels) others=dev ;;
-  esac
-  if stamp_says "$venv/.installed${extra:+-$extra}" "$wanted"; then return 0; fi
-  for other in $others; do
-    if stamp_says "$venv/.installed-$other" "$wanted"; then return 0; fi
+  local venv=$1 extra=$2 wanted=$3 stamp there each has_all
+  for stamp in "$venv/.installed"*; do
+    if ! stamp_says "$stamp" "$wanted"; then continue; fi
+    there=,${stamp#"$venv/.installed"}, has_all=yes
+    there=${there/,-/,}
+    case "$there" in *,dev,*) there=$there,kernels, ;; esac
+    for each in ${extra//,/ }; do
+      case "$there" in *,"$each",*) ;; *) has_all='' ;; esac
+    done
+    if [ -n "$has_all" ]; then return 0; fi
   done
   return 1
 }

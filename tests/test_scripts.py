@@ -187,6 +187,13 @@ def test_installs_once_and_again_when_pyproject_changes(machine: Machine) -> Non
     assert [line.split()[0] for line in machine.installs()] == ["venv", "pip", "pip"]
 
 
+def test_the_core_alone_does_not_stand_in_for_the_dev_extra(machine: Machine) -> None:
+    machine.fake_installer(machine.bin / "python3.12")
+    for arguments in ("''", "kernels", "''", "dev", "dev", "kernels", "''", "docs,dev", "docs"):
+        assert ensure(machine, arguments).returncode == 0
+    assert [line.rpartition("[")[2] for line in machine.installs()][2:] == ["kernels]", "dev]", "docs,dev]"]
+
+
 def test_constraints_are_part_of_what_was_installed(machine: Machine) -> None:
     machine.fake_installer(machine.bin / "python3.12")
     lowest = 'dev "$root/tests/lowest.txt"'
@@ -236,7 +243,8 @@ def test_hooks_and_ci_run_the_same_commands() -> None:
     assert [line.split()[-1] for line in hooks.splitlines() if "entry:" in line] == ["scripts/lint", "scripts/test"]
     assert "repo: https" not in hooks
     ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    assert ci.index('scripts/test" </dev/null') < ci.index('scripts/test" --integrations') < ci.index("$scripts/docs")
+    commands = ('scripts/test" </dev/null', "$scripts/docs", 'scripts/test" --integrations', "$scripts/torture")
+    assert sorted(commands, key=ci.index) == list(commands)
     assert "\nscripts/lint" in (ROOT / "scripts/test").read_text(encoding="utf-8")
     for script in (
         ".ci/run",
