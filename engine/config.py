@@ -103,6 +103,14 @@ class TrainConfig:
         SettingError: a value has the wrong type or is out of range, or there is no setting of that name (in which case
             it is also a TypeError). A SettingError is a ConfigError and thus a ValueError. The message states the
             setting, the value and the allowed values.
+
+    Example:
+        >>> config = TrainConfig(steps=20, batch=4, learning_rate=1, num_classes=2)
+        >>> config.momentum
+        0.9
+        >>> TrainConfig(stesp=1000)
+        Traceback (most recent call last):
+        loopfeed.engine.settings.UnknownSettingError: TrainConfig has no setting 'stesp': did you mean steps?
     """
 
     # fmt: off

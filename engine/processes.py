@@ -37,7 +37,12 @@ class ThisProcess:
 
 
 def this_process() -> ThisProcess:
-    """Return the number of this process and of all processes that train together, (0, 1) without others."""
+    """Return the number of this process and of all processes that train together, (0, 1) without others.
+
+    Example:
+        >>> this_process()
+        ThisProcess(index=0, count=1)
+    """
     import jax
 
     with fitting_threads():

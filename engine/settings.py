@@ -120,6 +120,13 @@ class SettingError(ConfigError):
         template: the message. `{setting}` is replaced by the invalid setting; any other name in braces by the value of
             that name in `found` or, if there is none, by the setting of that name.
         found: the values that the message shows.
+
+    Example:
+        >>> try:
+        ...     TrainConfig(batch=0)
+        ... except SettingError as error:
+        ...     error.setting
+        'batch'
     """
 
     def __init__(self, setting: str, template: str, **found: Any) -> None:

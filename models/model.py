@@ -34,6 +34,16 @@ class Model(NamedTuple):
         init, apply: the functions.
         undecayed: the keys, anywhere in the parameters, of the leaves that are excluded from weight decay although they
             have more than one axis, such as position embeddings.
+
+    Example:
+        >>> def init(key):
+        ...     return {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}, {}
+        >>> def apply(params, batch_stats, images, train):
+        ...     return dense(global_average_pool(images), params["kernel"], params["bias"]), batch_stats
+        >>> model = Model("colour", init, apply)
+        >>> logits, _ = model.apply(*model.init(jax.random.key(0)), jnp.ones((4, 8, 8, 3)), train=False)
+        >>> logits.shape
+        (4, 2)
     """
 
     name: str

@@ -101,7 +101,12 @@ class UnknownModelError(ValueError):
 
 
 def model_names() -> tuple[str, ...]:
-    """Return the names that `build_model` accepts besides "auto"."""
+    """Return the names that `build_model` accepts besides "auto".
+
+    Example:
+        >>> {"resnet50", "convnext-tiny", "vit-s16"} <= set(model_names())
+        True
+    """
     return MODEL_NAMES
 
 
@@ -135,6 +140,12 @@ def build_model(name: str, *, num_classes: int, image_size: int, dtype: DTypeLik
     Raises:
         ValueError: if the name is unknown (the message says where all are), a number is below 1, or the image size
             is not a multiple of a vision transformer's patches.
+
+    Example:
+        >>> network = build_model("resnet8", num_classes=10, image_size=32)
+        >>> params, batch_stats = jax.eval_shape(network.init, jax.random.key(0))
+        >>> params["fc"]["kernel"].shape
+        (64, 10)
     """
     if num_classes < 1 or image_size < 1:
         raise ValueError(f"num_classes and image_size must be at least 1, got {num_classes} and {image_size}")
@@ -164,5 +175,11 @@ def init_network(net: Network, num_classes: int, key: jax.Array) -> tuple[Params
 
 
 def count_params(params: Params) -> int:
-    """Return the total number of learnable scalars in `params`."""
+    """Return the total number of learnable scalars in `params`.
+
+    Example:
+        >>> network = build_model("resnet50", num_classes=1000, image_size=224)
+        >>> count_params(jax.eval_shape(network.init, jax.random.key(0))[0])  # as torchvision's
+        25557032
+    """
     return sum(leaf.size for leaf in jax.tree.leaves(params))

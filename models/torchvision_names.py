@@ -44,6 +44,13 @@ def to_torchvision(model_name: str, params: Params, batch_stats: BatchStats) -> 
 
     Raises:
         ValueError: if the model is unknown, or the arrays are not this model's.
+
+    Example:
+        >>> network = build_model("resnet18", num_classes=10, image_size=64)
+        >>> shapes = jax.eval_shape(network.init, jax.random.key(0))
+        >>> params, batch_stats = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        >>> to_torchvision("resnet18", params, batch_stats)["conv1.weight"].shape
+        (64, 3, 7, 7)
     """
     tensors: dict[str, np.ndarray] = {}
     for path, leaf in (*_leaves(params), *_leaves(batch_stats)):
@@ -67,6 +74,14 @@ def from_torchvision(model_name: str, tensors: Mapping[str, np.ndarray]) -> tupl
 
     Raises:
         ValueError: if the model is unknown, names are missing or unexpected, or shapes differ.
+
+    Example:
+        >>> network = build_model("resnet18", num_classes=10, image_size=64)
+        >>> shapes = jax.eval_shape(network.init, jax.random.key(0))
+        >>> arrays = to_torchvision("resnet18", *jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes))
+        >>> params, batch_stats = from_torchvision("resnet18", arrays)
+        >>> params["conv1"]["kernel"].shape
+        (7, 7, 3, 64)
     """
     _check(model_name, tensors)
 

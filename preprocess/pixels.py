@@ -93,6 +93,11 @@ def pack_rgb(rgb: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
     Raises:
         ValueError: the array is not uint8 or its last axis is not 3.
+
+    Example:
+        >>> words = pack_rgb(np.array([[255, 128, 0]], np.uint8))
+        >>> hex(words[0])
+        '0xff800000'
     """
     _check_rgb(rgb, "pack_rgb takes uint8 [..., 3]", least_axes=1)
     # Writing four adjacent bytes and reading them as one little-endian word needs no widening to uint32 and no shifts:
@@ -109,6 +114,10 @@ def unpack_rgb(packed: NDArray[np.uint32]) -> NDArray[np.uint8]:
 
     Raises:
         ValueError: the array is not uint32.
+
+    Example:
+        >>> unpack_rgb(np.array([0xFF800000], np.uint32)).tolist()
+        [[255, 128, 0]]
     """
     if packed.dtype != np.uint32:
         raise ValueError(f"unpack_rgb takes uint32 words, got {packed.dtype}: pass the array as read from the shards")

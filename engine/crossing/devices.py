@@ -36,7 +36,12 @@ class DeviceInfo(NamedTuple):
 
 
 def devices() -> list[DeviceInfo]:
-    """Return the devices of this process, in the order in which `TrainConfig(devices=…)` counts them."""
+    """Return the devices of this process, in the order in which `TrainConfig(devices=…)` counts them.
+
+    Example:
+        >>> devices()[0].number
+        0
+    """
     platform = this_platform()
     return [
         DeviceInfo(platform, str(each.device_kind), number, (each.memory_stats() or {}).get("bytes_limit"))

@@ -117,6 +117,11 @@ def predict(
         ValueError: if the weights, the model and the settings do not fit together, or there are no images.
         KeyboardInterrupt: on SIGINT, SIGTERM or SIGHUP, if the caller is the main thread.
         FeederError: if a batch was not decoded in time.
+
+    Example:
+        >>> result = predict("run", ["photographs/val/red/0.png"], model=model, top=1)
+        >>> [result.classes[label].name for label in result.labels[0]]
+        ['red']
     """
     if type(top) is not int or top < 1:
         raise ValueError(f"top must be a whole number ≥ 1, got {top!r}")

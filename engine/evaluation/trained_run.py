@@ -86,6 +86,10 @@ def run_settings(
     Raises:
         ValueError: if the folder is not a run folder, or its `config.json` is unreadable or was changed since it was
             written.
+
+    Example:
+        >>> run_settings("run").batch
+        4
     """
     with local_copy(run, storage_options, settings_only) as folder:
         check_folder(folder)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int32, Key, UInt32
+from jaxtyping import Array, Bool, Float32, Int, Int32, Integer, Key, UInt32
 
 # Separates these draws from every other use of the seed, such as the key of the initial parameters.
 _DOMAIN = 0x6175676D
@@ -107,7 +107,7 @@ def to_unit(words: UInt32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return (words >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
-def to_index(words: UInt32[Array, "*shape"], count: int | Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+def to_index(words: UInt32[Array, "*shape"], count: int | Integer[Array, "..."]) -> Int32[Array, "*shape"]:
     """Convert uniform words to numbers in 0 … count - 1: floor(word · count / 2**32), for count ≤ 2**31.
 
     The probabilities of two outcomes differ by at most 2**-32.

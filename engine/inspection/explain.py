@@ -50,6 +50,11 @@ def explain_program(
 
     Raises:
         ValueError: as `train` before its first step; or `depth` is below 1.
+
+    Example:
+        >>> rates = DeviceRates(flops_per_s=1e12, bytes_per_s=1e11, dtype="float32", device="an example")
+        >>> explain_program(TrainConfig(data="data", batch=4), model=model, rates=rates).num_params  # 3 · 2 + 2
+        8
     """
     return explain_parts(config, take_parts(parts), notify, rates=rates, depth=depth)
 

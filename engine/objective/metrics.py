@@ -25,6 +25,17 @@ class Metric(NamedTuple):
             padding and must not count.
         merge: (state, state) → the state of both parts together.
         finish: state → a number, or an array of fixed shape.
+
+    Example:
+        >>> largest = Metric(
+        ...     init=lambda: jnp.zeros(()),
+        ...     update=lambda state, outputs, labels, weights: jnp.maximum(state, (outputs * weights[:, None]).max()),
+        ...     merge=jnp.maximum,
+        ...     finish=lambda state: state,
+        ... )
+        >>> state = largest.update(largest.init(), jnp.array([[1.0], [3.0], [9.0]]), None, jnp.array([1.0, 1.0, 0.0]))
+        >>> float(largest.finish(largest.merge(state, largest.init())))
+        3.0
     """
 
     init: Callable[[], Any]
@@ -58,6 +69,12 @@ def mean_of(function: PerExample, *, name: str = "a metric") -> Metric:
 
     Raises:
         ValueError: by `update`, while it is traced, if the function returns something else.
+
+    Example:
+        >>> error = mean_of(lambda outputs, labels: abs(outputs[:, 0] - labels))
+        >>> state = error.update(error.init(), jnp.array([[1.0], [2.0]]), jnp.array([1.5, 0.5]), jnp.ones(2))
+        >>> float(error.finish(state))
+        1.0
     """
 
     def init() -> _Mean:
@@ -108,6 +125,12 @@ def top_k(k: int) -> Metric:
 
     Raises:
         ValueError: if `k` is less than 1.
+
+    Example:
+        >>> metric = top_k(2)
+        >>> logits, labels = jnp.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), jnp.array([1, 2])
+        >>> float(metric.finish(metric.update(metric.init(), logits, labels, jnp.ones(2))))
+        0.5
     """
     if k < 1:
         raise ValueError(f"k of top_k must be at least 1, got {k}")
@@ -137,6 +160,12 @@ def confusion_matrix(num_classes: int) -> Metric:
 
     Labels that are not classes do not count, and an example with a NaN logit, which has no largest one, is in no
     column. Counts are exact up to 2³¹ - 1.
+
+    Example:
+        >>> metric = confusion_matrix(2)
+        >>> logits, labels = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), jnp.array([0, 1, 1])
+        >>> metric.finish(metric.update(metric.init(), logits, labels, jnp.ones(3))).tolist()
+        [[1, 0], [1, 1]]
     """
 
     def update(
@@ -165,6 +194,12 @@ def balanced_accuracy(num_classes: int) -> Metric:
     """Return the mean, over the classes that have examples, of the fraction that is classified correctly.
 
     An example with a NaN logit is not correct. Without examples the metric is NaN.
+
+    Example:
+        >>> metric = balanced_accuracy(2)
+        >>> logits, labels = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), jnp.array([0, 1, 1])
+        >>> float(metric.finish(metric.update(metric.init(), logits, labels, jnp.ones(3))))
+        0.75
     """
 
     def update(
@@ -199,6 +234,12 @@ def expected_calibration_error(num_bins: int = 15) -> Metric:
     It is the mean distance, weighted by the number of examples in a bin, between accuracy and mean confidence, where
     the confidence is the largest softmax probability. It is NaN without examples, and if a logit is NaN or +infinity,
     of which the softmax is NaN.
+
+    Example:
+        >>> metric = expected_calibration_error()
+        >>> state = metric.update(metric.init(), jnp.zeros((2, 2)), jnp.array([0, 0]), jnp.ones(2))
+        >>> float(metric.finish(state))  # right both times, with a confidence of a half
+        0.5
     """
 
     def init() -> _Bins:
@@ -235,6 +276,13 @@ def mean_average_precision(num_labels: int, num_bins: int = 200) -> Metric:
     Labels without a positive example are left out of the mean. The metric is NaN if no label has a positive example,
     and if a logit is NaN. The exact value needs all scores at once; with 200 bins the difference is below 0.01 unless
     most scores fall into a few bins.
+
+    Example:
+        >>> metric = mean_average_precision(1)
+        >>> logits, labels = jnp.array([[2.0], [1.0], [-1.0]]), jnp.array([[1], [0], [1]])
+        >>> state = metric.update(metric.init(), logits, labels, jnp.ones(3))
+        >>> round(float(metric.finish(state)), 4)  # (1/1 + 2/3) / 2
+        0.8333
     """
 
     def update(

@@ -119,6 +119,6 @@ def evaluate_split(
     return after.token, tally, after.stopped
 
 
-def _mean_of_halves(outputs: Shaped[Array, "2*B *rest"]) -> Float32[Array, "B *rest"]:
+def _mean_of_halves(outputs: Shaped[Array, "twice *rest"]) -> Float32[Array, "twice//2 *rest"]:
     """Return the mean of the outputs for images and for their mirror images."""
     return outputs.astype(jnp.float32).reshape(2, len(outputs) // 2, *outputs.shape[1:]).mean(0)

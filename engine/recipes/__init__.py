@@ -99,7 +99,12 @@ class LoadedRecipe:
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Return the names of the recipes that come with the project, in alphabetical order."""
+    """Return the names of the recipes that come with the project, in alphabetical order.
+
+    Example:
+        >>> "imagenet-90" in recipe_names()
+        True
+    """
     return tuple(sorted(path.stem for path in _FOLDER.glob(f"*{_SUFFIX}")))
 
 
@@ -115,6 +120,11 @@ def load_recipe(name_or_path: str | os.PathLike[str]) -> LoadedRecipe:
             wrong type or out of range. A ValueError. The message names the file and every fault.
         ConfigError: the name is unknown.
         ValueError: a run's record cannot be read or was changed since it was written.
+
+    Example:
+        >>> settings = load_recipe("imagenet-90").settings
+        >>> settings["epochs"], settings["model"]
+        (90, 'resnet50')
     """
     text = os.fspath(name_or_path)
     path = Path(text)

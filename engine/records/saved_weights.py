@@ -41,6 +41,10 @@ def read_weights(path: str | os.PathLike[str]) -> SavedWeights:
 
     Raises:
         ValueError: if the file cannot be read, has changed since it was written, or is not a run's.
+
+    Example:
+        >>> read_weights("run/model.safetensors").params["kernel"].shape
+        (3, 2)
     """
     stored = read_stored(path)
     if stored.is_of_own_model:

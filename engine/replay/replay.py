@@ -93,6 +93,11 @@ def replay_run(
             snapshot to start from.
         KeyboardInterrupt: on a signal before the first step, or on a second one.
         BaseException: whatever the batch source raised.
+
+    Example:
+        >>> report = replay_run("run", model=model)
+        >>> report.num_losses, report.differences
+        (20, ())
     """
     return replay_parts(run, (from_step, to_step), take_parts(parts), notify, display, data, storage_options or {})
 

@@ -280,6 +280,10 @@ def report_run(
         ValueError: if a folder is not that of a run, or the file exists or cannot be there.
         OSError: if the file cannot be written.
         KeyboardInterrupt: on SIGINT, SIGTERM or SIGHUP during an evaluation, if the caller is the main thread.
+
+    Example:
+        >>> report_run("run", "report.html", model=model).name
+        'report.html'
     """
     given = [os.fspath(each) for each in ([runs] if isinstance(runs, str | os.PathLike) else runs)]
     if not 1 <= len(given) <= MOST_RUNS:

@@ -125,6 +125,17 @@ class Callback:
     which they were given. Calls take place on a thread beside the program, which does not wait for them. An exception
     stops the run at its next step, with its weights and a last snapshot, and is then raised to the caller of `train`;
     no callback is called after it.
+
+    Example:
+        >>> class StopAtLoss(Callback):
+        ...     def on_fit_begin(self, run):
+        ...         self.run = run
+        ...     def on_step(self, record):
+        ...         if record.loss < 0.1:
+        ...             self.run.request(stop=True)
+        >>> config = TrainConfig(data="data", steps=10_000, batch=4, learning_rate=1)
+        >>> train(config, model=model, callbacks=[StopAtLoss()]).stopped_by
+        'callback'
     """
 
     def on_fit_begin(self, run: RunHandle) -> None:

@@ -117,6 +117,10 @@ def show_batch(
     Raises:
         ValueError: as `train`; or `path` is not a PNG file in a folder that exists.
         BaseException: the error of the batch source.
+
+    Example:
+        >>> show_batch(TrainConfig(data="data", batch=4), model=model).pictures.shape
+        (4, 8, 8, 3)
     """
     if path is not None:
         check_sheet_path(path)

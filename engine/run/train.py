@@ -65,6 +65,14 @@ def train(
         ValueError: the settings do not fit each other, the data or the resumed run; raised before any step.
         BaseException: the error of the batch source, a sink or a callback during the run, raised after the loop has
             ended cleanly and the weights trained so far are in the run folder.
+
+    Example:
+        >>> config = TrainConfig(data="data", steps=20, batch=4, learning_rate=1, run_dir="run")
+        >>> result = train(config, model=model)
+        >>> round(float(result.losses[0]), 4)  # ln 2: all weights of the example of `Model` are 0
+        0.6931
+        >>> result.evaluations[-1].top1
+        1.0
     """
     own_sinks, own_callbacks = as_sinks(sinks), as_callbacks(callbacks)
     with open_run(config, take_parts(parts), notify) as run:

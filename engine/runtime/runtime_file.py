@@ -24,6 +24,11 @@ def read_runtime(run: Path) -> RuntimeReport | None:
 
     Raises:
         ValueError: the file cannot be read, or is not what a run writes.
+
+    Example:
+        >>> report = read_runtime(Path("run"))
+        >>> len(report.launches)
+        1
     """
     path = run / RUNTIME
     try:

@@ -132,7 +132,23 @@ def _as_recorded(name: str, value: float) -> float:
 
 
 class Sink(Protocol):
-    """A receiver of the records of a run, such as a terminal or a file."""
+    """A receiver of the records of a run, such as a terminal or a file.
+
+    Example:
+        >>> class Losses:
+        ...     def open(self):
+        ...         self.losses = []
+        ...     def write(self, record):
+        ...         self.losses.append(record.loss)
+        ...     def write_evaluation(self, record):
+        ...         pass
+        ...     def close(self):
+        ...         pass
+        >>> sink = Losses()
+        >>> result = train(TrainConfig(data="data", steps=3, batch=4), model=model, sinks=[sink])
+        >>> len(sink.losses), round(sink.losses[0], 4)
+        (3, 0.6931)
+    """
 
     def open(self) -> None:
         """Open the sink; called once, by the thread that launches the program."""

@@ -15,12 +15,12 @@ from loopfeed.models.layers.platform_forms import on_platform
 from loopfeed.models.layers.widening import wide_dtype
 
 
-def self_attention(qkv: Float[Array, "B N 3*C"], num_heads: int) -> Float[Array, "B N C"]:
+def self_attention(qkv: Float[Array, "B N width"], num_heads: int) -> Float[Array, "B N width//3"]:
     """Return softmax(Q·Kᵀ/√d)·V of each head (Vaswani et al., 2017, arXiv:1706.03762), joined along the last axis.
 
     Args:
-        qkv: the queries, keys and values of N tokens; in each, the heads follow one another with d = C / num_heads
-            channels, as in timm.
+        qkv: the queries, keys and values of N tokens with C = width / 3 channels each; in each, the heads follow one
+            another with d = C / num_heads channels, as in timm.
         num_heads: number of heads, a divisor of C.
 
     Returns:

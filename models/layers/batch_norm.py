@@ -90,6 +90,14 @@ def batch_norm(
 
     Returns:
         The normalised images in the dtype of `x`, and the running statistics, which have no gradient.
+
+    Example:
+        >>> x, running = jnp.array([1.0, 3.0]).reshape(1, 1, 2, 1), RunningStats(jnp.zeros(1), jnp.ones(1))
+        >>> y, moved = batch_norm(x, jnp.ones(1), jnp.zeros(1), running, train=True)
+        >>> y.ravel().round(3).tolist()
+        [-1.0, 1.0]
+        >>> [round(float(value), 4) for value in (*moved.mean, *moved.var)]  # 0.1 · 2, and 0.9 + 0.1 · 2
+        [0.2, 1.1]
     """
     if not train:
         centred = widen(x) - running.mean

@@ -57,6 +57,11 @@ def convolution(
 
     Raises:
         ValueError: if shapes, dtypes, stride and padding do not fit together.
+
+    Example:
+        >>> y = convolution(jnp.ones((1, 3, 3, 1)), jnp.ones((3, 3, 1, 1)))
+        >>> y[0, :, :, 0].tolist()
+        [[4.0, 6.0, 4.0], [6.0, 9.0, 6.0], [4.0, 6.0, 4.0]]
     """
     geometry = _geometry(x, kernel, stride, padding, groups)
     y = _convolution(kernels_in_use(), geometry, x, kernel)

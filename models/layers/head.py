@@ -14,7 +14,12 @@ from loopfeed.models.layers.widening import wide_dtype
 
 
 def global_average_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B C"]:
-    """Return the mean over height and width, in the dtype of `x` but summed in float32."""
+    """Return the mean over height and width, in the dtype of `x` but summed in float32.
+
+    Example:
+        >>> global_average_pool(jnp.arange(16.0).reshape(1, 4, 4, 1)).tolist()
+        [[7.5]]
+    """
     return round_by_bits(widen_by_bits(x).mean(axis=(1, 2)), x.dtype)
 
 
@@ -23,6 +28,10 @@ def dense(x: Float[Array, "B C"], kernel: Float[Array, "C K"], bias: Float[Array
 
     The operands of all three products, forward and backward, are rounded to the dtype of `x`; sums are float32, and so
     are the gradients of a float32 `kernel` and `bias`. Like `convolution` it has a custom derivative.
+
+    Example:
+        >>> dense(jnp.array([[1.0, 2.0]]), jnp.array([[3.0], [4.0]]), jnp.array([5.0])).tolist()
+        [[16.0]]
     """
     return _product(kernels_in_use(), x, kernel) + bias
 

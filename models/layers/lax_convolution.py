@@ -42,6 +42,12 @@ def conv_general_dilated(
 
     Returns:
         The result of `lax.conv_general_dilated`, up to rounding.
+
+    Example:
+        >>> layout = ("NHWC", "HWIO", "NHWC")
+        >>> x, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((2, 2, 1, 1))
+        >>> conv_general_dilated(x, kernel, (2, 2), "VALID", dimension_numbers=layout).ravel().tolist()
+        [4.0, 4.0, 4.0, 4.0]
     """
     given = (lhs_dilation, rhs_dilation, batch_group_count)
     reason = _layout_reason(lhs, rhs, dimension_numbers) or _form_reason(lhs, padding, *given)

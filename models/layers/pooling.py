@@ -27,6 +27,11 @@ def max_pool(
 
     Raises:
         ValueError: if the window is larger than 15 or than the padded input, or the padding at least half the window.
+
+    Example:
+        >>> x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+        >>> max_pool(x, window=2, stride=2, padding=0)[0, :, :, 0].tolist()
+        [[5.0, 7.0], [13.0, 15.0]]
     """
     if not 0 <= padding <= (window - 1) // 2 or stride < 1 or window**2 > NO_TAP:
         raise ValueError(

@@ -68,6 +68,11 @@ def pack(
     Raises:
         ValueError: an argument is out of range; as SourceError, the source cannot be packed; as ShardError, `dest`
             contains something else, or cannot be written.
+
+    Example:
+        >>> results = pack("photographs", "data", size=8)  # photographs/train/red/0.png, …
+        >>> {split: result.manifest.num_images for split, result in results.items()}
+        {'train': 8, 'val': 8}
     """
     location = open_location(str(dest), storage_options=storage_options)
     check_dest(source, location)

@@ -94,6 +94,13 @@ class ShardSplit:
 
     Raises:
         ShardError: an array can't be opened.
+
+    Example:
+        >>> with open_split("data", "val") as split:
+        ...     pixels, labels = np.zeros((2, split.height, split.width), np.uint32), np.zeros(2, np.int32)
+        ...     split.read_into(np.array([0, 7]), pixels, labels, timeout_s=60)
+        >>> labels.tolist(), unpack_rgb(pixels).shape
+        ([0, 1], (2, 8, 8, 3))
     """
 
     def __init__(
@@ -410,6 +417,11 @@ def open_split(
     Raises:
         ShardError: the split does not exist, is unfinished (has no manifest), has a newer format version, or can't be
             accessed.
+
+    Example:
+        >>> with open_split("data", "val") as split:
+        ...     split.num_images, split.height, split.num_classes
+        (8, 8, 2)
     """
     location = open_location(data, context=context, memory_mapped=True, storage_options=storage_options)
     return ShardSplit(location.child(split), read_manifest(location, split), cache, notify)

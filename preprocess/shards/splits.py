@@ -93,7 +93,12 @@ def find_splits(
 def list_splits(
     data: str, *, context: ts.Context | None = None, storage_options: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Return the names of the complete splits at ``data``, if any; raise ShardError as `find_splits` does."""
+    """Return the names of the complete splits at ``data``, if any; raise ShardError as `find_splits` does.
+
+    Example:
+        >>> list_splits("data")
+        ('train', 'val')
+    """
     return find_splits(data, context=context, storage_options=storage_options).complete
 
 

@@ -97,6 +97,10 @@ def verify_split(
 
     Raises:
         ShardError: the split does not exist or is unfinished, or its manifest is damaged or was changed.
+
+    Example:
+        >>> verify_split("data", "val")
+        ()
     """
     # Not mapped, so that a file that is truncated in the meantime is an error of a single read.
     root = open_location(data, context=context, storage_options=storage_options)
