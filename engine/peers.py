@@ -177,7 +177,7 @@ class Peers:
         self._now_s = self._answered_s = 0.0
         self._changed, self._is_done_told = threading.Event(), threading.Event()
         self._are_all_done, self._is_left = threading.Event(), threading.Event()
-        Worker(self._watch, "peers").start()
+        Worker(self._watch, "peers").start(is_attended=False)
 
     def join(self, client: Any, own: int, count: int, coordinator: str) -> None:
         """Exchange beats with the others from now on.
@@ -192,7 +192,7 @@ class Peers:
         self._answered_s = self._now_s
         self._peers = {number: Peer(None, "", self._now_s) for number in range(count)}
         self._client = client
-        Worker(self._exchange, "beats").start()
+        Worker(self._exchange, "beats").start(is_attended=False)
 
     def follow(self, step: Callable[[], int]) -> None:
         """Show the result of a function, the number of steps begun."""

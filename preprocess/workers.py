@@ -35,16 +35,21 @@ class Worker[T]:
     def __init__(self, work: Callable[[], T], name: str) -> None:
         self.failure: BaseException | None = None
         self._results: list[T] = []
+        self._is_attended = True
         self._has_ended = threading.Event()
         # Only the thread refers to `work`, which may refer to what owns this object.
         self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
 
-    def start(self) -> Self:
+    def start(self, *, is_attended: bool = True) -> Self:
         """Start the thread; call this once.
+
+        Args:
+            is_attended: whether `check` or `result` will be called; if not, Python reports what the function raises.
 
         Raises:
             RuntimeError: the system refuses to start another thread; this object then counts as never started.
         """
+        self._is_attended = is_attended
         self._thread.start()
         return self
 
@@ -88,8 +93,10 @@ class Worker[T]:
     def _run(self, work: Callable[[], T]) -> None:
         try:
             self._results.append(work())
-        except BaseException as error:  # noqa: BLE001 - kept for whoever waits
+        except BaseException as error:
             self.failure = error
+            if not self._is_attended:
+                raise
         finally:
             self._has_ended.set()
 

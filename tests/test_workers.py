@@ -27,6 +27,14 @@ def test_a_worker_passes_on_what_its_function_returns_or_raises():
         Worker(sys.exit, "exits").start().result(LIMIT_S)
 
 
+def test_python_reports_what_nobody_asks_for(monkeypatch):
+    reported: list[type[BaseException] | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda report: reported.append(report.exc_type))
+    assert Worker(lambda: 1 // 0, "alone").start(is_attended=False).wait(LIMIT_S)
+    assert Worker(lambda: 1 // 0, "attended").start().wait(LIMIT_S)
+    assert reported == [ZeroDivisionError]
+
+
 def test_waits_end_at_their_limit_all_workers_together():
     release = threading.Event()
     stuck = [Worker(release.wait, f"stuck-{number}").start() for number in range(4)]

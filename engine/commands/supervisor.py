@@ -205,7 +205,7 @@ def _start(arguments: Sequence[str], num_processes: int | None, folder: Path, re
             start_new_session=True,
         )
         if process.stdout is not None:
-            Worker(partial(relay.pass_on, number, process.stdout), f"relay-{number}").start()
+            Worker(partial(relay.pass_on, number, process.stdout), f"relay-{number}").start(is_attended=False)
         children.append(_Child(number, process, beat))
     return children
 

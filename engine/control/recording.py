@@ -106,7 +106,7 @@ class EventRecorder:
 
     def start(self) -> None:
         """Start the thread; call this once."""
-        self._worker.start()
+        self._worker.start(is_attended=False)
 
     def begin(self, event: ControlEvent) -> Recording:
         """Have the thread record an event; return at once."""

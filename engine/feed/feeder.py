@@ -177,7 +177,7 @@ class Feeder:
         shape, label_shape = (source.batch, *self.shard_shape[1:]), (source.batch, *self.label_shape[1:])
         self._slots = [_Slot(shape, label_shape, allocate) for _ in range(self.depth)]
         for number in range(self._num_threads):
-            self._workers.append(Worker(self._work, f"feeder-{number}").start())
+            self._workers.append(Worker(self._work, f"feeder-{number}").start(is_attended=False))
 
     def _lender(self) -> LendingSource | None:
         return self._source if self._allocate is None and isinstance(self._source, LendingSource) else None

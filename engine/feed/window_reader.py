@@ -226,7 +226,7 @@ class WindowReader:
             self._memory.append(_Memory(pixels, np.empty((self._capacity, *label_row), np.int32)))
         self._open_windows()
         for number in range(self._num_threads):
-            self._workers.append(Worker(self._work, f"window-{number}").start())
+            self._workers.append(Worker(self._work, f"window-{number}").start(is_attended=False))
 
     def _open_windows(self) -> None:
         """Let the threads read the next windows into memory that is free."""

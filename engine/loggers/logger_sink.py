@@ -78,7 +78,7 @@ class LoggerSink:
     def open(self) -> None:
         """Start the logger's thread, which opens the log; a sink can be used for one run after another."""
         self._prepare()
-        self._worker.start()
+        self._worker.start(is_attended=False)
 
     def write(self, record: LossRecord) -> None:
         """Log the loss of a step."""

@@ -92,7 +92,7 @@ class Capture:
 
     def start(self) -> None:
         """Start the thread; called once."""
-        self._worker.start()
+        self._worker.start(is_attended=False)
 
     def abandon(self) -> None:
         """Ask the thread to end, without waiting for it."""

@@ -102,7 +102,7 @@ class ControlMailbox:
 
     def start(self) -> None:
         """Start polling; call this once."""
-        self._worker.start()
+        self._worker.start(is_attended=False)
 
     def close(self) -> None:
         """Stop polling, and wait at most two seconds for the thread to end, because the disk may hang."""

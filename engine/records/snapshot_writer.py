@@ -100,7 +100,7 @@ class SnapshotWriter:
         Do not call this while a program is traced: importing Orbax changes what jax compares when it looks up a traced
         function, so that a program whose tracing began earlier gets a different key in the cache on disk.
         """
-        self.worker.start()
+        self.worker.start(is_attended=False)
 
     @property
     def last_step(self) -> int | None:

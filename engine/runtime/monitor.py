@@ -97,7 +97,7 @@ class RuntimeMonitor:
         """Start the threads, the first write included."""
         try:
             for worker in self._workers:
-                worker.start()
+                worker.start(is_attended=False)
         except RuntimeError as error:  # the system refuses to start another thread
             self._warn(f"the run is not watched ({error})")
 

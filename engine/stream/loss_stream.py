@@ -138,7 +138,7 @@ class LossStream:
             self._last_time = time.time()
             for sink in opened:
                 lane = Lane(sink, self._keep)
-                lane.worker.start()
+                lane.worker.start(is_attended=False)
                 self._lanes.append(lane)
         except BaseException:
             for sink in opened[len(self._lanes) :]:

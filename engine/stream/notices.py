@@ -35,7 +35,7 @@ class Notices:
 
     def start(self) -> None:
         """Start the thread, which first prints the notices already queued; called once."""
-        self._worker.start()
+        self._worker.start(is_attended=False)
 
     def say(self, notice: str) -> None:
         """Queue a notice and return at once; safe from any thread and from signal handlers."""

@@ -113,7 +113,7 @@ class ShardCopies:
 
     def _start(self) -> None:
         for number in range(len(self._workers), _NUM_THREADS):
-            self._workers.append(Worker(self._work, f"shard-copies-{number}").start())
+            self._workers.append(Worker(self._work, f"shard-copies-{number}").start(is_attended=False))
 
     def _work(self) -> None:
         while (shard := self._claim()) is not None:
