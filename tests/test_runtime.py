@@ -4,13 +4,12 @@ import json
 import threading
 import time
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
 from loopfeed.engine.records.file_errors import LostFileError
-from loopfeed.engine.runtime.goodput import add_up, find_rollback, without_details
-from loopfeed.engine.runtime.monitor import RingSamples, RuntimeMonitor
+from loopfeed.engine.runtime.goodput import add_up, find_rollback
+from loopfeed.engine.runtime.monitor import RuntimeMonitor
 from loopfeed.engine.runtime.record import (
     Goodput,
     LaunchRuntime,
@@ -183,14 +182,6 @@ def test_a_clock_that_is_set_forward_adds_at_most_a_minute(tmp_path):
     assert found.launches[0].goodput.steps == 65
 
 
-def test_a_clock_that_is_set_back_hides_no_loss(tmp_path):
-    log = tmp_path / "loss.jsonl"
-    sizes = write_losses(log, [111.0 + second - 3600 * (second >= 4) for second in range(8)])
-    ended = replace(LAUNCH, ended=118.0, end_step=8, goodput=Goodput(steps=8, compilation=10))
-    found = find_rollback([ended], log, 4, sizes[4])
-    assert (found.num_steps, found.seconds) == (4, 4.0)
-
-
 def test_a_resume_that_was_killed_before_it_rewound_is_counted_once(tmp_path):
     log = tmp_path / "loss.jsonl"
     sizes = write_losses(log, [111.0 + second for second in range(8)])
@@ -211,35 +202,6 @@ def test_a_rollback_over_several_launches_does_not_count_the_time_between_them(t
     assert (whole.num_steps, whole.seconds) == (5, 5.0)
     nothing = find_rollback([first, second], log, 5, sizes[5])
     assert (nothing.launches, nothing.num_steps, nothing.seconds) == ((first, second), 0, 0.0)
-
-
-def test_what_was_lost_before_is_not_lost_again(tmp_path):
-    """Launch 1 made steps 1 to 5, and launch 2 made 2 to 4 again; a third one begins after step 1 as well."""
-    log = tmp_path / "loss.jsonl"
-    sizes = write_losses(log, [111.0, 511.0, 512.0, 513.0])
-    first = replace(LAUNCH, ended=115.0, end_step=5, goodput=Goodput(steps=5, compilation=10))
-    second = replace(first, started=500.0, ended=513.0, start_step=1, end_step=4, lost_s=4.0, lost_steps=4,
-                     goodput=Goodput(steps=3, other=10))  # fmt: skip
-    found = find_rollback([first, second], log, 1, sizes[1])
-    assert (found.num_steps, found.seconds) == (3, 3.0)
-
-
-def test_a_run_without_a_log_loses_nothing(tmp_path):
-    assert find_rollback([LAUNCH], tmp_path / "loss.jsonl", 0, 0).launches == (LAUNCH,)
-
-
-def test_only_the_newest_launches_keep_their_lists():
-    launches = without_details([replace(LAUNCH, stalls=(Stall(1, 1.0, "read", None),))] * 13)
-    assert [len(each.stalls) for each in launches] == [0] * 3 + [1] * 10
-
-
-def test_samples_of_the_ring_are_bounded_and_evenly_spaced():
-    samples = RingSamples(every_s=1.0)
-    for second in range(10_000):
-        samples.offer(RingSample(float(second), second))
-    times = [each.time_s for each in samples.all()]
-    assert 100 <= len(times) <= 240
-    assert {after - before for before, after in pairwise(times)} == {64.0}
 
 
 FULL = replace(

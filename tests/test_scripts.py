@@ -129,34 +129,6 @@ def test_a_dead_shim_and_an_old_python_are_passed_over_for_pyenvs_own(machine: M
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, BASE, "")
 
 
-def test_the_tested_python_first_and_path_before_pyenv(machine: Machine) -> None:
-    for minor in (14, 13, 12):
-        machine.fake(machine.bin / f"python3.{minor}", f"echo 3.{minor}")
-    machine.fake(machine.home / "elsewhere/versions/3.12.0/bin/python", "echo pyenv")
-    root = str(machine.home / "elsewhere")
-    for minor in (12, 13, 14):
-        assert machine.sourced("find_python", PYENV_ROOT=root).stdout == f"3.{minor}\n"
-        (machine.bin / f"python3.{minor}").unlink()
-    assert machine.sourced("find_python", PYENV_ROOT=root).stdout == "pyenv\n"
-    assert machine.sourced("find_python --lowest", PYENV_ROOT=root).stdout == "pyenv\n"
-
-
-def test_uvs_python_is_the_last_resort(machine: Machine) -> None:
-    python = machine.fake(machine.home / "uv python/bin/python3.13", "echo from uv")
-    machine.fake(
-        machine.bin / "uv", f'case "$*" in "python find --system 3.13") echo {shlex.quote(str(python))};; esac'
-    )
-    assert machine.sourced("find_python").stdout == "from uv\n"
-
-
-def test_lowest_refuses_a_python_the_old_wheels_do_not_know(machine: Machine) -> None:
-    machine.fake_version(machine.bin / "python3", "3.14.0")
-    assert machine.sourced("find_python").stdout.strip() == BASE
-    done = machine.sourced("find_python --lowest")
-    assert done.returncode == 2
-    assert "no Python 3.12 or 3.13 found" in done.stderr
-
-
 def test_a_named_python_is_the_only_one_tried(machine: Machine) -> None:
     machine.fake(machine.bin / "python3.12", "echo good")
     assert machine.sourced("find_python", PYTHON="python3.12").stdout == "good\n"

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scripts.torture_campaign import cli, file_faults, image_faults, json_faults, pack_faults
+from scripts.torture_campaign import cli, file_faults, image_faults, json_faults
 from scripts.torture_campaign.case import Case, Outcome, Trial
 from scripts.torture_campaign.commands import Commands, CommandServer, Finished
-from scripts.torture_campaign.documented import PIXELS_WITHOUT_CHECKSUM, SPLIT_GONE, SPLIT_RENAMED
+from scripts.torture_campaign.documented import PIXELS_WITHOUT_CHECKSUM
 from scripts.torture_campaign.image_kind import _judge_crop
 from scripts.torture_campaign.image_reference import decode
-from scripts.torture_campaign.oracle import NOT_A_FILE, columns, read_split, read_tree, read_weights
+from scripts.torture_campaign.oracle import columns, read_split, read_tree, read_weights
 from scripts.torture_campaign.pack_judging import judge_losses, judge_reader, judge_verify
 from scripts.torture_campaign.report import is_clean, table
 from scripts.torture_campaign.run_kind import compare_with_sound_run, judge_evaluation, judge_live, judge_replay
@@ -31,7 +31,6 @@ from scripts.torture_campaign.verdict import Judgement, Verdict, judge_exit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the campaign needs Linux")
 
-ROOT = Path(__file__).parents[1]
 CASE = Case("packs", "random-3", 0)
 
 
@@ -131,20 +130,6 @@ def test_each_verdict_is_reached_by_a_command_with_that_fault(server, tmp_path, 
     assert reason in ended.why
 
 
-def test_the_exit_of_a_command_without_faults_has_no_verdict(server, tmp_path):
-    folder = tmp_path / "cwd"
-    folder.mkdir()
-    ended = server.start(["tests.planted_command", "nothing"], folder).wait(60)
-    assert judge_exit(ended, names=["manifest.json"]) is None
-    assert not ended.hung
-
-
-def test_an_error_about_too_little_memory_is_a_crash():
-    ended = judge_exit(finished(code=2, err="read-pack: not enough memory (); use fewer --workers"), names=["memory"])
-    assert ended is not None
-    assert (ended.verdict, "memory limit" in ended.why) == (Verdict.CRASH, True)
-
-
 def test_wrong_images_and_labels_of_a_reader_are_found(sound, pack, tmp_path):
     def verdict(number, answer, **changes):
         trial = trial_of(tmp_path / str(number), answer, writes_result(sound, **changes))
@@ -200,19 +185,6 @@ def test_a_file_beside_the_splits_and_a_link_to_a_copy_are_not_damage(sound, pac
     trial = trial_of(tmp_path, finished("inspect-shards"))
     judge_verify(trial, sound, pack)
     assert trial.judgements[0].verdict is Verdict.HARMLESS
-
-
-def test_missing_and_renamed_splits_are_documented(sound, pack, tmp_path):
-    pack_faults.swap_splits(pack, sound, random.Random(0))
-    trial = trial_of(tmp_path, finished("inspect-shards"))
-    judge_verify(trial, sound, pack)
-    pack_faults.swap_splits(pack, sound, random.Random(0))
-    shutil.rmtree(pack / "val")
-    judge_verify(trial, sound, pack)
-    assert [each.why for each in trial.judgements] == [SPLIT_RENAMED.name, SPLIT_GONE.name]
-    (pack / "train/manifest.json").unlink()
-    judge_verify(trial, sound, pack)
-    assert trial.judgements[2].verdict is Verdict.WRONG
 
 
 def test_recorded_losses_must_equal_those_on_the_sound_pack(sound, tmp_path):
@@ -330,16 +302,6 @@ def test_the_same_seed_draws_the_same_faults(sound, tmp_path):
     assert faults(1) == faults(1) != faults(2)
 
 
-def test_read_tree_marks_what_replaces_a_file(sound, pack):
-    for how, fault in file_faults.PLACE_FAULTS.items():
-        path = pack / "train/pixels/c/0/0/0"
-        path.unlink(missing_ok=True) if not path.is_dir() or path.is_symlink() else path.rmdir()
-        path.write_bytes(sound.tree["train/pixels/c/0/0/0"])
-        fault(path, random.Random(0))
-        found = read_tree(pack).get("train/pixels/c/0/0/0")
-        assert found == (None if how in ("removed", "folder") else NOT_A_FILE), how
-
-
 def test_the_table_counts_the_worst_verdicts_and_only_failures_fail_the_campaign():
     def outcome(*verdicts):
         judgements = tuple(Judgement("read-pack", verdict) for verdict in verdicts)
@@ -358,37 +320,6 @@ def test_a_case_is_repeated_by_its_id_and_shown(capsys):
     assert "$ preprocess-imagenet" in output
     assert "DETECTED" in output
     assert "1 cases" in output
-
-
-def test_an_unknown_case_is_refused(capsys):
-    assert cli.main(["--case", "archives/no-such"]) == 2
-    assert "there is no archives/no-such" in capsys.readouterr().err
-
-
-def test_a_sample_is_drawn_from_all_kinds_by_the_seed():
-    class Kind:
-        def __init__(self, name):
-            self.name = name
-
-        def prepare(self, trial):
-            raise AssertionError
-
-        attempt = prepare
-
-        def cases(self, seed, count):
-            return [Case(self.name, f"random-{number}", seed) for number in range(count)]
-
-    kinds = {name: Kind(name) for name in ("packs", "kills")}
-
-    def ids(*arguments):
-        options = cli.parse_arguments([*arguments, "--only", "packs,kills", "--packs", "9", "--kills", "3"])
-        return [case.id for case in cli.choose_cases(options, kinds)]
-
-    assert len(ids("--seed", "1")) == 12
-    sample = ids("--minutes", "1", "--seed", "1")
-    assert sample == ids("--minutes", "1", "--seed", "1") != ids("--minutes", "1", "--seed", "2")
-    assert len(sample) == len(set(sample)) == 12
-    assert [each.split("/")[0] for each in sample[:7]] == ["packs"] * 6 + ["kills"]
 
 
 def test_wrong_usage_is_refused(capsys):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.torture_campaign import cli
 from scripts.torture_campaign.call_faults import CallFault, build_shim, draw_call_fault, read_calls, watching
 from scripts.torture_campaign.call_kind import judge_kept, judge_message
 from scripts.torture_campaign.verdict import Verdict
@@ -102,11 +101,6 @@ def test_without_a_fault_the_shim_notes_each_call_below_its_folder(shim, tmp_pat
     assert all(not path.startswith("/") for _, path in calls)
 
 
-def test_names_that_differ_by_run_are_one_class(tmp_path):
-    (tmp_path / "log").write_text("open\trun/.config.json.0a1b2c3d\nopen\trun/.config.json.99887766\nopen\trun/a b\n")
-    assert read_calls(tmp_path / "log") == {("open", "run/.config.json.*"): 2, ("open", "run/a*b"): 1}
-
-
 def test_the_same_number_draws_the_same_fault_and_all_changes_are_drawn():
     calls = {("read", "a"): 3, ("write", "b"): 9, ("stat", "c*"): 1, ("mmap", "c*"): 2}
 
@@ -153,11 +147,3 @@ def test_what_a_resumed_run_had_must_be_kept(tmp_path):
     assert "1 files" in why(**{"run/snapshots/4/a": b"?"})
     assert "1 files" in why(**{"pack/val/a": b"?"})
     assert judge_kept("run-eval", "evaluate", tmp_path / "0", before).verdict is Verdict.HARMLESS
-
-
-def test_without_a_compiler_the_kind_is_left_out_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert cli.main(["--only", "calls"]) == 0
-    said = capsys.readouterr()
-    assert "calls left out: the library that makes the faults needs a C compiler (cc)\n" in said.out
-    assert said.err == ""
