@@ -91,8 +91,8 @@ PLACES = {
     "the receiver of a push": (LossStream, "receive"),
     "the arrays of a call": (np, "from_dlpack"),
 }
-# A card's batches come by its ring, whose arrays are memory of the driver's.
-PLACES_OF_A_CARD = PLACES | {
+# A card's batches come by its ring, whose arrays are memory of the driver's; what observes is the same as elsewhere.
+PLACES_OF_A_CARD = {name: PLACES[name] for name in ("the words of a pull", "the receiver of a push")} | {
     "the batch of a pull": (DeviceRing, "give"),
     "the arrays of a call": (_Layout, "arrays"),
     "the driver": (CudaDriver, "copy_to_host"),
