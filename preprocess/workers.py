@@ -171,9 +171,21 @@ class Pool:
         return future
 
     def map[T](self, function: Callable[..., T], *iterables: Iterable[Any]) -> Iterator[T]:
-        """Call a function with the elements of iterables of equal length; yield what it returns, in their order."""
+        """Call a function with the elements of iterables of equal length; yield what it returns, in their order.
+
+        Calls that have not begun when one of them raises, or when nobody takes more, are not made.
+        """
         futures = [self.submit(function, *arguments) for arguments in zip(*iterables, strict=True)]
-        return (future.result() for future in futures)
+
+        def results() -> Iterator[T]:
+            try:
+                for future in futures:
+                    yield future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+
+        return results()
 
     def close(self, limit_s: float = 0.0) -> bool:
         """Let the threads end once the calls so far are made; return whether they ended within so many seconds."""

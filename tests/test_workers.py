@@ -142,6 +142,24 @@ def test_a_pool_that_is_closed_or_has_no_threads_lets_the_caller_work(monkeypatc
     assert Pool(2, "refused").submit(threading.current_thread).result(0) is caller
 
 
+def test_calls_after_one_that_fails_are_not_made():
+    release = threading.Event()
+    made: list[int] = []
+
+    def call(number):
+        if number == 1:
+            raise OSError("No space left on device")
+        if number > 1:
+            release.wait(LIMIT_S)
+        made.append(number)
+
+    with Pool(2, "pool") as pool:
+        with pytest.raises(OSError, match="No space left"):
+            list(pool.map(call, range(100)))
+        release.set()
+    assert len(made) <= 4
+
+
 def test_a_call_that_is_cancelled_before_it_begins_is_not_made():
     release = threading.Event()
     made: list[int] = []
