@@ -54,7 +54,6 @@ _RECORDED = "the recorded run"
     option_groups=option_groups(),
     first_options=FIRST_OPTIONS,
     epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @train_options
 @click.version_option(package_name="loopfeed")

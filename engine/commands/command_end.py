@@ -3,8 +3,9 @@
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -17,7 +18,41 @@ from loopfeed.preprocess.workers import call_within
 if TYPE_CHECKING:
     from rich.console import Console
 
+DONE, FAILED, WRONG_USAGE, STOPPED = 0, 1, 2, 130
+"""The exit codes of commands."""
 _FLUSH_TIMEOUT_S = 1.0
+
+
+@dataclass
+class CommandEnd:
+    """How a command ends: its exit code, which it may set before it ends."""
+
+    code: int = DONE
+
+
+@contextmanager
+def ending(command: str, stopped: str, *, traceback: bool) -> Iterator[CommandEnd]:
+    """Run a command in the block, then leave with its exit code, after a message if it was stopped or failed.
+
+    Args:
+        command: its name.
+        stopped: the message about a signal.
+        traceback: whether to raise an error instead, with its traceback.
+    """
+    end = CommandEnd()
+    try:
+        yield end
+    except KeyboardInterrupt:
+        say_to_stderr(f"{command}: {stopped}")
+        end.code = STOPPED
+    except Exception as error:
+        if traceback:
+            raise
+        from loopfeed.engine.commands.setting_options import option_names
+
+        say_to_stderr(f"{command}: {describe_error(error, option_names(click.get_current_context()))}")
+        end.code = WRONG_USAGE if isinstance(error, ValueError) else FAILED
+    leave(end.code)
 
 
 def leave(code: int, *, at_once: bool = False) -> None:

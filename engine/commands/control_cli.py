@@ -73,7 +73,6 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
     cls=GroupedCommand,
     option_groups=_GROUPS,
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.argument("run", shell_complete=complete_folder)
 @click.option(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loopfeed.engine.commands.command_end import describe_error, leave, say_to_stderr
+from loopfeed.engine.commands.command_end import ending, say_to_stderr
 from loopfeed.engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
-from loopfeed.engine.commands.setting_options import option_names, overriding_option, setting_option
+from loopfeed.engine.commands.setting_options import overriding_option, setting_option
 from loopfeed.engine.commands.weights_options import mean_option, model_option, parse_snapshot, std_option
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.named_parts import compare_named
@@ -26,7 +26,6 @@ from loopfeed.preprocess.storage_options import parse_text
 if TYPE_CHECKING:
     from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult
 
-_DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
     "Weights of a snapshot": ("snapshot",),
     "Weights from a file": ("weights", "model", "mean", "std"),
@@ -63,7 +62,6 @@ def _or_default(name: str) -> str:
     cls=GroupedCommand,
     option_groups=_GROUPS,
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.argument("run", required=False, shell_complete=complete_folder)
 @click.option(
@@ -145,21 +143,11 @@ def main(
     The result goes to stdout, and all other messages go to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage or
     data, 130 stopped by SIGINT, SIGTERM or SIGHUP.
     """
-    try:
+    with ending("run-eval", "stopped before there was a result", traceback=traceback):
         result = _evaluate(run, weights, options)
         _write_predictions(result, options["predictions"])
         click.echo(_json_line(result) if as_json else _result_text(result, weights))
         _say_speed(result)
-        code = _DONE
-    except KeyboardInterrupt:
-        say_to_stderr("run-eval: stopped before there was a result")
-        code = _STOPPED
-    except Exception as error:
-        if traceback:
-            raise
-        say_to_stderr(f"run-eval: {describe_error(error, option_names(click.get_current_context()))}")
-        code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
-    leave(code)
 
 
 def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> "EvaluationResult":

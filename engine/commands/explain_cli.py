@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loopfeed.engine.commands.command_end import describe_error, leave, say_to_stderr
+from loopfeed.engine.commands.command_end import ending, say_to_stderr
 from loopfeed.engine.commands.option_sources import OptionSource, command_line, merge_options
 from loopfeed.engine.commands.own_parts import load_own_parts, take_part_names
-from loopfeed.engine.commands.setting_options import option_names, option_spelling
+from loopfeed.engine.commands.setting_options import option_spelling
 from loopfeed.engine.commands.train_options import describing_options, option_groups
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.named_parts import (
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from loopfeed.engine.run.parts import OwnParts
     from loopfeed.engine.sizing.device_rates import DeviceRates
 
-_DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _RECORDED = "the recorded run"
 _REPORT = ("compare", "ir", "report_format", "depth", "top", "traceback")
 # Where a run goes does not change its program.
@@ -73,7 +72,6 @@ def _groups() -> dict[str, tuple[str, ...]]:
     option_groups=_groups(),
     first_options=(*_REPORT, *_FIRST),
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.argument("run", required=False, shell_complete=complete_folder)
 @click.option(
@@ -130,23 +128,13 @@ def main(
     Exit codes: 0 done, 1 the program could not be compiled, 2 wrong usage or data, 130 stopped by SIGINT,
     SIGTERM or SIGHUP.
     """
-    code = _DONE
-    try:
+    with ending("explain-program", "stopped", traceback=traceback):
         _check_options(compare, ir, report_format, context.params["run"])
         if compare is not None:
             text = _comparison(context, compare, report_format, depth)
         else:
             text = _explanation(_described(context, _take_part_names(context)), ir, report_format, depth, top)
         click.echo(text)
-    except KeyboardInterrupt:
-        say_to_stderr("explain-program: stopped")
-        code = _STOPPED
-    except Exception as error:
-        if traceback:
-            raise
-        say_to_stderr(f"explain-program: {describe_error(error, option_names(context))}")
-        code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
-    leave(code)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from typing import Literal
 
 import click
 
-from loopfeed.engine.commands.command_end import describe_error, leave, say_to_stderr
-from loopfeed.engine.commands.setting_options import option_names
+from loopfeed.engine.commands.command_end import ending, say_to_stderr
 from loopfeed.engine.commands.weights_options import parse_snapshot
 from loopfeed.preprocess.commands.completion import complete_file, complete_folder, complete_word
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
@@ -17,7 +16,6 @@ from loopfeed.preprocess.commands.storage import storage_option
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.storage_options import parse_pairs
 
-_DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
     "Snapshot": ("snapshot", "metric"),
     "Stored run": ("storage_option",),
@@ -35,7 +33,6 @@ Examples:
     cls=GroupedCommand,
     option_groups=_GROUPS,
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.argument("run", shell_complete=complete_folder)
 @click.argument("out", shell_complete=complete_file)
@@ -75,7 +72,7 @@ def main(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by SIGINT, SIGTERM or SIGHUP.
     """
-    try:
+    with ending("export-weights", "stopped; nothing was written", traceback=traceback):
         from loopfeed.engine.evaluation.export import export_weights
 
         if metric is not None and snapshot != "best":
@@ -93,13 +90,3 @@ def main(
         )
         show_only_on_stdout()
         click.echo(f"{printable(done.path)}: the weights after {done.step:,} steps (sha256 {done.digest[:12]})")
-        code = _DONE
-    except KeyboardInterrupt:
-        say_to_stderr("export-weights: stopped; nothing was written")
-        code = _STOPPED
-    except Exception as error:
-        if traceback:
-            raise
-        say_to_stderr(f"export-weights: {describe_error(error, option_names(click.get_current_context()))}")
-        code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
-    leave(code)

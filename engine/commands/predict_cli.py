@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loopfeed.engine.commands.command_end import describe_error, leave, say_to_stderr
+from loopfeed.engine.commands.command_end import DONE, FAILED, ending, say_to_stderr
 from loopfeed.engine.commands.own_parts import load_own_parts, take_part_names
-from loopfeed.engine.commands.setting_options import option_names, overriding_option, setting_option
+from loopfeed.engine.commands.setting_options import overriding_option, setting_option
 from loopfeed.engine.commands.weights_options import mean_option, model_option, std_option
 from loopfeed.engine.config import SETTINGS
 from loopfeed.engine.named_parts import compare_named
@@ -32,7 +32,6 @@ from loopfeed.preprocess.storage_options import parse_pairs
 if TYPE_CHECKING:
     from loopfeed.engine.evaluation.predict import PredictionResult
 
-_DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
     "Output": ("top", "as_json", "as_csv", "traceback"),
     "Images": ("size", "resize", "resample", "levels", "truncated", "image_size"),
@@ -61,7 +60,6 @@ _AS_RUN = "as in the run"
     cls=GroupedCommand,
     option_groups=_GROUPS,
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.argument("run", metavar="RUN|FILE", shell_complete=complete_file)
 @click.argument("images", nargs=-1, required=True, metavar="IMAGES...", shell_complete=complete_file)
@@ -145,7 +143,7 @@ def main(
     The result goes to stdout, and all other messages go to stderr. Exit codes: 0 done, 1 failed, or an image cannot be
     decoded (the others are still classified), 2 wrong usage, 130 stopped by SIGINT, SIGTERM or SIGHUP.
     """
-    try:
+    with ending("predict-images", "stopped before there was a result", traceback=traceback) as end:
         if as_json and as_csv:
             raise ValueError("only one of --json and --csv can be given, got both: leave one out")
         result = _predict(run, images, top, options)
@@ -154,16 +152,7 @@ def main(
         else:
             click.echo(_text(result), nl=False)
         _say_end(result)
-        code = _FAILED if result.failures else _DONE
-    except KeyboardInterrupt:
-        say_to_stderr("predict-images: stopped before there was a result")
-        code = _STOPPED
-    except Exception as error:
-        if traceback:
-            raise
-        say_to_stderr(f"predict-images: {describe_error(error, option_names(click.get_current_context()))}")
-        code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
-    leave(code)
+        end.code = FAILED if result.failures else DONE
 
 
 def _predict(run: str, images: tuple[str, ...], top: int, options: dict[str, Any]) -> "PredictionResult":

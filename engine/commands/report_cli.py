@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from loopfeed.engine.commands.command_end import describe_error, leave, say_to_stderr
+from loopfeed.engine.commands.command_end import ending, say_to_stderr
 from loopfeed.engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
-from loopfeed.engine.commands.setting_options import option_names, overriding_option
+from loopfeed.engine.commands.setting_options import overriding_option
 from loopfeed.preprocess.commands.completion import complete_file, complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
@@ -17,7 +17,6 @@ from loopfeed.preprocess.commands.storage import storage_option
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.storage_options import parse_pairs
 
-_DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
     "Evaluation": ("evaluate", "data", "eval_split"),
     OWN_GROUP: ("model", "loss", "metrics"),
@@ -37,7 +36,6 @@ Examples:
     cls=GroupedCommand,
     option_groups=_GROUPS,
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN…]", shell_complete=complete_folder)
 @click.option(
@@ -87,7 +85,7 @@ def main(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage or no run folder, 130 stopped by SIGINT, SIGTERM or SIGHUP.
     """
-    try:
+    with ending("report-run", "stopped; nothing was written", traceback=traceback):
         from loopfeed.engine.report_page.report import report_run
 
         parts = load_own_parts(take_part_names(own, {}))
@@ -106,13 +104,3 @@ def main(
         )
         show_only_on_stdout()
         click.echo(f"{printable(path)} ({path.stat().st_size / 1e6:.2f} MB)")
-        code = _DONE
-    except KeyboardInterrupt:
-        say_to_stderr("report-run: stopped; nothing was written")
-        code = _STOPPED
-    except Exception as error:
-        if traceback:
-            raise
-        say_to_stderr(f"report-run: {describe_error(error, option_names(click.get_current_context()))}")
-        code = _WRONG_USAGE if isinstance(error, ValueError) else _FAILED
-    leave(code)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from loopfeed.engine.commands.command_end import describe_error, leave, say_on_terminal, say_to_stderr
+from loopfeed.engine.commands.command_end import DONE, FAILED, STOPPED, ending, say_on_terminal, say_to_stderr
 from loopfeed.engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
-from loopfeed.engine.commands.setting_options import option_names, overriding_option
+from loopfeed.engine.commands.setting_options import overriding_option
 from loopfeed.engine.named_parts import OWN_PARTS
 from loopfeed.preprocess.commands.completion import complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
@@ -24,7 +24,6 @@ from loopfeed.preprocess.storage_options import parse_pairs
 if TYPE_CHECKING:
     from loopfeed.engine.stream.sinks import Sink
 
-_SAME, _DIFFERS, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _GROUPS = {
     "Stretch": ("from_step", "to_step"),
     "Data": ("data",),
@@ -45,7 +44,6 @@ Examples:
     cls=GroupedCommand,
     option_groups=_GROUPS,
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.argument("run", shell_complete=complete_folder)
 @click.option(
@@ -89,23 +87,14 @@ def main(
     Exit codes: 0 the same bits, 1 they differ or the replay failed, 2 wrong usage or data, 130 stopped by SIGINT,
     SIGTERM or SIGHUP.
     """
-    try:
+    with ending("verify-run", "stopped; nothing was written", traceback=traceback) as end:
         from loopfeed.engine.replay.replay import replay_parts
 
         display, say = _progress()
         parts = load_own_parts(take_part_names(own, {}))
         report = replay_parts(run, (from_step, to_step), parts, say, display, data, parse_pairs(storage_option))
         click.echo("\n".join(map(printable_line, str(report).splitlines())))
-        code = _DIFFERS if not report.is_same else _SAME if report.stopped_by is None else _STOPPED
-    except KeyboardInterrupt:
-        say_to_stderr("verify-run: stopped; nothing was written")
-        code = _STOPPED
-    except Exception as error:
-        if traceback:
-            raise
-        say_to_stderr(f"verify-run: {describe_error(error, option_names(click.get_current_context()))}")
-        code = _WRONG_USAGE if isinstance(error, ValueError) else _DIFFERS
-    leave(code)
+        end.code = FAILED if not report.is_same else DONE if report.stopped_by is None else STOPPED
 
 
 def _progress() -> "tuple[Callable[[int, int], Sink] | None, Callable[[str], None]]":

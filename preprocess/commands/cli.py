@@ -87,7 +87,6 @@ class _Options:
 @click.command(
     cls=GroupedCommand,
     option_groups=_GROUPS,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
     epilog=_EPILOG,
 )
 @click.argument("source", required=False, shell_complete=complete_file)

@@ -11,6 +11,8 @@ from loopfeed.preprocess.commands.guarded_output import GuardedCommand
 ALL_OPTIONS = "loopfeed.all_options"
 """The key of `click.Context.meta` that makes the help of a command show all of its options."""
 
+_CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+
 
 class GroupedCommand(GuardedCommand):
     """A click command whose ``option_groups`` maps each heading to the names of its options in display order.
@@ -25,7 +27,7 @@ class GroupedCommand(GuardedCommand):
         first_options: tuple[str, ...] = (),
         **values: Any,
     ) -> None:
-        super().__init__(*args, **values)
+        super().__init__(*args, context_settings=_CONTEXT_SETTINGS, **values)
         self._option_groups, self._first_options = option_groups, first_options
         if first_options:
             self.params.append(
