@@ -23,6 +23,7 @@ from scripts.benchmarks.peers import PEERS
 from scripts.benchmarks.report import describe_run, write_json
 from scripts.benchmarks.session import CaseResult, Row, run_case, summarise
 from scripts.benchmarks.worker import Ready, Sample, Worker, WorkerError
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 CANDIDATES = ROOT / "scripts/benchmarks/candidates"
@@ -233,10 +234,7 @@ def test_candidates_end_with_a_bench_that_is_killed(tmp_path):
         [sys.executable, "-c", textwrap.dedent(source)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == -9, done.stderr
-    deadline = time.monotonic() + 20
-    while is_running(int(done.stdout)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(int(done.stdout)))
 
 
 def test_failed_candidates_are_rows_with_the_reason_and_the_others_continue(scripts, settings):

@@ -2,7 +2,6 @@
 
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from scripts.benchmarks.measure import Measured, Quartiles
 from scripts.benchmarks.neighbour import BesideNeighbour, Neighbour
 from scripts.benchmarks.session import CaseResult, Row, run_case, summarise
 from scripts.benchmarks.worker import Sample
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 CANDIDATES = ROOT / "scripts/benchmarks/candidates"
@@ -67,13 +67,6 @@ def state_of(pid):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return ""
-
-
-def wait_until(is_true):
-    deadline = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def beside_case(**values):

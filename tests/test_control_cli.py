@@ -18,6 +18,7 @@ from loopfeed.engine.control.request import ControlRequest
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLog, read_events
 from loopfeed.engine.records.control_requests import CONTROL_FOLDER_NAME, ControlMailbox, send_request
 from loopfeed.engine.records.folder_lock import FolderLock
+from tests.waiting import wait_until
 
 LIMIT_S = 60
 COMMAND = [sys.executable, "-c", "from loopfeed.engine.commands.control_cli import main; main()"]
@@ -78,13 +79,6 @@ def control(*arguments):
 def left(run: Path) -> list[str]:
     folder = run / CONTROL_FOLDER_NAME
     return [path.name for path in folder.iterdir()] if folder.exists() else []
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # --- what takes effect

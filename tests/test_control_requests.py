@@ -18,6 +18,7 @@ from loopfeed.engine.records.control_requests import (
     send_request,
     withdraw,
 )
+from tests.waiting import wait_until
 
 LIMIT_S = 60
 
@@ -41,13 +42,6 @@ def open_mailbox(tmp_path):
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
     monkeypatch.setattr("loopfeed.engine.records.control_requests._POLL_EVERY_S", 0.002)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def files(run: Path) -> list[str]:

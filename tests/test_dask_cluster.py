@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Timer
@@ -23,6 +22,7 @@ from loopfeed.preprocess.packing.dask_cluster import DaskCluster
 from loopfeed.preprocess.shards.location import open_location
 from tests.fake_source import files_of
 from tests.object_servers import KEYS, SECRET, MotoServer, free_port
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.integration,
@@ -75,13 +75,6 @@ class Cluster:
         for process in reversed(self._processes):
             process.kill()
             process.wait()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from scripts.card_check.parts import (
 )
 from scripts.card_check.report import Report
 from scripts.card_check.requirements import find_missing, find_unsupported, read_project, required
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 GPU_CHECK = ROOT / "scripts/gpu-check"
@@ -120,10 +121,7 @@ def test_a_command_is_killed_with_all_that_it_started(tmp_path, ending):
         outcome = run_limited(python(HANGS + ending), log=file, limit_s=4, environment=os.environ, folder=tmp_path)
     assert outcome.code == (None if ending else 0)
     child = int(log.read_text(encoding="utf-8"))
-    deadline = time.monotonic() + 20
-    while is_running(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(child))
 
 
 def test_a_part_that_fails_or_hangs_is_reported_and_the_others_go_on(checked, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from loopfeed.engine.crossing.pushed import PushedEvaluation, PushedLosses, Push
 from loopfeed.engine.stream import lane, loss_stream, sinks
 from loopfeed.engine.stream.loss_stream import LossStream
 from loopfeed.engine.stream.sinks import EvaluationProgress
+from tests.waiting import wait_until
 
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
 SOON_S = 20.0
@@ -61,13 +62,6 @@ def pushed(step, *, loss=None, time=None):
 
 def make_stream(board=None, wait_of=lambda step: 0.25 * step, **options):
     return LossStream(batch=8, wait_of=wait_of, board=board or ControlBoard(), **options)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def stream_threads():

@@ -3,11 +3,11 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
 
 from loopfeed.preprocess.decoding.memory_budget import MemoryBudget
+from tests.waiting import wait_until
 
 TIMEOUT_S = 60.0
 
@@ -21,13 +21,6 @@ def start(function, *arguments):
     thread = threading.Thread(target=function, args=arguments, daemon=True)
     thread.start()
     return thread
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come to that"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 40, 50, 99, 100, 1000])

@@ -7,6 +7,7 @@ import pytest
 
 from loopfeed.engine.profile.capture import Capture, Window, _never
 from loopfeed.engine.scopes import TRAIN, VALID
+from tests.waiting import wait_until
 
 LIMIT_S = 20.0
 
@@ -35,13 +36,6 @@ def profiler(monkeypatch):
     return FakeProfiler(monkeypatch)
 
 
-def until(condition):
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def remains(condition):
     """Assert that a condition still holds after the thread had time to end it."""
     time.sleep(0.05)
@@ -50,7 +44,7 @@ def remains(condition):
 
 def is_tracing(profiler, capture):
     """Wait until the first trace has begun and its end is awaited."""
-    until(lambda: profiler.num_begun == 1 and capture._is_awaited not in (capture._is_due, _never))
+    wait_until(lambda: profiler.num_begun == 1 and capture._is_awaited not in (capture._is_due, _never))
 
 
 @pytest.fixture
@@ -81,7 +75,7 @@ def test_a_window_begins_before_its_first_batch_and_ends_when_the_batch_after_it
         capture.batches_drawn(TRAIN, 1)
     remains(lambda: profiler.num_ended == 0)
     capture.batches_drawn(TRAIN, 1)
-    until(lambda: profiler.num_ended == 1)
+    wait_until(lambda: profiler.num_ended == 1)
     capture.stop()
     assert capture.traces[TRAIN].first == {TRAIN: 2, VALID: 0}
     assert (capture.traces[TRAIN].data, profiler.num_begun) == (1, 1)
@@ -101,7 +95,7 @@ def test_batches_that_are_drawn_at_once_are_traced_until_the_draw_after_them_is_
     pull()
     remains(lambda: profiler.num_ended == 0)
     pull()
-    until(lambda: TRAIN in capture.traces)
+    wait_until(lambda: TRAIN in capture.traces)
     assert capture.traces[TRAIN].first[TRAIN] == 4
 
 
@@ -115,7 +109,7 @@ def test_an_evaluation_is_traced_from_its_start_until_training_resumes(profiler,
     capture.batches_drawn(TRAIN, 1)
     remains(lambda: profiler.num_ended == 0)
     capture.batches_drawn(TRAIN, 1)
-    until(lambda: profiler.num_ended == 1)
+    wait_until(lambda: profiler.num_ended == 1)
     capture.stop()
     assert capture.traces[VALID].first == {TRAIN: 5, VALID: 0}
 
@@ -124,7 +118,7 @@ def test_a_window_ends_when_the_trace_takes_too_much_memory(profiler, begin, mon
     used = iter([5 << 30])
     monkeypatch.setattr("loopfeed.engine.profile.capture.process_memory_bytes", lambda: next(used, 7 << 30))
     capture = begin(train=Window(0, 500, is_chosen=True))
-    until(lambda: TRAIN in capture.traces)
+    wait_until(lambda: TRAIN in capture.traces)
     assert capture.traces[TRAIN].limit == "1,024 MiB"
 
 

@@ -3,8 +3,8 @@
 import gc
 import sys
 import threading
-import time
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from loopfeed.engine.records import snapshot_writer
 from loopfeed.engine.records.snapshot import SnapshotError, read_snapshot, snapshot_steps, write_snapshot
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
+from tests.waiting import wait_until
 
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
 SOON_S = 20.0
@@ -48,20 +49,13 @@ def make_writer(folder, disk, *, keep=0, say=None):
     return writer, words
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.005)
-
-
 def test_what_is_submitted_is_written_in_order_on_one_thread_that_is_not_the_callers(tmp_path):
     disk = Disk()
     writer, words = make_writer(tmp_path, disk)
     trees = {step: object() for step in (1, 2, 3)}
     for step, tree in trees.items():
         writer.submit(step, 2 * step, tree)
-        wait_until(lambda step=step: writer.last_step == step)
+        wait_until(partial(lambda step: writer.last_step == step, step))
     assert writer.close(SOON_S)
     assert disk.written == [(step, 2 * step, tree) for step, tree in trees.items()]
     assert [thread.name for thread in disk.threads] == ["snapshot-writer"]
@@ -238,7 +232,7 @@ def test_real_snapshots_of_a_run_that_is_stopped(tmp_path):
     writer.start()
     for step in (2, 3):
         writer.submit(step, step, {"w": np.full(3, float(step))})
-        wait_until(lambda step=step: writer.last_step == step)
+        wait_until(partial(lambda step: writer.last_step == step, step))
     writer.submit(4, 4, {"w": np.full(3, 4.0)})
     assert writer.close(SOON_S)
     assert snapshot_steps(folder) == [3, 4]

@@ -15,6 +15,7 @@ import pytest
 
 from loopfeed.engine.commands import supervisor
 from tests.process_runs import ROOT, TOY, own_processes, records, resumed, run, separately, words
+from tests.waiting import wait_until
 
 LOST = r"run-train: process {} on \S+ {} after step \d+, so the run ends: what was saved is intact"
 
@@ -98,10 +99,7 @@ def test_a_process_whose_supervisor_is_killed_stops_all(tmp_path):
     with separately(tmp_path / "run") as (commands, logs):
         commands[1].kill()
         assert commands[0].wait(60) == 130, [log.read_text() for log in logs]
-        deadline = time.monotonic() + 30
-        while own_processes(tmp_path / "run", 1):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: not own_processes(tmp_path / "run", 1))
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["snapshot_step"] == result["steps_done"] == len(records(tmp_path / "run"))
 
@@ -131,10 +129,7 @@ def test_a_stop_of_some_processes_is_one_of_all(codes, steps, passed_s, is_cut_s
 def test_a_signal_before_the_first_step_ends_all_processes(tmp_path):
     words_of_run = words(*TOY, "--steps", "500", "--spawn", "2", "--run-dir", str(tmp_path / "run"))
     command = subprocess.Popen(words_of_run, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 60
-    while not (own_processes(tmp_path / "run", 0) and (tmp_path / "run").exists()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: own_processes(tmp_path / "run", 0) and (tmp_path / "run").exists())
     command.terminate()
     said, _ = command.communicate(timeout=60)
     assert command.returncode == 130, said
@@ -146,15 +141,10 @@ def test_processes_whose_supervisor_is_killed_at_the_start_end_too(tmp_path):
     command = subprocess.Popen(
         words(*TOY, "--steps", "500", "--spawn", "2", "--run-dir", str(tmp_path / "run")), cwd=ROOT
     )
-    deadline = time.monotonic() + 60
-    while not own_processes(tmp_path / "run", 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: own_processes(tmp_path / "run", 0))
     command.kill()
     command.wait()
-    while any(own_processes(tmp_path / "run", number) for number in (0, 1)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not any(own_processes(tmp_path / "run", number) for number in (0, 1)))
 
 
 PYTHON = """
