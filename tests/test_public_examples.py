@@ -15,7 +15,7 @@ import loopfeed
 # interfaces, and errors.
 WITHOUT = {
     *("BatchSource", "EvaluationSource", "TrainModel", "WandbSink", "TensorBoardSink", "join_processes", "pack_demo"),
-    *("ShardCache", "evaluate_weights", "describe_runtime"),
+    *("ShardCache", "check_step", "describe_runtime", "evaluate_weights"),
     *("ChangedShardError", "ConfigError", "FeederError", "NonFiniteError", "ShardError"),
     *("Damage", "DeviceInfo", "Difference", "EvaluationRecord", "EvaluationResult", "ImagePredictions", "LoadedRecipe"),
     *("LossRecord", "PackResult", "PredictionResult", "Profile", "ProgramReport", "ReplayReport", "RunHandle"),

@@ -78,11 +78,6 @@ def check_step(
 
     The arguments and errors are those of `train`. A batch source must return the same batch whenever it is asked for
     it. Nothing is written.
-
-    Example:
-        >>> check = check_step(TrainConfig(data="data", batch=4), model=model)
-        >>> check.step, check.unstable
-        (1, {})
     """
     return check_step_of(config, take_parts(parts), notify)
 
