@@ -369,19 +369,6 @@ def test_a_built_in_recipe_whose_image_size_does_not_fit_the_data_is_named_with_
     ) in errors
 
 
-def test_a_runs_record_is_a_recipe_for_another_run(tmp_path, call):
-    code, _, stderr = call(*CHANGED, "--steps", 2, "--run-dir", "first")
-    assert code == 0, stderr
-    code, stdout, stderr = call("--recipe", "first/config.json", "--run-dir", "second", "--steps", 3)
-    assert code == 0, stderr
-    assert stdout.splitlines()[0] == "recipe first: the command line overrides steps 2 → 3"
-    before, now = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "second"))
-    assert now["config"] == before["config"] | {"steps": 3, "run_dir": "second"}
-    assert (now["origins"]["seed"], now["origins"]["steps"]) == ("recipe first", "command line")
-    losses = [(tmp_path / name / "loss.jsonl").read_text().splitlines() for name in ("first", "second")]
-    assert [json.loads(line)["loss"] for line in losses[0]] == [json.loads(line)["loss"] for line in losses[1][:2]]
-
-
 def test_a_dry_run_prints_a_plan_and_writes_nothing(tmp_path, call):
     code, stdout, stderr = call(*TOY, "--dry-run", "--run-dir", "run", "--rate", "50")
     assert code == 0, stderr

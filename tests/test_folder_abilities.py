@@ -90,12 +90,6 @@ def test_a_request_that_comes_while_the_folder_is_tried_is_kept(tmp_path, monkey
         assert len(list((folder.path / "control").iterdir())) == 1
 
 
-def test_a_full_disk_is_named_as_the_reason(tmp_path, monkeypatch):
-    store_fails(errno.ENOSPC, monkeypatch)
-    with pytest.raises(ValueError, match=r"\(No space left on device\): make room on its disk$"):
-        RunFolder(tmp_path / "run")
-
-
 @pytest.mark.parametrize("open_folder", [RunFolder, check_folder])
 @pytest.mark.parametrize("is_above", [False, True])
 def test_a_path_that_is_not_utf8_is_refused_before_anything_is_made(tmp_path, monkeypatch, open_folder, is_above):

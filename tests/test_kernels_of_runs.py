@@ -24,18 +24,15 @@ from loopfeed import (
 )
 from loopfeed.engine.commands.eval_cli import main as run_eval
 from loopfeed.engine.config import SettingError
-from loopfeed.engine.inspection.explain import measure_this_device
 from loopfeed.engine.program.kernels import AUTO, describe_kernels, kernels_on, settle_kernels
 from loopfeed.engine.run import compilation
 from loopfeed.engine.run.open_run import open_run
 from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.run.step_check import _step_program
-from loopfeed.engine.sizing import device_rates
 from loopfeed.engine.sizing.planning import plan_here
 from loopfeed.models.kernels import ONEDNN, XLA
 from loopfeed.models.kernels.choice import kernels_in_use
 from loopfeed.models.kernels.onednn.library import Isa, load_library
-from loopfeed.models.kernels.onednn.operations import call_operation
 from tests.kernels import NO_LIBRARY, needs_onednn, onednn_for_all_shapes, without_library
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
@@ -260,22 +257,3 @@ def test_a_run_says_how_to_get_the_faster_kernels_where_they_can_be_had(monkeypa
     )
     monkeypatch.setattr(NO_LIBRARY, "remedy", "")
     assert describe_kernels(config_of(XLA), "cpu") is None
-
-
-@needs_onednn
-@pytest.mark.parametrize("kernels", [XLA, ONEDNN])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_report_compares_with_the_rate_of_the_products_that_the_run_makes(monkeypatch, kernels, precision):
-    called = []
-
-    def call(*args):
-        called.append(args[0])
-        return call_operation(*args)
-
-    monkeypatch.setattr(device_rates, "call_operation", call)
-    monkeypatch.setattr(device_rates, "_CPU_SIZES", (64, 1 << 20))
-    rates = measure_this_device(settle_kernels(config_of(kernels, precision=precision), "cpu"))
-    is_library = kernels == ONEDNN and load_library().supports(precision)
-    assert len(called) == is_library
-    assert rates.dtype == (precision if is_library else "float32")
-    assert rates.flops_per_s > 0

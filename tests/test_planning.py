@@ -18,13 +18,12 @@ from click.testing import CliRunner
 
 from loopfeed.engine.commands.cli import main
 from loopfeed.engine.commands.compile_for_cards import PROGRAM
-from loopfeed.engine.commands.plan_options import print_plan
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.feed.shard_batches import ShardBatches
 from loopfeed.engine.peers import SEES_ALL
 from loopfeed.engine.processes import ThisProcess
 from loopfeed.engine.run.parts import OwnParts
-from loopfeed.engine.run.train import plan_run, train
+from loopfeed.engine.run.train import plan_run
 from loopfeed.engine.sizing import absent_cards, flow, planning
 from loopfeed.engine.sizing.absent_cards import COMPILER_FOLDER, CardCompilerError, compile_for_cards
 from loopfeed.engine.sizing.cards import SHARE_VARIABLE
@@ -92,20 +91,6 @@ def test_a_run_that_does_not_fit_is_told_the_largest_batch_that_does(monkeypatch
     assert sum(line.startswith("compiling for --batch ") for line in heard) <= 5
 
 
-def test_a_batch_that_cannot_be_changed_is_not_searched(monkeypatch):
-    monkeypatch.setattr(planning, "host_memory_bytes", lambda: 1000)
-    plan = plan_here(toy_config(), OwnParts(model=Linear(), batches=toy_batch), ignore)
-    assert plan.memory.verdict[1] == "no smaller batch was tried: the batch of this run cannot be changed"
-
-
-def test_the_smallest_batch_is_not_searched(monkeypatch, tmp_path):
-    pack(fake_source(12, size=4), tmp_path)
-    monkeypatch.setattr(planning, "host_memory_bytes", lambda: 1000)
-    config = TrainConfig(data=str(tmp_path), batch=1, steps=3, compilation_cache="off")
-    plan = plan_here(config, OwnParts(model=Linear()), ignore)
-    assert plan.memory.verdict[1].endswith("it is already the smallest that can be divided among the devices")
-
-
 def test_processes_on_one_machine_share_its_memory_and_try_no_batches(monkeypatch, tmp_path):
     pack(fake_source(12, size=4), tmp_path)
     monkeypatch.setattr(planning, "process_memory_bytes", lambda: 5_000_000)
@@ -118,24 +103,6 @@ def test_processes_on_one_machine_share_its_memory_and_try_no_batches(monkeypatc
     assert together.total_bytes == 3 * alone.total_bytes
     # Each would compile others, and wait for the rest.
     assert together.verdict[1] == "no smaller batch was tried: several processes make this plan"
-
-
-@pytest.mark.parametrize(("index", "printed"), [(0, "\nplan\n"), (1, "")])
-def test_only_the_first_of_several_processes_prints_the_plan(monkeypatch, capsys, index, printed):
-    monkeypatch.setattr("loopfeed.engine.processes.this_process", lambda: ThisProcess(index, 2))
-    monkeypatch.setattr(planning, "plan_here", lambda *_: None)
-    monkeypatch.setattr("loopfeed.engine.sizing.report.plan_lines", lambda _: ["plan"])
-    print_plan(TrainConfig(), OwnParts(), {}, {"target": None, "rate": None})
-    assert capsys.readouterr().out == printed
-
-
-def test_a_resumed_run_keeps_its_snapshots_beside_those_to_come(tmp_path):
-    config = toy_config(steps=5, snapshot_every_steps=1, keep_snapshots=3, run_dir=str(tmp_path / "run"))
-    parts = OwnParts(model=Linear(), batches=toy_batch)
-    train(config, model=Linear(), batches=toy_batch)
-    plan = plan_here(replace(config, resume=True, steps=6), parts, ignore)
-    assert plan.num_steps == 1
-    assert plan.num_snapshots == 4
 
 
 def test_every_image_is_read_at_most_once_and_only_from_the_shards(tmp_path):

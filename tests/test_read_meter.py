@@ -2,7 +2,6 @@
 
 import os
 import re
-import threading
 import time
 
 import numpy as np
@@ -64,24 +63,6 @@ def test_a_wait_for_other_threads_is_theirs(clock):
     assert sum(reading.totals[:AWAIT]) == 1.0
 
 
-def test_each_thread_has_its_reading():
-    meter, found = ReadMeter(), []
-    threads = [threading.Thread(target=lambda: found.append(meter.join()), name=f"r{n}") for n in range(3)]
-    for thread in threads:
-        thread.start()
-        thread.join(10)
-    assert meter.here() is meter.here()
-    assert {each.thread for each in found} == {"r0", "r1", "r2"}
-    assert len(meter.all()) == 4
-
-
-def test_files_have_names():
-    meter = ReadMeter(lambda shard: f"c/{shard}")
-    assert [meter.name(file) for file in (None, "path", (3, 1), (3, 4))] == [
-        None, "path", "c/3", "c/3 and 3 others",
-    ]  # fmt: skip
-
-
 def test_waits_are_attributed_to_the_stages_of_their_batches():
     meter = FeedMeter(ReadMeter(), first=10)
     meter.keep_cause(10, Profile((4.0, 0, 0, 0, 0), None))
@@ -109,14 +90,6 @@ def test_what_shards_wait_at_once_counts_once_and_a_batch_that_never_came_counts
     assert meter.wait_s_by_stage == [0.0, 0.0, 5.0, 6.0, 0.0]
     assert (meter.stalls()[0].stage, meter.stalls()[0].file) == ("check", "c/1")
     assert (meter.wait_s, meter.first_wait_s) == (11.0, 5.0)
-
-
-def test_only_the_longest_waits_are_kept():
-    meter = FeedMeter(ReadMeter())
-    waits = np.random.default_rng(0).permutation(100)
-    for batch, wait in enumerate(waits.tolist()):
-        meter.attribute(batch, float(wait))
-    assert [stall.wait_s for stall in meter.stalls()] == [float(wait) for wait in range(99, 79, -1)]
 
 
 def slowly(function):

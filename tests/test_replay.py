@@ -16,7 +16,6 @@ from loopfeed.engine.control.request import ControlRequest
 from loopfeed.engine.records.control_log import read_events
 from loopfeed.engine.records.control_requests import send_request
 from loopfeed.engine.records.snapshot import read_snapshot, remove_snapshot, snapshot_steps, write_snapshot
-from loopfeed.engine.replay.checked_files import CheckedFiles
 from loopfeed.engine.replay.report import Difference, _Kind
 from tests.fake_source import fake_source, files_of, pack
 from tests.small_resnets import small_resnets
@@ -123,15 +122,6 @@ def test_every_replayed_range_has_the_same_bits_and_the_folder_is_unchanged(reco
     saved = read_snapshot(recorded / "snapshots", end).leaves if there else ()
     assert report.num_arrays == (len(saved) or None)
     assert files_of(recorded) == before
-
-
-def test_the_default_range_is_from_the_oldest_snapshot_to_the_last_step(recorded):
-    told: list[str] = []
-    report = replay(recorded, notify=told.append)
-    assert (report.from_step, report.to_step) == (2, STEPS)
-    assert f"replaying steps 3 … 9 of {recorded} from the snapshot of step 2" in told
-    assert str(report).startswith("the same bits: 7 losses, ")
-    assert str(report).endswith(" arrays of the snapshot of step 9")
 
 
 @pytest.mark.parametrize(
@@ -406,15 +396,3 @@ def test_packed_data_may_have_moved_and_must_be_the_same(packed, tmp_path):
         replay_run(tmp_path / "run", data=str(tmp_path / "other"))
     with pytest.raises(ValueError, match=r"was trained without your own model: leave out the model argument"):
         replay_run(tmp_path / "run", model=Linear())
-
-
-def test_one_step_and_one_file_are_told_in_the_singular(tmp_path, monkeypatch):
-    train(toy_config(steps=1, run_dir=str(tmp_path)), model=Linear(), batches=toy_batch)
-    told: list[str] = []
-    monkeypatch.setattr("loopfeed.engine.replay.replay.check_files", lambda *_: CheckedFiles(1, (), ("loss.jsonl",)))
-    assert replay_run(tmp_path, model=Linear(), batches=toy_batch, notify=told.append).is_same
-    assert told[1:4] == [
-        "files: 1 matches its digest (a snapshot counts as one file)",
-        "files: loss.jsonl cannot be checked: it has no digest (yet)",
-        f"replaying step 1 of {tmp_path} from the state before the first step",
-    ]

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 import pytest
 
-from loopfeed import ConfigError, TrainConfig, replay_run, run_settings, train
+from loopfeed import ConfigError, TrainConfig, replay_run, train
 from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.control.request import ControlRequest
 from loopfeed.engine.records.control_log import read_events
 from loopfeed.engine.records.control_requests import send_request
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
-from loopfeed.engine.records.run_folder import RunFolder, recorded_versions
+from loopfeed.engine.records.run_folder import recorded_versions
 from loopfeed.engine.records.snapshot import snapshot_steps, write_snapshot
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
 from loopfeed.engine.records.topology import Topology, describe_promise
@@ -736,32 +736,3 @@ def test_a_snapshot_that_cannot_be_written_is_a_warning_and_the_last_good_one_st
     assert "No space left on device" in warnings[0]
     assert warnings[0].endswith("the last good one, of step 2, is kept")
     assert (tmp_path / "model.safetensors").exists()
-
-
-def test_a_run_folder_belongs_to_one_process_at_a_time(reference, tmp_path):
-    path = tmp_path / "run"
-    shutil.copytree(reference, path)
-    with RunFolder(path, resume=True), pytest.raises(ValueError, match="is in use by process"):
-        run(path, resume=True)
-    assert_same(path, reference)
-
-
-def test_only_a_new_run_says_why_its_data_were_chosen(tmp_path):
-    pack(fake_source(10, size=SIZE), tmp_path / "packed")
-    config = toy_config(steps=1, data=str(tmp_path / "packed"), eval_split="off", run_dir=str(tmp_path / "run"))
-    for each, words in (
-        (config, f"data: {config.data} (as given)"),
-        (replace(config, resume=True), f"data: {config.data}"),
-    ):
-        told: list[str] = []
-        train(each, model=Linear(), notify=told.append)
-        assert [line for line in told if line.startswith("data: ")] == [words]
-
-
-def test_a_run_killed_before_its_first_snapshot_is_resumed_with_its_recorded_settings(tmp_path):
-    whole = train(toy_config(steps=3, run_dir=str(tmp_path)), model=Linear(), batches=toy_batch)
-    shutil.rmtree(tmp_path / "snapshots")
-    for name in ("model.safetensors", "result.json"):
-        (tmp_path / name).unlink()
-    again = train(replace(run_settings(tmp_path), resume=True), model=Linear(), batches=toy_batch)
-    assert np.array_equal(whole.losses, again.losses)

@@ -175,12 +175,6 @@ def test_training_reads_every_image_of_a_packed_split_once_an_epoch(packed, tmp_
     assert recorded["manifest_sha256"]
 
 
-def test_a_data_set_smaller_than_a_batch_trains(packed):
-    _, data = packed
-    with small_resnets():
-        assert train(TrainConfig(steps=2, batch=64, data=data, model="resnet8")).steps_done == 2
-
-
 def damage(shard, how):
     if how == "missing":
         shard.unlink()
@@ -207,14 +201,6 @@ def test_a_damaged_shard_ends_the_run_naming_the_file(packed, how, tmp_path):
     assert read_steps(tmp_path / "run") == list(range(1, done + 1))
 
 
-def test_a_manifest_of_a_newer_version_is_refused(packed):
-    _, data = packed
-    manifest = data / "train/manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 4'))
-    with pytest.raises(ShardError, match="version 4"):
-        train(TrainConfig(steps=1, data=data))
-
-
 def test_an_earlier_run_is_not_overwritten_unless_asked(tmp_path):
     train(toy_config(run_dir=tmp_path, steps=2), model=Linear(), batches=toy_batch)
     with pytest.raises(ValueError, match=r"must be new.*--overwrite"):
@@ -236,11 +222,6 @@ def test_a_plan_compiles_and_runs_nothing(tmp_path, left_threads):
     assert plan.compiled.step_flops is not None
     assert plan.compiled.step_flops >= 4 * BATCH * SIZE * SIZE * 3 * CLASSES
     assert not left_threads()
-
-
-def test_a_model_of_your_own_may_be_called_like_one_of_the_registry(tmp_path):
-    train(toy_config(run_dir=tmp_path), model=Linear(name="resnet18"), batches=toy_batch)
-    assert "params.weights" in load_file(tmp_path / "model.safetensors")
 
 
 class FalsyError(Exception):
@@ -493,58 +474,6 @@ def test_two_tensors_of_one_name_are_refused_before_the_run():
 
     with pytest.raises(ValueError, match=r"two are called params\.a\.b"):
         train(toy_config(), model=Doubled(), batches=toy_batch)
-
-
-def test_a_stop_asked_for_after_the_last_step_does_not_make_the_run_an_interrupted_one():
-    class Late:
-        def open(self): ...
-
-        def write(self, record):
-            if record.step == 3:
-                signal.raise_signal(signal.SIGINT)
-
-        def write_evaluation(self, record): ...
-
-        def close(self): ...
-
-    assert train(toy_config(steps=3), model=Linear(), batches=toy_batch, sinks=[Late()]).stopped_by == "steps"
-
-
-def test_the_progress_of_an_evaluation_is_reported():
-    told = []
-
-    class Showing:
-        def open(self): ...
-
-        def write(self, record): ...
-
-        def write_evaluation(self, record):
-            told.append(record.step)
-
-        def write_progress(self, progress):
-            told.append((progress.step, progress.batch, progress.num_batches))
-
-        def close(self): ...
-
-    config = toy_config(steps=4, eval_every_steps=2)
-    train(
-        config,
-        model=Linear(),
-        batches=toy_batch,
-        evaluation=toy_batch(0, batch=2 * config.batch + 1),
-        sinks=[Showing()],
-    )
-    assert told == [(2, 0, 3), (2, 1, 3), (2, 2, 3), 2, (4, 0, 3), (4, 1, 3), (4, 2, 3), 4]
-
-
-def test_the_first_nan_loss_is_recorded(tmp_path):
-    config = toy_config(steps=9, learning_rate=1e38, skip_nonfinite=9, run_dir=tmp_path)
-    train(config, model=Linear(), batches=toy_batch)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "loss.jsonl").read_text().splitlines()]
-    first = json.loads((tmp_path / "result.json").read_text())["first_nonfinite_step"]
-    assert first is not None
-    assert losses[first - 1] is None
-    assert None not in losses[: first - 1]
 
 
 def test_two_concurrent_runs_in_one_process_restore_the_jax_settings():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from loopfeed import Callback, train
+from loopfeed import train
 from loopfeed.engine.feed.batches import ArrayBatches
 from loopfeed.engine.feed.feed_meter import FeedMeter, WaitNow
 from loopfeed.engine.feed.feeder import FeederError
@@ -89,23 +89,6 @@ def test_a_sleep_in_the_source_appears_step_for_step(slept):
     assert len(launch.stalls) == 20
     assert {(stall.stage, stall.shard) for stall in launch.stalls} == {("source", None)}
     assert all(1 <= stall.step <= STEPS for stall in launch.stalls)
-
-
-def test_the_file_is_the_result(slept):
-    assert (slept.folder / RUNTIME).read_bytes() == encode_runtime(slept.result.runtime)
-    check_adds_up(slept.result.runtime)
-    launch = slept.launch
-    assert (launch.start_step, launch.end_step, launch.state, launch.devices) == (0, STEPS, "done", "cpu")
-    assert {each.name for each in launch.programs} == {"training", "initial state"}
-    assert launch.snapshots.count == launch.snapshots.writes.count >= 3
-    # The losses of each step, and the snapshots of steps 20 and 40; the last one is taken after the loop.
-    assert launch.pushes.count == STEPS + 2
-    assert launch.memory.host > 1 << 26
-    # Only of the loop, and by the launch's clock.
-    before_s = launch.goodput.compilation
-    assert launch.ring.samples
-    assert all(before_s < each.time_s < launch.wall_s for each in launch.ring.samples)
-    assert not (slept.folder / STALLS).exists()
 
 
 def test_a_resumed_run_adds_a_launch_and_counts_what_it_makes_again(slept, tmp_path):
@@ -296,27 +279,6 @@ def test_a_source_that_blocks_is_named_with_the_stacks_of_all_threads(tmp_path):
     assert stall.wait_s > 0.3
 
 
-def test_a_watchdog_that_is_off_says_nothing():
-    said: list[str] = []
-    run(steps=3, stall_warn_s=0, notify=said.append)
-    assert not any("no step" in line for line in said)
-
-
-def test_a_failed_run_is_recorded_as_failed(tmp_path):
-    def source_that_fails(step):
-        if step == 12:
-            raise ConnectionResetError("the camera went away")
-        return slow_batch(step)
-
-    with pytest.raises(ConnectionResetError):
-        run(batches=source_that_fails, run_dir=str(tmp_path / "run"))
-    launch = recorded(tmp_path / "run").last
-    assert (launch.state, launch.end_step) == ("failed", 12)
-    # What to change about its speed is no advice for a run that failed.
-    assert (launch.verdict.bound_by, launch.verdict.advice) == ("unknown", "")
-    assert launch.verdict.evidence.startswith("the run failed after 12 steps; it waited ")
-
-
 def test_a_wait_that_ends_the_run_is_waiting(tmp_path):
     released = threading.Event()
 
@@ -444,20 +406,6 @@ def test_batches_are_progress_and_pushes_without_a_step_are_none():
     meter._training.num_taken += 1
     assert meter.progress() != before
     assert meter._pulled_at > 0
-
-
-def test_a_run_that_is_stopped_is_recorded_as_stopped(tmp_path):
-    class Stop(Callback):
-        def on_fit_begin(self, run):
-            self.run = run
-
-        def on_step(self, record):
-            self.run.request(stop=True)
-
-    result = run(run_dir=str(tmp_path / "run"), callbacks=[Stop()], batches=slow_batch)
-    launch = recorded(tmp_path / "run").last
-    assert (launch.state, launch.end_step) == ("stopped", result.steps_done)
-    assert 1 <= result.steps_done < STEPS
 
 
 def test_a_run_folder_that_refuses_the_record_warns_once(tmp_path, monkeypatch):
