@@ -22,7 +22,6 @@ class Hands:
     def __init__(self, **options):
         self.now = 100.0
         self.clock = HostClock(now=lambda: self.now, **options)
-        self.clock.start()
 
     def go(self, seconds):
         self.now += seconds

@@ -37,10 +37,6 @@ class Spread:
         return math.sqrt(max(self._squares, 0.0) / self.count) if self.count else 0.0
 
 
-# What the program does, as indices of lists: in a fast program each microsecond of the clock counts.
-_OTHER, _DRAW, _BATCH = range(3)
-
-
 class PhaseTimes:
     """The durations of one phase.
 
@@ -87,52 +83,40 @@ class HostClock:
         self._now, self._epoch_of, self._draws_on_device = now, epoch_of, draws_on_device
         self.train, self.valid = PhaseTimes(), PhaseTimes()
         self.snapshots, self.epochs = Spread(), Spread()
-        self._at = self._stretch_at = self._epoch_at = now()
         self._epoch: int | None = None
-        self._doing = _OTHER
-        # The phase of the step that has begun, None if none has, and its number of batches.
-        self._open: PhaseTimes | None = None
-        self._num_batches = 0
+        self._epoch_at = self._stretch_at = self._step_at = 0.0
         self._stretch: PhaseTimes | None = None
-        self._spent = [0.0, 0.0, 0.0]
-
-    def start(self) -> None:
-        """Start the clock: the loop is launched."""
-        self._at = self._now()
+        # The phase of the step that has begun, None if none has; its batches, its draw, and the snapshots in it.
+        self._open: PhaseTimes | None = None
+        self._num_batches, self._draw_s, self._snapshot_s = 0, 0.0, 0.0
 
     def pull_began(self, phase: PhaseTimes, batch_index: int) -> None:
         """Note that the program asks for a batch of a phase."""
-        self._turn(_DRAW, self._now())
-        self._close_step()
+        now = self._now()
+        self._close_step(now)
         if self._stretch is not phase:
-            self._close_stretch()
-            self._stretch, self._stretch_at = phase, self._at
+            self._close_stretch(now)
+            self._stretch, self._stretch_at = phase, now
         if phase is self.train:
-            self._enter_epoch(self._epoch_of(batch_index))
+            self._enter_epoch(self._epoch_of(batch_index), now)
+        self._step_at = now
 
     def pull_ended(self, phase: PhaseTimes, num_batches: int) -> None:
         """Note that so many batches of a phase are given; a step begins unless there are none."""
-        if num_batches == 0:
-            # The loop ends: this was no draw.
-            self._turn(_OTHER, self._now())
-            return
-        self._turn(_BATCH, self._now())
-        self._open, self._num_batches = phase, num_batches
+        # Without any, the loop ends: this was no draw.
+        if num_batches:
+            self._open, self._num_batches = phase, num_batches
+            self._draw_s, self._snapshot_s = self._now() - self._step_at, 0.0
 
     def pushed(self, pushed: Pushed | None, began: float, ended: float) -> None:
         """Note when a record was received: a snapshot is no part of the step, and the evaluation is over."""
         if isinstance(pushed, PushedSnapshot):
             self.snapshots.add(ended - began)
-        if self._draws_on_device:
-            # Records arrive later, beside the loop.
-            return
-        if isinstance(pushed, PushedSnapshot):
-            self._turn(self._doing, began)
-            self._at = ended
-        elif isinstance(pushed, PushedEvaluation):
-            self._turn(_OTHER, ended)
-            self._close_step()
-            self._close_stretch()
+            # Where the host runs ahead, records arrive later, beside the loop.
+            self._snapshot_s += 0.0 if self._draws_on_device else ended - began
+        elif isinstance(pushed, PushedEvaluation) and not self._draws_on_device:
+            self._close_step(ended)
+            self._close_stretch(ended)
 
     def add_wait(self, seconds: float) -> None:
         """Add the wait for one batch of training, as the device measured it."""
@@ -141,35 +125,30 @@ class HostClock:
 
     def finish(self) -> None:
         """Note that the loop has ended."""
-        self._turn(_OTHER, self._now())
-        self._close_step()
-        self._close_stretch()
-        self._enter_epoch(None)
+        now = self._now()
+        self._close_step(now)
+        self._close_stretch(now)
+        self._enter_epoch(None, now)
 
-    def _turn(self, doing: int, now: float) -> None:
-        """Note that the program does something else from now on."""
-        self._spent[self._doing] += now - self._at
-        self._at, self._doing = now, doing
-
-    def _close_step(self) -> None:
-        """Add the step that has begun, if one has; the time of the next one starts anew."""
-        (_, draw_s, batch_s), self._spent = self._spent, [0.0, 0.0, 0.0]
+    def _close_step(self, now: float) -> None:
+        """Add the step that has begun, if one has."""
         phase, count, self._open = self._open, self._num_batches, None
         if phase is None:
             return
-        phase.steps.add(draw_s + batch_s, count)
+        step_s = now - self._step_at - self._snapshot_s
+        phase.steps.add(step_s, count)
         if not self._draws_on_device:
-            phase.draws.add(draw_s, count)
-            phase.batches.add(batch_s, count)
+            phase.draws.add(self._draw_s, count)
+            phase.batches.add(step_s - self._draw_s, count)
 
-    def _close_stretch(self) -> None:
+    def _close_stretch(self, now: float) -> None:
         if self._stretch is not None:
-            self._stretch.stretches.add(self._at - self._stretch_at)
+            self._stretch.stretches.add(now - self._stretch_at)
             self._stretch = None
 
-    def _enter_epoch(self, epoch: int | None) -> None:
+    def _enter_epoch(self, epoch: int | None, now: float) -> None:
         if epoch == self._epoch:
             return
         if self._epoch is not None:
-            self.epochs.add(self._at - self._epoch_at)
-        self._epoch, self._epoch_at = epoch, self._at
+            self.epochs.add(now - self._epoch_at)
+        self._epoch, self._epoch_at = epoch, now

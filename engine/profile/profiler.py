@@ -123,8 +123,7 @@ class Profiler:
             self._clock.add_wait(wait_s)
 
     def start(self) -> None:
-        """Start the clock and the thread that traces; called once, before the loop."""
-        self._clock.start()
+        """Start the thread that traces; called once, before the loop."""
         self._capture.start()
 
     def loop_ended(self) -> None:
