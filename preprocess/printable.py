@@ -7,6 +7,11 @@ command writes its output. A message that omits the first step is therefore stil
 
 import os
 import re
+import unicodedata
+
+# Composing takes time with the square of the length where a stranger wrote thousands of marks onto one letter, and no
+# signal ends it. Names of files have at most 255 bytes.
+_MOST_CHARACTERS = 1024
 
 _FORMULAS, _BEFORE_FORMULAS = "=+-@＝＋－＠", "\t\r\n"
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?")
@@ -54,3 +59,8 @@ def printable_line(text: str) -> str:
 def printable_text(text: str) -> str:
     """Return text with its control characters escaped, except tabs and line feeds."""
     return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def composed(text: str) -> str:
+    """Return a text with letters and their marks composed (NFC); one of more than 1,024 characters unchanged."""
+    return text if len(text) > _MOST_CHARACTERS else unicodedata.normalize("NFC", text)

@@ -1,17 +1,21 @@
 """The signals that ask a command to stop, and handlers for them that act in this process alone.
 
 A process that is forked while a handler is installed, such as a worker of a pool, has the handlers from before: else a
-signal that is to end it would do nothing there.
+signal that is to end it would do nothing there. Also tells a second signal from one that was sent twice.
 """
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+BURST_S = 0.5
+"""For so long after a signal, another one is the same request."""
 
 type Handle = Callable[[int, FrameType | None], object]
 """What is done about a signal, given its number."""
@@ -95,3 +99,18 @@ def stops_as_interrupts() -> Iterator[None]:
     finally:
         for number in numbers:
             uninstall(number)
+
+
+class SignalBursts:
+    """Counts the signals of a sender who may send each of them more than once."""
+
+    def __init__(self) -> None:
+        self._began_s = -BURST_S
+
+    def is_new(self) -> bool:
+        """Return whether a signal that comes now is a request of its own."""
+        now_s = time.monotonic()
+        is_new = now_s - self._began_s >= BURST_S
+        if is_new:
+            self._began_s = now_s
+        return is_new

@@ -9,7 +9,7 @@ import difflib
 import unicodedata
 from collections.abc import Iterable
 
-from loopfeed.preprocess.unicode_form import composed
+from loopfeed.preprocess.printable import composed
 
 _FEW = 3
 

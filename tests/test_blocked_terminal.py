@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from loopfeed.engine.signal_bursts import BURST_S
+from loopfeed.preprocess.stop_signals import BURST_S
 from tests.toy import toy_batch
 
 pytestmark = pytest.mark.integration  # whole programs, or large networks

@@ -18,7 +18,7 @@ from loopfeed.engine.commands.setting_options import option_spelling
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.recipes import load_recipe, recipe_names
 from loopfeed.engine.records.run_folder import RunFolder
-from loopfeed.engine.signal_bursts import BURST_S
+from loopfeed.preprocess.stop_signals import BURST_S
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from loopfeed.engine.report_page.charts import Chart, Line, spread
 from loopfeed.engine.report_page.report import open_templates
-from loopfeed.engine.round_numbers import round_numbers
+from loopfeed.preprocess.quantities import round_numbers
 from tests.report_pages import parse
 
 STEPS = np.arange(1.0, 6.0)

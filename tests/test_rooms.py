@@ -20,7 +20,6 @@ FLOORS = (
     "loopfeed.preprocess.system_errors",
     "loopfeed.preprocess.json_digest",
     "loopfeed.preprocess.regular_file",
-    "loopfeed.preprocess.unicode_form",
     "loopfeed.preprocess.suggestions",
     "loopfeed.preprocess.quantities",
     "loopfeed.preprocess.system_entries",
@@ -61,12 +60,10 @@ FLOORS = (
     "loopfeed.engine.patterns",
     "loopfeed.engine.replicas",
     "loopfeed.engine.hlo",
-    "loopfeed.engine.signal_bursts",
     "loopfeed.engine.xla_threads",
     "loopfeed.engine.peers",
     "loopfeed.engine.processes",
     "loopfeed.engine.spans",
-    "loopfeed.engine.round_numbers",
     "loopfeed.engine.images",
     "loopfeed.engine.config",
     "loopfeed.engine.locations",
@@ -124,7 +121,7 @@ PROGRAM_MAY_KNOW = {
     "loopfeed.preprocess.read_meter",
     "loopfeed.preprocess.storage_options",
     "loopfeed.preprocess.suggestions",
-    "loopfeed.preprocess.unicode_form",
+    "loopfeed.preprocess.printable",
 }
 
 

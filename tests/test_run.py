@@ -20,8 +20,8 @@ from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
 from loopfeed.engine.run.launch import Launch
 from loopfeed.engine.run.train import plan_run
-from loopfeed.engine.signal_bursts import BURST_S
 from loopfeed.preprocess.shards.reader import ShardError, ShardSplit
+from loopfeed.preprocess.stop_signals import BURST_S
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config

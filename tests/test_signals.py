@@ -34,7 +34,7 @@ def _handlers():
 
 @pytest.fixture
 def each_signal_counts(monkeypatch):
-    monkeypatch.setattr("loopfeed.engine.signal_bursts.BURST_S", 0.0)
+    monkeypatch.setattr("loopfeed.preprocess.stop_signals.BURST_S", 0.0)
 
 
 def raise_signal(number):
@@ -75,7 +75,7 @@ def test_the_first_signal_requests_a_stop_and_the_second_ends_at_once(first, sec
 
 def test_a_signal_that_is_sent_twice_is_one_request(monkeypatch):
     now_s = [100.0]
-    monkeypatch.setattr("loopfeed.engine.signal_bursts.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("loopfeed.preprocess.stop_signals.time.monotonic", lambda: now_s[0])
     told: list[str] = []
     with StopSignals(ControlBoard(), told.append) as signals:
         signals.launched()

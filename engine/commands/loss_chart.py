@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loopfeed.engine.round_numbers import round_numbers
+from loopfeed.preprocess.quantities import round_numbers
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

@@ -23,10 +23,9 @@ from typing import IO, Any, NamedTuple
 from loopfeed.engine.commands.child_program import child_program
 from loopfeed.engine.commands.command_end import say_to_stderr
 from loopfeed.engine.peers import BEAT_FILE, SEES_ALL, SUPERVISOR, describe_fault, is_supervised, signals_file
-from loopfeed.engine.signal_bursts import SignalBursts
 from loopfeed.preprocess.commands.guarded_output import GuardedStream
 from loopfeed.preprocess.commands.output_stream import OutputStream
-from loopfeed.preprocess.stop_signals import install, stop_signals, uninstall
+from loopfeed.preprocess.stop_signals import SignalBursts, install, stop_signals, uninstall
 from loopfeed.preprocess.workers import Worker
 
 _LOOK_EVERY_S = 0.2

@@ -15,9 +15,8 @@ import numpy as np
 
 from loopfeed.engine.records.loss_log import Floats
 from loopfeed.engine.report_page.number_text import short
-from loopfeed.engine.round_numbers import round_numbers
 from loopfeed.engine.settings import LARGEST_FLOAT32
-from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.quantities import quantity, round_numbers
 
 _WIDE, _HIGH = 2000, 1000  # the units of paths, which the browser stretches to the size of the chart
 _CUT_FACTOR, _CUT_PERCENTILE = 3.0, 98.0

@@ -5,10 +5,9 @@ Must not know: models, files.
 
 from collections.abc import Sequence
 
-from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.printable import composed, printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
-from loopfeed.preprocess.unicode_form import composed
 
 _MOST_NAMED = 3
 

@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.peers import is_supervised, num_supervisor_signals
-from loopfeed.engine.signal_bursts import SignalBursts
-from loopfeed.preprocess.stop_signals import install, stop_signals, uninstall
+from loopfeed.preprocess.stop_signals import SignalBursts, install, stop_signals, uninstall
 from loopfeed.preprocess.workers import Worker
 
 

@@ -23,8 +23,7 @@ from loopfeed.models.layers import grouped_forms as grouped
 from loopfeed.models.layers import onednn_convolution as onednn
 from loopfeed.models.layers.bfloat16_bits import round_by_bits
 from loopfeed.models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
-from loopfeed.models.layers.form_derivative import with_derivative_of
-from loopfeed.models.layers.platform_forms import on_platform
+from loopfeed.models.layers.platform_forms import on_platform, with_derivative_of
 from loopfeed.models.layers.widening import widen
 
 

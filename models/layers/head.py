@@ -8,8 +8,7 @@ from jaxtyping import Array, Float
 from loopfeed.models.kernels.choice import XLA, kernels_in_use, using_kernels
 from loopfeed.models.layers import onednn_product
 from loopfeed.models.layers.bfloat16_bits import round_by_bits, widen_by_bits
-from loopfeed.models.layers.form_derivative import with_derivative_of
-from loopfeed.models.layers.platform_forms import on_platform
+from loopfeed.models.layers.platform_forms import on_platform, with_derivative_of
 from loopfeed.models.layers.widening import wide_dtype
 
 

@@ -6,6 +6,7 @@ traced in every form. A program that will run on one platform only is traced in 
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import jax
@@ -47,3 +48,22 @@ def on_platform(*operands: Any, default: Callable[..., Any], **forms: Callable[.
     if platform is None:
         return lax.platform_dependent(*operands, default=default, **forms)
     return forms.get(platform, default)(*operands)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def with_derivative_of(_form: Callable[..., Any], kernel: Callable[..., Any], *operands: jax.Array) -> Any:
+    """Return `kernel(*operands)`, whose derivative is that of `_form`, a function that computes the same.
+
+    The parts of a layer's gradient need it only for second derivatives, in forward or reverse mode.
+    """
+    return kernel(*operands)
+
+
+@with_derivative_of.defjvp
+def _derivative(
+    form: Callable[..., Any],
+    kernel: Callable[..., Any],
+    operands: tuple[jax.Array, ...],
+    tangents: tuple[jax.Array, ...],
+) -> tuple[Any, Any]:
+    return with_derivative_of(form, kernel, *operands), jax.jvp(form, operands, tangents)[1]

@@ -25,7 +25,13 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000, has_deep_avif, with_values_of_file
 from loopfeed.preprocess.decoding.colour import DeepValues
-from loopfeed.preprocess.decoding.depth import needs_low_bytes, read_low_bytes, values_of_file
+from loopfeed.preprocess.decoding.depth import (
+    check_alpha,
+    correct_samples,
+    needs_low_bytes,
+    read_low_bytes,
+    values_of_file,
+)
 from loopfeed.preprocess.decoding.format_bounds import bounded, check_jpeg_scans
 from loopfeed.preprocess.decoding.hidden_size import MOST_PIXELS, hidden_pixels
 from loopfeed.preprocess.decoding.known_formats import PNG_SIGNATURE, Format
@@ -39,7 +45,6 @@ from loopfeed.preprocess.decoding.orientation import (
     parse_raw_profile,
     png_text,
 )
-from loopfeed.preprocess.decoding.tiff_samples import check_alpha, correct_samples
 from loopfeed.preprocess.decoding.truncation import Load, is_cut, load_part, salvage
 
 # The chunks that a PNG decoder needs; all others (text, profiles, animation) are metadata.

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.printable import composed, printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.listing import SourceError
 from loopfeed.preprocess.system_errors import reading_remedy
-from loopfeed.preprocess.unicode_form import composed
 
 NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
 _REMEDY = "correct or remove it"
