@@ -32,14 +32,15 @@ napoleon_use_ivar = True
 # Types of other projects, whose inventories would have to be fetched, and type aliases of Loopfeed, which are not
 # documented separately. Every other name in a signature or docstring must be on a page.
 _ALIASES = (
-    "Apply|BatchFunction|BatchStats|Channels|EvaluationArrays|Labels|LaunchState|Loss|OwnAugmentation|OwnOptimizer|"
-    "Padding|Pair|Params|PerExample|Phase|Pixels|RecordFunction|Schedule"
+    "Apply|BatchFunction|BatchStats|Channels|EvaluationArrays|Images|Labels|LaunchState|Logits|Loss|OwnAugmentation|"
+    "OwnOptimizer|Padding|Pair|Params|PerExample|Phase|Pixels|RecordFunction|Schedule"
 )
 nitpick_ignore_regex = [
     ("py:class", r"(collections\.abc|jax|jaxtyping|numpy|os|pathlib|tensorstore|PIL)\..*"),
     ("py:class", r"'.*"),  # the shape of an array: Float[Array, 'B K']
     ("py:class", rf"loopfeed\.[\w.]+\.({_ALIASES})"),
-    ("py:class", r"RecordedRun|loopfeed\.preprocess\.shards\.targets\.Targets"),  # of public classes, but not public
+    # Of public classes and functions, but not public.
+    ("py:class", r"RecordedRun|loopfeed\.(engine\.run\.parts\.PartArguments|preprocess\.shards\.targets\.Targets)"),
 ]
 
 html_theme = "furo"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jaxtyping import Array, Float32
 
 type Params = dict[str, Any]
 """Nested dictionaries of float32 arrays: the learned parameters."""
@@ -12,13 +13,17 @@ type BatchStats = dict[str, Any]
 """Nested dictionaries of float32 arrays: running means and variances, updated by the forward pass in training."""
 
 
+type Images = Float32[Array, "B H W 3"]
+type Logits = Float32[Array, "B K"]
+
+
 class Apply(Protocol):
     """The forward pass of a model."""
 
     def __call__(
-        self, params: Params, batch_stats: BatchStats, images: jax.Array, train: bool
-    ) -> tuple[jax.Array, BatchStats]:
-        """Return float32 logits `[B,K]` for normalised float32 images `[B,H,W,3]`, and the new batch statistics.
+        self, params: Params, batch_stats: BatchStats, images: Images, train: bool
+    ) -> tuple[Logits, BatchStats]:
+        """Return logits for normalised images, and the new batch statistics.
 
         In training, the batch is normalised with its own statistics, and the running statistics are updated. Otherwise
         it is normalised with the running statistics, which are returned unchanged.

@@ -14,7 +14,7 @@ from loopfeed.models.families.convnext import ConvNeXt
 from loopfeed.models.families.pooled_convnet import PooledConvNet
 from loopfeed.models.families.resnet import ResNet
 from loopfeed.models.families.vision_transformer import VisionTransformer
-from loopfeed.models.model import BatchStats, Model, Params
+from loopfeed.models.model import BatchStats, Images, Logits, Model, Params
 from loopfeed.models.names import MODEL_NAMES
 
 type Network = ResNet | PooledConvNet | VisionTransformer | ConvNeXt
@@ -154,7 +154,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, dtype: DTypeLik
     net = at_image_size(find_network(name), image_size)
     forward = partial(family_of(net).apply, net)
 
-    def apply(params: Params, batch_stats: BatchStats, images: jax.Array, train: bool) -> tuple[jax.Array, BatchStats]:
+    def apply(params: Params, batch_stats: BatchStats, images: Images, train: bool) -> tuple[Logits, BatchStats]:
         return forward(params, batch_stats, images, train=train, dtype=jnp.dtype(dtype))
 
     return Model(name, partial(init_network, net, num_classes), apply, net.undecayed)

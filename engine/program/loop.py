@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
 
 from loopfeed.engine.control.word import ControlWord
 from loopfeed.engine.crossing.infeed import Batch, BatchInfeed
@@ -39,16 +40,16 @@ class _Carry(NamedTuple):
 
     Attributes:
         state: the training state.
-        stopped: bool [], whether to leave the loops.
-        snapshot: bool [], whether the host requested a snapshot after the current update.
+        stopped: whether to leave the loops.
+        snapshot: whether the host requested a snapshot after the current update.
         observed: what the last update showed.
         reach: bounds of the weights.
         token: the token of the last crossing; all crossings are one chain, in the order of this file.
     """
 
     state: TrainState
-    stopped: jax.Array
-    snapshot: jax.Array
+    stopped: Bool[Array, ""]
+    snapshot: Bool[Array, ""]
     observed: Observed
     reach: Reach
     token: Token
@@ -59,17 +60,17 @@ class _ChunkCarry(NamedTuple):
 
     Attributes:
         state: the training state.
-        num_updates: int32 [], updates that were due but whose losses are not emitted yet.
-        numbers: float32 [n, 2], losses and learning rates of these updates.
-        gives_up: bool [], whether to leave the loops, because too many updates in a row were skipped.
+        num_updates: updates that were due but whose losses are not emitted yet.
+        numbers: loss, learning rate and metrics of each of these updates.
+        gives_up: whether to leave the loops, because too many updates in a row were skipped.
         observed: what the last update showed.
         reach: bounds of the weights.
     """
 
     state: TrainState
-    num_updates: jax.Array
-    numbers: jax.Array
-    gives_up: jax.Array
+    num_updates: Int32[Array, ""]
+    numbers: Float32[Array, "n columns"]
+    gives_up: Bool[Array, ""]
     observed: Observed
     reach: Reach
 
@@ -294,8 +295,8 @@ def _empty_chunk(carry: _Carry, num_together: int, num_metrics: int) -> _ChunkCa
     return _ChunkCarry(carry.state, none, numbers, jnp.zeros((), jnp.bool), carry.observed, carry.reach)
 
 
-def _num_to_pull(boundary: jax.Array, state: TrainState, values: UpdateValues, chunk: int) -> jax.Array:
-    """Return how many batches to pull, int32 []: enough to reach update `boundary`, but at most one chunk.
+def _num_to_pull(boundary: Int32[Array, ""], state: TrainState, values: UpdateValues, chunk: int) -> Int32[Array, ""]:
+    """Return how many batches to pull: enough to reach update `boundary`, but at most one chunk.
 
     If the boundary is not ahead, the pull still reaches the next update.
     """
@@ -309,8 +310,8 @@ def _num_to_pull(boundary: jax.Array, state: TrainState, values: UpdateValues, c
     return jnp.minimum(first + (num_updates - 1) * values.accumulate_steps, chunk)
 
 
-def _is_done(state: TrainState, values: RunValues) -> jax.Array:
-    """Return whether the run is over (bool []), with all steps and due evaluations done or `stop_at_top1` reached."""
+def _is_done(state: TrainState, values: RunValues) -> Bool[Array, ""]:
+    """Return whether the run is over, with all steps and due evaluations done or `stop_at_top1` reached."""
     return ((state.step >= values.stop_step) & ~state.owes_evaluation) | (state.top1 >= values.stop_at_top1)
 
 
@@ -323,8 +324,8 @@ def _is_multiple(step: jax.Array, every: jax.Array) -> jax.Array:
     return (every > 0) & (step % jnp.maximum(every, 1) == 0)
 
 
-def _next_boundary(step: jax.Array, values: RunValues) -> jax.Array:
-    """Return the number of the update after which something is evaluated or pushed next, int32 []."""
+def _next_boundary(step: Int32[Array, ""], values: RunValues) -> Int32[Array, ""]:
+    """Return the number of the update after which something is evaluated or pushed next."""
 
     def following(every: jax.Array) -> jax.Array:
         multiple = (step // jnp.maximum(every, 1) + 1) * every
@@ -341,7 +342,7 @@ def train_step(
     statics: Statics,
     state: TrainState,
     batch: Batch,
-    learning_rate_factor: jax.Array,
+    learning_rate_factor: Float32[Array, ""],
     values: RunValues,
     reach: Reach = UNKNOWN,
 ) -> tuple[TrainState, Outcome, dict[str, jax.Array], SeenImages | None]:
@@ -352,7 +353,7 @@ def train_step(
         statics: the static settings.
         state: the state before the batch.
         batch: the images and their labels.
-        learning_rate_factor: float32 [], multiplies the schedule's learning rate.
+        learning_rate_factor: multiplies the schedule's learning rate.
         values: the runtime settings.
         reach: bounds of the weights, see `update_weights`.
 

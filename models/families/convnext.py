@@ -9,13 +9,14 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from loopfeed.models.layers.convolution import convolution
 from loopfeed.models.layers.draws import normal_arrays
 from loopfeed.models.layers.gelu import gelu
 from loopfeed.models.layers.head import dense, global_average_pool, linear, patch_linear
 from loopfeed.models.layers.layer_norm import init_layer_norm, layer_norm
-from loopfeed.models.model import BatchStats, Params
+from loopfeed.models.model import BatchStats, Images, Logits, Params
 from loopfeed.models.paths import set_at
 
 _WINDOW = 7
@@ -99,8 +100,8 @@ def init(net: ConvNeXt, num_classes: int, key: jax.Array) -> tuple[Params, Batch
 
 
 @jax.jit  # traced once for all blocks of one shape
-def _apply_block(params: Params, x: jax.Array) -> jax.Array:
-    """Apply one block to `x [B,H,W,C]`: a depthwise convolution, a norm and two dense layers, with a shortcut."""
+def _apply_block(params: Params, x: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
+    """Apply one block: a depthwise convolution, a norm and two dense layers, with a shortcut."""
     conv, mlp = params["conv_dw"], params["mlp"]
     padding = ((_MARGIN, _MARGIN),) * 2
     with jax.named_scope("conv_dw"):
@@ -111,9 +112,9 @@ def _apply_block(params: Params, x: jax.Array) -> jax.Array:
 
 
 def apply(
-    net: ConvNeXt, params: Params, batch_stats: BatchStats, images: jax.Array, *, train: bool, dtype: jnp.dtype
-) -> tuple[jax.Array, BatchStats]:
-    """Return float32 logits `[B,K]` for normalised images `[B,H,W,3]`, and the batch statistics, which are empty.
+    net: ConvNeXt, params: Params, batch_stats: BatchStats, images: Images, *, train: bool, dtype: jnp.dtype
+) -> tuple[Logits, BatchStats]:
+    """Return logits for normalised images, and the batch statistics, which are empty.
 
     Activations are in `dtype`; training and evaluation are the same.
 

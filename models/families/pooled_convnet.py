@@ -29,7 +29,7 @@ from loopfeed.models.layers.convolution import convolution
 from loopfeed.models.layers.gelu import quick_gelu
 from loopfeed.models.layers.head import dense
 from loopfeed.models.layers.pooling import global_max_pool, max_pool
-from loopfeed.models.model import BatchStats, Params
+from loopfeed.models.model import BatchStats, Images, Logits, Params
 
 LOGIT_SCALE = 0.125
 # The learned bias is multiplied by this, so that under SGD the product changes faster by the square of this factor.
@@ -204,9 +204,9 @@ def _apply_layer(
 
 
 def apply(
-    net: PooledConvNet, params: Params, batch_stats: BatchStats, images: jax.Array, *, train: bool, dtype: jnp.dtype
-) -> tuple[jax.Array, BatchStats]:
-    """Return float32 logits `[B,K]` for normalised images `[B,H,W,3]`, and new batch statistics.
+    net: PooledConvNet, params: Params, batch_stats: BatchStats, images: Images, *, train: bool, dtype: jnp.dtype
+) -> tuple[Logits, BatchStats]:
+    """Return logits for normalised images, and new batch statistics.
 
     Activations are in `dtype`.
 

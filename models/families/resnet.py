@@ -17,7 +17,7 @@ from loopfeed.models.layers.bfloat16_bits import read_twice, round_by_bits
 from loopfeed.models.layers.convolution import convolution
 from loopfeed.models.layers.head import dense, global_average_pool
 from loopfeed.models.layers.pooling import average_pool, max_pool
-from loopfeed.models.model import BatchStats, Params
+from loopfeed.models.model import BatchStats, Images, Logits, Params
 
 
 @dataclass(frozen=True)
@@ -301,9 +301,9 @@ def _apply_stem(
 
 
 def apply(
-    net: ResNet, params: Params, batch_stats: BatchStats, images: jax.Array, *, train: bool, dtype: jnp.dtype
-) -> tuple[jax.Array, BatchStats]:
-    """Return float32 logits `[B,K]` for normalised images `[B,H,W,3]`, and new batch statistics.
+    net: ResNet, params: Params, batch_stats: BatchStats, images: Images, *, train: bool, dtype: jnp.dtype
+) -> tuple[Logits, BatchStats]:
+    """Return logits for normalised images, and new batch statistics.
 
     Activations are in `dtype`.
     """

@@ -11,13 +11,14 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from loopfeed.models.layers.attention import self_attention
 from loopfeed.models.layers.draws import normal_arrays
 from loopfeed.models.layers.gelu import gelu
 from loopfeed.models.layers.head import dense, linear, patch_linear
 from loopfeed.models.layers.layer_norm import init_layer_norm, layer_norm
-from loopfeed.models.model import BatchStats, Params
+from loopfeed.models.model import BatchStats, Images, Logits, Params
 from loopfeed.models.paths import set_at
 
 CLASS_TOKEN = "cls_token"
@@ -128,8 +129,8 @@ def init(net: VisionTransformer, num_classes: int, key: jax.Array) -> tuple[Para
 
 
 @partial(jax.jit, static_argnums=0)  # traced once for all blocks
-def _apply_block(num_heads: int, params: Params, x: jax.Array) -> jax.Array:
-    """Apply one block to tokens `[B,N,C]`: attention, then two dense layers, each after a norm and with a shortcut."""
+def _apply_block(num_heads: int, params: Params, x: Float[Array, "B N C"]) -> Float[Array, "B N C"]:
+    """Apply one block to tokens: attention, then two dense layers, each after a norm and with a shortcut."""
     attention, mlp = params["attn"], params["mlp"]
     with jax.named_scope("attn"):
         x = x + linear(
@@ -140,8 +141,8 @@ def _apply_block(num_heads: int, params: Params, x: jax.Array) -> jax.Array:
 
 
 @jax.named_scope("stem")
-def _embed(net: VisionTransformer, params: Params, images: jax.Array) -> jax.Array:
-    """Return the class token and the patches of images as tokens `[B,N,C]`, with their position embeddings."""
+def _embed(net: VisionTransformer, params: Params, images: Float[Array, "B H W 3"]) -> Float[Array, "B N C"]:
+    """Return the class token and the patches of images as tokens, with their position embeddings."""
     B, H, W, _ = images.shape
     if not H == W == net.image_size:
         raise ValueError(
@@ -154,9 +155,9 @@ def _embed(net: VisionTransformer, params: Params, images: jax.Array) -> jax.Arr
 
 
 def apply(
-    net: VisionTransformer, params: Params, batch_stats: BatchStats, images: jax.Array, *, train: bool, dtype: jnp.dtype
-) -> tuple[jax.Array, BatchStats]:
-    """Return float32 logits `[B,K]` for normalised images `[B,H,W,3]`, and the batch statistics, which are empty.
+    net: VisionTransformer, params: Params, batch_stats: BatchStats, images: Images, *, train: bool, dtype: jnp.dtype
+) -> tuple[Logits, BatchStats]:
+    """Return logits for normalised images, and the batch statistics, which are empty.
 
     Activations are in `dtype`; training and evaluation are the same.
 
