@@ -26,11 +26,15 @@ def plain_batch_norm(x, scale, bias):
 FRESH = RunningStats(jnp.zeros(5), jnp.ones(5))
 
 
-@pytest.mark.usefixtures("platform")
 @pytest.mark.parametrize(
-    ("shape", "relu"), [((4, 3, 7, 5), True), ((2, 1, 1, 5), False), ((1, 8, 8, 5), False), ((1, 1, 17, 5), True)]
+    ("shape", "relu", "platform"),
+    [
+        *(((4, 3, 7, 5), True, platform) for platform in ("cpu", "cuda")),
+        *(((2, 1, 1, 5), False, "cpu"), ((1, 8, 8, 5), False, "cuda"), ((1, 1, 17, 5), True, "cpu")),
+    ],
+    indirect=["platform"],
 )
-def test_batch_norm_and_its_gradient_are_the_papers(shape, relu):
+def test_batch_norm_and_its_gradient_are_the_papers(shape, relu, platform):
     x, scale, bias, gradient = normal(0, shape) * 3 + 2, normal(1, (5,)), normal(2, (5,)), normal(3, shape)
 
     def ours(x, scale, bias):

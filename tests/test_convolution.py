@@ -153,9 +153,12 @@ def test_the_chosen_forms_are_xlas_convolution(shape, window, stride, K, padding
         assert_close(found, reference)
 
 
-@pytest.mark.usefixtures("platform")
-@pytest.mark.parametrize(("C", "K", "stride"), [(7, 5, 1), (3, 32, 2), (3, 16, 1), (8, 8, 2)])
-def test_bfloat16_is_rounded_once(stride, C, K):
+@pytest.mark.parametrize(
+    ("C", "K", "stride", "platform"),
+    [(7, 5, 1, "cpu"), (3, 32, 2, "cpu"), (3, 32, 2, "cuda"), (3, 16, 1, "cpu"), (8, 8, 2, "cuda")],
+    indirect=["platform"],
+)
+def test_bfloat16_is_rounded_once(stride, C, K, platform):
     """Sums are float32, so each result is within half a unit in its last of eight bits: 2⁻⁸ of the exact value."""
     x, kernel = normal(0, (2, 8, 9, C), jnp.bfloat16), normal(1, (3, 3, C, K), jnp.bfloat16)
     gradient = normal(2, (2, -(-8 // stride), -(-9 // stride), K), jnp.bfloat16)
@@ -193,17 +196,17 @@ def test_a_card_gets_channels_that_its_tensor_cores_take(C, K, dtype, padded):
     assert of_images == {padded, K}
 
 
-@pytest.mark.usefixtures("platform")
 @pytest.mark.parametrize(
-    ("C", "K", "groups", "stride"),
+    ("C", "K", "groups", "stride", "platform"),
     [
-        (6, 6, 6, 1),  # depthwise
-        (6, 12, 6, 2),  # two output channels a channel
-        (48, 24, 12, 1),  # two blocks of six groups
-        (80, 4, 2, 2),  # a group wider than a block
+        (6, 6, 6, 1, "cpu"),  # depthwise
+        (6, 12, 6, 2, "cuda"),  # two output channels a channel
+        *((48, 24, 12, 1, platform) for platform in ("cpu", "cuda")),  # two blocks of six groups
+        (80, 4, 2, 2, "cpu"),  # a group wider than a block
     ],
+    indirect=["platform"],
 )
-def test_groups_are_xlas(C, K, groups, stride):
+def test_groups_are_xlas(C, K, groups, stride, platform):
     x, kernel = normal(0, (2, 9, 8, C), jnp.bfloat16), normal(1, (3, 3, C // groups, K), jnp.bfloat16)
     wide = [operand.astype(jnp.float32) for operand in (x, kernel)]
 

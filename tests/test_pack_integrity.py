@@ -172,13 +172,12 @@ def test_labels_and_checksums_of_several_files_are_read_in_any_order(tmp_path, m
 
 
 @pytest.mark.parametrize("key", ["manifest.json", "failures.jsonl", "pixels/zarr.json", "labels/zarr.json"])
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_verify_does_not_pass_a_split_that_lacks_a_file(data, key, split):
-    (data / split / key).unlink()
-    (data / split / key).symlink_to("nowhere")
+def test_verify_does_not_pass_a_split_that_lacks_a_file(data, key):
+    (data / "val" / key).unlink()
+    (data / "val" / key).symlink_to("nowhere")
     result = CliRunner().invoke(main, [str(data), "--verify"])
     assert result.exit_code == 2
-    assert split in result.output
+    assert "val" in result.output
     assert key in result.output
 
 
