@@ -1,6 +1,7 @@
 """Workers: what they return or raise reaches whoever waits, in time, and none keeps a process."""
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -49,6 +50,24 @@ def test_waits_end_at_their_limit_all_workers_together():
     release.set()
     assert wait_for(stuck, LIMIT_S)
     assert not any(each.is_at_work for each in stuck)
+
+
+def test_an_interrupted_wait_does_not_take_a_worker_for_ended():
+    def interrupt(*_):
+        raise InterruptedError("by a signal")
+
+    release, before = threading.Event(), signal.signal(signal.SIGALRM, interrupt)
+    worker = Worker(release.wait, "busy").start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 2 * SHORT_S)
+        with pytest.raises(InterruptedError, match="by a signal"):
+            worker.result(LIMIT_S)
+        assert worker.is_at_work
+        assert not worker.wait(SHORT_S)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        release.set()
+    assert worker.wait(LIMIT_S)
 
 
 def test_a_call_within_a_limit_raises_what_it_raised():

@@ -135,7 +135,8 @@ class RuntimeMonitor:
             self._last = encode_runtime(report)
             self._ended.set()
             self._changed.notify_all()
-        if not wait_for(self._workers, timeout_s):
+        wait_for(self._workers, timeout_s)
+        if self._workers[-1].is_at_work:
             self._warn(f"{RUNTIME} was not written within {timeout_s:g} s: check the disk of the run folder")
         return report
 
