@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Int32
 
 from loopfeed.engine.keys import like_leaf, plain_key
 from loopfeed.engine.settings import SettingError
@@ -34,8 +35,8 @@ class Replicas:
 
     count: int = 1
 
-    def this_device(self) -> jax.Array:
-        """Return the number of this device, int32 [], from 0."""
+    def this_device(self) -> Int32[Array, ""]:
+        """Return the number of this device, from 0."""
         return jnp.zeros((), jnp.int32) if self.count == 1 else lax.axis_index(AXIS)
 
     def mean[T](self, tree: T) -> T:
@@ -52,8 +53,8 @@ class Replicas:
         mean: T = jax.tree.unflatten(structure, reduced)
         return mean
 
-    def mean_if[T](self, due: jax.Array, tree: T) -> T:
-        """Return the mean over the devices if `due` (bool [], equal on all devices), else each device's own values."""
+    def mean_if[T](self, due: Bool[Array, ""], tree: T) -> T:
+        """Return the mean over the devices if `due` (equal on all devices), else each device's own values."""
         if self.count == 1:
             return tree
         reduced: T = lax.cond(due, self.mean, lambda own: own, tree)
@@ -73,8 +74,8 @@ class Replicas:
             merged = merge(merged, jax.tree.map(lambda leaf, number=number: leaf[number], parts))
         return merged
 
-    def merge_if[T](self, due: jax.Array, merge: Callable[[T, T], T], tree: T) -> T:
-        """Return the devices' values merged if `due` (bool [], equal on all devices), else each device's own."""
+    def merge_if[T](self, due: Bool[Array, ""], merge: Callable[[T, T], T], tree: T) -> T:
+        """Return the devices' values merged if `due` (equal on all devices), else each device's own."""
         if self.count == 1 or not jax.tree.leaves(tree):
             return tree
         merged: T = lax.cond(due, partial(self.merge, merge), lambda own: own, tree)
@@ -87,11 +88,10 @@ class Replicas:
         joined: T = lax.all_gather(tree, AXIS, tiled=True)
         return joined
 
-    def on_first[T](self, action: Callable[[T], T], carried: T, when: jax.Array | None = None) -> T:
+    def on_first[T](self, action: Callable[[T], T], carried: T, when: Bool[Array, ""] | None = None) -> T:
         """Return what `action`, such as a call to the host, makes of `carried` on the first device.
 
-        The other devices return `carried` unchanged, and so does the first unless `when` (bool []) holds; None stands
-        for always.
+        The other devices return `carried` unchanged, and so does the first unless `when` holds; None stands for always.
         """
         is_first = None if self.count == 1 else self.this_device() == 0
         flags = [flag for flag in (when, is_first) if flag is not None]

@@ -19,7 +19,8 @@ import numpy as np
 import optax
 from jaxtyping import AbstractArray, install_import_hook
 
-ROOMS = ("engine.objective", "engine.updates", "engine.images", "engine.program", "models.layers", "models.families")
+_ENGINE = ("control.word", "feed.label_form", "images", "objective", "program", "replicas", "updates")
+ROOMS = [f"loopfeed.engine.{room}" for room in _ENGINE] + ["loopfeed.models.layers", "loopfeed.models.families"]
 # Which of oneDNN's kernels are used depends on the processor.
 BY_PROCESSOR = "models.layers.onednn_"
 
@@ -152,6 +153,7 @@ def trace_functions() -> None:
     """Trace what neither those runs nor those networks call."""
     from loopfeed import convolution, mean_average_precision
     from loopfeed.engine.config import OptimizerName
+    from loopfeed.engine.feed.label_form import LabelForm
     from loopfeed.engine.images import unpack
     from loopfeed.engine.objective.losses import LOSSES
     from loopfeed.engine.objective.objective import CROSS_ENTROPY
@@ -171,6 +173,8 @@ def trace_functions() -> None:
     for loss in LOSSES.values():
         jax.eval_shape(loss, logits, logits, weights)
     jax.eval_shape(lambda *rows: metric.finish(metric.update(metric.init(), *rows)), logits, logits > 0, weights)
+    form = LabelForm.of_targets(3, are_bits=True)
+    jax.eval_shape(form.unpack, jnp.zeros((2, form.num_words), jnp.int32))
     tally = empty_tally(3, predictions=empty_predictions(4, 2))
     jax.eval_shape(partial(tally_outputs, CROSS_ENTROPY), tally, logits, jnp.zeros(2, jnp.int32))
     jax.eval_shape(unpack.pack_dense, jnp.zeros((2, 8, 6), jnp.uint32))
@@ -182,15 +186,17 @@ def trace_functions() -> None:
 
 
 def main() -> None:
-    with install_import_hook([f"loopfeed.{room}" for room in ROOMS], "stated_shapes.check"):
+    with install_import_hook(ROOMS, "stated_shapes.check"):
         from loopfeed.engine.objective.losses import cross_entropy_loss
 
         colours = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "auto_augment": "randaugment"}
         images = {"crop": "resized", "flip": 0.5, "mixup": 0.2, "cutmix": 1.0, "erasing": 0.25, "eval_mirror": True}
         updates = {"accumulate_steps": 2, "ema_decay": 0.99, "optimizer": "adamw", "schedule": "one-cycle"}
-        trace_run({}, **colours, **images, **updates, cycle_momentum=True, clip_norm=1.0)
+        trace_run({}, devices="cpu:2", **colours, **images, **updates, cycle_momentum=True, clip_norm=1.0)
         own = {"loss": cross_entropy_loss, "augment": lambda images, keys: images, "optimizer": optax.sgd}
-        trace_run(own, crop="random", crop_padding=1, mixup=0.2, clip_norm=1.0, clip_order="3", clip_value=1.0)
+        trace_run(
+            own, devices="1", crop="random", crop_padding=1, mixup=0.2, clip_norm=1.0, clip_order="3", clip_value=1.0
+        )
         trace_networks()
         trace_functions()
     missed = {name for name in stated - reached if not name.startswith(BY_PROCESSOR)}

@@ -6,9 +6,9 @@ Owns the layout of the message: encoding on the host, decoding on the device. Do
 import struct
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 # uint32 [3]: flags, the bits of a float32, a number of batches. They are transferred in the same call as the
 # pixels, because a second call (4 µs) would take longer than both transfers.
@@ -23,23 +23,23 @@ class ControlWord(NamedTuple):
     """A decoded control word, on the device.
 
     Attributes:
-        stop: bool [], whether to leave the loop after the batches of this pull. True if there are none, so that zeros,
-            which the host answers after a failure, end the loop.
-        snapshot: bool [], whether to push a snapshot of the state after these batches.
-        evaluate: bool [], whether to evaluate after these batches.
-        learning_rate_factor: float32 [], multiplies the scheduled learning rate at the steps of these batches.
-        num_batches: int32 [], number of batches in this pull.
+        stop: whether to leave the loop after the batches of this pull. True if there are none, so that zeros, which the
+            host answers after a failure, end the loop.
+        snapshot: whether to push a snapshot of the state after these batches.
+        evaluate: whether to evaluate after these batches.
+        learning_rate_factor: multiplies the scheduled learning rate at the steps of these batches.
+        num_batches: number of batches in this pull.
     """
 
-    stop: jax.Array
-    snapshot: jax.Array
-    evaluate: jax.Array
-    learning_rate_factor: jax.Array
-    num_batches: jax.Array
+    stop: Bool[Array, ""]
+    snapshot: Bool[Array, ""]
+    evaluate: Bool[Array, ""]
+    learning_rate_factor: Float32[Array, ""]
+    num_batches: Int32[Array, ""]
 
 
-def decode_control(words: jax.Array) -> ControlWord:
-    """Decode a uint32 [3] control word on the device."""
+def decode_control(words: UInt32[Array, "3"]) -> ControlWord:
+    """Decode a control word on the device."""
     flags = words[0]
     return ControlWord(
         stop=((flags & STOP) != 0) | (words[2] == 0),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float32, Int32, Shaped
 from numpy.typing import NDArray
 
 _WORD_BYTES = 4
@@ -136,15 +137,8 @@ class LabelForm:
                 target[...] = padded.view(np.int32)
             start += leaf.num_words
 
-    def unpack(self, words: jax.Array) -> tuple[Any, jax.Array]:
-        """Return the labels and the weights of a batch, in the program.
-
-        Args:
-            words: int32 [b, num_words].
-
-        Returns:
-            A pytree of this form, [b, …] each, and float32 [b].
-        """
+    def unpack(self, words: Int32[Array, "b {self.num_words}"]) -> tuple[Any, Float32[Array, "b"]]:
+        """Return the labels, a pytree of this form, and the weights of a batch, in the program."""
         weights = lax.bitcast_convert_type(words[:, 0], jnp.float32)
         start, arrays = WEIGHT_WORDS, []
         for leaf in self.leaves:
@@ -180,8 +174,8 @@ def _converted(leaf: LabelArray, array: NDArray[Any], num_examples: int, origin:
     return converted
 
 
-def _read(leaf: LabelArray, words: jax.Array) -> jax.Array:
-    """Return one array of the labels, [b, …], from its words, int32 [b, w]."""
+def _read(leaf: LabelArray, words: Int32[Array, "b w"]) -> Shaped[Array, "b ..."]:
+    """Return one array of the labels from its words."""
     count = int(np.prod(leaf.shape))
     if leaf.is_bits:
         bits = words[:, :, None] >> jnp.arange(8 * _WORD_BYTES, dtype=jnp.int32) & 1
