@@ -40,7 +40,7 @@ nitpick_ignore_regex = [
     ("py:class", r"'.*"),  # the shape of an array: Float[Array, 'B K']
     ("py:class", rf"loopfeed\.[\w.]+\.({_ALIASES})"),
     # Of public classes and functions, but not public.
-    ("py:class", r"RecordedRun|loopfeed\.(engine\.run\.parts\.PartArguments|preprocess\.shards\.targets\.Targets)"),
+    ("py:class", r"RecordedRun|loopfeed\.(engine\.parts\.PartArguments|preprocess\.shards\.targets\.Targets)"),
 ]
 
 html_theme = "furo"

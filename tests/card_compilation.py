@@ -114,10 +114,11 @@ def traced_program(
 
     config = TrainConfig(transport="cuda", kernels="xla", **({"num_classes": 10} | settings))
     with (
-        mock.patch("loopfeed.engine.run.launch.trace_ahead", trace_ahead),
-        mock.patch("loopfeed.engine.run.host_side.choose_transport", on_fake_card),
+        mock.patch("loopfeed.engine.run.run.trace_ahead", trace_ahead),
+        mock.patch("loopfeed.engine.crossing.devices.choose_transport", on_fake_card),
         mock.patch(
-            "loopfeed.engine.run.host_side.choose_team", choose_team if cards is None else lambda _: Team(cards, cards)
+            "loopfeed.engine.crossing.devices.choose_team",
+            choose_team if cards is None else lambda _: Team(cards, cards),
         ),
     ):
         try:
@@ -143,8 +144,8 @@ def compile_program(
     With `stages`, the registry's network has these numbers of blocks instead of its own. If `is_normed`, the model is
     that of `tests.normed_network`, and not one of the registry.
     """
+    from loopfeed.engine.compilation.ahead_of_time import compiler_options
     from loopfeed.engine.replicas import shapes_on
-    from loopfeed.engine.run.compilation import compiler_options
     from loopfeed.engine.sizing.absent_cards import absent_cards, compiling_without_cards
     from loopfeed.engine.sizing.cards import CARDS
     from loopfeed.models.layers.platform_forms import tracing_for

@@ -151,7 +151,7 @@ def cards(monkeypatch):
         made.append(fake)
         return transport
 
-    for module in ("loopfeed.engine.run.host_side", "loopfeed.engine.evaluation.counting"):
+    for module in ("loopfeed.engine.crossing.devices", "loopfeed.engine.evaluation.counting"):
         monkeypatch.setattr(f"{module}.choose_transport", choose)
     yield made
     for fake in made:

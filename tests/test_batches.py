@@ -18,7 +18,7 @@ from tests.toy import toy_batch
 def filled(source, step, timeout_s=10.0):
     pixels = np.full((source.batch, source.height, source.width), 7, np.uint32)
     labels = np.full(source.batch, -7, np.int32)
-    source.fill(step, pixels, labels, timeout_s=timeout_s)
+    source.fill(step, range(source.batch), pixels, labels, timeout_s=timeout_s)
     return pixels, labels
 
 
@@ -154,7 +154,7 @@ def test_steps_requested_in_any_order_by_many_threads_are_correct(monkeypatch):
 
     def fill(step):
         pixels = np.full((5, 2, 2), step, np.uint32)
-        source.fill(step, pixels, np.zeros(5, np.int32), timeout_s=1.0)
+        source.fill(step, range(source.batch), pixels, np.zeros(5, np.int32), timeout_s=1.0)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(fill, steps))
@@ -168,6 +168,6 @@ def test_a_function_that_ends_says_after_how_many_batches():
     source = FunctionBatches(lambda _: next(batches))
     pixels, labels = np.zeros((8, 4, 4), np.uint32), np.zeros(8, np.int32)
     for step in range(3):
-        source.fill(step, pixels, labels, timeout_s=1)
+        source.fill(step, range(source.batch), pixels, labels, timeout_s=1)
     with pytest.raises(ValueError, match=r"the batch source has ended after 3 batches, but the run needs more"):
-        source.fill(3, pixels, labels, timeout_s=1)
+        source.fill(3, range(source.batch), pixels, labels, timeout_s=1)

@@ -14,7 +14,7 @@ from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.run.callbacks import Callbacks
 from loopfeed.engine.run.epochs import steps_of_epochs
-from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.run import Run
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
@@ -234,14 +234,14 @@ def test_a_request_after_the_last_pull_is_made_by_a_resume(tmp_path, settings):
     config = toy_config(steps=20, run_dir=str(tmp_path), **settings)
     notes: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        run_loop = Launch._run_loop
+        run_loop = Run._run_loop
 
         def run_and_tell(launch, *arguments):
             state = run_loop(launch, *arguments)
             has_ended.set()
             return state
 
-        patch.setattr(Launch, "_run_loop", run_and_tell)
+        patch.setattr(Run, "_run_loop", run_and_tell)
         late = [Late(15, learning_rate_factor=0.25), Late(16, stop=True)]
         assert run(config, *late, evaluation=toy_batch(99), notify=notes.append).stopped_by == "steps"
     (event,) = lines(tmp_path / "control.jsonl")

@@ -416,7 +416,7 @@ def test_help_shows_what_most_use_and_help_all_everything():
 
 def test_a_program_that_needs_too_much_memory_is_reported_before_the_launch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("loopfeed.engine.run.launch.host_memory_bytes", lambda: 1000)
+    monkeypatch.setattr("loopfeed.engine.compilation.ahead_of_time.host_memory_bytes", lambda: 1000)
     result = CliRunner().invoke(main, [*TOY, "--steps", "1", "--run-dir", "run"])
     assert result.exit_code == 0
     assert "warning: the program needs about" in result.stdout

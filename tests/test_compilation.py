@@ -9,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from loopfeed.engine.compilation.ahead_of_time import (
+    caching_compilations,
+    compile_traced,
+    compiler_options,
+    trace_ahead,
+)
 from loopfeed.engine.crossing.token import first_token
 from loopfeed.engine.crossing.transport import InplaceTransport
-from loopfeed.engine.run.compilation import caching_compilations, compile_traced, compiler_options, trace_ahead
 from loopfeed.models.registry import build_model
 from tests.toy import Linear
 

@@ -12,7 +12,7 @@ import pytest
 from loopfeed import train
 from loopfeed.engine.feed.feeder import _LEAST_DEPTH
 from loopfeed.engine.records.snapshot import snapshot_steps
-from loopfeed.engine.run.recorded_launch import RecordedLaunch
+from loopfeed.engine.run.recorder import Recorder
 from tests.crossing_order import CHUNKS, EVALUATED, METRICS, expected_order, recorded_order
 from tests.killed_run import wait_for
 from tests.toy import Linear, toy_batch, toy_config
@@ -49,13 +49,13 @@ KILLED = f"""
 import os, signal, sys
 from unittest import mock
 from tests.test_crossing_order import run
-from loopfeed.engine.run.recorded_launch import RecordedLaunch
+from loopfeed.engine.run.recorder import Recorder
 
 def note(launch, step, path):
     if step == {EVALUATED_AT[1]}:
         os.kill(os.getpid(), signal.SIGKILL)
 
-with mock.patch.object(RecordedLaunch, "_note_snapshot", note):
+with mock.patch.object(Recorder, "_note_snapshot", note):
     run(sys.argv[1])
 """
 
@@ -95,7 +95,7 @@ def test_a_run_killed_at_any_snapshot_keeps_each_evaluation_once_and_the_best_sn
         shutil.copytree(tmp_path / "run", tmp_path / f"killed-{step}")
 
     with monkeypatch.context() as patched:
-        patched.setattr(RecordedLaunch, "_note_snapshot", copy)
+        patched.setattr(Recorder, "_note_snapshot", copy)
         run(tmp_path / "run")
     killed = sorted(tmp_path.glob("killed-*"))
     assert len(killed) == len(EVALUATED_AT)

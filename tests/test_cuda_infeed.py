@@ -25,14 +25,13 @@ def opened():
     transport, fake = fake_transport(eagerness=1.0)
     board = ControlBoard()
     infeed = StreamedInfeed(
-        lambda allocate: Feeder(
+        Feeder(
             FunctionBatches(toy_batch),
             start_index=0,
             stop_index=NUM_STEPS,
             depth=3,
             num_threads=1,
             timeout_s=20,
-            allocate=allocate,
         ),
         board,
         transport,

@@ -36,7 +36,7 @@ class Numbered(SyntheticBatches):
         super().__init__(batch=BATCH, height=SIZE, width=SIZE, num_classes=10, seed=0)
         self._hurry = hurry
 
-    def fill(self, step, pixels, labels, *, timeout_s):
+    def fill(self, step, rows, pixels, labels, *, timeout_s):
         if self._hurry is not None:
             self._hurry(step)
         pixels[...], labels[...] = pixels_of(step), labels_of(step)
@@ -55,7 +55,6 @@ class Rig:
             depth=depth,
             num_threads=2,
             timeout_s=timeout_s,
-            allocate=self.arena.pinned,
         )
         self.ring = DeviceRing(self.driver, self.feeder, pixel_bytes=PIXEL_BYTES, label_bytes=LABEL_BYTES)
         self.stream = fake.new_stream()
@@ -65,7 +64,7 @@ class Rig:
 
     def __enter__(self):
         with self.driver.current():
-            self.feeder.start()
+            self.feeder.start(self.arena.pinned)
             self.ring.start(self.arena)
         return self
 
@@ -226,8 +225,8 @@ def test_memory_of_the_host_outlives_a_reader_that_hangs_in_it():
             released.wait(30)
 
     class Hanging(Numbered):
-        def fill(self, step, pixels, labels, *, timeout_s):
-            super().fill(step, pixels, labels, timeout_s=timeout_s)
+        def fill(self, step, rows, pixels, labels, *, timeout_s):
+            super().fill(step, rows, pixels, labels, timeout_s=timeout_s)
             written.append(step)
 
     with Rig(fake, source=Hanging(hang)) as rig:

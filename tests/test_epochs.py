@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from loopfeed import TrainConfig, train
 from loopfeed.engine.config import MOST_EVALUATIONS, SETTINGS
+from loopfeed.engine.parts import OwnParts
 from loopfeed.engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations, steps_of_epochs
-from loopfeed.engine.run.open_run import open_run
-from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.run.train import open_run
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, Linear, toy_batch
 
@@ -202,7 +202,7 @@ def test_a_demo_set_that_is_not_there_yet_is_made_before_it_is_counted(tmp_path,
     demo = tmp_path / "cache/loopfeed/demo"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("loopfeed.engine.run.data.make_demo", make_demo)
+    monkeypatch.setattr("loopfeed.engine.data.open_data.make_demo", make_demo)
     said: list[str] = []
     with open_run(TrainConfig(epochs=1, batch=5), OwnParts(model=Linear()), said.append, is_dry=True) as run:
         assert run.config.steps == 2

@@ -270,7 +270,7 @@ class Waiting:
     def __init__(self):
         self.reached, self.released = threading.Event(), threading.Event()
 
-    def fill(self, step, pixels, labels, *, timeout_s):
+    def fill(self, step, rows, pixels, labels, *, timeout_s):
         if step == 1:
             self.reached.set()
             self.released.wait(30)

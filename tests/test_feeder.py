@@ -33,7 +33,7 @@ class Source:
         self.fills = []
         self._changed = threading.Condition()
 
-    def fill(self, step, pixels, labels, *, timeout_s):
+    def fill(self, step, rows, pixels, labels, *, timeout_s):
         with self._changed:
             self.fills.append(step)
             self._changed.notify_all()
@@ -49,7 +49,7 @@ class Source:
 class Lending(Source):
     """Lends two of three batches, and fills the others."""
 
-    def lend(self, step, labels, *, timeout_s):
+    def lend(self, step, rows, labels, *, timeout_s):
         if step % 3 == 0:
             return None
         with self._changed:
@@ -309,9 +309,9 @@ def test_memory_is_bounded_by_the_ring():
     buffers = set()
 
     class Remembering(Source):
-        def fill(self, step, pixels, labels, *, timeout_s):
+        def fill(self, step, rows, pixels, labels, *, timeout_s):
             buffers.add(pixels.__array_interface__["data"][0])
-            super().fill(step, pixels, labels, timeout_s=timeout_s)
+            super().fill(step, rows, pixels, labels, timeout_s=timeout_s)
 
     with running(Remembering(), steps=50, depth=3) as feeder:
         for step in range(50):

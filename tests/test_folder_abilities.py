@@ -124,7 +124,7 @@ def failing(error, first=0):
 
 def test_a_run_whose_first_snapshot_fails_stops_there(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "loopfeed.engine.run.recorded_launch.SnapshotWriter", failing(OSError(errno.EREMOTEIO, "Remote I/O error"))
+        "loopfeed.engine.run.recorder.SnapshotWriter", failing(OSError(errno.EREMOTEIO, "Remote I/O error"))
     )
     with pytest.raises(UnwritableFolderError, match=r"^no snapshot could be written.* Remote I/O error$") as caught:
         run(tmp_path, steps=1_000_000)
@@ -137,7 +137,7 @@ def test_a_run_whose_first_snapshot_fails_stops_there(tmp_path, monkeypatch):
 
 def test_a_run_on_a_full_disk_goes_on_and_says_at_its_end_that_it_has_no_snapshot(tmp_path, monkeypatch):
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("loopfeed.engine.run.recorded_launch.SnapshotWriter", failing(full))
+    monkeypatch.setattr("loopfeed.engine.run.recorder.SnapshotWriter", failing(full))
     with pytest.raises(UnwritableFolderError, match="No space left on device"):
         run(tmp_path)
     assert json.loads((tmp_path / "result.json").read_text())["steps_done"] == STEPS

@@ -1,4 +1,4 @@
-"""The collector during a start: off until the second push, and on again after whatever happens."""
+"""The collector during a start: off in a block, and afterwards as it was."""
 
 import gc
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from loopfeed.engine.run.garbage_collector import PausedCollector, keeping_imports, without_collector
+from loopfeed.engine.compilation.garbage_collector import keeping_imports, without_collector
 
 
 @pytest.fixture(autouse=True)
@@ -16,22 +16,9 @@ def _collecting():
     gc.enable()
 
 
-def test_it_resumes_at_the_second_push_before_that_is_received():
-    collector, seen = PausedCollector(), []
-    receive = collector.resuming(lambda pushed: seen.append((pushed, gc.isenabled())))
-    collector.pause()
-    collector.pause()
-    for pushed in range(3):
-        receive(pushed)
-    assert seen == [(0, False), (1, True), (2, True)]
-
-
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_a_users_own_pause_is_kept(is_failing):
     gc.disable()
-    collector = PausedCollector()
-    collector.pause()
-    collector.resume()
     try:
         with without_collector():
             if is_failing:
@@ -44,7 +31,7 @@ def test_a_users_own_pause_is_kept(is_failing):
 def test_imports_of_a_command_are_kept_and_those_of_others_are_not():
     code = (
         "import gc, sys\n"
-        "from loopfeed.engine.run.garbage_collector import keeping_imports\n"
+        "from loopfeed.engine.compilation.garbage_collector import keeping_imports\n"
         "assert 'jax' not in sys.modules\n"
         "with keeping_imports():\n"
         "    assert not gc.isenabled()\n"

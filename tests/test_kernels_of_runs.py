@@ -23,12 +23,12 @@ from loopfeed import (
     train,
 )
 from loopfeed.engine.commands.eval_cli import main as run_eval
+from loopfeed.engine.compilation import ahead_of_time as compilation
 from loopfeed.engine.config import SettingError
+from loopfeed.engine.inspection.step_check import _step_program
+from loopfeed.engine.parts import OwnParts
 from loopfeed.engine.program.kernels import AUTO, describe_kernels, kernels_on, settle_kernels
-from loopfeed.engine.run import compilation
-from loopfeed.engine.run.open_run import open_run
-from loopfeed.engine.run.parts import OwnParts
-from loopfeed.engine.run.step_check import _step_program
+from loopfeed.engine.run.train import open_run
 from loopfeed.engine.sizing.planning import plan_here
 from loopfeed.models.kernels import ONEDNN, XLA
 from loopfeed.models.kernels.choice import kernels_in_use
@@ -97,7 +97,7 @@ def runs(tmp_path_factory):
 def trace_step(kernels):
     """Trace the step that `check_step` makes, which it does not lower as a whole."""
     with open_run(config_of(kernels), OwnParts(model=Network(), batches=toy_batch), print, is_dry=True) as run:
-        program = _step_program(run.launch)
+        program = _step_program(run)
         return compilation.trace_ahead(program.looped, jnp.int32(1), *program.arguments, platform="cpu")
 
 

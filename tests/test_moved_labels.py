@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from loopfeed.engine.config import SettingError
+from loopfeed.engine.data.label_fit import check_labels_stay
 from loopfeed.engine.evaluation.run import evaluate
 from loopfeed.engine.feed.label_form import LabelForm
 from loopfeed.engine.records.digests import SEAL
 from loopfeed.engine.records.recorded_run import read_recorded
 from loopfeed.engine.records.run_folder import CONFIG, CONTINUED
-from loopfeed.engine.run.label_fit import check_labels_stay
 from loopfeed.engine.run.train import train
 from tests.toy import BATCH, SIZE, toy_batch, toy_config
 

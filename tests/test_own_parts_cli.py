@@ -19,8 +19,8 @@ from loopfeed.engine.commands.eval_cli import main as run_eval
 from loopfeed.engine.commands.own_parts import load_own_parts
 from loopfeed.engine.commands.verify_cli import main as verify_run
 from loopfeed.engine.named_parts import OWN_PARTS
+from loopfeed.engine.parts import OwnParts
 from loopfeed.engine.records.digests import SEAL, sealed
-from loopfeed.engine.run.parts import OwnParts
 from tests.small_resnets import small_resnets
 
 ROOT = Path(__file__).parents[1]

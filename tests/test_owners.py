@@ -23,13 +23,13 @@ from loopfeed import (
     train,
 )
 from loopfeed.engine.commands import cli, eval_cli, explain_cli, predict_cli
+from loopfeed.engine.compilation.ahead_of_time import caching_compilations
+from loopfeed.engine.compilation.cache_place import check_cache_place
 from loopfeed.engine.config import SETTINGS
 from loopfeed.engine.owners import OF_A_RECORD, take_recorded, with_given
 from loopfeed.engine.recipes import RecipeError, load_recipe
 from loopfeed.engine.records.recorded_run import read_record
 from loopfeed.engine.records.run_folder import RunFolder
-from loopfeed.engine.run.cache_place import check_cache_place
-from loopfeed.engine.run.compilation import caching_compilations
 from loopfeed.engine.settings import Owner, setting
 from loopfeed.preprocess.storage_options import as_text, parse_text, recorded_options
 from tests.delayed_store import DelayedStore
@@ -238,7 +238,7 @@ def place(tmp_path_factory):
     (folder / "photo.png").write_bytes(fake_source(1).read(0))
     gift = os.fspath(folder / "gift")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("loopfeed.engine.run.open_run.caching_compilations", lambda *_, **__: nullcontext())
+        patched.setattr("loopfeed.engine.run.run.caching_compilations", lambda *_, **__: nullcontext())
         train(local(folder, run_dir=folder / "run", compilation_cache=gift), model=Linear())
     assert json.loads((folder / "run/config.json").read_text())["config"]["compilation_cache"] == gift
     return folder
@@ -261,7 +261,7 @@ def caches(monkeypatch):
         found.append(folder)
         raise CompiledError
 
-    monkeypatch.setattr("loopfeed.engine.run.compilation.check_cache_place", note)
+    monkeypatch.setattr("loopfeed.engine.compilation.ahead_of_time.check_cache_place", note)
     return found
 
 
@@ -320,7 +320,7 @@ def test_no_request_to_a_server_that_only_the_record_names_is_signed(place, tmp_
     with DelayedStore(place) as store:
         remote = {"data": "s3://bucket/data", "storage_options": f"endpoint={store.endpoint}"}
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("loopfeed.engine.run.open_run.caching_compilations", lambda *_, **__: nullcontext())
+            patched.setattr("loopfeed.engine.run.run.caching_compilations", lambda *_, **__: nullcontext())
             train(local(place, run_dir=run, cache=tmp_path / "cache", **remote), model=Linear())
         # The user names this server, so that keys are sent.
         assert store.num_signed

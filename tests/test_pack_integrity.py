@@ -367,7 +367,7 @@ def test_a_source_that_reports_changed_data_ends_the_run_after_writing_weights(t
     class Source:
         batch, height, width, thread_safe = BATCH, SIZE, SIZE, False
 
-        def fill(self, step, pixels, labels, *, timeout_s):
+        def fill(self, step, rows, pixels, labels, *, timeout_s):
             pixels[...], labels[...] = toy_batch(step)
 
         def check_unchanged(self):

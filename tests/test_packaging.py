@@ -44,8 +44,7 @@ CROSSES = PUSHES | {"emit", "enqueue", "pull", "for_each", "on_first"}
 # They hand the crossings the transport that these call.
 CHOOSE_TRANSPORT = {
     "loopfeed.engine.crossing.choice",
-    "loopfeed.engine.run.host_side",
-    "loopfeed.engine.run.launch_parts",
+    "loopfeed.engine.crossing.devices",
     "loopfeed.engine.evaluation.counting",
 }
 

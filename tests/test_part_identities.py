@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from loopfeed.engine.run.parts import is_same_part, name_of
+from loopfeed.engine.parts import is_same_part, name_of
 
 SCRIPT = """
 import jax.numpy as jnp

@@ -20,9 +20,9 @@ from loopfeed.engine.commands.cli import main
 from loopfeed.engine.commands.compile_for_cards import PROGRAM
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.engine.parts import OwnParts
 from loopfeed.engine.peers import SEES_ALL
 from loopfeed.engine.processes import ThisProcess
-from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.run.train import plan_run
 from loopfeed.engine.sizing import absent_cards, flow, planning
 from loopfeed.engine.sizing.absent_cards import COMPILER_FOLDER, CardCompilerError, compile_for_cards
@@ -58,22 +58,22 @@ def test_the_memory_on_a_processor_is_that_of_its_program_and_what_is_beside_it(
     plan = plan_here(config, parts, ignore)
     direct = plan_run(config, model=Linear(), batches=toy_batch)
     code = direct.compiled.memory_bytes["code"]
-    assert plan.memory.total_bytes == direct.compiled.peak_bytes + code + direct.facts.ring_bytes + 5_000_000
-    assert plan.memory.parts["batches read ahead"] == direct.facts.ring_bytes
+    assert plan.memory.total_bytes == direct.compiled.peak_bytes + code + direct.run.ring_bytes + 5_000_000
+    assert plan.memory.parts["batches read ahead"] == direct.run.ring_bytes
     assert plan.place.is_host_memory
     assert [line.partition(":")[0] for line in plan.memory.verdict] == ["fits"]
     # Linear's weights and bias, their momentum, and its one statistic, beside the counters of the state.
-    assert 8 * direct.facts.num_params < plan.snapshot_bytes < 8 * direct.facts.num_params + 200
+    assert 8 * direct.run.num_params < plan.snapshot_bytes < 8 * direct.run.num_params + 200
 
 
 def test_the_devices_of_a_processor_share_the_memory_of_the_host():
     analysed = Analysed({"arguments": 100, "results": 90, "reused": 80, "temporaries": 1000, "code": 7}, None, 50)
-    facts: Any = SimpleNamespace(state_bytes=88)
+    run: Any = SimpleNamespace(state_bytes=88)
     here = Place("the processor", 4, 4, 10_000, "", is_host_memory=True, is_here=True)
-    need = planning._need(here, facts, analysed, {"this process so far": 3})
+    need = planning._need(here, run, analysed, {"this process so far": 3})
     assert sum(need.values()) == 4 * (100 + 10 + 1000 + 7) + 88 + 50 + 3
     cards = replace(here, is_host_memory=False)
-    assert sum(planning._need(cards, facts, analysed, {}).values()) == 100 + 10 + 1000 + 7 + 88
+    assert sum(planning._need(cards, run, analysed, {}).values()) == 100 + 10 + 1000 + 7 + 88
 
 
 def test_a_run_that_does_not_fit_is_told_the_largest_batch_that_does(monkeypatch, tmp_path):
@@ -82,7 +82,7 @@ def test_a_run_that_does_not_fit_is_told_the_largest_batch_that_does(monkeypatch
     parts = OwnParts(model=Linear())
 
     direct = plan_run(replace(config, batch=96), model=Linear())
-    need = direct.compiled.peak_bytes + direct.compiled.memory_bytes["code"] + direct.facts.ring_bytes
+    need = direct.compiled.peak_bytes + direct.compiled.memory_bytes["code"] + direct.run.ring_bytes
     monkeypatch.setattr(planning, "process_memory_bytes", lambda: None)
     monkeypatch.setattr(planning, "host_memory_bytes", lambda: need)
     heard: list[str] = []

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from loopfeed import join_processes, this_process
 from loopfeed.engine.commands.cli import main
 from loopfeed.engine.commands.supervisor import _PROGRAM, without_option
-from loopfeed.engine.feed.own_rows import rows_of
+from loopfeed.engine.feed.batches import ArrayBatches, FunctionBatches, SyntheticBatches, label_words
 from loopfeed.engine.records.topology import Topology, describe_promise
 from tests.device_runs import rows_alone
 from tests.process_runs import MODULE, OWN, ROOT, TOY, going, own_processes, records, run, words
@@ -175,23 +175,30 @@ def test_this_process_is_alone_and_a_wrong_address_is_refused():
         join_processes("localhost:1")
 
 
-class Whole:
-    """Batches of four images that can only be filled whole."""
+@pytest.mark.parametrize(
+    "source",
+    [
+        FunctionBatches(toy_batch),
+        FunctionBatches(lambda step: (toy_batch(step)[0], {"x": np.arange(8.0) + step}), kind="numbers"),
+        SyntheticBatches(batch=8, height=4, width=4, num_classes=3, seed=5),
+        ArrayBatches(*toy_batch(1, batch=21), batch=8),
+    ],
+    ids=["function", "labels of a function", "synthetic", "arrays"],
+)
+def test_the_rows_of_a_source_are_those_of_the_whole_batch(source):
+    words = label_words(source)
 
-    batch, height, width, thread_safe = 4, 4, 4, True
+    def filled(batch_index, rows):
+        pixels = np.full((len(rows), 4, 4), 7, np.uint32)
+        labels = np.full((len(rows), *([] if words is None else [words])), 7, np.int32)
+        source.fill(batch_index, rows, pixels, labels, timeout_s=1)
+        return pixels, labels
 
-    def fill(self, batch_index, pixels, labels, *, timeout_s):
-        del timeout_s
-        pixels[...], labels[...] = toy_batch(batch_index, batch=4)
+    for batch_index in (0, 2):
+        for rows in (range(2), range(2, 6), range(6, 8)):
+            for part, whole in zip(filled(batch_index, rows), filled(batch_index, range(8)), strict=True):
+                np.testing.assert_array_equal(part, whole[rows.start : rows.stop])
 
 
-def test_the_rows_of_a_source_are_those_of_the_whole_batch():
-    pixels, labels = np.zeros((2, 4, 4), np.uint32), np.zeros(2, np.int32)
-    source = rows_of(Whole(), range(2, 4))
-    source.fill(3, pixels, labels, timeout_s=1)
-    expected = toy_batch(3, batch=4)
-    np.testing.assert_array_equal(pixels, expected[0][2:])
-    np.testing.assert_array_equal(labels, expected[1][2:])
-    whole = Whole()
-    assert rows_of(whole, range(4)) is whole
+def test_a_function_is_asked_for_the_rows_of_its_process():
     np.testing.assert_array_equal(rows_alone(3, range(2, 5))[1], toy_batch(3, batch=12)[1][2:5])

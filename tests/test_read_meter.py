@@ -160,7 +160,7 @@ def test_a_slow_part_of_a_window_is_what_its_batches_waited_for(tmp_path, monkey
         try:
             reading = source.read_meter.join()
             reading.begin(0)
-            source.fill(0, np.zeros((4, 4, 4), np.uint32), np.zeros(4, np.int32), timeout_s=30)
+            source.fill(0, range(4), np.zeros((4, 4, 4), np.uint32), np.zeros(4, np.int32), timeout_s=30)
             seconds, file = reading.end()
         finally:
             source.close()

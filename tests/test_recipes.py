@@ -14,14 +14,15 @@ from click.testing import CliRunner
 from loopfeed.engine.commands.cli import main as run_train
 from loopfeed.engine.commands.option_sources import OptionSource, command_line, merge_options
 from loopfeed.engine.config import OWN_BATCHES, SETTINGS, ConfigError, TrainConfig
+from loopfeed.engine.data.open_data import open_data
+from loopfeed.engine.parts import OwnParts
 from loopfeed.engine.program.statics import statics_of, update_values
+from loopfeed.engine.program.train_state import name_of_model
 from loopfeed.engine.recipes import LoadedRecipe, RecipeError, load_recipe, recipe_names
 from loopfeed.engine.recipes.expected import expected_accuracy
 from loopfeed.engine.records.run_folder import RunFolder
-from loopfeed.engine.run.data import open_data
 from loopfeed.engine.run.epochs import settle_epochs, steps_of_epochs
-from loopfeed.engine.run.parts import OwnParts
-from loopfeed.engine.run.resolve import resolve
+from loopfeed.engine.run.resolve import choose_model, describe_resolved
 from loopfeed.engine.settings import OnResume, Owner
 from loopfeed.engine.updates.schedules import learning_rate_at
 from loopfeed.preprocess.commands.cli import main as preprocess_imagenet
@@ -88,9 +89,9 @@ def test_a_recipe_fits_a_packed_set_and_comes_to_a_program(name, packed):
     assert config.steps == steps
     assert config.warmup_steps < config.steps
     with ExitStack() as stack:
-        resolved = resolve(config, OwnParts(), open_data(config, OwnParts(), stack, lambda _: None))
-        assert resolved.data.evaluation is not None
-        assert (resolved.model_name, resolved.data.num_classes) == ("resnet8", 3)
+        data = open_data(config, OwnParts(), stack, lambda _: None)
+        assert data.evaluation is not None
+        assert (name_of_model(choose_model(config, OwnParts(), data)), data.num_classes) == ("resnet8", 3)
     statics_of(config).augmentation.check_batch(4)
     assert int(update_values(config).schedule.total_steps) == steps
 
@@ -285,7 +286,8 @@ def test_the_record_of_a_run_without_a_data_option_names_the_data_that_it_found(
     monkeypatch.setenv("LOOPFEED_DATA", ".")
     config = TrainConfig(batch=4)
     with ExitStack() as stack:
-        resolved = resolve(config, OwnParts(), open_data(config, OwnParts(), stack, lambda _: None)).to_json()
+        data = open_data(config, OwnParts(), stack, lambda _: None)
+        resolved = describe_resolved(choose_model(config, OwnParts(), data), OwnParts(), data)
     monkeypatch.setenv("LOOPFEED_DATA", "elsewhere")
     recipe = load_recipe(record_run(tmp_path / "run", config, manifest_digest="abc", **resolved))
     assert (recipe.settings["data"], recipe.unnamed_data) == (packed, "")

@@ -275,8 +275,7 @@ def test_an_impossible_replay_is_refused(copied, damage, values, message):
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_opened(recorded, monkeypatch, values, message):
-    for opener in ("HostSide", "open_data"):
-        monkeypatch.setattr(f"loopfeed.engine.replay.replay.{opener}", lambda *_, **__: pytest.fail("opened"))
+    monkeypatch.setattr("loopfeed.engine.replay.replay.Run", lambda *_, **__: pytest.fail("opened"))
     with pytest.raises(ValueError, match=message):
         replay(recorded, **values)
 
@@ -308,7 +307,7 @@ class StoppingEvaluation:
     thread_safe = True
     batch, height, width, num_batches = 8, SIZE, SIZE, 3
 
-    def fill(self, step, pixels, labels, *, timeout_s):
+    def fill(self, step, rows, pixels, labels, *, timeout_s):
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.3)

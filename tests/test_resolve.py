@@ -1,6 +1,7 @@
 """Resolving settings to source, model and scale, and refused combinations."""
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 
 import loopfeed
 from loopfeed import TrainConfig
-from loopfeed.engine.run.data import open_data
-from loopfeed.engine.run.parts import OwnParts
-from loopfeed.engine.run.resolve import check_arguments, resolve, warn_of_settings
+from loopfeed.engine.data.open_data import open_data
+from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.program.train_state import name_of_model
+from loopfeed.engine.run.resolve import check_arguments, choose_model, warn_of_settings
 from loopfeed.preprocess.shards.location import Location
 from tests.fake_source import CLASSES, FakeSource, fake_source, leave_unfinished_split, pack
 from tests.toy import toy_batch, toy_config
@@ -21,7 +23,9 @@ def resolved(config, *, notify=lambda _: None, is_new=False, **own):
     parts = OwnParts(**own)
     check_arguments(config, parts)
     with ExitStack() as stack:
-        return resolve(config, parts, open_data(config, parts, stack, notify, is_new=is_new))
+        data = open_data(config, parts, stack, notify, is_new=is_new)
+        model = choose_model(config, parts, data)
+    return SimpleNamespace(data=data, model=model, model_name=name_of_model(model))
 
 
 def told_while_resolving(config):

@@ -19,6 +19,7 @@ import pytest
 from loopfeed import ConfigError, TrainConfig, replay_run, train
 from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.parts import OwnParts
 from loopfeed.engine.records.control_log import read_events
 from loopfeed.engine.records.control_requests import send_request
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
@@ -36,8 +37,7 @@ from loopfeed.engine.run.changes import (
     note_changes,
 )
 from loopfeed.engine.run.nonfinite import NonFiniteError
-from loopfeed.engine.run.parts import OwnParts
-from loopfeed.engine.run.resume import StartingPoint, find_cuts
+from loopfeed.engine.run.resume import Resume, find_cuts
 from loopfeed.engine.run.train import plan_run
 from tests.fake_source import fake_source, leave_unfinished_split, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
@@ -154,7 +154,7 @@ class StoppingEvaluation:
     thread_safe = True
     batch, height, width, num_batches = 8, SIZE, SIZE, 3
 
-    def fill(self, step, pixels, labels, *, timeout_s):
+    def fill(self, step, rows, pixels, labels, *, timeout_s):
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.3)
@@ -173,8 +173,8 @@ def test_an_interrupted_evaluation_is_made_once_after_the_resume(reference, tmp_
 
 def test_a_stop_in_the_last_evaluation_is_no_end_and_that_is_made_after_it(tmp_path, reference):
     class StoppingLast(StoppingEvaluation):
-        def fill(self, step, pixels, labels, *, timeout_s):
-            super().fill(step - 4 if step == 8 else 0, pixels, labels, timeout_s=timeout_s)
+        def fill(self, step, rows, pixels, labels, *, timeout_s):
+            super().fill(step - 4 if step == 8 else 0, rows, pixels, labels, timeout_s=timeout_s)
 
     path = tmp_path / "run"
     result = run(path, evaluation=StoppingLast(), prefetch=1)
@@ -343,7 +343,7 @@ def test_a_run_of_another_rule_is_refused_by_its_name_and_its_weights_are_not(tm
     train(config, model=Linear(), batches=batches)
     train(replace(config, steps=3, resume=True), model=Linear(), batches=batches)
     with monkeypatch.context() as earlier:
-        earlier.setattr("loopfeed.engine.run.open_run.rules_of", lambda *_: {})
+        earlier.setattr("loopfeed.engine.run.run.rules_of", lambda *_: {})
         train(replace(config, run_dir=tmp_path / "old"), model=Linear(), batches=batches)
     before = contents(tmp_path / "old")
     with pytest.raises(ValueError, match=re.escape(rule) + r".*--init-from with its model\.safetensors"):
@@ -375,9 +375,9 @@ RANDAUGMENT = {"auto_augment": "randaugment", "auto_augment_magnitude": 11}
     ],
 )
 def test_a_run_records_only_the_changed_rules_that_it_uses(model, values, rules):
-    data = SimpleNamespace(source=SimpleNamespace(height=64, width=662), location="/packed")
-    resolved: Any = SimpleNamespace(data=data, registry_name=model, parts=OwnParts())
-    assert rules_of(toy_config(**values), resolved) == rules
+    data: Any = SimpleNamespace(source=SimpleNamespace(height=64, width=662), location="/packed")
+    named: Any = SimpleNamespace(name=model)
+    assert rules_of(toy_config(**values), OwnParts(), named, data) == rules
 
 
 def contents(path):
@@ -701,7 +701,7 @@ def test_a_loss_log_that_lacks_lines_is_refused_before_anything_is_cut(tmp_path,
     (tmp_path / "loss.jsonl").write_text(text)
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(ValueError, match=message):
-        find_cuts(tmp_path, StartingPoint(step=2))
+        find_cuts(tmp_path, Resume(step=2))
     assert (tmp_path / "loss.jsonl").read_text() == text
     assert (tmp_path / "result.json").exists()
 
@@ -719,7 +719,7 @@ def test_a_snapshot_that_cannot_be_written_is_a_warning_and_the_last_good_one_st
             raise OSError(errno.ENOSPC, "No space left on device")
         write_snapshot(folder, step, pulls, tree, state)
 
-    monkeypatch.setattr("loopfeed.engine.run.recorded_launch.SnapshotWriter", partial(SnapshotWriter, write=write))
+    monkeypatch.setattr("loopfeed.engine.run.recorder.SnapshotWriter", partial(SnapshotWriter, write=write))
     told: list[str] = []
 
     def batches(step):

@@ -20,7 +20,7 @@ from loopfeed.engine.records.control_requests import send_request
 from loopfeed.engine.records.json_lines import JsonLines
 from loopfeed.engine.records.run_folder import RunFolder, recorded_versions
 from loopfeed.engine.records.snapshot import snapshot_steps
-from loopfeed.engine.run.resume import StartingPoint, find_cuts, rewind_run
+from loopfeed.engine.run.resume import Resume, find_cuts, rewind_run
 from tests.fake_source import files_of
 from tests.test_resume import EVALUATED, StoppingEvaluation, run
 from tests.toy import Linear, toy_batch, toy_config
@@ -129,8 +129,8 @@ def test_lines_are_counted_without_holding_them_and_a_torn_one_does_not_count(tm
     (tmp_path / "loss.jsonl").write_text("".join(lines) + '{"step": 10')
     with RunFolder(tmp_path, resume=True) as folder:
         with pytest.raises(ValueError, match=r"must have the 1,001 lines .* has 1,000"):
-            find_cuts(tmp_path, StartingPoint(step=1001))
-        start = StartingPoint(step=700)
+            find_cuts(tmp_path, Resume(step=1001))
+        start = Resume(step=700)
         rewind_run(folder, start, find_cuts(tmp_path, start))
     assert (tmp_path / "loss.jsonl").read_text() == "".join(lines[:700])
 

@@ -75,9 +75,12 @@ FLOORS = (
     "loopfeed.engine.updates",
     "loopfeed.engine.crossing",
     "loopfeed.engine.program",
+    "loopfeed.engine.parts",
     "loopfeed.engine.profile",
     "loopfeed.engine.stream",
     "loopfeed.engine.records",
+    "loopfeed.engine.compilation",
+    "loopfeed.engine.data",
     "loopfeed.engine.loggers",
     "loopfeed.engine.runtime",
     "loopfeed.engine.recipes",
@@ -227,3 +230,11 @@ def test_threads_are_workers() -> None:
     starts = re.compile(r"\b(Thread|ThreadPoolExecutor|start_new_thread)\(")
     found = {module for module, path in MODULES.items() if starts.search(path.read_text(encoding="utf-8"))}
     assert found == {"loopfeed.preprocess.workers", "loopfeed.models.kernels.onednn.team"}
+
+
+def test_the_stages_of_a_run_in_the_docs_are_the_headings_of_its_code() -> None:
+    page = (ROOT / "docs/walk.md").read_text(encoding="utf-8")
+    code = (ROOT / "engine/run/train.py").read_text(encoding="utf-8")
+    stages = re.findall(r"^- \*\*(.*?)[.,]?\*\*", page, re.MULTILINE)
+    assert re.findall(r"^ *# ---- (.*)$", code, re.MULTILINE) == stages
+    assert len(stages) == 8

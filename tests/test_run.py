@@ -18,7 +18,7 @@ from loopfeed.engine.crossing.transport import InplaceTransport
 from loopfeed.engine.feed.feeder import FeederError
 from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
-from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import plan_run
 from loopfeed.preprocess.shards.reader import ShardError, ShardSplit
 from loopfeed.preprocess.stop_signals import BURST_S
@@ -216,8 +216,8 @@ def test_a_plan_compiles_and_runs_nothing(tmp_path, left_threads):
     assert batches.calls == [0]  # for its shape
     assert isinstance(plan.compiled.keeps, InplaceTransport)
     assert not (tmp_path / "run").exists()
-    assert plan.facts.num_params == SIZE * SIZE * 3 * CLASSES + CLASSES
-    assert plan.compiled.memory_bytes["arguments"] > plan.facts.num_params * 8  # parameters and momentum
+    assert plan.run.num_params == SIZE * SIZE * 3 * CLASSES + CLASSES
+    assert plan.compiled.memory_bytes["arguments"] > plan.run.num_params * 8  # parameters and momentum
     # Forward and weight gradient of one matrix product are the least that a step does.
     assert plan.compiled.step_flops is not None
     assert plan.compiled.step_flops >= 4 * BATCH * SIZE * SIZE * 3 * CLASSES
@@ -361,8 +361,8 @@ def test_a_failed_program_writes_the_pending_snapshot_and_says_how_to_resume(tmp
         time.sleep(0.3)
         return write(writer, submitted)
 
-    launch_run, write = Launch.run, SnapshotWriter._write_one
-    monkeypatch.setattr(Launch, "run", run)
+    launch_run, write = Run.execute, SnapshotWriter._write_one
+    monkeypatch.setattr(Run, "execute", run)
     monkeypatch.setattr(SnapshotWriter, "_write_one", write_late)
     with pytest.raises(ArithmeticError, match="off the bus") as caught:
         train(toy_config(steps=6, run_dir=tmp_path, snapshot_every_steps=4), model=Linear(), batches=toy_batch)
@@ -406,10 +406,10 @@ def test_interrupting_the_last_snapshot_of_a_failed_program_still_shows_the_fail
 
     def run(launch, compiled, state, sinks):
         def fail(*_):
-            run_loop(launch, compiled, state, launch._values())
+            run_loop(launch, compiled, state, launch.values())
             raise ArithmeticError("the card fell off the bus")
 
-        monkeypatch.setattr(Launch, "_run_loop", fail)
+        monkeypatch.setattr(Run, "_run_loop", fail)
         return launch_run(launch, compiled, state, sinks)
 
     def notify(words):
@@ -417,8 +417,8 @@ def test_interrupting_the_last_snapshot_of_a_failed_program_still_shows_the_fail
         if "waiting for the snapshot" in words:
             os.kill(os.getpid(), signal.SIGINT)
 
-    launch_run, run_loop = Launch.run, Launch._run_loop
-    monkeypatch.setattr(Launch, "run", run)
+    launch_run, run_loop = Run.execute, Run._run_loop
+    monkeypatch.setattr(Run, "execute", run)
     monkeypatch.setattr(SnapshotWriter, "_write_one", lambda *_: go_on.wait(60))
     config = toy_config(steps=6, run_dir=tmp_path, snapshot_every_steps=4)
     try:
@@ -437,7 +437,7 @@ def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp
     def refuse(*_):
         raise TypeError("no such dtype on disk")
 
-    monkeypatch.setattr("loopfeed.engine.run.recorded_launch.name_tensors", refuse)
+    monkeypatch.setattr("loopfeed.engine.run.recorder.name_tensors", refuse)
     with pytest.raises(ConnectionResetError) as caught:
         train(toy_config(steps=9, run_dir=tmp_path), model=Linear(), batches=CountedBatches(raise_at=3))
     unwritten, goes_on = caught.value.__notes__
@@ -506,7 +506,7 @@ def test_a_process_in_64_bit_mode_trains():
 
 def test_the_collector_waits_until_the_program_runs_and_collects_in_the_run(monkeypatch):
     seen = []
-    starting_state, run = Launch.starting_state, Launch.run
+    starting_state, run = Run.starting_state, Run.execute
 
     def look(launch):
         seen.append(gc.isenabled())
@@ -517,14 +517,21 @@ def test_the_collector_waits_until_the_program_runs_and_collects_in_the_run(monk
         return run(launch, *arguments)
 
     def batches(step):
+        if step == 7:
+            wait_for_collector()
         seen.append(gc.isenabled())
         return toy_batch(step)
 
-    monkeypatch.setattr(Launch, "starting_state", look)
-    monkeypatch.setattr(Launch, "run", look_again)
+    def wait_for_collector():
+        deadline = time.monotonic() + 60
+        while not gc.isenabled() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Run, "starting_state", look)
+    monkeypatch.setattr(Run, "execute", look_again)
     train(toy_config(steps=8, prefetch=1), model=Linear(), batches=batches)
     assert seen[:3] == [True, False, False]  # the first batch is asked for ahead, for its shape
-    assert seen[-1]  # the last batch is read after the second loss
+    assert seen[-1]  # the last batch is read after the first loss
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -534,7 +541,7 @@ def test_the_collector_collects_after_a_short_or_failed_run(monkeypatch, steps):
 
     train(toy_config(steps=steps), model=Linear(), batches=toy_batch)
     assert gc.isenabled()
-    monkeypatch.setattr(Launch, "starting_state", fail)
+    monkeypatch.setattr(Run, "starting_state", fail)
     with pytest.raises(OSError, match="no memory for the state"):
         train(toy_config(steps=steps), model=Linear(), batches=toy_batch)
     assert gc.isenabled()

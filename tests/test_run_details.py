@@ -17,7 +17,7 @@ from loopfeed.engine.control.word import encode_control
 from loopfeed.engine.records.folder_lock import FolderLock
 from loopfeed.engine.records.whole_file import write_whole
 from loopfeed.engine.run import resume
-from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import plan_run
 from tests.fake_source import fake_source, files_of, pack
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
@@ -71,7 +71,7 @@ def test_the_control_words_factor_multiplies_the_learning_rate_of_the_update_and
 def test_the_program_works_in_the_memory_of_the_state_that_it_is_given():
     plan = plan_run(toy_config(), model=Linear(), batches=toy_batch)
     # Float32 parameters at the least; the optimiser's state comes on top.
-    assert plan.compiled.memory_bytes["reused"] >= 4 * plan.facts.num_params
+    assert plan.compiled.memory_bytes["reused"] >= 4 * plan.run.num_params
 
 
 @pytest.mark.parametrize("level", [0, 255])
@@ -134,9 +134,9 @@ def test_a_run_without_steps_writes_its_result_and_no_weights(tmp_path):
 def test_the_memory_of_the_batches_read_ahead_is_reported_exactly(prefetch, depth, evaluation_depth):
     batch_bytes = BATCH * (IMAGE_BYTES + LABEL_BYTES)
     config = toy_config(prefetch=prefetch)
-    assert plan_run(config, model=Linear(), batches=toy_batch).facts.ring_bytes == depth * batch_bytes
+    assert plan_run(config, model=Linear(), batches=toy_batch).run.ring_bytes == depth * batch_bytes
     evaluated = plan_run(config, model=Linear(), batches=toy_batch, evaluation=toy_batch(0, batch=20))
-    assert evaluated.facts.ring_bytes == (depth + evaluation_depth) * batch_bytes
+    assert evaluated.run.ring_bytes == (depth + evaluation_depth) * batch_bytes
 
 
 def test_a_state_that_cannot_be_made_while_the_program_is_compiled_ends_the_run_with_its_own_error(
@@ -145,7 +145,7 @@ def test_a_state_that_cannot_be_made_while_the_program_is_compiled_ends_the_run_
     def fail(_launch):
         raise MemoryError("no room for the state")
 
-    monkeypatch.setattr(Launch, "starting_state", fail)
+    monkeypatch.setattr(Run, "starting_state", fail)
     with pytest.raises(MemoryError, match="no room for the state"):
         train(toy_config(run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
     # Nothing goes on behind it.
@@ -153,7 +153,7 @@ def test_a_state_that_cannot_be_made_while_the_program_is_compiled_ends_the_run_
 
 
 def test_a_dry_run_with_snapshots_needs_no_folder():
-    assert plan_run(toy_config(snapshot_every_steps=2), model=Linear(), batches=toy_batch).facts.num_params
+    assert plan_run(toy_config(snapshot_every_steps=2), model=Linear(), batches=toy_batch).run.num_params
     with pytest.raises(ValueError, match="the setting snapshot_every_steps needs a run folder"):
         train(toy_config(snapshot_every_steps=2), model=Linear(), batches=toy_batch)
 

@@ -23,7 +23,7 @@ from loopfeed.engine.feed.feeder import FeederError
 from loopfeed.engine.records.run_folder import RUNTIME, STALLS, WRITTEN_HERE
 from loopfeed.engine.records.stored.capture import FolderCapture
 from loopfeed.engine.records.stored.state import Part
-from loopfeed.engine.run import open_run as open_run_module
+from loopfeed.engine.run import recorder
 from loopfeed.engine.run.launch_meter import LaunchMeter
 from loopfeed.engine.runtime.record import Goodput
 from loopfeed.engine.runtime.runtime_file import encode_runtime, read_runtime
@@ -122,7 +122,7 @@ def test_a_resume_that_is_killed_after_the_rewind_has_recorded_what_it_takes_bac
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(open_run_module, "rewind_run", die)
+        patched.setattr(recorder, "rewind_run", die)
         with pytest.raises(KeyboardInterrupt):
             run(run_dir=str(folder), resume=True)
     begun = recorded(folder).last
@@ -329,7 +329,7 @@ def test_what_runs_is_described_by_whom_it_waits_for():
     spans, outfeed = Spans(), SimpleNamespace(step=7)
     spans[LOOP].begin()
     stream = SimpleNamespace(blocked_by=None, unfinished=list)
-    infeeds = SimpleNamespace(training=SimpleNamespace(num_together=4))
+    infeed = SimpleNamespace(num_together=4)
     transport = SimpleNamespace(runs_ahead=False)
     config, profiling = toy_config(steps=20, accumulate_steps=2), SimpleNamespace(is_collecting=False)
     train, evaluation = FeedMeter(ReadMeter()), FeedMeter(ReadMeter())
@@ -337,7 +337,7 @@ def test_what_runs_is_described_by_whom_it_waits_for():
     meter._launch = SimpleNamespace(
         outfeed=outfeed,
         stream=stream,
-        infeeds=infeeds,
+        infeed=infeed,
         transport=transport,
         config=config,
         profiling=profiling,
@@ -346,7 +346,7 @@ def test_what_runs_is_described_by_whom_it_waits_for():
     meter._snapshots, meter._spans = None, spans
     meter._num_pulled, meter._pulled_at = 0, 0.0
     assert meter.describe() == "the device has been computing steps 8 to 9 (--chunk) for 0.0 s"
-    infeeds.training.num_together = 1
+    infeed.num_together = 1
     assert meter.describe() == "the device has been computing step 8 for 0.0 s"
     train.waiting = WaitNow(15, time.perf_counter())
     assert meter.describe() == "the loop waits for the batch of step 8, which no thread is reading"

@@ -272,7 +272,7 @@ def test_the_windowed_order_reads_each_shard_once_into_the_cache(stored, tmp_pat
         stored.delay_s = 0.05
         for batch_index in range(20):
             found = np.zeros((4, 4, 4), np.uint32), np.zeros(4, np.int32)
-            source.fill(batch_index, *found, timeout_s=30)
+            source.fill(batch_index, range(source.batch), *found, timeout_s=30)
             images = source.order.images_at(np.arange(4 * batch_index, 4 * batch_index + 4))
             np.testing.assert_array_equal(found[0], pixels[images])
             np.testing.assert_array_equal(found[1], labels[images])

@@ -9,8 +9,8 @@ import traceback
 import pytest
 
 from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.signals import StopSignals, call_on_worker
 from loopfeed.engine.peers import BEAT_FILE, signals_file
-from loopfeed.engine.run.signals import StopSignals, call_on_worker
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 SOON_S = 20.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.run.parts import OwnParts
+from loopfeed.engine.parts import OwnParts
 from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
 from loopfeed.engine.sizing.flow import COPY, DECODE, DEVICES, LINK, READ, Flow, Stage
 from loopfeed.engine.sizing.plan import START, Memory, Place, Plan, find_largest_batch, program_parts

@@ -17,11 +17,11 @@ from click.testing import CliRunner
 from PIL import Image
 
 from loopfeed.engine.commands.command_end import describe_error
+from loopfeed.engine.compilation.ahead_of_time import caching_compilations, compile_traced, trace_ahead
 from loopfeed.engine.evaluation import photographs
 from loopfeed.engine.records import orbax_store, recorded_end, recorded_run, snapshot
 from loopfeed.engine.records.snapshot import SnapshotError, write_snapshot
 from loopfeed.engine.records.whole_file import make_folder, write_whole
-from loopfeed.engine.run.compilation import caching_compilations, compile_traced, trace_ahead
 from loopfeed.engine.run.resume import find_start
 from loopfeed.engine.runtime import runtime_file
 from loopfeed.preprocess import regular_file

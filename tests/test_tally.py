@@ -211,7 +211,7 @@ def test_a_failing_evaluation_source_ends_the_run_and_no_partial_evaluation_is_r
     class Failing:
         batch, height, width, thread_safe, num_batches = BATCH, 4, 4, True, 3
 
-        def fill(self, step, pixels, labels, *, timeout_s):
+        def fill(self, step, rows, pixels, labels, *, timeout_s):
             if step == 4:
                 raise ConnectionResetError("the validation disk went away")
             pixels[...], labels[...] = 0, 0

@@ -148,7 +148,7 @@ def test_bits_become_zeros_and_ones_in_the_program_and_words_are_as_few_as_possi
         assert source.label_form == LabelForm.of_targets(3, are_bits=False)
         pixels = np.ones((4, split.height, split.row_words), np.uint32)
         words = np.ones((4, 4), np.int32)
-        source.fill(1, pixels, words, timeout_s=10)
+        source.fill(1, range(source.batch), pixels, words, timeout_s=10)
         numbers, found = source.label_form.unpack(jnp.asarray(words))
         assert np.array_equal(numbers[:1], split.read_targets(np.array([4])))
         assert np.array_equal(found, [1, 0, 0, 0])
@@ -165,10 +165,10 @@ def test_lent_images_come_with_their_targets_and_the_weight_1(packs, monkeypatch
         source = ShardBatches(split, batch=4, seed=0)
         assert source.label_form is not None
         words, filled = np.zeros((2, 4, source.label_form.num_words), np.int32)
-        lent = source.lend(3, words, timeout_s=10)
+        lent = source.lend(3, range(source.batch), words, timeout_s=10)
         assert lent is not None
         pixels = np.empty((4, split.height, split.row_words), np.uint32)
-        source.fill(3, pixels, filled, timeout_s=10)
+        source.fill(3, range(source.batch), pixels, filled, timeout_s=10)
         assert np.array_equal(words, filled)
         assert np.array_equal(np.stack(list(lent.images)), pixels)
         labels, weights = source.label_form.unpack(jnp.asarray(words))

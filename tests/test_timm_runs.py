@@ -10,9 +10,9 @@ from safetensors.numpy import load_file, save_file
 
 from loopfeed import TrainConfig, evaluate, evaluate_weights, read_weights, train
 from loopfeed.engine.program.statics import statics_of
+from loopfeed.engine.records.initial_weights import load_initial_weights
 from loopfeed.engine.records.weights import name_tensors
 from loopfeed.engine.run import resolve
-from loopfeed.engine.run.initial_weights import load_initial_weights
 from loopfeed.engine.updates.optim import kernels_only
 from loopfeed.models import registry
 from loopfeed.models.families.convnext import ConvNeXt

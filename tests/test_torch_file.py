@@ -23,9 +23,9 @@ from safetensors.numpy import save_file
 
 from loopfeed.engine.records import torch_file
 from loopfeed.engine.records.given_weights import read_given_weights
+from loopfeed.engine.records.initial_weights import load_initial_weights
 from loopfeed.engine.records.torch_file import read_torch_file
 from loopfeed.engine.records.weights import name_tensors
-from loopfeed.engine.run.initial_weights import load_initial_weights
 from tests.test_initial_weights import assert_same, drawn, shapes_of
 from tests.torch_archive import (
     ORDERED_DICT,

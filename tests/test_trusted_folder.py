@@ -10,7 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from loopfeed.engine.run.compilation import caching_compilations, compile_traced, trace_ahead
+from loopfeed.engine.compilation.ahead_of_time import caching_compilations, compile_traced, trace_ahead
 from loopfeed.models import trusted_folder
 from loopfeed.models.kernels.onednn import team_library
 from loopfeed.models.trusted_folder import folder_fault, make_private_folder

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from loopfeed.engine.compilation.ahead_of_time import caching_compilations
+from loopfeed.engine.data.dataset import choose_data
 from loopfeed.engine.records.stored.working_copy import working_copies
-from loopfeed.engine.run.compilation import caching_compilations
-from loopfeed.engine.run.dataset import choose_data
 from loopfeed.models.kernels.onednn.team_library import load_team
 from loopfeed.models.user_cache import user_cache_folder
 

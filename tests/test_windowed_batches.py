@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopfeed.engine.feed.feeder import Feeder
-from loopfeed.engine.feed.own_rows import rows_of
 from loopfeed.engine.feed.windowed_batches import WindowedBatches
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.read_meter import ReadMeter
@@ -60,12 +59,9 @@ def batches(split, batch, *, window_images, rows=None, first_batch=0, timeout_s=
 
 
 def filled(source, batch_index, rows=None, *, timeout_s=10.0):
-    count = len(rows or range(source.batch))
-    pixels, labels = np.full((count, 4, 4), 7, np.uint32), np.full(count, -7, np.int32)
-    if rows is None:
-        source.fill(batch_index, pixels, labels, timeout_s=timeout_s)
-    else:
-        source.fill_rows(batch_index, rows, pixels, labels, timeout_s=timeout_s)
+    rows = rows or range(source.batch)
+    pixels, labels = np.full((len(rows), 4, 4), 7, np.uint32), np.full(len(rows), -7, np.int32)
+    source.fill(batch_index, rows, pixels, labels, timeout_s=timeout_s)
     return pixels, labels
 
 
@@ -89,7 +85,8 @@ def test_each_process_takes_its_rows_from_contiguous_parts_that_it_alone_reads(d
         source = batches(split, batch, window_images=window_images, rows=rows, first_batch=first, pairs=pairs)
         assert source.held_bytes <= 2 * window_images * IMAGE_BYTES
         feeder = Feeder(
-            rows_of(source, rows),
+            source,
+            rows=rows,
             start_index=first,
             stop_index=first + num_batches,
             depth=3,

@@ -2,8 +2,8 @@
 
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,26 +23,25 @@ from loopfeed.engine.commands.run_display import LossDisplay, summarise
 from loopfeed.engine.commands.setting_options import option_names
 from loopfeed.engine.commands.supervisor import keep_runtime_output, supervise, without_option
 from loopfeed.engine.commands.train_options import EPILOG, FIRST_OPTIONS, option_groups, train_options
+from loopfeed.engine.compilation.garbage_collector import keeping_imports
 from loopfeed.engine.config import NO_VALUE, SETTINGS, TrainConfig
 from loopfeed.engine.owners import recorded_settings
 from loopfeed.engine.peers import Peers, is_of_runtime, is_supervised
 from loopfeed.engine.processes import check_address, join_as, leave_processes, this_process
 from loopfeed.engine.recipes import LoadedRecipe, load_recipe
 from loopfeed.engine.recipes.expected import expected_accuracy
-from loopfeed.engine.run.garbage_collector import keeping_imports
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
+    from loopfeed.engine.parts import OwnParts
     from loopfeed.engine.records.recorded_run import RecordedRun
-    from loopfeed.engine.run.parts import OwnParts
-    from loopfeed.engine.run.result import TrainResult
+    from loopfeed.engine.run.run import Run
+    from loopfeed.engine.stream.sinks import Sink
 
 import itertools
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
@@ -87,7 +86,12 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
         elif is_look(context.params):
             code = _DONE if look(config, parts, context.params) else _FAILED
         else:
-            result = _train(config, parts, merged.origins, peers, None if context.params["resume"] else loaded)
+            with _open_run(config, parts, peers, None if context.params["resume"] else loaded) as (run, sinks):
+                from loopfeed.engine.run.train import train_run
+
+                result = train_run(run, sinks, merged.origins)
+            if sinks:
+                summarise(result, config.profile_format, runtime_report=config.runtime_report)
             code, is_saved = _DONE if result.is_complete else _STOPPED, result.snapshot_step == result.steps_done
         has_parted = peers is None or leave_processes(peers)
     except KeyboardInterrupt as interrupt:
@@ -244,39 +248,30 @@ def _tell(peers: Peers | None, error: BaseException, message: str) -> None:
             peers.fail(message, is_by_others=is_of_runtime(error))
 
 
-def _train(
-    config: TrainConfig,
-    parts: "OwnParts",
-    origins: dict[str, str],
-    peers: Peers | None,
-    recipe: LoadedRecipe | None,
-) -> "TrainResult":
-    """Train, and return the result; `recipe` is that of a new run."""
+@contextmanager
+def _open_run(
+    config: TrainConfig, parts: "OwnParts", peers: Peers | None, recipe: LoadedRecipe | None
+) -> Iterator[tuple["Run", list["Sink"]]]:
+    """Open the run, and yield it with the display of its losses; `recipe` is that of a new run."""
     with keeping_imports():
         from loopfeed.engine.crossing.devices import split_processor
-        from loopfeed.engine.run.open_run import open_run
+        from loopfeed.engine.run.train import open_run
 
     split_processor([config], has_own_source=parts.has_own_source)
-    if this_process().index > 0:
-        # The first process alone has the run folder and the terminal; a resume reads the folder in all of them.
-        own = config if config.resume else replace(config, run_dir=None)
-        with open_run(own, parts, lambda _: None) as run:
-            if peers is not None:
-                peers.follow(lambda: run.steps_begun)
-            return run.train([], origins)
-    display = LossDisplay()
-    with (
-        run_dir_of(config.run_dir) as run_dir,
-        open_run(replace(config, run_dir=run_dir), parts, display.notify) as run,
-    ):
+    # Of several processes, the first alone has the run folder and the terminal; a resume reads the folder in all.
+    is_first, display = this_process().index == 0, LossDisplay()
+    with ExitStack() as stack:
+        if is_first:
+            config = replace(config, run_dir=stack.enter_context(run_dir_of(config.run_dir)))
+        elif not config.resume:
+            config = replace(config, run_dir=None)
+        run = stack.enter_context(open_run(config, parts, display.notify if is_first else lambda _: None))
         if peers is not None:
             peers.follow(lambda: run.steps_begun)
-        if recipe is not None and parts.determine_nothing and this_process().count == 1:
-            for note in expected_accuracy(recipe, config, run.contents_digest):
+        if is_first and recipe is not None and parts.determine_nothing and this_process().count == 1:
+            for note in expected_accuracy(recipe, config, run.data.contents_digest):
                 display.notify(note)
-        result = run.train([display.make_sink(run.config)], origins)
-    summarise(result, config.profile_format, runtime_report=config.runtime_report)
-    return result
+        yield run, [display.make_sink(run.config)] if is_first else []
 
 
 @contextmanager

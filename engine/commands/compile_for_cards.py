@@ -28,7 +28,7 @@ def _compile(
 ) -> dict[str, object]:
     from loopfeed.engine.commands.own_parts import load_own_parts
     from loopfeed.engine.config import TrainConfig
-    from loopfeed.engine.run.open_run import open_run
+    from loopfeed.engine.run.train import open_run
     from loopfeed.engine.sizing.absent_cards import absent_cards, card_placement, compiling_without_cards
     from loopfeed.engine.sizing.cards import CARDS
     from loopfeed.engine.sizing.planning import stand_for_imagenet

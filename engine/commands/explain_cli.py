@@ -36,8 +36,8 @@ from loopfeed.preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
     from loopfeed.engine.inspection.report import ProgramReport
+    from loopfeed.engine.parts import OwnParts
     from loopfeed.engine.records.recorded_run import RecordedRun
-    from loopfeed.engine.run.parts import OwnParts
     from loopfeed.engine.sizing.device_rates import DeviceRates
 
 _RECORDED = "the recorded run"
@@ -245,10 +245,10 @@ def _take_part_names(context: click.Context) -> dict[str, str]:
 
 def _recorded(run: str, context: click.Context, parts: "OwnParts") -> "RecordedRun":
     """Return the record of a run; raise ValueError if it needs a part of the user's own that is not given."""
+    from loopfeed.engine.data.dataset import DATA_LOCATION, data_of_record
     from loopfeed.engine.evaluation.trained_run import check_folder
     from loopfeed.engine.records.recorded_run import read_recorded
     from loopfeed.engine.records.stored.reading import local_copy, settings_only
-    from loopfeed.engine.run.dataset import DATA_LOCATION, data_of_record
     from loopfeed.engine.run.resolve import recorded_own_parts
 
     with local_copy(run, parse_text(context.params["storage_options"]), settings_only) as folder:

@@ -11,7 +11,7 @@ from loopfeed.preprocess.commands.completion import complete_file
 from loopfeed.preprocess.commands.sheet_path import check_sheet_path
 
 if TYPE_CHECKING:
-    from loopfeed.engine.run.parts import OwnParts
+    from loopfeed.engine.parts import OwnParts
 
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from loopfeed.preprocess.printable import printable_line
 
 if TYPE_CHECKING:
-    from loopfeed.engine.run.differences import Difference
-    from loopfeed.engine.run.step_check import StepCheck
+    from loopfeed.engine.inspection.differences import Difference
+    from loopfeed.engine.inspection.step_check import StepCheck
 
 _WIDTH = 80
 _NAME_WIDTH = 32
@@ -80,20 +80,20 @@ def look(config: TrainConfig, parts: "OwnParts", params: Mapping[str, Any]) -> b
 
 
 def _show_batch(config: TrainConfig, parts: "OwnParts", path: Path) -> None:
+    from loopfeed.engine.inspection.show_batch import first_batch_of
     from loopfeed.engine.processes import this_process
-    from loopfeed.engine.run.open_run import open_run
-    from loopfeed.engine.run.show_batch import first_batch_of
+    from loopfeed.engine.run.train import open_run
 
     is_first = this_process().index == 0
     with open_run(config, parts, click.echo if is_first else lambda _: None, is_dry=True) as run:
-        shown = first_batch_of(run.launch)
+        shown = first_batch_of(run)
     if is_first:
         shown.save(path)
         click.echo(f"wrote {path}: {shown.facts} of step {shown.step:,}")
 
 
 def _check_step(config: TrainConfig, parts: "OwnParts") -> bool:
-    from loopfeed.engine.run.step_check import check_step_of
+    from loopfeed.engine.inspection.step_check import check_step_of
 
     check = check_step_of(config, parts, click.echo)
     click.echo("\n".join(["", *report_lines(check)]))
@@ -118,7 +118,7 @@ def report_lines(check: "StepCheck") -> list[str]:
 
 def verdict(check: "StepCheck") -> str:
     """Return in a few sentences whether the step is right, and where it first is not."""
-    from loopfeed.engine.run.differences import MARGIN
+    from loopfeed.engine.inspection.differences import MARGIN
 
     rule = (
         f"Allowed is {MARGIN:g} times the change (root mean square) that random rounding of each operation makes, "
@@ -158,7 +158,7 @@ def verdict(check: "StepCheck") -> str:
 
 def _shortened(scopes: "Mapping[str, Difference]") -> "dict[str, Difference]":
     """Return the scopes, if there are many those that are explained joined by action and first part of the path."""
-    from loopfeed.engine.run.differences import join
+    from loopfeed.engine.inspection.differences import join
 
     if len(scopes) <= _MOST_SCOPES:
         return dict(scopes)

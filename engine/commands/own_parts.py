@@ -17,7 +17,7 @@ from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS, NamedPart, is_part
 from loopfeed.preprocess.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from loopfeed.engine.run.parts import OwnParts
+    from loopfeed.engine.parts import OwnParts
 
 type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -81,7 +81,7 @@ def load_own_parts(names: Mapping[str, str]) -> "OwnParts":
         named[option] = NamedPart(name, _source_digest(found, name))
         parts[option] = _make(option, name, found)
 
-    from loopfeed.engine.run.parts import OwnParts
+    from loopfeed.engine.parts import OwnParts
 
     return OwnParts(**parts, named=named)
 

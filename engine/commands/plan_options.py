@@ -12,7 +12,7 @@ from loopfeed.engine.sizing.cards import CARDS
 from loopfeed.preprocess.commands.suggesting import SuggestingChoice
 
 if TYPE_CHECKING:
-    from loopfeed.engine.run.parts import OwnParts
+    from loopfeed.engine.parts import OwnParts
     from loopfeed.engine.sizing.planning import Target
 
 PLAN_OPTIONS = ("dry_run", "target", "devices_per_host", "rate")
@@ -84,7 +84,7 @@ def print_plan(config: TrainConfig, parts: "OwnParts", names: Mapping[str, str],
 
 
 def _target(config: TrainConfig, params: Mapping[str, Any]) -> "Target":
-    from loopfeed.engine.run.dataset import choose_data
+    from loopfeed.engine.data.dataset import choose_data
     from loopfeed.engine.sizing.planning import Target
 
     if not config.synthetic and params["batches"] is None and choose_data(config.data).is_demo:

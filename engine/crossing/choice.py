@@ -6,7 +6,6 @@ and, for NVIDIA, `loopfeed.engine.crossing.cuda`.
 
 import math
 import os
-from collections.abc import Callable
 
 import jax
 
@@ -14,13 +13,10 @@ from loopfeed.engine.config import TrainConfig, TransportName
 from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.crossing.infeed import BatchInfeed, Infeed, PullObserver, WordsOf
 from loopfeed.engine.crossing.transport import CallbackTransport, InplaceTransport, Transport
-from loopfeed.engine.feed.feeder import Allocate, Feeder
+from loopfeed.engine.feed.feeder import Feeder
 from loopfeed.engine.xla_threads import check_not_forked, fitting_threads
 from loopfeed.models.layers.platform_forms import PLATFORMS
 from loopfeed.preprocess.quantities import quantity
-
-type MakeFeeder = Callable[[Allocate | None], Feeder]
-"""Allocator of the slots' memory (None: NumPy's) → a feeder that is not started."""
 
 # The only platform on which a transport runs.
 _PLATFORMS: dict[TransportName, str] = {"inplace": "cpu", "cuda": "cuda"}
@@ -107,7 +103,7 @@ def choose_transport(name: TransportName, platform: str, num_devices: int = 1) -
 
 def make_infeed(
     transport: Transport,
-    make_feeder: MakeFeeder,
+    feeder: Feeder,
     board: ControlBoard,
     *,
     words_of: WordsOf,
@@ -120,7 +116,7 @@ def make_infeed(
     """Create the infeed that suits a transport, with the arguments of `cuda.infeed.StreamedInfeed`."""
     if not transport.runs_ahead:
         return Infeed(
-            make_feeder(None),
+            feeder,
             board,
             transport,
             words_of=words_of,
@@ -135,7 +131,7 @@ def make_infeed(
 
     assert isinstance(transport, CudaTransport)
     return StreamedInfeed(
-        make_feeder, board, transport, words_of=words_of, chunk=chunk, times_waits=times_waits, observer=observer
+        feeder, board, transport, words_of=words_of, chunk=chunk, times_waits=times_waits, observer=observer
     )
 
 

@@ -1,4 +1,4 @@
-"""Choice of the devices that a run trains on."""
+"""Choice of the devices that a run trains on, and of where its program is."""
 
 import math
 import os
@@ -10,7 +10,8 @@ from typing import NamedTuple
 import jax
 
 from loopfeed.engine.config import MOST_PARTS, TrainConfig, parse_devices
-from loopfeed.engine.crossing.choice import this_device, this_platform
+from loopfeed.engine.crossing.choice import choose_chunk, choose_transport, this_device, this_platform
+from loopfeed.engine.crossing.transport import Transport
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.xla_threads import spare_thread
 
@@ -87,6 +88,48 @@ class Team(NamedTuple):
             )
         each = batch // len(self.devices)
         return range(self.first * each, (self.first + len(self.own)) * each)
+
+
+class Placement(NamedTuple):
+    """Where a program runs, or for which devices it is only compiled.
+
+    Attributes:
+        team: the devices, and those of them that one host drives.
+        transport: the way in which the program calls the host.
+        platform: the platform of the devices, such as "cpu".
+        is_here: whether the devices are those of this machine.
+    """
+
+    team: Team
+    transport: Transport
+    platform: str
+    is_here: bool = True
+
+    def chunk_of(self, config: TrainConfig) -> int:
+        """Return the number of training batches per pull.
+
+        Raises:
+            SettingError: several processes cannot pull so many.
+        """
+        chunk = choose_chunk(config.chunk_batches, self.transport)
+        is_chosen = config.chunk_batches is not None or self.is_here
+        if chunk > 1 and is_chosen and len(self.team.own) < len(self.team.devices):
+            raise SettingError(
+                "chunk_batches",
+                "several processes pull one batch at a time, got {setting} {found}: leave it out",
+                found=chunk,
+            )
+        return chunk
+
+
+def place_here(config: TrainConfig) -> Placement:
+    """Return the devices of this machine that the settings name, and the transport to them.
+
+    Raises:
+        ValueError: as `choose_team` and `choose_transport`.
+    """
+    platform, team = this_platform(), choose_team(config)
+    return Placement(team, choose_transport(config.transport, platform, len(team.devices)), platform)
 
 
 def choose_team(config: TrainConfig) -> Team:

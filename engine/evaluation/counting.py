@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from loopfeed.engine.compilation.ahead_of_time import Compiled, caching_compilations, compile_traced, trace_ahead
 from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.signals import call_on_worker
 from loopfeed.engine.crossing.choice import (
     choose_chunk,
     choose_transport,
@@ -42,8 +44,6 @@ from loopfeed.engine.program.checked_model import CheckedModel
 from loopfeed.engine.program.evaluate_split import evaluate_split
 from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.program.statics import OwnFunctions, Statics, statics_of
-from loopfeed.engine.run.compilation import Compiled, caching_compilations, compile_traced, trace_ahead
-from loopfeed.engine.run.signals import call_on_worker
 from loopfeed.engine.updates.update import Weights
 
 
@@ -79,7 +79,7 @@ def run_evaluation(
     transport = choose_transport(config.transport, this_platform())
     infeed = make_infeed(
         transport,
-        lambda allocate: Feeder(
+        Feeder(
             source,
             start_index=0,
             stop_index=source.num_batches,
@@ -87,7 +87,6 @@ def run_evaluation(
             num_threads=config.reader_threads,
             timeout_s=config.infeed_timeout_s,
             name_batch=lambda pull: f"evaluation pull {pull + 1} of {source.num_batches}",
-            allocate=allocate,
         ),
         board,
         words_of=lambda _, num_batches: board.stop_words(num_batches),

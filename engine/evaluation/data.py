@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.data.cached_data import open_cache, open_cached_split
+from loopfeed.engine.data.dataset import choose_data, data_of_record, make_demo
+from loopfeed.engine.data.label_fit import check_loss_fits
+from loopfeed.engine.data.open_data import choose_eval_split, have_same_classes, manifest_digest_of
 from loopfeed.engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
 from loopfeed.engine.feed.shard_batches import SequentialBatches
 from loopfeed.engine.locations import storage_options_of
-from loopfeed.engine.run.cached_data import open_cache, open_cached_split
-from loopfeed.engine.run.class_identities import lacking, places
-from loopfeed.engine.run.data import choose_eval_split, have_same_classes, manifest_digest_of
-from loopfeed.engine.run.dataset import choose_data, data_of_record, make_demo
-from loopfeed.engine.run.label_fit import check_loss_fits
 from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.class_identities import lacking, places
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.location import open_location
 from loopfeed.preprocess.shards.manifest import Manifest

@@ -92,11 +92,11 @@ class PhotographBatches:
         self.failures: dict[int, str] = {}
         self._pixels, self._bytes = pixel_budget(timeout_s), file_budget(timeout_s)
 
-    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
         """Decode the photographs of a batch; their label is 0, and that of padding rows is PADDING_LABEL."""
         pixels[...], labels[...] = 0, PADDING_LABEL
-        start = batch_index % self.num_batches * self.batch
-        for row, index in enumerate(range(start, min(start + self.batch, len(self._files)))):
+        start = batch_index % self.num_batches * self.batch + rows.start
+        for row, index in enumerate(range(start, min(start + len(rows), len(self._files)))):
             rgb = self._decode(index)
             if rgb is not None:
                 pixels[row], labels[row] = pack_rgb(rgb), _ANY_CLASS
@@ -138,9 +138,9 @@ class RgbBatches:
         self.num_batches = -(-len(images) // batch)
         self.failures: dict[int, str] = {}
 
-    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
         """Pack the images of a batch; padding rows are black and have PADDING_LABEL."""
-        start = batch_index % self.num_batches * self.batch
-        packed = pack_rgb(self._images[start : start + self.batch])
+        start = batch_index % self.num_batches * self.batch + rows.start
+        packed = pack_rgb(self._images[start : start + len(rows)])
         pixels[: len(packed)], pixels[len(packed) :] = packed, 0
         labels[: len(packed)], labels[len(packed) :] = _ANY_CLASS, PADDING_LABEL

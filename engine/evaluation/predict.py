@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.signals import StopSignals, ignore_message
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
 from loopfeed.engine.evaluation.photographs import PhotographBatches, RgbBatches, list_photographs
@@ -41,7 +42,6 @@ from loopfeed.engine.records.weights_metadata import (
     image_size_in,
     resize_rule_of,
 )
-from loopfeed.engine.run.signals import StopSignals, ignore_message
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.cores import num_cores
 from loopfeed.preprocess.decoding.decode import ResizeRule

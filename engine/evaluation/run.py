@@ -14,7 +14,10 @@ import numpy as np
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.signals import StopSignals, ignore_message
 from loopfeed.engine.crossing.pushed import mean_of_images
+from loopfeed.engine.data.label_fit import check_labels_stay
+from loopfeed.engine.data.open_data import label_kind
 from loopfeed.engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
 from loopfeed.engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_own
 from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult
@@ -42,9 +45,6 @@ from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.given_weights import read_given_weights, rename_head
 from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
 from loopfeed.engine.records.weights_metadata import classes_of
-from loopfeed.engine.run.data import label_kind
-from loopfeed.engine.run.label_fit import check_labels_stay
-from loopfeed.engine.run.signals import StopSignals, ignore_message
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.models.registry import find_network

@@ -31,7 +31,7 @@ from loopfeed.engine.records.weights_metadata import (
     image_size_in,
     steps_in,
 )
-from loopfeed.engine.run.misfit_errors import too_large_image, unknown_model
+from loopfeed.engine.run.resolve import too_large_image, unknown_model
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.update import Weights
 from loopfeed.models.image_sizes import image_size_of

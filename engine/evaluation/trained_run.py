@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.data.dataset import DATA_LOCATION
 from loopfeed.engine.evaluation.snapshot_weights import SnapshotWeights, read_snapshot_weights
 from loopfeed.engine.owners import STORAGE, with_given
 from loopfeed.engine.records.folder_lock import is_locked
@@ -22,7 +23,6 @@ from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG, RESULT, SNAPSHO
 from loopfeed.engine.records.snapshot import SnapshotError, read_folder_state, snapshot_steps
 from loopfeed.engine.records.stored.reading import local_copy, settings_only
 from loopfeed.engine.records.weights import StoredWeights, read_weights
-from loopfeed.engine.run.dataset import DATA_LOCATION
 from loopfeed.preprocess.storage_options import as_text, is_url
 from loopfeed.preprocess.system_errors import status_of
 

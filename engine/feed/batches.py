@@ -4,6 +4,8 @@ A batch source fills the buffers of one batch, addressed only by its index, so t
 as an uninterrupted one. Does not depend on rings, threads or devices.
 """
 
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -46,12 +48,14 @@ class BatchSource(Protocol):
     width: int
     thread_safe: bool
 
-    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Write batch `batch_index` (from 0) into uint32 [B, H, W] packed pixels and int32 [B] labels.
+    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Write rows of batch `batch_index` (from 0) into uint32 [b, H, W] packed pixels and int32 [b] labels.
+
+        The b rows are consecutive; all B, unless several processes train together, of which each reads its own.
 
         If the source has an attribute `row_words` that differs from its width, the pixels are in the dense layout,
-        uint32 [B, H, row_words] (`loopfeed.preprocess.pixels`). If the source has an attribute `label_form`, a
-        `LabelForm`, its labels are int32 [B, label_form.num_words], written by `label_form.pack`. A wrapper of such a
+        uint32 [b, H, row_words] (`loopfeed.preprocess.pixels`). If the source has an attribute `label_form`, a
+        `LabelForm`, its labels are int32 [b, label_form.num_words], written by `label_form.pack`. A wrapper of such a
         source must have these attributes too.
         """
         ...
@@ -101,8 +105,8 @@ class Lent(Protocol):
 class LendingSource(Protocol):
     """A `BatchSource` that can lend images already in memory, so that they are copied only once."""
 
-    def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
-        """Write the labels of a batch and return its images, or return None if the batch must be read with `fill`.
+    def lend(self, batch_index: int, rows: range, labels: Labels, *, timeout_s: float) -> Lent | None:
+        """Write the labels of rows of a batch and return their images; None if they must be read with `fill`.
 
         If the result is None, the labels are undefined.
         """
@@ -116,6 +120,17 @@ class CheckedSource(Protocol):
     def check_unchanged(self) -> None:
         """Raise an error if changes to the files may have altered any batch; called after the last batch."""
         ...
+
+
+def error_of_changes(*sources: BatchSource | None) -> Exception | None:
+    """Return the error of the first of these sources whose files changed, None if none did."""
+    for source in sources:
+        if isinstance(source, CheckedSource):
+            try:
+                source.check_unchanged()
+            except Exception as error:  # noqa: BLE001 - a user-defined source may raise anything
+                return error
+    return None
 
 
 class EvaluationSource(BatchSource, Protocol):
@@ -158,16 +173,16 @@ class ArrayBatches:
         self.batch = batch
         self.num_batches = -(-num_images // batch)
 
-    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Copy the images and labels of the batch; padding rows are black and have PADDING_LABEL or the weight 0."""
-        start = batch_index % self.num_batches * self.batch
-        count = min(self.batch, len(self._pixels) - start)
-        rows = slice(start, start + count)
-        pixels[:count], pixels[count:] = self._pixels[rows], 0
+    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+        """Copy images and labels of the batch; padding rows are black and have PADDING_LABEL or the weight 0."""
+        start = batch_index % self.num_batches * self.batch + rows.start
+        count = max(0, min(len(rows), len(self._pixels) - start))
+        found = slice(start, start + count)
+        pixels[:count], pixels[count:] = self._pixels[found], 0
         if self.label_form is None:
-            labels[:count], labels[count:] = self._labels[rows], PADDING_LABEL
+            labels[:count], labels[count:] = self._labels[found], PADDING_LABEL
         else:
-            part = self.label_form.take(self._labels, rows)
+            part = self.label_form.take(self._labels, found)
             self.label_form.pack(part, np.ones(count, np.float32), labels[:count], "the evaluation set")
             labels[count:] = 0
 
@@ -181,14 +196,16 @@ class SyntheticBatches:
         self.batch, self.height, self.width = batch, height, width
         self._num_classes, self._seed = num_classes, seed
 
-    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Draw the batch; this never waits, so `timeout_s` is ignored."""
+    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+        """Draw the whole batch, of which the rows are a part; this never waits, so `timeout_s` is ignored."""
         # Always pass the seed as two words: SeedSequence concatenates the words of its integers and pads them with
         # zeros, so that [2**32, 0] and [0, 1] would otherwise draw the same batch.
         words = [self._seed & 0xFFFFFFFF, self._seed >> 32, batch_index]
         random = np.random.Generator(np.random.SFC64(words))
-        labels[...] = random.integers(self._num_classes, size=self.batch, dtype=np.int32)
-        drawn = np.frombuffer(random.bytes(pixels.nbytes), np.uint32).reshape(pixels.shape)
+        found = slice(rows.start, rows.stop)
+        labels[...] = random.integers(self._num_classes, size=self.batch, dtype=np.int32)[found]
+        shape = self.batch, self.height, self.width
+        drawn = np.frombuffer(random.bytes(4 * math.prod(shape)), np.uint32).reshape(shape)[found]
         np.bitwise_and(drawn, np.uint32(0xFFFFFF00), out=pixels)
 
 
@@ -203,6 +220,9 @@ class FunctionBatches:
         first_index: index of the run's first batch.
         num_classes: K; class numbers must lie in 0 … K - 1. None accepts every nonnegative int32.
         kind: which labels are allowed.
+        rows: the rows that the function is asked for as its second argument, those of this process; None if it has no
+            such parameter and returns whole batches.
+        batch: B, if the function is asked for rows.
 
     Attributes:
         label_form: the form of the labels, None for class numbers.
@@ -215,37 +235,49 @@ class FunctionBatches:
 
     def __init__(
         self,
-        function: Callable[[int], tuple[Any, Any]],
+        function: BatchFunction,
         *,
         first_index: int = 0,
         num_classes: int | None = None,
         kind: LabelKind = "classes",
+        rows: range | None = None,
+        batch: int | None = None,
     ) -> None:
-        self._function, self._num_classes, self._kind = function, num_classes, kind
+        self._function, self._num_classes, self._kind, self._rows = function, num_classes, kind, rows
         pixels, labels = self._call(first_index)
+        if rows is not None and len(pixels) != len(rows):
+            raise ValueError(
+                f"a batch source that takes rows must return those that it is asked for, {len(rows)}, got {len(pixels)}"
+            )
         self._first: tuple[int, Pixels, Any] | None = (first_index, pixels, labels)
         self.label_form = _form_of(labels, len(pixels), _origin(first_index), kind=kind)
-        self.batch, self.height, self.width = pixels.shape
+        self._shape = pixels.shape
+        self.batch, self.height, self.width = batch or len(pixels), *pixels.shape[1:]
 
-    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Copy the batch that the function returns; the feeder limits the time it may take."""
+    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+        """Copy the rows of the batch that the function returns; the feeder limits the time it may take."""
         first, self._first = self._first, None
         given_pixels, given_labels = first[1:] if first and first[0] == batch_index else self._call(batch_index)
-        if given_pixels.shape != pixels.shape:
+        if given_pixels.shape != self._shape:
             raise ValueError(
-                f"every batch must have the shape of the first, {pixels.shape}, but "
+                f"every batch must have the shape of the first, {self._shape}, but "
                 f"the batch source returned {given_pixels.shape} for batch {batch_index}"
             )
-        pixels[...] = given_pixels
+        found = slice(None) if self._rows is not None else slice(rows.start, rows.stop)
+        pixels[...] = given_pixels[found]
+        count = len(given_pixels)
         if self.label_form is None:
-            if np.shape(given_labels) != labels.shape:
+            if np.shape(given_labels) != (count,):
                 raise ValueError(
-                    f"labels must be integers {list(labels.shape)}, as in the first batch, but {_origin(batch_index)} "
+                    f"labels must be integers [{count}], as in the first batch, but {_origin(batch_index)} "
                     f"has {np.asarray(given_labels).dtype} {list(np.shape(given_labels))}"
                 )
-            labels[...] = given_labels
+            labels[...] = given_labels[found]
         else:
-            self.label_form.pack(given_labels, np.ones(len(labels), np.float32), labels, _origin(batch_index))
+            packed = labels if len(labels) == count else np.zeros((count, *labels.shape[1:]), labels.dtype)
+            self.label_form.pack(given_labels, np.ones(count, np.float32), packed, _origin(batch_index))
+            if packed is not labels:
+                labels[...] = packed[found]
 
     def limit_labels(self, num_classes: int) -> None:
         """Set K, the number of classes; raise ValueError if the first batch has a label outside 0 … K - 1."""
@@ -268,7 +300,8 @@ class FunctionBatches:
 
     def _call(self, batch_index: int) -> tuple[Pixels, Any]:
         try:
-            given = self._function(batch_index)
+            function: Any = self._function
+            given = function(batch_index) if self._rows is None else function(batch_index, self._rows)
         except StopIteration as error:
             raise ValueError(
                 f"the batch source has ended after {quantity(batch_index, 'batch')}, but the run needs more: raise an "
@@ -280,6 +313,14 @@ class FunctionBatches:
                 f"{batch_index}: return these two, in this order"
             )
         return self._check(*given, batch_index)
+
+
+def takes_rows(function: Any) -> bool:
+    """Return whether a user's batch function has a parameter named `rows`."""
+    try:
+        return "rows" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a built-in function has no signature
+        return False
 
 
 def _origin(batch_index: int) -> str:

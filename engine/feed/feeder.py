@@ -94,6 +94,7 @@ class Feeder:
 
     Args:
         source: fills a slot with a batch.
+        rows: the consecutive rows of each batch that are read, those of this process; None reads all.
         start_index, stop_index: the half-open range of batches to read, counted from 0.
         depth: slots of the ring, each the size of a batch.
         num_threads: threads that fill slots, and threads that copy a large batch in `take`. A source that is not
@@ -101,8 +102,6 @@ class Feeder:
         num_shards: parts of a batch that are taken separately, of batch / num_shards images each.
         timeout_s: longest wait of `take`, in seconds.
         name_batch: batch index → name of the batch in messages.
-        allocate: allocates the memory of a slot, from which a device can copy. Every batch is then in its slot, none in
-            memory lent by the source. None uses NumPy's memory and allows lending.
 
     Attributes:
         shard_batch: b, number of images in a shard.
@@ -111,7 +110,7 @@ class Feeder:
         is_dense: whether the pixels are in the dense layout.
         depth: number of slots, at most the number of batches.
         most_borrowed: batches that may be between `borrow` and `give_back` while the next is filled.
-        batch_bytes: the size of a batch in host memory, in bytes.
+        batch_bytes: the size of these rows of a batch in host memory, in bytes.
         meter: what the batches were waited for.
         start_index, stop_index, timeout_s: as given.
     """
@@ -120,6 +119,7 @@ class Feeder:
         self,
         source: BatchSource,
         *,
+        rows: range | None = None,
         start_index: int,
         stop_index: int,
         depth: int,
@@ -127,16 +127,17 @@ class Feeder:
         timeout_s: float,
         num_shards: int = 1,
         name_batch: Callable[[int], str] = lambda batch_index: f"pull {batch_index + 1}",
-        allocate: Allocate | None = None,
     ) -> None:
-        if source.batch % num_shards:
+        self._rows = range(source.batch) if rows is None else rows
+        num_rows = len(self._rows)
+        if num_rows % num_shards:
             raise SettingError(
                 "batch",
                 "{setting} must be a multiple of the number of devices, {num_devices}, got {found}",
                 num_devices=num_shards,
-                found=source.batch,
+                found=num_rows,
             )
-        self.shard_batch = source.batch // num_shards
+        self.shard_batch = num_rows // num_shards
         self.shard_shape = self.shard_batch, source.height, row_words(source)
         words = label_words(source)
         self.label_shape = (self.shard_batch,) if words is None else (self.shard_batch, words)
@@ -150,8 +151,8 @@ class Feeder:
         # half of the ring is free; but if the workers can fill all slots at once, none may wait for a second slot.
         self._least_free = max(1, min(self.depth // 2, self.depth - self._num_threads))
         self.most_borrowed = self.depth - self._least_free
-        self._allocate = allocate
-        self.batch_bytes = batch_bytes(source)
+        self._allocate: Allocate | None = None
+        self.batch_bytes = batch_bytes(source) // source.batch * num_rows
         self._times_copies = self.batch_bytes >= _LEAST_TIMED_BYTES
         self.meter = FeedMeter(read_meter_of(source), start_index)
         self._copies = RowCopies(num_threads)
@@ -166,15 +167,20 @@ class Feeder:
         self._num_waiting = 0
         self._closed = False
 
-    def start(self) -> None:
+    def start(self, allocate: Allocate | None = None) -> None:
         """Allocate the ring and start reading ahead; call this method once.
+
+        Args:
+            allocate: allocates the memory of a slot, from which a device can copy. Every batch is then in its slot,
+                none in memory lent by the source. None uses NumPy's memory and allows lending.
 
         Raises:
             SettingError: the ring is larger than the memory of this machine, which could be filled by it.
         """
+        self._allocate = allocate
         self._check_memory()
-        source, allocate = self._source, self._allocate or (lambda num_bytes: np.zeros(num_bytes, np.uint8))
-        shape, label_shape = (source.batch, *self.shard_shape[1:]), (source.batch, *self.label_shape[1:])
+        allocate = allocate or (lambda num_bytes: np.zeros(num_bytes, np.uint8))
+        shape, label_shape = ((len(self._rows), *each[1:]) for each in (self.shard_shape, self.label_shape))
         self._slots = [_Slot(shape, label_shape, allocate) for _ in range(self.depth)]
         for number in range(self._num_threads):
             self._workers.append(Worker(self._work, f"feeder-{number}").start(is_attended=False))
@@ -194,7 +200,7 @@ class Feeder:
                 available=available / 1e9,
                 needed=needed / 1e9,
                 depth=depth,
-                batch=self._source.batch,
+                batch=len(self._rows),
             )
 
     def take(
@@ -370,16 +376,18 @@ class Feeder:
 
     def _work(self) -> None:
         """Claim batches and fill their slots until all are read or the ring closes; runs on each worker thread."""
-        lender = self._lender()
+        lender, rows = self._lender(), self._rows
         reading = self.meter.readings.join()
         while (claimed := self._claim()) is not None:
             batch_index, slot = claimed
             self._filling[batch_index] = threading.get_ident()
             reading.begin(batch_index)
             try:
-                slot.lent = None if lender is None else lender.lend(batch_index, slot.labels, timeout_s=self.timeout_s)
+                slot.lent = (
+                    None if lender is None else lender.lend(batch_index, rows, slot.labels, timeout_s=self.timeout_s)
+                )
                 if slot.lent is None:
-                    self._source.fill(batch_index, slot.pixels, slot.labels, timeout_s=self.timeout_s)
+                    self._source.fill(batch_index, rows, slot.pixels, slot.labels, timeout_s=self.timeout_s)
                 failure = None
             except BaseException as error:  # noqa: BLE001 - raised, with its traceback, when this batch is taken
                 failure = error

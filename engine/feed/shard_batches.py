@@ -34,22 +34,14 @@ class ShardBatches:
         # The index of a batch, and the images of that batch and the following batches; always replaced together.
         self._ordered = 0, np.empty((0, batch), np.int64)
 
-    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Read the batch's images from the shards; raise loopfeed.preprocess.shards.reader.ShardError if that fails."""
-        self.fill_rows(batch_index, range(self.batch), pixels, labels, timeout_s=timeout_s)
-
-    def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Read some rows of the batch; see `loopfeed.engine.feed.own_rows.RowSource`."""
+    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Read images of the batch from the shards; raise `loopfeed.ShardError` if that fails."""
         words = weighted(labels) if self.label_form else labels
         images = self._images_of(batch_index)[rows.start : rows.stop]
         self.split.read_into(images, pixels, words, timeout_s=timeout_s)
 
-    def lend(self, batch_index: int, labels: Labels, *, timeout_s: float) -> Lent | None:
-        """Lend the batch's images from mapped shard files; see `LendingSource`."""
-        return self.lend_rows(batch_index, range(self.batch), labels, timeout_s=timeout_s)
-
-    def lend_rows(self, batch_index: int, rows: range, labels: Labels, *, timeout_s: float) -> Lent | None:
-        """Lend some rows of the batch."""
+    def lend(self, batch_index: int, rows: range, labels: Labels, *, timeout_s: float) -> Lent | None:
+        """Lend images of the batch from mapped shard files; see `LendingSource`."""
         if not self.split.lends:
             return None
         words = weighted(labels) if self.label_form else labels
@@ -94,12 +86,8 @@ class SequentialBatches:
         self.read_meter = split.meter
         self.num_batches = -(-split.num_images // batch)
 
-    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Read the batch's images; padding rows are black and have the label PADDING_LABEL, or targets of weight 0."""
-        self.fill_rows(batch_index, range(self.batch), pixels, labels, timeout_s=timeout_s)
-
-    def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Read some rows of the batch; see `loopfeed.engine.feed.own_rows.RowSource`."""
+    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Read images of the batch; padding rows are black and have the label PADDING_LABEL, or targets of weight 0."""
         start = batch_index % self.num_batches * self.batch + rows.start
         count = max(0, min(len(rows), self.split.num_images - start))
         pixels[count:], labels[count:] = 0, 0 if self.label_form else PADDING_LABEL

@@ -70,12 +70,8 @@ class WindowedBatches:
         )
         self.held_bytes = self._reader.num_bytes
 
-    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Copy the batch's images from their windows; raise ShardError if that fails."""
-        self.fill_rows(batch_index, range(self.batch), pixels, labels, timeout_s=timeout_s)
-
-    def fill_rows(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
-        """Read some rows of the batch; see `loopfeed.engine.feed.own_rows.RowSource`."""
+    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+        """Copy images of the batch from their windows; raise ShardError if that fails."""
         if rows.start < self._rows.start or rows.stop > self._rows.stop:
             raise ValueError(f"the windows hold the rows {self._rows} of each batch, got {rows}: ask for these alone")
         words = weighted(labels) if self.label_form else labels

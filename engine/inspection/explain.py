@@ -16,10 +16,10 @@ from loopfeed.engine.inspection.findings import find_faults
 from loopfeed.engine.inspection.report import LargeArray, ProgramReport
 from loopfeed.engine.inspection.steps import Steps, read_carry
 from loopfeed.engine.inspection.work_by_scope import convolution_flops, work_by_scope
+from loopfeed.engine.parts import OwnParts, PartArguments, take_parts
 from loopfeed.engine.program.kernels import kernels_on
-from loopfeed.engine.run.open_run import open_run
-from loopfeed.engine.run.parts import OwnParts, PartArguments, take_parts
-from loopfeed.engine.run.result import DryRun, RunFacts
+from loopfeed.engine.run.run import DryRun, Run
+from loopfeed.engine.run.train import open_run
 from loopfeed.engine.scopes import TRAIN
 from loopfeed.engine.sizing.device_rates import DeviceRates, measure_device
 from loopfeed.models.kernels import ONEDNN, XLA
@@ -74,7 +74,7 @@ def explain_parts(
         planned = run.plan(is_explained=True)
     if rates is None:
         notify("measuring the device for a second")
-        rates = measure_this_device(planned.facts.config)
+        rates = measure_this_device(planned.run.config)
     return _report(planned, rates, depth)
 
 
@@ -93,24 +93,24 @@ def _as_new(config: TrainConfig) -> TrainConfig:
 
 
 def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
-    compiled, facts, platform = planned.compiled, planned.facts, this_platform()
+    compiled, run, platform = planned.compiled, planned.run, this_platform()
     program = parse_hlo(compiled.call.as_text() or "")
     steps = Steps(program)
-    traced = trace_work(planned.in_all_forms, platform, kernels_on(facts.config, platform))
+    traced = trace_work(planned.in_all_forms, platform, kernels_on(run.config, platform))
     carry = read_carry(program)
     return ProgramReport(
-        model=facts.resolved.model_name,
+        model=run.model_name,
         device=str(this_device().device_kind),
         platform=platform,
-        num_devices=facts.num_devices,
-        batch=facts.config.batch // facts.num_devices,
-        image_size=_image_size(facts),
-        num_params=facts.num_params,
-        settings=facts.config.to_json(),
+        num_devices=len(run.team.devices),
+        batch=run.config.batch // len(run.team.devices),
+        image_size=_image_size(run),
+        num_params=run.num_params,
+        settings=run.config.to_json(),
         rates=rates,
         scopes=work_by_scope(steps, rates, depth=depth, order=trace_order(planned.traced.jaxpr)),
         traced=traced,
-        known_products=_known_products(facts),
+        known_products=_known_products(run),
         convolution_flops=convolution_flops(steps, TRAIN),
         memory_bytes=compiled.memory_bytes,
         arrays=tuple(
@@ -128,15 +128,15 @@ def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
     )
 
 
-def _image_size(facts: RunFacts) -> tuple[int, int]:
-    config, source = facts.config, facts.resolved.data.source
+def _image_size(run: Run) -> tuple[int, int]:
+    config, source = run.config, run.data.source
     return (config.image_size,) * 2 if config.image_size else (source.height, source.width)
 
 
-def _known_products(facts: RunFacts) -> int | None:
+def _known_products(run: Run) -> int | None:
     """Return the multiply-accumulates of one image that the description of a model of the registry has."""
-    name, num_classes = facts.resolved.registry_name, facts.resolved.data.num_classes
-    height, width = _image_size(facts)
+    name, num_classes = run.registry_name, run.data.num_classes
+    height, width = _image_size(run)
     if name is None or num_classes is None or height != width:
         return None
     net = at_image_size(find_network(name), height)

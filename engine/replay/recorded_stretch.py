@@ -19,7 +19,7 @@ from loopfeed.engine.records.limits import LONGEST_LINE_BYTES
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, SNAPSHOTS
 from loopfeed.engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
-from loopfeed.engine.run.resume import StartingPoint, start_at
+from loopfeed.engine.run.resume import Resume, start_at
 from loopfeed.preprocess.regular_file import open_regular
 
 LOSS_NUMBERS = ("loss", "lr")
@@ -63,7 +63,7 @@ class RecordedStretch:
 
     run: Path
     recorded: RecordedRun
-    start: StartingPoint
+    start: Resume
     to_step: int
     losses: dict[int, Numbers]
     evaluations: "RecordedEvaluations"
@@ -92,7 +92,9 @@ def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Recor
     saved_steps = snapshot_steps(run / SNAPSHOTS)
     from_step = _checked_begin(run, from_step, to_step, saved_steps)
     events = tuple(replace(event, snapshot=False) for event in read_events(run / CONTROL_LOG_NAME))
-    start = start_at(read_snapshot(run / SNAPSHOTS, from_step), events) if from_step else StartingPoint(events=events)
+    start = Resume(events=events, recorded=recorded)
+    if from_step:
+        start = start_at(read_snapshot(run / SNAPSHOTS, from_step), start)
     snapshot = read_snapshot(run / SNAPSHOTS, to_step) if to_step in saved_steps else None
     places = _find_evaluations(run / EVALUATION_LOG)
     # An evaluation that a stop interrupted after a snapshot's step is repeated when the run resumes from it.

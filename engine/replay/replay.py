@@ -15,12 +15,15 @@ import numpy as np
 
 from loopfeed.engine.config import OFF, TrainConfig
 from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.signals import StopSignals, ignore_message
 from loopfeed.engine.control.word import ControlWords
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.crossing.devices import devices, split_processor
+from loopfeed.engine.data.dataset import DATA_LOCATION, data_of_record
 from loopfeed.engine.keys import plain_keys
 from loopfeed.engine.named_parts import NAME_FORM, compare_named
 from loopfeed.engine.owners import OF_AN_EVALUATION, STORAGE, with_given
+from loopfeed.engine.parts import OwnParts, PartArguments, changed_sources, take_parts
 from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.records.machine import machine_differences
@@ -32,18 +35,10 @@ from loopfeed.engine.records.topology import describe_promise
 from loopfeed.engine.replay.checked_files import CheckedFiles, check_files, describe_check
 from loopfeed.engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from loopfeed.engine.replay.report import Comparison, ReplayReport
-from loopfeed.engine.run.changed_rules import check_rules
 from loopfeed.engine.run.changes import machine_of, thread_rule, versions_warning
-from loopfeed.engine.run.compilation import caching_compilations
-from loopfeed.engine.run.data import open_data
-from loopfeed.engine.run.dataset import DATA_LOCATION, data_of_record
-from loopfeed.engine.run.host_side import HostSide
-from loopfeed.engine.run.launch import Launch
 from loopfeed.engine.run.nonfinite import NonFiniteError
-from loopfeed.engine.run.parts import OwnParts, PartArguments, changed_sources, take_parts
-from loopfeed.engine.run.resolve import check_arguments, recorded_own_parts, resolve
-from loopfeed.engine.run.resume import StartingPoint, check_data, check_given_weights
-from loopfeed.engine.run.signals import StopSignals, ignore_message
+from loopfeed.engine.run.resolve import check_arguments, recorded_own_parts
+from loopfeed.engine.run.run import Run
 from loopfeed.engine.stream.sinks import Sink
 from loopfeed.preprocess.quantities import listed
 from loopfeed.preprocess.regular_file import IrregularFileError
@@ -233,16 +228,15 @@ def _replay(
         check_arguments(config, parts)
         board = _StopAfterPieceBoard(piece)
         with ExitStack() as stack:
-            host = stack.enter_context(HostSide(config, notify, board))
-            opened = open_data(config, parts, stack, notify, first_pull=start.pulls, is_new=False)
-            launch = Launch(config, resolve(config, parts, opened), host, stack, start, notify)
-            check_data(launch.resolved, stretch.recorded)
-            check_rules(launch.config, launch.resolved, stretch.recorded.resolved, launch.given)
-            check_given_weights(launch.given_digest, stretch.recorded)
+            run = Run(config, parts, notify, stack, start, board=board)
+            run.open_data()
+            run.open_program(config)
+            run.check_is_as_recorded()
             images_per_step = config.batch * config.accumulate_steps
             sinks = [comparison, *([] if display is None else [display(piece.stop_step, images_per_step)])]
-            state = _replay_piece(launch, state, sinks)
-        start = StartingPoint(int(state.step), int(state.pulls), int(state.num_evaluations), None, start.events)
+            state = _replay_piece(run, state, sinks)
+        step, pulls, num_evaluations = map(int, (state.step, state.pulls, state.num_evaluations))
+        start = replace(start, step=step, pulls=pulls, num_evaluations=num_evaluations, snapshot=None)
         if board.was_stopped or start.step < piece.stop_step:
             break
     if start.step == stretch.to_step and start.pulls == stretch.pieces[-1].stop_pull and state is not None:
@@ -293,21 +287,21 @@ class _StopAfterPieceBoard(ControlBoard):
         return super().stop_words(num_batches)
 
 
-def _replay_piece(launch: Launch, state: TrainState | None, sinks: list[Sink]) -> TrainState:
-    """Replay a piece and return the final state; if `state` is None, start from the initial state of the launch."""
-    config = launch.config
+def _replay_piece(run: Run, state: TrainState | None, sinks: list[Sink]) -> TrainState:
+    """Replay a piece and return the final state; if `state` is None, start from the initial state of the run."""
     # Compiled afresh: a program in a cache may be another one, which agrees with the record because it wrote it.
-    with caching_compilations(OFF):
-        compiled, state = launch.prepare() if state is None else (launch.compile(), state)
-    launch.warn_of_memory(compiled)
-    launch.board.prepare(
-        first_pull=launch.start.pulls,
-        pulls_per_step=config.accumulate_steps,
-        replayed=launch.start.events,
+    with run.compiling(OFF):
+        traced = run.trace()
+        compiled, state = run.prepare(traced) if state is None else (run.compile(traced), state)
+    run.warn_of_memory(compiled)
+    run.board.prepare(
+        first_pull=run.start.pulls,
+        pulls_per_step=run.config.accumulate_steps,
+        replayed=run.start.events,
         record=lambda _: None,
     )
-    state = launch.run(compiled, state, sinks)
-    failure = launch.failure(state)
+    state = run.execute(compiled, state, sinks)
+    failure = run.failure(state)
     # The run itself may have stopped on a NaN too; if not, the missing steps show it.
     if failure is not None and not isinstance(failure, NonFiniteError):
         raise failure

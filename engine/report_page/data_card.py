@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from loopfeed.engine.config import OFF, OWN_BATCHES
+from loopfeed.engine.data.dataset import DATA_LOCATION, choose_data, data_of_record
+from loopfeed.engine.data.open_data import choose_eval_split, manifest_digest_of
 from loopfeed.engine.locations import storage_options_of
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.report_page.absent import Absent
-from loopfeed.engine.run.data import choose_eval_split, manifest_digest_of
-from loopfeed.engine.run.dataset import DATA_LOCATION, choose_data, data_of_record
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.location import Location, open_location
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest

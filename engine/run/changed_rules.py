@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.run.data import mixes_pairs
-from loopfeed.engine.run.initial_weights import InitialWeights
-from loopfeed.engine.run.resolve import Resolved
+from loopfeed.engine.data.open_data import RunData, mixes_pairs
+from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.program.train_state import TrainModel, name_of_model
+from loopfeed.engine.records.initial_weights import InitialWeights
 from loopfeed.models.families.pooled_convnet import PooledConvNet
 from loopfeed.models.registry import networks
 
@@ -52,45 +53,47 @@ _CHANGED_RULES = {
 _SIDE, _MAGNITUDES = 331, (11, 21, 22)
 
 
-def rules_of(config: TrainConfig, resolved: Resolved, given: InitialWeights | None = None) -> dict[str, int]:
+def rules_of(
+    config: TrainConfig, parts: OwnParts, model: TrainModel, data: RunData, given: InitialWeights | None = None
+) -> dict[str, int]:
     """Return the numbers of the changed rules that a launch uses, by name.
 
     Args:
-        config, resolved: of the launch.
+        config, parts, model, data: of the launch.
         given: the initial weights that it read, None if it read none.
     """
     used = {
-        "the local rate of lars": config.optimizer == "lars" and resolved.parts.optimizer is None,
+        "the local rate of lars": config.optimizer == "lars" and parts.optimizer is None,
         "the gradient of binary-cross-entropy": config.loss == "binary-cross-entropy",
-        "the gradient of the global maximum": isinstance(networks().get(resolved.registry_name or ""), PooledConvNet),
+        "the gradient of the global maximum": (
+            parts.model is None and isinstance(networks().get(name_of_model(model)), PooledConvNet)
+        ),
         "the translation of trivialaugment": config.auto_augment == "trivialaugment",
-        "the translation of randaugment": _has_moved_randaugment(config, resolved),
+        "the translation of randaugment": _has_moved_randaugment(config, data),
         "the windowed order of images that are mixed": (
-            config.order == "windowed" and resolved.data.location is not None and mixes_pairs(config)
+            config.order == "windowed" and data.location is not None and mixes_pairs(config)
         ),
         _CLASSIFIER: given is not None and given.is_by_identifier,
     }
     return {name: _CHANGED_RULES[name].number for name, is_used in used.items() if is_used}
 
 
-def _has_moved_randaugment(config: TrainConfig, resolved: Resolved) -> bool:
-    source, size = resolved.data.source, config.image_size
+def _has_moved_randaugment(config: TrainConfig, data: RunData) -> bool:
+    source, size = data.source, config.image_size
     sides = (source.height, source.width) if size is None else (size,)
     is_rounded = config.auto_augment_magnitude in _MAGNITUDES and any(side % _SIDE == 0 for side in sides)
     return config.auto_augment == "randaugment" and is_rounded
 
 
-def check_rules(
-    config: TrainConfig, resolved: Resolved, recorded: Mapping[str, Any], given: InitialWeights | None = None
-) -> None:
+def check_rules(rules: Mapping[str, int], recorded: Mapping[str, Any]) -> None:
     """Raise ValueError if a run was recorded with another number of a rule that it uses.
 
     Args:
-        config, resolved, given: of the launch, as for `rules_of`.
+        rules: those of the launch, as `rules_of` returns them.
         recorded: the resolved part of the run's `config.json`.
     """
     before = recorded.get(RULES, {})
-    for name, number in rules_of(config, resolved, given).items():
+    for name, number in rules.items():
         if before.get(name, 1) != number:
             was, now = _CHANGED_RULES[name][1:]
             raise ValueError(

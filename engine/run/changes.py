@@ -1,21 +1,26 @@
-"""What a resume may change of a run, and the record of what it changed.
+"""What a resume may change of a run, what must be as it was recorded, and the record of what was changed.
 
 Owns the rule on which settings a resume may change, and the entries `earlier` of `config.json`.
 """
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from loopfeed.engine.config import SETTINGS, TrainConfig, describe_value
+from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.locations import with_absolute_paths
+from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
+from loopfeed.engine.parts import OWN_SOURCES, OwnParts, is_same_part
 from loopfeed.engine.processes import exchange
 from loopfeed.engine.records.machine import MACHINE, ThreadRule, describe_machine
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.run_folder import recorded_versions
 from loopfeed.engine.records.topology import Topology
+from loopfeed.engine.run.resolve import recorded_own_parts
 from loopfeed.engine.settings import OnResume, Owner, SettingError, Stage
 from loopfeed.models.kernels import ONEDNN
 from loopfeed.preprocess.quantities import listed
@@ -32,6 +37,14 @@ HOST_SETTINGS = frozenset(
     if declared.stage is Stage.HOST and declared.on_resume is not OnResume.KEPT
 )
 """Settings that a resume may change because they concern only the host, or record where another setting came from."""
+
+# The key of the digest of the initial weights in the resolved part of `config.json`.
+GIVEN_WEIGHTS = "init_from_sha256"
+_OWN_PARTS = "own_parts"
+_KEPT_PROPERTIES = (
+    *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
+    *("labels", _OWN_PARTS),
+)
 
 
 def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
@@ -176,3 +189,70 @@ def versions_warning(recorded: RecordedRun) -> str | None:
     if not others:
         return None
     return f"warning: only the same versions guarantee bit-identical results; the run used {'; '.join(sorted(others))}"
+
+
+def check_own(recorded: RecordedRun, run: Path, parts: OwnParts) -> None:
+    """Raise ValueError if a run used a user-defined part that is not given now."""
+    if missing := [name for name in recorded_own_parts(recorded.resolved) if getattr(parts, name, None) is None]:
+        arguments = ", ".join(f"{name}=…" for name in missing)
+        named = listed([OWN_PARTS[name].label for name in missing])
+        if (options := options_of(recorded_named_parts(recorded.resolved), missing)) is not None:
+            raise ValueError(f"{run} was trained with {named} of your own, which must be given again: {options}")
+        raise ValueError(
+            f"{run} was trained with {named} of your own, which must be given from Python: "
+            f"loopfeed.train(dataclasses.replace(loopfeed.run_settings({str(run)!r}), resume=True), {arguments}); or "
+            f"on the command line: {' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
+        )
+
+
+def check_data(resolved: Mapping[str, Any], data: RunData, recorded: RecordedRun) -> None:
+    """Raise ValueError if the data or the model, which `resolved` describes, are not those of the recorded run."""
+    check_manifest(data, recorded)
+    now = json.loads(json.dumps(resolved))
+    for name in _KEPT_PROPERTIES:
+        if now.get(name) != recorded.resolved.get(name) and not (
+            name == _OWN_PARTS and _have_same_parts(recorded.resolved, now)
+        ):
+            raise ValueError(
+                f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, got "
+                f"{now.get(name)!r}: use the data and the model that it started with"
+            )
+
+
+def _have_same_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether two records have the same user-defined functions, by their names or else by their sources."""
+    names, sources = (tuple(each.get(key, {}) for each in (before, now)) for key in (_OWN_PARTS, OWN_SOURCES))
+
+    def is_same(part: str) -> bool:
+        was, found = (each[part] for each in names)
+        if was == found or (isinstance(was, str) and isinstance(found, str) and is_same_part(was, found)):
+            return True
+        digests = [each.get(part) for each in sources]
+        return digests[0] is not None and digests[0] == digests[1]
+
+    return names[0].keys() == names[1].keys() and all(map(is_same, names[0]))
+
+
+def check_manifest(data: RunData, recorded: RecordedRun) -> None:
+    """Raise ValueError if the training split is not that of the recorded run."""
+    if data.manifest_digest != recorded.manifest_digest:
+        raise ValueError(
+            f"a resumed or replayed run must have its original data, but these differ: {data.description} (the "
+            f"manifest's digest was {_short(recorded.manifest_digest)}, is now {_short(data.manifest_digest)}). "
+            "Give the folder where the original data are now (--data), or start another run"
+        )
+
+
+def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:
+    """Raise ValueError if the initial weights are not those of the recorded run."""
+    before = recorded.resolved.get(GIVEN_WEIGHTS)
+    if digest is not None and digest != before:
+        raise ValueError(
+            "a run that is resumed or replayed from its beginning must start from its original weights, but those of "
+            f"{recorded.config.init_from} differ (their digest was {_short(before)}, is now {_short(digest)}): "
+            "restore the file, or start another run"
+        )
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:12]

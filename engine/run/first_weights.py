@@ -10,8 +10,8 @@ from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.locations import storage_options_of
 from loopfeed.engine.objective.objective import Objective
 from loopfeed.engine.program.train_state import TrainModel, TrainState, init_state
-from loopfeed.engine.run.initial_weights import InitialWeights, load_initial_weights
-from loopfeed.engine.run.resume import StartingPoint
+from loopfeed.engine.records.initial_weights import InitialWeights, load_initial_weights
+from loopfeed.engine.run.resume import Resume
 from loopfeed.engine.updates.update import UpdateRule, Weights, init_update
 from loopfeed.preprocess.shards.classes import ImageClass
 
@@ -25,7 +25,7 @@ def draw_state(model: TrainModel, rule: UpdateRule, objective: Objective, words:
 def read_weights_of_run(
     config: TrainConfig,
     registry_name: str | None,
-    start: StartingPoint,
+    start: Resume,
     shape: TrainState,
     notify: Callable[[str], None],
     classes: Sequence[ImageClass] = (),

@@ -1,148 +1,128 @@
-"""The infeeds of a launch: one for the training batches and one for those of evaluations, if there are any."""
+"""The infeeds of a run: one for the training batches and one for those of evaluations."""
 
-import math
 from collections.abc import Callable
-from contextlib import ExitStack
 
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.control.word import ControlWords
 from loopfeed.engine.crossing.choice import choose_chunk, make_infeed
-from loopfeed.engine.crossing.infeed import BatchInfeed, WordsOf
-from loopfeed.engine.feed.batches import BatchSource, held_bytes
+from loopfeed.engine.crossing.devices import Placement
+from loopfeed.engine.crossing.infeed import BatchInfeed
+from loopfeed.engine.data.open_data import RunData
+from loopfeed.engine.feed.batches import BatchSource, EvaluationSource, held_bytes
 from loopfeed.engine.feed.feeder import Feeder, batch_bytes, ring_depth
-from loopfeed.engine.feed.own_rows import rows_of
 from loopfeed.engine.profile.profiler import Profiler
-from loopfeed.engine.run.data import RunData
-from loopfeed.engine.run.host_side import HostSide
-from loopfeed.engine.run.resume import StartingPoint
+from loopfeed.engine.run.resume import Resume
 
 _MOST_EVALUATION_PULLS = 2**31 - 1
 
 
-class Infeeds:
-    """The infeeds of a launch, with the depths of their rings.
+def infeed_of_training(
+    config: TrainConfig,
+    source: BatchSource,
+    place: Placement,
+    chunk: int,
+    board: ControlBoard,
+    start: Resume,
+    profiler: Profiler | None,
+) -> BatchInfeed:
+    """Return the infeed of the training batches.
 
     Args:
         config: the settings, with epochs converted to steps.
-        data: the sources of the batches.
-        host: the transport, the devices and the board of requests.
+        source: the source of the batches.
+        place: the devices and the transport.
+        chunk: batches per pull.
+        board: the requests to the program.
         start: where the launch begins.
-        report_evaluation: called with the number of a batch and the number of batches at each pull of an evaluation.
         profiler: observes the pulls.
-
-    Attributes:
-        training, evaluation: the infeeds; the second is None if nothing is evaluated.
     """
+    count = config.accumulate_steps
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        data: RunData,
-        host: HostSide,
-        start: StartingPoint,
-        report_evaluation: Callable[[int, int], None],
-        profiler: Profiler | None = None,
-    ) -> None:
-        self._config, self._data, self._host = config, data, host
-        self._report_evaluation, self._profiler = report_evaluation, profiler
-        self.training = self._make(
-            data.source, host.board.words, start.pulls, config.steps * config.accumulate_steps, self._name_pull
-        )
-        self.evaluation = self._make_evaluation(start.num_evaluations)
+    def name_pull(pull: int) -> str:
+        step, number = divmod(pull, count)
+        return f"step {step + 1}" + (f", pull {number + 1}" if count > 1 else "")
 
-    @property
-    def depth(self) -> int:
-        """The number of training batches that are read ahead."""
-        return self._ring_depth(self._data.source)
+    return make_infeed(
+        place.transport,
+        _feeder_of(config, source, place, chunk, (start.pulls, config.steps * count), name_pull),
+        board,
+        words_of=board.words,
+        chunk=chunk,
+        num_shards=len(place.team.own),
+        first_shard=place.team.first,
+        observer=None if profiler is None else profiler.training,
+    )
 
-    @property
-    def num_bytes(self) -> int:
-        """The number of bytes of host memory that the batches and windows read ahead occupy."""
-        sources = [each for each in (self._data.source, self._data.evaluation) if each is not None]
-        return sum(self._ring_depth(source) * batch_bytes(source) + held_bytes(source) for source in sources)
 
-    def all(self) -> list[BatchInfeed]:
-        """Return the infeeds that there are."""
-        return [each for each in (self.training, self.evaluation) if each is not None]
+def infeed_of_evaluations(
+    config: TrainConfig,
+    source: EvaluationSource,
+    place: Placement,
+    board: ControlBoard,
+    start: Resume,
+    note_pull: Callable[[int, int], None],
+    profiler: Profiler | None,
+) -> BatchInfeed:
+    """Return the infeed of the evaluation batches, with the chunks that the transport takes by default.
 
-    def start(self, stack: ExitStack) -> None:
-        """Start reading ahead; `stack` stops it."""
-        for infeed in self.all():
-            stack.callback(infeed.close)
-            infeed.start()
+    Args:
+        config, source, place, board, start, profiler: as for `infeed_of_training`.
+        note_pull: called with the number of a batch and the number of batches at each pull.
+    """
+    num_batches, chunk = source.num_batches, choose_chunk(None, place.transport)
 
-    def wait_of(self, step: int) -> float:
-        """Return how many seconds the loop waited for the batches of one update; `step` counts from 0."""
-        count = self._config.accumulate_steps
-        waits_s = [self.training.take_wait_s(pull) for pull in range(step * count, (step + 1) * count)]
-        if self._profiler is not None:
-            self._profiler.waited(waits_s)
-        return math.fsum(waits_s)
+    def words_of(pull: int, num_requested: int) -> ControlWords:
+        note_pull(pull % num_batches, num_batches)
+        return board.stop_words(num_requested)
 
-    def _name_pull(self, pull: int) -> str:
-        step, number = divmod(pull, self._config.accumulate_steps)
-        return f"step {step + 1}" + (f", pull {number + 1}" if self._config.accumulate_steps > 1 else "")
+    def name_pull(pull: int) -> str:
+        return f"evaluation {pull // num_batches + 1}, pull {pull % num_batches + 1}"
 
-    def _make_evaluation(self, num_evaluations: int) -> BatchInfeed | None:
-        evaluated = self._data.evaluation
-        if evaluated is None:
-            return None
-        num_batches = evaluated.num_batches
+    pulls = (start.num_evaluations * num_batches, _MOST_EVALUATION_PULLS)
+    return make_infeed(
+        place.transport,
+        _feeder_of(config, source, place, chunk, pulls, name_pull),
+        board,
+        words_of=words_of,
+        chunk=chunk,
+        num_shards=len(place.team.own),
+        first_shard=place.team.first,
+        times_waits=False,
+        observer=None if profiler is None else profiler.evaluation,
+    )
 
-        def words_of(pull: int, num_requested: int) -> ControlWords:
-            self._report_evaluation(pull % num_batches, num_batches)
-            return self._host.board.stop_words(num_requested)
 
-        return self._make(
-            evaluated,
-            words_of,
-            num_evaluations * num_batches,
-            _MOST_EVALUATION_PULLS,
-            lambda pull: f"evaluation {pull // num_batches + 1}, pull {pull % num_batches + 1}",
-            times_waits=False,
-        )
+def depth_of(config: TrainConfig, source: BatchSource, place: Placement, chunk: int) -> int:
+    """Return the number of batches of a source that are read ahead for pulls of `chunk` batches."""
+    return ring_depth(source, config.prefetch, 1 if place.transport.runs_ahead else chunk)
 
-    def _make(
-        self,
-        source: BatchSource,
-        words_of: WordsOf,
-        first_pull: int,
-        stop_pull: int,
-        name_pull: Callable[[int], str],
-        *,
-        times_waits: bool = True,
-    ) -> BatchInfeed:
-        config, team, profiler = self._config, self._host.team, self._profiler
-        rows = team.rows(source.batch)
-        return make_infeed(
-            self._host.transport,
-            lambda allocate: Feeder(
-                rows_of(source, rows),
-                start_index=first_pull,
-                stop_index=max(stop_pull, first_pull),
-                depth=self._ring_depth(source),
-                num_threads=config.reader_threads,
-                timeout_s=config.infeed_timeout_s,
-                num_shards=len(team.own),
-                name_batch=name_pull,
-                allocate=allocate,
-            ),
-            self._host.board,
-            words_of=words_of,
-            chunk=self._chunk_of(source),
-            num_shards=len(team.own),
-            first_shard=team.first,
-            times_waits=times_waits,
-            observer=None if profiler is None else profiler.training if times_waits else profiler.evaluation,
-        )
 
-    def _chunk_of(self, source: BatchSource) -> int:
-        """Return how many batches of `source` form a chunk; evaluations use the transport's default."""
-        evaluated = self._data.evaluation
-        if evaluated is None or source is not evaluated:
-            return self._host.chunk
-        return choose_chunk(None, self._host.transport)
+def bytes_ahead(config: TrainConfig, data: RunData, place: Placement, chunk: int) -> int:
+    """Return the number of bytes of host memory that the batches and windows read ahead occupy."""
+    found = depth_of(config, data.source, place, chunk) * batch_bytes(data.source) + held_bytes(data.source)
+    if (source := data.evaluation) is not None:
+        depth = depth_of(config, source, place, choose_chunk(None, place.transport))
+        found += depth * batch_bytes(source) + held_bytes(source)
+    return found
 
-    def _ring_depth(self, source: BatchSource) -> int:
-        chunk = 1 if self._host.transport.runs_ahead else self._chunk_of(source)
-        return ring_depth(source, self._config.prefetch, chunk)
+
+def _feeder_of(
+    config: TrainConfig,
+    source: BatchSource,
+    place: Placement,
+    chunk: int,
+    pulls: tuple[int, int],
+    name_pull: Callable[[int], str],
+) -> Feeder:
+    return Feeder(
+        source,
+        rows=place.team.rows(source.batch),
+        start_index=pulls[0],
+        stop_index=max(pulls),
+        depth=depth_of(config, source, place, chunk),
+        num_threads=config.reader_threads,
+        timeout_s=config.infeed_timeout_s,
+        num_shards=len(place.team.own),
+        name_batch=name_pull,
+    )

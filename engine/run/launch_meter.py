@@ -11,14 +11,14 @@ from time import perf_counter
 
 import jax
 
+from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.feed.feed_meter import MOST_STALLS, FeedMeter
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.program.kernels import uses_amx_in_bfloat16
 from loopfeed.engine.records.run_folder import recorded_versions
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
 from loopfeed.engine.records.topology import Topology
-from loopfeed.engine.run.compilation import Compiled
-from loopfeed.engine.run.launch import Launch
+from loopfeed.engine.run.run import Run
 from loopfeed.engine.runtime.compilations import compilations_of
 from loopfeed.engine.runtime.goodput import Rollback, add_up, parts_of, without_details
 from loopfeed.engine.runtime.record import (
@@ -70,7 +70,7 @@ class LaunchMeter:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: Run,
         compiled: Compiled,
         snapshots: SnapshotWriter | None = None,
         rollback: Rollback | None = None,
@@ -79,7 +79,7 @@ class LaunchMeter:
         self._rollback = rollback or Rollback()
         self._versions = recorded_versions()
         self._slow: tuple[SlowOperation, ...] = ()
-        self._feeders = [each.feeder for each in launch.infeeds.all()]
+        self._feeders = [each.feeder for each in launch.infeeds]
         self._training, *evaluation = self._feeders
         self._meters: dict[Phase, FeedMeter] = {
             "train": self._training.meter,
@@ -132,7 +132,7 @@ class LaunchMeter:
     def continues(self) -> bool:
         """Return whether the loop goes on: it has neither ended nor been asked to."""
         launch = self._launch
-        has_failed = any(each.failure is not None for each in launch.infeeds.all())
+        has_failed = any(each.failure is not None for each in launch.infeeds)
         return not (self._spans[LOOP].count or launch.board.is_stop_requested() or has_failed)
 
     def progress(self) -> object:
@@ -177,7 +177,7 @@ class LaunchMeter:
     def _steps_now(self) -> str:
         """Return which steps the loop makes now: of those that are pulled together, none ends before the others."""
         first, config = self._launch.outfeed.step + 1, self._launch.config
-        together = max(1, self._launch.infeeds.training.num_together // config.accumulate_steps)
+        together = max(1, self._launch.infeed.num_together // config.accumulate_steps)
         last = min(first + together - 1, config.steps)
         return f"step {first}" if last <= first else f"steps {first} to {last} (--chunk)"
 
@@ -228,7 +228,7 @@ class LaunchMeter:
 
     def _evaluated_step(self, batch_index: int) -> int:
         """Return the step after which the evaluation of a batch took place."""
-        launch, evaluated = self._launch, self._launch.resolved.data.evaluation
+        launch, evaluated = self._launch, self._launch.data.evaluation
         assert evaluated is not None
         number = batch_index // evaluated.num_batches - launch.start.num_evaluations
         done = launch.stream.evaluations
@@ -298,7 +298,7 @@ class LaunchMeter:
         )
 
     def _circumstances(self) -> Circumstances:
-        config, data = self._launch.config, self._launch.resolved.data
+        config, data = self._launch.config, self._launch.data
         return Circumstances(
             config,
             data.description,

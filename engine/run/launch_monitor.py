@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.records.digests import RunningDigest
 from loopfeed.engine.records.run_folder import LOSS_LOG, RUNTIME, STALLS, RunFolder, recorded_versions
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
-from loopfeed.engine.run.compilation import Compiled
-from loopfeed.engine.run.launch import Launch
 from loopfeed.engine.run.launch_meter import LaunchMeter, describe_devices
+from loopfeed.engine.run.run import Run
 from loopfeed.engine.runtime.goodput import Rollback, add_up, find_rollback, parts_of, without_details
 from loopfeed.engine.runtime.monitor import MOST_STALLS_BYTES, RuntimeMonitor
 from loopfeed.engine.runtime.record import LaunchRuntime, RuntimeReport
@@ -19,7 +19,7 @@ from loopfeed.preprocess.regular_file import read_regular
 
 
 def start_monitor(
-    launch: Launch,
+    launch: Run,
     compiled: Compiled,
     *,
     snapshots: SnapshotWriter | None = None,
@@ -51,7 +51,7 @@ def start_monitor(
     return monitor
 
 
-def record_rollback(launch: Launch, folder: RunFolder, rollback: Rollback) -> None:
+def record_rollback(launch: Run, folder: RunFolder, rollback: Rollback) -> None:
     """Write a launch that is about to rewind a run into `runtime.json`, with what it takes back.
 
     The monitor writes it again, and reports a disk that fails.

@@ -1,16 +1,15 @@
 """The profile of a launch: the profiler that its settings ask for, if any, and when it measures."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.config import TrainConfig, parse_profile_steps
+from loopfeed.engine.crossing.devices import Placement
+from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.profile.profiler import Course, Profiler
 from loopfeed.engine.profile.table import Profile
-from loopfeed.engine.run.compilation import Compiled
-from loopfeed.engine.run.data import RunData
-from loopfeed.engine.run.host_side import HostSide
-from loopfeed.engine.run.resume import StartingPoint
 from loopfeed.engine.stream.loss_stream import LossStream
 
 
@@ -20,8 +19,10 @@ class Profiling:
     Args:
         config: the settings, with epochs converted to steps.
         data: the sources of the batches.
-        host: the transport, the devices and the notices.
-        start: where the launch begins.
+        place: the transport and the devices.
+        chunk: training batches per pull.
+        first_pull: the first batch of the launch.
+        warn: called with a line of text; it must not block.
 
     Attributes:
         profiler: observes the calls to the host, None if nothing is measured.
@@ -29,12 +30,20 @@ class Profiling:
         is_collecting: whether the run waits until the trace is collected and the profile computed; read by any thread.
     """
 
-    def __init__(self, config: TrainConfig, data: RunData, host: HostSide, start: StartingPoint) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: RunData,
+        place: Placement,
+        chunk: int,
+        first_pull: int,
+        warn: Callable[[str], None],
+    ) -> None:
         self.profile: Profile | None = None
         self.is_collecting = False
-        self._warn = host.notices.say
-        is_on = config.profile and this_process().index == 0 and not host.is_elsewhere
-        self.profiler = Profiler(_course(config, data, host, start), self._warn) if is_on else None
+        self._warn = warn
+        is_on = config.profile and this_process().index == 0 and place.is_here
+        self.profiler = Profiler(_course(config, data, place, chunk, first_pull), warn) if is_on else None
         self._has_ended = False
 
     @property
@@ -83,10 +92,10 @@ class Profiling:
         stream.report_profile(self.profile)
 
 
-def _course(config: TrainConfig, data: RunData, host: HostSide, start: StartingPoint) -> Course:
+def _course(config: TrainConfig, data: RunData, place: Placement, chunk: int, first_pull: int) -> Course:
     evaluated = data.evaluation
     return Course(
-        first_pull=start.pulls,
+        first_pull=first_pull,
         stop_pull=config.steps * config.accumulate_steps,
         pulls_per_step=config.accumulate_steps,
         batch=config.batch,
@@ -94,9 +103,9 @@ def _course(config: TrainConfig, data: RunData, host: HostSide, start: StartingP
         eval_every_steps=None if evaluated is None else config.eval_every_steps or 0,
         eval_batches=0 if evaluated is None else evaluated.num_batches,
         eval_batch=0 if evaluated is None else evaluated.batch,
-        num_devices=len(host.team.devices),
-        runs_ahead=host.transport.runs_ahead,
+        num_devices=len(place.team.devices),
+        runs_ahead=place.transport.runs_ahead,
         steps=None if config.profile_steps is None else parse_profile_steps(config.profile_steps),
         # Where the host runs ahead, the device draws the batches of a chunk one by one.
-        chunk=1 if host.transport.runs_ahead else host.chunk,
+        chunk=1 if place.transport.runs_ahead else chunk,
     )

@@ -1,27 +1,27 @@
 """Preparation of a run: checking its arguments, building its model for the data, and warning about odd settings."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from loopfeed.engine.config import OWN_BATCHES, TrainConfig
+from loopfeed.engine.data.dataset import DATA_LOCATION
+from loopfeed.engine.data.label_fit import check_labels_stay, unmoved_labels_warning
+from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.feed.batches import label_form_of
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.locations import absolute_location
 from loopfeed.engine.named_parts import record_named, recorded_named_parts
 from loopfeed.engine.objective.metrics import Metric, as_metrics
 from loopfeed.engine.objective.objective import Objective
+from loopfeed.engine.parts import OWN_SOURCES, OwnParts, name_of
 from loopfeed.engine.program.model_key import takes_key
+from loopfeed.engine.program.observed import observation_of
 from loopfeed.engine.program.statics import Statics, statics_of
-from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.program.train_state import TrainModel, name_of_model
 from loopfeed.engine.records.best_snapshot import parse_metric
-from loopfeed.engine.run.data import RunData
-from loopfeed.engine.run.dataset import DATA_LOCATION
-from loopfeed.engine.run.label_fit import check_labels_stay, unmoved_labels_warning
-from loopfeed.engine.run.misfit_errors import too_large_image, unknown_model
-from loopfeed.engine.run.own_updates import check_updates
-from loopfeed.engine.run.parts import OWN_SOURCES, OwnParts, name_of
+from loopfeed.engine.replicas import Replicas, norm_groups
 from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.checks import check_updates
 from loopfeed.models.model import Model
 from loopfeed.models.registry import UnknownModelError, build_model, model_names
 from loopfeed.preprocess.quantities import quantity
@@ -30,76 +30,63 @@ from loopfeed.preprocess.quantities import quantity
 _SMALL_RATE_OPTIMIZERS = ("adamw", "lamb", "adam", "lion", "muon")
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """The resolved parts of a run: its data sources, its model and their properties.
+def describe_resolved(model: TrainModel, parts: OwnParts, data: RunData) -> dict[str, Any]:
+    """Return what `config.json` records in addition to the settings: what they resolved to."""
+    name = name_of_model(model)
+    # Any other name shows by itself that the model is no built-in one, in the records of older versions too.
+    is_ambiguous = parts.model is not None and name in model_names()
+    own = ({"model": name_of(model)} if is_ambiguous else {}) | parts.names()
+    return {
+        "model": name,
+        "data": data.description,
+        DATA_LOCATION: absolute_location(data.location),
+        "num_classes": data.num_classes,
+        "height": data.source.height,
+        "width": data.source.width,
+        "mean": data.mean,
+        "std": data.std,
+        "eval_manifest_sha256": data.eval_manifest_digest,
+        "num_eval_batches": data.evaluation.num_batches if data.evaluation else 0,
+        **({} if (form := label_form_of(data.source)) is None else {"labels": form.describe()}),
+        **({"own_parts": own} if own else {}),
+        **({OWN_SOURCES: sources} if (sources := parts.sources()) else {}),
+        **record_named(parts.named),
+    }
 
-    Attributes:
-        data: the opened data.
-        model: the model to train.
-        model_name: the name in messages, of a model of the registry or of a user-defined one.
-        registry_name: the name in the registry, None for a user-defined model.
-        parts: the user-defined parts.
+
+def statics_of_run(config: TrainConfig, parts: OwnParts, model: TrainModel, data: RunData, num_devices: int) -> Statics:
+    """Return the part of the settings and of the user-defined parts that is compiled into the program.
+
+    Raises:
+        ValueError: the metrics have too many numbers for the log.
     """
-
-    data: RunData
-    model: TrainModel
-    model_name: str
-    registry_name: str | None
-    parts: OwnParts
-
-    def statics(self, config: TrainConfig) -> Statics:
-        """Return the part of the settings and of the user-defined parts that is compiled into the program.
-
-        Raises:
-            ValueError: the metrics have too many numbers for the log.
-        """
-        evaluated = self.data.evaluation
-        statics = statics_of(
-            config,
-            self.parts.functions,
-            label_form_of(self.data.source),
-            None if evaluated is None else label_form_of(evaluated),
-            self.model.undecayed if isinstance(self.model, Model) else (),
-        )
-        statics.evaluated_objective.check_metrics()
-        return statics._replace(takes_key=takes_key(self.model))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what `config.json` records in addition to the settings."""
-        data = self.data
-        return {
-            "model": self.model_name,
-            "data": data.description,
-            DATA_LOCATION: absolute_location(data.location),
-            "num_classes": data.num_classes,
-            "height": data.source.height,
-            "width": data.source.width,
-            "mean": data.mean,
-            "std": data.std,
-            "eval_manifest_sha256": data.eval_manifest_digest,
-            "num_eval_batches": data.evaluation.num_batches if data.evaluation else 0,
-            **({} if (form := label_form_of(data.source)) is None else {"labels": form.describe()}),
-            **({"own_parts": own} if (own := self._own_parts()) else {}),
-            **({OWN_SOURCES: sources} if (sources := self.parts.sources()) else {}),
-            **record_named(self.parts.named),
-        }
-
-    def _own_parts(self) -> dict[str, Any]:
-        # Any other name shows by itself that the model is no built-in one, in the records of older versions too.
-        is_ambiguous = self.registry_name is None and self.model_name in model_names()
-        return ({"model": name_of(self.model)} if is_ambiguous else {}) | self.parts.names()
+    evaluated, replicas = data.evaluation, Replicas(num_devices)
+    statics = statics_of(
+        config,
+        parts.functions,
+        label_form_of(data.source),
+        None if evaluated is None else label_form_of(evaluated),
+        model.undecayed if isinstance(model, Model) else (),
+    )
+    statics.evaluated_objective.check_metrics()
+    group = config.batch if config.batch_norm_sync else config.batch_norm_group
+    return statics._replace(
+        takes_key=takes_key(model),
+        replicas=replicas,
+        norm_groups=norm_groups(group, config.batch, num_devices),
+        observation=observation_of(config, statics.augmentation, replicas, data.source.height, data.source.width),
+    )
 
 
 def recorded_own_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return which parts, such as "model", were user-defined, according to a recorded `Resolved.to_json()`."""
+    """Return which parts, such as "model", were user-defined, according to a recorded `describe_resolved`."""
     is_own = {"model": recorded.get("model") not in model_names(), "batches": recorded.get("data") == OWN_BATCHES}
     own = (*(name for name, is_so in is_own.items() if is_so), *recorded.get("own_parts", {}))
     return tuple(dict.fromkeys((*own, *recorded_named_parts(recorded))))
 
 
-def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
-    """Build the model for the data, and return the resolved parts of the run.
+def choose_model(config: TrainConfig, parts: OwnParts, data: RunData) -> TrainModel:
+    """Return the model to train on the data, the user's or one of the registry.
 
     Raises:
         ValueError: settings and data do not fit together; the message names both.
@@ -123,14 +110,7 @@ def resolve(config: TrainConfig, parts: OwnParts, data: RunData) -> Resolved:
     _check_labels_stay(config, data)
     if config.image_size is not None and config.image_size > min(source.height, source.width):
         raise too_large_image(config.image_size, source.height, source.width)
-    model: TrainModel
-    if parts.model is None:
-        model = built = _build(config, data)
-        registry_name, model_name = built.name, built.name
-    else:
-        model, registry_name = parts.model, None
-        model_name = getattr(model, "name", type(model).__name__)
-    return Resolved(data, model, model_name, registry_name, parts)
+    return _build(config, data) if parts.model is None else parts.model
 
 
 def _check_labels_stay(config: TrainConfig, data: RunData) -> None:
@@ -176,7 +156,7 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
     _check_own_evaluation(parts.evaluation)
     _check_own_loss(config, parts.loss)
     _check_own_metrics(parts.metrics)
-    check_updates(config, parts)
+    check_updates(config, parts.optimizer, parts.schedule)
     _check_own_augment(parts.augment)
 
 
@@ -401,3 +381,20 @@ def _build(config: TrainConfig, data: RunData) -> Model:
         return build_model(config.model, num_classes=data.num_classes, image_size=size, dtype=config.precision)
     except UnknownModelError as error:
         raise unknown_model(error) from None
+
+
+def too_large_image(image_size: int, height: int, width: int) -> SettingError:
+    """Return the error for an image size that exceeds the `height` × `width` px of packed images."""
+    return SettingError(
+        "image_size",
+        "{setting} must be at most the size of the images, {height} × {width} px, got {size}: leave it out, or pack "
+        "the data with --size {size}",
+        height=height,
+        width=width,
+        size=image_size,
+    )
+
+
+def unknown_model(error: UnknownModelError) -> SettingError:
+    """Convert the registry's error about an unknown model to an error about the setting `model`."""
+    return SettingError("model", "{setting} {rule}", rule=error.rule)

@@ -1,4 +1,4 @@
-"""The results of a run and of a dry run."""
+"""The result of a run, and what describes its weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.compilation.ahead_of_time import Compiled
+from loopfeed.engine.processes import this_process
 from loopfeed.engine.profile.table import Profile
-from loopfeed.engine.run.compilation import Compiled, Traced
-from loopfeed.engine.run.resolve import Resolved
+from loopfeed.engine.program.train_state import TrainState
+from loopfeed.engine.records.weights_metadata import describe_weights, without_classes
+from loopfeed.engine.run.run import Run
 from loopfeed.engine.runtime.record import RuntimeReport
 from loopfeed.engine.stream.sinks import EvaluationRecord
 
@@ -62,42 +64,63 @@ class TrainResult:
         return self.stopped_by in ("steps", "top1")
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What is known of a run before its program is compiled.
-
-    Attributes:
-        config: the settings, with `epochs` converted to `steps`.
-        resolved: what the settings resolve to.
-        num_params: number of learnable parameters.
-        state_bytes: size of the training state in bytes; each device has a copy.
-        ring_bytes: host memory of this process for the batches read ahead, in bytes.
-        num_devices, num_own_devices: number of devices of all processes, and of this one.
-        start_step: number of updates done before.
-    """
-
-    config: TrainConfig
-    resolved: Resolved
-    num_params: int
-    state_bytes: int
-    ring_bytes: int
-    num_devices: int
-    num_own_devices: int
-    start_step: int
+# The names of 20,000 classes take about 1 MB.
+_MOST_METADATA_CHARACTERS = 1 << 22
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """The compiled program of a run that is not started.
+def result_of(
+    run: Run,
+    compiled: Compiled,
+    state: TrainState,
+    failure: BaseException | None,
+    runtime: RuntimeReport,
+) -> TrainResult:
+    """Return the result of a run; `failure` is its error, None if it has none."""
+    config, steps_done, top1 = run.config, int(state.step), float(state.top1)
+    if config.stop_at_top1 is not None and top1 >= np.float32(config.stop_at_top1):
+        stopped_by = "top1"
+    else:
+        # After a stop during the last evaluation, that evaluation is still due.
+        is_done = steps_done >= config.steps and not bool(state.owes_evaluation)
+        others = "another process" if this_process().count > 1 else "steps"
+        stopped_by = "steps" if is_done else run.board.stop_reason or others
+    return TrainResult(
+        params=state.evaluated.params,
+        batch_stats=state.evaluated.batch_stats,
+        losses=run.stream.losses,
+        evaluations=tuple(run.stream.evaluations),
+        steps_done=steps_done,
+        stopped_by=stopped_by if failure is None else "error",
+        num_params=run.num_params,
+        num_skipped=int(state.update.skips.total),
+        compile_s=compiled.compile_s,
+        from_cache=compiled.from_cache,
+        train_s=run.train_s,
+        wait_s=run.stream.wait_s,
+        run_dir=None if run.folder is None else run.folder.path if run.stored is None else run.config.run_dir,
+        runtime=runtime,
+        profile=run.profiling.profile,
+    )
 
-    Attributes:
-        compiled: the program, with XLA's analysis of memory and work.
-        facts: what the run needs beside it.
-        traced: the program before XLA optimised it.
-        in_all_forms: the jaxpr of the program with layers in their forms for all platforms, if it was asked for.
-    """
 
-    compiled: Compiled
-    facts: RunFacts
-    traced: Traced
-    in_all_forms: Any = None
+def metadata_of(run: Run) -> dict[str, str]:
+    """Return the metadata of the weights of a run, whichever step they are from."""
+    data, size = run.data, run.config.image_size
+    return describe_weights(
+        model=run.model_name,
+        height=size or data.source.height,
+        width=size or data.source.width,
+        mean=data.mean,
+        std=run.std,
+        num_classes=data.num_classes,
+        classes=data.classes,
+        resize_rule=data.resize_rule,
+        targets=data.targets,
+        loss=run.config.loss if run.parts.loss is None else None,
+    )
+
+
+def recorded_metadata(run: Run) -> dict[str, str]:
+    """Return the metadata to record in `config.json`, whose size is limited: without class names if they are long."""
+    metadata = metadata_of(run)
+    return metadata if sum(map(len, metadata.values())) <= _MOST_METADATA_CHARACTERS else without_classes(metadata)

@@ -1,4 +1,4 @@
-"""The starting point of a resumed run: its recorded settings, its newest snapshot, and its logs up to that snapshot.
+"""The resume of a run: its recorded settings, its newest snapshot, and its logs up to that snapshot, each read once.
 
 Does not depend on the loop or on how snapshots are written.
 """
@@ -7,13 +7,17 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.control.event import ControlEvent, factor_before
-from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
+from loopfeed.engine.data.dataset import DATA_LOCATION, data_of_record
+from loopfeed.engine.named_parts import compare_named
+from loopfeed.engine.parts import OwnParts, changed_sources
+from loopfeed.engine.program.kernels import AUTO
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLogError, read_events
 from loopfeed.engine.records.digests import RunningDigest
 from loopfeed.engine.records.file_errors import name_file
@@ -26,8 +30,8 @@ from loopfeed.engine.records.folder_state import (
     whole_lines_digest,
 )
 from loopfeed.engine.records.json_lines import read_lines
-from loopfeed.engine.records.recorded_end import read_result
-from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.records.recorded_end import RecordedEnd, read_result
+from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import (
     CONFIG,
     EVALUATION_LOG,
@@ -37,93 +41,16 @@ from loopfeed.engine.records.run_folder import (
     WEIGHTS,
     RunFolder,
 )
-from loopfeed.engine.run.data import RunData
-from loopfeed.engine.run.parts import OWN_SOURCES, OwnParts, is_same_part
-from loopfeed.engine.run.resolve import Resolved, recorded_own_parts
+from loopfeed.engine.run.changes import check_own, check_settings
 from loopfeed.preprocess.links import open_unlinked
-from loopfeed.preprocess.quantities import listed, quantity
+from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:
     from loopfeed.engine.records.snapshot import Snapshot
 
-# The key of the digest of the initial weights in the resolved part of `config.json`.
-GIVEN_WEIGHTS = "init_from_sha256"
-_OWN_PARTS = "own_parts"
-_KEPT_PROPERTIES = (
-    *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
-    *("labels", _OWN_PARTS),
-)
 
-
-def check_own(recorded: RecordedRun, run: Path, parts: OwnParts) -> None:
-    """Raise ValueError if a run used a user-defined part that is not given now."""
-    if missing := [name for name in recorded_own_parts(recorded.resolved) if getattr(parts, name, None) is None]:
-        arguments = ", ".join(f"{name}=…" for name in missing)
-        named = listed([OWN_PARTS[name].label for name in missing])
-        if (options := options_of(recorded_named_parts(recorded.resolved), missing)) is not None:
-            raise ValueError(f"{run} was trained with {named} of your own, which must be given again: {options}")
-        raise ValueError(
-            f"{run} was trained with {named} of your own, which must be given from Python: "
-            f"loopfeed.train(dataclasses.replace(loopfeed.run_settings({str(run)!r}), resume=True), {arguments}); or "
-            f"on the command line: {' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
-        )
-
-
-def check_data(resolved: Resolved, recorded: RecordedRun) -> None:
-    """Raise ValueError if the data or the model are not those of the recorded run."""
-    check_manifest(resolved.data, recorded)
-    now = json.loads(json.dumps(resolved.to_json()))
-    for name in _KEPT_PROPERTIES:
-        if now.get(name) != recorded.resolved.get(name) and not (
-            name == _OWN_PARTS and _have_same_parts(recorded.resolved, now)
-        ):
-            raise ValueError(
-                f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, got "
-                f"{now.get(name)!r}: use the data and the model that it started with"
-            )
-
-
-def _have_same_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether two records have the same user-defined functions, by their names or else by their sources."""
-    names, sources = (tuple(each.get(key, {}) for each in (before, now)) for key in (_OWN_PARTS, OWN_SOURCES))
-
-    def is_same(part: str) -> bool:
-        was, found = (each[part] for each in names)
-        if was == found or (isinstance(was, str) and isinstance(found, str) and is_same_part(was, found)):
-            return True
-        digests = [each.get(part) for each in sources]
-        return digests[0] is not None and digests[0] == digests[1]
-
-    return names[0].keys() == names[1].keys() and all(map(is_same, names[0]))
-
-
-def check_manifest(data: RunData, recorded: RecordedRun) -> None:
-    """Raise ValueError if the training split is not that of the recorded run."""
-    if data.manifest_digest != recorded.manifest_digest:
-        raise ValueError(
-            f"a resumed or replayed run must have its original data, but these differ: {data.description} (the "
-            f"manifest's digest was {_short(recorded.manifest_digest)}, is now {_short(data.manifest_digest)}). "
-            "Give the folder where the original data are now (--data), or start another run"
-        )
-
-
-def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:
-    """Raise ValueError if the initial weights are not those of the recorded run."""
-    before = recorded.resolved.get(GIVEN_WEIGHTS)
-    if digest is not None and digest != before:
-        raise ValueError(
-            "a run that is resumed or replayed from its beginning must start from its original weights, but those of "
-            f"{recorded.config.init_from} differ (their digest was {_short(before)}, is now {_short(digest)}): "
-            "restore the file, or start another run"
-        )
-
-
-def _short(digest: str | None) -> str:
-    return "none" if digest is None else digest[:12]
-
-
-def describe_factor(start: "StartingPoint") -> str | None:
+def describe_factor(start: "Resume") -> str | None:
     """Return a message if a learning-rate factor that was requested earlier still applies, else None."""
     factor = factor_before(start.events, start.pulls)
     if factor == 1:
@@ -132,8 +59,8 @@ def describe_factor(start: "StartingPoint") -> str | None:
 
 
 @dataclass(frozen=True)
-class StartingPoint:
-    """The step and the state from which a launch begins.
+class Resume:
+    """Where a launch begins, and what its run recorded before; a new run resumes nothing.
 
     Attributes:
         step: updates done.
@@ -141,6 +68,8 @@ class StartingPoint:
         num_evaluations: evaluations completed.
         snapshot: the snapshot of that step, None for the state initialised from the seed.
         events: requests that took effect in the run so far.
+        recorded: the record of the run, None for a new run.
+        end: how its last launch ended, None if that is not recorded.
     """
 
     step: int = 0
@@ -148,26 +77,69 @@ class StartingPoint:
     num_evaluations: int = 0
     snapshot: "Snapshot | None" = None
     events: Sequence[ControlEvent] = ()
+    recorded: RecordedRun | None = None
+    end: RecordedEnd | None = None
 
 
-def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
+def resume_run(
+    config: TrainConfig, run: Path, parts: OwnParts, notify: Callable[[str], None]
+) -> tuple[TrainConfig, Resume]:
+    """Read where a run goes on; return the settings, with what they leave to the record, and the starting point.
+
+    A resumed run keeps its kernels, unless the settings name others, which is refused.
+
+    Args:
+        config: the settings of the launch.
+        run: the run folder.
+        parts: the user-defined parts.
+        notify: called with lines of text about the record.
+
+    Raises:
+        ValueError: the settings or parts are not those of the run, or as `find_start` and `check_chain`.
+    """
+    recorded = read_recorded(run)
+    if parts.batches is None and not config.synthetic:
+        place = data_of_record(config.data, recorded.resolved.get(DATA_LOCATION))
+        if config.data is None:
+            recorded = replace(recorded, config=replace(recorded.config, data=place))
+        config = replace(config, data=place)
+    if config.kernels == AUTO:
+        config = replace(config, kernels=recorded.config.kernels)
+    check_own(recorded, run, parts)
+    for warning in compare_named(recorded.resolved, parts.named):
+        notify(warning)
+    check_settings(config, recorded.config)
+    if (line := recorded.describe_replaced(config, options=SETTINGS)) is not None:
+        notify(line)
+    start = find_start(run, notify, recorded)
+    check_chain(run, start)
+    where = f"the snapshot of step {start.step:,}" if start.snapshot else "its beginning, because it has no snapshot"
+    notify(f"resuming {run} from {where}")
+    for warning in changed_sources(recorded.resolved, parts):
+        notify(warning)
+    return config, start
+
+
+def find_start(run: Path, say: Callable[[str], None], recorded: RecordedRun | None = None) -> Resume:
     """Return the starting point of a resumed run: its newest undamaged snapshot, or its beginning if it has none.
 
     Args:
         run: the run folder.
         say: called with a warning about each snapshot that is damaged.
+        recorded: the record of the run.
 
     Raises:
-        ValueError: if the log of requests cannot be read, if there are snapshots but none is readable, or if the disk
-            failed while one was read.
+        ValueError: if `result.json` or the log of requests cannot be read, if there are snapshots but none is readable,
+            or if the disk failed while one was read.
     """
     from loopfeed.engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_snapshot, snapshot_steps
 
-    events = _read_events(run)
+    end = read_result(run)
+    begin = Resume(events=_read_events(run, end), recorded=recorded, end=end)
     saved_steps = snapshot_steps(run / SNAPSHOTS)
     for step in reversed(saved_steps):
         try:
-            return start_at(read_snapshot(run / SNAPSHOTS, step), events)
+            return start_at(read_snapshot(run / SNAPSHOTS, step), begin)
         except UnreadSnapshotError as error:
             # Resuming from another one would remove this one, which may be sound, and the lines of its steps.
             remedy = reading_remedy(error.__cause__ or error, "check its disk and resume again")
@@ -180,15 +152,15 @@ def find_start(run: Path, say: Callable[[str], None]) -> StartingPoint:
                     "restore one, or remove that folder to start the run again"
                 ) from error
             say(f"warning: {error}; using the previous snapshot")
-    return StartingPoint(events=events)
+    return begin
 
 
-def _read_events(run: Path) -> Sequence[ControlEvent]:
+def _read_events(run: Path, end: RecordedEnd | None) -> Sequence[ControlEvent]:
     path = run / CONTROL_LOG_NAME
     try:
         return read_events(path)
     except ControlLogError as error:
-        is_recorded = _is_control_log_recorded(run)
+        is_recorded = _is_control_log_recorded(run, end)
         remedy = "start another run (--run-dir)" if is_recorded else "remove it to resume without its requests"
         raise ControlLogError(f"{error}, or {remedy}") from error
     except OSError as error:
@@ -198,11 +170,10 @@ def _read_events(run: Path) -> Sequence[ControlEvent]:
         ) from error
 
 
-def _is_control_log_recorded(run: Path) -> bool:
+def _is_control_log_recorded(run: Path, end: RecordedEnd | None) -> bool:
     """Return whether a snapshot or `result.json` records that the log of requests was not empty."""
     from loopfeed.engine.records.snapshot import read_folder_state, snapshot_steps
 
-    end = read_result(run)
     states = [None if end is None else end.folder]
     for step in snapshot_steps(run / SNAPSHOTS):
         with suppress(ValueError, OSError):
@@ -210,19 +181,18 @@ def _is_control_log_recorded(run: Path) -> bool:
     return any(state is not None and state.logs[CONTROL_LOG_NAME].num_bytes for state in states)
 
 
-def start_at(snapshot: "Snapshot", events: Sequence[ControlEvent]) -> StartingPoint:
-    """Return the starting point of a launch that resumes from a snapshot; raise ValueError if it is not of a run."""
+def start_at(snapshot: "Snapshot", begin: Resume) -> Resume:
+    """Return `begin` with the step and the state of a snapshot; raise ValueError if that is not of a run."""
     counted = snapshot.leaves.get("num_evaluations")
     if counted is None or counted.shape or counted.dtype.kind != "i":
         raise ValueError(
             f"the snapshot of step {snapshot.step:,} must be that of a run, but does not count its evaluations: choose "
             "another run"
         )
-    num_evaluations = int(counted)
-    return StartingPoint(snapshot.step, snapshot.pulls, num_evaluations, snapshot, events)
+    return replace(begin, step=snapshot.step, pulls=snapshot.pulls, num_evaluations=int(counted), snapshot=snapshot)
 
 
-def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
+def find_cuts(run: Path, start: Resume) -> dict[Path, RunningDigest]:
     """Check the logs of a run against any recorded digests, and return the digest of each log up to the starting point.
 
     Each log is later cut to the number of bytes of its digest; the log of requests is kept whole.
@@ -231,7 +201,6 @@ def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
         ValueError: if a line before the starting point is missing or unreadable, or was changed since it was written.
         OSError: if a file cannot be read.
     """
-    result = read_result(run)
     known = start.snapshot.folder if start.snapshot is not None else None
     if known is not None:
         by = by_snapshot(run / SNAPSHOTS, start.step)
@@ -242,19 +211,21 @@ def find_cuts(run: Path, start: StartingPoint) -> dict[Path, RunningDigest]:
             run / LOSS_LOG: _digest_of_steps(run / LOSS_LOG, start.step),
             run / EVALUATION_LOG: _digest_of_lines(run / EVALUATION_LOG, start.num_evaluations),
         }
-    if result is not None and result.folder is not None:
-        for name, state in result.folder.logs.items():
+    if start.end is not None and start.end.folder is not None:
+        logs = start.end.folder.logs
+        for name, state in logs.items():
             digest_log(run / name, (state, by_result(run / RESULT)))
-        check_no_more(run / CONTROL_LOG_NAME, result.folder.logs[CONTROL_LOG_NAME], by_result(run / RESULT))
+        check_no_more(run / CONTROL_LOG_NAME, logs[CONTROL_LOG_NAME], by_result(run / RESULT))
     return {**cuts, run / CONTROL_LOG_NAME: whole_lines_digest(run / CONTROL_LOG_NAME)}
 
 
-def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
+def check_chain(run: Path, start: Resume) -> None:
     """Raise ValueError if `config.json` does not belong to the run that wrote the snapshot and the result."""
+    recorded, result = start.recorded, start.end
+    assert recorded is not None
     if start.snapshot is not None and start.snapshot.folder is not None:
         by = f"the snapshot of step {start.step}"
         check_config_digest(run / CONFIG, recorded.digest, recorded.continued, start.snapshot.folder, by)
-    result = read_result(run)
     if result is not None and result.folder is not None:
         # A launch removes the result of an earlier one, so this one belongs to the last launch.
         check_config_digest(run / CONFIG, recorded.digest, recorded.continued, result.folder, RESULT)
@@ -268,7 +239,7 @@ def check_chain(run: Path, recorded: RecordedRun, start: StartingPoint) -> None:
             )
 
 
-def unchecked_notice(recorded: RecordedRun, start: StartingPoint) -> str | None:
+def unchecked_notice(recorded: RecordedRun, start: Resume) -> str | None:
     """Return a message if a run's files cannot be checked because an older version recorded no digests, else None."""
     if recorded.digest is not None and (start.snapshot is None or start.snapshot.folder is not None):
         return None
@@ -276,7 +247,7 @@ def unchecked_notice(recorded: RecordedRun, start: StartingPoint) -> str | None:
     return f"{which} has no digests of its files, so changes to them cannot be detected"
 
 
-def rewind_run(folder: RunFolder, start: StartingPoint, cuts: Mapping[Path, RunningDigest]) -> None:
+def rewind_run(folder: RunFolder, start: Resume, cuts: Mapping[Path, RunningDigest]) -> None:
     """Remove what was written after the starting point, because the resumed run will write it again.
 
     Args:

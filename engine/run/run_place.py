@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from loopfeed.engine.config import TrainConfig
@@ -10,32 +9,41 @@ from loopfeed.engine.locations import storage_options_of
 from loopfeed.engine.processes import this_process, wait_for_processes
 from loopfeed.engine.records.stored.reading import local_copy, naming_in
 from loopfeed.engine.records.stored.stored_run import StoredRun, check_url_is_free, stored_run
+from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.storage_options import is_url
 
 
-@dataclass(frozen=True)
-class RunPlace:
-    """The place of a run.
+def check_has_folder(config: TrainConfig, *, is_dry: bool) -> None:
+    """Raise SettingError if a setting needs a run folder and none is given; snapshots need no folder in a dry run."""
+    if this_process().index > 0:
+        return
+    needs_one = {
+        "resume": config.resume,
+        "snapshot_every_steps": (config.snapshot_every_steps or config.snapshot_every_epochs) and not is_dry,
+        "keep_best": config.keep_best is not None and not is_dry,
+        "tensorboard": config.tensorboard and not is_dry,
+    }
+    if config.run_dir is None and any(needs_one.values()):
+        raise SettingError(
+            next(name for name, is_needed in needs_one.items() if is_needed),
+            "the setting {setting} needs a run folder, got none: give one with TrainConfig(run_dir=…)",
+        )
 
-    Attributes:
-        path: the run folder on this machine, None if there is none; absolute, as the caller may change the
-            working directory.
-        url: the URL that the settings name, None if they name a path.
-        stored: uploads the folder, None unless this process writes a stored run.
-    """
 
-    path: Path | None
-    url: str | None = None
-    stored: StoredRun | None = None
-
-    def naming(self, notify: Callable[[str], None]) -> Callable[[str], None]:
-        """Return a function that passes messages on, which name a stored run by its URL."""
-        return notify if self.path is None or self.url is None else naming_in(notify, self.path, self.url)
+def naming_run(config: TrainConfig, path: Path | None, notify: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that passes messages on, which name a run in a store by its URL."""
+    url = config.run_dir
+    return notify if path is None or url is None or not is_url(url) else naming_in(notify, path, url)
 
 
 @contextmanager
-def open_place(config: TrainConfig, notify: Callable[[str], None], *, is_dry: bool) -> Iterator[RunPlace]:
-    """Yield the place of a run; a stored run is uploaded inside the block and at its end.
+def open_place(
+    config: TrainConfig, notify: Callable[[str], None], *, is_dry: bool
+) -> Iterator[tuple[Path | None, StoredRun | None]]:
+    """Yield the run folder on this machine, and what uploads it to a store; None if there is none.
+
+    The path is absolute, as the caller may change the working directory. A stored run is uploaded inside the block and
+    at its end.
 
     Of several processes, the first alone writes; the others read the run that is resumed.
 
@@ -49,22 +57,22 @@ def open_place(config: TrainConfig, notify: Callable[[str], None], *, is_dry: bo
     """
     url = config.run_dir
     if url is None or not is_url(url):
-        yield RunPlace(None if url is None else Path(url).absolute())
+        yield None if url is None else Path(url).absolute(), None
         return
     options = storage_options_of(config)
     if this_process().index == 0 and not is_dry:
         with stored_run(url, options, resume=config.resume, overwrite=config.overwrite, notify=notify) as stored:
             if config.resume:
                 wait_for_processes("stored")
-            yield RunPlace(stored.path, url, stored)
+            yield stored.path, stored
         return
     if not config.resume:
         if is_dry:
             check_url_is_free(url, options, overwrite=config.overwrite, notify=notify)
-        yield RunPlace(None)
+        yield None, None
         return
     if not is_dry:
         # The first process may have a newer state to upload.
         wait_for_processes("stored")
     with local_copy(url, options) as path:
-        yield RunPlace(path, url)
+        yield path, None

@@ -1,15 +1,53 @@
-"""Training in one call: `train`, and `plan_run`, which only compiles."""
+"""A run from its first check to its result: the stages of "Around it" in docs/walk.md, in their order.
 
-from collections.abc import Callable, Mapping, Sequence
+`train` and the command go through all stages; `plan_run`, `check_step`, `show_batch` and `explain_program` go through
+those of `open_run`. `loopfeed.engine.run.run` has the parts, `loopfeed.engine.run.resume` what a resumed run reads, and
+`loopfeed.engine.run.recorder` what is written.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Unpack
 
+from loopfeed.engine.compilation.ahead_of_time import Compiled
+from loopfeed.engine.compilation.cache_place import check_cache_places
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.run.callbacks import Callback, as_callbacks
-from loopfeed.engine.run.open_run import open_run
-from loopfeed.engine.run.parts import PartArguments, take_parts
-from loopfeed.engine.run.result import DryRun, TrainResult
+from loopfeed.engine.control.event import factor_before
+from loopfeed.engine.crossing.choice import this_platform
+from loopfeed.engine.crossing.devices import Placement, settle_devices, split_processor
+from loopfeed.engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
+from loopfeed.engine.parts import OwnParts, PartArguments, take_parts
+from loopfeed.engine.processes import exchange, this_process, wait_for_processes
+from loopfeed.engine.program.kernels import changed_kernels_notice, settle_kernels
+from loopfeed.engine.program.train_state import TrainState
+from loopfeed.engine.records.machine import MACHINE, machine_warning
+from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.records.run_folder import RunFolder, check_folder
+from loopfeed.engine.records.topology import Topology
+from loopfeed.engine.run.callbacks import Callback, Callbacks, RunHandle, as_callbacks
+from loopfeed.engine.run.changes import (
+    check_manifest,
+    check_same_everywhere,
+    check_steps,
+    describe_changes,
+    thread_rule,
+    versions_warning,
+)
+from loopfeed.engine.run.cycles import append_cycle, check_cycle, describe_rate_change
+from loopfeed.engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations
+from loopfeed.engine.run.launch_monitor import start_monitor
+from loopfeed.engine.run.recorder import Recorder
+from loopfeed.engine.run.resolve import check_arguments, check_best_metric, warn_of_settings
+from loopfeed.engine.run.result import TrainResult, result_of
+from loopfeed.engine.run.resume import Resume, describe_factor, resume_run, unchecked_notice
+from loopfeed.engine.run.run import DryRun, Run
+from loopfeed.engine.run.run_place import check_has_folder, naming_run, open_place
+from loopfeed.engine.runtime.record import LaunchState
 from loopfeed.engine.stream.function_sink import RecordFunction, as_sinks
-from loopfeed.engine.stream.sinks import Sink
+from loopfeed.engine.stream.notices import outliving_display
+from loopfeed.engine.stream.sinks import Finishes, RunDescription, Sink, TakesDescription
+from loopfeed.preprocess.quantities import quantity
 
 
 def train(
@@ -76,7 +114,7 @@ def train(
     """
     own_sinks, own_callbacks = as_sinks(sinks), as_callbacks(callbacks)
     with open_run(config, take_parts(parts), notify) as run:
-        return run.train(own_sinks, origins, own_callbacks)
+        return train_run(run, own_sinks, origins, own_callbacks)
 
 
 def plan_run(
@@ -91,3 +129,231 @@ def plan_run(
     """
     with open_run(config, take_parts(parts), notify, is_dry=True) as run:
         return run.plan()
+
+
+@contextmanager
+def open_run(
+    config: TrainConfig,
+    parts: OwnParts,
+    notify: Callable[[str], None],
+    *,
+    is_dry: bool = False,
+    placement: Placement | None = None,
+) -> Iterator[Run]:
+    """Set up a run, up to its program, which is not compiled yet.
+
+    Args:
+        config, notify: as `train` takes them.
+        parts: the user-defined parts.
+        is_dry: whether the run folder is only read.
+        placement: the devices of a program that is only compiled; None chooses those of this machine.
+
+    Raises:
+        ValueError: as `train`.
+    """
+    # ---- Check the settings
+    notify = outliving_display(notify)
+    check_arguments(config, parts)
+    check_cache_places(config)
+    split_processor([config], has_own_source=parts.has_own_source)
+    check_has_folder(config, is_dry=is_dry)
+    config = settle_devices(config)
+    # Not before the processor is split: `this_process` makes jax's devices.
+    if this_process().index == 0:
+        check_loggers(config)
+    with ExitStack() as stack:
+        # ---- Claim the folder
+        path, stored = stack.enter_context(open_place(config, notify, is_dry=is_dry))
+        notify, folder = naming_run(config, path, notify), None
+        # Of several processes, the first alone writes.
+        if path is not None and this_process().index == 0:
+            how = {"overwrite": config.overwrite, "resume": config.resume}
+            if is_dry:
+                check_folder(path, **how)
+            else:
+                folder = stack.enter_context(RunFolder(path, **how))
+
+        # ---- Read the starting point
+        start = Resume()
+        if config.resume and path is not None:
+            config, start = resume_run(config, path, parts, notify)
+
+        # ---- Open the data
+        platform = this_platform() if placement is None else placement.platform
+        is_kept = start.recorded is not None or placement is not None
+        config = settle_kernels(config, platform, is_kept=is_kept)
+        run = Run(config, parts, notify, stack, start, placement=placement)
+        run.path, run.folder, run.stored = path, folder, stored
+        # The run releases the snapshot once its arrays are on the device; this frame lives as long as the run.
+        del start
+        run.open_data()
+
+        # ---- Convert epochs to steps
+        config, cadence = _settle_steps(run, is_dry=is_dry)
+
+        # ---- Open the program's parts
+        run.open_program(config)
+        if cadence is not None:
+            notify(cadence)
+        if run.start.recorded is not None:
+            run.check_is_as_recorded()
+            for message in filter(None, _describe_resume(run, run.start.recorded)):
+                notify(message)
+        # No process may change the run folder before all have read it.
+        wait_for_processes("opened")
+        yield run
+
+
+def _settle_steps(run: Run, *, is_dry: bool) -> tuple[TrainConfig, str | None]:
+    """Return the settings with all numbers of steps, and a line about the cadences that follow from the data."""
+    config, data, start, notify = run.config, run.data, run.start, run.notify
+    recorded, num_images = start.recorded, data.num_images
+    if recorded is not None:
+        # Before anything that is computed from the data, such as the steps of an epoch.
+        check_manifest(data, recorded)
+        config = append_cycle(config, recorded.config, start.step, num_images, data.description, notify)
+    if recorded is not None or not is_dry:
+        check_cycle(config, start.step, is_new=recorded is None)
+    run.given_config = given = config
+    config = settle_epochs(config, num_images, data.description, notify)
+    is_evaluated, has_folder = data.evaluation is not None, run.path is not None
+    # Of several processes, the first alone has the run folder.
+    is_kept = exchange("run folder", str(config.run_dir is not None or is_dry))[0] == str(True)
+    config = settle_evaluations(config, num_images, is_evaluated=is_evaluated and is_kept)
+    check_same_everywhere(config, data.manifest_digest)
+    if recorded is None:
+        warn_of_settings(config, data, notify, has_own_loss=run.parts.loss is not None)
+    else:
+        check_steps(config, recorded.config, start.step)
+        if start.snapshot and start.step >= config.steps:
+            notify(
+                f"the run is already complete, with {quantity(config.steps, 'step')}; give a larger --steps, or "
+                "append a cycle of the schedule (--append-epochs), to train further"
+            )
+        for message in filter(None, (versions_warning(recorded), unchecked_notice(recorded, start))):
+            notify(message)
+    check_best_metric(config, run.parts, data)
+    return config, describe_cadence(config, given, num_images, is_evaluated=is_evaluated, has_folder=has_folder)
+
+
+def _describe_resume(run: Run, recorded: RecordedRun) -> Iterator[str | None]:
+    """Yield what differs in a resumed launch: settings, learning rate, kernels, machine and devices; None if equal."""
+    config, start = run.config, run.start
+    yield describe_changes(config, recorded.config)
+    yield describe_factor(start)
+    yield describe_rate_change(config, recorded.config, start.step, factor_before(start.events, start.pulls))
+    yield changed_kernels_notice(recorded.resolved, run.crossings)
+    threads = thread_rule(config, is_own_model=run.registry_name is None)
+    yield machine_warning(recorded.machines, run.crossings[MACHINE], threads)
+    if (before := Topology.from_json(recorded.resolved)) != run.topology:
+        norms_are_fixed = config.batch_norm_sync or config.batch_norm_group is not None
+        depends = "" if norms_are_fixed else "; batch norms average over the images of each device"
+        yield f"the run was on {before} and goes on with {run.topology}: the same images, other rounding{depends}"
+
+
+def train_run(
+    run: Run,
+    sinks: Sequence[Sink] = (),
+    origins: Mapping[str, str] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> TrainResult:
+    """Compile the program of an open run, execute it and record it; arguments and errors are those of `train`."""
+    config, called = run.config, Callbacks(callbacks, _handle(run))
+    # Of several processes, the first alone logs.
+    loggers = [] if this_process().index else make_loggers(config, run.path)
+    sinks = [*sinks, *loggers]
+    if not this_process().index and (warning := unused_cadences_warning(config, sinks)):
+        run.notify(warning)
+    _describe_to_sinks(run, sinks)
+    on_snapshot = called.snapshot_written if callbacks else lambda *_: None
+    with _finishing(sinks):
+        with nullcontext() if run.folder is None else Recorder(run, run.folder, on_snapshot) as recorder:
+            # ---- Compile the program
+            # A profile needs the scopes of this program, not of an older one with the same instructions.
+            with run.compiling(config.compilation_cache, by_metadata=config.profile):
+                compiled, state = run.prepare(run.trace())
+            run.warn_of_memory(compiled)
+
+            # ---- Call it once
+            sinks = [*sinks, called] if callbacks else sinks
+            if recorder is None:
+                result = _execute_unrecorded(run, compiled, state, sinks)
+            else:
+                recorder.begin(_origins(run.given_config) if origins is None else origins)
+                result = recorder.record(compiled, state, sinks)
+        if callbacks:
+            called.end(result)
+    return result
+
+
+def _describe_to_sinks(run: Run, sinks: Sequence[Sink]) -> None:
+    """Pass what is known of the run to the sinks that use it; called before it opens them."""
+    description = RunDescription(
+        settings=run.config.to_json(),
+        facts={
+            **run.resolved,
+            **run.crossings,
+            "num_params": run.num_params,
+            "learning_rate": run.config.peak_learning_rate,
+        },
+        run_dir=run.path,
+        step=run.start.step,
+        classes=tuple(each.name for each in run.data.classes) or None,
+        notify=run.notices.say,
+    )
+    for sink in sinks:
+        if isinstance(sink, TakesDescription):
+            sink.describe_run(description)
+
+
+@contextmanager
+def _finishing(sinks: Sequence[Sink]) -> Iterator[None]:
+    """Let the sinks that are still at work after the block finish, unless the user stops the block at once."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        _finish(sinks)
+        raise
+    _finish(sinks)
+
+
+def _finish(sinks: Sequence[Sink]) -> None:
+    for sink in sinks:
+        if isinstance(sink, Finishes):
+            sink.finish()
+
+
+def _handle(run: Run) -> RunHandle:
+    return RunHandle(
+        run.config,
+        run.board,
+        run_dir=run.path,
+        step=run.start.step,
+        num_images=run.data.num_images,
+        is_evaluated=run.data.evaluation is not None,
+        events=run.start.events,
+    )
+
+
+def _execute_unrecorded(run: Run, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainResult:
+    """Execute the program without writing to disk."""
+    monitor = start_monitor(run, compiled)
+    try:
+        state = run.execute(compiled, state, sinks)
+    except BaseException:
+        monitor.finish("failed")
+        raise
+    failure = run.failure(state)
+    result = result_of(run, compiled, state, failure, monitor.so_far())
+    end: LaunchState = "failed" if failure is not None else "done" if result.is_complete else "stopped"
+    result = replace(result, runtime=monitor.finish(end))
+    if failure is not None:
+        raise failure
+    return result
+
+
+def _origins(config: TrainConfig) -> dict[str, str]:
+    default, given = TrainConfig().to_json(), config.to_json()
+    return {name: "default" if given[name] == default[name] else "caller" for name in given}

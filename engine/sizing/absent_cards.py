@@ -20,8 +20,7 @@ from jax.experimental import topologies
 
 from loopfeed.engine.crossing.cuda.driver import CudaDriver
 from loopfeed.engine.crossing.cuda.transport import CudaTransport
-from loopfeed.engine.crossing.devices import Team
-from loopfeed.engine.run.host_side import Placement
+from loopfeed.engine.crossing.devices import Placement, Team
 from loopfeed.engine.sizing.cards import Card
 from loopfeed.engine.sizing.plan import Analysed
 
@@ -51,7 +50,7 @@ def absent_cards(card: Card, num_devices: int, devices_per_host: int) -> list[ja
 
 def card_placement(devices: list[jax.Device], devices_per_host: int) -> Placement:
     """Return where a run on these devices is placed; the first host drives its own devices."""
-    return Placement(Team(devices, devices[:devices_per_host]), absent_transport())
+    return Placement(Team(devices, devices[:devices_per_host]), absent_transport(), "cuda", is_here=False)
 
 
 @contextmanager

@@ -173,7 +173,7 @@ def measure_decoding(source: ShardBatches, *, num_threads: int, timeout_s: float
         if not hasattr(local, "pixels"):
             local.pixels = np.zeros((count, source.height, source.row_words), np.uint32)
             local.labels = np.zeros((count, words) if words else (count,), np.int32)
-        source.fill_rows(batch_index, range(count), local.pixels, local.labels, timeout_s=timeout_s)
+        source.fill(batch_index, range(count), local.pixels, local.labels, timeout_s=timeout_s)
         return count
 
     # The first pass reads the files and checks each image, which happens once.

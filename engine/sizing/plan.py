@@ -145,7 +145,7 @@ class Analysed(NamedTuple):
     """XLA's analysis of a program for one device.
 
     Attributes:
-        memory_bytes: memory by kind, as `loopfeed.engine.run.compilation.Compiled.memory_bytes`.
+        memory_bytes: memory by kind, as `loopfeed.engine.compilation.ahead_of_time.Compiled.memory_bytes`.
         step_flops: floating-point operations in a step, None if unknown.
         ring_bytes: host memory for the batches that are read ahead.
     """

@@ -12,12 +12,12 @@ from loopfeed.engine.crossing.devices import devices
 from loopfeed.engine.feed.batches import Labels, Pixels
 from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches
 from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.engine.parts import OwnParts
 from loopfeed.engine.peers import SEES_ALL
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.run.epochs import settle_epochs, settle_evaluations
-from loopfeed.engine.run.open_run import OpenRun, open_run
-from loopfeed.engine.run.parts import OwnParts
-from loopfeed.engine.run.result import RunFacts
+from loopfeed.engine.run.run import Run
+from loopfeed.engine.run.train import open_run
 from loopfeed.engine.sizing.absent_cards import CardCompilerError, card_placement, compile_for_cards, stand_ins
 from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
 from loopfeed.engine.sizing.flow import measure_flow
@@ -58,7 +58,7 @@ def plan_here(config: TrainConfig, parts: OwnParts, notify: Notify, device_rate:
     """Return the plan of a run on the devices of this machine.
 
     Args:
-        config, parts, notify: as `loopfeed.engine.run.open_run.open_run`.
+        config, parts, notify: as `loopfeed.engine.run.train.open_run`.
         device_rate: images per second that one device trains on, None if unknown.
     """
     given = parts
@@ -71,11 +71,11 @@ def plan_here(config: TrainConfig, parts: OwnParts, notify: Notify, device_rate:
             return _analysed(run)
 
     with open_run(config, parts, notify, is_dry=True) as run:
-        first, place = _analysed(run), _place_here(run.facts)
+        first, place = _analysed(run), _place_here(run)
         # What the host needs beside the program: Python, the compiler and its results.
         name = "this process so far" if place.num_sharing == 1 else "each process so far"
         beside = {name: process_memory_bytes() or 0} if place.is_host_memory else {}
-        memory = _judge(place, run.facts, first, analyse, beside, has_own_batches=given.batches is not None)
+        memory = _judge(place, run, first, analyse, beside, has_own_batches=given.batches is not None)
         return _complete(run, place, memory, device_rate)
 
 
@@ -92,7 +92,7 @@ def plan_for_cards(
     """Return the plan of a run on GPUs that are not here.
 
     Args:
-        config, parts, notify: as `loopfeed.engine.run.open_run.open_run`; the setting `devices` is that of the target.
+        config, parts, notify: as `loopfeed.engine.run.train.open_run`; the setting `devices` is that of the target.
         part_names: the names of the user's own parts, for the process that compiles.
         target: the GPUs.
         program: the program of that process, as `compile_for_cards` takes it.
@@ -126,23 +126,23 @@ def plan_for_cards(
         except CardCompilerError as error:
             memory = Memory({}, [f"not known: {error}"])
         else:
-            memory = _judge(place, run.facts, first, analyse, {}, has_own_batches=parts.batches is not None)
+            memory = _judge(place, run, first, analyse, {}, has_own_batches=parts.batches is not None)
         return _complete(run, place, memory, device_rate, card.link_bytes_per_s * place.devices_per_host)
 
 
-def _analysed(run: OpenRun) -> Analysed:
+def _analysed(run: Run) -> Analysed:
     """Compile the program of a run for the devices of this machine, and return its analysis."""
     compiled = run.plan().compiled
-    return Analysed(compiled.memory_bytes, compiled.step_flops, run.facts.ring_bytes)
+    return Analysed(compiled.memory_bytes, compiled.step_flops, run.ring_bytes)
 
 
-def _place_here(facts: RunFacts) -> Place:
+def _place_here(run: Run) -> Place:
     found = devices()[0]
     is_host_memory = found.platform == "cpu"
     return Place(
         kind="the processor" if is_host_memory else found.kind,
-        num_devices=facts.num_devices,
-        devices_per_host=facts.num_own_devices,
+        num_devices=len(run.team.devices),
+        devices_per_host=len(run.team.own),
         limit_bytes=host_memory_bytes() if is_host_memory else found.memory_bytes,
         limit_note="this machine has" if is_host_memory else "jax takes",
         is_host_memory=is_host_memory,
@@ -152,9 +152,9 @@ def _place_here(facts: RunFacts) -> Place:
     )
 
 
-def _need(place: Place, facts: RunFacts, analysed: Analysed, beside: Mapping[str, int]) -> dict[str, int]:
+def _need(place: Place, run: Run, analysed: Analysed, beside: Mapping[str, int]) -> dict[str, int]:
     """Return the memory of one device; on the processor that of all its devices, with what the host needs beside."""
-    parts = program_parts(analysed.memory_bytes, facts.state_bytes, place.num_devices)
+    parts = program_parts(analysed.memory_bytes, run.state_bytes, place.num_devices)
     if not place.is_host_memory:
         return parts
     # The copy of the starting state is only on the first device of a process.
@@ -165,7 +165,7 @@ def _need(place: Place, facts: RunFacts, analysed: Analysed, beside: Mapping[str
 
 def _judge(
     place: Place,
-    facts: RunFacts,
+    run: Run,
     first: Analysed,
     analyse: Callable[[int], Analysed],
     beside: Mapping[str, int],
@@ -173,14 +173,14 @@ def _judge(
     has_own_batches: bool,
 ) -> Memory:
     """Compare what the run needs with what there is; if it is more, look for the largest batch that fits."""
-    parts, limit = _need(place, facts, first, beside), place.limit_bytes
+    parts, limit = _need(place, run, first, beside), place.limit_bytes
     total = sum(parts.values())
     if limit is None:
         verdict = ["whether that fits is not known, because the size of the memory is not"]
     else:
         verdict = [f"{'fits' if total <= limit else 'does not fit'}: {place.limit_note} {limit / 1e9:,.1f} GB"]
     if limit is not None and total > limit:
-        batch, unit = facts.config.batch, batch_unit(facts.config, place.num_devices)
+        batch, unit = run.config.batch, batch_unit(run.config, place.num_devices)
         if has_own_batches or unit is None:
             found = "no smaller batch was tried: the batch of this run cannot be changed"
         elif batch < 2 * unit:
@@ -190,10 +190,10 @@ def _judge(
             found = "no smaller batch was tried: several processes make this plan"
         else:
             copies = place.devices_per_host if place.is_host_memory else 1
-            fixed_bytes = facts.state_bytes * copies + sum(beside.values())
+            fixed_bytes = run.state_bytes * copies + sum(beside.values())
 
             def need_of(size: int) -> int:
-                return sum(_need(place, facts, analyse(size), beside).values())
+                return sum(_need(place, run, analyse(size), beside).values())
 
             found = _search(need_of, limit, batch, total, fixed_bytes, unit)
         verdict.append(found)
@@ -215,15 +215,14 @@ def _search(need_of: Callable[[int], int], limit: int, batch: int, need_bytes: i
 
 
 def _complete(
-    run: OpenRun, place: Place, memory: Memory, device_rate: float | None, link_bytes_per_s: float | None = None
+    run: Run, place: Place, memory: Memory, device_rate: float | None, link_bytes_per_s: float | None = None
 ) -> Plan:
     """Measure this machine, and return the plan."""
-    facts = run.facts
-    config, data = facts.config, facts.resolved.data
-    volumes = _volumes(facts)
+    config, data = run.config, run.data
+    volumes = _volumes(run)
     spare = None
     if place.is_here and (host_bytes := host_memory_bytes()) is not None:
-        spare = host_bytes - (memory.total_bytes if place.is_host_memory else facts.ring_bytes * place.num_sharing)
+        spare = host_bytes - (memory.total_bytes if place.is_host_memory else run.ring_bytes * place.num_sharing)
     flow = measure_flow(
         config,
         data.source,
@@ -234,18 +233,18 @@ def _complete(
     )
     height, width = (config.image_size,) * 2 if config.image_size else (data.source.height, data.source.width)
     each = f" ({config.batch // place.num_devices:,} on each device)" if place.num_devices > 1 else ""
-    eval_images = _count_images(facts)
+    eval_images = _count_images(run)
     # Of snapshots by the clock, as many as are kept.
     is_by_clock = config.snapshot_every_steps is None and config.keep_snapshots > 0
     return Plan(
-        subject=f"{facts.resolved.model_name}, {quantity(facts.num_params, 'parameter')}, batch {config.batch:,}{each} "
+        subject=f"{run.model_name}, {quantity(run.num_params, 'parameter')}, batch {config.batch:,}{each} "
         f"of {height} × {width} px, {config.precision}",
         place=place,
         memory=memory,
         flow=flow,
-        num_steps=max(config.steps - facts.start_step, 0),
+        num_steps=max(config.steps - run.start.step, 0),
         images_per_step=config.batch * config.accumulate_steps,
-        num_evaluations=count_evaluations(facts.start_step, config.steps, config.eval_every_steps or 0)
+        num_evaluations=count_evaluations(run.start.step, config.steps, config.eval_every_steps or 0)
         * bool(eval_images),
         eval_images=eval_images,
         volumes=volumes,
@@ -255,17 +254,17 @@ def _complete(
             keep=config.keep_snapshots,
             keeps_best=config.keep_best is not None,
         ),
-        snapshot_bytes=facts.state_bytes,
-        weights_bytes=4 * facts.num_params,
+        snapshot_bytes=run.state_bytes,
+        weights_bytes=4 * run.num_params,
         num_lines=config.steps,
         is_imagenet=config.synthetic,
     )
 
 
-def _volumes(facts: RunFacts) -> list[tuple[str, Volume]]:
+def _volumes(run: Run) -> list[tuple[str, Volume]]:
     """Return the sizes of the training split and of the evaluation split; none for batches of the user's own."""
-    data = facts.resolved.data
-    if facts.config.synthetic:
+    data = run.data
+    if run.config.synthetic:
         size = data.source.height
         return [("train", imagenet_volume(size)), ("val", imagenet_volume(size, IMAGENET_VAL))]
     found = (data.source, data.evaluation)
@@ -273,8 +272,8 @@ def _volumes(facts: RunFacts) -> list[tuple[str, Volume]]:
     return [(split.location.display.rstrip("/").rpartition("/")[2], split_volume(split)) for split in splits]
 
 
-def _count_images(facts: RunFacts) -> int:
-    evaluated = facts.resolved.data.evaluation
+def _count_images(run: Run) -> int:
+    evaluated = run.data.evaluation
     if isinstance(evaluated, SequentialBatches):
         return evaluated.split.num_images
     if isinstance(evaluated, BlackImages):
@@ -313,6 +312,6 @@ class BlackImages:
         self.height = self.width = config.image_size or SYNTHETIC_IMAGE_SIZE
         self.num_batches = -(-IMAGENET_VAL // config.batch)
 
-    def fill(self, batch_index: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
         """Write zeros."""
         pixels[...], labels[...] = 0, 0

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from loopfeed.engine.feed.feeder import FeederError
     from loopfeed.engine.inspection.explain import explain_program
     from loopfeed.engine.inspection.report import ProgramReport
+    from loopfeed.engine.inspection.show_batch import ShownBatch, show_batch
+    from loopfeed.engine.inspection.step_check import StepCheck, check_step
     from loopfeed.engine.loggers.tensorboard import TensorBoardSink
     from loopfeed.engine.loggers.wandb import WandbSink
     from loopfeed.engine.objective.metrics import (
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from loopfeed.engine.run.callbacks import Callback, RunHandle
     from loopfeed.engine.run.nonfinite import NonFiniteError
     from loopfeed.engine.run.result import TrainResult
-    from loopfeed.engine.run.show_batch import ShownBatch, show_batch
-    from loopfeed.engine.run.step_check import StepCheck, check_step
     from loopfeed.engine.run.train import train
     from loopfeed.engine.runtime.record import RuntimeReport
     from loopfeed.engine.runtime.report import describe_runtime
@@ -97,9 +97,9 @@ _HOME = {
     "ShardCache": "loopfeed.preprocess.shards.shard_cache",
     "ShardError": "loopfeed.preprocess.shards.location",
     "ShardSplit": "loopfeed.preprocess.shards.reader",
-    "ShownBatch": "loopfeed.engine.run.show_batch",
+    "ShownBatch": "loopfeed.engine.inspection.show_batch",
     "Sink": "loopfeed.engine.stream.sinks",
-    "StepCheck": "loopfeed.engine.run.step_check",
+    "StepCheck": "loopfeed.engine.inspection.step_check",
     "TensorBoardSink": "loopfeed.engine.loggers.tensorboard",
     "ThisProcess": "loopfeed.engine.processes",
     "TrainConfig": "loopfeed.engine.config",
@@ -109,7 +109,7 @@ _HOME = {
     "balanced_accuracy": "loopfeed.engine.objective.metrics",
     "batch_norm": "loopfeed.models.layers.batch_norm",
     "build_model": "loopfeed.models.registry",
-    "check_step": "loopfeed.engine.run.step_check",
+    "check_step": "loopfeed.engine.inspection.step_check",
     "confusion_matrix": "loopfeed.engine.objective.metrics",
     "conv_general_dilated": "loopfeed.models.layers.lax_convolution",
     "convolution": "loopfeed.models.layers.convolution",
@@ -141,7 +141,7 @@ _HOME = {
     "replay_run": "loopfeed.engine.replay.replay",
     "report_run": "loopfeed.engine.report_page.report",
     "run_settings": "loopfeed.engine.evaluation.trained_run",
-    "show_batch": "loopfeed.engine.run.show_batch",
+    "show_batch": "loopfeed.engine.inspection.show_batch",
     "this_process": "loopfeed.engine.processes",
     "to_torchvision": "loopfeed.models.torchvision_names",
     "top_k": "loopfeed.engine.objective.metrics",

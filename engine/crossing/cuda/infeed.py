@@ -27,7 +27,7 @@ from loopfeed.engine.crossing.cuda.transport import CudaTransport
 from loopfeed.engine.crossing.infeed import Batch, Pulled, PullObserver, WordsOf, make_batch
 from loopfeed.engine.crossing.token import Token
 from loopfeed.engine.crossing.transport import Array
-from loopfeed.engine.feed.feeder import Allocate, Feeder
+from loopfeed.engine.feed.feeder import Feeder
 from loopfeed.engine.scopes import DRAW, UNPACK
 from loopfeed.engine.updates.skipping import choose
 
@@ -46,7 +46,7 @@ class StreamedInfeed:
     """A `BatchInfeed` that reads from a feeder and a control board; after each pull, its batches arrive one by one.
 
     Args:
-        make_feeder: creates the feeder, not started, whose slots are allocated with the argument.
+        feeder: source of the batches, not started.
         board: reports whether a stop of the run was requested.
         transport: calls the host.
         words_of: returns the control words of a pull.
@@ -62,7 +62,7 @@ class StreamedInfeed:
 
     def __init__(
         self,
-        make_feeder: Callable[[Allocate], Feeder],
+        feeder: Feeder,
         board: ControlBoard,
         transport: CudaTransport,
         *,
@@ -72,7 +72,7 @@ class StreamedInfeed:
         observer: PullObserver | None = None,
     ) -> None:
         self._observer = observer
-        self.feeder = feeder = make_feeder(lambda num_bytes: transport.arena.pinned(num_bytes))
+        self.feeder = feeder
         self._board, self._transport, self._words_of = board, transport, words_of
         self.chunk = chunk
         self._results = (
@@ -95,7 +95,7 @@ class StreamedInfeed:
     def start(self) -> None:
         """Start reading ahead; see `BatchInfeed.start`."""
         with self._transport.driver.current():
-            self.feeder.start()
+            self.feeder.start(self._transport.arena.pinned)
             self._ring.start(self._transport.arena)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """A run that is written to a store: its lease, its working copy, its uploads, and what is kept if they fail.
 
-Owns the order of these from the first check to the last upload. `loopfeed.engine.run.open_run` opens it around the run
+Owns the order of these from the first check to the last upload. `loopfeed.engine.run.train` opens it around the run
 folder.
 """
 

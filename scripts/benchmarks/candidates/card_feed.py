@@ -35,11 +35,10 @@ def main(kind: str, batch: int, size: int) -> None:
             depth=ring_depth(source, None),
             num_threads=2,
             timeout_s=60,
-            allocate=arena.pinned,
         )
         ring = DeviceRing(driver, feeder, pixel_bytes=pixel_bytes, label_bytes=label_bytes)
         if kind == "ring":
-            feeder.start()
+            feeder.start(arena.pinned)
             ring.start(arena)
 
         def run(num_units: int) -> float:

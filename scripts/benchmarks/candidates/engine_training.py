@@ -28,7 +28,7 @@ class BatchesInMemory:
         self.height = self.width = size
         self._pixels, self._labels = draw_batches(size, BATCH, NUM_CLASSES)
 
-    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+    def fill(self, step: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
         """Copy a batch."""
         number = step % len(self._pixels)
         np.copyto(pixels, self._pixels[number])

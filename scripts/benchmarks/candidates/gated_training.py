@@ -49,16 +49,16 @@ class GatedBatches:
             self._stop_step = stop_step
             self._opened.notify_all()
 
-    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
+    def fill(self, step: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Fill a batch once its step is requested."""
         self._await(step)
-        self._source.fill(step, pixels, labels, timeout_s=timeout_s)
+        self._source.fill(step, rows, pixels, labels, timeout_s=timeout_s)
 
-    def lend(self, step: int, labels: Labels, *, timeout_s: float) -> Lent | None:
+    def lend(self, step: int, rows: range, labels: Labels, *, timeout_s: float) -> Lent | None:
         """Return what the source lends once its step is requested."""
         self._await(step)
         if isinstance(self._source, LendingSource):
-            return self._source.lend(step, labels, timeout_s=timeout_s)
+            return self._source.lend(step, rows, labels, timeout_s=timeout_s)
         return None
 
     def _await(self, step: int) -> None:

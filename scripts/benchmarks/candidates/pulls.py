@@ -37,7 +37,7 @@ class ReadyBatches:
         self.batch, self.height, self.width = batch, size, size
         self._num_first = 2 * ring_depth(self, None)
 
-    def fill(self, step: int, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+    def fill(self, step: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
         """Fill each buffer once and then leave it unchanged; untouched pages would all share one physical page.
 
         Filled with noise, because a card needs less power for zeros than for images, and so computes faster.

@@ -1,6 +1,6 @@
-"""The batch that a launch would train on first: pulled through its own infeed, by a program of its own.
+"""The batch that a run would train on first: pulled through its own infeed, by a program of its own.
 
-Trains nothing and writes nothing. A launch that was used for this cannot train any more.
+Trains nothing and writes nothing. A run that was used for this cannot train any more.
 """
 
 from collections.abc import Callable
@@ -11,33 +11,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from loopfeed.engine.compilation.ahead_of_time import compile_traced, trace_ahead
+from loopfeed.engine.control.signals import call_on_worker
 from loopfeed.engine.crossing.choice import traced_platform
 from loopfeed.engine.crossing.infeed import Batch
 from loopfeed.engine.program.one_batch import OneBatch, pull_one_batch
 from loopfeed.engine.program.train_state import RunValues
 from loopfeed.engine.replicas import put_everywhere, replicate, take_copy
-from loopfeed.engine.run.compilation import compile_traced, trace_ahead
-from loopfeed.engine.run.launch import Launch
-from loopfeed.engine.run.signals import call_on_worker
+from loopfeed.engine.run.run import Run
 
 type LookAt = Callable[[OneBatch, jax.Array, RunValues], Any]
 """(a device's part of a batch, its number int32 [], runtime settings) → what to return; called while tracing."""
 
 
-def look_at_first_batch(launch: Launch, look: LookAt) -> Any:
+def look_at_first_batch(run: Run, look: LookAt) -> Any:
     """Pull the batch that comes next, call `look` with it inside a program on the devices, and return its result.
 
     Args:
-        launch: a launch that is open and has not run.
+        run: a run that is open and has not been executed.
         look: returns arrays that are equal on all devices.
 
     Raises:
         BaseException: the error of the batch source.
         KeyboardInterrupt: a signal came first.
     """
-    parts, config = launch.inside, launch.config
-    replicas = parts.statics.replicas
-    source, form = launch.resolved.data.source, parts.statics.objective.label_form
+    config, infeed, transport, devices = run.config, run.infeed, run.transport, run.team.devices
+    replicas, source, form = run.statics.replicas, run.data.source, run.statics.objective.label_form
     rows = config.batch // replicas.count
     label_shape = (rows,) if form is None else (rows, form.num_words)
     shapes = jax.eval_shape(
@@ -45,29 +44,29 @@ def look_at_first_batch(launch: Launch, look: LookAt) -> Any:
     )
 
     def program(pulls: jax.Array, values: RunValues) -> tuple[Any, jax.Array]:
-        one = pull_one_batch(parts.infeed, replicas, shapes, pulls)
+        one = pull_one_batch(infeed, replicas, shapes, pulls)
         return look(one, pulls, values), one.is_there
 
-    launch.board.prepare(
-        first_pull=launch.start.pulls,
+    run.board.prepare(
+        first_pull=run.start.pulls,
         pulls_per_step=config.accumulate_steps,
-        replayed=launch.start.events,
+        replayed=run.start.events,
         record=lambda _: None,
     )
-    arguments = jnp.int32(launch.start.pulls), parts.values
-    traced = trace_ahead(replicate(program, parts.devices), *arguments, platform=traced_platform(parts.devices[0]))
-    compiled = compile_traced(traced, deterministic=config.deterministic, keeps=parts.transport)
-    with parts.transport.running(), ExitStack() as stack:
-        stack.callback(parts.infeed.close)
-        parts.infeed.start()
-        placed = put_everywhere(arguments, parts.devices)
+    arguments = jnp.int32(run.start.pulls), run.values()
+    traced = trace_ahead(replicate(program, devices), *arguments, platform=traced_platform(devices[0]))
+    compiled = compile_traced(traced, deterministic=config.deterministic, keeps=transport)
+    with transport.running(), ExitStack() as stack:
+        stack.callback(infeed.close)
+        infeed.start()
+        placed = put_everywhere(arguments, devices)
         result = call_on_worker(partial(_call, compiled.call, placed))
-        found, is_there = take_copy(result, parts.devices)
-    failure = parts.infeed.failure or parts.transport.failure
+        found, is_there = take_copy(result, devices)
+    failure = infeed.failure or transport.failure
     if failure is not None:
         raise failure
     if not is_there:
-        raise KeyboardInterrupt(f"stopped by {launch.board.stop_reason}; nothing was written")
+        raise KeyboardInterrupt(f"stopped by {run.board.stop_reason}; nothing was written")
     return found
 
 

@@ -1,6 +1,6 @@
-"""A launch that writes its losses, snapshots, weights and result to a run folder, and the result of any launch.
+"""The recorder of a run: its settings, losses, snapshots, weights and result, in the run folder.
 
-Owns what a run writes, however it ends; `loopfeed.engine.run.open_run` owns the steps before the launch.
+Owns what a run writes, however it ends.
 """
 
 import shlex
@@ -12,14 +12,14 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.control.recording import Confirm, EventRecorder
 from loopfeed.engine.control.request import origin_of
 from loopfeed.engine.crossing.pushed import PushedSnapshot
 from loopfeed.engine.keys import plain_keys
+from loopfeed.engine.locations import with_absolute_paths
 from loopfeed.engine.named_parts import options_of
-from loopfeed.engine.processes import this_process
 from loopfeed.engine.profile.formats import to_csv
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.records.best_snapshot import best_step, parse_metric
@@ -29,18 +29,22 @@ from loopfeed.engine.records.digests import RunningDigest
 from loopfeed.engine.records.evaluation_log import EvaluationLog
 from loopfeed.engine.records.file_errors import LostFileError
 from loopfeed.engine.records.folder_state import FolderState
+from loopfeed.engine.records.machine import MACHINE
 from loopfeed.engine.records.recorded_end import FILES, WEIGHTS_DIGEST
+from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.run_folder import PROFILE, RunFolder
 from loopfeed.engine.records.run_folder_sink import RunFolderSink
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
 from loopfeed.engine.records.weights import name_tensors
-from loopfeed.engine.records.weights_metadata import STEPS_DONE, describe_weights, without_classes
-from loopfeed.engine.run.compilation import Compiled
-from loopfeed.engine.run.launch import Launch
-from loopfeed.engine.run.launch_monitor import start_monitor
+from loopfeed.engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA
+from loopfeed.engine.run.changed_rules import RULES
+from loopfeed.engine.run.changes import GIVEN_WEIGHTS, note_changes
+from loopfeed.engine.run.launch_monitor import read_rollback, record_rollback, start_monitor
 from loopfeed.engine.run.nonfinite import NonFiniteError
 from loopfeed.engine.run.resolve import recorded_own_parts
-from loopfeed.engine.run.result import TrainResult
+from loopfeed.engine.run.result import TrainResult, metadata_of, recorded_metadata, result_of
+from loopfeed.engine.run.resume import find_cuts, rewind_run
+from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.snapshot_choice import SnapshotChoice
 from loopfeed.engine.runtime.goodput import Rollback
 from loopfeed.engine.runtime.monitor import RuntimeMonitor
@@ -53,111 +57,44 @@ from loopfeed.preprocess.quantities import listed, quantity
 _SNAPSHOT_TIMEOUT_S = 600.0
 # Longest waits for the last `runtime.json`, at the end of a run and after it was interrupted.
 _RUNTIME_TIMEOUT_S, _QUIT_TIMEOUT_S = 10.0, 1.0
-# The names of 20,000 classes take about 1 MB.
-_MOST_METADATA_CHARACTERS = 1 << 22
 
 
-def result_of(
-    launch: Launch,
-    compiled: Compiled,
-    state: TrainState,
-    folder: RunFolder | None,
-    failure: BaseException | None,
-    runtime: RuntimeReport,
-) -> TrainResult:
-    """Return the result of a launch; `folder` is its run folder and `failure` its error, and either may be None."""
-    config, steps_done, top1 = launch.config, int(state.step), float(state.top1)
-    if config.stop_at_top1 is not None and top1 >= np.float32(config.stop_at_top1):
-        stopped_by = "top1"
-    else:
-        # After a stop during the last evaluation, that evaluation is still due.
-        is_done = steps_done >= config.steps and not bool(state.owes_evaluation)
-        others = "another process" if this_process().count > 1 else "steps"
-        stopped_by = "steps" if is_done else launch.board.stop_reason or others
-    return TrainResult(
-        params=state.evaluated.params,
-        batch_stats=state.evaluated.batch_stats,
-        losses=launch.stream.losses,
-        evaluations=tuple(launch.stream.evaluations),
-        steps_done=steps_done,
-        stopped_by=stopped_by if failure is None else "error",
-        num_params=launch.num_params,
-        num_skipped=int(state.update.skips.total),
-        compile_s=compiled.compile_s,
-        from_cache=compiled.from_cache,
-        train_s=launch.train_s,
-        wait_s=launch.stream.wait_s,
-        run_dir=folder.path if folder else None,
-        runtime=runtime,
-        profile=launch.profiling.profile,
-    )
+class Recorder:
+    """Writes the settings, losses, snapshots, weights and result of a run to its folder.
 
+    Args:
+        run: the run, not compiled yet.
+        folder: its locked folder.
+        on_snapshot: called from another thread with the step and the path of each snapshot on the disk.
 
-def metadata_of(launch: Launch) -> dict[str, str]:
-    """Return the metadata of the weights of a launch, whichever step they are from."""
-    resolved, size = launch.resolved, launch.config.image_size
-    data = resolved.data
-    return describe_weights(
-        model=resolved.model_name,
-        height=size or data.source.height,
-        width=size or data.source.width,
-        mean=data.mean,
-        std=launch.std,
-        num_classes=data.num_classes,
-        classes=data.classes,
-        resize_rule=data.resize_rule,
-        targets=data.targets,
-        loss=launch.config.loss if resolved.parts.loss is None else None,
-    )
+    Raises:
+        ValueError: the logs of a resumed run are not what it wrote.
+    """
 
-
-def recorded_metadata(launch: Launch) -> dict[str, str]:
-    """Return the metadata to record in `config.json`, whose size is limited: without class names if they are long."""
-    metadata = metadata_of(launch)
-    return metadata if sum(map(len, metadata.values())) <= _MOST_METADATA_CHARACTERS else without_classes(metadata)
-
-
-class RecordedLaunch:
-    """A launch that writes its losses, snapshots, weights and result to a run folder."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        launch: Launch,
-        folder: RunFolder,
-        begun: Mapping[Path, RunningDigest] | None = None,
-        on_snapshot: Callable[[int, Path], None] = lambda *_: None,
-    ) -> None:
-        """Connect a launch to its folder.
-
-        Args:
-            config, launch, folder: of the launch.
-            begun: the digest of each log so far, None for a new run.
-            on_snapshot: called from another thread with the step and the path of each snapshot on the disk.
-
-        Attributes:
-            rollback: the earlier launches of the run, and what this one takes back.
-        """
-        self._config, self._launch, self._folder = config, launch, folder
-        say = launch.notices.say
+    def __init__(self, run: Run, folder: RunFolder, on_snapshot: Callable[[int, Path], None] = lambda *_: None) -> None:
+        self._config, self._run, self._folder = run.config, run, folder
+        config, say = run.config, run.notices.say
+        recorded = run.start.recorded
+        self._cuts = None if recorded is None else find_cuts(folder.path, run.start)
+        self._earlier = [] if recorded is None else self._note_changes(recorded)
         self._snapshots = SnapshotWriter(
             folder.snapshots,
             keep=config.keep_snapshots,
             say=say,
             find_best=self._find_best_snapshot,
             on_written=self._note_snapshot,
-            on_hopeless=lambda: launch.board.request_stop("no snapshot can be written"),
+            on_hopeless=lambda: run.board.request_stop("no snapshot can be written"),
             on_ended=lambda write_s: self._choice.ended(write_s),
         )
         self._choice = SnapshotChoice(
-            config, launch.start.events, self._snapshots.is_best, lambda: launch.spans[SNAPSHOT_PUSH].total_s
+            config, run.start.events, self._snapshots.is_best, lambda: run.spans[SNAPSHOT_PUSH].total_s
         )
         self._evaluations = EvaluationLog(folder.evaluation_log)
         self._on_snapshot = on_snapshot
         self._monitor: RuntimeMonitor | None = None
-        self.rollback = Rollback()
-        if begun is None:
-            begun = {path: RunningDigest() for path in (folder.loss_log, folder.evaluation_log, folder.control_log)}
+        self._rollback = Rollback()
+        logs = (folder.loss_log, folder.evaluation_log, folder.control_log)
+        begun = {path: RunningDigest() for path in logs} if self._cuts is None else self._cuts
         self._sink = RunFolderSink(
             folder.loss_log,
             folder.evaluation_log,
@@ -168,7 +105,7 @@ class RecordedLaunch:
         )
         self._control_log = ControlLog(folder.control_log, begun[folder.control_log])
         self._recorder = EventRecorder(self._record_event, self._note_late)
-        self._mailbox = ControlMailbox(folder.path, launch.board.request)
+        self._mailbox = ControlMailbox(folder.path, run.board.request)
 
     def __enter__(self) -> Self:
         # Before anything slow: a request during compilation takes effect at the first step.
@@ -185,10 +122,52 @@ class RecordedLaunch:
         if self._monitor is not None:
             self._finish_monitor(self._monitor, "failed", 0)
 
-    def run(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainResult:
+    def begin(self, origins: Mapping[str, str]) -> None:
+        """Write `config.json`, and remove what an earlier run left, or what a resumed one wrote after its snapshot.
+
+        Called after every check that could refuse the run: only now is an earlier one modified.
+
+        Args:
+            origins: where each setting came from.
+        """
+        run, folder, recorded = self._run, self._folder, self._run.start.recorded
+        if self._cuts is None:
+            folder.clear()
+        else:
+            self._rollback = read_rollback(folder.path, run.start.step, self._cuts, run.notify)
+            # Before the lines are cut off: what they took is known from them alone.
+            record_rollback(run, folder, self._rollback)
+            rewind_run(folder, run.start, self._cuts)
+        before = {} if recorded is None else recorded.resolved
+        # A rule that only the beginning of the run used is taken from the record, as are its initial weights.
+        rules = before.get(RULES, {}) | run.rules
+        resolved = {
+            **run.resolved,
+            **run.crossings,
+            **({RULES: rules} if rules else {}),
+            "learning_rate": self._config.peak_learning_rate,
+            GIVEN_WEIGHTS: run.given_digest or before.get(GIVEN_WEIGHTS),
+            WEIGHTS_METADATA: recorded_metadata(run),
+        }
+        folder.write_config(
+            with_absolute_paths(self._config),
+            resolved,
+            run.data.manifest_digest,
+            origins=origins,
+            earlier=self._earlier,
+            continued=() if recorded is None else recorded.seals,
+        )
+        if run.stored is not None:
+            run.stored.begin()
+
+    def _note_changes(self, recorded: RecordedRun) -> list[dict[str, Any]]:
+        run = self._run
+        return note_changes(recorded, self._config, run.start.step, run.topology, run.crossings[MACHINE])
+
+    def record(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainResult:
         """Run the program and write the run's files; if the run failed, raise its error."""
-        launch, start = self._launch, self._launch.start
-        launch.board.prepare(
+        run, start = self._run, self._run.start
+        run.board.prepare(
             first_pull=start.pulls,
             pulls_per_step=self._config.accumulate_steps,
             replayed=start.events,
@@ -196,25 +175,26 @@ class RecordedLaunch:
             is_snapshot_due=self._choice.is_due,
             keeps_evaluated=self._config.keeps_best_evaluation,
         )
+        watch = [] if run.stored is None else [run.stored.watch()]
         self._choice.start()
         self._folder.launched()
         self._snapshots.start()
         self._monitor = monitor = start_monitor(
-            launch, compiled, snapshots=self._snapshots, folder=self._folder, rollback=self.rollback
+            run, compiled, snapshots=self._snapshots, folder=self._folder, rollback=self._rollback
         )
         try:
-            state = launch.run(compiled, state, [self._sink, *sinks])
+            state = run.execute(compiled, state, [self._sink, *sinks, *watch])
         except BaseException as error:
             # Another thread can set any exception for this one, which then waits no longer for the program.
-            if not isinstance(error, Exception) or any(each.is_at_work for each in launch.workers):
+            if not isinstance(error, Exception) or any(each.is_at_work for each in run.workers):
                 self._leave_at_once(error, monitor)
                 raise
             self._await_snapshot(error)
             self._finish_monitor(monitor, "failed")
             self._record_end(error)
             raise
-        failure = launch.failure(state)
-        result = result_of(launch, compiled, state, self._folder, failure, monitor.so_far())
+        failure = run.failure(state)
+        result = result_of(run, compiled, state, failure, monitor.so_far())
         self._write_profile(result)
         failure = self._keep_state(state, failure) or self._snapshots.failure
         end: LaunchState = "failed" if failure is not None else "done" if result.is_complete else "stopped"
@@ -229,11 +209,11 @@ class RecordedLaunch:
 
     def _leave_at_once(self, error: BaseException, monitor: RuntimeMonitor) -> None:
         """Record the end of a run whose program and sinks may still be at work, and unlock the folder once they end."""
-        self._launch.board.request_stop(type(error).__name__)
+        self._run.board.request_stop(type(error).__name__)
         self._finish_monitor(monitor, "stopped", _QUIT_TIMEOUT_S)
         self._record_end(error)
         self._snapshots.close(0)
-        self._folder.unlock_after([*self._launch.workers, self._snapshots.worker])
+        self._folder.unlock_after([*self._run.workers, self._snapshots.worker])
         self._add_resume_note(error, self._snapshots.last_step)
 
     def _write_profile(self, result: TrainResult) -> None:
@@ -242,7 +222,7 @@ class RecordedLaunch:
         try:
             self._folder.write_monitoring(PROFILE, to_csv(result.profile).encode())
         except OSError as error:
-            self._launch.notices.say(f"warning: the profile was not written ({error})")
+            self._run.notices.say(f"warning: the profile was not written ({error})")
 
     def _finish_monitor(
         self, monitor: RuntimeMonitor, state: LaunchState, timeout_s: float = _RUNTIME_TIMEOUT_S
@@ -281,10 +261,10 @@ class RecordedLaunch:
         self._folder.check_kept()
         self._choice.note_event(event)
         if self._control_log.append(event, confirm):
-            self._launch.notices.say(f"{origin_of(event.request)}: {event.describe()}")
+            self._run.notices.say(f"{origin_of(event.request)}: {event.describe()}")
 
     def _note_late(self, event: ControlEvent) -> None:
-        self._launch.notices.say(
+        self._run.notices.say(
             f"{origin_of(event.request)}: a request has no effect until the disk accepts it in {CONTROL_LOG_NAME}"
         )
 
@@ -292,9 +272,9 @@ class RecordedLaunch:
         """Write a last snapshot, from which the run can resume; return `failure` or, if None, an error of a log."""
         try:
             self._folder.check_kept()
-            if late := self._launch.board.record_late(int(state.pulls)):
+            if late := self._run.board.record_late(int(state.pulls)):
                 them = "it" if len(late) == 1 else "them"
-                self._launch.notices.say(
+                self._run.notices.say(
                     f"{quantity(len(late), 'request')} of callbacks came after the last step: a run that is resumed "
                     f"from here applies {them}"
                 )
@@ -303,14 +283,14 @@ class RecordedLaunch:
             failure, folder_state = failure or error, None
         # After NaN or infinite gradients, the last good snapshot is the place to retry with another learning rate. And
         # if log lines are missing, a run that resumed after them would never write them.
-        sink, start = self._sink, self._launch.start
+        sink, start = self._sink, self._run.start
         written_step = start.step if sink.last_step is None else sink.last_step
         is_whole = (written_step, start.num_evaluations + sink.num_evaluations) == (
             int(state.step),
             int(state.num_evaluations),
         )
         # A state that may depend on changed data is not worth resuming from either.
-        is_worth_it = not isinstance(failure, NonFiniteError | LostFileError) and not self._launch.has_changed_data
+        is_worth_it = not isinstance(failure, NonFiniteError | LostFileError) and not self._run.has_changed_data
         if folder_state is not None and is_whole and is_worth_it:
             tree = jax.tree.map(np.asarray, plain_keys(state))
             self._snapshots.submit(int(state.step), int(state.pulls), tree, folder_state)
@@ -319,9 +299,9 @@ class RecordedLaunch:
 
     def _await_disk(self) -> None:
         """Wait until the submitted snapshots are on the disk."""
-        self._launch.spans[END].begin()
+        self._run.spans[END].begin()
         self._snapshots.close(_SNAPSHOT_TIMEOUT_S)
-        self._launch.spans[END].end()
+        self._run.spans[END].end()
 
     def _await_snapshot(self, failure: Exception) -> None:
         """Wait for the snapshot that is being written, because after a failure it may be the only result.
@@ -330,7 +310,7 @@ class RecordedLaunch:
         """
         step, name = self._snapshots.unwritten_step, type(failure).__name__
         if step is not None:
-            self._launch.notices.say(f"{name}: waiting for the snapshot of step {step}; press Ctrl-C to abandon it")
+            self._run.notices.say(f"{name}: waiting for the snapshot of step {step}; press Ctrl-C to abandon it")
         try:
             self._await_disk()
         except KeyboardInterrupt:
@@ -348,13 +328,13 @@ class RecordedLaunch:
                 "run (--run-dir)"
             )
             return
-        own = recorded_own_parts(self._launch.resolved.to_json())
-        options = options_of(self._launch.resolved.parts.named, own)
+        own = recorded_own_parts(self._run.resolved)
+        options = options_of(self._run.parts.named, own)
         if own and options is None:
             how = f"train with replace(loopfeed.run_settings({path!r}), resume=True) and the same {listed(own)}"
         else:
             how = f"run-train --run-dir {shlex.quote(path)} --resume {options}".rstrip()
-        if self._launch.has_changed_data:
+        if self._run.has_changed_data:
             failure.add_note(
                 f"no snapshot of the last step was written. If the newest snapshot, of step {snapshot_step}, was "
                 f"written after the data changed, remove it from {self._folder.snapshots}. "
@@ -367,7 +347,7 @@ class RecordedLaunch:
         """Write the weights and `result.json`; return `failure` or, if None, any error from writing the weights."""
         try:
             if result.steps_done:
-                name = self._launch.resolved.registry_name
+                name = self._run.registry_name
                 tensors = name_tensors(name, result.params, result.batch_stats)
                 self._folder.write_weights(tensors, self._weights_metadata(result))
         except Exception as error:  # noqa: BLE001 - a user-defined model may have any leaves; record the end first
@@ -380,22 +360,22 @@ class RecordedLaunch:
 
     def _weights_metadata(self, result: TrainResult) -> dict[str, str]:
         """Return the metadata needed to use the weights; all values are strings, as safetensors requires."""
-        return {**metadata_of(self._launch), STEPS_DONE: str(result.steps_done)}
+        return {**metadata_of(self._run), STEPS_DONE: str(result.steps_done)}
 
     def _record_end(self, failure: BaseException | None, result: TrainResult | None = None) -> None:
         """Write `result.json`; if that fails, add a note to `failure`, or raise the error if there is no failure."""
-        stream = self._launch.stream
+        stream = self._run.stream
         nonfinite = [] if stream.first_nonfinite_step is None else [stream.first_nonfinite_step]
         if isinstance(failure, NonFiniteError):
             nonfinite.append(failure.first_step)
         is_interrupted = isinstance(failure, KeyboardInterrupt)
-        interrupted_by = self._launch.board.stop_reason or "KeyboardInterrupt" if is_interrupted else "error"
+        interrupted_by = self._run.board.stop_reason or "KeyboardInterrupt" if is_interrupted else "error"
         end: dict[str, Any] = {
-            "steps_done": result.steps_done if result else self._launch.start.step + stream.num_losses,
+            "steps_done": result.steps_done if result else self._run.start.step + stream.num_losses,
             "stopped_by": result.stopped_by if result else interrupted_by,
             "error": None if failure is None or is_interrupted else f"{type(failure).__name__}: {failure}",
             "first_nonfinite_step": min(nonfinite, default=None),
-            "num_params": self._launch.num_params,
+            "num_params": self._run.num_params,
             "snapshot_step": result.snapshot_step if result else self._snapshots.last_step,
         }
         if result is not None:

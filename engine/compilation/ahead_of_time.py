@@ -14,15 +14,16 @@ import jax
 import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
+from loopfeed.engine.compilation.cache_faults import reporting_cache_faults
+from loopfeed.engine.compilation.cache_place import check_cache_place, local_folder
+from loopfeed.engine.compilation.garbage_collector import without_collector
 from loopfeed.engine.hlo.kernels import kernel_flops
 from loopfeed.engine.records.whole_file import make_folder, write_whole
-from loopfeed.engine.run.cache_faults import reporting_cache_faults
-from loopfeed.engine.run.cache_place import check_cache_place, local_folder
-from loopfeed.engine.run.garbage_collector import without_collector
 from loopfeed.models.kernels.onednn.team_library import cache_fault
 from loopfeed.models.layers.platform_forms import tracing_for
 from loopfeed.models.trusted_folder import file_fault, folder_fault, make_private_folder
 from loopfeed.models.user_cache import CACHE_REMEDY, user_cache_folder
+from loopfeed.preprocess.memory import host_memory_bytes
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 # The names of the files of `jax._src.lru_cache`.
@@ -139,6 +140,19 @@ def compile_traced(
         write_whole(dump_folder / "program.stablehlo.mlir", traced.lowered.as_text().encode())
         write_whole(dump_folder / "program.optimised.hlo", (compiled.as_text() or "").encode())
     return Compiled(compiled, traced.trace_s, compile_s, bool(hits), _memory_bytes(compiled), keeps)
+
+
+def memory_warning(compiled: Compiled, beside_bytes: int) -> str | None:
+    """Return a warning if a program and so many bytes beside it need more memory than this machine has."""
+    if jax.default_backend() != "cpu":
+        return None
+    needed, available = compiled.peak_bytes + beside_bytes, host_memory_bytes()
+    if available is None or needed <= available:
+        return None
+    return (
+        f"warning: the program needs about {needed / 1e9:,.1f} GB, but this machine has {available / 1e9:,.1f} GB: use "
+        "a smaller --batch"
+    )
 
 
 def compiler_options(lowered: jax.stages.Lowered, backend: str, *, deterministic: bool) -> dict[str, str | bool | int]:

@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from loopfeed.engine.compilation.ahead_of_time import compile_traced, trace_ahead
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.signals import call_on_worker
 from loopfeed.engine.crossing.infeed import Batch
+from loopfeed.engine.inspection.differences import Difference, compare, effect, join, largest_effect
+from loopfeed.engine.inspection.first_batch import look_at_first_batch
+from loopfeed.engine.parts import OwnParts, PartArguments, take_parts
 from loopfeed.engine.program.looped_step import StepProgram, sample_of
 from loopfeed.engine.program.random_rounding import RandomRounding, switches
 from loopfeed.engine.program.train_state import TrainState
-from loopfeed.engine.run.compilation import caching_compilations, compile_traced, trace_ahead
-from loopfeed.engine.run.differences import Difference, compare, effect, join, largest_effect
-from loopfeed.engine.run.first_batch import look_at_first_batch
-from loopfeed.engine.run.launch import Launch
-from loopfeed.engine.run.open_run import open_run
-from loopfeed.engine.run.parts import OwnParts, PartArguments, take_parts
-from loopfeed.engine.run.signals import call_on_worker
+from loopfeed.engine.run.run import Run
+from loopfeed.engine.run.train import open_run
 from loopfeed.engine.settings import SettingError
 
 _DISTURBED_RUNS = 2
@@ -86,11 +86,10 @@ def check_step_of(config: TrainConfig, parts: OwnParts, notify: Callable[[str], 
     """Check the next step of a run; see `check_step`."""
     config = replace(config, profile=False)
     with open_run(config, parts, notify, is_dry=True) as run:
-        launch = run.launch
-        if len(launch.team.devices) > 1:
+        if len(run.team.devices) > 1:
             raise SettingError("devices", "a step is checked on one device, got {setting} {found}: give 1",
-                               found=len(launch.team.devices))  # fmt: skip
-        program = _step_program(launch)
+                               found=len(run.team.devices))  # fmt: skip
+        program = _step_program(run)
         notify(f"running {len(program.flat.operations):,} operations one by one, {1 + _DISTURBED_RUNS} times")
         held = dict.fromkeys(switches(program.flat))
         reference = _run_singly(program, held=held)
@@ -105,13 +104,13 @@ def check_step_of(config: TrainConfig, parts: OwnParts, notify: Callable[[str], 
             unstable = _moved(reference, [_run_singly(program, RandomRounding(1, held, widens_sums=False))], limit)
         notify("compiling a loop of the same operations")
         looped = _run_looped(program, deterministic=config.deterministic)
-        step = launch.start.step + 1
+        step = run.start.step + 1
     whole: Mapping[str, Difference] = {}
     results = [each.results for each in disturbed]
     if config.accumulate_steps == 1:
         with open_run(config, parts, lambda _: None, is_dry=True) as run:
             notify("compiling the training program")
-            whole = _compare(reference.results, _run_whole(run.launch, step), results)
+            whole = _compare(reference.results, _run_whole(run, step), results)
     return StepCheck(
         step=step,
         num_operations=len(program.flat.operations),
@@ -122,12 +121,11 @@ def check_step_of(config: TrainConfig, parts: OwnParts, notify: Callable[[str], 
     )
 
 
-def _step_program(launch: Launch) -> StepProgram:
-    """Return the next step of a launch, with the batch that it would take."""
-    parts = launch.inside
-    batch, factor = look_at_first_batch(launch, lambda one, *_: (one.batch, one.learning_rate_factor))
-    state = launch.starting_state()
-    return StepProgram(parts.model, parts.statics, state, Batch(*batch), factor, parts.values)
+def _step_program(run: Run) -> StepProgram:
+    """Return the next step of a run, with the batch that it would take."""
+    batch, factor = look_at_first_batch(run, lambda one, *_: (one.batch, one.learning_rate_factor))
+    state = run.starting_state()
+    return StepProgram(run.checked_model(), run.statics, state, Batch(*batch), factor, run.values())
 
 
 type _Parts = dict[str, list[Any]]
@@ -187,22 +185,20 @@ def _is_number(leaf: Any) -> bool:
     return not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _run_whole(launch: Launch, step: int) -> _Parts:
+def _run_whole(run: Run, step: int) -> _Parts:
     """Make one step by the program of the run, without evaluation and snapshot."""
-    with caching_compilations(launch.config.compilation_cache):
-        compiled, state = launch.prepare()
+    with run.compiling(run.config.compilation_cache):
+        compiled, state = run.prepare(run.trace())
     none = jnp.int32(0)
-    values = launch.inside.values._replace(
+    values = run.values()._replace(
         stop_step=jnp.int32(step), eval_every_steps=none, num_eval_batches=none, snapshot_every_steps=none
     )
-    launch.board.prepare(
-        first_pull=launch.start.pulls, pulls_per_step=1, replayed=launch.start.events, record=lambda _: None
-    )
-    state = launch.run(compiled, state, [], values)
+    run.board.prepare(first_pull=run.start.pulls, pulls_per_step=1, replayed=run.start.events, record=lambda _: None)
+    state = run.execute(compiled, state, [], values)
     if int(state.step) != step:
-        failure = launch.failure(state)
-        raise KeyboardInterrupt(f"stopped by {launch.board.stop_reason}") if failure is None else failure
-    return _results_of(state, launch.stream.losses[-1])
+        failure = run.failure(state)
+        raise KeyboardInterrupt(f"stopped by {run.board.stop_reason}") if failure is None else failure
+    return _results_of(state, run.stream.losses[-1])
 
 
 def _compare(reference: _Parts, found: _Parts, disturbed: list[_Parts]) -> dict[str, Difference]:

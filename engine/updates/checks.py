@@ -10,11 +10,10 @@ import optax
 
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.patterns import parse_freeze, parse_groups
-from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.settings import SettingError
-from loopfeed.engine.updates.own_optimizer import check_rate_not_stored, first_line, has_own_rate
+from loopfeed.engine.updates.own_optimizer import OwnOptimizer, check_rate_not_stored, first_line, has_own_rate
 from loopfeed.engine.updates.selection import dotted_paths, matches, split_frozen
-from loopfeed.engine.updates.update import UpdateRule
+from loopfeed.engine.updates.update import Schedule, UpdateRule
 
 _OF_THE_OPTIMIZER = ("optimizer", "momentum", "beta2", "weight_decay", "decay_all", "cycle_momentum")
 _OF_THE_SCHEDULE = (
@@ -24,7 +23,7 @@ _OF_THE_SCHEDULE = (
 _MOST_NAMED = 3
 
 
-def check_updates(config: TrainConfig, parts: OwnParts) -> None:
+def check_updates(config: TrainConfig, optimizer: OwnOptimizer | None, schedule: Schedule | None) -> None:
     """Check the settings of the updates, and the user-defined optimizer and schedule, before anything is opened.
 
     Raises:
@@ -36,15 +35,15 @@ def check_updates(config: TrainConfig, parts: OwnParts) -> None:
             "{setting} is the order of the norm that {clip_norm} limits, got {found} without a limit: give {clip_norm}",
             found=config.clip_order,
         )
-    if parts.schedule is not None:
-        _check_schedule(parts.schedule)
+    if schedule is not None:
+        _check_schedule(schedule)
         _refuse(config, (*_OF_THE_SCHEDULE, "cycle_momentum"), "a schedule of your own")
-    if parts.optimizer is None:
+    if optimizer is None:
         return
-    if not isinstance(parts.optimizer, optax.GradientTransformation) and not callable(parts.optimizer):
+    if not isinstance(optimizer, optax.GradientTransformation) and not callable(optimizer):
         raise ValueError(
             "optimizer must be an optax.GradientTransformation or a function from a learning rate to one, got "
-            f"{type(parts.optimizer).__name__}: give one, or choose a ready-made optimizer with "
+            f"{type(optimizer).__name__}: give one, or choose a ready-made optimizer with "
             "TrainConfig(optimizer=…)"
         )
     _refuse(config, _OF_THE_OPTIMIZER, "an optimizer of your own")
@@ -55,9 +54,9 @@ def check_updates(config: TrainConfig, parts: OwnParts) -> None:
             "optax.add_decayed_weights with a mask in the optimizer",
             found=config.groups,
         )
-    if has_own_rate(parts.optimizer):
+    if has_own_rate(optimizer):
         what = "an optimizer of your own that has its own learning rate"
-        if parts.schedule is not None:
+        if schedule is not None:
             raise ValueError(
                 f"a schedule has no effect with {what}: leave it out, or give a function from a learning rate to the "
                 "optimizer"

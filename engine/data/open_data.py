@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.config import OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
+from loopfeed.engine.data.cached_data import open_cache, open_cached_split
+from loopfeed.engine.data.dataset import choose_data, make_demo
+from loopfeed.engine.data.label_fit import check_loss_fits, check_num_targets
 from loopfeed.engine.feed.batches import (
     ArrayBatches,
     BatchSource,
@@ -20,16 +23,13 @@ from loopfeed.engine.feed.batches import (
     FunctionBatches,
     LabelKind,
     SyntheticBatches,
+    takes_rows,
 )
-from loopfeed.engine.feed.own_rows import FunctionRows, takes_rows
 from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches
 from loopfeed.engine.feed.windowed_batches import WindowedBatches
 from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.parts import OwnParts
 from loopfeed.engine.processes import this_process
-from loopfeed.engine.run.cached_data import open_cache, open_cached_split
-from loopfeed.engine.run.dataset import choose_data, make_demo
-from loopfeed.engine.run.label_fit import check_loss_fits, check_num_targets
-from loopfeed.engine.run.parts import OwnParts
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
@@ -151,9 +151,9 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
     function: Any = batches
     if not callable(batches):
         source: BatchSource = batches
-    elif takes_rows(batches):
-        source = FunctionRows(function, _own_rows(config.batch), config.batch, **how)
     else:
+        if takes_rows(batches):
+            how |= {"rows": _own_rows(config.batch), "batch": config.batch}
         source = FunctionBatches(function, **how)
     if source.batch != config.batch:
         raise ValueError(

@@ -15,16 +15,16 @@ from PIL.Image import Image
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.images.mixing import WHOLE
+from loopfeed.engine.inspection.captions import captions_of
+from loopfeed.engine.inspection.first_batch import look_at_first_batch
+from loopfeed.engine.parts import PartArguments, take_parts
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.program.augmented_batch import augment_batch
 from loopfeed.engine.program.one_batch import OneBatch
 from loopfeed.engine.program.train_state import RunValues
 from loopfeed.engine.records.whole_file import write_whole
-from loopfeed.engine.run.captions import captions_of
-from loopfeed.engine.run.first_batch import look_at_first_batch
-from loopfeed.engine.run.launch import Launch
-from loopfeed.engine.run.open_run import open_run
-from loopfeed.engine.run.parts import PartArguments, take_parts
+from loopfeed.engine.run.run import Run
+from loopfeed.engine.run.train import open_run
 from loopfeed.preprocess.commands.sheet_path import check_sheet_path
 from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.quantities import quantity
@@ -125,26 +125,25 @@ def show_batch(
     if path is not None:
         check_sheet_path(path)
     with open_run(config, take_parts(parts), notify, is_dry=True) as run:
-        shown = first_batch_of(run.launch)
+        shown = first_batch_of(run)
     if path is not None and this_process().index == 0:
         shown.save(path)
     return shown
 
 
-def first_batch_of(launch: Launch) -> ShownBatch:
-    """Return the batch that an open launch would train on next; see `show_batch`."""
-    parts = launch.inside
-    statics, data = parts.statics, launch.resolved.data
+def first_batch_of(run: Run) -> ShownBatch:
+    """Return the batch that an open run would train on next; see `show_batch`."""
+    statics, data = run.statics, run.data
 
     def look(one: OneBatch, pulls: jax.Array, values: RunValues) -> Any:
         images, own_share, _ = augment_batch(statics, one.batch, pulls, values)
         return statics.replicas.join_rows((images, one.batch.labels, own_share))
 
-    images, words, own_share = look_at_first_batch(launch, look)
+    images, words, own_share = look_at_first_batch(run, look)
     labels, _ = statics.objective.read_labels(jnp.asarray(words))
     labels, images, own_share = jax.tree.map(np.asarray, (labels, images, own_share))
-    levels = (images * np.asarray(launch.std, np.float32) + np.asarray(data.mean, np.float32)) * 255
-    step = launch.start.step + 1
+    levels = (images * np.asarray(run.std, np.float32) + np.asarray(data.mean, np.float32)) * 255
+    step = run.start.step + 1
     return ShownBatch(
         images=images,
         pictures=np.clip(np.rint(np.nan_to_num(levels)), 0, 255).astype(np.uint8),

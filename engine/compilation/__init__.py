@@ -1,0 +1,1 @@
+"""Compilation of programs ahead of time, and the cache of compiled programs."""
