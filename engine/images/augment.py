@@ -102,12 +102,7 @@ def make_targets(
 def prepare_for_evaluation(
     pixels: UInt32[Array, "b H W"], size: int | None, scale: PixelScale
 ) -> Float32[Array, "b h w 3"]:
-    """Centre-crop and normalise packed images for evaluation.
-
-    Args:
-        pixels: packed.
-        size: height and width of the crop, in pixels; None uses the whole image.
-        scale: mean and standard deviation of the pixels.
+    """Crop the centre of packed images to `size` × `size` pixels (None: the whole image), and normalise them.
 
     Raises:
         ValueError: if the crop is larger than the image.

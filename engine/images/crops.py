@@ -46,7 +46,6 @@ def random_crop(
     """Pad each image and crop it to `shape` (height, width) at a uniformly random place.
 
     Args:
-        pixels: the images.
         words: uniform, for the row and the column.
         shape: at most (H + 2 · padding, W + 2 · padding).
         padding: pixels added on every side.

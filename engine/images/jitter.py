@@ -71,11 +71,8 @@ def change_saturation(planes: Planes, factors: Int32[Array, "b"]) -> Planes:
 def turn_hue(planes: Planes, turns: Int32[Array, "b"]) -> Planes:
     """Rotate the hue of each image in the HSV hexagon (Smith, 1978); value and saturation stay the same.
 
-    Hues are in units of 1/(4096 · chroma) of a sixth of the circle: integers, without a division.
-
-    Args:
-        planes: the levels.
-        turns: -12288 … 12288, in 1/24576 of the circle.
+    Hues are in units of 1/(4096 · chroma) of a sixth of the circle: integers, without a division. Turns are in 1/24576
+    of the circle, -12288 … 12288.
     """
     red, green, blue = planes
     value = jnp.maximum(jnp.maximum(red, green), blue)

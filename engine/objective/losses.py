@@ -27,10 +27,7 @@ def cross_entropy_loss(
 ) -> Float[Array, "B"]:
     """Return the softmax cross entropy of each example in nats, computed in float32.
 
-    Args:
-        logits: the logits.
-        labels: classes, or target distributions. A class outside 0 … K - 1 gives NaN.
-        weights: not used.
+    The labels are classes, or target distributions. A class outside 0 … K - 1 gives NaN.
     """
     log_probabilities = jax.nn.log_softmax(widen(logits))
     if not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -49,13 +46,8 @@ def binary_cross_entropy_loss(
 ) -> Float[Array, "B"]:
     """Return the mean binary cross entropy of the K labels of each example in nats (multi-label), in float32.
 
-    As PyTorch's `binary_cross_entropy_with_logits`, averaged over K. A logit of infinity on the side of a certain label
-    costs 0.
-
-    Args:
-        logits: the logits.
-        labels: booleans, or numbers in 0 … 1.
-        weights: not used.
+    As PyTorch's `binary_cross_entropy_with_logits`, averaged over K, of labels that are booleans, or numbers in 0 … 1.
+    A logit of infinity on the side of a certain label costs 0.
 
     Raises:
         ValueError: while tracing, if logits and labels have different shapes, which would otherwise be broadcast.
@@ -80,10 +72,7 @@ def mean_squared_error_loss(
 ) -> Float[Array, "B"]:
     """Return the mean squared difference of each example (regression), computed in float32.
 
-    Args:
-        outputs: the outputs.
-        labels: numbers, of the shape of `outputs`; numbers [B] also fit outputs [B, 1].
-        weights: not used.
+    The labels are numbers of the shape of `outputs`; numbers [B] also fit outputs [B, 1].
     """
     difference = widen(outputs) - widen(labels).reshape(outputs.shape)
     return jnp.square(difference).reshape(len(difference), -1).mean(axis=1)
@@ -117,10 +106,8 @@ def without_zero_weights(values: Float[Array, "*shape"], weights: Float[Array, "
 def cross_entropy(logits: Float[Array, "B K"], targets: Float[Array, "B K"]) -> Float[Array, ""]:
     """Return the softmax cross entropy in nats, averaged over the batch, computed in float32.
 
-    Args:
-        logits: the logits.
-        targets: rows that sum to 1; a NaN row makes the loss NaN. A class with target 0 may have a logit of minus
-            infinity, as a masked class has.
+    Rows of targets sum to 1; a NaN row makes the loss NaN. A class with target 0 may have a logit of minus infinity, as
+    a masked class has.
     """
     log_probabilities = without_zero_weights(jax.nn.log_softmax(widen(logits)), targets)
     return -jnp.mean(jnp.sum(targets * log_probabilities, axis=-1))

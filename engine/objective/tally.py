@@ -125,12 +125,7 @@ def tally_batch(tally: Tally, logits: Float[Array, "B K"], labels: Int32[Array, 
     """Return the tally with one batch added.
 
     Equal logits rank in the order of their classes, as in `lax.top_k` and a stable sort. An image with a NaN logit, or
-    with a label out of range, counts as wrong and makes the loss NaN.
-
-    Args:
-        tally: tally of the previous batches.
-        logits: the logits.
-        labels: PADDING_LABEL in padding rows.
+    with a label out of range, counts as wrong and makes the loss NaN. Padding rows have the label PADDING_LABEL.
     """
     logits = logits.astype(jnp.float32)
     is_image = labels != PADDING_LABEL
