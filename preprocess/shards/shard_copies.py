@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
 from loopfeed.preprocess.shards.location import Location, ShardError
 from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.shard_cache import ShardCache
-from loopfeed.preprocess.workers import Worker, wait_for
+from loopfeed.preprocess.workers import Pool
 
 _NUM_THREADS = 16
 _PART_BYTES = 8 << 20
@@ -50,26 +50,25 @@ class ShardCopies:
         granted = cache.grant(self.num_bytes)
         self.num_cached = num_shards if granted == self.num_bytes else granted // self.shard_bytes
         self._present: set[int] = set()
-        self._wanted: deque[int] = deque()
         self._pending: set[int] = set()
         self._tried: dict[int, float] = {}
         self._failures: Counter[int] = Counter()
-        self._workers: list[Worker[None]] = []
-        self._changed = threading.Condition()  # guards everything above
+        self._changed = threading.Condition()  # guards everything above, from `_present` on
+        self._threads = Pool(_NUM_THREADS, "shard-copies")
         self._closed = False
 
     def request(self, shards: Iterable[int]) -> None:
         """Copy the shards that are not in the cache, in this order, in the background."""
+        wanted: list[int] = []
         with self._changed:
             for shard in shards:
                 if self._is_present(shard):
                     self._cache.touch(self._pack, shard)
                 elif self._may_copy(shard):
                     self._pending.add(shard)
-                    self._wanted.append(shard)
-            if self._wanted and not self._closed:
-                self._start()
-                self._changed.notify_all()
+                    wanted.append(shard)
+        for shard in wanted:
+            self._threads.submit(self._try_to_copy, shard)
 
     def wait(self, shard: int, *, timeout_s: float) -> None:
         """Wait until a requested shard is in the cache, or will not be; at most `timeout_s` seconds."""
@@ -97,9 +96,8 @@ class ShardCopies:
         """Stop copying; a part that is being read is finished first, or abandoned after a second."""
         with self._changed:
             self._closed = True
-            self._wanted.clear()
             self._changed.notify_all()
-        wait_for(self._workers, _CLOSE_TIMEOUT_S)
+        self._threads.close(_CLOSE_TIMEOUT_S)
 
     def _is_present(self, shard: int) -> bool:
         if shard not in self._present and shard < self.num_cached and self._cache.has(self._pack, shard):
@@ -111,32 +109,21 @@ class ShardCopies:
         is_hopeful = self._failures[shard] < _MOST_FAILURES
         return shard < self.num_cached and shard not in self._pending and is_due and is_hopeful
 
-    def _start(self) -> None:
-        for number in range(len(self._workers), _NUM_THREADS):
-            self._workers.append(Worker(self._work, f"shard-copies-{number}").start(is_attended=False))
-
-    def _work(self) -> None:
-        while (shard := self._claim()) is not None:
-            num_failures, is_there = 0, False
-            try:
-                is_there = self._copy(shard)
-            except Exception:  # noqa: BLE001 - the images are then read from the store, which raises what is wrong
-                num_failures = 1
-            with self._changed:
-                self._failures[shard] += num_failures
-                self._tried[shard] = time.monotonic()
-                self._pending.discard(shard)
-                if is_there:
-                    self._present.add(shard)
-                self._changed.notify_all()
-
-    def _claim(self) -> int | None:
+    def _try_to_copy(self, shard: int) -> None:
+        if self._closed:
+            return
+        num_failures, is_there = 0, False
+        try:
+            is_there = self._copy(shard)
+        except Exception:  # noqa: BLE001 - the images are then read from the store, which raises what is wrong
+            num_failures = 1
         with self._changed:
-            while not self._closed:
-                if self._wanted:
-                    return self._wanted.popleft()
-                self._changed.wait()
-        return None
+            self._failures[shard] += num_failures
+            self._tried[shard] = time.monotonic()
+            self._pending.discard(shard)
+            if is_there:
+                self._present.add(shard)
+            self._changed.notify_all()
 
     def _copy(self, shard: int) -> bool:
         """Copy a shard and return whether it is in the cache; raise ShardError if the store fails."""
