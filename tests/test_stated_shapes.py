@@ -157,8 +157,7 @@ def trace_functions() -> None:
     from loopfeed.engine.images import unpack
     from loopfeed.engine.objective.losses import LOSSES
     from loopfeed.engine.objective.objective import CROSS_ENTROPY
-    from loopfeed.engine.objective.predictions import empty_predictions
-    from loopfeed.engine.objective.tally import empty_tally, tally_outputs
+    from loopfeed.engine.objective.tally import empty_predictions, empty_tally, tally_outputs
     from loopfeed.engine.program.histograms import compute_histograms
     from loopfeed.engine.updates.optim import Hyperparams, init_optimizer, make_optimizer
 

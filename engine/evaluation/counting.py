@@ -37,9 +37,8 @@ from loopfeed.engine.feed.feeder import Feeder, ring_depth
 from loopfeed.engine.images.augment import prepare_for_evaluation
 from loopfeed.engine.images.unpack import PixelScale
 from loopfeed.engine.objective.batch_size_check import check_batch_size
-from loopfeed.engine.objective.logits import logits_of
-from loopfeed.engine.objective.predictions import empty_predictions
-from loopfeed.engine.objective.tally import Tally, empty_tally
+from loopfeed.engine.objective.objective import logits_of
+from loopfeed.engine.objective.tally import Tally, empty_predictions, empty_tally
 from loopfeed.engine.program.checked_model import CheckedModel
 from loopfeed.engine.program.evaluate_split import evaluate_split
 from loopfeed.engine.program.kernels import settle_kernels

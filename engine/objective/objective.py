@@ -17,7 +17,6 @@ from loopfeed.engine.feed.label_form import LabelForm
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.images.augment import make_targets
 from loopfeed.engine.images.mixing import WHOLE, mix_targets, swap_partners
-from loopfeed.engine.objective.logits import logits_of
 from loopfeed.engine.objective.losses import Loss, cross_entropy, weighted_mean, without_zero_weights
 from loopfeed.engine.objective.metrics import Metric
 from loopfeed.models.layers.widening import widen
@@ -166,3 +165,18 @@ def smooth_targets(targets: Float[Array, "B K"], smoothing: Float32[Array, ""]) 
         smoothing: in 0 … 1, a runtime value; 0 leaves every bit unchanged.
     """
     return targets * (1 - smoothing) + smoothing / targets.shape[-1]
+
+
+def logits_of(outputs: Any) -> Float[Array, "B K"]:
+    """Return the logits among a model's outputs: the outputs themselves, or their entry "logits".
+
+    Raises:
+        ValueError: while tracing, if there are none.
+    """
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(logits, jax.Array) or logits.ndim != 2:
+        raise ValueError(
+            "with class numbers as labels, a model must return logits [B, K], or a dictionary with such logits under "
+            f'"logits", but returned {jax.tree.map(jnp.shape, outputs)}'
+        )
+    return logits

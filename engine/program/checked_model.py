@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from loopfeed.engine.feed.batches import BatchSource, FunctionBatches, label_form_of
 from loopfeed.engine.given_values import describe_given
-from loopfeed.engine.objective.logits import logits_of
+from loopfeed.engine.objective.objective import logits_of
 from loopfeed.engine.program.model_key import takes_key
 from loopfeed.engine.program.train_state import TrainModel, name_of_model
 from loopfeed.engine.settings import SettingError
