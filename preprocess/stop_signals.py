@@ -50,31 +50,41 @@ def uninstall(number: int) -> None:
         signal.signal(number, signal.SIG_DFL if found.before is None else found.before)
 
 
-# Of each thread: the signals that it blocked before the fork that it is making.
-_FORKING = threading.local()
+class _Forking(threading.local):
+    """The signals that the thread blocked before the fork that it is making; None if it leaves them as they are."""
+
+    before: set[signal.Signals | int] | None = None
+
+
+_FORKING = _Forking()
 
 
 def _hold_before_fork() -> None:
     """Block the signals with handlers of this process: one that is to end the child may come before its own handlers.
 
     Python would forget it, or call the handler of this process in the child, which a pool would then wait for in vain.
+    Not on the main thread, where a handler would be called in a hook of the fork, which drops what it raises.
     """
+    _FORKING.before = None
+    if threading.get_ident() == threading.main_thread().ident:
+        return
     handled = [number for number in signal.valid_signals() if isinstance(signal.getsignal(number), _OwnHandler)]
     _FORKING.before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 
 
-def _release_in_parent() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _FORKING.before)
+def _release() -> None:
+    if _FORKING.before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _FORKING.before)
 
 
 def _restore_in_child() -> None:
     for number in signal.valid_signals():
         while isinstance(signal.getsignal(number), _OwnHandler):
             uninstall(number)
-    signal.pthread_sigmask(signal.SIG_SETMASK, _FORKING.before)
+    _release()
 
 
-os.register_at_fork(before=_hold_before_fork, after_in_parent=_release_in_parent, after_in_child=_restore_in_child)
+os.register_at_fork(before=_hold_before_fork, after_in_parent=_release, after_in_child=_restore_in_child)
 
 
 @contextmanager

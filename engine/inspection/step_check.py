@@ -22,10 +22,12 @@ from loopfeed.engine.program.random_rounding import RandomRounding, switches
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import open_run
+from loopfeed.engine.scopes import BACKWARD, LOSS, OPT_STEP
 from loopfeed.engine.settings import SettingError
 
 _DISTURBED_RUNS = 2
-_PASSED_ON = 2.0  # times what rounding did to a part before it
+_LOSS_GRADIENT = f"{BACKWARD}/{LOSS}"
+_PASSED_ON = 2.0  # times what rounding did to the gradient of the loss
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,7 @@ class StepCheck:
         results: likewise for the results of that loop: "loss", "weights", "batch statistics", "optimizer".
         program: likewise for the results of the run's own program; empty if one step of it takes several batches.
         unstable: the parts of the step, scopes and results, that rounding alone moves too far even if no ReLU and no
-            choice between two numbers switches, and much farther than any part before them; and how far, relative to
-            their norm.
+            choice between two numbers switches, and how far, relative to their norm.
     """
 
     step: int
@@ -221,17 +222,16 @@ def _most_moved(program: StepProgram) -> float:
 def _moved(reference: _Seen, disturbed: list[_Seen], limit: float) -> dict[str, float]:
     """Return the parts that one of the disturbed runs moves by more than `limit`, and how far the first does.
 
-    A part that passes on how its operands were moved is not meant: the gradient of an image that is already classified
-    with certainty is a small difference of numbers near 1, so that rounding moves all of the backward pass alike.
+    The gradient of an image that is already classified with certainty is a small difference of numbers near 1, which
+    rounding moves far. What follows from it may move twice as far as it.
     """
     found: dict[str, float] = {}
     for each in reversed(disturbed):
-        before = 0.0
+        sizes = {name: effect(one, each.scopes[name]) for name, one in reference.scopes.items()}
+        passed_on = max(limit, _PASSED_ON * min(sizes.get(_LOSS_GRADIENT, 0.0), limit))
+        found |= {name: size for name, size in sizes.items()
+                  if size > (passed_on if name.startswith((f"{BACKWARD}/", OPT_STEP)) else limit)}  # fmt: skip
         # A scope may have the name of a result, such as "loss".
-        for was, now in zip(reference, each, strict=True):
-            for name, one in was.items():
-                size = effect(one, now[name])
-                if size > max(limit, _PASSED_ON * before):
-                    found[name] = size
-                before = max(before, size)
+        results = {name: effect(one, each.results[name]) for name, one in reference.results.items()}
+        found |= {name: size for name, size in results.items() if size > passed_on}
     return found

@@ -77,7 +77,7 @@ def check_files(run: Path, read: Sequence[Snapshot] = ()) -> CheckedFiles:
         elif name == CONTROL_LOG_NAME:
             found.read(name, read_events, run / name)
         # A launch writes again after the end of the one before it; also one that began or ended while this reads.
-        if ended is not None and not was_going:
+        if ended is not None and name in ended.logs and not was_going:
             found.read(name, _check_no_more, run, name, ended.logs[name])
     no_digest[WEIGHTS] = not _check_weights(run / WEIGHTS, None if end is None else end.weights_digest, found)
     there = {name for name in (*no_digest, *found.whole) if name not in found.faults and (run / name).exists()}
