@@ -158,6 +158,7 @@ def test_a_hanging_disk_is_abandoned_at_the_limit_and_reported(tmp_path):
     assert disk.entered.wait(SOON_S)
     writer.submit(9, 9, None)
     assert not writer.close(0.05)
+    assert not writer.close(0)
     assert words == [
         f"snapshot of step 8 and of step 9 not written within 0.05 s: check the disk of {tmp_path}; "
         "the last good one, of step 7, is kept"

@@ -178,13 +178,15 @@ class SnapshotWriter:
             Whether the last submitted snapshot is on disk; True if none was submitted.
         """
         with self._changed:
-            self._is_closed = True
+            # Said once, and not at all if the first wait was interrupted: then the user chose not to wait.
+            was_closed, self._is_closed = self._is_closed, True
             self._changed.notify_all()
         has_ended = self.worker.wait(timeout_s)
         with self._changed:
             queued = [self._writing_step, *(each.step for each in self._waiting)]
             is_written = self._is_last_written
-        if not has_ended and (unwritten := [f"of step {step}" for step in queued if step is not None]):
+        unwritten = [f"of step {step}" for step in queued if step is not None]
+        if unwritten and not has_ended and not was_closed:
             self._say(
                 f"snapshot {' and '.join(unwritten)} not written within {timeout_s:.3g} s: "
                 f"check the disk of {self._folder}; {self._describe_last()}"
