@@ -3,6 +3,7 @@
 import threading
 import time
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from loopfeed.engine.crossing.token import first_token
 from loopfeed.engine.crossing.transport import InplaceTransport
 from loopfeed.engine.feed.batches import FunctionBatches
 from loopfeed.engine.feed.feeder import Feeder
+from loopfeed.engine.program.pulls import for_each
 from tests.toy import BATCH, SIZE, CountedBatches, toy_batch
 
 
@@ -151,8 +153,8 @@ def test_the_batches_of_a_chunk_are_taken_in_in_order_until_it_is_over(over_at):
 
     def take_all(pulled):
         nothing = jnp.int32(0), jnp.zeros((3, BATCH, SIZE, SIZE), jnp.uint32), jnp.zeros((3, BATCH), jnp.int32)
-        over = {"is_over": lambda seen: seen[0] >= over_at, "emit": emit}
-        return infeed.for_each(first_token(), pulled, take_in, nothing, **over)[1:]
+        over: Any = {"is_over": lambda seen: seen[0] >= over_at, "emit": emit}
+        return for_each(infeed, first_token(), pulled, take_in, nothing, **over)[1:]
 
     (count, pixels, labels), num_taken = jax.jit(take_all)(pulled)
     assert count == num_taken == min(over_at, 3)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopfeed.engine.crossing.cuda.infeed import LONGEST, MOST_TOGETHER, PackedForm
+from loopfeed.engine.program.pulls import LONGEST, MOST_TOGETHER, PackedForm
 
 DTYPES = ("float32", "int32", "uint32", "bool", "bfloat16")
 

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from numpy.typing import NDArray
 
 from loopfeed.engine.control.board import ControlBoard
@@ -23,7 +22,6 @@ from loopfeed.engine.crossing.transport import Array, Transport
 from loopfeed.engine.feed.batches import Labels, Pixels
 from loopfeed.engine.feed.feeder import Feeder
 from loopfeed.engine.images.unpack import pack_dense
-from loopfeed.engine.scopes import UNPACK
 
 
 class Batch(NamedTuple):
@@ -45,14 +43,16 @@ class Pulled(NamedTuple):
         control: the host's requests, and the number of batches, at most n.
         batches: pixels uint32 [n, b, H, words per row], with b the shard's part of a batch, and labels int32 [n, b] or
             [n, b, words].
-            Entries after the last batch are undefined; if there is no batch, all are zeros. None if the batches follow
-            the pull one by one.
+            Entries after the last batch are undefined; if there is no batch, all are zeros. If the batches follow the
+            pull one by one, the function that draws the next of them.
     """
 
     control: ControlWord
-    batches: Batch | None
+    batches: "Batch | DrawBatch"
 
 
+type DrawBatch = Callable[[Token, ControlWord, jax.Array], tuple[Token, Batch, jax.Array]]
+"""(token, control word of the pull, int32 [] batches drawn) → token, the next batch, bool [] whether it exists."""
 type WordsOf = Callable[[int, int], ControlWords]
 """(index of the first batch, number of batches wanted) → the control words of that pull."""
 
@@ -94,32 +94,6 @@ class BatchInfeed(Protocol):
             batch_index: int32 [], index of the first batch, from 0.
             shard: int32 [], index of the shard.
             num_batches: int32 [], number of batches wanted, at most n.
-        """
-        ...
-
-    def for_each[C](
-        self,
-        token: Token,
-        pulled: Pulled,
-        process_batch: Callable[[C, Batch], C],
-        carry: C,
-        *,
-        is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
-        emit: Callable[[Token, C], tuple[Token, C]] = lambda token, carry: (token, carry),
-    ) -> tuple[Token, C, jax.Array]:
-        """Process the batches of a pull in order; called while tracing.
-
-        Args:
-            token: the token of the crossing before, such as of `pull`.
-            pulled: the result of `pull`.
-            process_batch: (carry, batch) → carry; makes no crossing.
-            carry: the initial carry, a pytree of arrays.
-            is_over: carry → bool [], whether to skip the remaining batches.
-            emit: (token, carry) → (token, carry); emits the results of at most `num_together` batches.
-
-        Returns:
-            The token of the last crossing, the final carry, and the number of batches processed (int32 []): fewer than
-            `pulled` states if `is_over` became true or the host ran out of batches.
         """
         ...
 
@@ -219,41 +193,6 @@ class Infeed:
         address = jnp.stack([batch_index, shard, num_batches])
         token, (pixels, labels, words) = self._transport.call(self._answer, self._results, token, address)
         return token, Pulled(decode_control(words), Batch(pixels, labels))
-
-    def for_each[C](
-        self,
-        token: Token,
-        pulled: Pulled,
-        process_batch: Callable[[C, Batch], C],
-        carry: C,
-        *,
-        is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
-        emit: Callable[[Token, C], tuple[Token, C]] = lambda token, carry: (token, carry),
-    ) -> tuple[Token, C, jax.Array]:
-        """Process the batches of a pull in order; see `BatchInfeed.for_each`.
-
-        If a stop comes instead of batches, the loop has no iterations. The loop updates the carry in place, whereas
-        `lax.cond` copies it: 102 MB per step of ResNet-50, and a fifth of the step time of a small perceptron.
-        """
-        batches = pulled.batches
-        assert batches is not None
-
-        def condition(loop_carry: tuple[C, jax.Array]) -> jax.Array:
-            carry, num_taken = loop_carry
-            return (num_taken < pulled.control.num_batches) & ~is_over(carry)
-
-        def body(loop_carry: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
-            carry, num_taken = loop_carry
-            return process_batch(carry, self._batch(batches, num_taken)), num_taken + 1
-
-        carry, num_taken = lax.while_loop(condition, body, (carry, jnp.zeros((), jnp.int32)))
-        return *emit(token, carry), num_taken
-
-    @jax.named_scope(UNPACK)
-    def _batch(self, batches: Batch, number: jax.Array) -> Batch:
-        """Return batch `number` (int32 [], from 0) of a pull."""
-        pixels, labels = (lax.dynamic_index_in_dim(each, number, keepdims=False) for each in batches)
-        return make_batch(self.feeder, pixels, labels)
 
     def take_wait_s(self, batch_index: int) -> float:
         """Return how long a pull waited for this batch, in seconds; see `BatchInfeed.take_wait_s`."""

@@ -1,4 +1,4 @@
-"""The loop over the batches of a split that is evaluated, inside the program, and the pull that all loops share."""
+"""The loop over the batches of a split that is evaluated, inside the program."""
 
 from functools import partial
 from typing import NamedTuple
@@ -8,40 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
-from loopfeed.engine.control.word import ControlWord
-from loopfeed.engine.crossing.infeed import Batch, BatchInfeed, Pulled
+from loopfeed.engine.crossing.infeed import Batch, BatchInfeed
 from loopfeed.engine.crossing.token import Token
 from loopfeed.engine.images.augment import prepare_for_evaluation
 from loopfeed.engine.images.unpack import PixelScale
 from loopfeed.engine.objective.tally import Tally, empty_tally, merge_tallies, tally_outputs
+from loopfeed.engine.program.pulls import for_each, pull_part
 from loopfeed.engine.program.statics import Statics
 from loopfeed.engine.program.train_state import TrainModel
-from loopfeed.engine.replicas import Replicas
-from loopfeed.engine.scopes import DRAW, LOSS, PREDICT, UNPACK
+from loopfeed.engine.scopes import LOSS, PREDICT, UNPACK
 from loopfeed.engine.updates.update import Weights
-
-
-@jax.named_scope(DRAW)
-def pull_part(
-    infeed: BatchInfeed, token: Token, batch_index: jax.Array, num_batches: jax.Array, replicas: Replicas
-) -> tuple[Token, Pulled]:
-    """Pull this device's rows of several batches, with a control word that is the same on all devices.
-
-    A stop of any device stops all of them, after the batches that all of them have; requests are the first device's.
-    """
-    token, pulled = infeed.pull(token, batch_index, replicas.this_device(), num_batches)
-    if replicas.count == 1:
-        return token, pulled
-    control, is_first = pulled.control, replicas.this_device() == 0
-    # As the largest of integers, so that one small reduction carries all; the factor is positive, and so are its bits.
-    factor = lax.bitcast_convert_type(control.learning_rate_factor, jnp.int32)
-    own = (control.stop, is_first & control.snapshot, is_first & control.evaluate, jnp.where(is_first, factor, 0))
-    *flags, factor, fewest = replicas.largest(
-        jnp.stack([*(each.astype(jnp.int32) for each in own), -control.num_batches])
-    )
-    stop, snapshot, evaluate = (flag > 0 for flag in flags)
-    agreed = lax.bitcast_convert_type(factor, jnp.float32)
-    return token, pulled._replace(control=ControlWord(stop, snapshot, evaluate, agreed, -fewest))
 
 
 class _SplitCarry(NamedTuple):
@@ -96,7 +72,7 @@ def evaluate_split(
         batch = carry.batch
         num_wanted = jnp.minimum(num_batches - batch, infeed.chunk)
         token, pulled = pull_part(infeed, carry.token, first_pull + batch, num_wanted, statics.replicas)
-        token, tally, num_taken = infeed.for_each(token, pulled, count, carry.tally)
+        token, tally, num_taken = for_each(infeed, token, pulled, count, carry.tally)
         return _SplitCarry(token, batch + num_taken, num_taken < num_wanted, tally)
 
     def count(tally: Tally, batch: Batch) -> Tally:

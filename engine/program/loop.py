@@ -20,10 +20,11 @@ from loopfeed.engine.crossing.outfeed import Outfeed
 from loopfeed.engine.crossing.token import Token, first_token
 from loopfeed.engine.objective.tally import Tally, empty_tally
 from loopfeed.engine.program.augmented_batch import augment_batch
-from loopfeed.engine.program.evaluate_split import evaluate_split, pull_part
+from loopfeed.engine.program.evaluate_split import evaluate_split
 from loopfeed.engine.program.histograms import compute_histograms
 from loopfeed.engine.program.model_key import model_keys
 from loopfeed.engine.program.observed import Observed, SeenImages, init_observed, named_leaves, observe_images
+from loopfeed.engine.program.pulls import for_each, pull_part
 from loopfeed.engine.program.statics import Statics
 from loopfeed.engine.program.train_state import RunValues, TrainModel, TrainState
 from loopfeed.engine.scopes import FORWARD, LOSS, OPT_STEP, PUSH, SNAPSHOT, TRAIN, VALID
@@ -166,7 +167,8 @@ class _Program:
         num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values.update, self.infeed.chunk)
         token, pulled = pull_part(self.infeed, carry.token, carry.state.pulls, num_wanted, self.statics.replicas)
         control = pulled.control
-        token, chunk, num_taken = self.infeed.for_each(
+        token, chunk, num_taken = for_each(
+            self.infeed,
             token,
             pulled,
             partial(self._train_on_batch, values, control),

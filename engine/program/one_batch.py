@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from loopfeed.engine.crossing.infeed import Batch, BatchInfeed
 from loopfeed.engine.crossing.token import first_token
-from loopfeed.engine.program.evaluate_split import pull_part
+from loopfeed.engine.program.pulls import for_each, pull_part
 from loopfeed.engine.replicas import Replicas
 
 
@@ -38,7 +38,12 @@ def pull_one_batch(infeed: BatchInfeed, replicas: Replicas, shapes: Batch, pulls
     token, pulled = pull_part(infeed, first_token(), pulls, jnp.ones((), jnp.int32), replicas)
     empty: Batch = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
     none = jnp.zeros((), jnp.bool)
-    _, (batch, is_there), _ = infeed.for_each(
-        token, pulled, lambda _, batch: (batch, jnp.ones((), jnp.bool)), (empty, none), is_over=lambda carry: carry[1]
+    _, (batch, is_there), _ = for_each(
+        infeed,
+        token,
+        pulled,
+        lambda _, batch: (batch, jnp.ones((), jnp.bool)),
+        (empty, none),
+        is_over=lambda carry: carry[1],
     )
     return OneBatch(batch, pulled.control.learning_rate_factor, is_there)

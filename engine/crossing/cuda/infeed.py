@@ -2,22 +2,16 @@
 
 A pull, for which the stream waits for the host, requests only the control words, once per chunk. The batches follow
 one by one in a loop with a fixed number of iterations, whose kernels are all enqueued before the first is done. A flag
-states for each iteration whether it has a batch; an iteration without a batch changes nothing. The small leaves of the
-state are packed into one array for the chunk.
+states for each iteration whether it has a batch; an iteration without a batch changes nothing.
 """
 
 import math
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import batched
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.control.word import CONTROL_WORDS, ControlWord, decode_control, stop_at_once
@@ -29,13 +23,6 @@ from loopfeed.engine.crossing.token import Token
 from loopfeed.engine.crossing.transport import Array
 from loopfeed.engine.feed.feeder import Feeder
 from loopfeed.engine.scopes import DRAW, UNPACK
-from loopfeed.engine.updates.skipping import choose
-
-# Longest vector that is concatenated; a longer one is worth its own kernel.
-LONGEST = 8192
-# Most vectors in a group. Each vector is computed from one or two arrays, and an XLA kernel takes at most 96. A step of
-# ResNet-50 is 934 kernels with groups of 24, 920 with 48 and 967 with 200.
-MOST_TOGETHER = 48
 
 # A shorter wait counts as none, because even without a wait two events on a stream are not simultaneous. Not yet
 # measured on a GPU.
@@ -111,34 +98,7 @@ class StreamedInfeed:
         address = jnp.stack([batch_index, shard, num_batches])
         results = (jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),)
         token, (words,) = self._transport.call(self._answer, results, token, address)
-        return token, Pulled(decode_control(words), None)
-
-    def for_each[C](
-        self,
-        token: Token,
-        pulled: Pulled,
-        process_batch: Callable[[C, Batch], C],
-        carry: C,
-        *,
-        is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
-        emit: Callable[[Token, C], tuple[Token, C]] = lambda token, carry: (token, carry),
-    ) -> tuple[Token, C, jax.Array]:
-        """Process a pull's batches; discard the results of iterations without a batch. See `BatchInfeed.for_each`."""
-        form = PackedForm.of(carry)
-
-        def body(
-            _: jax.Array, loop_carry: tuple[Token, list[jax.Array], jax.Array]
-        ) -> tuple[Token, list[jax.Array], jax.Array]:
-            token, packed, num_taken = loop_carry
-            carry = form.unpack(packed)
-            token, batch, exists = self._next_batch(token, pulled.control, num_taken)
-            is_taken = exists & ~is_over(carry)
-            token, carry = emit(token, choose(is_taken, process_batch(carry, batch), carry))
-            return token, form.pack(carry), num_taken + is_taken.astype(jnp.int32)
-
-        before = token, form.pack(carry), jnp.zeros((), jnp.int32)
-        token, packed, num_taken = lax.fori_loop(0, self.chunk, body, before)
-        return token, form.unpack(packed), num_taken
+        return token, Pulled(decode_control(words), self._next_batch)
 
     def take_wait_s(self, batch_index: int) -> float:
         """Return how long the stream waited for a batch, by the device's clock; see `BatchInfeed.take_wait_s`."""
@@ -226,73 +186,3 @@ class StreamedInfeed:
             wait_s = driver.elapsed_s(*stopwatch)
             return wait_s if wait_s >= _LEAST_WAIT_S else 0.0
         return 0.0
-
-
-# A network has about six short vectors per convolution: scale and bias of its norm, their moments, the running
-# statistics. Each needs its own kernel to update, which takes as long for sixteen numbers as for ten thousand;
-# concatenated, a few kernels update all of them. The computed values are the same.
-@dataclass(frozen=True)
-class PackedForm:
-    """The layout of a pytree of arrays in the carry of a loop.
-
-    Attributes:
-        structure: structure of the tree.
-        leaves: shape and dtype of each leaf.
-        groups: indices of the leaves that are concatenated; a group has one dtype.
-        unpacked: indices of the other leaves.
-    """
-
-    structure: jax.tree_util.PyTreeDef
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    groups: tuple[tuple[int, ...], ...]
-    unpacked: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tree: Any) -> "PackedForm":
-        """Return the layout of a tree, grouping up to `MOST_TOGETHER` vectors of at most `LONGEST` numbers each."""
-        arrays, structure = jax.tree.flatten(tree)
-        leaves = tuple(_kind_of(each) for each in arrays)
-        by_dtype: dict[Any, list[int]] = defaultdict(list)
-        for index, leaf in enumerate(leaves):
-            if leaf.ndim == 1 and leaf.size <= LONGEST:
-                by_dtype[leaf.dtype].append(index)
-        groups = tuple(group for indices in by_dtype.values() for group in batched(indices, MOST_TOGETHER))
-        together = {index for group in groups for index in group}
-        return cls(structure, leaves, groups, tuple(index for index in range(len(leaves)) if index not in together))
-
-    def pack(self, tree: Any) -> list[jax.Array]:
-        """Return one vector per group, followed by the other leaves of the tree unchanged.
-
-        Raises:
-            ValueError: if the structure of the tree, or the shape or dtype of a leaf, differs.
-        """
-        arrays = self.structure.flatten_up_to(tree)
-        for (path, array), leaf in zip(jax.tree.leaves_with_path(tree), self.leaves, strict=True):
-            if _kind_of(array) != leaf:
-                name = jax.tree_util.keystr(path)
-                raise ValueError(
-                    f"the carry of a loop must keep its shapes and dtypes, but {name} changed from {_describe(leaf)} "
-                    f"to {_describe(_kind_of(array))}"
-                )
-        together = [jnp.concatenate([arrays[index] for index in group]) for group in self.groups]
-        return together + [arrays[index] for index in self.unpacked]
-
-    def unpack(self, packed: list[jax.Array]) -> Any:
-        """Rebuild the tree from the result of `pack`."""
-        arrays = dict(zip(self.unpacked, packed[len(self.groups) :], strict=True))
-        for group, together in zip(self.groups, packed, strict=False):
-            start = 0
-            for index in group:
-                stop = start + self.leaves[index].size
-                arrays[index] = lax.slice(together, (start,), (stop,))
-                start = stop
-        return self.structure.unflatten([arrays[index] for index in range(len(arrays))])
-
-
-def _kind_of(array: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array, ignoring weak types."""
-    return jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array))
-
-
-def _describe(leaf: jax.ShapeDtypeStruct) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"

@@ -19,7 +19,7 @@ from protocol import Channel, jax_versions, timed
 from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.control.word import CONTROL_WORDS
 from loopfeed.engine.crossing.choice import choose_transport
-from loopfeed.engine.crossing.infeed import Infeed
+from loopfeed.engine.crossing.infeed import Batch, Infeed
 from loopfeed.engine.crossing.token import first_token
 from loopfeed.engine.feed.batches import Labels, Pixels
 from loopfeed.engine.feed.feeder import Feeder, ring_depth
@@ -81,7 +81,7 @@ def make_pull(transport_name: Any, kind: str, batch: int, size: int) -> tuple[Ca
 
     def pull(step: jax.Array) -> Any:
         _, pulled = infeed.pull(first_token(), step, jnp.int32(0), jnp.int32(1))
-        assert pulled.batches is not None
+        assert isinstance(pulled.batches, Batch)
         return *pulled.batches, pulled.control.stop
 
     def forget(start: int, stop: int) -> None:
