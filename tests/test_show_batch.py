@@ -17,7 +17,7 @@ from PIL import Image
 
 import loopfeed
 from loopfeed.engine.commands import cli
-from loopfeed.engine.inspection.captions import captions_of
+from loopfeed.engine.inspection.show_batch import captions_of
 from loopfeed.preprocess.shards.classes import ImageClass
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
 

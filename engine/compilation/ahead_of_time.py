@@ -1,9 +1,11 @@
 """Ahead-of-time compilation: trace a program, compile it or load it from the disk cache, and report XLA's analysis."""
 
 import os
+import re
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +16,6 @@ import jax
 import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
-from loopfeed.engine.compilation.cache_faults import reporting_cache_faults
 from loopfeed.engine.compilation.cache_place import check_cache_place, local_folder
 from loopfeed.engine.compilation.garbage_collector import without_collector
 from loopfeed.engine.hlo.kernels import kernel_flops
@@ -24,6 +25,10 @@ from loopfeed.models.layers.platform_forms import tracing_for
 from loopfeed.models.trusted_folder import file_fault, folder_fault, make_private_folder
 from loopfeed.models.user_cache import CACHE_REMEDY, user_cache_folder
 from loopfeed.preprocess.memory import host_memory_bytes
+
+_PREFIX = "Error (reading|writing) persistent compilation cache entry for '(.*?)': (?:\\w+: )?(.*)"
+# File systems round modification times, some of them to two seconds.
+_ROUNDING_S = 2.0
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 # The names of the files of `jax._src.lru_cache`.
@@ -306,3 +311,59 @@ def _memory_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
         "temporaries": analysis.temp_size_in_bytes,
         "code": analysis.generated_code_size_in_bytes,
     }
+
+
+@contextmanager
+def reporting_cache_faults(folder: str, notify: Callable[[str], None]) -> Iterator[None]:
+    """Replace jax's warnings about entries of the compilation cache by one notice at the first of them.
+
+    jax warns once per program, in two lines. It leaves a part of an entry that it cannot write, and never replaces an
+    entry that it cannot read, so each later launch would warn and compile again: both are removed here, for a program
+    that cannot be read with all of its entries, because jax does not say which one it was.
+
+    Args:
+        folder: the cache folder, local or a URL.
+        notify: called with the notice.
+    """
+    started, seen = time.time() - _ROUNDING_S, [False]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message="Error (reading|writing) persistent compilation cache")
+        show = warnings.showwarning
+
+        def on_warning(message: Warning | str, *where: Any, **more: Any) -> None:
+            found = re.match(_PREFIX, str(message), re.DOTALL)
+            if found is None:
+                show(message, *where, **more)
+                return
+            is_damaged = found[1] == "reading" and "[Errno" not in found[3]
+            if found[1] == "writing" or is_damaged:
+                _remove_newer(folder, found[2], 0.0 if is_damaged else started)
+            if not seen[0]:
+                seen[0] = True
+                notify(_notice(folder, *found.groups()))
+
+        warnings.showwarning = on_warning
+        yield
+
+
+def _notice(folder: str, action: str, program: str, reason: str) -> str:
+    reason = " ".join(re.sub(r"^\[Errno \d+\] ", "", reason).split())
+    if action == "writing":
+        return (
+            f"warning: the compilation cache {folder} cannot be written ({reason}), so the next launch compiles again: "
+            "make room there, or give another folder with --compilation-cache"
+        )
+    return (
+        f"warning: the compilation cache {folder} has entries that cannot be read, such as {program}-* ({reason}), "
+        "which are compiled again, and replaced if they are damaged"
+    )
+
+
+def _remove_newer(folder: str, program: str, since: float) -> None:
+    """Remove the entries of a program that were written after a time, in seconds since the epoch."""
+    if "://" in folder:
+        return
+    for path in Path(folder).glob(f"{program}-*-cache"):
+        with suppress(OSError):
+            if path.stat().st_mtime >= since:
+                path.unlink()
