@@ -330,7 +330,6 @@ def test_averaging_can_be_neither_enabled_nor_disabled(before, now):
     [
         ({"optimizer": "lars"}, "the local rate of lars{}divided by ‖g + λ·w‖, now it divides by ‖g‖ + λ·‖w‖. Start"),
         ({"loss": "binary-cross-entropy"}, "the gradient of binary-cross-entropy{}was off by half at logits of"),
-        ({"auto_augment": "trivialaugment"}, "the translation of trivialaugment{}moved images by 16 pixels at"),
     ],
 )
 def test_a_run_of_another_rule_is_refused_by_its_name_and_its_weights_are_not(tmp_path, monkeypatch, values, rule):
