@@ -1,6 +1,6 @@
 """Connects the monitoring of a launch: its meter, the watchdog, and the files of the run folder."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,12 +51,24 @@ def start_monitor(
     return monitor
 
 
-def record_rollback(launch: Run, folder: RunFolder, rollback: Rollback) -> None:
-    """Write a launch that is about to rewind a run into `runtime.json`, with what it takes back.
+def record_rollback(launch: Run, folder: RunFolder, cuts: Mapping[Path, RunningDigest]) -> Rollback:
+    """Return the earlier launches of a run that is about to be rewound, and what this one takes back.
 
-    The monitor writes it again, and reports a disk that fails.
+    Writes them and this launch into `runtime.json` too, which the monitor does again: it reports a disk that fails. A
+    record that cannot be read is left out, with a warning.
+
+    Args:
+        launch: the launch that resumes it.
+        folder: the run folder, not rewound yet.
+        cuts: the digest of each log up to the step from which it is resumed, by path.
     """
-    spans, step = launch.spans, launch.start.step
+    log, spans, step = folder.path / LOSS_LOG, launch.spans, launch.start.step
+    rollback = Rollback()
+    try:
+        if (report := read_runtime(folder.path)) is not None:
+            rollback = find_rollback(report.launches, log, step, cuts[log].num_bytes)
+    except (ValueError, OSError) as error:
+        launch.notify(f"warning: {error}; what it says of earlier launches is dropped")
     total_s = spans.total_s
     begun = LaunchRuntime(
         started=spans.started,
@@ -73,25 +85,4 @@ def record_rollback(launch: Run, folder: RunFolder, rollback: Rollback) -> None:
     launches = without_details((*rollback.launches, begun))
     with suppress(OSError):
         folder.write_monitoring(RUNTIME, encode_runtime(RuntimeReport(launches, add_up(launches))))
-
-
-def read_rollback(
-    run: Path, start_step: int, cuts: Mapping[Path, RunningDigest], notify: Callable[[str], None]
-) -> Rollback:
-    """Return the earlier launches of a run that is about to be resumed, and what the resume takes back.
-
-    Args:
-        run: the run folder, not rewound yet.
-        start_step: the step from which it is resumed.
-        cuts: the digest of each log up to that step, by path.
-        notify: called with a warning if the record cannot be read; the run is then resumed without it.
-    """
-    try:
-        report = read_runtime(run)
-        if report is None:
-            return Rollback()
-        log = run / LOSS_LOG
-        return find_rollback(report.launches, log, start_step, cuts[log].num_bytes)
-    except (ValueError, OSError) as error:
-        notify(f"warning: {error}; what it says of earlier launches is dropped")
-        return Rollback()
+    return rollback

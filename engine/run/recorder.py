@@ -39,7 +39,7 @@ from loopfeed.engine.records.weights import name_tensors
 from loopfeed.engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA
 from loopfeed.engine.run.changed_rules import RULES
 from loopfeed.engine.run.changes import GIVEN_WEIGHTS, note_changes
-from loopfeed.engine.run.launch_monitor import read_rollback, record_rollback, start_monitor
+from loopfeed.engine.run.launch_monitor import record_rollback, start_monitor
 from loopfeed.engine.run.nonfinite import NonFiniteError
 from loopfeed.engine.run.resolve import recorded_own_parts
 from loopfeed.engine.run.result import TrainResult, metadata_of, recorded_metadata, result_of
@@ -134,9 +134,8 @@ class Recorder:
         if self._cuts is None:
             folder.clear()
         else:
-            self._rollback = read_rollback(folder.path, run.start.step, self._cuts, run.notify)
             # Before the lines are cut off: what they took is known from them alone.
-            record_rollback(run, folder, self._rollback)
+            self._rollback = record_rollback(run, folder, self._cuts)
             rewind_run(folder, run.start, self._cuts)
         before = {} if recorded is None else recorded.resolved
         # A rule that only the beginning of the run used is taken from the record, as are its initial weights.
