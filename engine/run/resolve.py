@@ -8,12 +8,11 @@ from loopfeed.engine.data.dataset import DATA_LOCATION
 from loopfeed.engine.data.label_fit import check_labels_stay, unmoved_labels_warning
 from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.feed.batches import label_form_of
-from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.locations import absolute_location
 from loopfeed.engine.named_parts import record_named, recorded_named_parts
-from loopfeed.engine.objective.metrics import Metric, as_metrics
+from loopfeed.engine.objective.metrics import as_metrics
 from loopfeed.engine.objective.objective import Objective
-from loopfeed.engine.parts import OWN_SOURCES, OwnParts, name_of
+from loopfeed.engine.parts import OWN_SOURCES, OwnParts, check_parts, name_of
 from loopfeed.engine.program.model_key import takes_key
 from loopfeed.engine.program.observed import observation_of
 from loopfeed.engine.program.statics import Statics, statics_of
@@ -21,7 +20,6 @@ from loopfeed.engine.program.train_state import TrainModel, name_of_model
 from loopfeed.engine.records.best_snapshot import parse_metric
 from loopfeed.engine.replicas import Replicas, norm_groups
 from loopfeed.engine.settings import SettingError
-from loopfeed.engine.updates.checks import check_updates
 from loopfeed.models.model import Model
 from loopfeed.models.registry import UnknownModelError, build_model, model_names
 from loopfeed.preprocess.quantities import quantity
@@ -151,87 +149,7 @@ def check_arguments(config: Any, parts: OwnParts) -> None:
             group=config.batch_norm_group,
         )
     _check_best_metric(config, parts.metrics)
-    _check_own_model(config, parts.model)
-    _check_own_batches(config, parts.batches)
-    _check_own_evaluation(parts.evaluation)
-    _check_own_loss(config, parts.loss)
-    _check_own_metrics(parts.metrics)
-    check_updates(config, parts.optimizer, parts.schedule)
-    _check_own_augment(parts.augment)
-
-
-def _check_own_model(config: TrainConfig, model: Any) -> None:
-    if model is not None:
-        _check_is_adapted(model)
-        if isinstance(model, type):
-            raise ValueError(f"a model must be an object, got the class {model.__name__}: give {model.__name__}()")
-        if not callable(getattr(model, "init", None)) or not callable(getattr(model, "apply", None)):
-            raise ValueError(
-                f"a model must have the functions init and apply, got {type(model).__name__}: "
-                "define both, or choose a model from the registry with TrainConfig(model=…)"
-            )
-        if config.model != "auto":
-            raise SettingError(
-                "model",
-                "the setting {setting} must not be given with a model of your own, got {found!r}: leave it out",
-                found=config.model,
-            )
-        if config.precision != "float32":
-            raise SettingError(
-                "precision",
-                "the setting {setting} must be float32 with a model of your own, got {found!r}: leave it out, and cast "
-                "inside the model's apply",
-                found=config.precision,
-            )
-
-
-# The base classes of modules of other libraries, and how a module of each is passed.
-_MODULES = {
-    "flax.linen.module.Module": "pass loopfeed.engine.adapters.flax_linen(module, (height, width, 3))",
-    "flax.nnx.module.Module": "pass loopfeed.engine.adapters.flax_nnx(module)",
-    "equinox._module._module.Module": "pass loopfeed.engine.adapters.equinox(model)",
-    "equinox._module.Module": "pass loopfeed.engine.adapters.equinox(model)",
-    "torch.nn.modules.module.Module": "its code cannot be traced: write the model in JAX",
-}
-
-
-def _check_is_adapted(model: Any) -> None:
-    """Raise ValueError if `model` is a module of another library, by the names of its base classes."""
-    bases = (model if isinstance(model, type) else type(model)).__mro__
-    for base in bases:
-        library = base.__module__.partition(".")[0]
-        if (remedy := _MODULES.get(f"{base.__module__}.{base.__qualname__}")) is not None:
-            raise ValueError(
-                f"a model must have functions init and apply as TrainModel describes them, got {bases[0].__name__}, a "
-                f"module of {library}: {remedy}"
-            )
-
-
-def _check_own_batches(config: TrainConfig, batches: Any) -> None:
-    if batches is not None:
-        if not callable(batches) and not hasattr(batches, "fill"):
-            raise ValueError(
-                f"batches must be a function from the step to (pixels, labels), or a BatchSource; "
-                f"got {type(batches).__name__}, which cannot return the batch of a given step again"
-            )
-        for name in ("data", "synthetic"):
-            if value := getattr(config, name):
-                raise SettingError(
-                    name,
-                    "the setting {setting} must not be given with batches of your own, got {value!r}: leave it out",
-                    value=value,
-                )
-
-
-def _check_own_evaluation(evaluation: Any) -> None:
-    if evaluation is None or hasattr(evaluation, "num_batches"):
-        return
-    if isinstance(evaluation, tuple) and len(evaluation) == len(("pixels", "labels")):
-        return
-    raise ValueError(
-        f"evaluation must be a tuple (pixels, labels) of all evaluation images, or an EvaluationSource, got "
-        f"{describe_given(evaluation)}: give the arrays themselves"
-    )
+    check_parts(config, parts)
 
 
 def _check_best_metric(config: TrainConfig, metrics: Any) -> None:
@@ -283,49 +201,6 @@ def check_best_metric(config: TrainConfig, parts: OwnParts, data: RunData) -> No
             "{setting} must name a metric that is one number, got {found!r}, which is an array: choose another, or "
             "define one that is a number",
             found=metric.name,
-        )
-
-
-def _check_own_loss(config: TrainConfig, loss: Any) -> None:
-    if loss is not None and not callable(loss):
-        raise ValueError(
-            f"loss must be a function of (outputs, labels, weights), got {type(loss).__name__}: define one, or choose "
-            "a ready-made loss with TrainConfig(loss=…)"
-        )
-    if loss is not None and config.loss != "cross-entropy":
-        raise SettingError(
-            "loss",
-            "the setting {setting} must not be given with a loss of your own, got {found!r}: leave it out",
-            found=config.loss,
-        )
-    if config.label_smoothing and (loss is not None or config.loss != "cross-entropy"):
-        raise SettingError(
-            "label_smoothing",
-            "{setting} smooths only the targets of the ready-made cross-entropy, got {found} with another loss: leave "
-            "it out, or smooth inside the loss",
-            found=config.label_smoothing,
-        )
-
-
-def _check_own_metrics(metrics: Any) -> None:
-    if metrics is None:
-        return
-    if not isinstance(metrics, Mapping):
-        raise ValueError(f"metrics must be a mapping from names to metrics, got {type(metrics).__name__}: give a dict")
-    for name, metric in metrics.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"the name of a metric must be an identifier, such as top3, got {name!r}: rename it")
-        if not isinstance(metric, Metric) and not callable(metric):
-            raise ValueError(
-                f"the metric {name} must be a Metric or a function of (outputs, labels), got {type(metric).__name__}"
-            )
-
-
-def _check_own_augment(augment: Any) -> None:
-    if augment is not None and not callable(augment):
-        raise ValueError(
-            f"augment must be a function of (images, keys), got {type(augment).__name__}: define one, or choose "
-            "ready-made augmentations with settings such as TrainConfig(flip=…)"
         )
 
 
