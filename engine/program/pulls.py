@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Int32
 
 from loopfeed.engine.control.word import ControlWord
 from loopfeed.engine.crossing.infeed import Batch, BatchInfeed, DrawBatch, Pulled, make_batch
@@ -31,7 +32,7 @@ MOST_TOGETHER = 48
 
 @jax.named_scope(DRAW)
 def pull_part(
-    infeed: BatchInfeed, token: Token, batch_index: jax.Array, num_batches: jax.Array, replicas: Replicas
+    infeed: BatchInfeed, token: Token, batch_index: Int32[Array, ""], num_batches: Int32[Array, ""], replicas: Replicas
 ) -> tuple[Token, Pulled]:
     """Pull this device's rows of several batches, with a control word that is the same on all devices.
 
@@ -59,9 +60,9 @@ def for_each[C](
     process_batch: Callable[[C, Batch], C],
     carry: C,
     *,
-    is_over: Callable[[C], jax.Array] = lambda _: jnp.zeros((), jnp.bool),
+    is_over: Callable[[C], Bool[Array, ""]] = lambda _: jnp.zeros((), jnp.bool),
     emit: Callable[[Token, C], tuple[Token, C]] = lambda token, carry: (token, carry),
-) -> tuple[Token, C, jax.Array]:
+) -> tuple[Token, C, Int32[Array, ""]]:
     """Process the batches of a pull in order; called while tracing.
 
     Args:
@@ -70,12 +71,12 @@ def for_each[C](
         pulled: the result of the pull.
         process_batch: (carry, batch) → carry; makes no crossing.
         carry: the initial carry, a pytree of arrays.
-        is_over: carry → bool [], whether to skip the remaining batches.
+        is_over: carry → whether to skip the remaining batches.
         emit: (token, carry) → (token, carry); emits the results of at most `infeed.num_together` batches.
 
     Returns:
-        The token of the last crossing, the final carry, and the number of batches processed (int32 []): fewer than
-        `pulled` states if `is_over` became true or the host ran out of batches.
+        The token of the last crossing, the final carry, and the number of batches processed: fewer than `pulled`
+        states if `is_over` became true or the host ran out of batches.
     """
     if not isinstance(pulled.batches, Batch):
         return _for_each_drawn(infeed.chunk, token, pulled.control, pulled.batches, process_batch, carry, is_over, emit)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import UInt32
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.feed.label_form import LabelForm
@@ -217,6 +217,6 @@ def _cadence(every_steps: int) -> jax.Array | None:
     return jnp.int32(every_steps) if every_steps else None
 
 
-def seed_words(seed: int) -> NDArray[np.uint32]:
-    """Split a seed, which may have more bits than a jax integer, into its high and low halves, uint32 [2]."""
+def seed_words(seed: int) -> UInt32[np.ndarray, "2"]:
+    """Split a seed, which may have more bits than a jax integer, into its high and low halves."""
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
