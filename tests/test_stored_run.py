@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -23,8 +24,11 @@ from loopfeed.engine.records.given_weights import local_file
 from loopfeed.engine.records.stored import mirror
 from loopfeed.engine.records.stored.lease import LEASE, Lease
 from loopfeed.engine.records.stored.reading import download
+from loopfeed.engine.records.stored.state import StoredRunError
+from loopfeed.engine.records.stored.stored_run import StoredRun
 from loopfeed.engine.records.stored.working_copy import WorkingCopy, working_copies
 from loopfeed.engine.run.train import plan_run
+from loopfeed.engine.stream.sinks import ShowsProgress
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from tests.fake_source import files_of
 from tests.toy import Linear, toy_batch, toy_config
@@ -313,3 +317,15 @@ def test_a_run_that_is_refused_leaves_nothing(tmp_path, url):
         run(url, image_size=99)
     assert not working_copies().exists()
     assert files_of(tmp_path / "bucket") == {}
+
+
+def test_a_failed_upload_stops_a_run_during_its_evaluation_too():
+    class Failed:
+        def check(self):
+            raise StoredRunError("lost")
+
+    watch: Any = StoredRun(Path(), cast(Any, Failed())).watch()
+    assert isinstance(watch, ShowsProgress)
+    for name in ("write", "write_evaluation", "write_progress"):
+        with pytest.raises(StoredRunError, match="lost"):
+            getattr(watch, name)(None)

@@ -17,6 +17,7 @@ from loopfeed.engine.records.stored.reading import download, no_run, rename_in_e
 from loopfeed.engine.records.stored.state import MARKER, StoredRunError, StoredState
 from loopfeed.engine.records.stored.working_copy import WorkingCopy, kept_copies, working_copies
 from loopfeed.engine.stream.function_sink import FunctionSink
+from loopfeed.engine.stream.sinks import EvaluationProgress
 from loopfeed.preprocess.shards.location import Location, open_location
 
 
@@ -37,7 +38,19 @@ class StoredRun:
 
     def watch(self) -> FunctionSink:
         """Return a sink that stops the run if it cannot be uploaded any more: nobody could resume it elsewhere."""
-        return FunctionSink(lambda _: self._mirror.check())
+        return _StoreWatch(self._mirror)
+
+
+class _StoreWatch(FunctionSink):
+    """A sink that raises the error of the uploads, also during an evaluation, which may take long."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        super().__init__(lambda _: mirror.check())
+        self._mirror = mirror
+
+    def write_progress(self, _progress: EvaluationProgress) -> None:
+        """Check the uploads."""
+        self._mirror.check()
 
 
 @contextmanager
