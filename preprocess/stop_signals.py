@@ -8,11 +8,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
+
+from loopfeed.preprocess.workers import Worker
+
+_AFTER_FORK_S = 0.01  # the hooks of a fork take some microseconds
 
 BURST_S = 0.5
 """For so long after a signal, another one is the same request."""
@@ -35,7 +40,10 @@ class _OwnHandler:
     before: Any
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.handle(number, frame)
+        if _FORKING.is_at_work:
+            _FORKING.noted.append(number)  # in a hook of the fork, which drops what a handler raises
+        else:
+            self.handle(number, frame)
 
 
 def install(number: int, handle: Handle) -> None:
@@ -51,9 +59,12 @@ def uninstall(number: int) -> None:
 
 
 class _Forking(threading.local):
-    """The signals that the thread blocked before the fork that it is making; None if it leaves them as they are."""
+    """The fork that a thread makes: the signals that it had blocked before, and those that came meanwhile."""
 
-    before: set[signal.Signals | int] | None = None
+    def __init__(self) -> None:
+        self.is_at_work = False
+        self.blocked: set[signal.Signals | int] = set()
+        self.noted: list[int] = []
 
 
 _FORKING = _Forking()
@@ -63,28 +74,36 @@ def _hold_before_fork() -> None:
     """Block the signals with handlers of this process: one that is to end the child may come before its own handlers.
 
     Python would forget it, or call the handler of this process in the child, which a pool would then wait for in vain.
-    Not on the main thread, where a handler would be called in a hook of the fork, which drops what it raises.
     """
-    _FORKING.before = None
-    if threading.get_ident() == threading.main_thread().ident:
-        return
+    _FORKING.is_at_work = True
     handled = [number for number in signal.valid_signals() if isinstance(signal.getsignal(number), _OwnHandler)]
-    _FORKING.before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+    _FORKING.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 
 
-def _release() -> None:
-    if _FORKING.before is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, _FORKING.before)
+def _release_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _FORKING.blocked)
+    noted, _FORKING.noted = _FORKING.noted, []
+    _FORKING.is_at_work = False
+    if noted:
+        Worker(partial(_send_again, noted), "signals").start()
+
+
+def _send_again(numbers: Iterable[int]) -> None:
+    time.sleep(_AFTER_FORK_S)
+    for number in numbers:
+        os.kill(os.getpid(), number)
 
 
 def _restore_in_child() -> None:
     for number in signal.valid_signals():
         while isinstance(signal.getsignal(number), _OwnHandler):
             uninstall(number)
-    _release()
+    _FORKING.noted.clear()
+    _FORKING.is_at_work = False
+    signal.pthread_sigmask(signal.SIG_SETMASK, _FORKING.blocked)
 
 
-os.register_at_fork(before=_hold_before_fork, after_in_parent=_release, after_in_child=_restore_in_child)
+os.register_at_fork(before=_hold_before_fork, after_in_parent=_release_in_parent, after_in_child=_restore_in_child)
 
 
 @contextmanager

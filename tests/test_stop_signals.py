@@ -42,6 +42,7 @@ def fork():
             os._exit(7)
         os.kill(child, signal.SIGTERM)  # often before Python has set the child up
         statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+fork()
 thread = threading.Thread(target=fork)
 thread.start()
 thread.join()
@@ -54,7 +55,32 @@ assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 def test_a_forked_child_has_the_handlers_from_before():
     words = [sys.executable, "-c", FORKED]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.stdout == f"{[-signal.SIGTERM] * 8} ['second']\n", done.stderr
+    assert done.stdout == f"{[-signal.SIGTERM] * 16} ['second']\n", done.stderr
+
+
+# Python calls a handler in a hook of the fork, registered here so that it runs amid those of the module.
+SIGNALLED = """
+import os, signal, time
+has_sent = []
+def send():
+    has_sent or has_sent.append(os.kill(os.getpid(), signal.SIGTERM))
+os.register_at_fork(before=send)
+from loopfeed.preprocess.stop_signals import stops_as_interrupts
+try:
+    with stops_as_interrupts():
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        print(os.waitpid(child, 0)[1], flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_signal_that_comes_during_a_fork_is_handled_after_it():
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.stdout, done.stderr) == ("0\ninterrupted\n", "")
 
 
 def test_a_handler_that_another_replaced_is_not_restored():
