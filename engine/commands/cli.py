@@ -31,6 +31,7 @@ from loopfeed.engine.processes import check_address, join_as, leave_processes, t
 from loopfeed.engine.recipes import LoadedRecipe, load_recipe
 from loopfeed.engine.recipes.expected import expected_accuracy
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
 from loopfeed.preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
     is_saved, has_parted, name_setting = True, True, option_names(context)
     peers: Peers | None = None
     try:
+        if not (dry_run or context.params["step_check"]):
+            show_only_on_stdout()
         check_plan_options(context.params)
         check_look_options(context.params)
         if (code := _supervise(context)) is not None:

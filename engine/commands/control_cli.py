@@ -20,6 +20,7 @@ from loopfeed.engine.records.control_requests import CONTROL_FOLDER_NAME, send_r
 from loopfeed.engine.records.folder_lock import is_locked
 from loopfeed.preprocess.commands.completion import complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
+from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
 from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.stop_signals import install, stop_signals, uninstall
 from loopfeed.preprocess.storage_options import is_url
@@ -116,6 +117,7 @@ def main(
         raise RequestNotAcceptedError(printable_line(str(error))) from error
     except OSError as error:
         raise RequestNotAcceptedError(printable_line(describe_system_error(error, run))) from error
+    show_only_on_stdout()
     for line in _effects(event):
         click.echo(line)
 

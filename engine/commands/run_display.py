@@ -32,7 +32,7 @@ class LossDisplay:
     """The display of a run on stdout: a progress line on a terminal, plain lines if stdout is redirected."""
 
     def __init__(self) -> None:
-        show_only_on_stdout()
+        show_only_on_stdout()  # again: a process that joins others has new streams
         # One console for both, so that a notice appears above the progress line.
         self._console = _terminal() if sys.stdout is not None and sys.stdout.isatty() else None
 
