@@ -294,3 +294,29 @@ def test_closing_a_busy_mailbox_delivers_no_more_and_does_not_wait_for_the_disk(
     gate.set()
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "control-mailbox"])
     assert (delivered, is_closed_first, files(tmp_path)) == (["a"], [True], ["b.json"])
+
+
+def test_a_request_is_withdrawn_once(tmp_path):
+    send_request(tmp_path, ControlRequest("a", stop=True))
+    send_request(tmp_path, ControlRequest("b", stop=True))
+    assert withdraw(tmp_path, "a")
+    assert not withdraw(tmp_path, "a")
+    assert files(tmp_path) == ["b.json"]
+
+
+def test_of_requests_that_are_found_together_the_earliest_comes_first(tmp_path, open_mailbox):
+    delivered, gate, is_busy = [], threading.Event(), threading.Event()
+
+    def deliver(request):
+        is_busy.set()
+        assert gate.wait(LIMIT_S)
+        delivered.append(request.id)
+
+    open_mailbox(deliver)
+    send_request(tmp_path, ControlRequest("0", stop=True))
+    assert is_busy.wait(LIMIT_S)
+    for name in "3142":
+        send_request(tmp_path, ControlRequest(name, stop=True))
+    gate.set()
+    wait_until(lambda: len(delivered) == 5)
+    assert delivered == ["0", "1", "2", "3", "4"]

@@ -205,3 +205,19 @@ def test_a_failure_keeps_no_memory_of_the_program_alive(num_before):
     del results
     assert [reference() for reference in memory] == [None, None, None]
     feeder.close()
+
+
+def test_unread_wait_times_do_not_accumulate():
+    def late(step):
+        time.sleep(0.02)
+        return toy_batch(step)
+
+    waits = []
+    for times_waits in (True, False):
+        infeed, feeder, _, pull = make_infeed(late, times_waits=times_waits)
+        for step in range(4):
+            jax.block_until_ready(pull(step))
+        waits.append(infeed._wait_s)
+        feeder.close()
+    assert waits[0]
+    assert waits[1] == {}

@@ -120,3 +120,18 @@ def test_names_with_control_characters_are_quoted(tmp_path):
     assert "\x1b" not in result.stdout
     document = json.loads(run(tmp_path, "--json").stdout)
     assert document["splits"]["train"]["manifest"]["classes"][1]["name"] == "caf\udce9"
+
+
+def test_lost_files_are_named_without_verify(data):
+    (data / "train/pixels/c/1/0/0").unlink()
+    os.truncate(data / "train/labels/c/0", 10)
+    result = run(data)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "train: 2 files are missing or damaged. Restore the files below, or run the command again that packed the "
+        "split, which packs them again",
+        "  train/labels/c/0: the shard file is truncated",
+        "  train/pixels/c/1/0/0: the file is missing",
+    ]
+    assert run(data, "--split", "val").exit_code == 0
+    assert run(data, "--json").exit_code == 2

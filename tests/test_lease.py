@@ -289,3 +289,10 @@ def test_a_lost_answer_does_not_lose_the_lease(location):
     lease.acquire(pytest.fail)
     lease.renew()
     assert held(location).launch == lease.launch
+
+
+def test_a_lease_that_lasts_for_hours_is_not_waited_for(location):
+    lease_of(location).acquire(pytest.fail)
+    put(location, host="another", lasts_s=1e6)
+    with pytest.raises(StoredRunInUseError, match=r"if it was killed, delete memory://run/writer.json"):
+        lease_of(location).acquire(pytest.fail)

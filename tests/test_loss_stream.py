@@ -483,3 +483,30 @@ def test_a_sink_that_is_behind_with_long_lists_is_waited_for(monkeypatch):
     assert not waiting.is_alive()
     stream.close()
     assert sink.steps == [1, 2, 3, 4]
+
+
+def test_a_clock_set_back_results_in_no_rate():
+    sink = RecordingSink()
+    stream = make_stream()
+    stream.start([sink])
+    for step, at in ((1, 5.0), (2, 5.0), (3, 3.0), (4, 5.0)):
+        stream.receive(pushed(step, time=at))
+    stream.close()
+    assert [str(record.images_per_s) for record in sink.records] == ["nan", "nan", "nan", "4.0"]
+
+
+def test_the_sinks_before_one_that_cannot_open_are_all_closed():
+    # Even where closing the first fails too; the error of the opening is the one that counts.
+    first, second = RecordingSink(close_error=OSError("busy")), RecordingSink()
+    stream = make_stream()
+    with pytest.raises(PermissionError, match="denied"):
+        stream.start([first, second, RecordingSink(open_error=PermissionError("denied"))])
+    assert first.calls == second.calls == ["open", "close"]
+
+
+def test_a_sink_that_fails_in_closing_leaves_the_others_closed():
+    error = OSError("the disk is full")
+    sinks = [RecordingSink(close_error=error), RecordingSink()]
+    stream = run_stream(*sinks)
+    assert stream.failure is error
+    assert sinks[1].calls[-1] == "close"

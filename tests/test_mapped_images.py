@@ -315,3 +315,15 @@ def test_a_file_that_cannot_be_opened_for_a_while_is_mapped_afterwards(packs, mo
 
 def os_error(code):
     raise OSError(code, os.strerror(code))
+
+
+def test_no_more_files_are_mapped_than_allowed_for_a_process(packs, monkeypatch):
+    monkeypatch.setattr(mapped_shards, "MOST_MAPPED", 1)
+    folder, words = packs[LARGE, True]
+    with open_split(str(folder), "train") as split:
+        store = CountedReads(split)
+        for _ in range(2):
+            np.testing.assert_array_equal(read(split, [0, 4, 8]), words[[0, 4, 8]])
+            assert store.take() == [4, 8]
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or os.fspath(folder) not in maps.read_text()

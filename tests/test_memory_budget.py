@@ -102,3 +102,11 @@ def test_the_time_limit_of_a_wait_restarts_at_every_release(monkeypatch):
         wait_until(lambda: len(limits) == 2)
     assert done.wait(TIMEOUT_S)
     assert limits == [1.0, 1.0]
+
+
+def test_an_error_releases_its_reservation():
+    budget = budget_of(100)
+    with pytest.raises(KeyError), budget.held(100):
+        raise KeyError
+    with budget.held(100):
+        pass

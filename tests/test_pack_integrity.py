@@ -404,3 +404,19 @@ def test_a_pack_that_claims_far_more_than_it_stores_is_refused_before_buffers_ar
     )
     with pytest.raises(ShardError, match=said):
         open_split(str(data), "train")
+
+
+def test_the_remedy_for_a_lost_manifest_is_one_that_works(data):
+    remedy = "its manifest.json is missing; restore that file, or clear the split's folder by hand and pack again"
+    (data / "val/manifest.json").unlink()
+    said = CliRunner().invoke(main, [str(data)]).output
+    assert f"{data}/val/ contains files of a split, but {remedy}" in said
+    assert "--overwrite" not in said
+    with pytest.raises(ShardError, match=remedy):
+        open_split(str(data), "val")
+    source = fake_source(6, size=SMALL, name="val")
+    with pytest.raises(ShardError, match="contains files but no pack"):
+        pack(source, data, overwrite=True)
+    shutil.rmtree(data / "val")
+    pack(source, data)
+    assert CliRunner().invoke(main, [str(data), "--verify"]).exit_code == 0

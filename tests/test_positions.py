@@ -124,3 +124,11 @@ def test_index_is_the_scaled_word(word, count):
 def test_units_are_exact_and_below_one():
     words = jnp.array([0, 255, 256, 2**31, 2**32 - 1], jnp.uint32)
     np.testing.assert_array_equal(to_unit(words), [0, 0, 2**-24, 0.5, 1 - 2**-24])
+
+
+def test_options_of_jax_change_no_draw():
+    at = at_positions([3, 4])
+    usual = draw_words(image_keys(seed_words(5), at), Purpose.CROP, 4)
+    with jax.threefry_partitionable(False), jax.default_prng_impl("rbg"):
+        other = draw_words(image_keys(seed_words(5), at), Purpose.CROP, 4)
+    np.testing.assert_array_equal(usual, other)

@@ -1,6 +1,8 @@
 """`--precision bfloat16`: what is computed in it, what stays float32, and that it is as exact as eight bits allow."""
 
 import json
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from loopfeed import TrainConfig, train
+from loopfeed.engine.objective import objective
+from loopfeed.engine.program import loop
 from loopfeed.models.families import resnet
 from loopfeed.models.layers.batch_norm import batch_norm
 from loopfeed.models.layers.convolution import convolution
 from loopfeed.models.layers.head import dense
+from loopfeed.models.layers.platform_forms import tracing_for
 from loopfeed.models.layers.pooling import max_pool
 from loopfeed.models.registry import build_model
 from tests.toy import Linear, toy_batch, toy_config
@@ -23,9 +28,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("without_llvms_op
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 # Half a unit in the last of eight bits: the largest relative error of rounding to bfloat16.
 UNIT = 2.0**-8
+PRODUCTS = {"dot_general", "conv_general_dilated"}
 # What moves, compares or selects numbers rounds none. `max` is a ReLU's or a pool's.
 EXACT = {"max", "gt", "lt", "eq", "ne", "select_n", "pad", "slice", "dynamic_slice", "reshape", "squeeze", "transpose"}
 EXACT |= {"rev", "stack", "concatenate", "broadcast_in_dim", "copy", "stop_gradient", "optimization_barrier"}
+# These only hold others, which are looked at themselves.
+CALLS = {"jit", "pjit", "cond", "while", "scan", "custom_vjp_call", "custom_jvp_call"}
 
 
 def test_a_model_of_your_own_determines_its_precision():
@@ -34,6 +42,140 @@ def test_a_model_of_your_own_determines_its_precision():
 
 
 # What the traced step computes in which type
+
+
+@dataclass
+class Step:
+    """One traced training step: the whole of it, its update alone, and the types of what reached the loss."""
+
+    jaxpr: Any
+    update: Any
+    logits: list[jnp.dtype]
+
+
+class TracedError(Exception):
+    """Stops a run after its step is traced, before compilation."""
+
+
+def trace_step(monkeypatch, **settings):
+    """Return the training step of a run with these settings, traced as in the run, but for all platforms."""
+    found: list[Step] = []
+    logits: list[jnp.dtype] = []
+    updates: list[Any] = []
+    homes = {"train_step": loop, "update_weights": loop, "cross_entropy": objective}
+    originals = {name: getattr(home, name) for name, home in homes.items()}
+
+    def train_step(model, statics, *arguments):
+        with tracing_for(None):
+            jaxpr = jax.make_jaxpr(lambda *given: originals["train_step"](model, statics, *given))(*arguments)
+        found.append(Step(jaxpr, updates[0], logits))
+        raise TracedError
+
+    def update_weights(rule, *arguments):
+        *traced, replicas = arguments
+        updates.append(jax.make_jaxpr(lambda *given: originals["update_weights"](rule, *given, replicas))(*traced))
+        return originals["update_weights"](rule, *arguments)
+
+    def cross_entropy(given, targets):
+        logits.extend((given.dtype, targets.dtype))
+        return originals["cross_entropy"](given, targets)
+
+    for replacement in (train_step, update_weights, cross_entropy):
+        monkeypatch.setattr(homes[replacement.__name__], replacement.__name__, replacement)
+    config = TrainConfig(steps=1, batch=4, synthetic=True, image_size=32, num_classes=10, kernels="xla", **settings)
+    with pytest.raises(TracedError):
+        train(config)
+    return found[0]
+
+
+def operations(jaxpr, platform):
+    """Every operation of a jaxpr and of those inside it; of what depends on the platform, this one's branch alone.
+
+    `lax.platform_dependent` is a `cond` on a `platform_index`.
+    """
+    choices = {}
+    for operation in jaxpr.eqns:
+        yield operation
+        if operation.primitive.name == "platform_index":
+            platforms = operation.params["platforms"]
+            named = [place for place, names in enumerate(platforms) if names is not None and platform in names]
+            choices[operation.outvars[0]] = named[0] if named else platforms.index(None)
+        branch = choices.get(operation.invars[0]) if operation.primitive.name == "cond" else None
+        inner = operation.params.values() if branch is None else [operation.params["branches"][branch]]
+        for value in inner:
+            for each in value if isinstance(value, (tuple, list)) else [value]:
+                each = getattr(each, "jaxpr", each)
+                if hasattr(each, "eqns"):
+                    yield from operations(each, platform)
+
+
+def float_types(variables):
+    return {each.aval.dtype for each in variables if jnp.issubdtype(getattr(each.aval, "dtype", int), jnp.floating)}
+
+
+def test_products_take_bfloat16_and_sums_are_float32(monkeypatch):
+    step = trace_step(monkeypatch, model="resnet8", precision="bfloat16")
+    on_device = list(operations(step.jaxpr.jaxpr, "cuda"))
+    products = [each for each in on_device if each.primitive.name in PRODUCTS]
+    assert [each for each in products if float_types(each.invars) != {BFLOAT16}] == []
+    assert products
+    # The classifier's, whose results go to the loss and to float32 weights.
+    wide = [each.primitive.name for each in products if float_types(each.outvars) != {BFLOAT16}]
+    assert set(wide) == {"dot_general"}
+
+    rounding = [
+        each.primitive.name
+        for each in on_device
+        if BFLOAT16 in float_types(each.outvars) and each.primitive.name not in EXACT | CALLS | PRODUCTS
+    ]
+    # Where a shortcut joins, forward and backward: sums of two.
+    assert {name for name in rounding if name != "convert_element_type"} == {"add", "add_any"}
+    sums = [each for each in on_device if each.primitive.name.startswith(("reduce_", "cumsum", "scatter", "psum"))]
+    assert sums
+    assert all(BFLOAT16 not in float_types((*each.invars, *each.outvars)) for each in sums)
+
+
+def test_on_a_cpu_convolutions_take_rounded_operands_and_sum_in_float32(monkeypatch):
+    """Products of two bfloat16 numbers are exact in float32: no number differs from a product of narrow operands."""
+    step = trace_step(monkeypatch, model="resnet8", precision="bfloat16")
+    forms = [each for each in operations(step.jaxpr.jaxpr, "cpu") if each.primitive.name == "cond"]
+    chosen = [(each, list(operations(each.params["branches"][0].jaxpr, "cpu"))) for each in forms]
+    # The others are sums, and values that are stored.
+    convolutions = [pair for pair in chosen if any(found.primitive.name in PRODUCTS for found in pair[1])]
+    assert convolutions
+    for each, inner in convolutions:
+        assert float_types(each.invars) == float_types(each.outvars) == {BFLOAT16}
+        assert {jnp.dtype(jnp.float32)} == set().union(
+            *(float_types((*found.invars, *found.outvars)) for found in inner if found.primitive.name in PRODUCTS)
+        )
+        names = {found.primitive.name for found in inner if BFLOAT16 in float_types((*found.invars, *found.outvars))}
+        assert names == {"convert_element_type"}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_weights_statistics_sums_and_loss_are_float32(precision, monkeypatch):
+    step = trace_step(
+        monkeypatch, model="resnet8", precision=precision, optimizer="adamw", accumulate_steps=2, ema_decay=0.9
+    )
+    assert step.logits == [jnp.float32, jnp.float32]
+    # What the update reads (gradients, moments, sums, average, statistics), computes and leaves.
+    update = [step.update.jaxpr, *operations(step.update.jaxpr, "cpu")]
+    assert set().union(*(float_types((*each.invars, *each.outvars)) for each in update)) == {jnp.dtype(jnp.float32)}
+    whole = step.jaxpr.jaxpr
+    assert float_types((*whole.invars, *whole.outvars)) == {jnp.dtype(jnp.float32)}
+    everywhere = set().union(*(float_types(each.outvars) for each in operations(whole, "cpu")))
+    assert (BFLOAT16 in everywhere) == (precision == "bfloat16")
+
+
+def test_images_are_augmented_in_float32_and_rounded_once(monkeypatch):
+    step = trace_step(monkeypatch, model="resnet8", precision="bfloat16", flip=0.5, mixup=0.2, erasing=0.5)
+    rounded = [
+        each
+        for each in operations(step.jaxpr.jaxpr, "cuda")
+        if each.outvars[0].aval.shape == (4, 32, 32, 3) and BFLOAT16 in float_types(each.outvars)
+        if float_types(each.invars) != {BFLOAT16}
+    ]
+    assert [each.primitive.name for each in rounded] == ["convert_element_type"]
 
 
 # How exact it is

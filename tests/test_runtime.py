@@ -412,3 +412,14 @@ def test_old_reports_of_stalls_are_dropped_whole(monkeypatch):
     assert text.startswith("=" * 80 + "\nreport ")
     assert text.endswith("report 8 " + "x" * 50 + "\n")
     assert len(text) <= 400
+
+
+def test_what_was_lost_before_is_not_lost_again(tmp_path):
+    """Launch 1 made steps 1 to 5, and launch 2 made 2 to 4 again; a third one begins after step 1 as well."""
+    log = tmp_path / "loss.jsonl"
+    sizes = write_losses(log, [111.0, 511.0, 512.0, 513.0])
+    first = replace(LAUNCH, ended=115.0, end_step=5, goodput=Goodput(steps=5, compilation=10))
+    second = replace(first, started=500.0, ended=513.0, start_step=1, end_step=4, lost_s=4.0, lost_steps=4,
+                     goodput=Goodput(steps=3, other=10))  # fmt: skip
+    found = find_rollback([first, second], log, 1, sizes[1])
+    assert (found.num_steps, found.seconds) == (3, 3.0)

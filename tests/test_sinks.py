@@ -234,3 +234,14 @@ def test_evaluations_have_a_log_of_their_own_that_is_made_when_needed(tmp_path):
     assert (tmp_path / "loss.jsonl").read_text() == record(1).to_json() + "\n"
     expected = '{"step": 1, "num_images": 3, "top1": 0.3333333333333333, "top5": 1.0, "loss": null, "time": 1.0}\n'
     assert (tmp_path / "eval.jsonl").read_text() == expected
+
+
+def test_closing_twice_closes_no_file_of_another(tmp_path):
+    sink = folder_sink(tmp_path / "loss.jsonl")
+    sink.close()
+    sink.open()
+    sink.close()
+    other = os.open(tmp_path, os.O_RDONLY)
+    sink.close()
+    assert os.path.samestat(os.fstat(other), tmp_path.stat())
+    os.close(other)

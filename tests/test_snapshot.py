@@ -29,6 +29,7 @@ from loopfeed.engine.records.snapshot import (
     keep_newest,
     match_state,
     read_snapshot,
+    remove_snapshot,
     snapshot_steps,
     write_snapshot,
 )
@@ -467,3 +468,15 @@ def test_the_terminal_stays_clean_even_where_the_disk_fails_midway(tmp_path):
     assert " cannot be written (" in out
     assert "too large" in out
     assert names_in(tmp_path) == ["1"]
+
+
+def test_a_removed_snapshot_disappears_before_its_files_are_deleted(tmp_path, monkeypatch):
+    write_snapshot(tmp_path, 1, 1, {"a": np.zeros(2)})
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: (_ for _ in ()).throw(OSError("it hangs")))
+    with pytest.raises(OSError, match="it hangs"):
+        remove_snapshot(tmp_path, 1)
+    assert snapshot_steps(tmp_path) == []
+    monkeypatch.undo()
+    remove_snapshot(tmp_path, 1)
+    write_snapshot(tmp_path, 2, 2, {"a": np.zeros(2)})
+    assert names_in(tmp_path) == ["2"]

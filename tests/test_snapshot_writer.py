@@ -240,3 +240,9 @@ def test_real_snapshots_of_a_run_that_is_stopped(tmp_path):
     assert read_snapshot(folder, 4).leaves["w"].tolist() == [4.0] * 3
     assert words == []
     assert "orbax.checkpoint" in sys.modules
+
+
+def test_a_writer_that_was_never_started_closes(tmp_path):
+    writer = SnapshotWriter(tmp_path, keep=0, say=print)
+    assert writer.close(SOON_S)
+    assert not list(tmp_path.iterdir())

@@ -133,3 +133,12 @@ def test_packing_is_stopped_as_by_ctrl_c(tmp_path, number):
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 130, done.stderr
     assert "Stopped. Run the same command again to continue." in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_interrupts_a_command_once(number):
+    with stops_as_interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        # The next one ends the process.
+        assert signal.getsignal(number) is signal.SIG_DFL

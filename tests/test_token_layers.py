@@ -12,10 +12,12 @@ from jax import lax
 from loopfeed.models.kernels import ONEDNN, XLA, using_kernels
 from loopfeed.models.layers.attention import self_attention
 from loopfeed.models.layers.gelu import gelu, quick_gelu
+from loopfeed.models.layers.head import linear
 from loopfeed.models.layers.layer_norm import layer_norm
 from tests.block_references import gelu as numpy_gelu
 from tests.block_references import norm as numpy_norm
 from tests.kernels import needs_onednn
+from tests.test_precision import operations
 
 pytestmark = pytest.mark.kernels
 
@@ -101,3 +103,19 @@ def test_attention_with_huge_scores_chooses_one_token():
     attended, gradient = jax.jit(jax.value_and_grad(lambda qkv: self_attention(qkv, 1).sum()))(qkv)
     assert jnp.isfinite(attended)
     assert jnp.isfinite(gradient).all()
+
+
+def test_products_in_bfloat16_have_narrow_operands_and_wide_sums():
+    def loss(qkv, kernel):
+        y = linear(self_attention(linear(qkv, kernel, jnp.zeros(12)), 2), kernel[:4, :4], jnp.zeros(4))
+        return y.astype(jnp.float32).sum()
+
+    shapes = jax.ShapeDtypeStruct((2, 5, 4), jnp.bfloat16), jax.ShapeDtypeStruct((4, 12), jnp.float32)
+    found = [
+        each
+        for each in operations(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes).jaxpr, "cuda")
+        if each.primitive.name == "dot_general"
+    ]
+    assert found
+    assert {operand.aval.dtype for each in found for operand in each.invars} == {jnp.dtype(jnp.bfloat16)}
+    assert {each.outvars[0].aval.dtype for each in found} == {jnp.dtype(jnp.float32)}
