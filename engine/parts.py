@@ -251,6 +251,7 @@ def _check_own_batches(config: TrainConfig, batches: Any) -> None:
                 f"batches must be a function from the step to (pixels, labels), or a BatchSource; "
                 f"got {type(batches).__name__}, which cannot return the batch of a given step again"
             )
+        _check_fills("batches", batches)
         for name in ("data", "synthetic"):
             if value := getattr(config, name):
                 raise SettingError(
@@ -260,7 +261,22 @@ def _check_own_batches(config: TrainConfig, batches: Any) -> None:
                 )
 
 
+def _check_fills(name: str, source: Any) -> None:
+    """Raise ValueError if the `fill` of a source cannot be called as `BatchSource` describes it."""
+    if (fill := getattr(source, "fill", None)) is None:
+        return
+    signature = inspect.signature(fill)
+    try:
+        signature.bind(0, range(1), None, None, timeout_s=1.0)
+    except TypeError as error:
+        raise ValueError(
+            f"the source of {name} must have fill(batch_index, rows, pixels, labels, *, timeout_s), but that of "
+            f"{type(source).__name__} takes {signature}: write only the images of these rows, a range, into the buffers"
+        ) from error
+
+
 def _check_own_evaluation(evaluation: Any) -> None:
+    _check_fills("evaluation", evaluation)
     if evaluation is None or hasattr(evaluation, "num_batches"):
         return
     if isinstance(evaluation, tuple) and len(evaluation) == len(("pixels", "labels")):

@@ -134,6 +134,8 @@ def is_out_of_room(error: BaseException) -> bool:
 def remedy_of(error: BaseException) -> str:
     """Return what to do about an error of the system, in the words of a command such as "make room on its disk"."""
     cause = cause_of(error) or Cause.OTHER
+    if cause == Cause.CLOSED and getattr(error, "filename", None) != "<stdout>":
+        cause = Cause.OTHER
     if cause == Cause.ROOM and _has_no_inode(getattr(error, "filename", None)):
         return "remove files from its disk, which has room but takes no more files (df -i)"
     return _STORE_REMEDIES.get(cause, _REMEDIES[cause]) if _is_of_store(error) else _REMEDIES[cause]

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -295,6 +296,10 @@ def test_labels_are_held_to_the_models_classes_where_nothing_else_tells_them():
     [
         ({"model": "resnet8"}, r"a model must have the functions init and apply, got str: .*TrainConfig\(model=…\)"),
         ({"batches": iter([])}, "batches must be a function from the step .* got list_iterator"),
+        (
+            {"batches": SimpleNamespace(fill=lambda step, pixels, labels, *, timeout_s: None)},
+            r"must have fill\(batch_index, rows, pixels, labels, .* SimpleNamespace takes \(step, pixels, labels",
+        ),
         ({"config": {"steps": 1}}, r"the settings must be a TrainConfig, got dict"),
         ({"config": toy_config(model="resnet8")}, "the setting model must not be given .* got 'resnet8'"),
         ({"config": toy_config(data="data/shards")}, "the setting data must not be given .* got 'data/shards'"),
