@@ -1,7 +1,7 @@
 """The user-defined parts of a run that the command line can name, and the record of their names and sources.
 
 A record is only compared with what a command line names now: nothing here loads code, and
-`loopfeed.engine.commands.own_parts`, which does, reads no file. Must not know: jax, what a part is used for.
+`loopfeed.engine.commands.user_parts`, which does, reads no file. Must not know: jax, what a part is used for.
 """
 
 from collections.abc import Collection, Mapping
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 
-class OwnPart(NamedTuple):
+class UserPart(NamedTuple):
     """A kind of user-defined part.
 
     Attributes:
@@ -22,16 +22,18 @@ class OwnPart(NamedTuple):
 
 
 OWN_PARTS = {
-    "model": OwnPart("a model", "Your own model, with init and apply."),
-    "batches": OwnPart("batches", "Your own batches: a function from the step to (pixels, labels), or a BatchSource."),
-    "loss": OwnPart("a loss", "Your own loss: a function of (outputs, labels, weights)."),
-    "optimizer": OwnPart(
+    "model": UserPart("a model", "Your own model, with init and apply."),
+    "batches": UserPart("batches", "Your own batches: a function from the step to (pixels, labels), or a BatchSource."),
+    "loss": UserPart("a loss", "Your own loss: a function of (outputs, labels, weights)."),
+    "optimizer": UserPart(
         "an optimizer", "Your own optimizer: an optax transformation, or a function from a learning rate to one."
     ),
-    "schedule": OwnPart("a schedule", "Your own schedule: a function from the number of updates to the learning rate."),
-    "augment": OwnPart("an augmentation", "Your own augmentation: a function of (images, keys)."),
-    "metrics": OwnPart("metrics", "Your own metrics: a dict from names to metrics."),
-    "evaluation": OwnPart(
+    "schedule": UserPart(
+        "a schedule", "Your own schedule: a function from the number of updates to the learning rate."
+    ),
+    "augment": UserPart("an augmentation", "Your own augmentation: a function of (images, keys)."),
+    "metrics": UserPart("metrics", "Your own metrics: a dict from names to metrics."),
+    "evaluation": UserPart(
         "evaluation images", "Your own evaluation images: a tuple (pixels, labels), or an EvaluationSource."
     ),
 }

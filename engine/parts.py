@@ -12,19 +12,19 @@ from typing import Any, TypedDict
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from loopfeed.engine.given_values import describe_given
-from loopfeed.engine.images.own_augment import OwnAugmentation
+from loopfeed.engine.images.user_augment import UserAugmentation
 from loopfeed.engine.named_parts import NamedPart, recorded_named_parts
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
-from loopfeed.engine.program.statics import OwnFunctions
+from loopfeed.engine.program.statics import UserFunctions
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.checks import check_updates
-from loopfeed.engine.updates.own_optimizer import OwnOptimizer
 from loopfeed.engine.updates.update import Schedule
+from loopfeed.engine.updates.user_optimizer import UserOptimizer
 from loopfeed.preprocess.suggestions import did_you_mean
 
-OWN_SOURCES = "own_sources"
+USER_SOURCES = "own_sources"
 """The key of the digests of the parts' source texts in the resolved part of `config.json`."""
 # The module of what is in no file, which an earlier version recorded for scripts, too.
 _NO_FILE = "__main__"
@@ -40,22 +40,22 @@ class PartArguments(TypedDict, total=False):
     evaluation: EvaluationSource | EvaluationArrays | None
     loss: Loss | None
     metrics: Mapping[str, Metric | PerExample] | None
-    optimizer: OwnOptimizer | None
+    optimizer: UserOptimizer | None
     schedule: Schedule | None
-    augment: OwnAugmentation | None
+    augment: UserAugmentation | None
 
 
-def take_parts(arguments: PartArguments) -> "OwnParts":
+def take_parts(arguments: PartArguments) -> "UserParts":
     """Return the user-defined parts that a public function was given; raise TypeError for one that there is not."""
     known = PartArguments.__annotations__
     for name in arguments:
         if name not in known:
             raise TypeError(f"unexpected keyword argument {name!r}{did_you_mean(name, known)}")
-    return OwnParts(**arguments)
+    return UserParts(**arguments)
 
 
 @dataclass(frozen=True)
-class OwnParts:
+class UserParts:
     """The user-defined parts of a run; None stands for the part selected by the settings.
 
     Attributes:
@@ -69,9 +69,9 @@ class OwnParts:
     evaluation: EvaluationSource | EvaluationArrays | None = None
     loss: Loss | None = None
     metrics: Mapping[str, Metric | PerExample] | None = None
-    optimizer: OwnOptimizer | None = None
+    optimizer: UserOptimizer | None = None
     schedule: Schedule | None = None
-    augment: OwnAugmentation | None = None
+    augment: UserAugmentation | None = None
     named: Mapping[str, NamedPart] = field(default_factory=dict)
 
     @property
@@ -81,14 +81,14 @@ class OwnParts:
         return all(each is None for each in own)
 
     @property
-    def has_own_source(self) -> bool:
+    def has_user_source(self) -> bool:
         """Whether code of the user makes batches while the program runs."""
         return self.batches is not None or hasattr(self.evaluation, "fill")
 
     @property
-    def functions(self) -> OwnFunctions:
+    def functions(self) -> UserFunctions:
         """The user-defined functions that are traced into the program."""
-        return OwnFunctions(self.loss, self.metrics, self.optimizer, self.schedule, self.augment)
+        return UserFunctions(self.loss, self.metrics, self.optimizer, self.schedule, self.augment)
 
     def names(self) -> dict[str, Any]:
         """Return what identifies the user-defined functions in the record of a run: their names, by part."""
@@ -137,14 +137,14 @@ def is_same_part(before: str, now: str) -> bool:
     return False
 
 
-def changed_sources(recorded: Mapping[str, Any], parts: OwnParts) -> list[str]:
+def changed_sources(recorded: Mapping[str, Any], parts: UserParts) -> list[str]:
     """Return a warning for each part whose source is not that of the record; named parts are compared by their names.
 
     Args:
         recorded: the resolved part of the run's `config.json`.
         parts: the parts that are given now.
     """
-    before, compared = recorded.get(OWN_SOURCES, {}), recorded_named_parts(recorded).keys() & parts.named.keys()
+    before, compared = recorded.get(USER_SOURCES, {}), recorded_named_parts(recorded).keys() & parts.named.keys()
     return [
         f"warning: the source of the {part} has changed since the run recorded it (its sha256 was "
         f"{before[part][:12]}, is now {digest[:12]}), so results may differ"
@@ -182,22 +182,22 @@ def _file_of(module: str) -> str:
     return path.parent.name if path.stem == "__init__" else path.stem
 
 
-def check_parts(config: TrainConfig, parts: OwnParts) -> None:
+def check_parts(config: TrainConfig, parts: UserParts) -> None:
     """Check user-defined parts before anything is opened.
 
     Raises:
         ValueError: a part has the wrong type, or makes a setting meaningless.
     """
-    _check_own_model(config, parts.model)
-    _check_own_batches(config, parts.batches)
-    _check_own_evaluation(parts.evaluation)
-    _check_own_loss(config, parts.loss)
-    _check_own_metrics(parts.metrics)
+    _check_user_model(config, parts.model)
+    _check_user_batches(config, parts.batches)
+    _check_user_evaluation(parts.evaluation)
+    _check_user_loss(config, parts.loss)
+    _check_user_metrics(parts.metrics)
     check_updates(config, parts.optimizer, parts.schedule)
-    _check_own_augment(parts.augment)
+    _check_user_augment(parts.augment)
 
 
-def _check_own_model(config: TrainConfig, model: Any) -> None:
+def _check_user_model(config: TrainConfig, model: Any) -> None:
     if model is not None:
         _check_is_adapted(model)
         if isinstance(model, type):
@@ -244,7 +244,7 @@ def _check_is_adapted(model: Any) -> None:
             )
 
 
-def _check_own_batches(config: TrainConfig, batches: Any) -> None:
+def _check_user_batches(config: TrainConfig, batches: Any) -> None:
     if batches is not None:
         if not callable(batches) and not hasattr(batches, "fill"):
             raise ValueError(
@@ -275,7 +275,7 @@ def _check_fills(name: str, source: Any) -> None:
         ) from error
 
 
-def _check_own_evaluation(evaluation: Any) -> None:
+def _check_user_evaluation(evaluation: Any) -> None:
     _check_fills("evaluation", evaluation)
     if evaluation is None or hasattr(evaluation, "num_batches"):
         return
@@ -287,7 +287,7 @@ def _check_own_evaluation(evaluation: Any) -> None:
     )
 
 
-def _check_own_loss(config: TrainConfig, loss: Any) -> None:
+def _check_user_loss(config: TrainConfig, loss: Any) -> None:
     if loss is not None and not callable(loss):
         raise ValueError(
             f"loss must be a function of (outputs, labels, weights), got {type(loss).__name__}: define one, or choose "
@@ -308,7 +308,7 @@ def _check_own_loss(config: TrainConfig, loss: Any) -> None:
         )
 
 
-def _check_own_metrics(metrics: Any) -> None:
+def _check_user_metrics(metrics: Any) -> None:
     if metrics is None:
         return
     if not isinstance(metrics, Mapping):
@@ -322,7 +322,7 @@ def _check_own_metrics(metrics: Any) -> None:
             )
 
 
-def _check_own_augment(augment: Any) -> None:
+def _check_user_augment(augment: Any) -> None:
     if augment is not None and not callable(augment):
         raise ValueError(
             f"augment must be a function of (images, keys), got {type(augment).__name__}: define one, or choose "

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int32
 from loopfeed.engine.keys import like_leaf, plain_key
 from loopfeed.engine.settings import SettingError
 from loopfeed.models.layers.batch_norm import NormGroups
-from loopfeed.models.layers.stored import stored
+from loopfeed.models.layers.materialize import materialize
 
 AXIS = "data"
 _EVERYWHERE = PartitionSpec()
@@ -48,7 +48,7 @@ class Replicas:
         # One call, so that one collective carries all leaves. Stored, because XLA divides it on cards where one reader
         # takes several leaves, as the check of the new weights does.
         numbers = [leaf for leaf, floats in zip(leaves, is_float, strict=True) if floats]
-        means = iter(stored(lax.pmean(numbers, AXIS), on_cards=True))
+        means = iter(materialize(lax.pmean(numbers, AXIS), on_cards=True))
         reduced = [next(means) if floats else leaf for leaf, floats in zip(leaves, is_float, strict=True)]
         mean: T = jax.tree.unflatten(structure, reduced)
         return mean
@@ -120,7 +120,7 @@ def replicate(function: Callable[..., Any], devices: Sequence[jax.Device]) -> Ca
     return jax.shard_map(function, mesh=_mesh(devices), in_specs=_EVERYWHERE, out_specs=_EVERYWHERE, check_vma=False)
 
 
-def put_everywhere[T](tree: T, devices: Sequence[jax.Device]) -> T:
+def device_put_replicated[T](tree: T, devices: Sequence[jax.Device]) -> T:
     """Return a pytree of arrays with a copy on each device, as `replicate`'s arguments must be.
 
     Args:
@@ -154,7 +154,7 @@ def shapes_on(tree: Any, devices: Sequence[jax.Device]) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
 
 
-def take_copy[T](tree: T, devices: Sequence[jax.Device]) -> T:
+def unreplicate[T](tree: T, devices: Sequence[jax.Device]) -> T:
     """Return the results of a replicated function as arrays on one device of this process."""
     if len(devices) == 1:
         return tree

@@ -4,5 +4,5 @@ from loopfeed.engine.images.augment import augment_images, make_targets
 
 
 def augment_batch(augmentation, pixels, labels, positions, seed_words, scale, num_classes):
-    images, own_share = augment_images(augmentation, pixels, positions, seed_words, scale)
-    return images, make_targets(labels, own_share, num_classes)
+    images, mix_weight = augment_images(augmentation, pixels, positions, seed_words, scale)
+    return images, make_targets(labels, mix_weight, num_classes)

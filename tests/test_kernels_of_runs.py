@@ -26,7 +26,7 @@ from loopfeed.engine.commands.eval_cli import main as run_eval
 from loopfeed.engine.compilation import ahead_of_time as compilation
 from loopfeed.engine.config import SettingError
 from loopfeed.engine.inspection.step_check import _step_program
-from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.program.kernels import AUTO, describe_kernels, kernels_on, settle_kernels
 from loopfeed.engine.run.train import open_run
 from loopfeed.engine.sizing.planning import plan_here
@@ -96,7 +96,7 @@ def runs(tmp_path_factory):
 
 def trace_step(kernels):
     """Trace the step that `check_step` makes, which it does not lower as a whole."""
-    with open_run(config_of(kernels), OwnParts(model=Network(), batches=toy_batch), print, is_dry=True) as run:
+    with open_run(config_of(kernels), UserParts(model=Network(), batches=toy_batch), print, is_dry=True) as run:
         program = _step_program(run)
         return compilation.trace_ahead(program.looped, jnp.int32(1), *program.arguments, platform="cpu")
 
@@ -109,7 +109,7 @@ APPLY = {
     "replay": lambda _, run: replay_run(run, model=Network(), batches=toy_batch, evaluation=IMAGES),
     "check of a step": lambda kernels, _: trace_step(kernels),
     "plan": lambda kernels, _: plan_here(
-        config_of(kernels), OwnParts(model=Network(), batches=toy_batch), lambda _: None, device_rate=1e3
+        config_of(kernels), UserParts(model=Network(), batches=toy_batch), lambda _: None, device_rate=1e3
     ),
     "explanation": lambda kernels, _: explain_program(
         config_of(kernels), model=Network(), batches=toy_batch, rates=RATES

@@ -139,7 +139,7 @@ def test_images_are_those_of_the_batch(observed):
         pixels, labels = rgb(pushed.step - 1)
         np.testing.assert_array_equal(pushed.images, pixels)
         np.testing.assert_array_equal(pushed.labels, labels)
-        assert pushed.own_shares is None
+        assert pushed.mix_weights is None
 
 
 def test_images_are_augmented_and_mixed():
@@ -149,7 +149,7 @@ def test_images_are_augmented_and_mixed():
     np.testing.assert_array_equal(seen.images[0].images, pixels[:, :, ::-1])
     _, seen = run(**settings, mixup=1.0)
     (pushed,) = seen.images
-    share = pushed.own_shares[:, None, None, None]
+    share = pushed.mix_weights[:, None, None, None]
     assert 0 < share.min() < share.max() < 1
     partners = pixels.reshape(BATCH // 2, 2, SIZE, SIZE, 3)[:, ::-1].reshape(pixels.shape)
     mixed = (share * pixels + (1 - share) * partners)[:, :, ::-1]

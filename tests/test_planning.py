@@ -20,7 +20,7 @@ from loopfeed.engine.commands.cli import main
 from loopfeed.engine.commands.compile_for_cards import PROGRAM
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.feed.shard_batches import ShardBatches
-from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.peers import SEES_ALL
 from loopfeed.engine.processes import ThisProcess
 from loopfeed.engine.run.train import plan_run
@@ -54,7 +54,7 @@ def ignore(_):
 
 def test_the_memory_on_a_processor_is_that_of_its_program_and_what_is_beside_it(monkeypatch):
     monkeypatch.setattr(planning, "process_memory_bytes", lambda: 5_000_000)
-    config, parts = toy_config(), OwnParts(model=Linear(), batches=toy_batch)
+    config, parts = toy_config(), UserParts(model=Linear(), batches=toy_batch)
     plan = plan_here(config, parts, ignore)
     direct = plan_run(config, model=Linear(), batches=toy_batch)
     code = direct.compiled.memory_bytes["code"]
@@ -79,7 +79,7 @@ def test_the_devices_of_a_processor_share_the_memory_of_the_host():
 def test_a_run_that_does_not_fit_is_told_the_largest_batch_that_does(monkeypatch, tmp_path):
     pack(fake_source(12, size=4), tmp_path)
     config = TrainConfig(data=str(tmp_path), batch=512, steps=3, compilation_cache="off")
-    parts = OwnParts(model=Linear())
+    parts = UserParts(model=Linear())
 
     direct = plan_run(replace(config, batch=96), model=Linear())
     need = direct.compiled.peak_bytes + direct.compiled.memory_bytes["code"] + direct.run.ring_bytes
@@ -94,7 +94,10 @@ def test_a_run_that_does_not_fit_is_told_the_largest_batch_that_does(monkeypatch
 def test_processes_on_one_machine_share_its_memory_and_try_no_batches(monkeypatch, tmp_path):
     pack(fake_source(12, size=4), tmp_path)
     monkeypatch.setattr(planning, "process_memory_bytes", lambda: 5_000_000)
-    config, parts = TrainConfig(data=str(tmp_path), batch=8, steps=3, compilation_cache="off"), OwnParts(model=Linear())
+    config, parts = (
+        TrainConfig(data=str(tmp_path), batch=8, steps=3, compilation_cache="off"),
+        UserParts(model=Linear()),
+    )
     alone = plan_here(config, parts, ignore).memory
     monkeypatch.setattr(planning, "this_process", lambda: ThisProcess(0, 3))
     monkeypatch.setenv(SEES_ALL, "1")
@@ -215,7 +218,7 @@ def test_without_the_compiler_the_rest_of_the_plan_is_made(monkeypatch):
     monkeypatch.setattr(absent_cards, "find_card_compiler", lambda: None)
     config = TrainConfig(synthetic=True, image_size=32, num_classes=10, batch=512, steps=100, devices="64")
     target = Target("h100", 64, 8)
-    plan = plan_for_cards(config, OwnParts(), {}, target, ignore, program="", device_rate=1000)
+    plan = plan_for_cards(config, UserParts(), {}, target, ignore, program="", device_rate=1000)
     assert plan.memory.parts == {}
     assert re.fullmatch(
         r"not known: XLA's compiler for NVIDIA GPUs is not installed; it needs no GPU: (pip install '\.\[cuda\]', or "
@@ -229,7 +232,7 @@ def test_without_the_compiler_the_rest_of_the_plan_is_made(monkeypatch):
     assert plan.volumes[0][1].num_images == 1_281_167
     # What the devices would refuse, is refused.
     with pytest.raises(ValueError, match="batch must be a multiple of the number of devices, 64, got 500"):
-        plan_for_cards(replace(config, batch=500), OwnParts(), {}, target, ignore, program="")
+        plan_for_cards(replace(config, batch=500), UserParts(), {}, target, ignore, program="")
 
 
 def request_for(settings: dict[str, Any], card: str, num_devices: int) -> dict[str, Any]:
@@ -302,7 +305,7 @@ def test_only_the_program_that_was_asked_for_is_dumped(monkeypatch, tmp_path):
     config = TrainConfig(
         synthetic=True, image_size=32, num_classes=10, model="resnet8", batch=256, steps=9, dump_hlo=str(tmp_path)
     )
-    plan = plan_for_cards(config, OwnParts(), {}, Target("h100", 1, 8), ignore, program="")
+    plan = plan_for_cards(config, UserParts(), {}, Target("h100", 1, 8), ignore, program="")
     assert plan.memory.verdict[1].startswith("the largest --batch that fits is ")
     assert asked[0] == (256, str(tmp_path))
     assert {folder for _, folder in asked[1:]} == {None}

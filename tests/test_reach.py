@@ -16,7 +16,7 @@ from loopfeed.engine.updates.optim import Hyperparams
 from loopfeed.engine.updates.reach import UNKNOWN, Reach, keeps_finite
 from loopfeed.engine.updates.schedules import schedule_values
 from loopfeed.engine.updates.skipping import init_skips
-from loopfeed.engine.updates.update import Pull, UpdateRule, UpdateValues, Weights, init_update, update_weights
+from loopfeed.engine.updates.update import Microbatch, UpdateRule, UpdateValues, Weights, init_update, update_weights
 from tests.toy import Linear, toy_batch, toy_config
 
 SHAPES = {"kernel": (5, 4), "bias": (4,)}
@@ -43,7 +43,7 @@ def updater(rule):
 
     @jax.jit
     def update(weights, state, gradients, values, reach):
-        pull = Pull(jnp.float32(0), gradients, {})
+        pull = Microbatch(jnp.float32(0), gradients, {})
         return update_weights(rule, weights, state, pull, jnp.int32(0), values, reach)
 
     return update
@@ -120,8 +120,8 @@ def test_infinity_that_was_there_is_no_fault():
 @pytest.mark.parametrize("own", [None, partial(optax.sgd, momentum=0.9), optax.sgd(3e38)])
 def test_a_run_ends_with_the_weights_before_the_overflow(own):
     arguments: dict[str, Any] = {"model": Linear(), "batches": toy_batch, "optimizer": own}
-    has_own_rate = isinstance(own, optax.GradientTransformation)
-    settings: dict[str, Any] = {"learning_rate": None if has_own_rate else 3e38}
+    has_user_rate = isinstance(own, optax.GradientTransformation)
+    settings: dict[str, Any] = {"learning_rate": None if has_user_rate else 3e38}
     with pytest.raises(NonFiniteError, match=r"or a weight that .*would make"):
         train(toy_config(steps=9, **settings), **arguments)
     result = train(toy_config(steps=9, stop_on_nan=False, **settings), **arguments)

@@ -15,7 +15,7 @@ from loopfeed.engine.commands.cli import main as run_train
 from loopfeed.engine.commands.option_sources import OptionSource, command_line, merge_options
 from loopfeed.engine.config import OWN_BATCHES, SETTINGS, ConfigError, TrainConfig
 from loopfeed.engine.data.open_data import open_data
-from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.program.statics import statics_of, update_values
 from loopfeed.engine.program.train_state import name_of_model
 from loopfeed.engine.recipes import LoadedRecipe, RecipeError, load_recipe, recipe_names
@@ -89,9 +89,9 @@ def test_a_recipe_fits_a_packed_set_and_comes_to_a_program(name, packed):
     assert config.steps == steps
     assert config.warmup_steps < config.steps
     with ExitStack() as stack:
-        data = open_data(config, OwnParts(), stack, lambda _: None)
+        data = open_data(config, UserParts(), stack, lambda _: None)
         assert data.evaluation is not None
-        assert (name_of_model(choose_model(config, OwnParts(), data)), data.num_classes) == ("resnet8", 3)
+        assert (name_of_model(choose_model(config, UserParts(), data)), data.num_classes) == ("resnet8", 3)
     statics_of(config).augmentation.check_batch(4)
     assert int(update_values(config).schedule.total_steps) == steps
 
@@ -286,8 +286,8 @@ def test_the_record_of_a_run_without_a_data_option_names_the_data_that_it_found(
     monkeypatch.setenv("LOOPFEED_DATA", ".")
     config = TrainConfig(batch=4)
     with ExitStack() as stack:
-        data = open_data(config, OwnParts(), stack, lambda _: None)
-        resolved = describe_resolved(choose_model(config, OwnParts(), data), OwnParts(), data)
+        data = open_data(config, UserParts(), stack, lambda _: None)
+        resolved = describe_resolved(choose_model(config, UserParts(), data), UserParts(), data)
     monkeypatch.setenv("LOOPFEED_DATA", "elsewhere")
     recipe = load_recipe(record_run(tmp_path / "run", config, manifest_digest="abc", **resolved))
     assert (recipe.settings["data"], recipe.unnamed_data) == (packed, "")
@@ -411,7 +411,7 @@ def test_the_digest_of_a_pack_is_that_of_its_images_and_labels(tmp_path):
     def digest(name):
         config = TrainConfig(steps=1, batch=2, data=str(tmp_path / name))
         with ExitStack() as stack:
-            return open_data(config, OwnParts(), stack, lambda _: None).contents_digest
+            return open_data(config, UserParts(), stack, lambda _: None).contents_digest
 
     made = {
         "one": (6, 8, 3),

@@ -11,7 +11,7 @@ import pytest
 import loopfeed
 from loopfeed import TrainConfig
 from loopfeed.engine.data.open_data import open_data
-from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.program.train_state import name_of_model
 from loopfeed.engine.run.resolve import check_arguments, choose_model, warn_of_settings
 from loopfeed.preprocess.shards.location import Location
@@ -20,7 +20,7 @@ from tests.toy import toy_batch, toy_config
 
 
 def resolved(config, *, notify=lambda _: None, is_new=False, **own):
-    parts = OwnParts(**own)
+    parts = UserParts(**own)
     check_arguments(config, parts)
     with ExitStack() as stack:
         data = open_data(config, parts, stack, notify, is_new=is_new)
@@ -65,7 +65,7 @@ def test_data_of_one_class_cause_a_warning(tmp_path):
 def told_at_the_beginning(config, **own):
     """Return the warnings of a new run."""
     told: list[str] = []
-    parts = OwnParts(**own)
+    parts = UserParts(**own)
     with ExitStack() as stack:
         warn_of_settings(config, open_data(config, parts, stack, lambda _: None), told.append)
     return told

@@ -19,7 +19,7 @@ import pytest
 from loopfeed import ConfigError, TrainConfig, replay_run, train
 from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.control.request import ControlRequest
-from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.records.control_log import read_events
 from loopfeed.engine.records.control_requests import send_request
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
@@ -376,7 +376,7 @@ RANDAUGMENT = {"auto_augment": "randaugment", "auto_augment_magnitude": 11}
 def test_a_run_records_only_the_changed_rules_that_it_uses(model, values, rules):
     data: Any = SimpleNamespace(source=SimpleNamespace(height=64, width=662), location="/packed")
     named: Any = SimpleNamespace(name=model)
-    assert rules_of(toy_config(**values), OwnParts(), named, data) == rules
+    assert rules_of(toy_config(**values), UserParts(), named, data) == rules
 
 
 def contents(path):

@@ -12,7 +12,7 @@ from loopfeed import evaluate, read_weights, train
 from loopfeed.engine.evaluation.export import export_weights
 from loopfeed.engine.records.recorded_run import read_recorded
 from loopfeed.engine.records.weights import name_tensors, with_digest
-from loopfeed.engine.run.resolve import recorded_own_parts
+from loopfeed.engine.run.resolve import recorded_user_parts
 from tests.test_initial_weights import drawn
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -73,7 +73,7 @@ def test_names_that_would_be_merged_are_refused_when_a_run_starts(params, named)
 def test_a_model_with_the_name_of_a_built_in_one_is_recorded_as_own(tmp_path, name):
     run, model = tmp_path / "run", Linear(name=name)
     result = train(toy_config(steps=2, run_dir=run), model=model, batches=toy_batch)
-    assert "model" in recorded_own_parts(read_recorded(run).resolved)
+    assert "model" in recorded_user_parts(read_recorded(run).resolved)
     with pytest.raises(ValueError, match=r"was trained with .*model.* of your own, which must be given"):
         train(toy_config(steps=3, run_dir=run, resume=True), batches=toy_batch)
     export_weights(run, tmp_path / "out.safetensors", snapshot=2)
@@ -82,8 +82,8 @@ def test_a_model_with_the_name_of_a_built_in_one_is_recorded_as_own(tmp_path, na
 
 
 def test_the_records_of_older_versions_tell_own_models_by_their_names():
-    assert recorded_own_parts({"model": "linear", "own_parts": {"loss": "f"}}) == ("model", "loss")
-    assert recorded_own_parts({"model": "resnet8"}) == ()
+    assert recorded_user_parts({"model": "linear", "own_parts": {"loss": "f"}}) == ("model", "loss")
+    assert recorded_user_parts({"model": "resnet8"}) == ()
 
 
 def test_the_weights_of_a_registry_model_come_in_the_layouts_of_models(tmp_path):

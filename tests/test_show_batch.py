@@ -71,19 +71,19 @@ def test_without_augmentation_the_pictures_are_the_packed_pixels():
     expected = np.stack([words >> 24, words >> 16 & 255, words >> 8 & 255], axis=-1)
     np.testing.assert_array_equal(shown.pictures, expected)
     assert shown.captions == tuple(f"class {label}" for label in labels)
-    assert shown.own_share is None
+    assert shown.mix_weight is None
 
 
 def test_mixed_pictures_are_what_their_captions_say():
     plain = loopfeed.show_batch(toy_config(), model=Linear(), batches=toy_batch)
     mixed = loopfeed.show_batch(toy_config(mixup=1.0), model=Linear(), batches=toy_batch)
-    assert mixed.own_share is not None
-    own = mixed.own_share[:, None, None, None]
+    assert mixed.mix_weight is not None
+    own = mixed.mix_weight[:, None, None, None]
     partners = plain.pictures.reshape(-1, 2, SIZE, SIZE, 3)[:, ::-1].reshape(plain.pictures.shape)
     np.testing.assert_allclose(mixed.pictures, own * plain.pictures + (1 - own) * partners, rtol=0, atol=0.51)
     for row, caption in enumerate(mixed.captions):
         if plain.captions[row] != plain.captions[row ^ 1]:
-            share = mixed.own_share[row]
+            share = mixed.mix_weight[row]
             assert caption == f"{share:.2f} {plain.captions[row]}\n{1 - share:.2f} {plain.captions[row ^ 1]}"
 
 

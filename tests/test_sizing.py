@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
 from loopfeed.engine.sizing.flow import COPY, DECODE, DEVICES, LINK, READ, Flow, Stage
 from loopfeed.engine.sizing.plan import START, Memory, Place, Plan, find_largest_batch, program_parts
@@ -155,10 +155,10 @@ def test_the_size_of_a_remote_pack_counts_the_targets_of_each_image(tmp_path, ki
 def test_synthetic_batches_stand_for_imagenet_in_a_plan():
     heard: list[str] = []
     config = TrainConfig(synthetic=True, epochs=90, warmup_epochs=5, batch=8192, image_size=32)
-    settled, parts = stand_for_imagenet(config, OwnParts(), heard.append)
+    settled, parts = stand_for_imagenet(config, UserParts(), heard.append)
     assert settled.eval_every_steps == math.ceil(5 * 1_281_167 / 8192)  # 18 evaluations, as by default on ImageNet
     every = replace(config, eval_every_steps="0.5e", snapshot_every_steps="2e")  # type: ignore[arg-type]
-    cadences = stand_for_imagenet(every, OwnParts(), lambda _: None)[0]
+    cadences = stand_for_imagenet(every, UserParts(), lambda _: None)[0]
     assert (cadences.eval_every_steps, cadences.snapshot_every_steps) == (79, 313)
     assert (cadences.eval_every_epochs, cadences.snapshot_every_epochs) == (None, None)
     assert settled.steps == math.ceil(90 * 1_281_167 / 8192)
@@ -167,9 +167,11 @@ def test_synthetic_batches_stand_for_imagenet_in_a_plan():
     assert heard == ["epochs: 90 of 1,281,167 images each, 14,076 steps in total"]
     assert isinstance(parts.evaluation, BlackImages)
     assert parts.evaluation.num_batches == math.ceil(50_000 / 8192)
-    assert stand_for_imagenet(TrainConfig(eval_split="off", synthetic=True), OwnParts(), heard.append)[1] == OwnParts()
+    assert (
+        stand_for_imagenet(TrainConfig(eval_split="off", synthetic=True), UserParts(), heard.append)[1] == UserParts()
+    )
     other = TrainConfig(data="shards", epochs=3)
-    assert stand_for_imagenet(other, OwnParts(), heard.append) == (other, OwnParts())
+    assert stand_for_imagenet(other, UserParts(), heard.append) == (other, UserParts())
 
 
 def a_plan(**changes) -> Plan:

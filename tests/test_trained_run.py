@@ -29,7 +29,7 @@ def test_a_run_is_read_back_wherever_its_folder_is_now(run, tmp_path):
     assert (recorded.model_name, recorded.num_classes) == ("linear", CLASSES)
     assert (recorded.height, recorded.width) == (SIZE, SIZE)
     assert recorded.manifest_digest is recorded.eval_manifest_digest is None
-    assert recorded.weights.is_of_own_model
+    assert recorded.weights.is_of_user_model
     assert recorded.weights.tensors["batch_stats.batches"] == 2
     assert recorded.weights.metadata["steps_done"] == "2"
     np.testing.assert_array_equal([float(part) for part in recorded.weights.metadata["mean"].split()], [0.5] * 3)

@@ -16,7 +16,7 @@ from loopfeed.engine.updates.averages import init_average, update_average
 from loopfeed.engine.updates.optim import Hyperparams
 from loopfeed.engine.updates.schedules import schedule_values
 from loopfeed.engine.updates.update import (
-    Pull,
+    Microbatch,
     UpdateRule,
     UpdateValues,
     Weights,
@@ -74,7 +74,7 @@ def loss_of(params, x, labels):
 
 def pull_of(weights, x, labels):
     loss, gradients = jax.value_and_grad(loss_of)(weights.params, x, labels)
-    return Pull(loss, gradients, {"mean": 0.5 * weights.batch_stats["mean"] + 0.5 * jnp.mean(x, axis=0)})
+    return Microbatch(loss, gradients, {"mean": 0.5 * weights.batch_stats["mean"] + 0.5 * jnp.mean(x, axis=0)})
 
 
 class Loop:
@@ -185,7 +185,7 @@ def test_a_run_stopped_at_any_pull_resumes_bit_for_bit(loops):
     for stop in range(10):
         carry, _, first = loop(loop.start(first_weights()), batches, numbers, stop)
         assert int(carry[1]) == stop // 3
-        assert int(carry[3].gathered.num_pulls) == stop % 3
+        assert int(carry[3].accumulated.num_pulls) == stop % 3
         # Through the host and back, as a snapshot takes it.
         carry = jax.tree.map(lambda leaf: jnp.array(np.asarray(leaf)), carry)
         carry, _, second = loop(carry, batches, numbers, 9)
@@ -245,7 +245,7 @@ def test_the_average_is_that_of_the_weights_after_each_update():
 def test_decay_all_decays_biases(decay_all):
     rule = UpdateRule(decay_all=decay_all)
     weights = Weights({"bias": jnp.ones(3)}, {})
-    pull = Pull(jnp.float32(0), {"bias": jnp.zeros(3)}, {})
+    pull = Microbatch(jnp.float32(0), {"bias": jnp.zeros(3)}, {})
     numbers = values(decay=0.5, peak=0.5, warmup_steps=0)
     updated, *_ = update_weights(rule, weights, init_update(rule, weights), pull, jnp.int32(0), numbers)
     np.testing.assert_array_equal(updated.params["bias"], 0.75 if decay_all else 1.0)

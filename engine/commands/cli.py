@@ -17,12 +17,12 @@ from loopfeed.engine.commands.option_sources import (
     command_line,
     merge_options,
 )
-from loopfeed.engine.commands.own_parts import load_own_parts, take_part_names
 from loopfeed.engine.commands.plan_options import check_plan_options, print_plan
 from loopfeed.engine.commands.run_display import LossDisplay, summarise
 from loopfeed.engine.commands.setting_options import option_names
 from loopfeed.engine.commands.supervisor import keep_runtime_output, supervise, without_option
 from loopfeed.engine.commands.train_options import EPILOG, FIRST_OPTIONS, option_groups, train_options
+from loopfeed.engine.commands.user_parts import load_user_parts, take_part_names
 from loopfeed.engine.compilation.garbage_collector import keeping_imports
 from loopfeed.engine.config import NO_VALUE, SETTINGS, TrainConfig
 from loopfeed.engine.owners import recorded_settings
@@ -35,7 +35,7 @@ from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
 from loopfeed.preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
-    from loopfeed.engine.parts import OwnParts
+    from loopfeed.engine.parts import UserParts
     from loopfeed.engine.records.recorded_run import RecordedRun
     from loopfeed.engine.run.run import Run
     from loopfeed.engine.stream.sinks import Sink
@@ -82,7 +82,7 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
         if loaded is not None and not context.params["resume"]:
             name_setting = _naming_recipe(name_setting, loaded, merged)
         config = TrainConfig(**merged.settings)
-        parts = load_own_parts(names)
+        parts = load_user_parts(names)
         if dry_run:
             print_plan(config, parts, names, context.params)
             code = _DONE
@@ -253,14 +253,14 @@ def _tell(peers: Peers | None, error: BaseException, message: str) -> None:
 
 @contextmanager
 def _open_run(
-    config: TrainConfig, parts: "OwnParts", peers: Peers | None, recipe: LoadedRecipe | None
+    config: TrainConfig, parts: "UserParts", peers: Peers | None, recipe: LoadedRecipe | None
 ) -> Iterator[tuple["Run", list["Sink"]]]:
     """Open the run, and yield it with the display of its losses; `recipe` is that of a new run."""
     with keeping_imports():
         from loopfeed.engine.crossing.devices import split_processor
         from loopfeed.engine.run.train import open_run
 
-    split_processor([config], has_own_source=parts.has_own_source)
+    split_processor([config], has_user_source=parts.has_user_source)
     # Of several processes, the first alone has the run folder and the terminal; a resume reads the folder in all.
     is_first, display = this_process().index == 0, LossDisplay()
     with ExitStack() as stack:

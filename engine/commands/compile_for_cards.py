@@ -26,7 +26,7 @@ def answer_request(request_file: str, answer_file: str) -> None:
 def _compile(
     settings: dict[str, object], parts: dict[str, str], card: str, num_devices: int, devices_per_host: int
 ) -> dict[str, object]:
-    from loopfeed.engine.commands.own_parts import load_own_parts
+    from loopfeed.engine.commands.user_parts import load_user_parts
     from loopfeed.engine.config import TrainConfig
     from loopfeed.engine.run.train import open_run
     from loopfeed.engine.sizing.absent_cards import absent_cards, card_placement, compiling_without_cards
@@ -36,7 +36,7 @@ def _compile(
     config = TrainConfig.from_json(settings)
     devices = absent_cards(CARDS[card], num_devices, devices_per_host)
     placement = card_placement(devices, devices_per_host)
-    config, loaded = stand_for_imagenet(config, load_own_parts(parts), lambda _: None)
+    config, loaded = stand_for_imagenet(config, load_user_parts(parts), lambda _: None)
     with (
         open_run(config, loaded, lambda _: None, is_dry=True, placement=placement) as run,
         compiling_without_cards(),

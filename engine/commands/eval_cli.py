@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loopfeed.engine.commands.command_end import ending, say_to_stderr
-from loopfeed.engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
 from loopfeed.engine.commands.setting_options import overriding_option, setting_option
+from loopfeed.engine.commands.user_parts import OWN_GROUP, load_user_parts, take_part_names, user_part_options
 from loopfeed.engine.commands.weights_options import mean_option, model_option, parse_snapshot, std_option
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.named_parts import compare_named
@@ -81,7 +81,7 @@ def _or_default(name: str) -> str:
 @model_option
 @mean_option
 @std_option
-@own_part_options(_GROUPS[OWN_GROUP])
+@user_part_options(_GROUPS[OWN_GROUP])
 @overriding_option("data", default_text="as in the run; required with --weights")
 @overriding_option(
     "eval_split",
@@ -211,7 +211,7 @@ def _evaluate_folder(
 
     recorded = run_settings(run)
     record = read_recorded(run)
-    parts = load_own_parts(names)
+    parts = load_user_parts(names)
     # An evaluation may use other metrics and other images than the run did.
     for warning in compare_named(record.resolved, parts.named, only=("model", "loss")):
         notify(warning)

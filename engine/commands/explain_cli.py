@@ -14,9 +14,9 @@ import click
 
 from loopfeed.engine.commands.command_end import ending, say_to_stderr
 from loopfeed.engine.commands.option_sources import OptionSource, command_line, merge_options
-from loopfeed.engine.commands.own_parts import load_own_parts, take_part_names
 from loopfeed.engine.commands.setting_options import option_spelling
 from loopfeed.engine.commands.train_options import describing_options, option_groups
+from loopfeed.engine.commands.user_parts import load_user_parts, take_part_names
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.named_parts import (
     NAME_FORM,
@@ -36,7 +36,7 @@ from loopfeed.preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
     from loopfeed.engine.inspection.report import ProgramReport
-    from loopfeed.engine.parts import OwnParts
+    from loopfeed.engine.parts import UserParts
     from loopfeed.engine.records.recorded_run import RecordedRun
     from loopfeed.engine.sizing.device_rates import DeviceRates
 
@@ -143,7 +143,7 @@ class _Described:
 
     name: str
     config: TrainConfig
-    parts: "OwnParts"
+    parts: "UserParts"
 
 
 def _check_options(compare: tuple[str, str] | None, ir: str | None, report_format: str, run: str | None) -> None:
@@ -217,7 +217,7 @@ def _described(context: click.Context, part_names: Mapping[str, str], outer: Opt
         part_names: the names of the user's own parts.
         outer: the settings that are given for both of two programs, below those of the command line.
     """
-    parts = load_own_parts(part_names)
+    parts = load_user_parts(part_names)
     own = command_line(context)
     sources = [own] if outer is None else [outer, own]
     all_given = {name: value for each in sources for name, value in each.settings.items()}
@@ -243,18 +243,18 @@ def _take_part_names(context: click.Context) -> dict[str, str]:
     return take_part_names(context.params, {name: each.default for name, each in SETTINGS.items()})
 
 
-def _recorded(run: str, context: click.Context, parts: "OwnParts") -> "RecordedRun":
+def _recorded(run: str, context: click.Context, parts: "UserParts") -> "RecordedRun":
     """Return the record of a run; raise ValueError if it needs a part of the user's own that is not given."""
     from loopfeed.engine.data.dataset import DATA_LOCATION, data_of_record
     from loopfeed.engine.evaluation.trained_run import check_folder
     from loopfeed.engine.records.recorded_run import read_recorded
     from loopfeed.engine.records.stored.reading import local_copy, settings_only
-    from loopfeed.engine.run.resolve import recorded_own_parts
+    from loopfeed.engine.run.resolve import recorded_user_parts
 
     with local_copy(run, parse_text(context.params["storage_options"]), settings_only) as folder:
         check_folder(folder)
         recorded = read_recorded(folder)
-    missing = [name for name in recorded_own_parts(recorded.resolved) if getattr(parts, name, None) is None]
+    missing = [name for name in recorded_user_parts(recorded.resolved) if getattr(parts, name, None) is None]
     if missing:
         options = options_of(recorded_named_parts(recorded.resolved), missing)
         raise ValueError(

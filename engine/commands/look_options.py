@@ -11,7 +11,7 @@ from loopfeed.preprocess.commands.completion import complete_file
 from loopfeed.preprocess.commands.sheet_path import check_sheet_path
 
 if TYPE_CHECKING:
-    from loopfeed.engine.parts import OwnParts
+    from loopfeed.engine.parts import UserParts
 
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -67,7 +67,7 @@ def is_look(params: Mapping[str, Any]) -> bool:
     return any(params[name] for name in LOOK_OPTIONS)
 
 
-def look(config: TrainConfig, parts: "OwnParts", params: Mapping[str, Any]) -> bool:
+def look(config: TrainConfig, parts: "UserParts", params: Mapping[str, Any]) -> bool:
     """Do what the given option says, and print it; return whether nothing is wrong."""
     from loopfeed.engine.crossing.devices import split_processor
 
@@ -79,7 +79,7 @@ def look(config: TrainConfig, parts: "OwnParts", params: Mapping[str, Any]) -> b
     return True
 
 
-def _show_batch(config: TrainConfig, parts: "OwnParts", path: Path) -> None:
+def _show_batch(config: TrainConfig, parts: "UserParts", path: Path) -> None:
     from loopfeed.engine.inspection.show_batch import first_batch_of
     from loopfeed.engine.processes import this_process
     from loopfeed.engine.run.train import open_run
@@ -92,7 +92,7 @@ def _show_batch(config: TrainConfig, parts: "OwnParts", path: Path) -> None:
         click.echo(f"wrote {path}: {shown.facts} of step {shown.step:,}")
 
 
-def _check_step(config: TrainConfig, parts: "OwnParts") -> bool:
+def _check_step(config: TrainConfig, parts: "UserParts") -> bool:
     from loopfeed.engine.inspection.step_check import check_step_of
 
     check = check_step_of(config, parts, click.echo)

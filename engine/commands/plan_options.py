@@ -12,7 +12,7 @@ from loopfeed.engine.sizing.cards import CARDS
 from loopfeed.preprocess.commands.suggesting import SuggestingChoice
 
 if TYPE_CHECKING:
-    from loopfeed.engine.parts import OwnParts
+    from loopfeed.engine.parts import UserParts
     from loopfeed.engine.sizing.planning import Target
 
 PLAN_OPTIONS = ("dry_run", "target", "devices_per_host", "rate")
@@ -65,7 +65,7 @@ def check_plan_options(params: Mapping[str, Any]) -> None:
                 )
 
 
-def print_plan(config: TrainConfig, parts: "OwnParts", names: Mapping[str, str], params: Mapping[str, Any]) -> None:
+def print_plan(config: TrainConfig, parts: "UserParts", names: Mapping[str, str], params: Mapping[str, Any]) -> None:
     """Make the plan of a run, and print it."""
     from loopfeed.engine.processes import this_process
     from loopfeed.engine.sizing.planning import plan_for_cards, plan_here

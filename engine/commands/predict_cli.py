@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loopfeed.engine.commands.command_end import DONE, FAILED, ending, say_to_stderr
-from loopfeed.engine.commands.own_parts import load_own_parts, take_part_names
 from loopfeed.engine.commands.setting_options import overriding_option, setting_option
+from loopfeed.engine.commands.user_parts import load_user_parts, take_part_names
 from loopfeed.engine.commands.weights_options import mean_option, model_option, std_option
 from loopfeed.engine.config import SETTINGS
 from loopfeed.engine.named_parts import compare_named
@@ -168,7 +168,7 @@ def _predict_with(
     from loopfeed.engine.evaluation.predict import predict
     from loopfeed.engine.records.recorded_run import read_recorded
 
-    parts = load_own_parts(take_part_names(options, {"model": None}))
+    parts = load_user_parts(take_part_names(options, {"model": None}))
     if parts.named and place.is_dir():
         for warning in compare_named(read_recorded(place).resolved, parts.named):
             notify(warning)

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from loopfeed.engine.commands.command_end import ending, say_to_stderr
-from loopfeed.engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
 from loopfeed.engine.commands.setting_options import overriding_option
+from loopfeed.engine.commands.user_parts import OWN_GROUP, load_user_parts, take_part_names, user_part_options
 from loopfeed.preprocess.commands.completion import complete_file, complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
@@ -53,7 +53,7 @@ Examples:
     help_text="Split to evaluate.",
     unit="NAME",
 )
-@own_part_options(_GROUPS[OWN_GROUP])
+@user_part_options(_GROUPS[OWN_GROUP])
 @storage_option
 @click.option(
     "--out",
@@ -88,7 +88,7 @@ def main(
     with ending("report-run", "stopped; nothing was written", traceback=traceback):
         from loopfeed.engine.report_page.report import report_run
 
-        parts = load_own_parts(take_part_names(own, {}))
+        parts = load_user_parts(take_part_names(own, {}))
         path = report_run(
             runs,
             out,

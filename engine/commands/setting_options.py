@@ -99,7 +99,7 @@ def _joining(separator: str) -> Callable[[click.Context, click.Parameter, tuple[
     return lambda _context, _parameter, values: separator.join(values) if values else None
 
 
-class _ChoiceOrOwnPart(SuggestingChoice):
+class _ChoiceOrUserPart(SuggestingChoice):
     """A choice that lets the name of a part of the user's own pass, such as "package.module:function"."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -109,7 +109,7 @@ class _ChoiceOrOwnPart(SuggestingChoice):
 
 def _click_type(setting: Setting) -> Any:
     if setting.choices:
-        return (_ChoiceOrOwnPart if setting.name in OWN_PARTS else SuggestingChoice)(setting.choices)
+        return (_ChoiceOrUserPart if setting.name in OWN_PARTS else SuggestingChoice)(setting.choices)
     number = _NUMBERS.get(setting.kind)
     if number is None:
         return click.STRING

@@ -7,9 +7,9 @@ import click
 
 from loopfeed.engine.commands.look_options import LOOK_OPTIONS
 from loopfeed.engine.commands.look_options import OPTIONS as OPTIONS_TO_LOOK
-from loopfeed.engine.commands.own_parts import OWN_GROUP, own_part_options
 from loopfeed.engine.commands.plan_options import OPTIONS, PLAN_OPTIONS
 from loopfeed.engine.commands.setting_options import Decorator, setting_option
+from loopfeed.engine.commands.user_parts import OWN_GROUP, user_part_options
 from loopfeed.engine.config import COMPILATION, DATA, MONITORING, OUTPUT, SETTINGS
 from loopfeed.engine.named_parts import OWN_PARTS
 from loopfeed.engine.recipes import load_recipe, recipe_names
@@ -189,6 +189,6 @@ def describing_options(names: Iterable[str]) -> Decorator:
             if SETTINGS[name].options:
                 function = setting_option(name)(function)
         function = _RECIPE(function)
-        return own_part_options(_ONLY_OWN)(function)
+        return user_part_options(_ONLY_OWN)(function)
 
     return decorate

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from loopfeed.engine.commands.command_end import DONE, FAILED, STOPPED, ending, say_on_terminal, say_to_stderr
-from loopfeed.engine.commands.own_parts import OWN_GROUP, load_own_parts, own_part_options, take_part_names
 from loopfeed.engine.commands.setting_options import overriding_option
+from loopfeed.engine.commands.user_parts import OWN_GROUP, load_user_parts, take_part_names, user_part_options
 from loopfeed.engine.named_parts import OWN_PARTS
 from loopfeed.preprocess.commands.completion import complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
@@ -65,7 +65,7 @@ Examples:
 @overriding_option(
     "data", default_text="as in the run", help_text="Current location of the packed data set (a folder or a URL)."
 )
-@own_part_options(OWN_PARTS)
+@user_part_options(OWN_PARTS)
 @storage_option
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @click.version_option(package_name="loopfeed")
@@ -91,7 +91,7 @@ def main(
         from loopfeed.engine.replay.replay import replay_parts
 
         display, say = _progress()
-        parts = load_own_parts(take_part_names(own, {}))
+        parts = load_user_parts(take_part_names(own, {}))
         report = replay_parts(run, (from_step, to_step), parts, say, display, data, parse_pairs(storage_option))
         click.echo("\n".join(map(printable_line, str(report).splitlines())))
         end.code = FAILED if not report.is_same else DONE if report.stopped_by is None else STOPPED

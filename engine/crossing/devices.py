@@ -198,18 +198,18 @@ def _local_devices() -> list[jax.Device]:
     return jax.local_devices()
 
 
-def split_processor(configs: Sequence[TrainConfig], *, has_own_source: bool = False) -> None:
+def split_processor(configs: Sequence[TrainConfig], *, has_user_source: bool = False) -> None:
     """Have jax make as many devices of the processor as settings `devices` ask for; call this before jax is used.
 
     Later, jax keeps the number that it has, and `choose_devices` refuses a larger one.
 
     Args:
         configs: the settings.
-        has_own_source: whether code of the user makes the batches, which may use jax.
+        has_user_source: whether code of the user makes the batches, which may use jax.
     """
     parsed = [parse_devices(each.devices) for each in configs if each.devices is not None]
     count = max((number for platform, number in parsed if platform == "cpu"), default=0)
-    if has_own_source:
+    if has_user_source:
         spare_thread(max(count, jax.config.jax_num_cpu_devices, 1))
     if count <= max(jax.config.jax_num_cpu_devices, 1):
         return

@@ -162,7 +162,7 @@ class Outfeed:
         return self._push(read, token, step, *histograms)
 
     def push_images(
-        self, token: Token, step: jax.Array, images: jax.Array, labels: jax.Array | None, own_shares: jax.Array | None
+        self, token: Token, step: jax.Array, images: jax.Array, labels: jax.Array | None, mix_weights: jax.Array | None
     ) -> Token:
         """Emit some images of a batch; called while tracing.
 
@@ -171,7 +171,7 @@ class Outfeed:
             step: int32 [], updates done.
             images: uint8 [k, h, w, 3].
             labels: int32 [k], or None if they are not class numbers.
-            own_shares: int32 [k], the share of each image's own label in units of 2**-16; None if nothing is mixed.
+            mix_weights: int32 [k], the share of each image's own label in units of 2**-16; None if nothing is mixed.
         """
         has_labels = labels is not None
 
@@ -181,7 +181,7 @@ class Outfeed:
             shares = found[0].astype(np.float64) / WHOLE if found else None
             return PushedImages(int(step), time.time(), np.array(images), labels, shares)
 
-        optional = (each for each in (labels, own_shares) if each is not None)
+        optional = (each for each in (labels, mix_weights) if each is not None)
         return self._push(read, token, step, images, *optional)
 
     def _push(self, read: Callable[..., Pushed], token: Token, *operands: jax.Array) -> Token:

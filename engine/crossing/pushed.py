@@ -107,7 +107,7 @@ class PushedImages(NamedTuple):
         time: arrival at the host, in seconds since the Unix epoch.
         images: uint8 [k, h, w, 3], RGB.
         labels: int32 [k], class numbers, or None if labels have another form.
-        own_shares: float64 [k], the share of each image's own label if images were mixed in pairs (0 and 1, 2 and 3,
+        mix_weights: float64 [k], the share of each image's own label if images were mixed in pairs (0 and 1, 2 and 3,
             …), else None.
     """
 
@@ -115,7 +115,7 @@ class PushedImages(NamedTuple):
     time: float
     images: NDArray[np.uint8]
     labels: NDArray[np.int32] | None
-    own_shares: NDArray[np.float64] | None
+    mix_weights: NDArray[np.float64] | None
 
 
 type Pushed = PushedLosses | PushedEvaluation | PushedSnapshot | PushedHistograms | PushedImages

@@ -89,19 +89,19 @@ def _is_coordinate(column: str) -> bool:
     return _COORDINATE.fullmatch(column) is not None or _POSITIONS.search(column) is not None
 
 
-def check_loss_fits(config: TrainConfig, manifest: Manifest, where: str, *, has_own_loss: bool) -> None:
+def check_loss_fits(config: TrainConfig, manifest: Manifest, where: str, *, has_user_loss: bool) -> None:
     """Check that the loss takes the labels of a split.
 
     Args:
         config: the settings.
         manifest: that of the split.
         where: the name of the split in messages.
-        has_own_loss: whether the loss is a user-defined one, which takes any labels.
+        has_user_loss: whether the loss is a user-defined one, which takes any labels.
 
     Raises:
         SettingError: the setting `loss` does not fit; the message names a loss that does.
     """
-    if has_own_loss:
+    if has_user_loss:
         return
     targets, loss = manifest.targets, config.loss
     if targets is None:

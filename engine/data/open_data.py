@@ -28,7 +28,7 @@ from loopfeed.engine.feed.batches import (
 from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches
 from loopfeed.engine.feed.windowed_batches import WindowedBatches
 from loopfeed.engine.locations import storage_options_of
-from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.quantities import quantity
@@ -86,7 +86,7 @@ class RunData:
 
 def open_data(
     config: TrainConfig,
-    parts: OwnParts,
+    parts: UserParts,
     stack: ExitStack,
     notify: Callable[[str], None],
     *,
@@ -108,12 +108,12 @@ def open_data(
         ValueError: settings and data do not fit together; the message names both.
     """
     if parts.batches is not None:
-        data = _open_own_batches(config, parts, first_pull)
+        data = _open_user_batches(config, parts, first_pull)
     elif config.synthetic:
         data = _synthesise(config)
     else:
         data = _open_packed(
-            config, stack, notify, first_pull=first_pull, is_new=is_new, has_own_loss=parts.loss is not None
+            config, stack, notify, first_pull=first_pull, is_new=is_new, has_user_loss=parts.loss is not None
         )
     data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     evaluation = parts.evaluation
@@ -122,7 +122,7 @@ def open_data(
             *evaluation,
             batch=config.batch,
             num_classes=data.num_classes,
-            kind=label_kind(config, has_own_loss=parts.loss is not None),
+            kind=label_kind(config, has_user_loss=parts.loss is not None),
         )
     if evaluation is not None:
         data = replace(data, evaluation=evaluation)
@@ -140,20 +140,20 @@ def _check_same_shape(source: BatchSource, evaluation: EvaluationSource) -> None
         )
 
 
-def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> RunData:
+def _open_user_batches(config: TrainConfig, parts: UserParts, first_pull: int) -> RunData:
     batches = parts.batches
     assert batches is not None
     how: dict[str, Any] = {
         "first_index": first_pull,
         "num_classes": config.num_classes,
-        "kind": label_kind(config, has_own_loss=parts.loss is not None),
+        "kind": label_kind(config, has_user_loss=parts.loss is not None),
     }
     function: Any = batches
     if not callable(batches):
         source: BatchSource = batches
     else:
         if takes_rows(batches):
-            how |= {"rows": _own_rows(config.batch), "batch": config.batch}
+            how |= {"rows": _user_rows(config.batch), "batch": config.batch}
         source = FunctionBatches(function, **how)
     if source.batch != config.batch:
         raise ValueError(
@@ -164,16 +164,16 @@ def _open_own_batches(config: TrainConfig, parts: OwnParts, first_pull: int) -> 
     return RunData(source, OWN_BATCHES, config.num_classes)
 
 
-def _own_rows(batch: int) -> range:
+def _user_rows(batch: int) -> range:
     """Return the rows of a batch that this process takes."""
     here = this_process()
     start, stop = (batch * number // here.count for number in (here.index, here.index + 1))
     return range(start, stop)
 
 
-def label_kind(config: TrainConfig, *, has_own_loss: bool) -> LabelKind:
+def label_kind(config: TrainConfig, *, has_user_loss: bool) -> LabelKind:
     """Return which labels the loss of a run takes."""
-    if has_own_loss:
+    if has_user_loss:
         return "any"
     return "classes" if config.loss == "cross-entropy" else "numbers"
 
@@ -192,7 +192,7 @@ def _open_packed(
     *,
     first_pull: int,
     is_new: bool,
-    has_own_loss: bool,
+    has_user_loss: bool,
 ) -> RunData:
     choice, notify = choose_data(config.data), _once(notify)
     # The data of a resumed run may be those of its record.
@@ -208,7 +208,7 @@ def _open_packed(
             f"{choice.data} has format version 1, so training cannot detect swapped shard files: "
             "check them with `inspect-shards --verify`"
         )
-    check_loss_fits(config, manifest, where, has_own_loss=has_own_loss)
+    check_loss_fits(config, manifest, where, has_user_loss=has_user_loss)
     check_num_targets(config.num_classes, manifest, where)
     num_classes = _num_classes(config, manifest, where)
     _warn_of_split(config, split, num_classes, where, notify)
@@ -274,7 +274,7 @@ def _order_batches(
         seed=config.seed,
         window_gb=config.window_gb,
         pairs=mixes_pairs(config),
-        rows=_own_rows(config.batch),
+        rows=_user_rows(config.batch),
         first_batch=first_pull,
         num_threads=config.reader_threads,
         timeout_s=config.infeed_timeout_s,

@@ -42,7 +42,7 @@ from loopfeed.engine.objective.tally import Tally, empty_predictions, empty_tall
 from loopfeed.engine.program.checked_model import CheckedModel
 from loopfeed.engine.program.evaluate_split import evaluate_split
 from loopfeed.engine.program.kernels import settle_kernels
-from loopfeed.engine.program.statics import OwnFunctions, Statics, statics_of
+from loopfeed.engine.program.statics import Statics, UserFunctions, statics_of
 from loopfeed.engine.updates.update import Weights
 
 
@@ -67,7 +67,7 @@ def run_evaluation(
     subject: Subject,
     source: EvaluationSource,
     board: ControlBoard,
-    own: OwnFunctions,
+    own: UserFunctions,
     *,
     per_class: bool,
     ranked: RankedClasses | None,

@@ -63,7 +63,7 @@ class EvaluationData:
     classes: tuple[ImageClass, ...] | None
 
 
-def open_own(
+def open_user(
     evaluation: EvaluationSource | EvaluationArrays, *, batch: int, num_classes: int | None, kind: LabelKind = "classes"
 ) -> EvaluationData:
     """Open a user-supplied evaluation set: either arrays, which are checked first, or a source of batches.
@@ -82,7 +82,7 @@ def open_evaluation_split(
     stack: ExitStack,
     notify: Callable[[str], None],
     *,
-    has_own_loss: bool = False,
+    has_user_loss: bool = False,
 ) -> EvaluationData:
     """Open the split that a run with these settings evaluates on, and register it with `stack`, which will close it.
 
@@ -92,7 +92,7 @@ def open_evaluation_split(
             Classes are compared by identifier if they are recorded: they may be fewer, and in another order.
         stack: the stack of open resources.
         notify: called with one-line messages.
-        has_own_loss: whether a user-defined loss is computed, which takes any labels.
+        has_user_loss: whether a user-defined loss is computed, which takes any labels.
 
     Raises:
         ValueError: if there is no such split, or its classes do not fit the weights or the loss.
@@ -106,7 +106,7 @@ def open_evaluation_split(
         )
     name = name or config.split  # if there is no split at all, opening this one raises the error
     split = open_cached_split(config, data, name, open_cache(config, data, notify), stack, notify)
-    check_loss_fits(config, split.manifest, f"{data}/{name}", has_own_loss=has_own_loss)
+    check_loss_fits(config, split.manifest, f"{data}/{name}", has_user_loss=has_user_loss)
     is_known = _compare(config, data, trained_on, split.manifest, name, notify)
     description = f"{data}/{name}, {quantity(split.num_images, 'image')}"
     if trained_on.classes:

@@ -21,7 +21,7 @@ from loopfeed.engine.evaluation.photographs import PhotographBatches, RgbBatches
 from loopfeed.engine.evaluation.subject import (
     Channels,
     Subject,
-    check_own_model,
+    check_user_model,
     describe_weights_of,
     file_subject,
     run_subject,
@@ -152,7 +152,7 @@ def _predict(
     _check_outputs(stored, path)
     if recorded is not None:
         _check_leaves_out(path, {"model": given.get("model"), "mean": mean, "std": std})
-        check_own_model(recorded, model, function="loopfeed.predict", command="predict-images")
+        check_user_model(recorded, model, function="loopfeed.predict", command="predict-images")
     elif model is not None:
         raise ValueError(f"a model can be given only with a run, got the file {path}: give the folder of the run")
     config = replace(TrainConfig() if recorded is None else recorded.config, **given)
@@ -194,10 +194,10 @@ def _check_labels(recorded: TrainedRun) -> None:
             f"predictions need a model that was trained to choose one class, but {recorded.path} was trained with the "
             f"loss {recorded.config.loss}: compute its outputs in Python, with its weights"
         )
-    if "loss" in recorded.own_parts and recorded.labels is not None:
+    if "loss" in recorded.user_parts and recorded.labels is not None:
         raise ValueError(
             f"predictions need a model that was trained to choose one class, but {recorded.path} was trained with a "
-            f"loss of your own, {recorded.own_parts['loss']}, on labels that are not class numbers: compute its "
+            f"loss of your own, {recorded.user_parts['loss']}, on labels that are not class numbers: compute its "
             "outputs in Python, with its weights"
         )
 

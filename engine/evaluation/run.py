@@ -19,14 +19,14 @@ from loopfeed.engine.crossing.pushed import mean_of_images
 from loopfeed.engine.data.label_fit import check_labels_stay
 from loopfeed.engine.data.open_data import label_kind
 from loopfeed.engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
-from loopfeed.engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_own
+from loopfeed.engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_user
 from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult
 from loopfeed.engine.evaluation.snapshot_weights import find_best
 from loopfeed.engine.evaluation.subject import (
     Channels,
     Subject,
-    check_own_loss,
-    check_own_model,
+    check_user_loss,
+    check_user_model,
     describe_weights_of,
     file_subject,
     registry_name_of,
@@ -40,7 +40,7 @@ from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.objective.tally import Tally, count_top5
 from loopfeed.engine.owners import OF_AN_EVALUATION
-from loopfeed.engine.program.statics import NO_OWN_FUNCTIONS, OwnFunctions, Statics
+from loopfeed.engine.program.statics import NO_OWN_FUNCTIONS, Statics, UserFunctions
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.given_weights import read_given_weights, rename_head
 from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
@@ -131,13 +131,13 @@ def _evaluate_run(
     config = recorded.config if changed is None else changed
     if changed is None and (line := recorded.record.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)):
         notify(line)
-    check_own_model(recorded, model)
-    own = check_own_loss(recorded, loss, metrics)
+    check_user_model(recorded, model)
+    own = check_user_loss(recorded, loss, metrics)
     board = ControlBoard()
     with StopSignals(board, ignore_message), ExitStack() as stack:
         if evaluation is not None:
-            kind = label_kind(config, has_own_loss=loss is not None)
-            data = open_own(evaluation, batch=config.batch, num_classes=recorded.num_classes, kind=kind)
+            kind = label_kind(config, has_user_loss=loss is not None)
+            data = open_user(evaluation, batch=config.batch, num_classes=recorded.num_classes, kind=kind)
         else:
             trained_on = TrainedOn(
                 recorded.data,
@@ -147,7 +147,7 @@ def _evaluate_run(
                 classes_of(recorded.weights.metadata, os.fspath(recorded.path)),
                 recorded.data_location,
             )
-            data = open_evaluation_split(config, trained_on, stack, notify, has_own_loss=loss is not None)
+            data = open_evaluation_split(config, trained_on, stack, notify, has_user_loss=loss is not None)
         subject = run_subject(recorded, config, model, data.source, notify)
         describe_weights_of(recorded, subject, notify, is_chosen=is_chosen)
         return _count(subject, data, board, own, per_class=per_class, predictions=predictions, notify=notify)
@@ -212,7 +212,7 @@ def _count(
     subject: Subject,
     data: EvaluationData,
     board: ControlBoard,
-    own: OwnFunctions,
+    own: UserFunctions,
     *,
     per_class: bool,
     predictions: bool,

@@ -20,7 +20,7 @@ from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, SNAPSHOTS
 from loopfeed.engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_snapshot, snapshot_steps
 from loopfeed.engine.records.weights import StoredWeights, Tensors, name_tensors, part_of
 from loopfeed.engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA, describe_weights
-from loopfeed.engine.run.resolve import recorded_own_parts
+from loopfeed.engine.run.resolve import recorded_user_parts
 from loopfeed.engine.updates.update import Weights
 from loopfeed.models.registry import build_model
 
@@ -91,7 +91,7 @@ def _read(run: Path, recorded: RecordedRun, step: int) -> SnapshotWeights:
         by = f"the snapshot of step {step}"
         check_config_digest(run / CONFIG, recorded.digest, recorded.continued, snapshot.folder, by)
     tensors = _weights_among(snapshot.leaves)
-    if "model" not in recorded_own_parts(recorded.resolved):
+    if "model" not in recorded_user_parts(recorded.resolved):
         tensors = _with_torchvision_names(recorded, tensors, f"{run / SNAPSHOTS}/{step}")
     return SnapshotWeights(StoredWeights(tensors, {**_metadata(recorded), STEPS_DONE: str(step)}), step)
 

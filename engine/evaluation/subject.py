@@ -18,7 +18,7 @@ from loopfeed.engine.named_parts import NAME_FORM
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.program.kernels import replace_missing_kernels
-from loopfeed.engine.program.statics import OwnFunctions
+from loopfeed.engine.program.statics import UserFunctions
 from loopfeed.engine.program.train_state import TrainModel, init_weights
 from loopfeed.engine.records.weights import StoredWeights, place_tensors
 from loopfeed.engine.records.weights_metadata import (
@@ -72,7 +72,7 @@ class Subject:
     name: str
 
 
-def check_own_model(
+def check_user_model(
     recorded: TrainedRun,
     model: TrainModel | None,
     *,
@@ -83,7 +83,7 @@ def check_own_model(
 
     The error recommends `function` and `command`.
     """
-    is_own = recorded.weights.is_of_own_model
+    is_own = recorded.weights.is_of_user_model
     if is_own and model is None:
         raise ValueError(
             f"{recorded.path} was trained with a model of your own, {recorded.model_name!r}, which must be given from "
@@ -95,14 +95,14 @@ def check_own_model(
         )
 
 
-def check_own_loss(
+def check_user_loss(
     recorded: TrainedRun, loss: Loss | None, metrics: Mapping[str, Metric | PerExample] | None
-) -> OwnFunctions:
+) -> UserFunctions:
     """Return the functions to evaluate with; raise ValueError if the loss of the run is missing or not its own.
 
     Metrics are not compared: an evaluation may compute any.
     """
-    name = recorded.own_parts.get("loss")
+    name = recorded.user_parts.get("loss")
     if name is not None and loss is None:
         raise ValueError(
             f"{recorded.path} was trained with a loss of your own, {name}, which must be given from Python: "
@@ -112,7 +112,7 @@ def check_own_loss(
         raise ValueError(
             f"{recorded.path} was trained with the ready-made loss {recorded.config.loss}: leave out the loss argument"
         )
-    return OwnFunctions(loss, metrics)
+    return UserFunctions(loss, metrics)
 
 
 def run_subject(

@@ -59,7 +59,7 @@ class TrainedRun:
     eval_manifest_digest: str | None
     weights: StoredWeights
     record: RecordedRun
-    own_parts: Mapping[str, Any] = field(default_factory=dict)
+    user_parts: Mapping[str, Any] = field(default_factory=dict)
     snapshot_step: int | None = None
     labels: Any = None
     data_location: str | None = None
@@ -137,7 +137,7 @@ def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:
             eval_manifest_digest=resolved.get("eval_manifest_sha256"),
             weights=weights,
             record=recorded,
-            own_parts=resolved.get("own_parts", {}),
+            user_parts=resolved.get("own_parts", {}),
             snapshot_step=snapshot_step,
             labels=resolved.get("labels"),
             data_location=resolved.get(DATA_LOCATION),

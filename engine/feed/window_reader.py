@@ -241,8 +241,8 @@ class WindowReader:
         order = self._order
         start, stop = order.bounds(number)
         positions = np.arange(max(start, self._first_position), stop) % order.batch
-        num_own = np.count_nonzero((positions >= self._rows.start) & (positions < self._rows.stop))
-        if not num_own:
+        num_user = np.count_nonzero((positions >= self._rows.start) & (positions < self._rows.stop))
+        if not num_user:
             return None
         places = order.places_of(number, self._rows)
         memory_rows = np.full(stop - start, -1)
@@ -250,7 +250,7 @@ class WindowReader:
         parts = deque(self._parts(order.images_at_places(number, places)))
         if self._copies is not None:
             self._copies.request(self._shards_of(parts))
-        return _Window(number, start, memory_rows[order.places(number)], memory, parts, len(parts), int(num_own))
+        return _Window(number, start, memory_rows[order.places(number)], memory, parts, len(parts), int(num_user))
 
     def _parts(self, images: NDArray[np.int64]) -> Iterator[_Part]:
         """Yield the contiguous parts of images, int64 [n], none of them too large."""

@@ -72,10 +72,10 @@ def augment_images(
         if augmentation.auto_augment != "off":
             pixels = auto_augment(augmentation, pixels, keys)
         pixels = jitter_colours(augmentation, pixels, keys)
-    own_share = None
+    mix_weight = None
     if augmentation.mixes:
         with jax.named_scope(AUGMENT):
-            images, own_share = _mix(augmentation, pixels, keys, scale)
+            images, mix_weight = _mix(augmentation, pixels, keys, scale)
     else:
         with jax.named_scope(UNPACK):
             images = unpack_pixels(pixels, scale)
@@ -83,11 +83,11 @@ def augment_images(
         with jax.named_scope(AUGMENT):
             words = draw_words(keys, Purpose.ERASING, BLOCKS_OF_ERASING)
             images = erase(images, draw_erased(words, height, width, augmentation.erasing))
-    return images, own_share
+    return images, mix_weight
 
 
 def make_targets(
-    labels: Int32[Array, "b"], own_share: Int32[Array, "b"] | None, num_classes: int
+    labels: Int32[Array, "b"], mix_weight: Int32[Array, "b"] | None, num_classes: int
 ) -> Float32[Array, "b {num_classes}"]:
     """Convert labels to targets, mixed as `augment_images` mixed the images.
 
@@ -95,7 +95,7 @@ def make_targets(
     also the row of its partner.
     """
     targets = one_hot_or_nan(labels, num_classes)
-    return targets if own_share is None else mix_targets(targets, own_share)
+    return targets if mix_weight is None else mix_targets(targets, mix_weight)
 
 
 @jax.named_scope(UNPACK)

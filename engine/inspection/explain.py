@@ -16,7 +16,7 @@ from loopfeed.engine.inspection.findings import find_faults
 from loopfeed.engine.inspection.report import LargeArray, ProgramReport
 from loopfeed.engine.inspection.steps import Steps, read_carry
 from loopfeed.engine.inspection.work_by_scope import convolution_flops, work_by_scope
-from loopfeed.engine.parts import OwnParts, PartArguments, take_parts
+from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.program.kernels import kernels_on
 from loopfeed.engine.run.run import DryRun, Run
 from loopfeed.engine.run.train import open_run
@@ -61,7 +61,7 @@ def explain_program(
 
 def explain_parts(
     config: TrainConfig,
-    parts: OwnParts,
+    parts: UserParts,
     notify: Callable[[str], None],
     *,
     rates: DeviceRates | None = None,

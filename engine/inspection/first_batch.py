@@ -17,7 +17,7 @@ from loopfeed.engine.crossing.choice import traced_platform
 from loopfeed.engine.crossing.infeed import Batch
 from loopfeed.engine.program.one_batch import OneBatch, pull_one_batch
 from loopfeed.engine.program.train_state import RunValues
-from loopfeed.engine.replicas import put_everywhere, replicate, take_copy
+from loopfeed.engine.replicas import device_put_replicated, replicate, unreplicate
 from loopfeed.engine.run.run import Run
 
 type LookAt = Callable[[OneBatch, jax.Array, RunValues], Any]
@@ -59,9 +59,9 @@ def look_at_first_batch(run: Run, look: LookAt) -> Any:
     with transport.running(), ExitStack() as stack:
         stack.callback(infeed.close)
         infeed.start()
-        placed = put_everywhere(arguments, devices)
+        placed = device_put_replicated(arguments, devices)
         result = call_on_worker(partial(_call, compiled.call, placed))
-        found, is_there = take_copy(result, devices)
+        found, is_there = unreplicate(result, devices)
     failure = infeed.failure or transport.failure
     if failure is not None:
         raise failure

@@ -47,7 +47,7 @@ class ShownBatch:
         images: float32 [B, h, w, 3], the model's input: augmented and normalised.
         pictures: uint8 [B, h, w, 3], the same without the normalisation, clipped to 0 … 255.
         labels: int32 [B] class numbers, or the pytree of arrays [B, …] that the loss takes.
-        own_share: float64 [B], the share of each image's own label in its target; the rest is that of its partner,
+        mix_weight: float64 [B], the share of each image's own label in its target; the rest is that of its partner,
             image 2k + 1 of 2k and the reverse. None if nothing is mixed.
         captions: what the label of each image says.
         step: the update to which the batch belongs, from 1.
@@ -57,7 +57,7 @@ class ShownBatch:
     images: NDArray[np.float32]
     pictures: NDArray[np.uint8]
     labels: Any
-    own_share: NDArray[np.float64] | None
+    mix_weight: NDArray[np.float64] | None
     captions: tuple[str, ...]
     step: int
     title: str
@@ -140,33 +140,33 @@ def first_batch_of(run: Run) -> ShownBatch:
     statics, data = run.statics, run.data
 
     def look(one: OneBatch, pulls: jax.Array, values: RunValues) -> Any:
-        images, own_share, _ = augment_batch(statics, one.batch, pulls, values)
-        return statics.replicas.join_rows((images, one.batch.labels, own_share))
+        images, mix_weight, _ = augment_batch(statics, one.batch, pulls, values)
+        return statics.replicas.join_rows((images, one.batch.labels, mix_weight))
 
-    images, words, own_share = look_at_first_batch(run, look)
+    images, words, mix_weight = look_at_first_batch(run, look)
     labels, _ = statics.objective.read_labels(jnp.asarray(words))
-    labels, images, own_share = jax.tree.map(np.asarray, (labels, images, own_share))
+    labels, images, mix_weight = jax.tree.map(np.asarray, (labels, images, mix_weight))
     levels = (images * np.asarray(run.std, np.float32) + np.asarray(data.mean, np.float32)) * 255
     step = run.start.step + 1
     return ShownBatch(
         images=images,
         pictures=np.clip(np.rint(np.nan_to_num(levels)), 0, 255).astype(np.uint8),
         labels=labels,
-        own_share=None if own_share is None else own_share / WHOLE,
-        captions=tuple(captions_of(labels, own_share, data.classes, data.targets)),
+        mix_weight=None if mix_weight is None else mix_weight / WHOLE,
+        captions=tuple(captions_of(labels, mix_weight, data.classes, data.targets)),
         step=step,
         title=printable_line(f"step {step:,}: {data.description.partition(';')[0]}"),
     )
 
 
 def captions_of(
-    labels: Any, own_share: NDArray[np.int32] | None, classes: Sequence[ImageClass], targets: TargetKind | None
+    labels: Any, mix_weight: NDArray[np.int32] | None, classes: Sequence[ImageClass], targets: TargetKind | None
 ) -> list[str]:
     """Return a caption for each image of a batch: its class, or what else its label says; of a mixed image, both.
 
     Args:
         labels: int32 [B] class numbers, or any pytree of arrays [B, …].
-        own_share: int32 [B] in units of 2**-16, the share of each image's own label; None if nothing is mixed.
+        mix_weight: int32 [B] in units of 2**-16, the share of each image's own label; None if nothing is mixed.
         classes: the classes by number, empty if they have no names.
         targets: what an array of labels [B, K] of a packed split contains.
     """
@@ -176,9 +176,9 @@ def captions_of(
         "\n".join(_describe(path, np.asarray(leaf)[row], classes, targets) for path, leaf in leaves)
         for row in range(num_images)
     ]
-    if own_share is None:
+    if mix_weight is None:
         return alone
-    return [_mixed(alone[row], alone[row ^ 1], int(own_share[row]) / WHOLE) for row in range(num_images)]
+    return [_mixed(alone[row], alone[row ^ 1], int(mix_weight[row]) / WHOLE) for row in range(num_images)]
 
 
 def _mixed(own: str, partner: str, share: float) -> str:

@@ -16,7 +16,7 @@ from loopfeed.engine.control.signals import call_on_worker
 from loopfeed.engine.crossing.infeed import Batch
 from loopfeed.engine.inspection.differences import Difference, compare, effect, join, largest_effect
 from loopfeed.engine.inspection.first_batch import look_at_first_batch
-from loopfeed.engine.parts import OwnParts, PartArguments, take_parts
+from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.program.looped_step import StepProgram, sample_of
 from loopfeed.engine.program.random_rounding import RandomRounding, switches
 from loopfeed.engine.program.train_state import TrainState
@@ -83,7 +83,7 @@ def check_step(
     return check_step_of(config, take_parts(parts), notify)
 
 
-def check_step_of(config: TrainConfig, parts: OwnParts, notify: Callable[[str], None]) -> StepCheck:
+def check_step_of(config: TrainConfig, parts: UserParts, notify: Callable[[str], None]) -> StepCheck:
     """Check the next step of a run; see `check_step`."""
     config = replace(config, profile=False)
     with open_run(config, parts, notify, is_dry=True) as run:

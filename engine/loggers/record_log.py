@@ -142,10 +142,10 @@ def captions(pushed: PushedImages, classes: Sequence[str] | None) -> list[tuple[
         return [()] * len(pushed.images)
     labels = pushed.labels.tolist()
     names = [printable(classes[each]) if classes and 0 <= each < len(classes) else str(each) for each in labels]
-    if pushed.own_shares is None:
+    if pushed.mix_weights is None:
         return [(name,) for name in names]
     found = []
-    for index, (name, share) in enumerate(zip(names, pushed.own_shares.tolist(), strict=True)):
+    for index, (name, share) in enumerate(zip(names, pushed.mix_weights.tolist(), strict=True)):
         partner = index ^ 1
         # The partner of the last of an odd number of images is not among them.
         shares = [(share, name), (1 - share, names[partner] if partner < len(names) else "another image")]

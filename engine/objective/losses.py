@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from loopfeed.models.layers.widening import widen
+from loopfeed.models.layers.to_float32 import to_float32
 
 type Loss = Callable[[Any, Any, Float32[Array, "B"]], Float[Array, "B"]]
 """(outputs of the model, labels, weights of the examples) → the loss of each example.
@@ -29,9 +29,9 @@ def cross_entropy_loss(
 
     The labels are classes, or target distributions. A class outside 0 … K - 1 gives NaN.
     """
-    log_probabilities = jax.nn.log_softmax(widen(logits))
+    log_probabilities = jax.nn.log_softmax(to_float32(logits))
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        targets = widen(labels)
+        targets = to_float32(labels)
         return -jnp.sum(targets * without_zero_weights(log_probabilities, targets), axis=-1)
     num_classes = logits.shape[-1]
     # A one-hot product, because a gather's gradient is a scatter, which is slow or not deterministic on GPUs.
@@ -57,7 +57,7 @@ def binary_cross_entropy_loss(
             "the binary cross entropy needs one logit for each label, but the model returns "
             f"{list(logits.shape)} for labels {list(labels.shape)}: change its last layer"
         )
-    logits, targets = widen(logits), widen(labels)
+    logits, targets = to_float32(logits), to_float32(labels)
     # Each softplus is accurate and has the sigmoid as its derivative, at 0 too, where that of abs is one-sided.
     if_true, if_false = jax.nn.softplus(-logits), jax.nn.softplus(logits)
     losses = targets * without_zero_weights(if_true, targets)
@@ -74,7 +74,7 @@ def mean_squared_error_loss(
 
     The labels are numbers of the shape of `outputs`; numbers [B] also fit outputs [B, 1].
     """
-    difference = widen(outputs) - widen(labels).reshape(outputs.shape)
+    difference = to_float32(outputs) - to_float32(labels).reshape(outputs.shape)
     return jnp.square(difference).reshape(len(difference), -1).mean(axis=1)
 
 
@@ -91,7 +91,7 @@ def weighted_mean(values: Float[Array, "B"], weights: Float32[Array, "B"]) -> Fl
 
     A value of NaN in an example without weight is ignored.
     """
-    counted = jnp.where(weights > 0, widen(values) * weights, 0)
+    counted = jnp.where(weights > 0, to_float32(values) * weights, 0)
     return counted.sum() / jnp.maximum(weights.sum(), jnp.finfo(jnp.float32).tiny)
 
 
@@ -109,5 +109,5 @@ def cross_entropy(logits: Float[Array, "B K"], targets: Float[Array, "B K"]) -> 
     Rows of targets sum to 1; a NaN row makes the loss NaN. A class with target 0 may have a logit of minus infinity, as
     a masked class has.
     """
-    log_probabilities = without_zero_weights(jax.nn.log_softmax(widen(logits)), targets)
+    log_probabilities = without_zero_weights(jax.nn.log_softmax(to_float32(logits)), targets)
     return -jnp.mean(jnp.sum(targets * log_probabilities, axis=-1))

@@ -19,7 +19,7 @@ from loopfeed.engine.images.augment import make_targets
 from loopfeed.engine.images.mixing import WHOLE, mix_targets, swap_partners
 from loopfeed.engine.objective.losses import Loss, cross_entropy, weighted_mean, without_zero_weights
 from loopfeed.engine.objective.metrics import Metric
-from loopfeed.models.layers.widening import widen
+from loopfeed.models.layers.to_float32 import to_float32
 
 MOST_METRIC_NUMBERS = 40_000
 """The largest number of numbers that the metrics of a run may have together: one line of `eval.jsonl`."""
@@ -53,7 +53,7 @@ class Objective(NamedTuple):
         self,
         outputs: Any,
         words: Int32[Array, "b *words"],
-        own_share: Int32[Array, "b"] | None,
+        mix_weight: Int32[Array, "b"] | None,
         smoothing: Float32[Array, ""],
     ) -> Float[Array, ""]:
         """Return the mean loss of a training batch.
@@ -61,19 +61,19 @@ class Objective(NamedTuple):
         Args:
             outputs: the model's outputs.
             words: the labels as pulled.
-            own_share: the share of each image's own label if images were mixed, else None; see `augment_images`.
+            mix_weight: the share of each image's own label if images were mixed, else None; see `augment_images`.
             smoothing: see `smooth_targets`; only the cross entropy smooths.
         """
         labels, weights = self.read_labels(words)
         if self.loss is not None:
-            losses = self._mixed_losses(self.loss, outputs, labels, weights, own_share)
+            losses = self._mixed_losses(self.loss, outputs, labels, weights, mix_weight)
             return weighted_mean(losses, weights)
         logits = logits_of(outputs)
         if self.has_classes:
-            targets = make_targets(labels, own_share, logits.shape[-1])
+            targets = make_targets(labels, mix_weight, logits.shape[-1])
         else:
-            targets = widen(labels)
-            targets = targets if own_share is None else mix_targets(targets, own_share)
+            targets = to_float32(labels)
+            targets = targets if mix_weight is None else mix_targets(targets, mix_weight)
         return cross_entropy(logits, smooth_targets(targets, smoothing))
 
     def training_metrics(self, outputs: Any, words: jax.Array) -> dict[str, Any]:
@@ -131,14 +131,14 @@ class Objective(NamedTuple):
         return {name: metric.merge(one[name], other[name]) for name, metric in self.metrics.items()}
 
     def _mixed_losses(
-        self, loss: Loss, outputs: Any, labels: Any, weights: Float32[Array, "b"], own_share: Int32[Array, "b"] | None
+        self, loss: Loss, outputs: Any, labels: Any, weights: Float32[Array, "b"], mix_weight: Int32[Array, "b"] | None
     ) -> Float[Array, "b"]:
         """Return the loss of each example: of a mixed image, the same mixture of the losses by both labels."""
         own = checked_losses(loss(outputs, labels, weights), len(weights))
-        if own_share is None:
+        if mix_weight is None:
             return own
         partners = checked_losses(loss(outputs, jax.tree.map(swap_partners, labels), weights), len(weights))
-        share = own_share.astype(jnp.float32) * jnp.float32(1 / WHOLE)
+        share = mix_weight.astype(jnp.float32) * jnp.float32(1 / WHOLE)
         return share * without_zero_weights(own, share) + (1 - share) * without_zero_weights(partners, 1 - share)
 
 
@@ -154,7 +154,7 @@ def checked_losses(losses: Any, num_examples: int) -> Float[Array, "{num_example
             f"a loss must return floats [{num_examples}], one for each example, but returned "
             f"{describe_given(losses)}: do not average over the batch, which the program does"
         )
-    return widen(jnp.asarray(losses))
+    return to_float32(jnp.asarray(losses))
 
 
 def smooth_targets(targets: Float[Array, "B K"], smoothing: Float32[Array, ""]) -> Float[Array, "B K"]:

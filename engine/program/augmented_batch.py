@@ -5,8 +5,8 @@ from jaxtyping import Array, Float32, Int32
 
 from loopfeed.engine.crossing.infeed import Batch
 from loopfeed.engine.images.augment import augment_images
-from loopfeed.engine.images.own_augment import apply_own_augmentation
 from loopfeed.engine.images.positions import Positions, image_keys, positions
+from loopfeed.engine.images.user_augment import apply_user_augmentation
 from loopfeed.engine.program.statics import Statics
 from loopfeed.engine.program.train_state import RunValues
 from loopfeed.engine.scopes import AUGMENT
@@ -29,8 +29,8 @@ def augment_batch(
     num_images, replicas = len(batch.labels), statics.replicas
     with jax.named_scope(AUGMENT):
         at = positions(pulls, num_images * replicas.count, replicas.this_device() * num_images, num_images)
-    images, own_share = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
+    images, mix_weight = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
     if statics.augment is not None:
         with jax.named_scope(AUGMENT):
-            images = apply_own_augmentation(statics.augment, images, image_keys(values.seed_words, at))
-    return images, own_share, at
+            images = apply_user_augmentation(statics.augment, images, image_keys(values.seed_words, at))
+    return images, mix_weight, at

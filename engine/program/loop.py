@@ -31,9 +31,9 @@ from loopfeed.engine.scopes import FORWARD, LOSS, OPT_STEP, PUSH, SNAPSHOT, TRAI
 from loopfeed.engine.updates.reach import UNKNOWN, Reach
 from loopfeed.engine.updates.selection import join_frozen, keep_frozen, split_frozen
 from loopfeed.engine.updates.skipping import choose
-from loopfeed.engine.updates.update import Outcome, Pull, UpdateValues, Weights, update_weights
+from loopfeed.engine.updates.update import Microbatch, Outcome, UpdateValues, Weights, update_weights
 from loopfeed.models.layers.batch_norm import normalising_over
-from loopfeed.models.layers.widening import widen
+from loopfeed.models.layers.to_float32 import to_float32
 
 
 class _Carry(NamedTuple):
@@ -111,8 +111,8 @@ class _Program:
 
         no = jnp.zeros((), jnp.bool)
         reach = jax.tree.map(jnp.asarray, UNKNOWN)
-        start = _Carry(self._split_gathered(state), no, no, self._init_observed(state), reach, first_token())
-        return self._join_gathered(lax.while_loop(continues, partial(self._segment, values), start).state)
+        start = _Carry(self._split_accumulated(state), no, no, self._init_observed(state), reach, first_token())
+        return self._join_accumulated(lax.while_loop(continues, partial(self._segment, values), start).state)
 
     def _init_observed(self, state: TrainState) -> Observed:
         statics = self.statics
@@ -124,7 +124,7 @@ class _Program:
             mixes=statics.augmentation.mixes,
         )
 
-    def _split_gathered(self, state: TrainState) -> TrainState:
+    def _split_accumulated(self, state: TrainState) -> TrainState:
         """Give each device its part of what was gathered for the next update before this launch.
 
         The mean of equal sums is the sum; of the metrics, the first device keeps the states.
@@ -136,16 +136,16 @@ class _Program:
             metrics=choose(replicas.this_device() == 0, metrics, self.statics.objective.init_metrics())
         )
 
-    def _join_gathered(self, state: TrainState) -> TrainState:
+    def _join_accumulated(self, state: TrainState) -> TrainState:
         """Make equal on all devices what each gathered for the next update, in a run that stops between two updates."""
-        replicas, gathered = self.statics.replicas, state.update.gathered
-        if gathered is None or replicas.count == 1:
+        replicas, accumulated = self.statics.replicas, state.update.accumulated
+        if accumulated is None or replicas.count == 1:
             return state
-        sums, batch_stats = replicas.mean((gathered.sums, state.batch_stats))
+        sums, batch_stats = replicas.mean((accumulated.sums, state.batch_stats))
         metrics = state.metrics
         if metrics is not None:
             metrics = replicas.merge(self.statics.objective.merge_metrics, metrics)
-        update = state.update._replace(gathered=gathered._replace(sums=sums))
+        update = state.update._replace(accumulated=accumulated._replace(sums=sums))
         return state._replace(update=update, batch_stats=batch_stats, metrics=metrics)
 
     def _segment(self, values: RunValues, carry: _Carry) -> _Carry:
@@ -201,7 +201,7 @@ class _Program:
             numbers=numbers,
             gives_up=outcome.gives_up,
             observed=Observed(
-                jax.tree.map(widen, outcome.gradients) if self.statics.observation.histograms else None, images
+                jax.tree.map(to_float32, outcome.gradients) if self.statics.observation.histograms else None, images
             ),
             reach=outcome.reach,
         )
@@ -305,10 +305,10 @@ def _num_to_pull(boundary: Int32[Array, ""], state: TrainState, values: UpdateVa
     if chunk == 1:
         return jnp.ones((), jnp.int32)
     num_updates = jnp.clip(boundary - state.step, 1, chunk)
-    gathered = state.update.gathered
-    if gathered is None:
+    accumulated = state.update.accumulated
+    if accumulated is None:
         return num_updates
-    first = jnp.maximum(values.accumulate_steps - gathered.num_pulls, 1)
+    first = jnp.maximum(values.accumulate_steps - accumulated.num_pulls, 1)
     return jnp.minimum(first + (num_updates - 1) * values.accumulate_steps, chunk)
 
 
@@ -318,8 +318,8 @@ def _is_done(state: TrainState, values: RunValues) -> Bool[Array, ""]:
 
 
 def _is_between_updates(state: TrainState) -> jax.Array:
-    gathered = state.update.gathered
-    return jnp.ones((), jnp.bool) if gathered is None else gathered.num_pulls == 0
+    accumulated = state.update.accumulated
+    return jnp.ones((), jnp.bool) if accumulated is None else accumulated.num_pulls == 0
 
 
 def _is_multiple(step: jax.Array, every: jax.Array) -> jax.Array:
@@ -364,7 +364,7 @@ def train_step(
         are observed.
     """
     replicas = statics.replicas
-    images, own_share, at = augment_batch(statics, batch, state.pulls, values)
+    images, mix_weight, at = augment_batch(statics, batch, state.pulls, values)
     keys = {"key": model_keys(values.seed_words, at)} if statics.takes_key else {}
 
     trained, frozen = split_frozen(state.params, statics.rule.frozen)
@@ -374,7 +374,7 @@ def train_step(
         with jax.named_scope(FORWARD), normalising_over(statics.norm_groups):
             outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True, **keys)
         with jax.named_scope(LOSS):
-            loss = statics.objective.training_loss(outputs, batch.labels, own_share, values.smoothing)
+            loss = statics.objective.training_loss(outputs, batch.labels, mix_weight, values.smoothing)
         return loss, (batch_stats, outputs)
 
     (loss, (batch_stats, outputs)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)
@@ -388,24 +388,24 @@ def train_step(
             statics.rule,
             Weights(state.params, state.batch_stats),
             state.update,
-            Pull(loss, gradients, batch_stats),
+            Microbatch(loss, gradients, batch_stats),
             state.step,
             values.update._replace(hyperparams=hyperparams._replace(learning_rate=factor)),
             reach,
             replicas,
         )
     step = state.step + outcome.due.astype(jnp.int32)
-    gathered = state.metrics
+    accumulated = state.metrics
     with jax.named_scope(LOSS):
-        if gathered is not None:
-            metrics = statics.objective.merge_metrics(gathered, metrics)
-            gathered = choose(outcome.due, statics.objective.init_metrics(), metrics)
+        if accumulated is not None:
+            metrics = statics.objective.merge_metrics(accumulated, metrics)
+            accumulated = choose(outcome.due, statics.objective.init_metrics(), metrics)
         metrics = replicas.merge_if(outcome.due, statics.objective.merge_metrics, metrics)
         finished = statics.objective.finish_metrics(metrics)
     state = state._replace(
-        pulls=state.pulls + 1, step=step, params=params, batch_stats=batch_stats, update=update, metrics=gathered
+        pulls=state.pulls + 1, step=step, params=params, batch_stats=batch_stats, update=update, metrics=accumulated
     )
     labels = batch.labels if statics.objective.has_classes else None
     with jax.named_scope(PUSH):
-        seen = observe_images(statics.observation, images, labels, own_share, values.scale)
+        seen = observe_images(statics.observation, images, labels, mix_weight, values.scale)
     return state, outcome, finished, seen

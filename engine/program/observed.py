@@ -15,7 +15,7 @@ from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale, to_levels
 from loopfeed.engine.replicas import Replicas
 from loopfeed.engine.updates.selection import dotted_path, split_frozen
-from loopfeed.models.layers.widening import widen
+from loopfeed.models.layers.to_float32 import to_float32
 
 MOST_IMAGES = 16
 """The largest number of images that are pushed."""
@@ -42,12 +42,12 @@ class SeenImages(NamedTuple):
     Attributes:
         levels: RGB.
         labels: None if they are not class numbers.
-        own_shares: as `loopfeed.engine.images.mixing.Mixture.own_target`; None if nothing is mixed.
+        mix_weights: as `loopfeed.engine.images.mixing.Mixture.own_target`; None if nothing is mixed.
     """
 
     levels: UInt8[Array, "k h w 3"]
     labels: Int32[Array, "k"] | None
-    own_shares: Int32[Array, "k"] | None
+    mix_weights: Int32[Array, "k"] | None
 
 
 class Observed(NamedTuple):
@@ -89,7 +89,7 @@ def init_observed(
     gradients = images = None
     if observation.histograms:
         trained, _ = split_frozen(params, frozen)
-        gradients = jax.tree.map(lambda leaf: jnp.zeros_like(widen(leaf)), trained)
+        gradients = jax.tree.map(lambda leaf: jnp.zeros_like(to_float32(leaf)), trained)
     if observation.images is not None:
         none = jnp.zeros(observation.images[:1], jnp.int32)
         levels = jnp.zeros(observation.images, jnp.uint8)
@@ -101,7 +101,7 @@ def observe_images(
     observation: Observation,
     images: Float32[Array, "b h w 3"],
     labels: Int32[Array, "b"] | None,
-    own_shares: Int32[Array, "b"] | None,
+    mix_weights: Int32[Array, "b"] | None,
     scale: PixelScale,
 ) -> SeenImages | None:
     """Return the first images of a batch, as observed.
@@ -110,14 +110,14 @@ def observe_images(
         observation: what is observed.
         images: normalised.
         labels: class numbers, or None.
-        own_shares: as `loopfeed.engine.images.augment.augment_images` returns them.
+        mix_weights: as `loopfeed.engine.images.augment.augment_images` returns them.
         scale: mean and standard deviation of the pixels.
     """
     if observation.images is None:
         return None
     count = observation.images[0]
     levels = to_levels(images[:count], scale)
-    return SeenImages(levels, *(None if each is None else each[:count] for each in (labels, own_shares)))
+    return SeenImages(levels, *(None if each is None else each[:count] for each in (labels, mix_weights)))
 
 
 def named_leaves(kind: str, tree: Any) -> dict[str, jax.Array]:

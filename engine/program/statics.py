@@ -10,9 +10,9 @@ from jaxtyping import UInt32
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.feed.label_form import LabelForm
-from loopfeed.engine.images.own_augment import OwnAugmentation
 from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.images.user_augment import UserAugmentation
 from loopfeed.engine.objective.losses import LOSSES, Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample, as_metrics
 from loopfeed.engine.objective.objective import CROSS_ENTROPY, Objective
@@ -21,9 +21,9 @@ from loopfeed.engine.program.observed import NOTHING, Observation
 from loopfeed.engine.program.train_state import RunValues
 from loopfeed.engine.replicas import ALONE, Replicas
 from loopfeed.engine.updates.optim import Hyperparams
-from loopfeed.engine.updates.own_optimizer import OwnOptimizer
 from loopfeed.engine.updates.schedules import ONE_CYCLE_DIVISOR, ScheduleValues, schedule_values
 from loopfeed.engine.updates.update import Schedule, UpdateRule, UpdateValues
+from loopfeed.engine.updates.user_optimizer import UserOptimizer
 from loopfeed.models.layers.batch_norm import NormGroups
 
 # You et al. (2019), arXiv:1904.00962, for LAMB; Kingma and Ba (2014), arXiv:1412.6980, for Adam.
@@ -53,14 +53,14 @@ class Statics(NamedTuple):
     eval_mirror: bool
     objective: Objective = CROSS_ENTROPY
     evaluated_objective: Objective = CROSS_ENTROPY
-    augment: OwnAugmentation | None = None
+    augment: UserAugmentation | None = None
     takes_key: bool = False
     replicas: Replicas = ALONE
     norm_groups: NormGroups = NormGroups()
     observation: Observation = NOTHING
 
 
-class OwnFunctions(NamedTuple):
+class UserFunctions(NamedTuple):
     """The user-defined functions that are traced into the program; None for those selected by the settings.
 
     Attributes:
@@ -72,17 +72,17 @@ class OwnFunctions(NamedTuple):
 
     loss: Loss | None = None
     metrics: Mapping[str, Metric | PerExample] | None = None
-    optimizer: OwnOptimizer | None = None
+    optimizer: UserOptimizer | None = None
     schedule: Schedule | None = None
-    augment: OwnAugmentation | None = None
+    augment: UserAugmentation | None = None
 
 
-NO_OWN_FUNCTIONS = OwnFunctions()
+NO_OWN_FUNCTIONS = UserFunctions()
 
 
 def statics_of(
     config: TrainConfig,
-    own: OwnFunctions = NO_OWN_FUNCTIONS,
+    own: UserFunctions = NO_OWN_FUNCTIONS,
     label_form: LabelForm | None = None,
     evaluated_form: LabelForm | None = None,
     undecayed: tuple[str, ...] = (),
@@ -106,8 +106,8 @@ def statics_of(
         clips_value=config.clip_value is not None,
         frozen=parse_freeze(config.freeze),
         groups=parse_groups(config.groups),
-        own_optimizer=own.optimizer,
-        own_schedule=own.schedule,
+        user_optimizer=own.optimizer,
+        user_schedule=own.schedule,
         undecayed=undecayed,
     )
     augmentation = Augmentation(

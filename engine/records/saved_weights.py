@@ -47,7 +47,7 @@ def read_weights(path: str | os.PathLike[str]) -> SavedWeights:
         (3, 2)
     """
     stored = read_stored(path)
-    if stored.is_of_own_model:
+    if stored.is_of_user_model:
         try:
             tree = _nest(stored.tensors)
         except ValueError as error:

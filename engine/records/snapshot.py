@@ -239,7 +239,9 @@ def keep_newest(folder: Path, count: int, *, up_to: int | None = None, best: int
 
 
 def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
+    parts = tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
+    # What files have always called the sums of an update that is accumulated.
+    return (parts[0], "gathered", *parts[2:]) if parts[:2] == ("update", "accumulated") else parts
 
 
 def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:

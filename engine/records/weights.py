@@ -57,7 +57,7 @@ class StoredWeights(NamedTuple):
     digest: str | None = None
 
     @property
-    def is_of_own_model(self) -> bool:
+    def is_of_user_model(self) -> bool:
         """Whether a run wrote the file for a user-defined model, whose tensors are named by leaf path."""
         return any(part_of(name) == "params" for name in self.tensors)
 

@@ -23,7 +23,7 @@ from loopfeed.engine.data.dataset import DATA_LOCATION, data_of_record
 from loopfeed.engine.keys import plain_keys
 from loopfeed.engine.named_parts import NAME_FORM, compare_named
 from loopfeed.engine.owners import OF_AN_EVALUATION, STORAGE, with_given
-from loopfeed.engine.parts import OwnParts, PartArguments, changed_sources, take_parts
+from loopfeed.engine.parts import PartArguments, UserParts, changed_sources, take_parts
 from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.records.machine import machine_differences
@@ -37,7 +37,7 @@ from loopfeed.engine.replay.recorded_stretch import Piece, RecordedStretch, read
 from loopfeed.engine.replay.report import Comparison, ReplayReport
 from loopfeed.engine.run.changes import machine_of, thread_rule, versions_warning
 from loopfeed.engine.run.nonfinite import NonFiniteError
-from loopfeed.engine.run.resolve import check_arguments, recorded_own_parts
+from loopfeed.engine.run.resolve import check_arguments, recorded_user_parts
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.stream.sinks import Sink
 from loopfeed.preprocess.quantities import listed
@@ -100,7 +100,7 @@ def replay_run(
 def replay_parts(
     run: str | Path,
     steps: tuple[int | None, int | None],
-    parts: OwnParts,
+    parts: UserParts,
     notify: Callable[[str], None],
     display: Callable[[int, int], Sink] | None,
     data: str | None,
@@ -116,7 +116,7 @@ def replay_parts(
 def _replay_folder(
     run: Path,
     steps: tuple[int | None, int | None],
-    parts: OwnParts,
+    parts: UserParts,
     notify: Callable[[str], None],
     given: Mapping[str, str],
     display: Callable[[int, int], Sink] | None,
@@ -131,7 +131,7 @@ def _replay_folder(
     ends = [snapshot for snapshot in (stretch.start.snapshot, stretch.snapshot) if snapshot is not None]
     files = _check_files(run, ends, notify)
     resolved = stretch.recorded.resolved
-    _check_own(stretch, parts)
+    _check_user(stretch, parts)
     # A launch handles signals while it is open; before the first launch and between two, they stop the replay at once.
     with StopSignals(ControlBoard(), ignore_message):
         begin = stretch.start.step
@@ -160,7 +160,7 @@ def _check_places(stretch: RecordedStretch, doubts: Sequence[str], notify: Calla
     """
     here, first = devices(), stretch.start.step + 1
     recorded, machine, found = stretch.recorded, machine_of(jax.devices()[0]), list(doubts)
-    threads = thread_rule(recorded.config, is_own_model="model" in recorded_own_parts(recorded.resolved))
+    threads = thread_rule(recorded.config, is_user_model="model" in recorded_user_parts(recorded.resolved))
     ends = [piece.stop_step for piece in stretch.pieces]
     for (topology, before), steps in groupby(
         ends, lambda step: (recorded.topology_at(step), recorded.machine_at(step))
@@ -215,7 +215,7 @@ def _check_files(run: Path, read: Sequence[Snapshot], notify: Callable[[str], No
 
 def _replay(
     stretch: RecordedStretch,
-    parts: OwnParts,
+    parts: UserParts,
     notify: Callable[[str], None],
     given: Mapping[str, str],
     display: Callable[[int, int], Sink] | None,
@@ -308,10 +308,10 @@ def _replay_piece(run: Run, state: TrainState | None, sinks: list[Sink]) -> Trai
     return state
 
 
-def _check_own(stretch: RecordedStretch, parts: OwnParts) -> None:
+def _check_user(stretch: RecordedStretch, parts: UserParts) -> None:
     """Raise ValueError if a user-defined part that the run used is missing, or if one that it did not use is given."""
     resolved = stretch.recorded.resolved
-    own = recorded_own_parts(resolved)
+    own = recorded_user_parts(resolved)
     needed = {name: name in own for name in ("model", "batches", "loss", "metrics", "optimizer", "schedule", "augment")}
     needed["evaluation"] = stretch.is_evaluated and resolved.get("eval_manifest_sha256") is None
     missing = [name for name, is_needed in needed.items() if is_needed and getattr(parts, name) is None]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.data.open_data import RunData, mixes_pairs
-from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.program.train_state import TrainModel, name_of_model
 from loopfeed.engine.records.initial_weights import InitialWeights
 from loopfeed.models.families.pooled_convnet import PooledConvNet
@@ -54,7 +54,7 @@ _SIDE, _MAGNITUDES = 331, (11, 21, 22)
 
 
 def rules_of(
-    config: TrainConfig, parts: OwnParts, model: TrainModel, data: RunData, given: InitialWeights | None = None
+    config: TrainConfig, parts: UserParts, model: TrainModel, data: RunData, given: InitialWeights | None = None
 ) -> dict[str, int]:
     """Return the numbers of the changed rules that a launch uses, by name.
 

@@ -14,13 +14,13 @@ from loopfeed.engine.config import SETTINGS, TrainConfig, describe_value
 from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.locations import with_absolute_paths
 from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
-from loopfeed.engine.parts import OWN_SOURCES, OwnParts, is_same_part
+from loopfeed.engine.parts import USER_SOURCES, UserParts, is_same_part
 from loopfeed.engine.processes import exchange
 from loopfeed.engine.records.machine import MACHINE, ThreadRule, describe_machine
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.run_folder import recorded_versions
 from loopfeed.engine.records.topology import Topology
-from loopfeed.engine.run.resolve import recorded_own_parts
+from loopfeed.engine.run.resolve import recorded_user_parts
 from loopfeed.engine.settings import OnResume, Owner, SettingError, Stage
 from loopfeed.models.kernels import ONEDNN
 from loopfeed.preprocess.quantities import listed
@@ -40,10 +40,10 @@ HOST_SETTINGS = frozenset(
 
 # The key of the digest of the initial weights in the resolved part of `config.json`.
 GIVEN_WEIGHTS = "init_from_sha256"
-_OWN_PARTS = "own_parts"
+_USER_PARTS = "own_parts"
 _KEPT_PROPERTIES = (
     *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
-    *("labels", _OWN_PARTS),
+    *("labels", _USER_PARTS),
 )
 
 
@@ -165,7 +165,7 @@ def machine_of(device: jax.Device) -> dict[str, str]:
     return describe_machine(device.platform, str(getattr(client, "platform_version", "")), options)
 
 
-def thread_rule(config: TrainConfig, *, is_own_model: bool) -> ThreadRule:
+def thread_rule(config: TrainConfig, *, is_user_model: bool) -> ThreadRule:
     """Return how the bits of a run depend on the number of threads, one for each core.
 
     XLA's kernels divide their sums among its threads. oneDNN's do not, so that the models of the registry, whose
@@ -174,7 +174,7 @@ def thread_rule(config: TrainConfig, *, is_own_model: bool) -> ThreadRule:
     """
     if config.kernels != ONEDNN:
         return "settable"
-    return "fixed" if is_own_model else "free"
+    return "fixed" if is_user_model else "free"
 
 
 def versions_warning(recorded: RecordedRun) -> str | None:
@@ -191,9 +191,9 @@ def versions_warning(recorded: RecordedRun) -> str | None:
     return f"warning: only the same versions guarantee bit-identical results; the run used {'; '.join(sorted(others))}"
 
 
-def check_own(recorded: RecordedRun, run: Path, parts: OwnParts) -> None:
+def check_user(recorded: RecordedRun, run: Path, parts: UserParts) -> None:
     """Raise ValueError if a run used a user-defined part that is not given now."""
-    if missing := [name for name in recorded_own_parts(recorded.resolved) if getattr(parts, name, None) is None]:
+    if missing := [name for name in recorded_user_parts(recorded.resolved) if getattr(parts, name, None) is None]:
         arguments = ", ".join(f"{name}=…" for name in missing)
         named = listed([OWN_PARTS[name].label for name in missing])
         if (options := options_of(recorded_named_parts(recorded.resolved), missing)) is not None:
@@ -211,7 +211,7 @@ def check_data(resolved: Mapping[str, Any], data: RunData, recorded: RecordedRun
     now = json.loads(json.dumps(resolved))
     for name in _KEPT_PROPERTIES:
         if now.get(name) != recorded.resolved.get(name) and not (
-            name == _OWN_PARTS and _have_same_parts(recorded.resolved, now)
+            name == _USER_PARTS and _have_same_parts(recorded.resolved, now)
         ):
             raise ValueError(
                 f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, got "
@@ -221,7 +221,7 @@ def check_data(resolved: Mapping[str, Any], data: RunData, recorded: RecordedRun
 
 def _have_same_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether two records have the same user-defined functions, by their names or else by their sources."""
-    names, sources = (tuple(each.get(key, {}) for each in (before, now)) for key in (_OWN_PARTS, OWN_SOURCES))
+    names, sources = (tuple(each.get(key, {}) for each in (before, now)) for key in (_USER_PARTS, USER_SOURCES))
 
     def is_same(part: str) -> bool:
         was, found = (each[part] for each in names)

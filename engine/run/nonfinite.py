@@ -13,14 +13,16 @@ class NonFiniteError(ArithmeticError):
         self.first_step = first_step
 
 
-def nonfinite_error(step: int, num_skips: int, most_skips: int, *, has_own_part: bool = False) -> NonFiniteError | None:
+def nonfinite_error(
+    step: int, num_skips: int, most_skips: int, *, has_user_part: bool = False
+) -> NonFiniteError | None:
     """Return an error if NaN or infinite gradients or weights ended the run, else None.
 
     Args:
         step: the last step.
         num_skips: number of updates skipped in a row, up to and including the last.
         most_skips: largest allowed number of updates skipped in a row.
-        has_own_part: whether a user-defined optimizer or schedule may have made the updates NaN or infinite.
+        has_user_part: whether a user-defined optimizer or schedule may have made the updates NaN or infinite.
     """
     if num_skips <= most_skips:
         return None
@@ -30,6 +32,6 @@ def nonfinite_error(step: int, num_skips: int, most_skips: int, *, has_own_part:
         + "; the weights are those of the last finite update. Try a lower learning rate (--learning-rate), a warm-up "
         "(--warmup-steps), a limit on the norm of the gradient (--clip-norm), or --skip-nonfinite"
     )
-    if has_own_part:
+    if has_user_part:
         message = message.replace("that it would make", "that your optimizer or schedule would make of it", 1)
     return NonFiniteError(message, first_step=step - num_skips + 1)

@@ -41,7 +41,7 @@ from loopfeed.engine.run.changed_rules import RULES
 from loopfeed.engine.run.changes import GIVEN_WEIGHTS, note_changes
 from loopfeed.engine.run.launch_monitor import record_rollback, start_monitor
 from loopfeed.engine.run.nonfinite import NonFiniteError
-from loopfeed.engine.run.resolve import recorded_own_parts
+from loopfeed.engine.run.resolve import recorded_user_parts
 from loopfeed.engine.run.result import TrainResult, metadata_of, recorded_metadata, result_of
 from loopfeed.engine.run.resume import find_cuts, rewind_run
 from loopfeed.engine.run.run import Run
@@ -327,7 +327,7 @@ class Recorder:
                 "run (--run-dir)"
             )
             return
-        own = recorded_own_parts(self._run.resolved)
+        own = recorded_user_parts(self._run.resolved)
         options = options_of(self._run.parts.named, own)
         if own and options is None:
             how = f"train with replace(loopfeed.run_settings({path!r}), resume=True) and the same {listed(own)}"

@@ -12,7 +12,7 @@ from loopfeed.engine.locations import absolute_location
 from loopfeed.engine.named_parts import record_named, recorded_named_parts
 from loopfeed.engine.objective.metrics import as_metrics
 from loopfeed.engine.objective.objective import Objective
-from loopfeed.engine.parts import OWN_SOURCES, OwnParts, check_parts, name_of
+from loopfeed.engine.parts import USER_SOURCES, UserParts, check_parts, name_of
 from loopfeed.engine.program.model_key import takes_key
 from loopfeed.engine.program.observed import observation_of
 from loopfeed.engine.program.statics import Statics, statics_of
@@ -28,7 +28,7 @@ from loopfeed.preprocess.quantities import quantity
 _SMALL_RATE_OPTIMIZERS = ("adamw", "lamb", "adam", "lion", "muon")
 
 
-def describe_resolved(model: TrainModel, parts: OwnParts, data: RunData) -> dict[str, Any]:
+def describe_resolved(model: TrainModel, parts: UserParts, data: RunData) -> dict[str, Any]:
     """Return what `config.json` records in addition to the settings: what they resolved to."""
     name = name_of_model(model)
     # Any other name shows by itself that the model is no built-in one, in the records of older versions too.
@@ -47,12 +47,14 @@ def describe_resolved(model: TrainModel, parts: OwnParts, data: RunData) -> dict
         "num_eval_batches": data.evaluation.num_batches if data.evaluation else 0,
         **({} if (form := label_form_of(data.source)) is None else {"labels": form.describe()}),
         **({"own_parts": own} if own else {}),
-        **({OWN_SOURCES: sources} if (sources := parts.sources()) else {}),
+        **({USER_SOURCES: sources} if (sources := parts.sources()) else {}),
         **record_named(parts.named),
     }
 
 
-def statics_of_run(config: TrainConfig, parts: OwnParts, model: TrainModel, data: RunData, num_devices: int) -> Statics:
+def statics_of_run(
+    config: TrainConfig, parts: UserParts, model: TrainModel, data: RunData, num_devices: int
+) -> Statics:
     """Return the part of the settings and of the user-defined parts that is compiled into the program.
 
     Raises:
@@ -76,14 +78,14 @@ def statics_of_run(config: TrainConfig, parts: OwnParts, model: TrainModel, data
     )
 
 
-def recorded_own_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
+def recorded_user_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
     """Return which parts, such as "model", were user-defined, according to a recorded `describe_resolved`."""
     is_own = {"model": recorded.get("model") not in model_names(), "batches": recorded.get("data") == OWN_BATCHES}
     own = (*(name for name, is_so in is_own.items() if is_so), *recorded.get("own_parts", {}))
     return tuple(dict.fromkeys((*own, *recorded_named_parts(recorded))))
 
 
-def choose_model(config: TrainConfig, parts: OwnParts, data: RunData) -> TrainModel:
+def choose_model(config: TrainConfig, parts: UserParts, data: RunData) -> TrainModel:
     """Return the model to train on the data, the user's or one of the registry.
 
     Raises:
@@ -121,7 +123,7 @@ def _columns(data: RunData) -> list[str]:
     return [each.id for each in data.classes] if data.targets == "numbers" else []
 
 
-def check_arguments(config: Any, parts: OwnParts) -> None:
+def check_arguments(config: Any, parts: UserParts) -> None:
     """Check the arguments before anything is opened.
 
     Raises:
@@ -169,7 +171,7 @@ def _check_best_metric(config: TrainConfig, metrics: Any) -> None:
         )
 
 
-def check_best_metric(config: TrainConfig, parts: OwnParts, data: RunData) -> None:
+def check_best_metric(config: TrainConfig, parts: UserParts, data: RunData) -> None:
     """Raise SettingError if no evaluation of the run would have the number that `keep_best` compares."""
     if config.keep_best is None:
         return
@@ -205,10 +207,10 @@ def check_best_metric(config: TrainConfig, parts: OwnParts, data: RunData) -> No
 
 
 def warn_of_settings(
-    config: TrainConfig, data: RunData, notify: Callable[[str], None], *, has_own_loss: bool = False
+    config: TrainConfig, data: RunData, notify: Callable[[str], None], *, has_user_loss: bool = False
 ) -> None:
     """Warn about settings of a new run that are allowed but probably not intended."""
-    _warn_of_labels(config, data, notify, has_own_loss=has_own_loss)
+    _warn_of_labels(config, data, notify, has_user_loss=has_user_loss)
     if config.eval_every_steps and data.evaluation is None:
         notify(f"warning: there is no data to evaluate on; --eval-every {config.eval_every_steps} has no effect")
     if config.order == "windowed" and data.location is None:
@@ -238,8 +240,8 @@ def warn_of_settings(
         )
 
 
-def _warn_of_labels(config: TrainConfig, data: RunData, notify: Callable[[str], None], *, has_own_loss: bool) -> None:
-    if has_own_loss or config.loss == "mean-squared-error":
+def _warn_of_labels(config: TrainConfig, data: RunData, notify: Callable[[str], None], *, has_user_loss: bool) -> None:
+    if has_user_loss or config.loss == "mean-squared-error":
         warning = unmoved_labels_warning(config, label_form_of(data.source), is_named=data.targets is not None)
         if warning is not None:
             notify(warning)

@@ -16,7 +16,7 @@ from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.control.event import ControlEvent, factor_before
 from loopfeed.engine.data.dataset import DATA_LOCATION, data_of_record
 from loopfeed.engine.named_parts import compare_named
-from loopfeed.engine.parts import OwnParts, changed_sources
+from loopfeed.engine.parts import UserParts, changed_sources
 from loopfeed.engine.program.kernels import AUTO
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLogError, read_events
 from loopfeed.engine.records.digests import RunningDigest
@@ -41,7 +41,7 @@ from loopfeed.engine.records.run_folder import (
     WEIGHTS,
     RunFolder,
 )
-from loopfeed.engine.run.changes import check_own, check_settings
+from loopfeed.engine.run.changes import check_settings, check_user
 from loopfeed.preprocess.links import open_unlinked
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.system_errors import reading_remedy
@@ -82,7 +82,7 @@ class Resume:
 
 
 def resume_run(
-    config: TrainConfig, run: Path, parts: OwnParts, notify: Callable[[str], None]
+    config: TrainConfig, run: Path, parts: UserParts, notify: Callable[[str], None]
 ) -> tuple[TrainConfig, Resume]:
     """Read where a run goes on; return the settings, with what they leave to the record, and the starting point.
 
@@ -105,7 +105,7 @@ def resume_run(
         config = replace(config, data=place)
     if config.kernels == AUTO:
         config = replace(config, kernels=recorded.config.kernels)
-    check_own(recorded, run, parts)
+    check_user(recorded, run, parts)
     for warning in compare_named(recorded.resolved, parts.named):
         notify(warning)
     check_settings(config, recorded.config)

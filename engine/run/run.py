@@ -38,7 +38,7 @@ from loopfeed.engine.feed.batches import error_of_changes
 from loopfeed.engine.images.unpack import LEAST_STD, PixelScale
 from loopfeed.engine.keys import plain_keys
 from loopfeed.engine.objective.batch_size_check import check_batch_size
-from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.program.checked_model import CheckedModel
 from loopfeed.engine.program.kernels import kernels_on, record_kernels
@@ -52,7 +52,7 @@ from loopfeed.engine.records.stored.stored_run import StoredRun
 from loopfeed.engine.records.stored_types import check_weight_types
 from loopfeed.engine.records.topology import Topology
 from loopfeed.engine.records.weights import check_names
-from loopfeed.engine.replicas import put_everywhere, replicate, shapes_on, take_copy
+from loopfeed.engine.replicas import device_put_replicated, replicate, shapes_on, unreplicate
 from loopfeed.engine.run.changed_rules import check_rules, rules_of
 from loopfeed.engine.run.changes import check_data, check_given_weights, machine_of
 from loopfeed.engine.run.descriptions import describe_run
@@ -68,7 +68,7 @@ from loopfeed.engine.spans import COMPILING, EVALUATION, LOOP, Spans
 from loopfeed.engine.stream.loss_stream import LossStream
 from loopfeed.engine.stream.notices import Notices
 from loopfeed.engine.stream.sinks import Sink
-from loopfeed.engine.updates.checks import check_own_rate, describe_selection
+from loopfeed.engine.updates.checks import check_user_rate, describe_selection
 from loopfeed.models.registry import count_params
 from loopfeed.preprocess.shards.reader import ChangedShardError
 from loopfeed.preprocess.workers import Worker
@@ -135,7 +135,7 @@ class Run:
     def __init__(
         self,
         config: TrainConfig,
-        parts: OwnParts,
+        parts: UserParts,
         notify: Callable[[str], None],
         stack: ExitStack,
         start: Resume,
@@ -205,7 +205,7 @@ class Run:
         self._draw = partial(draw_state, self.model, self.statics.rule, self.statics.objective)
         self._state_shape = shape = jax.eval_shape(self._draw, seed_words(0))
         selected = describe_selection(config, shape.params, shape.batch_stats)
-        check_own_rate(self.statics.rule, shape.params)
+        check_user_rate(self.statics.rule, shape.params)
         self.given = read_weights_of_run(config, self.registry_name, start, shape, self.notify, data.classes)
         self.num_params = count_params(shape.params)
         if self.registry_name is None:
@@ -458,14 +458,14 @@ class Run:
             self._signals.launched()
             self.notices.start()
             self.spans[LOOP].begin()
-            placed = put_everywhere((state, values), self.team.devices)
+            placed = device_put_replicated((state, values), self.team.devices)
             with self.profiling.running():
                 self._program = start_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
                 while not (self.stream.num_losses or self._program.wait(_POLL_EVERY_S)):
                     pass
                 self._paused_collector.close()
                 state = self._program.result()
-            return take_copy(state, self.team.devices)
+            return unreplicate(state, self.team.devices)
 
     @property
     def infeeds(self) -> list[BatchInfeed]:
@@ -510,5 +510,5 @@ class Run:
             int(state.step),
             int(state.update.skips.in_a_row),
             self.config.most_skips,
-            has_own_part=self.statics.rule.has_own_part,
+            has_user_part=self.statics.rule.has_user_part,
         )

@@ -17,7 +17,7 @@ from loopfeed.engine.control.event import factor_before
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.crossing.devices import Placement, settle_devices, split_processor
 from loopfeed.engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
-from loopfeed.engine.parts import OwnParts, PartArguments, take_parts
+from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.processes import exchange, this_process, wait_for_processes
 from loopfeed.engine.program.kernels import changed_kernels_notice, settle_kernels
 from loopfeed.engine.program.train_state import TrainState
@@ -112,9 +112,9 @@ def train(
         >>> result.evaluations[-1].top1
         1.0
     """
-    own_sinks, own_callbacks = as_sinks(sinks), as_callbacks(callbacks)
+    user_sinks, user_callbacks = as_sinks(sinks), as_callbacks(callbacks)
     with open_run(config, take_parts(parts), notify) as run:
-        return train_run(run, own_sinks, origins, own_callbacks)
+        return train_run(run, user_sinks, origins, user_callbacks)
 
 
 def plan_run(
@@ -134,7 +134,7 @@ def plan_run(
 @contextmanager
 def open_run(
     config: TrainConfig,
-    parts: OwnParts,
+    parts: UserParts,
     notify: Callable[[str], None],
     *,
     is_dry: bool = False,
@@ -155,7 +155,7 @@ def open_run(
     notify = outliving_display(notify)
     check_arguments(config, parts)
     check_cache_places(config)
-    split_processor([config], has_own_source=parts.has_own_source)
+    split_processor([config], has_user_source=parts.has_user_source)
     check_has_folder(config, is_dry=is_dry)
     config = settle_devices(config)
     # Not before the processor is split: `this_process` makes jax's devices.
@@ -222,7 +222,7 @@ def _settle_steps(run: Run, *, is_dry: bool) -> tuple[TrainConfig, str | None]:
     config = settle_evaluations(config, num_images, is_evaluated=is_evaluated and is_kept)
     check_same_everywhere(config, data.manifest_digest)
     if recorded is None:
-        warn_of_settings(config, data, notify, has_own_loss=run.parts.loss is not None)
+        warn_of_settings(config, data, notify, has_user_loss=run.parts.loss is not None)
     else:
         check_steps(config, recorded.config, start.step)
         if start.snapshot and start.step >= config.steps:
@@ -243,7 +243,7 @@ def _describe_resume(run: Run, recorded: RecordedRun) -> Iterator[str | None]:
     yield describe_factor(start)
     yield describe_rate_change(config, recorded.config, start.step, factor_before(start.events, start.pulls))
     yield changed_kernels_notice(recorded.resolved, run.crossings)
-    threads = thread_rule(config, is_own_model=run.registry_name is None)
+    threads = thread_rule(config, is_user_model=run.registry_name is None)
     yield machine_warning(recorded.machines, run.crossings[MACHINE], threads)
     if (before := Topology.from_json(recorded.resolved)) != run.topology:
         norms_are_fixed = config.batch_norm_sync or config.batch_norm_group is not None

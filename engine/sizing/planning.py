@@ -12,7 +12,7 @@ from loopfeed.engine.crossing.devices import devices
 from loopfeed.engine.feed.batches import Labels, Pixels
 from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches
 from loopfeed.engine.feed.windowed_batches import WindowedBatches
-from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.peers import SEES_ALL
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.run.epochs import settle_epochs, settle_evaluations
@@ -54,7 +54,7 @@ class Target:
     devices_per_host: int
 
 
-def plan_here(config: TrainConfig, parts: OwnParts, notify: Notify, device_rate: float | None = None) -> Plan:
+def plan_here(config: TrainConfig, parts: UserParts, notify: Notify, device_rate: float | None = None) -> Plan:
     """Return the plan of a run on the devices of this machine.
 
     Args:
@@ -75,13 +75,13 @@ def plan_here(config: TrainConfig, parts: OwnParts, notify: Notify, device_rate:
         # What the host needs beside the program: Python, the compiler and its results.
         name = "this process so far" if place.num_sharing == 1 else "each process so far"
         beside = {name: process_memory_bytes() or 0} if place.is_host_memory else {}
-        memory = _judge(place, run, first, analyse, beside, has_own_batches=given.batches is not None)
+        memory = _judge(place, run, first, analyse, beside, has_user_batches=given.batches is not None)
         return _complete(run, place, memory, device_rate)
 
 
 def plan_for_cards(
     config: TrainConfig,
-    parts: OwnParts,
+    parts: UserParts,
     part_names: Mapping[str, str],
     target: Target,
     notify: Notify,
@@ -126,7 +126,7 @@ def plan_for_cards(
         except CardCompilerError as error:
             memory = Memory({}, [f"not known: {error}"])
         else:
-            memory = _judge(place, run, first, analyse, {}, has_own_batches=parts.batches is not None)
+            memory = _judge(place, run, first, analyse, {}, has_user_batches=parts.batches is not None)
         return _complete(run, place, memory, device_rate, card.link_bytes_per_s * place.devices_per_host)
 
 
@@ -170,7 +170,7 @@ def _judge(
     analyse: Callable[[int], Analysed],
     beside: Mapping[str, int],
     *,
-    has_own_batches: bool,
+    has_user_batches: bool,
 ) -> Memory:
     """Compare what the run needs with what there is; if it is more, look for the largest batch that fits."""
     parts, limit = _need(place, run, first, beside), place.limit_bytes
@@ -181,7 +181,7 @@ def _judge(
         verdict = [f"{'fits' if total <= limit else 'does not fit'}: {place.limit_note} {limit / 1e9:,.1f} GB"]
     if limit is not None and total > limit:
         batch, unit = run.config.batch, batch_unit(run.config, place.num_devices)
-        if has_own_batches or unit is None:
+        if has_user_batches or unit is None:
             found = "no smaller batch was tried: the batch of this run cannot be changed"
         elif batch < 2 * unit:
             found = "no smaller batch was tried: it is already the smallest that can be divided among the devices"
@@ -286,8 +286,8 @@ def _ignore(_: str) -> None:
 
 
 def stand_for_imagenet(
-    config: TrainConfig, parts: OwnParts, notify: Callable[[str], None]
-) -> tuple[TrainConfig, OwnParts]:
+    config: TrainConfig, parts: UserParts, notify: Callable[[str], None]
+) -> tuple[TrainConfig, UserParts]:
     """Return a run on synthetic batches as if they were ImageNet-1k; a run on other data is returned as it is.
 
     Its epochs and its default cadence of evaluations are those of ImageNet-1k, and it evaluates as many images, which

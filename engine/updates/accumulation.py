@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from loopfeed.models.layers.widening import wide_dtype, widen
+from loopfeed.models.layers.to_float32 import to_float32, wide_dtype
 
 
 class Accumulation(NamedTuple):
@@ -36,7 +36,9 @@ def init_accumulation(tree: Any) -> Accumulation:
     )
 
 
-def accumulate(gathered: Accumulation, new: Any, every: Int32[Array, ""]) -> tuple[Any, Bool[Array, ""], Accumulation]:
+def accumulate(
+    accumulated: Accumulation, new: Any, every: Int32[Array, ""]
+) -> tuple[Any, Bool[Array, ""], Accumulation]:
     """Add the values of one pull to the sums, and return the mean so far.
 
     The mean of k means of b images each is the mean of the k · b images: without batch statistics, k pulls make the
@@ -52,8 +54,8 @@ def accumulate(gathered: Accumulation, new: Any, every: Int32[Array, ""]) -> tup
         The mean over the gathered pulls (float32), whether an update is due, and the sums for the next pull: empty if
         an update is due.
     """
-    num_pulls = gathered.num_pulls + 1
-    sums = jax.tree.map(lambda total, leaf: total + widen(leaf), gathered.sums, new)
+    num_pulls = accumulated.num_pulls + 1
+    sums = jax.tree.map(lambda total, leaf: total + to_float32(leaf), accumulated.sums, new)
     due = num_pulls >= every
     means = jax.tree.map(lambda total: total / num_pulls.astype(jnp.float32), sums)
     remaining = jax.tree.map(lambda total: jnp.where(due, 0, total), sums)

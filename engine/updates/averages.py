@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from loopfeed.models.layers.widening import wide_dtype, widen
+from loopfeed.models.layers.to_float32 import to_float32, wide_dtype
 
 
 def init_average(tree: Any) -> Any:
@@ -41,7 +41,7 @@ def update_average(
     kept = jnp.minimum(decay, (1 + taken) / (10 + taken)) if ramp else decay
 
     def move(average: Shaped[Array, "*shape"], new: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
-        return average + (1 - kept) * (widen(new) - average) if _is_averaged(new) else new
+        return average + (1 - kept) * (to_float32(new) - average) if _is_averaged(new) else new
 
     return jax.tree.map(move, average, new)
 

@@ -11,9 +11,9 @@ import optax
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.patterns import parse_freeze, parse_groups
 from loopfeed.engine.settings import SettingError
-from loopfeed.engine.updates.own_optimizer import OwnOptimizer, check_rate_not_stored, first_line, has_own_rate
 from loopfeed.engine.updates.selection import dotted_paths, matches, split_frozen
 from loopfeed.engine.updates.update import Schedule, UpdateRule
+from loopfeed.engine.updates.user_optimizer import UserOptimizer, check_rate_not_stored, first_line, has_user_rate
 
 _OF_THE_OPTIMIZER = ("optimizer", "momentum", "beta2", "weight_decay", "decay_all", "cycle_momentum")
 _OF_THE_SCHEDULE = (
@@ -23,7 +23,7 @@ _OF_THE_SCHEDULE = (
 _MOST_NAMED = 3
 
 
-def check_updates(config: TrainConfig, optimizer: OwnOptimizer | None, schedule: Schedule | None) -> None:
+def check_updates(config: TrainConfig, optimizer: UserOptimizer | None, schedule: Schedule | None) -> None:
     """Check the settings of the updates, and the user-defined optimizer and schedule, before anything is opened.
 
     Raises:
@@ -54,7 +54,7 @@ def check_updates(config: TrainConfig, optimizer: OwnOptimizer | None, schedule:
             "optax.add_decayed_weights with a mask in the optimizer",
             found=config.groups,
         )
-    if has_own_rate(optimizer):
+    if has_user_rate(optimizer):
         what = "an optimizer of your own that has its own learning rate"
         if schedule is not None:
             raise ValueError(
@@ -64,10 +64,10 @@ def check_updates(config: TrainConfig, optimizer: OwnOptimizer | None, schedule:
         _refuse(config, _OF_THE_SCHEDULE, what)
 
 
-def check_own_rate(rule: UpdateRule, params: Any) -> None:
+def check_user_rate(rule: UpdateRule, params: Any) -> None:
     """Raise ValueError if the state of a user-defined optimizer would keep a learning rate; leaves may be abstract."""
-    if rule.own_optimizer is not None:
-        check_rate_not_stored(rule.own_optimizer, split_frozen(params, rule.frozen)[0])
+    if rule.user_optimizer is not None:
+        check_rate_not_stored(rule.user_optimizer, split_frozen(params, rule.frozen)[0])
 
 
 def describe_selection(config: TrainConfig, params: Any, batch_stats: Any) -> str | None:

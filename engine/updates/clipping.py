@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from loopfeed.models.layers.widening import widen
+from loopfeed.models.layers.to_float32 import to_float32
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
     """Return the Euclidean norm over all leaves of a pytree of real arrays, in float32; 0 if it has no leaves."""
-    squares = [jnp.sum(jax.lax.square(widen(leaf))) for leaf in jax.tree.leaves(tree)]
+    squares = [jnp.sum(jax.lax.square(to_float32(leaf))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
@@ -33,7 +33,7 @@ def norm_of_order(tree: Any, order: float) -> Float[Array, ""]:
     """
     if order == 2:
         return global_norm(tree)
-    magnitudes = [jnp.abs(widen(leaf)) for leaf in jax.tree.leaves(tree) if leaf.size]
+    magnitudes = [jnp.abs(to_float32(leaf)) for leaf in jax.tree.leaves(tree) if leaf.size]
     largest = jnp.max(jnp.stack([jnp.max(each) for each in magnitudes])) if magnitudes else jnp.zeros((), jnp.float32)
     if math.isinf(order):
         return largest

@@ -20,8 +20,8 @@ from loopfeed.engine.patterns import Group
 from loopfeed.engine.updates.clipping import clip_gradient, global_norm
 from loopfeed.engine.updates.selection import groups_of, scale_leaves
 from loopfeed.engine.updates.skipping import choose
-from loopfeed.models.layers.stored import stored
-from loopfeed.models.layers.widening import widen
+from loopfeed.models.layers.materialize import materialize
+from loopfeed.models.layers.to_float32 import to_float32
 
 type Mask = Callable[[Any], Any]
 """Parameters → a tree of the same structure with a bool at each leaf."""
@@ -83,7 +83,7 @@ def make_optimizer(
     *,
     decay_mask: Mask = kernels_only,
     trust_mask: Mask = kernels_only,
-    made: Bool[Array, ""] | np.bool = np.True_,
+    applied: Bool[Array, ""] | np.bool = np.True_,
     clip: optax.GradientTransformation | None = None,
     groups: Sequence[Group] = (),
 ) -> optax.GradientTransformationExtraArgs:
@@ -126,7 +126,7 @@ def make_optimizer(
     rate = optax.scale_by_learning_rate(hyperparams.learning_rate)
     if groups:
         decay, rate = _by_group(groups, hyperparams, decay_mask)
-    return in_float32(optax.chain(clip, *_parts(name, hyperparams, decay, rate, trust_mask, jnp.asarray(made))))
+    return in_float32(optax.chain(clip, *_parts(name, hyperparams, decay, rate, trust_mask, jnp.asarray(applied))))
 
 
 def init_optimizer(name: OptimizerName, params: Any) -> optax.OptState:
@@ -141,7 +141,7 @@ def _parts(
     decay: optax.GradientTransformation,
     rate: optax.GradientTransformation,
     trust_mask: Mask,
-    made: Bool[Array, ""],
+    applied: Bool[Array, ""],
 ) -> tuple[optax.GradientTransformation, ...]:
     """Return the optax transformations of an optimizer, in the order in which they are applied.
 
@@ -150,16 +150,16 @@ def _parts(
     """
     momentum = jnp.asarray(hyperparams.momentum)
     if name in ("sgd", "nesterov"):
-        return decay, trace(momentum, nesterov=name == "nesterov", made=made), rate
+        return decay, trace(momentum, nesterov=name == "nesterov", applied=applied), rate
     if name == "lars":
         local = _local_rate(hyperparams.trust_coefficient, decay, trust_mask)
-        return local, rate, trace(momentum, nesterov=False, made=made)
+        return local, rate, trace(momentum, nesterov=False, applied=applied)
     beta2, epsilon = jnp.asarray(hyperparams.beta2), jnp.asarray(hyperparams.epsilon)
     if name == "lion":
-        return keeping(optax.scale_by_lion(b1=momentum, b2=beta2), made=made), decay, rate
+        return keeping(optax.scale_by_lion(b1=momentum, b2=beta2), applied=applied), decay, rate
     if name == "muon":
-        return keeping(_muon_direction(momentum, beta2, epsilon, trust_mask), made=made), decay, rate
-    adam = scale_by_adam(momentum, beta2, epsilon, made=made)
+        return keeping(_muon_direction(momentum, beta2, epsilon, trust_mask), applied=applied), decay, rate
+    adam = scale_by_adam(momentum, beta2, epsilon, applied=applied)
     if name == "adam":
         return decay, adam, rate
     if name == "adamw":
@@ -239,7 +239,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     """
 
     def cast(tree: Any) -> Any:
-        return jax.tree.map(widen, tree)
+        return jax.tree.map(to_float32, tree)
 
     def init(params: Any) -> optax.OptState:
         return inner.init(cast(params))
@@ -251,16 +251,16 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 # The parameters' update reads the new moments. If XLA recomputes these there from the old moments (see
-# `loopfeed.models.layers.stored`), the old ones cannot be overwritten, and the loop copies moments and parameters at
-# every step, which takes a quarter of a step of ResNet-50 at 64 px. Here the new moments are stored, and everything
+# `loopfeed.models.layers.materialize`), the old ones cannot be overwritten, and the loop copies moments and parameters
+# at every step, which takes a quarter of a step of ResNet-50 at 64 px. Here the new moments are stored, and everything
 # else reads them.
-def trace(momentum: Float32[Array, ""], *, nesterov: bool, made: Bool[Array, ""]) -> optax.GradientTransformation:
-    """Return `optax.trace` (a decayed sum of past gradients); its state is unchanged if `made` is false."""
+def trace(momentum: Float32[Array, ""], *, nesterov: bool, applied: Bool[Array, ""]) -> optax.GradientTransformation:
+    """Return `optax.trace` (a decayed sum of past gradients); its state is unchanged if `applied` is false."""
     inner = optax.trace(momentum)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         _, moved = inner.update(updates, state, params)
-        kept = _store(made, moved, state)
+        kept = _store(applied, moved, state)
         if not nesterov:
             return kept.trace, kept
         return jax.tree.map(lambda gradient, moment: gradient + momentum * moment, updates, kept.trace), kept
@@ -269,14 +269,14 @@ def trace(momentum: Float32[Array, ""], *, nesterov: bool, made: Bool[Array, ""]
 
 
 def scale_by_adam(
-    b1: Float32[Array, ""], b2: Float32[Array, ""], epsilon: Float32[Array, ""], *, made: Bool[Array, ""]
+    b1: Float32[Array, ""], b2: Float32[Array, ""], epsilon: Float32[Array, ""], *, applied: Bool[Array, ""]
 ) -> optax.GradientTransformation:
-    """Return `optax.scale_by_adam`, which keeps two moments; its state is unchanged if `made` is false."""
+    """Return `optax.scale_by_adam`, which keeps two moments; its state is unchanged if `applied` is false."""
     inner = optax.scale_by_adam(b1=b1, b2=b2, eps=epsilon)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         _, moved = inner.update(updates, state, params)
-        kept = _store(made, moved, state)
+        kept = _store(applied, moved, state)
         mean = optax.tree.bias_correction(kept.mu, b1, kept.count)
         square = optax.tree.bias_correction(kept.nu, b2, kept.count)
         return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + epsilon), mean, square), kept
@@ -284,15 +284,15 @@ def scale_by_adam(
     return optax.GradientTransformation(inner.init, update)
 
 
-def keeping(inner: optax.GradientTransformation, *, made: Bool[Array, ""]) -> optax.GradientTransformation:
-    """Return `inner` with a state that is unchanged if `made` is false; its updates are then unusable."""
+def keeping(inner: optax.GradientTransformation, *, applied: Bool[Array, ""]) -> optax.GradientTransformation:
+    """Return `inner` with a state that is unchanged if `applied` is false; its updates are then unusable."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, moved = inner.update(updates, state, params)
-        return stored((updates, choose(made, moved, state)))
+        return materialize((updates, choose(applied, moved, state)))
 
     return optax.GradientTransformation(inner.init, update)
 
 
-def _store(made: Bool[Array, ""], moved: Any, before: Any) -> Any:
-    return stored(choose(made, moved, before))
+def _store(applied: Bool[Array, ""], moved: Any, before: Any) -> Any:
+    return materialize(choose(applied, moved, before))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int32
 
 from loopfeed.engine.keys import is_key
 from loopfeed.engine.updates.clipping import global_norm
-from loopfeed.models.layers.stored import stored
+from loopfeed.models.layers.materialize import materialize
 
 
 class Skips(NamedTuple):
@@ -41,9 +41,9 @@ def count_skips(skips: Skips, due: Bool[Array, ""], finite: Bool[Array, ""]) -> 
         due: whether an update is due.
         finite: whether its gradient is finite, and all that it makes of finite numbers.
     """
-    skipped, made = due & ~finite, due & finite
+    skipped, applied = due & ~finite, due & finite
     more = skipped.astype(jnp.int32)
-    return Skips(skips.total + more, jnp.where(made, 0, skips.in_a_row + more))
+    return Skips(skips.total + more, jnp.where(applied, 0, skips.in_a_row + more))
 
 
 def gives_up(skips: Skips, most_in_a_row: Int32[Array, ""]) -> Bool[Array, ""]:
@@ -69,7 +69,7 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
     finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
     # Stored, because XLA would fuse the conjunction of all leaves with each select that reads it, which was two fifths
     # of the program of ResNet-50.
-    found: jax.Array = stored(jnp.all(jnp.stack(finite))) if finite else jnp.ones((), jnp.bool)
+    found: jax.Array = materialize(jnp.all(jnp.stack(finite))) if finite else jnp.ones((), jnp.bool)
     return found
 
 

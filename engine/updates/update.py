@@ -28,7 +28,6 @@ from loopfeed.engine.updates.accumulation import Accumulation, accumulate, init_
 from loopfeed.engine.updates.averages import init_average, update_average
 from loopfeed.engine.updates.clipping import clip_gradient, global_norm
 from loopfeed.engine.updates.optim import Hyperparams, every_leaf, kernels_only, make_optimizer
-from loopfeed.engine.updates.own_optimizer import OwnOptimizer, has_own_rate, make_own_optimizer
 from loopfeed.engine.updates.reach import UNKNOWN, Reach, check_reach, following, keeps_finite
 from loopfeed.engine.updates.schedules import ScheduleValues, learning_rate_at, momentum_at
 from loopfeed.engine.updates.selection import dotted_path, join_frozen, split_frozen
@@ -41,8 +40,9 @@ from loopfeed.engine.updates.skipping import (
     has_finite_norm,
     init_skips,
 )
-from loopfeed.models.layers.stored import stored
-from loopfeed.models.layers.widening import widen
+from loopfeed.engine.updates.user_optimizer import UserOptimizer, has_user_rate, make_user_optimizer
+from loopfeed.models.layers.materialize import materialize
+from loopfeed.models.layers.to_float32 import to_float32
 
 type Schedule = Callable[[Int32[Array, ""]], Shaped[Array, ""]]
 """Step (number of updates before this one) → learning rate."""
@@ -64,7 +64,7 @@ class UpdateRule:
         clips_value: whether to clip each element to `Hyperparams.clip_value`.
         frozen: patterns of the dotted paths of parameters that are not trained.
         groups: factors on the learning rate and the weight decay of some parameters.
-        own_optimizer, own_schedule: user-defined, instead of the named ones.
+        user_optimizer, user_schedule: user-defined, instead of the named ones.
         undecayed: keys of the parameters that are not decayed although they have several axes; see `kernels_only`.
     """
 
@@ -79,14 +79,14 @@ class UpdateRule:
     clips_value: bool = False
     frozen: tuple[str, ...] = ()
     groups: tuple[Group, ...] = ()
-    own_optimizer: OwnOptimizer | None = None
-    own_schedule: Schedule | None = None
+    user_optimizer: UserOptimizer | None = None
+    user_schedule: Schedule | None = None
     undecayed: tuple[str, ...] = ()
 
     @property
-    def has_own_part(self) -> bool:
+    def has_user_part(self) -> bool:
         """Whether the optimizer or the schedule is user-defined."""
-        return self.own_optimizer is not None or self.own_schedule is not None
+        return self.user_optimizer is not None or self.user_schedule is not None
 
 
 class UpdateValues(NamedTuple):
@@ -126,11 +126,11 @@ class UpdateState(NamedTuple):
 
     opt_state: optax.OptState
     skips: Skips
-    gathered: Accumulation | None
+    accumulated: Accumulation | None
     average: Weights | None
 
 
-class Pull(NamedTuple):
+class Microbatch(NamedTuple):
     """The loss, gradients and batch statistics of one batch.
 
     Attributes:
@@ -178,7 +178,7 @@ def init_update(rule: UpdateRule, weights: Weights) -> UpdateState:
     return UpdateState(
         opt_state=optimizer.init(trained),
         skips=init_skips(),
-        gathered=init_accumulation((jnp.zeros(()), trained)) if rule.accumulates else None,
+        accumulated=init_accumulation((jnp.zeros(()), trained)) if rule.accumulates else None,
         average=init_average(weights) if rule.averages else None,
     )
 
@@ -200,7 +200,7 @@ def update_weights(
     rule: UpdateRule,
     weights: Weights,
     state: UpdateState,
-    pull: Pull,
+    microbatch: Microbatch,
     step: Int32[Array, ""],
     values: UpdateValues,
     reach: Reach = UNKNOWN,
@@ -227,11 +227,11 @@ def update_weights(
     Returns:
         The weights and the state after the pull, of the same structure and dtypes, and the outcome.
     """
-    due, gathered = jnp.ones((), jnp.bool), None
-    loss, gradients = widen(pull.loss), pull.gradients
-    if state.gathered is not None:
-        (loss, gradients), due, gathered = accumulate(state.gathered, (loss, gradients), values.accumulate_steps)
-    batch_stats = pull.batch_stats
+    due, accumulated = jnp.ones((), jnp.bool), None
+    loss, gradients = to_float32(microbatch.loss), microbatch.gradients
+    if state.accumulated is not None:
+        (loss, gradients), due, accumulated = accumulate(state.accumulated, (loss, gradients), values.accumulate_steps)
+    batch_stats = microbatch.batch_stats
     if replicas.count > 1:
         own = choose(all_finite(batch_stats), batch_stats, weights.batch_stats)
         with jax.named_scope("reduce"):
@@ -241,27 +241,27 @@ def update_weights(
     average = None if state.average is None else split_frozen(state.average.params, rule.frozen)[0]
     before = trained, state.opt_state, average
     finite = has_finite_norm(gradients) & jnp.isfinite(move.hyperparams.learning_rate)
-    if rule.own_optimizer is None:
+    if rule.user_optimizer is None:
         is_fit, reach = move.check(before, gradients, finite, reach)
         finite = finite & is_fit
-        made = due & finite
-        moved, opt_state = move.make(trained, state.opt_state, gradients, made)
+        applied = due & finite
+        moved, opt_state = move.make(trained, state.opt_state, gradients, applied)
     else:
         moved, opt_state = move.make(trained, state.opt_state, gradients, np.True_)
-        finite = finite & stored(move.fits(before, (moved, opt_state)))
-        made = due & finite
-        opt_state = choose(made, opt_state, state.opt_state)
+        finite = finite & materialize(move.fits(before, (moved, opt_state)))
+        applied = due & finite
+        opt_state = choose(applied, opt_state, state.opt_state)
     updated = Weights(
-        join_frozen(choose(made, moved, trained), frozen),
+        join_frozen(choose(applied, moved, trained), frozen),
         choose(all_finite(batch_stats), batch_stats, weights.batch_stats),
     )
     skips = count_skips(state.skips, due, finite)
     weights_average = state.average
     if weights_average is not None:
         followed = update_average(weights_average, updated, values.average_decay, step, ramp=rule.average_ramp)
-        weights_average = choose(made, followed, weights_average)
+        weights_average = choose(applied, followed, weights_average)
     outcome = Outcome(due, gives_up(skips, values.most_skips), loss, move.hyperparams.learning_rate, gradients, reach)
-    return updated, UpdateState(opt_state, skips, gathered, weights_average), outcome
+    return updated, UpdateState(opt_state, skips, accumulated, weights_average), outcome
 
 
 @dataclass(frozen=True)
@@ -281,11 +281,11 @@ class _Move:
     step: Int32[Array, ""]
 
     def make(
-        self, trained: Any, opt_state: Any, gradients: Any, made: Bool[Array, ""] | np.bool, *, clips: bool = True
+        self, trained: Any, opt_state: Any, gradients: Any, applied: Bool[Array, ""] | np.bool, *, clips: bool = True
     ) -> tuple[Any, Any]:
-        """Return the parameters and the optimizer's state after the move; `made` is as `make_optimizer` takes it."""
-        optimizer = optimizer_of(self.rule, self.hyperparams, made, clips=clips)
-        extra = {} if self.rule.own_optimizer is None else {"value": self.loss}
+        """Return the parameters and the optimizer's state after the move; `applied` is as `make_optimizer` takes it."""
+        optimizer = optimizer_of(self.rule, self.hyperparams, applied, clips=clips)
+        extra = {} if self.rule.user_optimizer is None else {"value": self.loss}
         updates, opt_state = optimizer.update(gradients, opt_state, trained, **extra)
         return optax.apply_updates(trained, updates), opt_state
 
@@ -311,20 +311,20 @@ class _Move:
 
 
 def optimizer_of(
-    rule: UpdateRule, hyperparams: Hyperparams, made: Bool[Array, ""] | np.bool, *, clips: bool = True
+    rule: UpdateRule, hyperparams: Hyperparams, applied: Bool[Array, ""] | np.bool, *, clips: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer of a rule, which first clips the gradient; `made` is as `make_optimizer` takes it."""
+    """Return the optimizer of a rule, which first clips the gradient; `applied` is as `make_optimizer` takes it."""
     largest_value = hyperparams.clip_value if rule.clips_value else None
     clip = clip_gradient(hyperparams.clip_norm, rule.clip_order, largest_value) if clips else optax.identity()
-    if rule.own_optimizer is not None:
-        return make_own_optimizer(rule.own_optimizer, hyperparams.learning_rate, clip=clip, groups=rule.groups)
+    if rule.user_optimizer is not None:
+        return make_user_optimizer(rule.user_optimizer, hyperparams.learning_rate, clip=clip, groups=rule.groups)
     kernels = partial(kernels_only, undecayed=rule.undecayed)
     return make_optimizer(
         rule.optimizer,
         hyperparams,
         decay_mask=every_leaf if rule.decay_all else kernels,
         trust_mask=kernels,
-        made=made,
+        applied=applied,
         clip=clip,
         groups=rule.groups,
     )
@@ -337,9 +337,9 @@ def hyperparams_at(rule: UpdateRule, step: Int32[Array, ""], values: UpdateValue
     """
     hyperparams = values.hyperparams
     learning_rate = hyperparams.learning_rate
-    if rule.own_schedule is not None:
-        learning_rate = learning_rate * jnp.asarray(rule.own_schedule(step), jnp.float32)
-    elif rule.own_optimizer is None or not has_own_rate(rule.own_optimizer):
+    if rule.user_schedule is not None:
+        learning_rate = learning_rate * jnp.asarray(rule.user_schedule(step), jnp.float32)
+    elif rule.user_optimizer is None or not has_user_rate(rule.user_optimizer):
         learning_rate = learning_rate * learning_rate_at(rule.schedule, step, values.schedule)
     momentum = momentum_at(step, values.schedule) if rule.cycle_momentum else hyperparams.momentum
     return hyperparams._replace(learning_rate=learning_rate, momentum=momentum)

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Float32
 
 from loopfeed.models.kernels.choice import ONEDNN, kernels_in_use, using_kernels
 from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
+from loopfeed.models.layers.materialize import materialize
 from loopfeed.models.layers.platform_forms import on_platform
-from loopfeed.models.layers.stored import stored
-from loopfeed.models.layers.widening import widen
+from loopfeed.models.layers.to_float32 import to_float32
 
 MOMENTUM = 0.1
 EPSILON = 1e-5
@@ -100,7 +100,7 @@ def batch_norm(
         [0.2, 1.1]
     """
     if not train:
-        centred = widen(x) - running.mean
+        centred = to_float32(x) - running.mean
         normal = centred * (scale * lax.rsqrt(running.var + EPSILON)) + bias
         return _activate(relu, normal.astype(x.dtype)), running
     groups: NormGroups = _groups.value
@@ -186,7 +186,7 @@ def _estimate_mean(wide: Float[Array, "B H W C"]) -> Float[Array, "C"]:
     )
     # A single value would be read again by the backward pass, which jaxlib 0.12.0 on a CPU may compute in place of the
     # array: after its first position, the value is overwritten.
-    return stored(estimate) if count <= SAMPLED else estimate
+    return materialize(estimate) if count <= SAMPLED else estimate
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -210,13 +210,13 @@ def _normalised(
     if not converts_by_bits(x.dtype):
         return _activate(relu, normal.astype(x.dtype)), mean, var
     y = round_by_bits(jnp.maximum(normal, 0) if relu else normal, x.dtype)
-    return stored(y, on_cards=True) if relu else y, mean, var
+    return materialize(y, on_cards=True) if relu else y, mean, var
 
 
 def stored_relu(x: jax.Array, shortcut: jax.Array | None = None) -> jax.Array:
     """Return the ReLU of `x`, or of its sum with a shortcut of the same shape and dtype.
 
-    The derivative is computed from the result, which is stored (see `loopfeed.models.layers.stored`). Otherwise the
+    The derivative is computed from the result, which is stored (`loopfeed.models.layers.materialize`). Otherwise the
     input of each residual block is recomputed from the convolutions of all blocks before it, and on a GPU the
     derivative reads `x` and the shortcut instead of one array. (On a CPU the latter makes no difference.)
     """
@@ -227,7 +227,7 @@ def stored_relu(x: jax.Array, shortcut: jax.Array | None = None) -> jax.Array:
 
 @jax.custom_vjp
 def _stored_relu(x: jax.Array) -> jax.Array:
-    return stored(jnp.maximum(x, 0), on_cards=True)
+    return materialize(jnp.maximum(x, 0), on_cards=True)
 
 
 def _stored_relu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -247,7 +247,7 @@ def _relu_by_bits(x: jax.Array, shortcut: jax.Array | None) -> jax.Array:
     """Return what `_stored_relu` returns; as the ReLU changes no rounding, the sum is rounded once, at the end."""
     with using_kernels(ONEDNN):
         wide = widen_by_bits(x) if shortcut is None else widen_by_bits(x) + widen_by_bits(shortcut)
-        return stored(round_by_bits(jnp.maximum(wide, 0), x.dtype), on_cards=True)
+        return materialize(round_by_bits(jnp.maximum(wide, 0), x.dtype), on_cards=True)
 
 
 def _relu_by_bits_forward(
@@ -265,7 +265,7 @@ def _relu_by_bits_backward(
     # image in their inner loops, select by jumps: 8.2 instead of 0.5 ms for 2 million values.
     with using_kernels(ONEDNN):
         selected = jnp.where(widen_by_bits(y) > 0, widen_by_bits(gradient), 0)
-        found: jax.Array = stored(round_by_bits(selected, y.dtype))
+        found: jax.Array = materialize(round_by_bits(selected, y.dtype))
     return found, None if of_shortcut is None else found
 
 
@@ -297,7 +297,7 @@ def _stored_for_sums(x: jax.Array) -> jax.Array:
     XLA would compute a pooling, a sum of gradients or the derivative of an activation again for the sums, where it
     converts and selects without vectors: a step of convnet8 was 1.3 times as fast with what a pooling returns stored.
     """
-    found: jax.Array = stored(x) if converts_by_bits(x.dtype) else x
+    found: jax.Array = materialize(x) if converts_by_bits(x.dtype) else x
     return found
 
 
@@ -335,9 +335,9 @@ def _gradients(
     all_bias, all_slope = groups.total((bias_gradient, slope_gradient))
     scale_gradient = slope_gradient * inverse
     # Behind a barrier, so that XLA recomputes these instead of writing them to memory for both uses.
-    normal_gradient, centred = before_relu(*stored((x, gradient)))
+    normal_gradient, centred = before_relu(*materialize((x, gradient)))
     x_gradient = slope * (normal_gradient - centred * (all_slope * inverse * inverse / count) - all_bias / count)
-    return stored(round_by_bits(x_gradient, x.dtype)), scale_gradient, bias_gradient
+    return materialize(round_by_bits(x_gradient, x.dtype)), scale_gradient, bias_gradient
 
 
 _normalise.defvjp(_normalise_forward, _normalise_backward)

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from loopfeed.models.kernels.choice import ONEDNN, kernels_in_use
 from loopfeed.models.layers.platform_forms import on_platform
-from loopfeed.models.layers.widening import widen
+from loopfeed.models.layers.to_float32 import to_float32
 
 _LOWER_HALF, _BELOW_A_TIE = np.uint32(16), np.uint32(0x7FFF)
 _SIGN, _QUIET_NAN = np.uint32(0x80000000), np.uint32(0x7FC00000)
@@ -34,8 +34,8 @@ def converts_by_bits(dtype: DTypeLike) -> bool:
 
 
 def widen_by_bits(x: jax.Array) -> jax.Array:
-    """Return what `widen` returns; its derivative, a rounding, converts by bits too."""
-    return _widened(x) if converts_by_bits(x.dtype) else widen(x)
+    """Return what `to_float32` returns; its derivative, a rounding, converts by bits too."""
+    return _widened(x) if converts_by_bits(x.dtype) else to_float32(x)
 
 
 def round_by_bits(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -50,7 +50,7 @@ def read_twice(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.custom_vjp
 def _widened(x: jax.Array) -> jax.Array:
-    return on_platform(x, cpu=_widen, default=widen)
+    return on_platform(x, cpu=_widen, default=to_float32)
 
 
 @jax.custom_vjp

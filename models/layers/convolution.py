@@ -24,7 +24,7 @@ from loopfeed.models.layers import onednn_convolution as onednn
 from loopfeed.models.layers.bfloat16_bits import round_by_bits
 from loopfeed.models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
 from loopfeed.models.layers.platform_forms import on_platform, with_derivative_of
-from loopfeed.models.layers.widening import widen
+from loopfeed.models.layers.to_float32 import to_float32
 
 
 def convolution(
@@ -65,7 +65,7 @@ def convolution(
     geometry = _geometry(x, kernel, stride, padding, groups)
     y = _convolution(kernels_in_use(), geometry, x, kernel)
     # Added in float32, so that the bias's gradient, a sum over all positions, is float32 too.
-    return y if bias is None else (widen(y) + bias).astype(y.dtype)
+    return y if bias is None else (to_float32(y) + bias).astype(y.dtype)
 
 
 def _check_channels(x: jax.Array, kernel: jax.Array, groups: int) -> None:
@@ -192,7 +192,7 @@ def filter_gradient_form(num_images: int, window: Pair, strides: Pair, C: int) -
 def _forward_cpu(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
     forward = _forward_dense if grouped.num_groups(x, kernel) == 1 else _forward_grouped
     # A CPU without AMX gains nothing from narrower products.
-    return forward(geometry, widen(x), widen(kernel)).astype(x.dtype)
+    return forward(geometry, to_float32(x), to_float32(kernel)).astype(x.dtype)
 
 
 def _forward_dense(geometry: Geometry, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -212,7 +212,7 @@ def _gradients_cpu(
     geometry: Geometry, x: jax.Array, kernel: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     gradients = _gradients_dense if grouped.num_groups(x, kernel) == 1 else _gradients_grouped
-    input_gradient, filter_gradient = gradients(geometry, widen(x), widen(kernel), widen(gradient))
+    input_gradient, filter_gradient = gradients(geometry, to_float32(x), to_float32(kernel), to_float32(gradient))
     return input_gradient.astype(x.dtype), filter_gradient.astype(kernel.dtype)
 
 

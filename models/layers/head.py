@@ -9,7 +9,7 @@ from loopfeed.models.kernels.choice import XLA, kernels_in_use, using_kernels
 from loopfeed.models.layers import onednn_product
 from loopfeed.models.layers.bfloat16_bits import round_by_bits, widen_by_bits
 from loopfeed.models.layers.platform_forms import on_platform, with_derivative_of
-from loopfeed.models.layers.widening import wide_dtype
+from loopfeed.models.layers.to_float32 import wide_dtype
 
 
 def global_average_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B C"]:

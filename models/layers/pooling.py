@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int32
 from loopfeed.models.kernels.choice import kernels_in_use, using_kernels
 from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
 from loopfeed.models.layers.convolution_forms import Geometry, taps
-from loopfeed.models.layers.stored import stored
-from loopfeed.models.layers.widening import wide_dtype, widen
+from loopfeed.models.layers.materialize import materialize
+from loopfeed.models.layers.to_float32 import to_float32, wide_dtype
 
 NO_TAP = 255
 
@@ -53,7 +53,7 @@ def average_pool(x: Float[Array, "B H W C"], window: int) -> Float[Array, "B -(-
     """
     if window == 1:
         return x
-    (B, H, W, C), wide = x.shape, widen(x)
+    (B, H, W, C), wide = x.shape, to_float32(x)
     P, Q = -(-H // window), -(-W // window)
     padded = jnp.pad(wide, ((0, 0), (0, P * window - H), (0, Q * window - W), (0, 0)))
     total = padded.reshape(B, P, window, Q, window, C).sum((2, 4))
@@ -98,7 +98,7 @@ def _find_global_maxima(
     of_rows, columns = _first_maximum([wide[:, :, column] for column in range(x.shape[2])], jnp.int32)
     best, row = _first_maximum([of_rows[:, row] for row in range(x.shape[1])], jnp.int32)
     column = jnp.take_along_axis(columns, row[:, None], axis=1)[:, 0]
-    return round_by_bits(best, x.dtype), *stored((row, column))
+    return round_by_bits(best, x.dtype), *materialize((row, column))
 
 
 def _first_maximum(values: list[jax.Array], dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -158,7 +158,7 @@ def _input_gradient(
     height, width = max(-(-(H + padding) // stride), P + reach - 1), max(-(-(W + padding) // stride), Q + reach - 1)
     around = [(0, 0, 0), (reach - 1, height - P, 0), (reach - 1, width - Q, 0), (0, 0, 0)]
     # Padded beforehand: a bounds check for every element would prevent vectorisation of the loop below.
-    winner, gradient = stored(
+    winner, gradient = materialize(
         (
             jax.lax.pad(winner, jnp.uint8(0), around),
             jax.lax.pad(gradient, jnp.zeros((), gradient.dtype), around),
@@ -177,7 +177,7 @@ def _input_gradient(
             total += jnp.where(won == tap, widen_by_bits(value), 0)
     whole = round_by_bits(total, gradient.dtype).reshape(B, height * stride, width * stride, C)
     # Without the barrier each reader fuses this loop into its own and computes it element by element.
-    cropped: jax.Array = stored(whole[:, padding : padding + H, padding : padding + W])
+    cropped: jax.Array = materialize(whole[:, padding : padding + H, padding : padding + W])
     return cropped
 
 

@@ -133,7 +133,7 @@ def main(kind: str, kernels: str, dtype: str, name: str, image_size: int, batch:
     if kind == "jit":
         for module, layer, replacement in replaced_layers():
             setattr(module, layer, replacement)
-    moments = trace(jnp.float32(MOMENTUM), nesterov=False, made=jnp.bool_(True))
+    moments = trace(jnp.float32(MOMENTUM), nesterov=False, applied=jnp.bool_(True))
     ours = optax.chain(moments, optax.scale(-LEARNING_RATE))
     optimizer = optax.sgd(LEARNING_RATE, momentum=MOMENTUM) if kind == "jit" else ours
     with using_kernels(chosen):

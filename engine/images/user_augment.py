@@ -9,12 +9,12 @@ from jaxtyping import Array, Float32, Key
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.images.positions import Purpose, key_of_purpose
 
-type OwnAugmentation = Callable[[Float32[Array, "B H W 3"], Key[Array, "B"]], Float32[Array, "B H W 3"]]
+type UserAugmentation = Callable[[Float32[Array, "B H W 3"], Key[Array, "B"]], Float32[Array, "B H W 3"]]
 """(normalised images, one PRNG key per image) → images."""
 
 
-def apply_own_augmentation(
-    augment: OwnAugmentation, images: Float32[Array, "B H W 3"], keys: Key[Array, "B"]
+def apply_user_augmentation(
+    augment: UserAugmentation, images: Float32[Array, "B H W 3"], keys: Key[Array, "B"]
 ) -> Float32[Array, "B H W 3"]:
     """Apply a user-defined augmentation to a batch; called while tracing.
 

@@ -16,19 +16,19 @@ from jaxtyping import Array, Float, Float32
 from loopfeed.engine.patterns import Group
 from loopfeed.engine.updates.optim import in_float32
 from loopfeed.engine.updates.selection import dotted_path, groups_of, scale_leaves
-from loopfeed.models.layers.stored import stored
+from loopfeed.models.layers.materialize import materialize
 
-type OwnOptimizer = optax.GradientTransformation | Callable[[Float32[Array, ""]], optax.GradientTransformation]
+type UserOptimizer = optax.GradientTransformation | Callable[[Float32[Array, ""]], optax.GradientTransformation]
 """A transformation with its own learning rate, or a function: learning rate → transformation."""
 
 
-def has_own_rate(own: OwnOptimizer) -> bool:
+def has_user_rate(own: UserOptimizer) -> bool:
     """Return whether a user-defined optimizer is a transformation, whose learning rate is its own."""
     return isinstance(own, optax.GradientTransformation)
 
 
-def make_own_optimizer(
-    own: OwnOptimizer,
+def make_user_optimizer(
+    own: UserOptimizer,
     learning_rate: Float32[Array, ""],
     *,
     clip: optax.GradientTransformation,
@@ -57,8 +57,8 @@ def make_own_optimizer(
         updates, moved = _update(inner, updates, state, params, value)
         _check_form(state, moved)
         # Stored, so that the caller, who chooses between them, reads both instead of computing them a second time.
-        updates, moved = stored((updates, moved))
-        if has_own_rate(own):
+        updates, moved = materialize((updates, moved))
+        if has_user_rate(own):
             updates = jax.tree.map(lambda leaf: leaf * learning_rate, updates)
         updates = scale_leaves(updates, [group.learning_rate for group in groups_of(updates, groups)])
         return updates, moved
@@ -66,7 +66,7 @@ def make_own_optimizer(
     return in_float32(optax.GradientTransformationExtraArgs(init, update))
 
 
-def check_rate_not_stored(own: OwnOptimizer, params: Any) -> None:
+def check_rate_not_stored(own: UserOptimizer, params: Any) -> None:
     """Raise ValueError if the state of an optimizer that a function makes depends on the learning rate.
 
     The state is created once, so the rate of the first step, or of no step, would remain in it.
@@ -75,7 +75,7 @@ def check_rate_not_stored(own: OwnOptimizer, params: Any) -> None:
         own: the optimizer.
         params: the trained parameters, as arrays or `jax.ShapeDtypeStruct`s.
     """
-    if has_own_rate(own):
+    if has_user_rate(own):
         return
     inits = jax.make_jaxpr(lambda rate, params: in_float32(_transformation(own, rate)).init(params), return_shape=True)
     jaxpr, state = inits(jax.ShapeDtypeStruct((), jnp.float32), params)
@@ -107,7 +107,7 @@ def _dependent(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     return [is_marked(atom) for atom in jaxpr.outvars]
 
 
-def _transformation(own: OwnOptimizer, learning_rate: jax.Array) -> optax.GradientTransformation:
+def _transformation(own: UserOptimizer, learning_rate: jax.Array) -> optax.GradientTransformation:
     if isinstance(own, optax.GradientTransformation):
         return own
     rule = "the optimizer function must return an optax.GradientTransformation for a learning rate"

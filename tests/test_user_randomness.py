@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from loopfeed import evaluate, replay_run, train
-from tests.test_own_loss import images_of
+from tests.test_user_loss import images_of
 from tests.threefry_reference import words_at
 from tests.toy import BATCH, Linear, toy_batch, toy_config
 

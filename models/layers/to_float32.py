@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 
-def widen(x: jax.Array) -> jax.Array:
+def to_float32(x: jax.Array) -> jax.Array:
     """Return `x` as float32; a float64 array stays float64."""
     return x.astype(wide_dtype(x))
 

@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from loopfeed import load_recipe
 from loopfeed.engine.commands.cli import main as run_train
 from loopfeed.engine.commands.eval_cli import main as run_eval
-from loopfeed.engine.commands.own_parts import load_own_parts
+from loopfeed.engine.commands.user_parts import load_user_parts
 from loopfeed.engine.commands.verify_cli import main as verify_run
 from loopfeed.engine.named_parts import OWN_PARTS
-from loopfeed.engine.parts import OwnParts
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.records.digests import SEAL, sealed
 from tests.small_resnets import small_resnets
 
@@ -164,23 +164,23 @@ def test_a_name_without_a_part_is_one_clear_error(place, option, name, message):
     (place / "broken.py").write_text("x = (")
     (place / "leaves.py").write_text("raise SystemExit(3)")
     with pytest.raises(ValueError, match=message.replace("{place}", str(place))) as caught:
-        load_own_parts({option: name})
+        load_user_parts({option: name})
     assert "\n" not in str(caught.value)
 
 
 def test_the_part_is_what_is_named_or_what_it_returns_without_arguments(place):
-    parts = load_own_parts({"model": "mine:Model", "batches": "mine:toy_batch", "loss": "mine:squared"})
+    parts = load_user_parts({"model": "mine:Model", "batches": "mine:toy_batch", "loss": "mine:squared"})
     mine = sys.modules["mine"]
     assert sys.path[0] == str(place)
     assert isinstance(parts.model, mine.Model)
     assert parts.batches is mine.toy_batch
     assert parts.loss is mine.squared
-    assert load_own_parts({"loss": "mine:make_loss"}).loss is mine.squared
-    assert load_own_parts({"model": "mine:MODEL"}).model is mine.MODEL
-    assert load_own_parts({"metrics": "mine:METRICS"}).metrics is mine.METRICS
+    assert load_user_parts({"loss": "mine:make_loss"}).loss is mine.squared
+    assert load_user_parts({"model": "mine:MODEL"}).model is mine.MODEL
+    assert load_user_parts({"metrics": "mine:METRICS"}).metrics is mine.METRICS
     (place / "broken.py").write_text("def loss(*arguments): ...")
-    assert load_own_parts({"loss": "broken:loss"}).loss is sys.modules["broken"].loss
-    assert load_own_parts({}) == OwnParts()
+    assert load_user_parts({"loss": "broken:loss"}).loss is sys.modules["broken"].loss
+    assert load_user_parts({}) == UserParts()
 
 
 @pytest.mark.parametrize("option", ["optimizer", "schedule", "loss", "augment", "batches"])
@@ -193,10 +193,10 @@ def test_only_a_function_without_parameters_is_called_if_the_part_may_be_a_funct
         "def build(width=3): return Part(width)\n"
     )
     for name in ("part", "made"):
-        assert getattr(load_own_parts({option: f"broken:{name}"}), option) is sys.modules["broken"].part
+        assert getattr(load_user_parts({option: f"broken:{name}"}), option) is sys.modules["broken"].part
     for name in ("Part", "Any"):
-        assert getattr(load_own_parts({option: f"broken:{name}"}), option).size == 3
-    model: Any = load_own_parts({"model": "broken:build"}).model
+        assert getattr(load_user_parts({option: f"broken:{name}"}), option).size == 3
+    model: Any = load_user_parts({"model": "broken:build"}).model
     assert model.size == 3
 
 
@@ -214,7 +214,7 @@ def test_a_module_whose_name_is_taken_is_named_with_the_other_one(place, monkeyp
             match=f"--model {part}: another module called models is loaded already, {taken}, so "
             f"{place / name} cannot be: rename that file or folder",
         ):
-            load_own_parts({"model": part})
+            load_user_parts({"model": part})
 
 
 def test_the_working_directory_is_on_the_path_as_for_python_with_m(place):
@@ -222,7 +222,7 @@ def test_the_working_directory_is_on_the_path_as_for_python_with_m(place):
     script = place / "scripts/show.py"
     script.parent.mkdir()
     script.write_text(
-        "from loopfeed.engine.commands.own_parts import load_own_parts as load\n"
+        "from loopfeed.engine.commands.user_parts import load_user_parts as load\n"
         "print(load({'metrics': 'found:PLACE'}).metrics)"
     )
     (place / "found.py").write_text("PLACE = {'here': None}")

@@ -13,7 +13,7 @@ from jax import lax
 from loopfeed.models.layers.platform_forms import on_platform
 
 
-def stored(values: Any, *, on_cards: bool = False) -> Any:
+def materialize(values: Any, *, on_cards: bool = False) -> Any:
     """Return a pytree of arrays unchanged. On a CPU, an optimization barrier makes XLA store the arrays in memory.
 
     Args:

@@ -17,7 +17,7 @@ from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS, NamedPart, is_part
 from loopfeed.preprocess.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from loopfeed.engine.parts import OwnParts
+    from loopfeed.engine.parts import UserParts
 
 type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -30,7 +30,7 @@ _NEVER_CLASSES = ("model", "batches", "metrics", "evaluation")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def own_part_options(names: Collection[str]) -> Decorator:
+def user_part_options(names: Collection[str]) -> Decorator:
     """Return a decorator that adds the options for the user's own parts to a command."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def take_part_names(options: dict[str, Any], others: Mapping[str, Any]) -> dict[
     return taken
 
 
-def load_own_parts(names: Mapping[str, str]) -> "OwnParts":
+def load_user_parts(names: Mapping[str, str]) -> "UserParts":
     """Load the named parts, with the working directory first on `sys.path` as for `python -m`.
 
     Raises:
@@ -81,9 +81,9 @@ def load_own_parts(names: Mapping[str, str]) -> "OwnParts":
         named[option] = NamedPart(name, _source_digest(found, name))
         parts[option] = _make(option, name, found)
 
-    from loopfeed.engine.parts import OwnParts
+    from loopfeed.engine.parts import UserParts
 
-    return OwnParts(**parts, named=named)
+    return UserParts(**parts, named=named)
 
 
 def _find(option: str, name: str) -> Any:
