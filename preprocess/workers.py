@@ -1,7 +1,7 @@
 """Threads of one kind: daemons that keep what their work raises, so that whoever waits for them raises it.
 
 They are daemons because work may hang, in a file system, a terminal or a library, and must not keep the process from
-exiting. Every wait takes a limit and handles signals soon.
+exiting. A wait for a worker takes a limit and handles signals soon; the futures of a pool are waited for as usual.
 """
 
 from __future__ import annotations
@@ -149,6 +149,8 @@ class Pool:
     def start(self, num_wanted: int) -> int:
         """Start threads until there are `num_wanted`, or the system refuses; return how many there are."""
         with self._guard:
+            # A forked process has none of the threads.
+            self._workers = [each for each in self._workers if each.is_at_work]
             while len(self._workers) < min(num_wanted, self._num_threads) and not self._is_closed:
                 try:
                     self._workers.append(Worker(self._work, f"{self._name}-{len(self._workers)}").start())

@@ -137,6 +137,22 @@ def test_stuck_workers_keep_no_process_and_a_forked_one_does_not_wait_for_them()
     )
 
 
+POOL_IN_A_FORK = """
+import os
+from loopfeed.preprocess.workers import Pool
+pool = Pool(1, "pool")
+assert pool.submit(int, "3").result(9) == 3
+if os.fork() == 0:
+    os._exit(pool.submit(int, "4").result(9))
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_forked_process_has_threads_of_its_own_in_a_pool():
+    done = subprocess.run([sys.executable, "-c", POOL_IN_A_FORK], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "4\n", done.stderr
+
+
 def test_a_pool_makes_all_calls_and_maps_in_order():
     before = set(threading.enumerate())
     with Pool(3, "pool") as pool:

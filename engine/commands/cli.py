@@ -1,10 +1,14 @@
 """The `run-train` command, which converts options to settings, trains, shows losses and reports errors in one line."""
 
+import itertools
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,11 +43,6 @@ if TYPE_CHECKING:
     from loopfeed.engine.records.recorded_run import RecordedRun
     from loopfeed.engine.run.run import Run
     from loopfeed.engine.stream.sinks import Sink
-
-import itertools
-import os
-import time
-from pathlib import Path
 
 _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _RECORDED = "the recorded run"

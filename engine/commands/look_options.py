@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,18 +10,12 @@ import click
 from loopfeed.engine.config import TrainConfig
 from loopfeed.preprocess.commands.completion import complete_file
 from loopfeed.preprocess.commands.sheet_path import check_sheet_path
-
-if TYPE_CHECKING:
-    from loopfeed.engine.parts import UserParts
-
-from textwrap import wrap
-from typing import TYPE_CHECKING
-
 from loopfeed.preprocess.printable import printable_line
 
 if TYPE_CHECKING:
     from loopfeed.engine.inspection.differences import Difference
     from loopfeed.engine.inspection.step_check import StepCheck
+    from loopfeed.engine.parts import UserParts
 
 _WIDTH = 80
 _NAME_WIDTH = 32
