@@ -14,7 +14,7 @@ from loopfeed.engine.commands.command_end import say_in_time, say_on_terminal
 from loopfeed.engine.config import ProfileFormat, TrainConfig
 from loopfeed.engine.peers import SEES_ALL
 from loopfeed.engine.processes import this_process
-from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout, terminal_of
+from loopfeed.preprocess.commands.guarded_output import terminal_of
 from loopfeed.preprocess.quantities import quantity
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ class LossDisplay:
     """The display of a run on stdout: a progress line on a terminal, plain lines if stdout is redirected."""
 
     def __init__(self) -> None:
-        show_only_on_stdout()  # again: a process that joins others has new streams
         # One console for both, so that a notice appears above the progress line.
         self._console = _terminal() if sys.stdout is not None and sys.stdout.isatty() else None
 

@@ -24,7 +24,6 @@ from loopfeed.engine.commands.child_program import child_program
 from loopfeed.engine.commands.command_end import say_to_stderr
 from loopfeed.engine.peers import BEAT_FILE, SEES_ALL, SUPERVISOR, describe_fault, is_supervised, signals_file
 from loopfeed.preprocess.commands.guarded_output import GuardedStream
-from loopfeed.preprocess.commands.output_stream import OutputStream
 from loopfeed.preprocess.stop_signals import SignalBursts, install, stop_signals, uninstall
 from loopfeed.preprocess.workers import Worker
 
@@ -103,8 +102,7 @@ def keep_runtime_output() -> None:
         return
     with suppress(OSError), _runtime_output(Path(os.environ[BEAT_FILE])).open("ab") as file:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
-            if (stream := getattr(sys, name)) is None:
-                continue
+            stream: GuardedStream = getattr(sys, name)
             stream.flush()
             opened = open(  # noqa: SIM115 - as long as the process lives; with the name that a message about it says
                 f"<{name}>",
@@ -114,7 +112,7 @@ def keep_runtime_output() -> None:
                 errors=stream.errors,
                 opener=lambda *_, descriptor=descriptor: os.dup(descriptor),
             )
-            setattr(sys, name, GuardedStream(OutputStream(opened, is_display=name == "stderr")))
+            setattr(sys, name, GuardedStream(stream.terminal.on(opened)))
             os.dup2(file.fileno(), descriptor)
 
 

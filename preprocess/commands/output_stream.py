@@ -31,6 +31,10 @@ class OutputStream:
         self._stream, self.is_display, self.warn = stream, is_display, warn
         self._is_gone = False
 
+    def on(self, stream: TextIO) -> OutputStream:
+        """Return this stream, a display or not, with another one behind it."""
+        return OutputStream(stream, is_display=self.is_display, warn=self.warn)
+
     def write(self, text: str, *, errors: str = "replace") -> int:
         """Write text; characters that cannot be encoded are replaced as the error handler of this name does."""
 
