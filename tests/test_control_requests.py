@@ -14,6 +14,7 @@ from loopfeed.engine.control.request import ControlRequest
 from loopfeed.engine.records.control_requests import (
     CONTROL_FOLDER_NAME,
     ControlMailbox,
+    find_requests,
     remove_requests,
     send_request,
     withdraw,
@@ -95,7 +96,7 @@ def test_a_request_survives_a_run_that_begins_while_it_is_written(tmp_path, monk
     def start_a_run_once(handle):
         fsync(handle)
         if next(starts, False):
-            remove_requests(tmp_path)
+            remove_requests(tmp_path, find_requests(tmp_path))
 
     monkeypatch.setattr(os, "fsync", start_a_run_once)
     send_request(tmp_path, ControlRequest("a", stop=True))
@@ -127,7 +128,7 @@ def test_requests_of_an_earlier_run_are_removed_and_not_delivered(tmp_path, open
     (folder / "notes.txt").write_text("of somebody")
     (folder / "kept.json.bak").write_text("of somebody")
     delivered: list[ControlRequest] = []
-    remove_requests(tmp_path)
+    remove_requests(tmp_path, find_requests(tmp_path))
     assert files(tmp_path) == ["kept.json.bak", "notes.txt"]
     # What comes from then on waits for the mailbox: a run locks its folder long before it looks.
     send_request(tmp_path, ControlRequest("new", stop=True))

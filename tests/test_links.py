@@ -10,7 +10,13 @@ import pytest
 
 from loopfeed import train
 from loopfeed.engine.control.request import ControlRequest
-from loopfeed.engine.records.control_requests import ControlMailbox, remove_requests, send_request, withdraw
+from loopfeed.engine.records.control_requests import (
+    ControlMailbox,
+    find_requests,
+    remove_requests,
+    send_request,
+    withdraw,
+)
 from loopfeed.engine.records.json_lines import JsonLines
 from loopfeed.engine.records.run_folder import RunFolder, check_folder
 from loopfeed.engine.records.snapshot import SnapshotError, remove_snapshot, write_snapshot
@@ -119,7 +125,8 @@ def test_a_link_that_comes_during_the_run_is_not_followed_either(home, tmp_path)
         send_request(tmp_path, ControlRequest("settings", stop=True))
     with pytest.raises(LinkedPathError):
         withdraw(tmp_path, "settings")
-    remove_requests(tmp_path)
+    assert find_requests(tmp_path) == []
+    remove_requests(tmp_path, ["settings.json"])
     mailbox = ControlMailbox(tmp_path, lambda _: None)
     mailbox.start()
     time.sleep(0.1)

@@ -16,6 +16,8 @@ from safetensors.numpy import load_file
 
 from loopfeed import train
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.records.control_requests import CONTROL_FOLDER_NAME, send_request
 from loopfeed.engine.records.digests import is_as_sealed
 from loopfeed.engine.records.folder_lock import FolderLock, is_locked
 from loopfeed.engine.records.run_folder import RESULT, RunFolder, check_folder
@@ -59,6 +61,22 @@ def test_a_folder_whose_lock_cannot_be_acquired_is_not_left_behind(tmp_path, mon
     with pytest.raises(ValueError, match="no lock"):
         RunFolder(tmp_path / "runs/first")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_request_that_comes_as_soon_as_the_folder_is_locked_is_for_this_run(tmp_path, monkeypatch, resume):
+    acquire = FolderLock.acquire
+
+    def acquire_and_receive(lock):
+        acquire(lock)
+        send_request(tmp_path, ControlRequest("new", stop=True))
+
+    if resume:
+        (tmp_path / "config.json").write_text("{}")
+        send_request(tmp_path, ControlRequest("old", stop=True))
+    monkeypatch.setattr(FolderLock, "acquire", acquire_and_receive)
+    with RunFolder(tmp_path, resume=resume):
+        assert [path.name for path in (tmp_path / CONTROL_FOLDER_NAME).iterdir()] == ["new.json"]
 
 
 def test_a_parent_that_another_refused_run_removes_is_made_again(tmp_path, monkeypatch):

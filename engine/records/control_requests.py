@@ -5,7 +5,7 @@ Owns the files and the thread that polls for them. Must not know: the control wo
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,16 +62,25 @@ def _path_of(folder: Path, request_id: str) -> Path:
     return folder / f"{request_id}{_SUFFIX}"
 
 
-def remove_requests(run: Path) -> None:
-    """Remove the pending requests in a run folder; call this right after locking the folder.
+def find_requests(run: Path) -> list[str]:
+    """Return the names of the pending requests in a run folder, unfinished ones too; disk errors are ignored."""
+    folder = run / CONTROL_FOLDER_NAME
+    with suppress(OSError):
+        check_unlinked(run, folder)
+        return _names(folder, with_unfinished=True)
+    return []
+
+
+def remove_requests(run: Path, names: Iterable[str]) -> None:
+    """Remove requests that `find_requests` found just before the folder was locked; disk errors are ignored.
 
     The senders of these requests no longer wait. Requests that arrive later are for the process that holds the lock,
-    even before it polls. Disk errors are ignored.
+    from the instant it has it and even before it polls: `control-run` sends as soon as the folder is locked.
     """
     folder = run / CONTROL_FOLDER_NAME
     with suppress(OSError):
         check_unlinked(run, folder)
-        for name in _names(folder, with_unfinished=True):
+        for name in names:
             with suppress(OSError):
                 (folder / name).unlink()
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME
-from loopfeed.engine.records.control_requests import CONTROL_FOLDER_NAME, remove_requests
+from loopfeed.engine.records.control_requests import CONTROL_FOLDER_NAME, find_requests, remove_requests
 from loopfeed.engine.records.digests import SEAL, sealed
 from loopfeed.engine.records.file_errors import LostFileError
 from loopfeed.engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots, check_path_is_text
@@ -106,13 +106,14 @@ class RunFolder:
         _check_content(path, resume=resume)
         self._made = _make_folder(path)
         self._lock, self._had_lock = FolderLock(path, leftover=RESULT), (path / LOCK_NAME).exists()
+        # `control-run` sends requests as soon as the folder is locked: those there before are for an earlier run.
+        earlier_requests, had_requests = find_requests(path), _is_left(path / CONTROL_FOLDER_NAME)
         try:
             self._lock.acquire()
             if not resume and not overwrite:
-                _check_is_free(path)
+                _check_is_free(path, had_requests=had_requests)
             self._remove_unfinished()
-            remove_requests(path)
-            # After the requests for an earlier run are gone: those that come from now on are for this one.
+            remove_requests(path, earlier_requests)
             check_can_hold_snapshots(self.snapshots if self.snapshots.is_dir() else path)
         except BaseException:
             self._remove_made(lock=not self._had_lock)
@@ -359,8 +360,8 @@ def _check_content(path: Path, *, resume: bool) -> None:
         )
 
 
-def _check_is_free(path: Path) -> None:
-    left = [name for name in WRITTEN_HERE if _is_left(path / name)]
+def _check_is_free(path: Path, *, had_requests: bool = True) -> None:
+    left = [name for name in WRITTEN_HERE if _is_left(path / name) and (had_requests or name != CONTROL_FOLDER_NAME)]
     if left:
         raise ValueError(
             f"the run folder must be new, but {path} contains {left[-1]} of an earlier run: choose another "
