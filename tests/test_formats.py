@@ -5,6 +5,7 @@ import struct
 import threading
 import warnings
 import zlib
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -215,3 +216,15 @@ def test_an_image_that_waits_for_memory_does_not_delay_others(kind):
     image, *_ = open_pixels(encoded, known, max_pixels=10**4, admit=open_another)
     assert sizes == [NOISE.size, NOISE.width * NOISE.height]
     assert image.size == NOISE.size
+
+
+@pytest.mark.parametrize("compression", ["tiff_adobe_deflate", "group4"])
+def test_libtiff_writes_no_lines_of_its_own_about_a_damaged_file(compression, capfd):
+    image = NOISE.convert("1") if compression == "group4" else NOISE
+    content = bytearray(encode(image, "TIFF", compression=compression))
+    # Pillow writes the rows between the header and the directory.
+    content[16:40] = bytes(24)
+    known = sniff(bytes(content))
+    with suppress(Exception):
+        open_pixels(bytes(content), known, max_pixels=10**6)
+    assert capfd.readouterr() == ("", "")

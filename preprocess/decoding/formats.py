@@ -8,18 +8,19 @@ suppress such a warning in one thread without affecting all others. Therefore th
 removed before decoding, and only the two rare formats whose plugins can still warn are opened one at a time.
 """
 
+import ctypes
 import io
 import re
 import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, _imaging
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
@@ -75,6 +76,18 @@ def _pillow_warnings_off() -> Iterator[None]:
     with _WARNING_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@cache
+def _silence_libtiff() -> None:
+    """Keep libtiff, from the first TIFF on, from writing its errors to stderr: Pillow raises them with the file's name.
+
+    Pillow silences its warnings in the same way. Where libtiff's symbols are not exported, its lines appear.
+    """
+    with suppress(OSError, AttributeError):
+        set_handler = ctypes.CDLL(_imaging.__file__).TIFFSetErrorHandler
+        set_handler.argtypes, set_handler.restype = [ctypes.c_void_p], ctypes.c_void_p
+        set_handler(None)
 
 
 class OpenedImage(NamedTuple):
@@ -204,6 +217,7 @@ class _Reader:
             self._admit(max(width * height, MOST_PIXELS if hidden is None else hidden) * self._known.memory)
             self._is_admitted = True
         if isinstance(image, TiffImageFile):
+            _silence_libtiff()
             self.is_corrected = correct_samples(image)
         prepare(image)
         with quietly():
