@@ -112,6 +112,11 @@ def system_reason(error: BaseException) -> str | None:
     return (error.strerror if isinstance(error, OSError) else None) or os.strerror(number)
 
 
+def words_of(error: BaseException) -> str:
+    """Return what went wrong in words: the system's, such as "File too large", or the error's own, on one line."""
+    return system_reason(error) or " ".join(str(error).split()) or type(error).__name__
+
+
 def cause_of(error: BaseException) -> Cause | None:
     """Return what an error is caused by; None if it is neither of the system nor of a store that does not answer."""
     number = system_number(error)

@@ -133,7 +133,7 @@ def test_a_display_that_fails_is_left_out_with_one_warning():
     assert (stream.failure, board.stop_reason) == (None, None)
     assert (failing.calls[-1], len(failing.calls), kept.steps) == ("close", 5, [1, 2, 3, 4, 5, 6])
     assert said == [
-        "warning: Failing shows nothing more ([Errno 5] Input/output error); the run is not affected",
+        "warning: Failing shows nothing more (Input/output error); the run is not affected",
         "warning: Failing shows nothing more (no such thing); the run is not affected",
     ]
 

@@ -225,6 +225,7 @@ def test_libtiff_writes_no_lines_of_its_own_about_a_damaged_file(compression, ca
     # Pillow writes the rows between the header and the directory.
     content[16:40] = bytes(24)
     known = sniff(bytes(content))
+    assert known
     with suppress(Exception):
         open_pixels(bytes(content), known, max_pixels=10**6)
     assert capfd.readouterr() == ("", "")

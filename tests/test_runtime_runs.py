@@ -417,6 +417,6 @@ def test_a_run_folder_that_refuses_the_record_warns_once(tmp_path, monkeypatch):
     result = run(steps=5, run_dir=str(tmp_path / "run"), notify=said.append)
     assert result.stopped_by == "steps"
     assert [line for line in said if RUNTIME in line] == [
-        "warning: runtime.json could not be written ([Errno 28] No space left on device); the run continues without it"
+        "warning: runtime.json could not be written (No space left on device); the run continues without it"
     ]
     assert isinstance(result.runtime.last.goodput, Goodput)

@@ -19,7 +19,7 @@ from loopfeed.preprocess.pixels import pack_rgb
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.split_names import IMAGE_SUFFIXES, is_image_name
 from loopfeed.preprocess.system_entries import count_ignored, describe_ignored, is_hidden
-from loopfeed.preprocess.system_errors import reading_remedy, status_of
+from loopfeed.preprocess.system_errors import reading_remedy, status_of, words_of
 
 _MOST_FILE_BYTES = 1 << 30
 _ANY_CLASS = 0
@@ -108,8 +108,7 @@ class PhotographBatches:
                 encoded = read_regular(path, max_bytes=_MOST_FILE_BYTES)
                 return decode_image(encoded, self._rule, budget=self._pixels)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self.failures[index] = " ".join(reason.split()) or type(error).__name__
+            self.failures[index] = words_of(error)
             return None
 
 

@@ -18,6 +18,7 @@ from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.location import Location, open_location
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest
 from loopfeed.preprocess.shards.reader import read_manifest
+from loopfeed.preprocess.system_errors import words_of
 
 _MOST_FAILURES = 5
 _SAME = {
@@ -87,7 +88,7 @@ def read_data_card(
         if name is not None and name != config.split:
             cards.append(_card(location, name, "evaluation", recorded.resolved.get("eval_manifest_sha256")))
     except (ValueError, OSError) as error:
-        return Absent(f"the data set of the run cannot be read: {error}")
+        return Absent(f"the data set of the run cannot be read: {words_of(error)}")
     return place, tuple(cards)
 
 

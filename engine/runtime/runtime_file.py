@@ -11,7 +11,7 @@ from loopfeed.engine.records.limits import MOST_JSON_BYTES
 from loopfeed.engine.records.run_folder import RUNTIME
 from loopfeed.engine.runtime.record import FORMAT, RuntimeReport
 from loopfeed.preprocess.regular_file import read_regular
-from loopfeed.preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.system_errors import reading_remedy, words_of
 
 # More digits than clocks and counters have.
 _DIGITS = 6
@@ -36,10 +36,11 @@ def read_runtime(run: Path) -> RuntimeReport | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         if remedy := reading_remedy(error, ""):
-            raise ValueError(f"{path} cannot be read ({reason}): {remedy}") from error
-        raise ValueError(f"{path} is not a record of launches ({reason}): restore that file, or remove it") from error
+            raise ValueError(f"{path} cannot be read ({words_of(error)}): {remedy}") from error
+        raise ValueError(
+            f"{path} is not a record of launches ({words_of(error)}): restore that file, or remove it"
+        ) from error
 
 
 def encode_runtime(report: RuntimeReport) -> bytes:

@@ -22,6 +22,7 @@ from loopfeed.preprocess.decoding.memory_budget import PIXEL_BYTES, MemoryBudget
 from loopfeed.preprocess.decoding.notes import DecodeNotes
 from loopfeed.preprocess.decoding.orientation import turn_upright
 from loopfeed.preprocess.file_kinds import HEAD_BYTES, kind_of
+from loopfeed.preprocess.system_errors import words_of
 
 RESAMPLERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -208,9 +209,9 @@ def decode_crop(
     except MemoryError:
         raise  # a limit of this machine, not a fault of the file, whose size has been checked
     except LevelsError as error:
-        raise MissingLevelsError(f"cannot decode as {known.name}: {_reason(error)}") from error
+        raise MissingLevelsError(f"cannot decode as {known.name}: {words_of(error)}") from error
     except Exception as error:  # Pillow's plugins raise all kinds of exceptions for damaged fields
-        raise DecodeError(f"cannot decode as {known.name}: {_reason(error)}") from error
+        raise DecodeError(f"cannot decode as {known.name}: {words_of(error)}") from error
 
 
 def _describe_foreign(encoded: bytes) -> str:
@@ -266,7 +267,3 @@ def _vertical_first(image: Image.Image, width: int, height: int) -> bool:
     start with the rows, so their results do not depend on this function.
     """
     return image.height > height and image.height - height > 2 * (image.width - width)
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

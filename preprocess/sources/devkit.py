@@ -10,7 +10,7 @@ from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.listing import SourceError
 from loopfeed.preprocess.sources.matfile import MatFileError, read_matfile
 from loopfeed.preprocess.sources.tarindex import members
-from loopfeed.preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.system_errors import reading_remedy, words_of
 
 ARCHIVE = "ILSVRC2012_devkit_t12.tar.gz"
 FOLDER = "ILSVRC2012_devkit_t12"
@@ -83,8 +83,9 @@ def _members_of(path: Path) -> dict[str, bytes]:
     try:
         tar = _Unpacked(path, _unpack(read_regular(path, max_bytes=_MAX_ARCHIVE_BYTES)))
     except (OSError, zlib.error, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise SourceError(f"{shown} cannot be read: {reason}; {reading_remedy(error, 'download it again')}") from error
+        raise SourceError(
+            f"{shown} cannot be read: {words_of(error)}; {reading_remedy(error, 'download it again')}"
+        ) from error
     found: dict[str, bytes] = {}
     for member in members(tar):
         wanted = next((name for name in (SYNSETS_FILE, GROUND_TRUTH_FILE) if member.name.endswith("/" + name)), None)
