@@ -1,6 +1,5 @@
 """The benchmark suite: its arithmetic, the order of its rounds, and the handling of failing candidates."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -8,6 +7,7 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,17 +15,18 @@ import pytest
 from click.testing import CliRunner
 
 from scripts.benchmarks import bench as bench_module
-from scripts.benchmarks.bench import IMAGES_PER_S, Bench, Candidate, Case, Settings
-from scripts.benchmarks.cli import BENCHES, main
-from scripts.benchmarks.markdown import main as markdown
-from scripts.benchmarks.measure import Measured, Quartiles, measure, quartiles
+from scripts.benchmarks.bench import Bench, Candidate, Case, Settings, Unit
+from scripts.benchmarks.cases import BENCHES
+from scripts.benchmarks.cli import main
 from scripts.benchmarks.peers import PEERS
 from scripts.benchmarks.report import describe_run, write_json
-from scripts.benchmarks.session import CaseResult, Row, run_case, summarise
+from scripts.benchmarks.report import main as markdown
+from scripts.benchmarks.session import CaseResult, Quartiles, Row, compare, measure, quartiles, run_case
 from scripts.benchmarks.worker import Ready, Sample, Worker, WorkerError
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
+IMAGES_PER_S = Unit("images/s")
 CANDIDATES = ROOT / "scripts/benchmarks/candidates"
 # A candidate that pretends: a unit takes as many seconds as its argument says.
 HONEST = """
@@ -33,7 +34,7 @@ HONEST = """
     from protocol import Channel
     channel = Channel()
     print("this goes to the log", flush=True)
-    channel.ready(10, versions={"clock": "1"}, facts={"loss": float(sys.argv[1])})
+    channel.ready(10, versions={"clock": "1"}, facts={"first loss": float(sys.argv[1])})
     channel.serve(lambda units: (units * float(sys.argv[2]), {"waited": 7.0}))
 """
 DEAD = "import sys; print('no such card', file=sys.stderr); sys.exit(3)"
@@ -50,19 +51,6 @@ HANGS = """
     time.sleep(600)
 """
 RUBBISH = "print('hello'); input()"
-
-
-class FakeRunner:
-    """A candidate with a fixed time per unit that records when it ran, and fails from a given round on."""
-
-    def __init__(self, name, unit_s, order, *, fails_at=99):
-        self.name, self.unit_s, self.order, self.fails_at = name, unit_s, order, fails_at
-
-    def run(self, num_units, timeout_s):
-        self.order.append((self.name, num_units))
-        if len([name for name, _ in self.order if name == self.name]) > self.fails_at:
-            raise WorkerError("it broke")
-        return Sample(self.unit_s * num_units, {})
 
 
 @pytest.fixture
@@ -119,20 +107,20 @@ def test_quartiles_are_interpolated_between_the_values():
     assert Quartiles(90, 100, 120).spread == 0.15
 
 
-def test_summaries_divide_the_base_by_each_other_candidate():
-    names = {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 2.0, 2.0]}
-    rows = [
-        Row(Candidate(name, "", target=1.5), Measured(6, 1, [Sample(s, {"v": s}) for s in seconds]), None)
-        for name, seconds in names.items()
-    ]
-    summarise(Case("case", IMAGES_PER_S, "ours", tuple(row.candidate for row in rows)), rows)
-    ours, theirs = rows
+def measured(candidate, seconds, **values):
+    """Return a row of a candidate whose rounds of one unit, an amount of 6, took so many seconds."""
+    return Row(candidate, Ready(6, {}, {}, 1.0), None, 1, [Sample(s, {"v": s}) for s in seconds], **values)
+
+
+def test_the_base_is_divided_by_each_other_candidate():
+    ours = measured(Candidate("ours", "", target=1.5), [1.0, 2.0, 4.0])
+    theirs = measured(Candidate("theirs", "", target=1.5), [2.0, 2.0, 2.0])
+    compare([ours, theirs], 1e-4)
     assert ours.ratio is None
     assert ours.speed == Quartiles(2.25, 3, 4.5)  # of 6, 3 and 1.5
     assert theirs.ratio == Quartiles(0.75, 1, 1.5)  # of 2, 1 and 0.5
-    assert theirs.is_met is False
-    assert ours.is_met is None
-    assert ours.values() == {"v": 2}
+    assert (ours.is_met, theirs.is_met) == (None, False)
+    assert ours.medians() == {"v": 2}
 
 
 # The order of the rounds
@@ -140,12 +128,16 @@ def test_summaries_divide_the_base_by_each_other_candidate():
 
 def test_rounds_interleave_all_candidates():
     order: list[tuple[str, int]] = []
-    runners = {name: FakeRunner(name, 0.5, order) for name in "abc"}
-    results = {name: Measured(amount=1) for name in "abc"}
-    measure(runners, results, repeats=4, round_s=1.0, timeouts_s=dict.fromkeys("abc", 1.0))
+
+    def fake(name, num_units, timeout_s):
+        order.append((name, num_units))
+        return Sample(0.5 * num_units, {})
+
+    rows = [Row(Candidate(name, ""), run=partial(fake, name)) for name in "abc"]
+    measure(rows, repeats=4, round_s=1.0)
     assert [name for name, _ in order[3:]] == list(chain("abc", "bca", "cab", "abc"))
     assert {count for _, count in order[3:]} == {2}  # units of half a second, rounds of one
-    assert [len(result.samples) for result in results.values()] == [4, 4, 4]
+    assert [len(row.samples) for row in rows] == [4, 4, 4]
 
 
 # Processes
@@ -154,7 +146,7 @@ def test_rounds_interleave_all_candidates():
 def test_a_worker_describes_itself_and_answers(tmp_path):
     with start(tmp_path, HONEST, arguments=("2.5", "0.25")) as worker:
         ready = worker.wait_ready(20)
-        assert (ready.amount, ready.versions, ready.facts) == (10, {"clock": "1"}, {"loss": 2.5})
+        assert (ready.amount, ready.versions, ready.facts) == (10, {"clock": "1"}, {"first loss": 2.5})
         assert worker.run(4, 20) == Sample(1.0, {"waited": 7.0})
     assert "this goes to the log" in (tmp_path / "log").read_text(encoding="utf-8")
 
@@ -240,14 +232,14 @@ def test_candidates_end_with_a_bench_that_is_killed(tmp_path):
 def test_failed_candidates_are_rows_with_the_reason_and_the_others_continue(scripts, settings):
     scripts(honest=HONEST, dead=DEAD, dies_later=DIES_LATER, hangs=HANGS, rubbish=RUBBISH)
     candidates = (
+        Candidate("honest", "honest.py", (2.5, 0.5)),
         Candidate("dead", "dead.py"),
-        Candidate("honest", "honest.py", ("2.5", "0.5")),
         Candidate("rubbish", "rubbish.py"),
         Candidate("hangs", "hangs.py", prepare_timeout_s=0.5),
         Candidate("dies later", "dies_later.py"),
-        Candidate("other", "honest.py", ("2.6", "0.25"), target=0.5),
+        Candidate("other", "honest.py", (2.6, 0.25), target=0.5),
     )
-    case = Case("a case", IMAGES_PER_S, "honest", candidates, round_s=1.0, agree=("loss",))
+    case = Case("a case", IMAGES_PER_S, candidates, round_s=1.0)
     said: list[str] = []
     result = run_case(case, settings, say=said.append)
     rows = {row.candidate.name: row for row in result.rows}
@@ -258,12 +250,12 @@ def test_failed_candidates_are_rows_with_the_reason_and_the_others_continue(scri
         ("hangs", "took more than 0.5 s"),
         ("dies later", "was killed by signal 9"),
     ):
-        assert reason in rows[name].measured.reason
+        assert reason in rows[name].reason
         assert rows[name].speed is None
     assert rows["honest"].speed == Quartiles(20, 20, 20)
     assert rows["other"].ratio == Quartiles(0.5, 0.5, 0.5)
     assert rows["other"].is_met
-    assert rows["other"].differs == "loss 2.6 instead of 2.5"
+    assert rows["other"].differs == "first loss 2.6 instead of 2.5"
     assert "a case: round 3 of 3" in said
 
 
@@ -276,18 +268,13 @@ def made_result():
         Candidate("theirs", "b.py", peer="torch", target=2.0),
         Candidate("x", "c.py"),
     )
-    case = Case("a case", IMAGES_PER_S, "ours", candidates)
     rows = [
-        Row(
-            candidates[0],
-            Measured(10, 2, [Sample(1.0, {"waited": 1}), Sample(2.0, {})]),
-            Ready(10, {"jax": "1"}, {}, 3.0),
-        ),
-        Row(candidates[1], Measured(10, 2, [Sample(2.0, {}), None]), Ready(10, {}, {"threads": 2}, 3.0)),
-        Row(candidates[2], Measured(1, 0, [], "would not install"), None),
+        Row(candidates[0], Ready(10, {"jax": "1"}, {}, 3.0), None, 2, [Sample(1.0, {"waited": 1}), Sample(2.0, {})]),
+        Row(candidates[1], Ready(10, {}, {"threads": 2}, 3.0), None, 2, [Sample(2.0, {}), None]),
+        Row(candidates[2], reason="would not install"),
     ]
-    summarise(case, rows)
-    return CaseResult(case, rows)
+    compare(rows, 1e-4)
+    return CaseResult(Case("a case", IMAGES_PER_S, candidates), rows)
 
 
 def test_json_has_every_sample_and_the_environment(tmp_path, settings):
@@ -345,28 +332,27 @@ def test_wrong_usage_is_refused(arguments, message):
     assert message in done.output
 
 
-@pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.name)
-def test_every_candidate_exists_and_peers_are_optional(bench, settings):
-    cases = bench.chosen_cases(replace(settings, peers=True))
-    for case in cases:
-        for candidate in case.candidates:
-            assert (CANDIDATES / candidate.script).is_file()
-            assert not candidate.peer or candidate.peer in PEERS
-    assert not [each for case in bench.chosen_cases(settings) for each in case.candidates if each.peer]
+def test_every_candidate_exists_and_peers_are_optional(settings):
+    for bench in BENCHES:
+        for case in bench.chosen_cases(replace(settings, peers=True)):
+            for candidate in case.candidates:
+                assert (CANDIDATES / candidate.script).is_file()
+                assert not candidate.peer or candidate.peer in PEERS
+        assert not [each for case in bench.chosen_cases(settings) for each in case.candidates if each.peer]
 
 
-def test_a_case_names_its_base():
-    with pytest.raises(ValueError, match="unique names that include the base"):
-        Case("c", IMAGES_PER_S, "b", (Candidate("a", "a.py"),))
+def test_names_of_a_case_are_unique():
+    with pytest.raises(ValueError, match="unique names, got 'a' twice"):
+        Case("c", IMAGES_PER_S, (Candidate("a", "a.py"), Candidate("a", "b.py")))
 
 
 def test_a_bench_whose_base_was_not_measured_has_failed(tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.benchmarks.cli.FOLDER", tmp_path / ".bench")
-    monkeypatch.setattr("scripts.benchmarks.card.describe_cards", list)
-    done = CliRunner().invoke(main, ["card", "--case", "host to card, 128", "--repeats", "1"])
+    monkeypatch.setattr("scripts.benchmarks.cases.describe_cards", list)
+    done = CliRunner().invoke(main, ["card", "--case", "resnet8", "--repeats", "1"])
     assert done.exit_code == 1
     assert "its data could not be created: nvidia-smi lists no card" in " ".join(done.output.split())
-    assert "the base candidate failed in card, host to card, 128×224×224 uint32" in " ".join(done.output.split())
+    assert "the base candidate failed in card, resnet8 32 px b512 bfloat16" in " ".join(done.output.split())
 
 
 def test_the_cheapest_benchmark_runs(tmp_path, monkeypatch):
@@ -379,20 +365,3 @@ def test_the_cheapest_benchmark_runs(tmp_path, monkeypatch):
     assert "limit: copy, 1 thread" in done.output
     (case,) = json.loads(out.read_text(encoding="utf-8"))["benches"][0]["cases"]
     assert [each["reason"] for each in case["candidates"]] == [None] * len(case["candidates"])
-
-
-@pytest.mark.parametrize(
-    ("name", "image_size", "num_classes", "gflop"),
-    [
-        # Multiply-adds of one image forward as torchvision's documentation of its weights states them ("GFLOPS").
-        ("resnet50", 224, 1000, 6 * 4.09),
-        ("resnet18", 224, 1000, 6 * 1.81),
-    ],
-)
-def test_the_work_of_a_network_counts_every_block(monkeypatch, name, image_size, num_classes, gflop):
-    monkeypatch.syspath_prepend(CANDIDATES)
-    work_of_models = importlib.import_module("work_of_models")
-    first_input_gradient = 2e-9 * 112 * 112 * 64 * 7 * 7 * 3
-    found = work_of_models.work_of(name, image_size, num_classes).image_flop / 1e9
-    # Two decimals stand there.
-    assert found == pytest.approx(gflop - first_input_gradient, rel=3e-3)

@@ -1,64 +1,37 @@
 """The benchmark's case beside a busy process: the process, the share of the cores, and the rows of a result."""
 
+import math
+import signal
 import sys
 import textwrap
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from scripts.benchmarks import bench as bench_module
-from scripts.benchmarks.bench import IMAGES_PER_S, Candidate, Case, Settings
-from scripts.benchmarks.markdown import case_text
-from scripts.benchmarks.measure import Measured, Quartiles
-from scripts.benchmarks.neighbour import BesideNeighbour, Neighbour
-from scripts.benchmarks.session import CaseResult, Row, run_case, summarise
-from scripts.benchmarks.worker import Sample
+from scripts.benchmarks.bench import Candidate, Case, Settings, Unit
+from scripts.benchmarks.neighbour import Neighbour
+from scripts.benchmarks.report import case_text
+from scripts.benchmarks.session import Quartiles, Row, compare, run_case
+from scripts.benchmarks.worker import Ready, Sample
 from tests.waiting import wait_until
 
-ROOT = Path(__file__).parents[1]
-CANDIDATES = ROOT / "scripts/benchmarks/candidates"
+CANDIDATES = Path(__file__).parents[1] / "scripts/benchmarks/candidates"
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 class FakeNeighbour(Neighbour):
-    """A neighbour that has a quarter of a core while it is busy."""
+    """A neighbour that has half a second of a core whenever one looks."""
 
-    def __init__(self, clock):
-        self.clock, self.calls = clock, []
+    def __init__(self):
+        self.sent, self.times_s = [], count(0, 0.5)
 
-    def resume(self):
-        self.calls.append("resume")
-
-    def pause(self):
-        self.calls.append("pause")
+    def send(self, number):
+        self.sent.append(number)
 
     def cpu_s(self):
-        return self.clock() / 4
-
-
-class FakeRunner:
-    """A runner that takes two seconds of a clock, or fails."""
-
-    def __init__(self, sleep, error=None):
-        self.sleep, self.error = sleep, error
-
-    def run(self, num_units, timeout_s):
-        self.sleep(2.0)
-        if self.error is not None:
-            raise self.error
-        return Sample(1.5 * num_units, {"waited": timeout_s})
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only a call of its second function moves on."""
-    now = [100.0]
-    monkeypatch.setattr("scripts.benchmarks.neighbour.time.perf_counter", lambda: now[0])
-
-    def sleep(seconds):
-        now[0] += seconds
-
-    return (lambda: now[0]), sleep
+        return next(self.times_s)
 
 
 def state_of(pid):
@@ -69,71 +42,89 @@ def state_of(pid):
         return ""
 
 
-def beside_case(**values):
-    candidates = (Candidate("ours", "honest.py", ("0.5",)), Candidate("ours, beside", "honest.py", beside="ours"))
-    return Case("a case", IMAGES_PER_S, "ours", candidates, round_s=1.0, **values)
+def beside_candidates(target=None):
+    beside = Candidate("ours, beside", "honest.py", beside="ours", target=target)
+    return Candidate("ours", "honest.py", (0.5,)), beside
 
 
-def test_the_neighbour_is_busy_only_while_the_work_runs(clock):
-    now, sleep = clock
-    neighbour = FakeNeighbour(now)
-    sample = BesideNeighbour(FakeRunner(sleep), neighbour).run(2, 7.0)
-    assert sample == Sample(3.0, {"waited": 7.0, "neighbour's cores": 0.25})
-    assert neighbour.calls == ["resume", "pause"]
+def test_the_neighbour_is_busy_only_while_the_work_runs(monkeypatch):
+    clock = count(100.0, 2.0)
+    monkeypatch.setattr("scripts.benchmarks.neighbour.time.perf_counter", lambda: next(clock))
+    neighbour = FakeNeighbour()
+
+    def run(num_units, timeout_s):
+        assert neighbour.sent == [signal.SIGCONT]
+        return Sample(1.5 * num_units, {"waited": timeout_s})
+
+    assert neighbour.run_beside(run, 2, 7.0) == Sample(3.0, {"waited": 7.0, "neighbour's cores": 0.25})
+    assert neighbour.sent == [signal.SIGCONT, signal.SIGSTOP]
+    monkeypatch.setattr(neighbour, "cpu_s", lambda: math.nan)  # the system does not tell
+    neighbour.sent.clear()
+    assert neighbour.run_beside(run, 2, 7.0) == Sample(3.0, {"waited": 7.0})
 
 
 @needs_proc
-def test_a_neighbour_computes_between_resume_and_pause_and_is_killed():
+def test_a_neighbour_computes_between_its_signals_and_is_killed():
     with Neighbour() as neighbour:
         pid = neighbour.process_id
         wait_until(lambda: state_of(pid) == "T")
-        before_s = neighbour.cpu_s() or 0.0
-        neighbour.resume()
-        wait_until(lambda: (neighbour.cpu_s() or 0.0) > before_s + 0.05)
-        neighbour.pause()
+        before_s = neighbour.cpu_s()
+        neighbour.send(signal.SIGCONT)
+        wait_until(lambda: neighbour.cpu_s() > before_s + 0.05)
+        neighbour.send(signal.SIGSTOP)
         wait_until(lambda: state_of(pid) == "T")
     assert state_of(pid) == ""
 
 
-def test_a_row_beside_is_compared_with_its_share_of_the_speed_alone(monkeypatch):
+@pytest.mark.parametrize(("target", "is_met"), [(None, None), (1.0, True), (1.01, False)])
+def test_a_row_beside_is_compared_with_its_share_of_the_speed_alone(monkeypatch, target, is_met):
     monkeypatch.setattr("scripts.benchmarks.session.num_cores", lambda: 2)
-    case = beside_case()
-    seconds = {"ours": [1.0, 2.0, 4.0], "ours, beside": [2.0, 2.0, 6.0]}
-    rows = [Row(each, Measured(6, 1, [Sample(s, {}) for s in seconds[each.name]]), None) for each in case.candidates]
-    summarise(case, rows)
-    alone, beside = rows
+    seconds = ([1.0, 2.0, 4.0], [2.0, 2.0, 6.0])
+    alone, beside = (
+        Row(candidate, Ready(6, {}, {}, 1.0), None, 1, [Sample(s, {}) for s in row_seconds])
+        for candidate, row_seconds in zip(beside_candidates(target), seconds, strict=True)
+    )
+    compare([alone, beside], 1e-4)
     assert (alone.kept, beside.ratio) == (None, None)
     # 1/2, 1 and 2/3 of the speed alone, each of two thirds
     assert beside.kept == pytest.approx(Quartiles((3 / 4 + 1) / 2, 1.0, (1 + 3 / 2) / 2))
-    assert beside.is_met is None
-    for target, is_met in ((1.0, True), (1.01, False)):
-        beside.candidate = Candidate("ours, beside", "honest.py", beside="ours", target=target)
-        assert beside.is_met is is_met
+    assert beside.is_met is is_met
+
+
+HONEST = """
+    import sys
+    from protocol import Channel
+    channel = Channel()
+    channel.ready(10, facts={"threads": 2})
+    channel.serve(lambda units: units * float(sys.argv[1]))
+"""
+DIES = """
+    import os, sys
+    from protocol import Channel
+    Channel().ready(1)
+    sys.stdin.readline()
+    os.kill(os.getpid(), 9)
+"""
 
 
 @pytest.fixture
-def scripts(tmp_path, monkeypatch):
-    """Write candidates: one whose unit takes as many seconds as its argument says, and one that is dead."""
-    folder = tmp_path / "candidates"
-    folder.mkdir()
-    (folder / "protocol.py").write_text((CANDIDATES / "protocol.py").read_text(encoding="utf-8"), encoding="utf-8")
-    honest = """
-        import sys
-        from protocol import Channel
-        channel = Channel()
-        channel.ready(10, facts={"threads": 2})
-        channel.serve(lambda units: units * float(sys.argv[1]))
-    """
-    (folder / "honest.py").write_text(textwrap.dedent(honest), encoding="utf-8")
-    monkeypatch.setattr(bench_module, "CANDIDATES", folder)
+def run_beside(tmp_path, monkeypatch):
+    """Run the case with the source of its candidate; return the result and what was said."""
+    (tmp_path / "protocol.py").write_text((CANDIDATES / "protocol.py").read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(bench_module, "CANDIDATES", tmp_path)
     monkeypatch.setattr("scripts.benchmarks.session.num_cores", lambda: 2)
-    return folder
+
+    def run(source):
+        (tmp_path / "honest.py").write_text(textwrap.dedent(source), encoding="utf-8")
+        said: list[str] = []
+        case = Case("a case", Unit("images/s"), beside_candidates(), round_s=1.0)
+        return run_case(case, Settings(tmp_path, repeats=2), say=said.append), said
+
+    return run
 
 
-def test_a_candidate_is_measured_beside_the_neighbour_in_the_same_process(scripts, tmp_path):
-    settings = Settings(tmp_path, repeats=2)
-    said: list[str] = []
-    result = run_case(beside_case(), settings, say=said.append)
+def test_a_candidate_is_measured_beside_the_neighbour_in_the_same_process(run_beside):
+    result, said = run_beside(HONEST)
     assert [line for line in said if "preparing" in line] == ["a case: preparing ours"]
     alone, beside = result.rows
     assert (alone.speed, beside.speed) == (Quartiles(20, 20, 20), Quartiles(20, 20, 20))
@@ -145,15 +136,6 @@ def test_a_candidate_is_measured_beside_the_neighbour_in_the_same_process(script
         assert f"### b: a case (load {result.load_before[0]:g} before, " in printed
 
 
-def test_a_candidate_that_dies_alone_has_a_reason_beside_too(scripts, tmp_path):
-    dies = """
-        import os, sys
-        from protocol import Channel
-        Channel().ready(1)
-        sys.stdin.readline()
-        os.kill(os.getpid(), 9)
-    """
-    (scripts / "honest.py").write_text(textwrap.dedent(dies), encoding="utf-8")
-    result = run_case(beside_case(), Settings(tmp_path, repeats=1), say=lambda _: None)
-    assert isinstance(result, CaseResult)
-    assert ["was killed by signal 9" in row.measured.reason for row in result.rows] == [True, True]
+def test_a_candidate_that_dies_alone_has_a_reason_beside_too(run_beside):
+    result, _ = run_beside(DIES)
+    assert ["was killed by signal 9" in row.reason for row in result.rows] == [True, True]

@@ -1,7 +1,7 @@
 """The parts of a benchmark: cases, in each of which several candidates do the same work."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,10 +27,6 @@ class Unit(NamedTuple):
         return self.scale / speed if self.is_time else self.scale * speed
 
 
-IMAGES_PER_S = Unit("images/s")
-GB_PER_S = Unit("GB/s", 1e-9)
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One way to do a case's work: a script that speaks `candidates.protocol`.
@@ -46,22 +42,20 @@ class Candidate:
         target: minimum ratio of the base's speed to this candidate's; of a candidate beside a busy process, the minimum
             part that it keeps of its share of the cores; None if there is no target.
         prepare_timeout_s: time limit for building, compiling and converting, in seconds.
-        round_timeout_s: time limit for one answer, in seconds.
     """
 
     name: str
     script: str
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[object, ...] = ()
     peer: str = ""
     environment: tuple[tuple[str, str], ...] = ()
     beside: str = ""
     target: float | None = None
     prepare_timeout_s: float = 900.0
-    round_timeout_s: float = 300.0
 
     def command(self, python: str = sys.executable) -> list[str]:
         """Return the command that runs the candidate with this interpreter."""
-        return [python, str(CANDIDATES / self.script), *self.arguments]
+        return [python, str(CANDIDATES / self.script), *map(str, self.arguments)]
 
 
 @dataclass(frozen=True)
@@ -71,34 +65,41 @@ class Case:
     Attributes:
         name: description of the work, with its sizes.
         unit: unit of the speeds.
-        base: the candidate whose speed is divided by the others'.
-        candidates: in the order of the table; peers are left out unless requested.
+        candidates: in the order of the table; the first is the base, whose speed is divided by the others'. Peers are
+            left out unless requested.
         round_s: target duration of a candidate's round, in seconds.
         prepare: creates the data that all candidates need, once; receives a function that prints messages. Raises
             ValueError, OSError or RuntimeError if it fails.
-        agree: names of facts in which a candidate must agree with the base, if both report them.
-        agree_to: by how much they may differ, relative to the larger one.
+        agree_to: by how much the facts `AGREED` of a candidate may differ from the base's, relative to the larger one.
     """
 
     name: str
     unit: Unit
-    base: str
     candidates: tuple[Candidate, ...]
     round_s: float = 1.5
     prepare: Callable[[Callable[[str], None]], object] = lambda _: None
-    agree: tuple[str, ...] = ()
     agree_to: float = 1e-4
 
     def __post_init__(self) -> None:
-        names = [candidate.name for candidate in self.candidates]
-        if len(set(names)) < len(names) or self.base not in names:
-            raise ValueError(f"candidates must have unique names that include the base; got {names}, {self.base}")
-        for place, candidate in enumerate(self.candidates):
-            alone = [each.name for each in self.candidates[:place] if not each.beside]
+        alone: list[str] = []
+        for candidate in self.candidates:
+            if candidate.name in alone:
+                raise ValueError(f"candidates must have unique names, got {candidate.name!r} twice")
             if candidate.beside and candidate.beside not in alone:
                 raise ValueError(
                     f"{candidate.name} must be beside an earlier candidate that runs alone, got {candidate.beside!r}"
                 )
+            if not candidate.beside:
+                alone.append(candidate.name)
+
+    @property
+    def base(self) -> str:
+        """The name of the base."""
+        return self.candidates[0].name
+
+
+AGREED = ("parameters", "first loss")
+"""Facts in which candidates of a case must agree with the base, if both report them."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Bench:
 
     name: str
     summary: str
-    cases: Callable[[Settings], Sequence[Case]]
+    cases: Callable[[Settings], Iterable[Case]]
 
     def chosen_cases(self, settings: Settings) -> list[Case]:
         """Return the cases that the user selected, without peers unless requested.
@@ -151,9 +152,11 @@ class Bench:
                 f"--case must be part of the name of one of {self.name}'s cases "
                 f"({'; '.join(case.name for case in cases)}), got {settings.case!r}"
             )
-        return [_with_settings(case, settings) for case in chosen]
-
-
-def _with_settings(case: Case, settings: Settings) -> Case:
-    kept = tuple(candidate for candidate in case.candidates if settings.peers or not candidate.peer)
-    return replace(case, candidates=kept, round_s=settings.round_s or case.round_s)
+        return [
+            replace(
+                case,
+                candidates=tuple(each for each in case.candidates if settings.peers or not each.peer),
+                round_s=settings.round_s or case.round_s,
+            )
+            for case in chosen
+        ]

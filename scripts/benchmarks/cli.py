@@ -9,16 +9,11 @@ from typing import Any
 
 import click
 
-from scripts.benchmarks import card, data_cases, engine_cases, step
 from scripts.benchmarks.bench import Bench, Settings
-from scripts.benchmarks.markdown import case_text, heading
-from scripts.benchmarks.report import describe_run, write_json
+from scripts.benchmarks.cases import BENCHES, CARD, REHEARSAL
+from scripts.benchmarks.report import case_text, describe_run, heading, write_json
 from scripts.benchmarks.session import ROOT, CaseResult, run_case
 
-BENCHES: tuple[Bench, ...] = (
-    *(step.BENCH, engine_cases.LOOP, engine_cases.INFEED, engine_cases.STREAM, data_cases.READER, data_cases.PACK),
-    *(engine_cases.STARTUP, engine_cases.SCALING, card.BENCH, card.REHEARSAL),
-)
 FOLDER = ROOT / ".bench"
 
 
@@ -80,7 +75,7 @@ def main(
 def _chosen(names: tuple[str, ...]) -> list[Bench]:
     known = {bench.name: bench for bench in BENCHES}
     if "all" in names:
-        return [bench for bench in BENCHES if bench not in (card.BENCH, card.REHEARSAL)]
+        return [bench for bench in BENCHES if bench not in (CARD, REHEARSAL)]
     for name in names:
         if name not in known:
             raise click.UsageError(f"NAME must be one of {', '.join(known)} or all, got {name!r}")

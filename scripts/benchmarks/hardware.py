@@ -26,7 +26,7 @@ _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile"
 def describe_hardware() -> dict[str, Any]:
     """Return the machine as JSON: CPU, cores of this process, memory in bytes, load, operating system, cards."""
     return {
-        "cpu": cpu_model(),
+        "cpu": _cpu_info("model name") or platform.processor() or platform.machine(),
         "instruction_sets": instruction_sets(),
         "cores": num_cores(),
         "memory_bytes": host_memory_bytes(),
@@ -38,11 +38,7 @@ def describe_hardware() -> dict[str, Any]:
 
 def describe_cards() -> list[str]:
     """Return the NVIDIA cards, each with its driver and memory, as nvidia-smi reports them."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
+    output = _ask("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader") or ""
     return [line.strip() for line in output.splitlines() if line.strip()]
 
 
@@ -62,25 +58,20 @@ def describe_versions() -> dict[str, str]:
     return found
 
 
-def cpu_model() -> str:
-    """Return the processor's name as reported by the system."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            return found[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def instruction_sets() -> list[str]:
     """Return which of the extensions that matter here the processor has; an empty list if the system does not tell."""
-    try:
-        found = re.search(r"^flags\s*:(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        return []
-    flags = set(found[1].split()) if found else set()
+    flags = _cpu_info("flags").split()
     return [name for name in _INSTRUCTION_SETS if name in flags]
+
+
+def _cpu_info(key: str) -> str:
+    """Return what Linux says of the first core; empty if the system does not tell."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    found = re.search(rf"^{key}\s*:\s*(.+)$", told, re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 def load_average() -> list[float] | None:
@@ -95,13 +86,14 @@ def short_commit(commit: str | None) -> str:
 
 def git_commit(root: Path) -> str | None:
     """Return the commit checked out at `root`, with "+" if files differ from it; None if there is none."""
+    commit = _ask("git", "-C", str(root), "rev-parse", "HEAD")
+    changes = _ask("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return None if commit is None or changes is None else commit + "+" * bool(changes)
 
-    def ask(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
 
+def _ask(*command: str) -> str | None:
+    """Return what a command prints; None if it fails."""
     try:
-        commit = ask("rev-parse", "HEAD")
-        return commit + ("+" if ask("status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

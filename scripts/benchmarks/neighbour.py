@@ -13,13 +13,10 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from scripts.benchmarks.measure import Runner
-from scripts.benchmarks.worker import Sample
+from scripts.benchmarks.worker import END_TIMEOUT_S, Run, Sample
 
-_END_TIMEOUT_S = 5.0
 # Spins until its parent has ended, in case that it is killed.
 _SPIN = """
 import os
@@ -35,13 +32,13 @@ def fair_share(num_cores: int) -> float:
 
 
 class Neighbour:
-    """A process that computes all the time, and is stopped except inside `busy`. A context manager, which kills it."""
+    """A process that computes all the time, and is stopped except inside `run_beside`. A context manager: kills it."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-S", "-c", _SPIN.format(parent=os.getpid())]
         # A group of its own in the same session, as a worker's: see `worker.py`.
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
-        self._signal(signal.SIGSTOP)
+        self.send(signal.SIGSTOP)
 
     @property
     def process_id(self) -> int:
@@ -51,60 +48,36 @@ class Neighbour:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._signal(signal.SIGKILL)
+    def __exit__(self, *_: Any) -> None:
+        self.send(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_S)
+            self._process.wait(END_TIMEOUT_S)
 
-    def resume(self) -> None:
-        """Let it compute."""
-        self._signal(signal.SIGCONT)
-
-    def pause(self) -> None:
-        """Stop it."""
-        self._signal(signal.SIGSTOP)
-
-    def cpu_s(self) -> float | None:
-        """Return the time of a core that it has had in seconds; None if the system does not tell."""
-        try:
-            told = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8")
-        except OSError:
-            return None
-        user, system = told.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-    def _signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal: SIGCONT lets it compute, SIGSTOP stops it."""
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, number)
 
+    def cpu_s(self) -> float:
+        """Return the time of a core that it has had in seconds; NaN if the system does not tell."""
+        try:
+            told = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8")
+        except OSError:
+            return float("nan")
+        user, system = told.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
-class BesideNeighbour:
-    """Measures what another runner measures, with the neighbour busy meanwhile.
-
-    Args:
-        runner: the runner that does the work.
-        neighbour: is paused again when the work is done.
-    """
-
-    def __init__(self, runner: Runner, neighbour: Neighbour) -> None:
-        self._runner = runner
-        self._neighbour = neighbour
-
-    def run(self, num_units: int, timeout_s: float) -> Sample:
-        """Do ``num_units`` units of work; also tells how much of a core the neighbour had.
+    def run_beside(self, run: Run, num_units: int, timeout_s: float) -> Sample:
+        """Let a candidate do its units of work beside it; also tells how much of a core the neighbour had.
 
         Raises:
-            WorkerError: raised by the runner.
+            WorkerError: raised by the candidate.
         """
-        self._neighbour.resume()
+        self.send(signal.SIGCONT)
         try:
-            before_s, started = self._neighbour.cpu_s(), time.perf_counter()
-            sample = self._runner.run(num_units, timeout_s)
-            after_s, elapsed_s = self._neighbour.cpu_s(), time.perf_counter() - started
+            before_s, started = self.cpu_s(), time.perf_counter()
+            sample = run(num_units, timeout_s)
+            cores = (self.cpu_s() - before_s) / (time.perf_counter() - started)
         finally:
-            self._neighbour.pause()
-        if before_s is None or after_s is None:
-            return sample
-        return Sample(sample.seconds, sample.values | {"neighbour's cores": (after_s - before_s) / elapsed_s})
+            self.send(signal.SIGSTOP)
+        return Sample(sample.seconds, sample.values | ({} if cores != cores else {"neighbour's cores": cores}))

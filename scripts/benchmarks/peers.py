@@ -9,9 +9,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TORCH, TORCH_PYTHON = "torch", "LOOPFEED_TORCH_PYTHON"
 _INSTALL_TIMEOUT_S = 1800.0
@@ -102,64 +103,47 @@ def ensure_peer(name: str, folder: Path, *, say: Callable[[str], None]) -> Path:
         if shutil.which(given) is None:
             raise PeerError(f"{TORCH_PYTHON} must name a Python that has torch, got {given!r}, which cannot be run")
         return Path(given)
-    peer = PEERS[name]
-    home = folder / "environments" / name
-    python, stamp = home / "bin" / "python", home / "installed.txt"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == _wanted(peer):
+    peer, home = PEERS[name], folder / "environments" / name
+    python, stamp, log = home / "bin" / "python", home / "installed.txt", home.with_name(f"{name}.log")
+    wanted = "\n".join((peer.python, *peer.options, *peer.requirements, *peer.built, ""))
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return python
     _check_libraries(name, peer)
     base = find_python(peer.python)
     say(f"creating {home} with {base}: {', '.join((*peer.requirements, *peer.built))}")
     shutil.rmtree(home, ignore_errors=True)
     home.parent.mkdir(parents=True, exist_ok=True)
-    log = home.with_name(f"{name}.log")
     log.unlink(missing_ok=True)
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1"]
-    _call([base, "-m", "venv", str(home)], name, log)
-    _call([*pip, *peer.options, *peer.requirements], name, log)
-    for requirement in peer.built:
-        _call([*pip, "--no-build-isolation", "--no-deps", requirement], name, log)
-    stamp.write_text(_wanted(peer), encoding="utf-8")
+    pip = (str(python), "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1")
+    commands = [(base, "-m", "venv", str(home)), (*pip, *peer.options, *peer.requirements)]
+    commands += [(*pip, "--no-build-isolation", "--no-deps", requirement) for requirement in peer.built]
+    for command in commands:
+        _call(command, name, log)
+    stamp.write_text(wanted, encoding="utf-8")
     return python
 
 
 def _check_libraries(name: str, peer: Peer) -> None:
-    for library, package in peer.libraries:
-        try:
-            found = subprocess.run(["pkg-config", "--exists", library], timeout=30, check=False).returncode == 0
-        except (OSError, subprocess.TimeoutExpired):
-            found = False
-        if not found:
+    for library, _ in peer.libraries:
+        if not _succeeds("pkg-config", "--exists", library):
             raise PeerError(
                 f"{name} is built with {library}, which pkg-config does not find; on Debian or Ubuntu: "
                 f"apt install g++ pkg-config {' '.join(package for _, package in peer.libraries)}"
             )
 
 
-def _wanted(peer: Peer) -> str:
-    return "\n".join((peer.python, *peer.options, *peer.requirements, *peer.built, ""))
-
-
-def _call(command: list[str], name: str, log: Path) -> None:
+def _call(command: Sequence[str], name: str, log: Path) -> None:
     # The user's own Python settings must not affect the environment.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     with log.open("ab") as file:
+        output: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
         try:
-            code = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                timeout=_INSTALL_TIMEOUT_S,
-                check=False,
-            ).returncode
+            code = subprocess.run(command, **output, env=environment, timeout=_INSTALL_TIMEOUT_S).returncode
         except subprocess.TimeoutExpired:
             raise PeerError(f"{name} was not installed within {_INSTALL_TIMEOUT_S:g} s; see {log}") from None
     if code:
-        tail = "".join(
-            f"\n    {line}" for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-        )
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        tail = "".join(f"\n    {line}" for line in lines)
         raise PeerError(f"{name} could not be installed (exit code {code}); {log} ends with:{tail}")
 
 
@@ -169,23 +153,22 @@ def find_python(minor: str) -> str:
     Raises:
         PeerError: there is none.
     """
-    program = f"import sys; print(sys.version_info[:2] == ({minor.replace('.', ', ')}))"
-    for python in _pythons(minor):
-        try:
-            done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=30, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if done.returncode == 0 and done.stdout.strip() == "True":
+    check = f"import sys; sys.exit(sys.version_info[:2] != ({minor.replace('.', ', ')}))"
+    found = [getattr(sys, "_base_executable", sys.executable), shutil.which(f"python{minor}")]
+    for home, pattern in (
+        (Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv"), f"versions/{minor}.*/bin/python"),
+        (Path.home(), f".local/share/uv/python/cpython-{minor}.*/bin/python{minor}"),
+    ):
+        found += map(str, sorted(home.glob(pattern)))
+    for python in filter(None, found):
+        if _succeeds(python, "-c", check):
             return python
     raise PeerError(f"no Python {minor} found; run uv python install {minor}, or pyenv install {minor}")
 
 
-def _pythons(minor: str) -> Iterator[str]:
-    if f"{sys.version_info[0]}.{sys.version_info[1]}" == minor:
-        yield getattr(sys, "_base_executable", sys.executable)
-    if found := shutil.which(f"python{minor}"):
-        yield found
-    homes = dict.fromkeys([os.environ.get("PYENV_ROOT", ""), os.path.expanduser("~/.pyenv")])  # noqa: PTH111
-    for home in filter(None, homes):
-        yield from map(str, sorted(Path(home).glob(f"versions/{minor}.*/bin/python")))
-    yield from map(str, sorted(Path.home().glob(f".local/share/uv/python/cpython-{minor}.*/bin/python{minor}")))
+def _succeeds(*command: str) -> bool:
+    """Return whether a command can be run and exits with 0."""
+    try:
+        return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

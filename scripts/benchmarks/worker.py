@@ -10,14 +10,14 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 _TAIL_LINES = 12
-_END_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 5.0
+"""How long the end of a killed process is waited for, in seconds."""
 
 
 class WorkerError(RuntimeError):
@@ -47,6 +47,10 @@ class Sample(NamedTuple):
     values: dict[str, float]
 
 
+# Does so many units of work in at most so many seconds.
+type Run = Callable[[int, float], Sample]
+
+
 class Worker:
     """A process that speaks `candidates.protocol`. A context manager, which kills its whole process group at the end.
 
@@ -58,7 +62,7 @@ class Worker:
     """
 
     def __init__(self, command: Sequence[str], log: Path, *, environment: Mapping[str, str], cwd: Path) -> None:
-        self._log = log
+        self._log, self._unread, self._started = log, b"", time.perf_counter()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -71,8 +75,9 @@ class Worker:
                 # In the same session: if the benchmark is killed, the system continues its stopped groups with SIGHUP.
                 process_group=0,
             )
-        self._started = time.perf_counter()
-        self._unread = b""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
 
     @property
     def process_id(self) -> int:
@@ -82,20 +87,17 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.close()
 
     def close(self) -> None:
         """Kill the process and its child processes; may be called again."""
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._requests, self._answers):
             with suppress(OSError):
-                if stream is not None:
-                    stream.close()
+                stream.close()
         self._signal(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_S)
+            self._process.wait(END_TIMEOUT_S)
 
     def wait_ready(self, timeout_s: float) -> Ready:
         """Wait until the process is ready, at most ``timeout_s`` seconds.
@@ -103,14 +105,16 @@ class Worker:
         Raises:
             WorkerError: the process died, was not ready in time, or sent something else; it is then killed.
         """
-        message = self._read(timeout_s, "to be ready")
-        match message:
-            case {"ready": True, "amount": int() | float() as amount, "versions": dict(), "facts": dict()} if (
-                amount > 0
-            ):
+        match message := self._read(timeout_s, "to be ready"):
+            case {
+                "ready": True,
+                "amount": int() | float() as amount,
+                "versions": dict() as versions,
+                "facts": dict() as facts,
+            } if amount > 0:
                 prepare_s = time.perf_counter() - self._started
                 self._signal(signal.SIGSTOP)
-                return Ready(amount, message["versions"], message["facts"], prepare_s)
+                return Ready(amount, versions, facts, prepare_s)
         raise self._error(f"sent something other than a ready message: {message!r:.200}")
 
     def run(self, num_units: int, timeout_s: float) -> Sample:
@@ -119,15 +123,13 @@ class Worker:
         Raises:
             WorkerError: the process died, did not answer in time, or sent something else; it is then killed.
         """
-        assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         try:
-            self._process.stdin.write(f"{num_units}\n".encode())
-            self._process.stdin.flush()
+            self._requests.write(f"{num_units}\n".encode())
+            self._requests.flush()
         except (OSError, ValueError):  # ValueError if it was closed, because an earlier round failed
             raise self._ended() from None
-        message = self._read(timeout_s, f"to do {num_units} units")
-        match message:
+        match message := self._read(timeout_s, f"to do {num_units} units"):
             case {"seconds": int() | float() as seconds, "values": dict() as values} if seconds > 0:
                 self._signal(signal.SIGSTOP)
                 return Sample(float(seconds), values)
@@ -138,29 +140,25 @@ class Worker:
             os.killpg(self._process.pid, number)
 
     def _read(self, timeout_s: float, wanted: str) -> Any:
-        line = self._read_line(timeout_s, wanted)
+        """Return the next line as JSON."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([self._answers], [], [], left_s)[0]:
+                raise self._error(f"took more than {timeout_s:g} s {wanted}")
+            read = os.read(self._answers.fileno(), 1 << 16)
+            if not read:
+                raise self._ended()
+            self._unread += read
+        line, _, self._unread = self._unread.partition(b"\n")
         try:
             return json.loads(line)
         except ValueError:
             raise self._error(f"sent something other than an answer: {line!r:.200}") from None
 
-    def _read_line(self, timeout_s: float, wanted: str) -> bytes:
-        assert self._process.stdout is not None
-        pipe, deadline = self._process.stdout.fileno(), time.monotonic() + timeout_s
-        while b"\n" not in self._unread:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
-                raise self._error(f"took more than {timeout_s:g} s {wanted}")
-            read = os.read(pipe, 1 << 16)
-            if not read:
-                raise self._ended()
-            self._unread += read
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
-
     def _ended(self) -> WorkerError:
         try:
-            code = self._process.wait(_END_TIMEOUT_S)
+            code = self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return self._error("closed its output")
         return self._error(f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
@@ -168,9 +166,6 @@ class Worker:
     def _error(self, what: str) -> WorkerError:
         # A failed process must not take time from the others.
         self.close()
-        try:
-            said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-        except OSError:
-            said = []
-        tail = "".join(f"\n    {line}" for line in said)
+        said = self._log.read_text(encoding="utf-8", errors="replace").splitlines() if self._log.exists() else []
+        tail = "".join(f"\n    {line}" for line in said[-_TAIL_LINES:])
         return WorkerError(f"{what}; {self._log} ends with:{tail}" if tail else f"{what}; {self._log} is empty")

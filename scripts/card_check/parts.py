@@ -209,14 +209,24 @@ class Plan:
         return Conclusion((f"the losses of both runs are {'' if is_same else 'NOT '}the same to the bit",), is_same)
 
     def _trace(self, _: float) -> tuple[Command, ...]:
-        script = "scripts/benchmarks/candidates/traced_training.py"
-        networks: list[tuple[str, ...]] = [
-            ("resnet50", "224", "256", "1000", "bfloat16"),
-            ("resnet8", "32", "512", "10", "bfloat16"),
-        ]
+        networks = {"resnet50": ("224", "256"), "resnet8": ("32", "512")}
+        fixed: tuple[str, ...] = ("--precision", "bfloat16", "--steps", "120", "--profile-steps", "40:100")
         if self.is_rehearsal:
-            networks = [("resnet8", "8", "8", "10", "float32", "rehearse")]
-        return tuple(Command(f"trace of {each[0]}", (sys.executable, script, *each)) for each in networks)
+            networks, fixed = {"resnet8": ("8", "8")}, ("--steps", "24", "--profile-steps", "8:16")
+        return tuple(
+            Command(
+                f"run-train --profile of {model}",
+                _project(
+                    "run-train",
+                    *("--synthetic", "--model", model, "--image-size", size, "--batch", batch, *fixed),
+                    # Random images take longer to draw than a card takes to learn from them.
+                    *("--reader-threads", "8", "--profile", "--overwrite"),
+                    *("--run-dir", str(self.work / "trace" / model)),
+                ),
+                shown=60,
+            )
+            for model, (size, batch) in networks.items()
+        )
 
 
 def _project(name: str, *arguments: str) -> tuple[str, ...]:

@@ -8,14 +8,17 @@ copied there either; "memory": on batches of 32 images, copied from memory. The 
 import sys
 
 import numpy as np
-from gated_training import leave_out_copies, serve_training
+from gated_training import ReadyBatches, serve_training
 from protocol import Channel
-from pulls import ReadyBatches
 from small_perceptron import BATCH, NUM_CLASSES, draw_batches, perceptron_of
 
+from loopfeed.engine.crossing.cuda.driver import CudaDriver
 from loopfeed.engine.feed.batches import Labels, Pixels
 from loopfeed.engine.feed.shard_batches import ShardBatches
 from loopfeed.preprocess.shards.reader import open_split
+
+# Control words have fewer bytes, batches more.
+FEW_BYTES = 1024
 
 
 class BatchesInMemory:
@@ -35,25 +38,31 @@ class BatchesInMemory:
         np.copyto(labels, self._labels[number])
 
 
+def leave_out_copies() -> None:
+    """Make a card's ring copy only one batch into each of its slots, which is then reused for training."""
+    copy = CudaDriver.copy_to_device
+    filled: set[int] = set()
+
+    def copy_words(driver: CudaDriver, target: int, source: int, num_bytes: int, stream: int) -> None:
+        if num_bytes <= FEW_BYTES or target not in filled:
+            copy(driver, target, source, num_bytes, stream)
+            filled.add(target)
+
+    CudaDriver.copy_to_device = copy_words  # type: ignore[method-assign, assignment]
+
+
 def train_in_memory(model: str, size: int, chunk: int) -> None:
     """Serve steps, in chunks of so many batches."""
     config = {"num_classes": NUM_CLASSES, "chunk_batches": chunk}
     serve_training(Channel(), config, BatchesInMemory(size), amount=1.0, model=perceptron_of(model, size))
 
 
-def train_on_split(
-    kind: str, model: str, data: str, batch: int, warm_steps: int, precision: str = "float32", bits: str = ""
-) -> None:
-    """Serve `batch` images a step, after `warm_steps` steps; with `bits` = "any" by any kernels."""
+def train_on_split(kind: str, model: str, data: str, batch: int, warm_steps: int, precision: str = "float32") -> None:
+    """Serve `batch` images a step, after `warm_steps` steps."""
     channel = Channel()
     opened = open_split(data, "train")
     own = perceptron_of(model, opened.height)
-    config = {
-        "num_classes": opened.num_classes,
-        "model": "auto" if own else model,
-        "precision": precision,
-        "deterministic": bits != "any",
-    }
+    config = {"num_classes": opened.num_classes, "model": "auto" if own else model, "precision": precision}
     shards = ShardBatches(opened, batch=batch, seed=0)
     source = shards if kind == "packed" else ReadyBatches(batch, opened.height)
     if kind == "resident":

@@ -6,31 +6,43 @@ and sinks. The ring is empty when a round starts: nothing is read ahead outside 
 """
 
 import resource
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from jax.experimental.buffer_callback import buffer_callback
+import numpy as np
 from protocol import Channel, jax_versions
 
 from loopfeed import TrainConfig, train
-from loopfeed.engine.crossing.cuda import transport as transport_module
-from loopfeed.engine.crossing.cuda.driver import CudaDriver
-from loopfeed.engine.crossing.cuda.infeed import StreamedInfeed
-from loopfeed.engine.crossing.cuda.transport import CudaTransport
 from loopfeed.engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, row_words
+from loopfeed.engine.feed.feeder import ring_depth
 from loopfeed.engine.stream.sinks import LossRecord
 
-LONG_S = 86_400.0
+_LONG_S = 86_400.0
 _MOST_STEPS = 2**31 - 2
 _WARM_UNITS = 3
-# Control words have fewer bytes, batches more.
-_FEW_BYTES = 1024
+
+
+class ReadyBatches:
+    """A source whose batches are always ready."""
+
+    thread_safe = True
+
+    def __init__(self, batch: int, size: int) -> None:
+        self.batch, self.height, self.width = batch, size, size
+        self._num_first = 2 * ring_depth(self, None)
+
+    def fill(self, step: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+        """Fill each buffer once and then leave it unchanged; untouched pages would all share one physical page.
+
+        Filled with noise, because a card needs less power for zeros than for images, and so computes faster.
+        """
+        if step < self._num_first:
+            pixels[...] = np.random.default_rng(step).integers(2**32, size=pixels.shape, dtype=np.uint32)
+            labels[...] = 0
 
 
 class GatedBatches:
@@ -67,46 +79,58 @@ class GatedBatches:
                 self._opened.wait_for(lambda: step < self._stop_step)
 
 
-class LastLoss:
-    """A sink that records when the last loss of a round arrives, and how long the loop waited for batches.
+class GatedRun:
+    """A training in the background that makes steps on request; also the sink of its losses.
 
-    Attributes:
-        wait_s: seconds waited for the round's batches except the first, whose wait started before the round.
+    Args:
+        config: its settings.
+        source: source of its batches.
+        model: a custom model; None uses the registry's model named in `config`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: TrainConfig, source: BatchSource, model: Any = None) -> None:
+        self._config, self._model, self._gate = config, model, GatedBatches(source)
         self._came = threading.Event()
         self._first_step = self._last_step = 0
-        self._time_s = 0.0
-        self.wait_s = 0.0
+        self._time_s = self._wait_s = 0.0
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+
+    def _train(self) -> None:
+        say = partial(print, flush=True)
+        train(self._config, batches=self._gate, model=self._model, sinks=[self], notify=say)
 
     def open(self) -> None:
-        """Do nothing."""
+        """Do nothing, as a sink."""
 
     def write(self, record: LossRecord) -> None:
-        """Record a loss."""
-        self.wait_s += record.wait_ms / 1e3 if record.step > self._first_step else 0.0
+        """Record a loss, as a sink: when the last one of a round arrives, and how long the loop waited for batches."""
+        # The wait for a round's first batch started before the round.
+        self._wait_s += record.wait_ms / 1e3 if record.step > self._first_step else 0.0
         if record.step == self._last_step:
             self._time_s = time.perf_counter()
             self._came.set()
 
     def write_evaluation(self, record: Any) -> None:
-        """Do nothing; not called, because nothing is evaluated."""
+        """Do nothing, as a sink; not called, because nothing is evaluated."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, as a sink."""
 
-    def begin(self, first_step: int, last_step: int) -> None:
-        """Start a round of the given steps (from 1), before any of them runs."""
+    def make_steps(self, num_steps: int) -> tuple[float, float]:
+        """Make steps; return their seconds, and those of them in which the loop waited for batches.
+
+        Raises:
+            RuntimeError: the run has ended.
+        """
         self._came.clear()
-        self._first_step, self._last_step, self.wait_s = first_step, last_step, 0.0
-
-    def wait(self, ended: threading.Event) -> float:
-        """Wait for the round's last loss and return its time; raise RuntimeError if the run has ended."""
+        self._first_step, self._last_step, self._wait_s = self._last_step + 1, self._last_step + num_steps, 0.0
+        started = time.perf_counter()
+        self._gate.open_to(self._last_step)
         while not self._came.wait(1.0):
-            if ended.is_set():
+            if not self._thread.is_alive():
                 raise RuntimeError("the run has ended; its error is above")
-        return self._time_s
+        return self._time_s - started, self._wait_s
 
 
 def own_memory_mb() -> float:
@@ -119,45 +143,6 @@ def own_memory_mb() -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))) * 1024 / 1e6
 
 
-def timed_pulls() -> list[float]:
-    """Record for each pull the seconds for which it blocks the thread that launches kernels; return the list.
-
-    This excludes jax's own part before it calls Python.
-    """
-    times_s: list[float] = []
-    enqueue = CudaTransport.enqueue
-
-    def timed_callback(cross: Callable[..., None], *arguments: Any, **settings: Any) -> Any:
-        def timed_cross(*buffers: Any) -> None:
-            started = time.perf_counter()
-            cross(*buffers)
-            times_s.append(time.perf_counter() - started)
-
-        return buffer_callback(timed_cross, *arguments, **settings)
-
-    def timed_enqueue(transport: CudaTransport, handler: Any, *arguments: Any) -> Any:
-        if getattr(handler, "__func__", None) is not StreamedInfeed._give:
-            return enqueue(transport, handler, *arguments)
-        with mock.patch.object(transport_module, "buffer_callback", timed_callback):
-            return enqueue(transport, handler, *arguments)
-
-    CudaTransport.enqueue = timed_enqueue  # type: ignore[method-assign, assignment]
-    return times_s
-
-
-def leave_out_copies() -> None:
-    """Make a card's ring copy only one batch into each of its slots, which is then reused for training."""
-    copy = CudaDriver.copy_to_device
-    filled: set[int] = set()
-
-    def copy_words(driver: CudaDriver, target: int, source: int, num_bytes: int, stream: int) -> None:
-        if num_bytes <= _FEW_BYTES or target not in filled:
-            copy(driver, target, source, num_bytes, stream)
-            filled.add(target)
-
-    CudaDriver.copy_to_device = copy_words  # type: ignore[method-assign, assignment]
-
-
 def serve_training(
     channel: Channel,
     config: dict[str, Any],
@@ -167,7 +152,7 @@ def serve_training(
     model: Any = None,
     warm_units: int = _WARM_UNITS,
 ) -> None:
-    """Train on `source` in the background and serve its steps; a unit is a chunk of steps.
+    """Train on `source` and serve its steps; a unit is a chunk of steps.
 
     Args:
         channel: channel to the benchmark.
@@ -177,36 +162,17 @@ def serve_training(
         model: a custom model; None uses the registry's model named in `config`.
         warm_units: units run before the first round.
     """
-    gate, sink, ended, pull_times_s = GatedBatches(source), LastLoss(), threading.Event(), timed_pulls()
     # Weight decay and schedule have their defaults. The learning rate is small, so that training on the same batches
     # again and again does not diverge.
     settings = TrainConfig(
-        steps=_MOST_STEPS, batch=source.batch, learning_rate=1e-3, infeed_timeout_s=LONG_S, eval_split="off", **config
+        steps=_MOST_STEPS, batch=source.batch, learning_rate=1e-3, infeed_timeout_s=_LONG_S, eval_split="off", **config
     )
-
-    def run() -> None:
-        try:
-            train(settings, batches=gate, model=model, sinks=[sink], notify=lambda text: print(text, flush=True))
-        finally:
-            ended.set()
-
-    threading.Thread(target=run, daemon=True).start()
-    done = 0
+    run, chunk = GatedRun(settings, source, model), settings.chunk_batches or 1
 
     def run_units(num_units: int) -> tuple[float, dict[str, float]]:
-        nonlocal done
-        first_step = done + 1
-        done += num_units * (settings.chunk_batches or 1)
-        sink.begin(first_step, done)
-        started = time.perf_counter()
-        gate.open_to(done)
-        seconds = sink.wait(ended) - started
-        values = {"waited %": 100 * sink.wait_s / seconds, "own MB": own_memory_mb()}
-        if pull_times_s:
-            values["pull µs"] = 1e6 * statistics.median(pull_times_s)
-            pull_times_s.clear()
-        return seconds, values
+        seconds, wait_s = run.make_steps(num_units * chunk)
+        return seconds, {"waited %": 100 * wait_s / seconds, "own MB": own_memory_mb()}
 
     run_units(warm_units)
-    channel.ready(amount * (settings.chunk_batches or 1), versions=jax_versions())
+    channel.ready(amount * chunk, versions=jax_versions())
     channel.serve(run_units)

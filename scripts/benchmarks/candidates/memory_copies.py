@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from protocol import Channel, timed
@@ -25,13 +26,11 @@ def main(piece_bytes: int, pieces: int, source_bytes: int, threads: int, unit: s
             np.copyto(target[place], source[orders[(start + place) % num_pieces]])
 
     def work(num_units: int) -> None:
-        for number in range(num_units):
-            start = number * pieces
+        for start in range(0, num_units * pieces, pieces):
             if num_threads == 1:
                 copy_part(start, parts[0])
             else:
-                for done in [pool.submit(copy_part, start, part) for part in parts]:
-                    done.result()
+                list(pool.map(partial(copy_part, start), parts))
 
     work(2)
     amount = {"bytes": pieces * piece_bytes, "pulls": 1, "images": pieces}[unit]

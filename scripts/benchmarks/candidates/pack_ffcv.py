@@ -5,13 +5,12 @@ Each image is decoded in full, its shorter side resized to 256 px by Pillow's an
 """
 
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from protocol import Channel, timed
+from protocol import Channel, timed, versions_of
 
 channel = Channel()
 
@@ -55,7 +54,7 @@ def main(images: Path, dest: Path, workers: int) -> None:
             writer.from_indexed_dataset(Photographs(files))
 
     write(1)
-    channel.ready(len(files), versions={"ffcv": version("ffcv")}, facts={"images": len(files), "workers": workers})
+    channel.ready(len(files), versions=versions_of("ffcv"), facts={"images": len(files), "workers": workers})
     channel.serve(timed(write))
 
 

@@ -1,13 +1,12 @@
-"""Packing a folder of JPEG files into shards; or only decoding and resizing them, or only reading them."""
+"""Packing a folder of JPEG files into shards; or only decoding and resizing them."""
 
 import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 
-from protocol import Channel, timed
+from protocol import Channel, timed, versions_of
 
 from loopfeed.preprocess.cores import num_cores
 from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
@@ -40,21 +39,17 @@ def pack(images: Path, dest: Path) -> float:
 
 def main(kind: str, images: Path, dest: Path) -> None:
     """Serve passes over all images."""
-    channel = Channel()
+    channel, pool = Channel(), ThreadPoolExecutor(num_cores())
     files = sorted(path for path in images.glob("*/*") if path.suffix.lower() in (".jpg", ".jpeg"))
-    pool = ThreadPoolExecutor(num_cores())
-
-    def decode_all(num_units: int) -> None:
-        for _ in range(num_units):
-            list(pool.map(decode, files))
+    decode_all = timed(lambda num_units: list(pool.map(decode, num_units * files)))
 
     def pack_all(num_units: int) -> float:
         return sum(pack(images, dest) for _ in range(num_units))
 
-    run = {"pack": pack_all, "decode": timed(decode_all)}[kind]
+    run = {"pack": pack_all, "decode": decode_all}[kind]
     run(1)
-    versions = {package: version(package) for package in ("pillow", "tensorstore")}
-    channel.ready(len(files), versions=versions, facts={"images": len(files), "threads": num_cores()})
+    facts = {"images": len(files), "threads": num_cores()}
+    channel.ready(len(files), versions=versions_of("pillow", "tensorstore"), facts=facts)
     channel.serve(run)
 
 

@@ -2,14 +2,13 @@
 
 "python": batches are put on the device two ahead of the step, the state is donated, and losses are kept as arrays on
 the device of which each is read once its step is two behind, so that the dispatch never waits for a result.
-"resident": a `lax.while_loop` over batches that are on the device, which neither reads nor says anything: the limit.
+"resident": a `lax.fori_loop` over batches that are on the device, which neither reads nor says anything: the limit.
 The update is the engine's own default: SGD with momentum and weight decay, behind a clip that clips nothing.
 """
 
-import itertools
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,23 +31,8 @@ OPTIMIZER = optax.chain(
 SCALE = PixelScale(jnp.full(3, 0.5), jnp.full(3, 0.25))
 
 
-def prefetched(batches: Iterator[Any]) -> Iterator[Any]:
-    """Put batches on the device before they are needed."""
-    queue: deque[Any] = deque(jax.device_put(batch) for batch in itertools.islice(batches, AHEAD))
-    while queue:
-        yield queue.popleft()
-        queue.extend(jax.device_put(batch) for batch in itertools.islice(batches, 1))
-
-
-def main(kind: str, name: str, precision: str, size: int, batch: int, num_classes: int, *, counts: str) -> None:
-    """Serve steps or images."""
-    channel = Channel()
-    model: Any = perceptron_of(name, size) or build_model(
-        name, num_classes=num_classes, image_size=size, dtype=precision
-    )
-    params, batch_stats = jax.jit(model.init)(jax.random.key(0))
-    state: Any = params, batch_stats, OPTIMIZER.init(params)
-    pixels, labels = draw_batches(size, batch, num_classes)
+def make_step(model: Any, num_classes: int) -> Callable[..., tuple[Any, jax.Array]]:
+    """Return the step: state, pixels and labels → state and loss."""
 
     def step(state: Any, pixels: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
         params, batch_stats, opt_state = state
@@ -61,27 +45,42 @@ def main(kind: str, name: str, precision: str, size: int, batch: int, num_classe
         updates, opt_state = OPTIMIZER.update(gradients, opt_state, params)
         return (optax.apply_updates(params, updates), after, opt_state), loss
 
+    return step
+
+
+def main(kind: str, name: str, precision: str, size: int, batch: int, num_classes: int, *, counts: str) -> None:
+    """Serve steps or images."""
+    channel = Channel()
+    model: Any = perceptron_of(name, size) or build_model(
+        name, num_classes=num_classes, image_size=size, dtype=precision
+    )
+    params, batch_stats = jax.jit(model.init)(jax.random.key(0))
+    state: Any = params, batch_stats, OPTIMIZER.init(params)
+    batches = draw_batches(size, batch, num_classes)
+    num_batches, on_device = len(batches[0]), jax.device_put(batches)
+
+    step = make_step(model, num_classes)
     jitted = jax.jit(step, donate_argnums=0)
 
     def python(num_units: int) -> None:
         nonlocal state
-        pending: deque[jax.Array] = deque()
-        host = ((pixels[number % len(pixels)], labels[number % len(labels)]) for number in range(num_units))
-        for given in prefetched(host):
-            state, loss = jitted(state, *given)
-            loss.copy_to_host_async()
-            pending.append(loss)
-            if len(pending) > AHEAD:
-                float(pending.popleft())
-        jax.device_get(list(pending))
-
-    on_device = jnp.asarray(pixels), jnp.asarray(labels)
+        ahead: deque[Any] = deque()
+        losses: deque[jax.Array] = deque()
+        for number in range(num_units + AHEAD):
+            if number < num_units:
+                ahead.append(jax.device_put(tuple(array[number % num_batches] for array in batches)))
+            if number >= AHEAD:
+                state, loss = jitted(state, *ahead.popleft())
+                loss.copy_to_host_async()
+                losses.append(loss)
+            if len(losses) > AHEAD:
+                float(losses.popleft())
+        jax.device_get(list(losses))
 
     @partial(jax.jit, donate_argnums=0)
     def loop(state: Any, count: jax.Array) -> Any:
         def body(number: jax.Array, state: Any) -> Any:
-            index = number % len(on_device[0])
-            return step(state, on_device[0][index], on_device[1][index])[0]
+            return step(state, *(array[number % num_batches] for array in on_device))[0]
 
         return lax.fori_loop(0, count, body, state)
 

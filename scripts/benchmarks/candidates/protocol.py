@@ -27,11 +27,7 @@ class Channel:
         os.dup2(2, 1)
 
     def ready(
-        self,
-        amount: float,
-        *,
-        versions: dict[str, str] | None = None,
-        facts: dict[str, Any] | None = None,
+        self, amount: float, *, versions: dict[str, str] | None = None, facts: dict[str, Any] | None = None
     ) -> None:
         """Report that everything is built, compiled and warm.
 
@@ -61,9 +57,14 @@ class Channel:
         self._answers.flush()
 
 
+def versions_of(*distributions: str) -> dict[str, str]:
+    """Return the versions of the software that does the work of a candidate."""
+    return {name: version(name) for name in distributions}
+
+
 def jax_versions() -> dict[str, str]:
     """Return the versions of the software that does the work of a candidate in jax."""
-    return {package: version(package) for package in ("jax", "jaxlib")}
+    return versions_of("jax", "jaxlib")
 
 
 def timed(work: Callable[[int], object]) -> Callable[[int], float]:

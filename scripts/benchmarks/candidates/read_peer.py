@@ -7,12 +7,11 @@ as its own documentation recommends for speed.
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from protocol import Channel, timed
+from protocol import Channel, timed, versions_of
 
 channel = Channel()
 
@@ -211,7 +210,7 @@ def main(project: str, array: Path, batch: int, workers: int) -> None:
         for _ in range(num_units):
             next(batches)
 
-    channel.ready(batch, versions={each: version(each) for each in distributions}, facts={"workers": workers})
+    channel.ready(batch, versions=versions_of(*distributions), facts={"workers": workers})
     channel.serve(timed(work))
 
 

@@ -1,10 +1,9 @@
 """Loopfeed's reader: reads packed shards in keyed order into given buffers, with the engine's source and feeder."""
 
 import sys
-from importlib.metadata import version
 
 import numpy as np
-from protocol import Channel, timed
+from protocol import Channel, timed, versions_of
 
 from loopfeed import TrainConfig
 from loopfeed.engine.feed.feeder import Feeder, ring_depth
@@ -14,13 +13,12 @@ from loopfeed.preprocess.shards.reader import open_split
 DEFAULTS = TrainConfig()
 
 
-def main(data: str, split: str, batch: int, threads: int) -> None:
-    """Serve batches of `batch` images, read by `threads` threads (0: the engine's default)."""
+def main(data: str, batch: int) -> None:
+    """Serve batches of `batch` images."""
     channel = Channel()
-    opened = open_split(data, split)
-    num_threads = threads or DEFAULTS.reader_threads
+    opened = open_split(data, "train")
     source = ShardBatches(opened, batch=batch, seed=0)
-    depth = ring_depth(source, DEFAULTS.prefetch)
+    depth, num_threads = ring_depth(source, DEFAULTS.prefetch), DEFAULTS.reader_threads
     feeder = Feeder(
         source,
         start_index=0,
@@ -42,13 +40,10 @@ def main(data: str, split: str, batch: int, threads: int) -> None:
 
     # Read a whole epoch first, so that every shard is in the page cache.
     work(-(-opened.num_images // batch))
-    channel.ready(
-        batch,
-        versions={package: version(package) for package in ("tensorstore", "numpy")},
-        facts={"threads": num_threads, "ahead": depth, "bytes an image": opened.manifest.image_bytes},
-    )
+    facts = {"threads": num_threads, "ahead": depth, "bytes an image": opened.manifest.image_bytes}
+    channel.ready(batch, versions=versions_of("tensorstore", "numpy"), facts=facts)
     channel.serve(timed(work))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]))

@@ -65,14 +65,6 @@ def make_xla_product(dtype: str) -> Callable[[int], None]:
     return work
 
 
-def make_any_product(dtype: str) -> tuple[Callable[[int], None], str]:
-    """Return a function that makes so many products of matrices `[SIDE, SIDE]`, and the name of what makes them."""
-    try:
-        return make_product(SIDE, dtype)
-    except MissingKernelsError:
-        return make_xla_product(dtype), "XLA"
-
-
 def seconds_for(amount: float, piece: float, work: Callable[[int], None]) -> float:
     """Return how long an amount takes at the rate of the least number of whole pieces that contain it."""
     num_pieces = math.ceil(amount / piece)
@@ -90,7 +82,11 @@ def main(kind: str, dtype: str, name: str, image_size: int, batch: int, num_clas
         multiply = make_xla_product(dtype)
         channel.ready(_PRODUCT_FLOP / work.image_flop, versions=jax_versions())
         channel.serve(timed(multiply))
-    triad, (product, product_name) = make_triad(), make_any_product(dtype)
+    try:
+        product, product_name = make_product(SIDE, dtype)
+    except MissingKernelsError:
+        product, product_name = make_xla_product(dtype), "XLA"
+    triad = make_triad()
 
     def run(num_units: int) -> tuple[float, dict[str, float]]:
         num_bytes, flop = num_units * step_bytes, num_units * step_flop

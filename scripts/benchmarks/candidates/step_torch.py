@@ -30,26 +30,24 @@ def convolution(inputs: int, outputs: int, window: int, stride: int = 1, margin:
     return nn.Conv2d(inputs, outputs, window, stride, window // 2 if margin < 0 else margin, bias=False)
 
 
+def normed(inputs: int, outputs: int, window: int, stride: int = 1) -> list[nn.Module]:
+    """Build a convolution with its batch norm and ReLU."""
+    return [convolution(inputs, outputs, window, stride), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+
+
 class Block(nn.Module):
     """A residual block; its shortcut is projected where its shape changes."""
 
     def __init__(self, inputs: int, inner: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
         self.outputs = inner * (4 if bottleneck else 1)
-        shapes = (
-            [(inputs, inner, 1, 1), (inner, inner, 3, stride), (inner, self.outputs, 1, 1)]
-            if bottleneck
-            else [(inputs, inner, 3, stride), (inner, inner, 3, 1)]
-        )
-        layers: list[nn.Module] = []
-        for shape in shapes:
-            layers += [convolution(*shape), nn.BatchNorm2d(shape[1]), nn.ReLU(inplace=True)]
-        self.body = nn.Sequential(*layers[:-1])
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != self.outputs:
-            projection = convolution(inputs, self.outputs, 1, stride)
-            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(self.outputs))
-        self.last = nn.ReLU(inplace=True)
+        if bottleneck:
+            layers = [*normed(inputs, inner, 1), *normed(inner, inner, 3, stride), *normed(inner, self.outputs, 1)]
+        else:
+            layers = [*normed(inputs, inner, 3, stride), *normed(inner, inner, 3)]
+        self.body, self.last = nn.Sequential(*layers[:-1]), layers[-1]
+        is_projected = stride != 1 or inputs != self.outputs
+        self.shortcut = nn.Sequential(*normed(inputs, self.outputs, 1, stride)[:-1]) if is_projected else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add the body to the shortcut, and apply ReLU."""
@@ -58,12 +56,11 @@ class Block(nn.Module):
 
 def make_resnet(name: str, num_classes: int) -> nn.Module:
     """Build one of `RESNETS`."""
-    stages, width, bottleneck, is_large = RESNETS[name]
-    layers: list[nn.Module] = [convolution(3, width, 7 if is_large else 3, 2 if is_large else 1)]
-    layers += [nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    stages, channels, bottleneck, is_large = RESNETS[name]
+    layers = normed(3, channels, 7, 2) if is_large else normed(3, channels, 3)
     if is_large:
         layers.append(nn.MaxPool2d(3, 2, 1))
-    channels = width
+    width = channels
     for stage, num_blocks in enumerate(stages):
         for index in range(num_blocks):
             block = Block(channels, width * 2**stage, 2 if stage and not index else 1, bottleneck=bottleneck)
@@ -72,44 +69,40 @@ def make_resnet(name: str, num_classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
 
 
-class PooledLayer(nn.Module):
-    """A layer of convnet8: convolution, optional max-pool, batch norm with a learned bias only, approximate GELU."""
-
-    def __init__(self, inputs: int, outputs: int, *, window: int = 3, margin: int = 1, pool: bool = False) -> None:
-        super().__init__()
-        self.convolution = convolution(inputs, outputs, window, margin=margin)
-        self.pool: nn.Module = nn.MaxPool2d(2) if pool else nn.Identity()
-        self.norm = nn.BatchNorm2d(outputs)
-        self.norm.weight.requires_grad_(False)
+class ScaledSigmoid(nn.Module):
+    """The approximate GELU of convnet8."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the four in order."""
-        x = self.norm(self.pool(self.convolution(x)))
+        """Return x · sigmoid(1.702 x)."""
         return x * torch.sigmoid(1.702 * x)
 
 
-class Convnet8(nn.Module):
-    """Loopfeed's convnet8."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [PooledLayer(3, 24, window=2, margin=0)]
-        channels = 24
-        for width in (64, 128, 256):
-            layers += [PooledLayer(channels, width, pool=True), PooledLayer(width, width)]
-            channels = width
-        self.layers = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, num_classes)
+class Head(nn.Linear):
+    """The head of convnet8: the maximum over the map, and a classifier whose logits are scaled."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
-        return 0.125 * self.classifier(self.layers(x).amax((2, 3)))
+        return 0.125 * super().forward(x.amax((2, 3)))
+
+
+def make_convnet8(num_classes: int) -> nn.Module:
+    """Build Loopfeed's convnet8; each batch norm learns only a bias."""
+    layers: list[nn.Module] = []
+    shapes = [(3, 24, 2, 0, False)]
+    for inputs, outputs in ((24, 64), (64, 128), (128, 256)):
+        shapes += [(inputs, outputs, 3, 1, True), (outputs, outputs, 3, 1, False)]
+    for inputs, outputs, window, margin, is_pooled in shapes:
+        norm = nn.BatchNorm2d(outputs)
+        norm.weight.requires_grad_(False)
+        pool = [nn.MaxPool2d(2)] * is_pooled
+        layers += [convolution(inputs, outputs, window, margin=margin), *pool, norm, ScaledSigmoid()]
+    return nn.Sequential(*layers, Head(256, num_classes))
 
 
 def main(name: str, image_size: int, batch: int, num_classes: int, variant: list[str]) -> None:
     """Serve `batch` images a unit."""
     torch.manual_seed(0)
-    net = Convnet8(num_classes) if name == "convnet8" else make_resnet(name, num_classes)
+    net = make_convnet8(num_classes) if name == "convnet8" else make_resnet(name, num_classes)
     num_params = sum(each.numel() for each in net.parameters() if each.requires_grad)
     images, labels = torch.randn(batch, 3, image_size, image_size), torch.randint(num_classes, (batch,))
     on_card = "cuda" in variant
