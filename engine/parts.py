@@ -16,11 +16,10 @@ from loopfeed.engine.images.user_augment import UserAugmentation
 from loopfeed.engine.named_parts import NamedPart, recorded_named_parts
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
-from loopfeed.engine.program.statics import UserFunctions
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.checks import check_updates
-from loopfeed.engine.updates.update import Schedule
+from loopfeed.engine.updates.schedules import Schedule
 from loopfeed.engine.updates.user_optimizer import UserOptimizer
 from loopfeed.preprocess.suggestions import did_you_mean
 
@@ -85,11 +84,6 @@ class UserParts:
         """Whether code of the user makes batches while the program runs."""
         return self.batches is not None or hasattr(self.evaluation, "fill")
 
-    @property
-    def functions(self) -> UserFunctions:
-        """The user-defined functions that are traced into the program."""
-        return UserFunctions(self.loss, self.metrics, self.optimizer, self.schedule, self.augment)
-
     def names(self) -> dict[str, Any]:
         """Return what identifies the user-defined functions in the record of a run: their names, by part."""
         loss = {} if self.loss is None else {"loss": name_of(self.loss)}
@@ -112,6 +106,9 @@ class UserParts:
         }
         found = {part: _source_digest(_named(own)) for part, own in parts.items() if own is not None}
         return {part: digest for part, digest in found.items() if digest is not None}
+
+
+NO_PARTS = UserParts()
 
 
 def name_of(function: Any) -> str:

@@ -24,7 +24,7 @@ from loopfeed.engine.images.auto_augment import (
 from loopfeed.engine.images.positions import Positions, image_keys
 from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale
-from loopfeed.engine.program.statics import statics_of
+from loopfeed.engine.run.program_settings import compiled_settings
 from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
 from tests.test_resample import photograph
 from tests.threefry_reference import index, words_at
@@ -321,7 +321,7 @@ def test_it_follows_the_flip_and_precedes_the_colours():
 
 
 def test_the_settings_reach_the_program():
-    given = statics_of(toy_config(auto_augment="randaugment", auto_augment_ops=3, auto_augment_magnitude=25))
+    given = compiled_settings(toy_config(auto_augment="randaugment", auto_augment_ops=3, auto_augment_magnitude=25))
     assert given.augmentation == Augmentation(auto_augment="randaugment", auto_augment_ops=3, auto_augment_magnitude=25)
     off, on = (
         train(toy_config(steps=1, auto_augment=policy), model=Linear(), batches=toy_batch).losses

@@ -17,10 +17,10 @@ from loopfeed.engine.inspection.findings import find_faults
 from loopfeed.engine.inspection.plain import compare_reports, comparison_lines, report_lines
 from loopfeed.engine.inspection.steps import Steps, read_carry
 from loopfeed.engine.inspection.work_by_scope import total_of
-from loopfeed.engine.program.statics import seed_words
 from loopfeed.engine.program.train_state import init_state
+from loopfeed.engine.run.program_settings import seed_words
 from loopfeed.engine.scopes import ACTIONS
-from loopfeed.engine.updates.update import UpdateRule
+from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.models.kernels import ONEDNN, XLA
 from loopfeed.models.registry import build_model, family_of, find_network
 from tests.kernels import needs_onednn, onednn_for_all_shapes
@@ -134,8 +134,10 @@ def test_convolutions_name_their_form_their_line_and_why(report):
 
 
 def test_the_carry_is_the_training_state_leaf_by_leaf(report):
-    rule = UpdateRule(optimizer="sgd")
-    state = jax.eval_shape(lambda words: init_state(Network(), rule, jax.random.wrap_key_data(words)), seed_words(0))
+    settings = CompiledSettings(optimizer="sgd")
+    state = jax.eval_shape(
+        lambda words: init_state(Network(), settings, jax.random.wrap_key_data(words)), seed_words(0)
+    )
     leaves = jax.tree_util.tree_leaves_with_path(state)
     expected = {
         jax.tree_util.keystr(path, simple=True, separator="."): (leaf.shape, leaf.size * leaf.dtype.itemsize)

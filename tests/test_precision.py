@@ -65,16 +65,15 @@ def trace_step(monkeypatch, **settings):
     homes = {"train_step": loop, "update_weights": loop, "cross_entropy": objective}
     originals = {name: getattr(home, name) for name, home in homes.items()}
 
-    def train_step(model, statics, *arguments):
+    def train_step(model, settings, *arguments):
         with tracing_for(None):
-            jaxpr = jax.make_jaxpr(lambda *given: originals["train_step"](model, statics, *given))(*arguments)
+            jaxpr = jax.make_jaxpr(lambda *given: originals["train_step"](model, settings, *given))(*arguments)
         found.append(Step(jaxpr, updates[0], logits))
         raise TracedError
 
-    def update_weights(rule, *arguments):
-        *traced, replicas = arguments
-        updates.append(jax.make_jaxpr(lambda *given: originals["update_weights"](rule, *given, replicas))(*traced))
-        return originals["update_weights"](rule, *arguments)
+    def update_weights(settings, *traced):
+        updates.append(jax.make_jaxpr(lambda *given: originals["update_weights"](settings, *given))(*traced))
+        return originals["update_weights"](settings, *traced)
 
     def cross_entropy(given, targets):
         logits.extend((given.dtype, targets.dtype))

@@ -10,13 +10,16 @@ import optax
 import pytest
 
 from loopfeed import NonFiniteError, train
-from loopfeed.engine.config import OptimizerName
+from loopfeed.engine.config import OptimizerName, TrainConfig
+from loopfeed.engine.images.unpack import PixelScale
 from loopfeed.engine.patterns import Group
+from loopfeed.engine.run.program_settings import runtime_settings
 from loopfeed.engine.updates.optim import Hyperparams
 from loopfeed.engine.updates.reach import UNKNOWN, Reach, keeps_finite
 from loopfeed.engine.updates.schedules import schedule_values
+from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.engine.updates.skipping import init_skips
-from loopfeed.engine.updates.update import Microbatch, UpdateRule, UpdateValues, Weights, init_update, update_weights
+from loopfeed.engine.updates.update import Microbatch, Weights, init_update, update_weights
 from tests.toy import Linear, toy_batch, toy_config
 
 SHAPES = {"kernel": (5, 4), "bias": (4,)}
@@ -24,7 +27,7 @@ SHAPES = {"kernel": (5, 4), "bias": (4,)}
 
 def values(**hyperparams):
     given = {"learning_rate": 0.1, "momentum": 0.875, "weight_decay": 0.01} | hyperparams
-    return UpdateValues(
+    return runtime_settings(TrainConfig(), 0, PixelScale(jnp.zeros(3), jnp.ones(3)))._replace(
         hyperparams=Hyperparams(**{name: jnp.float32(value) for name, value in given.items()}),
         schedule=schedule_values(peak=1.0, total_steps=100, warmup_steps=0),
         accumulate_steps=jnp.int32(1),
@@ -38,13 +41,13 @@ def drawn(seed, dtype=np.float32):
     return {name: jnp.asarray(random.standard_normal(shape), dtype) for name, shape in SHAPES.items()}
 
 
-def updater(rule):
+def updater(settings):
     """Return a compiled function of (weights, state, gradients, values, reach)."""
 
     @jax.jit
     def update(weights, state, gradients, values, reach):
         pull = Microbatch(jnp.float32(0), gradients, {})
-        return update_weights(rule, weights, state, pull, jnp.int32(0), values, reach)
+        return update_weights(settings, weights, state, pull, jnp.int32(0), values, reach)
 
     return update
 
@@ -56,10 +59,12 @@ def norm(tree):
 
 @pytest.mark.parametrize("name", get_args(OptimizerName))
 def test_the_bounds_hold_and_an_update_beyond_float32_changes_nothing(name):
-    rule = UpdateRule(optimizer=name, averages=True, groups=(Group("bias", 3.0, 0.0), Group("kernel", 1.0, 2.0)))
-    update = updater(rule)
+    settings = CompiledSettings(
+        optimizer=name, averages=True, groups=(Group("bias", 3.0, 0.0), Group("kernel", 1.0, 2.0))
+    )
+    update = updater(settings)
     weights = Weights(drawn(0), {})
-    state, reach = init_update(rule, weights), jax.tree.map(jnp.asarray, UNKNOWN)
+    state, reach = init_update(settings, weights), jax.tree.map(jnp.asarray, UNKNOWN)
     for step, numbers in enumerate(({}, {"learning_rate": 3.0}, {"momentum": 0.0}, {"weight_decay": 5.0}, {}), 1):
         weights, state, outcome = update(weights, state, drawn(step), values(**numbers), reach)
         assert int(state.skips.total) == 0
@@ -84,26 +89,26 @@ def test_the_bounds_hold_and_an_update_beyond_float32_changes_nothing(name):
 
 
 def test_a_weight_of_a_narrow_dtype_and_an_average_stay_finite():
-    rule = UpdateRule(averages=True)
-    update = updater(rule)
+    settings = CompiledSettings(averages=True)
+    update = updater(settings)
     weights = Weights(drawn(0, jnp.float16), {})
-    after, state, _ = update(weights, init_update(rule, weights), drawn(1), values(learning_rate=1e6), UNKNOWN)
+    after, state, _ = update(weights, init_update(settings, weights), drawn(1), values(learning_rate=1e6), UNKNOWN)
     assert int(state.skips.total) == 1
     np.testing.assert_array_equal(after.params["kernel"], weights.params["kernel"])
     # The weights would be finite, but not the way of the average to them.
     far = {name: jnp.full(shape, 2e38) for name, shape in SHAPES.items()}
     weights = Weights(far, {})
-    state = init_update(rule, weights)
+    state = init_update(settings, weights)
     state = state._replace(average=Weights(jax.tree.map(jnp.negative, far), {}))
     _, state, _ = update(weights, state, drawn(1), values(), UNKNOWN)
     assert int(state.skips.total) == 1
 
 
 def test_bounds_far_from_overflow_need_no_look_and_near_it_are_measured_anew():
-    rule = UpdateRule()
-    update = updater(rule)
+    settings = CompiledSettings()
+    update = updater(settings)
     weights = Weights(drawn(0), {})
-    state = init_update(rule, weights)
+    state = init_update(settings, weights)
     for reach, expected in ((Reach(jnp.float32(1e9), jnp.float32(0)), 1e9), (UNKNOWN, norm(weights.params))):
         _, _, outcome = update(weights, state, drawn(1), values(learning_rate=1e-6), reach)
         assert float(outcome.reach.weights) == pytest.approx(expected, rel=1e-4)

@@ -16,12 +16,12 @@ from loopfeed.engine.commands.option_sources import OptionSource, command_line, 
 from loopfeed.engine.config import OWN_BATCHES, SETTINGS, ConfigError, TrainConfig
 from loopfeed.engine.data.open_data import open_data
 from loopfeed.engine.parts import UserParts
-from loopfeed.engine.program.statics import statics_of, update_values
 from loopfeed.engine.program.train_state import name_of_model
 from loopfeed.engine.recipes import LoadedRecipe, RecipeError, load_recipe, recipe_names
 from loopfeed.engine.recipes.expected import expected_accuracy
 from loopfeed.engine.records.run_folder import RunFolder
 from loopfeed.engine.run.epochs import settle_epochs, steps_of_epochs
+from loopfeed.engine.run.program_settings import compiled_settings, schedule_of
 from loopfeed.engine.run.resolve import choose_model, describe_resolved
 from loopfeed.engine.settings import OnResume, Owner
 from loopfeed.engine.updates.schedules import learning_rate_at
@@ -92,8 +92,8 @@ def test_a_recipe_fits_a_packed_set_and_comes_to_a_program(name, packed):
         data = open_data(config, UserParts(), stack, lambda _: None)
         assert data.evaluation is not None
         assert (name_of_model(choose_model(config, UserParts(), data)), data.num_classes) == ("resnet8", 3)
-    statics_of(config).augmentation.check_batch(4)
-    assert int(update_values(config).schedule.total_steps) == steps
+    compiled_settings(config).augmentation.check_batch(4)
+    assert int(schedule_of(config).total_steps) == steps
 
 
 @pytest.mark.parametrize(("batch", "steps", "peak"), [(256, 450_411, 0.1), (1024, 112_603, 0.4), (8192, 14_076, 3.2)])
@@ -104,7 +104,7 @@ def test_the_classic_run_keeps_its_rates_at_every_batch(batch, steps, peak):
     )
     assert config.steps == steps
     assert config.warmup_steps == steps_of_epochs(5, num_images=IMAGENET_IMAGES, images_per_step=batch)
-    values = update_values(config).schedule
+    values = schedule_of(config)
     for epoch, rate in [
         (2.5, peak / 2),
         (5.1, peak),
@@ -124,7 +124,7 @@ def test_the_run_of_large_batches_has_the_rates_of_its_source(batch, every):
     settings = load_recipe("imagenet-large").settings | {"batch": batch, "accumulate_steps": every}
     config = settle_epochs(TrainConfig.from_json(settings), IMAGENET_IMAGES)
     assert config.steps == 2503
-    values = update_values(config).schedule
+    values = schedule_of(config)
     for epoch, rate in [(9, 14.5), (18, 29), (41, 7.25), (64, 1e-4)]:
         step = jnp.int32(epoch * IMAGENET_IMAGES / 32768 + 1e-6)
         # Steps are whole; one is 0.14 % of the warm-up.

@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from loopfeed import TrainConfig, evaluate, evaluate_weights, read_weights, train
-from loopfeed.engine.program.statics import statics_of
 from loopfeed.engine.records.initial_weights import load_initial_weights
 from loopfeed.engine.records.weights import name_tensors
-from loopfeed.engine.run import resolve
+from loopfeed.engine.run import run as run_module
+from loopfeed.engine.run.program_settings import compiled_settings_of_run
 from loopfeed.engine.updates.optim import kernels_only
 from loopfeed.models import registry
 from loopfeed.models.families.convnext import ConvNeXt
@@ -146,13 +146,13 @@ def test_a_vision_transformer_is_trained_evaluated_and_resumed(data, tmp_path, m
     made = []
 
     def spy(*given):
-        made.append(statics_of(*given))
+        made.append(compiled_settings_of_run(*given))
         return made[-1]
 
-    monkeypatch.setattr(resolve, "statics_of", spy)
+    monkeypatch.setattr(run_module, "compiled_settings_of_run", spy)
     config = config_of(VIT, data, tmp_path / "run", snapshot_every_steps=1)
     (found,) = train(config).evaluations
-    assert {each.rule.undecayed for each in made} == {("cls_token", "pos_embed")}
+    assert {each.undecayed for each in made} == {("cls_token", "pos_embed")}
     assert evaluate(tmp_path / "run").record.loss == found.loss
     assert evaluate(tmp_path / "run", snapshot=2).record.loss == found.loss
     more = train(replace(config, steps=3, resume=True))

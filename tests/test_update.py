@@ -11,14 +11,15 @@ import optax
 import pytest
 from jax import lax
 
-from loopfeed.engine.config import OptimizerName, ScheduleName
+from loopfeed.engine.config import OptimizerName, ScheduleName, TrainConfig
+from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.run.program_settings import runtime_settings
 from loopfeed.engine.updates.averages import init_average, update_average
 from loopfeed.engine.updates.optim import Hyperparams
 from loopfeed.engine.updates.schedules import schedule_values
+from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.engine.updates.update import (
     Microbatch,
-    UpdateRule,
-    UpdateValues,
     Weights,
     init_update,
     update_weights,
@@ -36,7 +37,7 @@ TOTAL = 120
 def values(
     name="sgd", *, total=TOTAL, every=1, most_skips=3, average_decay=0.9, momentum=0.875, decay=1e-4, **schedule
 ):
-    return UpdateValues(
+    return runtime_settings(TrainConfig(), 0, PixelScale(jnp.zeros(3), jnp.ones(3)))._replace(
         hyperparams=Hyperparams(
             learning_rate=jnp.float32(1),
             momentum=jnp.float32(momentum),
@@ -80,13 +81,13 @@ def pull_of(weights, x, labels):
 class Loop:
     """Pulls in one compiled `while_loop` with a donated carry, as the program makes them; counts its traces."""
 
-    def __init__(self, rule):
-        self.rule, self.num_traces = rule, 0
+    def __init__(self, settings):
+        self.settings, self.num_traces = settings, 0
         self.compiled = jax.jit(self.loop, donate_argnums=0)
 
     def start(self, weights):
         # Fresh buffers, as the loop takes them over.
-        return jnp.array(0), jnp.array(0), jax.tree.map(jnp.array, weights), init_update(self.rule, weights)
+        return jnp.array(0), jnp.array(0), jax.tree.map(jnp.array, weights), init_update(self.settings, weights)
 
     def loop(self, carry, batches, values, stop_pull):
         self.num_traces += 1
@@ -100,7 +101,7 @@ class Loop:
             num_batches, *columns = batches
             x, labels = (column[pulls % num_batches] for column in columns)
             pull = pull_of(weights, x, labels)
-            weights, state, outcome = update_weights(self.rule, weights, state, pull, step, values)
+            weights, state, outcome = update_weights(self.settings, weights, state, pull, step, values)
             losses = losses.at[step].set(jnp.where(outcome.due, outcome.loss, losses[step]))
             return (pulls + 1, step + outcome.due, weights, state), outcome.gives_up, losses
 
@@ -124,12 +125,14 @@ def form(tree):
 
 @pytest.fixture(scope="module")
 def loops():
-    """Compiled loops by rule: one compilation serves all tests of a rule."""
-    made: dict[UpdateRule, Loop] = {}
+    """Compiled loops by optimizer and schedule: one compilation serves all tests of both."""
+    made: dict[tuple[str, str], Loop] = {}
 
     def loop(optimizer="sgd", schedule="constant"):
-        rule = UpdateRule(optimizer=optimizer, schedule=schedule, accumulates=True, averages=True, average_ramp=False)
-        return made.setdefault(rule, Loop(rule))
+        settings = CompiledSettings(
+            optimizer=optimizer, schedule=schedule, accumulates=True, averages=True, average_ramp=False
+        )
+        return made.setdefault((optimizer, schedule), Loop(settings))
 
     return loop
 
@@ -167,7 +170,7 @@ def test_pulls_of_a_batch_are_one_batch_of_all_their_images(loops, name):
     small = stacked(*(images(seed) for seed in range(every * updates)))
     large = updates, *(column.reshape(updates, every * IMAGES, *column.shape[2:]) for column in small[1:])
     many = loops(name, "cosine")
-    one = Loop(UpdateRule(optimizer=name, schedule="cosine", averages=True, average_ramp=False))
+    one = Loop(CompiledSettings(optimizer=name, schedule="cosine", averages=True, average_ramp=False))
     carry, _, losses = many(many.start(first_weights()), small, values(name, every=every), every * updates)
     expected, _, expected_losses = one(one.start(first_weights()), large, values(name), updates)
     assert int(carry[0]) == every * int(carry[1]) == every * updates
@@ -198,7 +201,7 @@ def test_a_run_stopped_at_any_pull_resumes_bit_for_bit(loops):
     [("adamw", math.nan, True), ("lars", math.inf, True), ("muon", math.nan, False), ("sgd", math.inf, False)],
 )
 def test_a_non_finite_update_has_no_effect(loops, name, broken, accumulates):
-    loop = loops(name) if accumulates else Loop(UpdateRule(optimizer=name, averages=True, average_ramp=False))
+    loop = loops(name) if accumulates else Loop(CompiledSettings(optimizer=name, averages=True, average_ramp=False))
     every = 2 if accumulates else 1
     good = [images(seed) for seed in range(4 * every)]
     x, labels = images(9)
@@ -231,7 +234,7 @@ def test_a_broken_batch_leaves_the_statistics_of_the_others(loops):
 
 
 def test_the_average_is_that_of_the_weights_after_each_update():
-    loop = Loop(UpdateRule(averages=True))
+    loop = Loop(CompiledSettings(averages=True))
     batches = stacked(*(images(seed) for seed in range(6)))
     expected = init_average(first_weights())
     for pulls in range(1, 7):
@@ -243,18 +246,18 @@ def test_the_average_is_that_of_the_weights_after_each_update():
 
 @pytest.mark.parametrize("decay_all", [False, True])
 def test_decay_all_decays_biases(decay_all):
-    rule = UpdateRule(decay_all=decay_all)
+    settings = CompiledSettings(decay_all=decay_all)
     weights = Weights({"bias": jnp.ones(3)}, {})
     pull = Microbatch(jnp.float32(0), {"bias": jnp.zeros(3)}, {})
     numbers = values(decay=0.5, peak=0.5, warmup_steps=0)
-    updated, *_ = update_weights(rule, weights, init_update(rule, weights), pull, jnp.int32(0), numbers)
+    updated, *_ = update_weights(settings, weights, init_update(settings, weights), pull, jnp.int32(0), numbers)
     np.testing.assert_array_equal(updated.params["bias"], 0.75 if decay_all else 1.0)
 
 
 @pytest.mark.parametrize("name", ["sgd", "lamb", "muon"])
 def test_half_precision_weights_keep_their_type(name):
-    rule = UpdateRule(optimizer=name, accumulates=True, averages=True)
-    loop = Loop(rule)
+    settings = CompiledSettings(optimizer=name, accumulates=True, averages=True)
+    loop = Loop(settings)
     start = loop.start(first_weights(jnp.bfloat16))
     before = form(start)
     x, labels = images(0)

@@ -39,10 +39,12 @@ from loopfeed.engine.images.unpack import PixelScale
 from loopfeed.engine.objective.batch_size_check import check_batch_size
 from loopfeed.engine.objective.objective import logits_of
 from loopfeed.engine.objective.tally import Tally, empty_predictions, empty_tally
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.program.checked_model import CheckedModel
 from loopfeed.engine.program.evaluate_split import evaluate_split
 from loopfeed.engine.program.kernels import settle_kernels
-from loopfeed.engine.program.statics import Statics, UserFunctions, statics_of
+from loopfeed.engine.run.program_settings import compiled_settings
+from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.engine.updates.update import Weights
 
 
@@ -57,7 +59,7 @@ class Counted(NamedTuple):
     """The tally of an evaluation as NumPy arrays, its program and its times in seconds."""
 
     tally: Tally
-    statics: Statics
+    settings: CompiledSettings
     compiled: Compiled
     evaluate_s: float
     wait_s: float
@@ -67,7 +69,7 @@ def run_evaluation(
     subject: Subject,
     source: EvaluationSource,
     board: ControlBoard,
-    own: UserFunctions,
+    parts: UserParts,
     *,
     per_class: bool,
     ranked: RankedClasses | None,
@@ -91,14 +93,14 @@ def run_evaluation(
         words_of=lambda _, num_batches: board.stop_words(num_batches),
         chunk=choose_chunk(None, transport),
     )
-    statics = statics_of(subject.config, own, evaluated_form=label_form_of(source))
-    compiled = _compile(subject, statics, source, transport, infeed, notify, per_class=per_class, ranked=ranked)
+    settings = compiled_settings(subject.config, parts, evaluated_form=label_form_of(source))
+    compiled = _compile(subject, settings, source, transport, infeed, notify, per_class=per_class, ranked=ranked)
     notify(f"compiled the evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
     started = time.perf_counter()
     tally = _launch(compiled, subject, source, transport, infeed, board)
     evaluate_s = time.perf_counter() - started
     wait_s = math.fsum(infeed.take_wait_s(pull) for pull in range(source.num_batches))
-    return Counted(tally, statics, compiled, evaluate_s, wait_s)
+    return Counted(tally, settings, compiled, evaluate_s, wait_s)
 
 
 def predictions_of(tally: Tally) -> ImagePredictions | None:
@@ -110,7 +112,7 @@ def predictions_of(tally: Tally) -> ImagePredictions | None:
 
 def _compile(
     subject: Subject,
-    statics: Statics,
+    settings: CompiledSettings,
     source: EvaluationSource,
     transport: Transport,
     infeed: BatchInfeed,
@@ -129,14 +131,14 @@ def _compile(
         first_pull = jnp.zeros((), jnp.int32)
         _, tally, is_incomplete = evaluate_split(
             model,
-            statics,
+            settings,
             weights,
             infeed,
             first_token(),
             first_pull,
             num_batches,
             scale,
-            start=empty_tally(num_logits if per_class else None, statics.evaluated_objective, rows),
+            start=empty_tally(num_logits if per_class else None, settings.evaluated_objective, rows),
         )
         return tally, is_incomplete
 
@@ -144,7 +146,7 @@ def _compile(
         traced = trace_ahead(
             program, subject.weights, *_numbers(subject, source), platform=traced_platform(this_device())
         )
-        check_batch_size(statics.evaluated_objective, model.outputs, notify)
+        check_batch_size(settings.evaluated_objective, model.outputs, notify)
         deterministic = subject.config.deterministic
         return call_on_worker(partial(compile_traced, traced, deterministic=deterministic, keeps=transport))
 

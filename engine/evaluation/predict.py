@@ -27,8 +27,8 @@ from loopfeed.engine.evaluation.subject import (
     run_subject,
 )
 from loopfeed.engine.evaluation.trained_run import TrainedRun, read_run
+from loopfeed.engine.parts import NO_PARTS
 from loopfeed.engine.program.kernels import refuse_missing_kernels
-from loopfeed.engine.program.statics import NO_OWN_FUNCTIONS
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
 from loopfeed.engine.records.weights import StoredWeights, read_weights
@@ -285,7 +285,7 @@ def _classify(
 ) -> PredictionResult:
     # The number of rows is part of the program: powers of two, so that few programs are compiled.
     ranked = RankedClasses(top, _power_of_two(source.num_batches) * source.batch)
-    counted = run_evaluation(subject, source, board, NO_OWN_FUNCTIONS, per_class=False, ranked=ranked, notify=notify)
+    counted = run_evaluation(subject, source, board, NO_PARTS, per_class=False, ranked=ranked, notify=notify)
     found = predictions_of(counted.tally)
     assert found is not None
     num_ranked = found.classes.shape[1]

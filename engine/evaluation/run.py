@@ -40,13 +40,14 @@ from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.objective.tally import Tally, count_top5
 from loopfeed.engine.owners import OF_AN_EVALUATION
-from loopfeed.engine.program.statics import NO_OWN_FUNCTIONS, Statics, UserFunctions
+from loopfeed.engine.parts import NO_PARTS, UserParts
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.given_weights import read_given_weights, rename_head
 from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
 from loopfeed.engine.records.weights_metadata import classes_of
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.models.registry import find_network
 from loopfeed.models.torchvision_names import num_classes_of
 
@@ -132,7 +133,7 @@ def _evaluate_run(
     if changed is None and (line := recorded.record.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)):
         notify(line)
     check_user_model(recorded, model)
-    own = check_user_loss(recorded, loss, metrics)
+    parts = check_user_loss(recorded, loss, metrics)
     board = ControlBoard()
     with StopSignals(board, ignore_message), ExitStack() as stack:
         if evaluation is not None:
@@ -150,7 +151,7 @@ def _evaluate_run(
             data = open_evaluation_split(config, trained_on, stack, notify, has_user_loss=loss is not None)
         subject = run_subject(recorded, config, model, data.source, notify)
         describe_weights_of(recorded, subject, notify, is_chosen=is_chosen)
-        return _count(subject, data, board, own, per_class=per_class, predictions=predictions, notify=notify)
+        return _count(subject, data, board, parts, per_class=per_class, predictions=predictions, notify=notify)
 
 
 def evaluate_weights(
@@ -193,9 +194,7 @@ def evaluate_weights(
         data = open_evaluation_split(config, trained_on, stack, notify)
         subject = file_subject(file, stored, config, data.source, mean, std, notify)
         notify(f"weights: {file}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))
-        return _count(
-            subject, data, board, NO_OWN_FUNCTIONS, per_class=per_class, predictions=predictions, notify=notify
-        )
+        return _count(subject, data, board, NO_PARTS, per_class=per_class, predictions=predictions, notify=notify)
 
 
 def _folder_of(run: str | os.PathLike[str] | TrainConfig) -> str | os.PathLike[str]:
@@ -212,7 +211,7 @@ def _count(
     subject: Subject,
     data: EvaluationData,
     board: ControlBoard,
-    own: UserFunctions,
+    parts: UserParts,
     *,
     per_class: bool,
     predictions: bool,
@@ -226,7 +225,7 @@ def _count(
         raise ValueError(f"{what} can be returned only for images whose labels are class numbers: leave them out")
     source = data.source
     ranked = RankedClasses(1, source.num_batches * source.batch) if predictions else None
-    counted = run_evaluation(subject, source, board, own, per_class=per_class, ranked=ranked, notify=notify)
+    counted = run_evaluation(subject, source, board, parts, per_class=per_class, ranked=ranked, notify=notify)
     tally = counted.tally
     num_images = int(tally.num_images)
     num_top1, num_top5 = (None if each is None else int(each) for each in (tally.top1, tally.top5))
@@ -239,7 +238,7 @@ def _count(
             top5=mean_of_images(num_top5, num_images),
             loss=mean_of_images(float(tally.loss_sum), num_images),
             time=time.time(),
-            metrics=_metric_values(counted.statics, tally),
+            metrics=_metric_values(counted.settings, tally),
         ),
         num_top1=num_top1,
         num_top5=num_top5,
@@ -254,9 +253,9 @@ def _count(
     )
 
 
-def _metric_values(statics: Statics, tally: Tally) -> dict[str, Any]:
+def _metric_values(settings: CompiledSettings, tally: Tally) -> dict[str, Any]:
     """Return the values of the metrics by name, as numbers and nested lists."""
-    finish = jax.jit(statics.evaluated_objective.finish_metrics)
+    finish = jax.jit(settings.evaluated_objective.finish_metrics)
     return {name: np.asarray(value).tolist() for name, value in finish(tally.metrics).items()}
 
 

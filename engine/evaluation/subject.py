@@ -17,8 +17,8 @@ from loopfeed.engine.feed.batches import EvaluationSource
 from loopfeed.engine.named_parts import NAME_FORM
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.program.kernels import replace_missing_kernels
-from loopfeed.engine.program.statics import UserFunctions
 from loopfeed.engine.program.train_state import TrainModel, init_weights
 from loopfeed.engine.records.weights import StoredWeights, place_tensors
 from loopfeed.engine.records.weights_metadata import (
@@ -97,8 +97,8 @@ def check_user_model(
 
 def check_user_loss(
     recorded: TrainedRun, loss: Loss | None, metrics: Mapping[str, Metric | PerExample] | None
-) -> UserFunctions:
-    """Return the functions to evaluate with; raise ValueError if the loss of the run is missing or not its own.
+) -> UserParts:
+    """Return the loss and metrics to evaluate with; raise ValueError if the loss of the run is missing or not its own.
 
     Metrics are not compared: an evaluation may compute any.
     """
@@ -112,7 +112,7 @@ def check_user_loss(
         raise ValueError(
             f"{recorded.path} was trained with the ready-made loss {recorded.config.loss}: leave out the loss argument"
         )
-    return UserFunctions(loss, metrics)
+    return UserParts(loss=loss, metrics=metrics)
 
 
 def run_subject(

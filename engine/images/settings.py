@@ -1,13 +1,11 @@
-"""Augmentation settings: a frozen, validated dataclass that can be written to JSON and read back.
+"""Augmentation settings: a frozen, validated dataclass.
 
 Owns names, ranges, defaults and the resulting output shape; must not import jax, so that the commands start fast.
 `loopfeed.engine.images.augment` applies the settings.
 """
 
-import dataclasses
 import math
 import numbers
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -178,19 +176,6 @@ class Augmentation:
                 f"mixup and cutmix mix images in pairs, so the batch of each device must be even, got {batch}: "
                 f"choose an even batch, or turn mixup and cutmix off"
             )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as a JSON-serialisable dictionary."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Augmentation":
-        """Build settings from the output of `to_json`, where pairs may be lists; raise ValueError for unknown keys."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in values:
-            if key not in known:
-                raise ValueError(f"an augmentation setting must be one of {', '.join(known)}; got {key!r}")
-        return cls(**values)
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:

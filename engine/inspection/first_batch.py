@@ -16,11 +16,11 @@ from loopfeed.engine.control.signals import call_on_worker
 from loopfeed.engine.crossing.choice import traced_platform
 from loopfeed.engine.crossing.infeed import Batch
 from loopfeed.engine.program.one_batch import OneBatch, pull_one_batch
-from loopfeed.engine.program.train_state import RunValues
 from loopfeed.engine.replicas import device_put_replicated, replicate, unreplicate
 from loopfeed.engine.run.run import Run
+from loopfeed.engine.updates.settings import RuntimeSettings
 
-type LookAt = Callable[[OneBatch, jax.Array, RunValues], Any]
+type LookAt = Callable[[OneBatch, jax.Array, RuntimeSettings], Any]
 """(a device's part of a batch, its number int32 [], runtime settings) → what to return; called while tracing."""
 
 
@@ -36,14 +36,14 @@ def look_at_first_batch(run: Run, look: LookAt) -> Any:
         KeyboardInterrupt: a signal came first.
     """
     config, infeed, transport, devices = run.config, run.infeed, run.transport, run.team.devices
-    replicas, source, form = run.statics.replicas, run.data.source, run.statics.objective.label_form
+    replicas, source, form = run.settings.replicas, run.data.source, run.settings.objective.label_form
     rows = config.batch // replicas.count
     label_shape = (rows,) if form is None else (rows, form.num_words)
     shapes = jax.eval_shape(
         lambda: Batch(jnp.zeros((rows, source.height, source.width), jnp.uint32), jnp.zeros(label_shape, jnp.int32))
     )
 
-    def program(pulls: jax.Array, values: RunValues) -> tuple[Any, jax.Array]:
+    def program(pulls: jax.Array, values: RuntimeSettings) -> tuple[Any, jax.Array]:
         one = pull_one_batch(infeed, replicas, shapes, pulls)
         return look(one, pulls, values), one.is_there
 

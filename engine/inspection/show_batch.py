@@ -20,10 +20,10 @@ from loopfeed.engine.parts import PartArguments, take_parts
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.program.augmented_batch import augment_batch
 from loopfeed.engine.program.one_batch import OneBatch
-from loopfeed.engine.program.train_state import RunValues
 from loopfeed.engine.records.whole_file import write_whole
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import open_run
+from loopfeed.engine.updates.settings import RuntimeSettings
 from loopfeed.preprocess.commands.sheet_path import check_sheet_path
 from loopfeed.preprocess.printable import printable, printable_line
 from loopfeed.preprocess.quantities import quantity
@@ -137,14 +137,14 @@ def show_batch(
 
 def first_batch_of(run: Run) -> ShownBatch:
     """Return the batch that an open run would train on next; see `show_batch`."""
-    statics, data = run.statics, run.data
+    settings, data = run.settings, run.data
 
-    def look(one: OneBatch, pulls: jax.Array, values: RunValues) -> Any:
-        images, mix_weight, _ = augment_batch(statics, one.batch, pulls, values)
-        return statics.replicas.join_rows((images, one.batch.labels, mix_weight))
+    def look(one: OneBatch, pulls: jax.Array, values: RuntimeSettings) -> Any:
+        images, mix_weight, _ = augment_batch(settings, one.batch, pulls, values)
+        return settings.replicas.join_rows((images, one.batch.labels, mix_weight))
 
     images, words, mix_weight = look_at_first_batch(run, look)
-    labels, _ = statics.objective.read_labels(jnp.asarray(words))
+    labels, _ = settings.objective.read_labels(jnp.asarray(words))
     labels, images, mix_weight = jax.tree.map(np.asarray, (labels, images, mix_weight))
     levels = (images * np.asarray(run.std, np.float32) + np.asarray(data.mean, np.float32)) * 255
     step = run.start.step + 1

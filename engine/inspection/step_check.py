@@ -24,6 +24,7 @@ from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import open_run
 from loopfeed.engine.scopes import BACKWARD, LOSS, OPT_STEP
 from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.settings import Cadence
 
 _DISTURBED_RUNS = 2
 _LOSS_GRADIENT = f"{BACKWARD}/{LOSS}"
@@ -126,7 +127,7 @@ def _step_program(run: Run) -> StepProgram:
     """Return the next step of a run, with the batch that it would take."""
     batch, factor = look_at_first_batch(run, lambda one, *_: (one.batch, one.learning_rate_factor))
     state = run.starting_state()
-    return StepProgram(run.checked_model(), run.statics, state, Batch(*batch), factor, run.values())
+    return StepProgram(run.checked_model(), run.settings, state, Batch(*batch), factor, run.values())
 
 
 type _Parts = dict[str, list[Any]]
@@ -192,7 +193,7 @@ def _run_whole(run: Run, step: int) -> _Parts:
         compiled, state = run.prepare(run.trace())
     none = jnp.int32(0)
     values = run.values()._replace(
-        stop_step=jnp.int32(step), eval_every_steps=none, num_eval_batches=none, snapshot_every_steps=none
+        stop_step=jnp.int32(step), evaluations=Cadence(none), num_eval_batches=none, snapshots=Cadence(none)
     )
     run.board.prepare(first_pull=run.start.pulls, pulls_per_step=1, replayed=run.start.events, record=lambda _: None)
     state = run.execute(compiled, state, [], values)

@@ -7,18 +7,17 @@ from loopfeed.engine.crossing.infeed import Batch
 from loopfeed.engine.images.augment import augment_images
 from loopfeed.engine.images.positions import Positions, image_keys, positions
 from loopfeed.engine.images.user_augment import apply_user_augmentation
-from loopfeed.engine.program.statics import Statics
-from loopfeed.engine.program.train_state import RunValues
 from loopfeed.engine.scopes import AUGMENT
+from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
 
 
 def augment_batch(
-    statics: Statics, batch: Batch, pulls: Int32[Array, ""], values: RunValues
+    settings: CompiledSettings, batch: Batch, pulls: Int32[Array, ""], values: RuntimeSettings
 ) -> tuple[Float32[Array, "b h w 3"], Int32[Array, "b"] | None, Positions]:
     """Augment this device's part of a batch, and normalise it.
 
     Args:
-        statics: the static settings.
+        settings: the compiled settings.
         batch: the images as pulled, and their labels.
         pulls: number of batches before this one.
         values: the runtime settings.
@@ -26,11 +25,11 @@ def augment_batch(
     Returns:
         The images; the share of each image's own label as `augment_images` returns it; and the positions of the images.
     """
-    num_images, replicas = len(batch.labels), statics.replicas
+    num_images, replicas = len(batch.labels), settings.replicas
     with jax.named_scope(AUGMENT):
         at = positions(pulls, num_images * replicas.count, replicas.this_device() * num_images, num_images)
-    images, mix_weight = augment_images(statics.augmentation, batch.pixels, at, values.seed_words, values.scale)
-    if statics.augment is not None:
+    images, mix_weight = augment_images(settings.augmentation, batch.pixels, at, values.seed_words, values.scale)
+    if settings.user_augmentation is not None:
         with jax.named_scope(AUGMENT):
-            images = apply_user_augmentation(statics.augment, images, image_keys(values.seed_words, at))
+            images = apply_user_augmentation(settings.user_augmentation, images, image_keys(values.seed_words, at))
     return images, mix_weight, at

@@ -14,9 +14,9 @@ from loopfeed.engine.images.augment import prepare_for_evaluation
 from loopfeed.engine.images.unpack import PixelScale
 from loopfeed.engine.objective.tally import Tally, empty_tally, merge_tallies, tally_outputs
 from loopfeed.engine.program.pulls import for_each, pull_part
-from loopfeed.engine.program.statics import Statics
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.scopes import LOSS, PREDICT, UNPACK
+from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.engine.updates.update import Weights
 
 
@@ -38,7 +38,7 @@ class _SplitCarry(NamedTuple):
 
 def evaluate_split(
     model: TrainModel,
-    statics: Statics,
+    settings: CompiledSettings,
     weights: Weights,
     infeed: BatchInfeed,
     token: Token,
@@ -52,7 +52,7 @@ def evaluate_split(
 
     Args:
         model: the model to evaluate.
-        statics: the static settings; those used are the image size and whether to evaluate mirror images too.
+        settings: the compiled settings; those used are the image size and whether to evaluate mirror images too.
         weights: the model's parameters and statistics.
         infeed: infeed of the split's batches.
         token: the token of the crossing before.
@@ -71,27 +71,27 @@ def evaluate_split(
     def one_pull(carry: _SplitCarry) -> _SplitCarry:
         batch = carry.batch
         num_wanted = jnp.minimum(num_batches - batch, infeed.chunk)
-        token, pulled = pull_part(infeed, carry.token, first_pull + batch, num_wanted, statics.replicas)
+        token, pulled = pull_part(infeed, carry.token, first_pull + batch, num_wanted, settings.replicas)
         token, tally, num_taken = for_each(infeed, token, pulled, count, carry.tally)
         return _SplitCarry(token, batch + num_taken, num_taken < num_wanted, tally)
 
     def count(tally: Tally, batch: Batch) -> Tally:
-        images = prepare_for_evaluation(batch.pixels, statics.augmentation.size, scale)
-        if statics.eval_mirror:
+        images = prepare_for_evaluation(batch.pixels, settings.augmentation.size, scale)
+        if settings.eval_mirror:
             with jax.named_scope(UNPACK):
                 images = jnp.concatenate([images, images[:, :, ::-1]])
         with jax.named_scope(PREDICT):
             logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
-            if statics.eval_mirror:
+            if settings.eval_mirror:
                 logits = jax.tree.map(_mean_of_halves, logits)
         with jax.named_scope(LOSS):
-            return tally_outputs(statics.evaluated_objective, tally, logits, batch.labels)
+            return tally_outputs(settings.evaluated_objective, tally, logits, batch.labels)
 
-    empty = start or empty_tally(objective=statics.evaluated_objective)
+    empty = start or empty_tally(objective=settings.evaluated_objective)
     before = _SplitCarry(token, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool), empty)
     after = lax.while_loop(continues, one_pull, before)
     with jax.named_scope(LOSS):
-        tally = statics.replicas.merge(partial(merge_tallies, statics.evaluated_objective), after.tally)
+        tally = settings.replicas.merge(partial(merge_tallies, settings.evaluated_objective), after.tally)
     return after.token, tally, after.stopped
 
 

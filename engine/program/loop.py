@@ -25,13 +25,13 @@ from loopfeed.engine.program.histograms import compute_histograms
 from loopfeed.engine.program.model_key import model_keys
 from loopfeed.engine.program.observed import Observed, SeenImages, init_observed, named_leaves, observe_images
 from loopfeed.engine.program.pulls import for_each, pull_part
-from loopfeed.engine.program.statics import Statics
-from loopfeed.engine.program.train_state import RunValues, TrainModel, TrainState
+from loopfeed.engine.program.train_state import TrainModel, TrainState
 from loopfeed.engine.scopes import FORWARD, LOSS, OPT_STEP, PUSH, SNAPSHOT, TRAIN, VALID
 from loopfeed.engine.updates.reach import UNKNOWN, Reach
 from loopfeed.engine.updates.selection import join_frozen, keep_frozen, split_frozen
+from loopfeed.engine.updates.settings import Cadence, CompiledSettings, RuntimeSettings
 from loopfeed.engine.updates.skipping import choose
-from loopfeed.engine.updates.update import Microbatch, Outcome, UpdateValues, Weights, update_weights
+from loopfeed.engine.updates.update import Microbatch, Outcome, Weights, update_weights
 from loopfeed.models.layers.batch_norm import normalising_over
 from loopfeed.models.layers.to_float32 import to_float32
 
@@ -78,21 +78,21 @@ class _ChunkCarry(NamedTuple):
 
 def make_program(
     model: TrainModel,
-    statics: Statics,
+    settings: CompiledSettings,
     infeed: BatchInfeed,
     outfeed: Outfeed,
     evaluation_infeed: BatchInfeed | None = None,
-) -> Callable[[TrainState, RunValues], TrainState]:
+) -> Callable[[TrainState, RuntimeSettings], TrainState]:
     """Return the function that trains from start to end: (state, values) → the state after the last step.
 
     Args:
         model: the model to train.
-        statics: the static settings.
+        settings: the compiled settings.
         infeed, outfeed: the crossings.
         evaluation_infeed: infeed of the validation batches, addressed by evaluation · batches + batch; None disables
             evaluation.
     """
-    return _Program(model, statics, infeed, outfeed, evaluation_infeed).train
+    return _Program(model, settings, infeed, outfeed, evaluation_infeed).train
 
 
 @dataclass(frozen=True)
@@ -100,58 +100,50 @@ class _Program:
     """The nested loops, outermost first: segments (ending at an evaluation or a snapshot), pulls, and their batches."""
 
     model: TrainModel
-    statics: Statics
+    settings: CompiledSettings
     infeed: BatchInfeed
     outfeed: Outfeed
     evaluation_infeed: BatchInfeed | None
 
-    def train(self, state: TrainState, values: RunValues) -> TrainState:
+    def train(self, state: TrainState, values: RuntimeSettings) -> TrainState:
         def continues(carry: _Carry) -> jax.Array:
             return ~carry.stopped & ~_is_done(carry.state, values)
 
         no = jnp.zeros((), jnp.bool)
         reach = jax.tree.map(jnp.asarray, UNKNOWN)
-        start = _Carry(self._split_accumulated(state), no, no, self._init_observed(state), reach, first_token())
-        return self._join_accumulated(lax.while_loop(continues, partial(self._segment, values), start).state)
-
-    def _init_observed(self, state: TrainState) -> Observed:
-        statics = self.statics
-        return init_observed(
-            statics.observation,
-            state.params,
-            statics.rule.frozen,
-            has_labels=statics.objective.has_classes,
-            mixes=statics.augmentation.mixes,
+        start = _Carry(
+            self._split_accumulated(state), no, no, init_observed(self.settings, state.params), reach, first_token()
         )
+        return self._join_accumulated(lax.while_loop(continues, partial(self._segment, values), start).state)
 
     def _split_accumulated(self, state: TrainState) -> TrainState:
         """Give each device its part of what was gathered for the next update before this launch.
 
         The mean of equal sums is the sum; of the metrics, the first device keeps the states.
         """
-        replicas, metrics = self.statics.replicas, state.metrics
+        replicas, metrics = self.settings.replicas, state.metrics
         if metrics is None or replicas.count == 1:
             return state
         return state._replace(
-            metrics=choose(replicas.this_device() == 0, metrics, self.statics.objective.init_metrics())
+            metrics=choose(replicas.this_device() == 0, metrics, self.settings.objective.init_metrics())
         )
 
     def _join_accumulated(self, state: TrainState) -> TrainState:
         """Make equal on all devices what each gathered for the next update, in a run that stops between two updates."""
-        replicas, accumulated = self.statics.replicas, state.update.accumulated
+        replicas, accumulated = self.settings.replicas, state.update.accumulated
         if accumulated is None or replicas.count == 1:
             return state
         sums, batch_stats = replicas.mean((accumulated.sums, state.batch_stats))
         metrics = state.metrics
         if metrics is not None:
-            metrics = replicas.merge(self.statics.objective.merge_metrics, metrics)
+            metrics = replicas.merge(self.settings.objective.merge_metrics, metrics)
         update = state.update._replace(accumulated=accumulated._replace(sums=sums))
         return state._replace(update=update, batch_stats=batch_stats, metrics=metrics)
 
-    def _segment(self, values: RunValues, carry: _Carry) -> _Carry:
+    def _segment(self, values: RuntimeSettings, carry: _Carry) -> _Carry:
         """Train up to the next step at which something is pushed or evaluated, then do whatever is due."""
         step_before = carry.state.step
-        boundary = _next_boundary(carry.state.step, values)
+        boundary = self._next_boundary(carry.state.step, values)
 
         def continues(carry: _Carry) -> jax.Array:
             requested = (carry.state.owes_evaluation | carry.snapshot) & _is_between_updates(carry.state)
@@ -160,19 +152,26 @@ class _Program:
         carry = lax.while_loop(continues, partial(self._one_pull, values, boundary), carry)
         return self._push_snapshot(values, self._evaluate(values, self._push_observed(values, step_before, carry)))
 
+    def _next_boundary(self, step: Int32[Array, ""], values: RuntimeSettings) -> Int32[Array, ""]:
+        """Return the number of the update after which something is evaluated or pushed next."""
+        cadences = [values.evaluations, values.snapshots]
+        cadences += [values.histograms] if self.settings.histograms else []
+        cadences += [] if self.settings.shown_images is None else [values.images]
+        return reduce(jnp.minimum, (cadence.next_after(step, values.stop_step) for cadence in cadences))
+
     @jax.named_scope(TRAIN)
-    def _one_pull(self, values: RunValues, boundary: jax.Array, carry: _Carry) -> _Carry:
+    def _one_pull(self, values: RuntimeSettings, boundary: jax.Array, carry: _Carry) -> _Carry:
         """Train on one pull's batches, up to update `boundary`, and emit the losses of the updates that were due."""
         requested = carry.state.owes_evaluation | carry.snapshot
-        num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values.update, self.infeed.chunk)
-        token, pulled = pull_part(self.infeed, carry.token, carry.state.pulls, num_wanted, self.statics.replicas)
+        num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values, self.infeed.chunk)
+        token, pulled = pull_part(self.infeed, carry.token, carry.state.pulls, num_wanted, self.settings.replicas)
         control = pulled.control
         token, chunk, num_taken = for_each(
             self.infeed,
             token,
             pulled,
             partial(self._train_on_batch, values, control),
-            _empty_chunk(carry, self.infeed.num_together, len(self.statics.objective.metrics)),
+            _empty_chunk(carry, self.infeed.num_together, len(self.settings.objective.metrics)),
             is_over=lambda chunk: chunk.gives_up,
             emit=self._push_losses,
         )
@@ -185,10 +184,12 @@ class _Program:
         snapshot = carry.snapshot | (control.snapshot & is_heeded)
         return _Carry(state, stopped, snapshot, chunk.observed, chunk.reach, token)
 
-    def _train_on_batch(self, values: RunValues, control: ControlWord, chunk: _ChunkCarry, batch: Batch) -> _ChunkCarry:
+    def _train_on_batch(
+        self, values: RuntimeSettings, control: ControlWord, chunk: _ChunkCarry, batch: Batch
+    ) -> _ChunkCarry:
         """Train on the next batch of a pull."""
         state, outcome, metrics, images = train_step(
-            self.model, self.statics, chunk.state, batch, control.learning_rate_factor, values, chunk.reach
+            self.model, self.settings, chunk.state, batch, control.learning_rate_factor, values, chunk.reach
         )
         with jax.named_scope(PUSH):
             numbers = jnp.stack([outcome.loss, outcome.learning_rate, *metrics.values()]).astype(jnp.float32)
@@ -201,15 +202,15 @@ class _Program:
             numbers=numbers,
             gives_up=outcome.gives_up,
             observed=Observed(
-                jax.tree.map(to_float32, outcome.gradients) if self.statics.observation.histograms else None, images
+                jax.tree.map(to_float32, outcome.gradients) if self.settings.histograms else None, images
             ),
             reach=outcome.reach,
         )
 
     @jax.named_scope(PUSH)
     def _push_losses(self, token: Token, chunk: _ChunkCarry) -> tuple[Token, _ChunkCarry]:
-        names = tuple(self.statics.objective.metrics)
-        token = self.statics.replicas.on_first(
+        names = tuple(self.settings.objective.metrics)
+        token = self.settings.replicas.on_first(
             lambda token: self.outfeed.push_losses(token, chunk.state.step, chunk.num_updates, chunk.numbers, names),
             token,
         )
@@ -217,57 +218,56 @@ class _Program:
 
     @jax.named_scope(TRAIN)
     @jax.named_scope(PUSH)
-    def _push_observed(self, values: RunValues, step_before: jax.Array, carry: _Carry) -> _Carry:
+    def _push_observed(self, values: RuntimeSettings, step_before: jax.Array, carry: _Carry) -> _Carry:
         """Emit histograms and images if they are due after the last update since `step_before`."""
         state, (gradients, images), token = carry.state, carry.observed, carry.token
 
-        def is_due(every: jax.Array) -> jax.Array:
-            return (state.step > step_before) & _is_multiple(state.step, every)
+        def is_due(cadence: Cadence) -> jax.Array:
+            return (state.step > step_before) & cadence.is_due(state.step)
 
-        if gradients is not None and values.histogram_every_steps is not None:
+        if gradients is not None:
             leaves = named_leaves("weights", state.params) | named_leaves("gradients", gradients)
-            token = self.statics.replicas.on_first(
+            token = self.settings.replicas.on_first(
                 lambda token: self.outfeed.push_histograms(
                     token, state.step, list(leaves), compute_histograms(list(leaves.values()))
                 ),
                 token,
-                is_due(values.histogram_every_steps),
+                is_due(values.histograms),
             )
-        if images is not None and values.log_images_every_steps is not None:
-            token = self.statics.replicas.on_first(
+        if images is not None:
+            token = self.settings.replicas.on_first(
                 lambda token: self.outfeed.push_images(token, state.step, *images),
                 token,
-                is_due(values.log_images_every_steps),
+                is_due(values.images),
             )
         return carry._replace(token=token)
 
     @jax.named_scope(VALID)
-    def _evaluate(self, values: RunValues, carry: _Carry) -> _Carry:
+    def _evaluate(self, values: RuntimeSettings, carry: _Carry) -> _Carry:
         """Evaluate if an evaluation is due; an evaluation that a stop interrupts stays due."""
         infeed = self.evaluation_infeed
         if infeed is None:
             return carry
         state = carry.state
-        every = values.eval_every_steps
-        on_time = (state.step >= values.stop_step) | _is_multiple(state.step, every)
+        on_time = (state.step >= values.stop_step) | values.evaluations.is_due(state.step)
         due = ~carry.stopped & (state.owes_evaluation | on_time)
 
         def evaluate(token: Token, weights: Weights) -> tuple[Token, Tally, jax.Array]:
             num_batches = values.num_eval_batches
             first_pull = state.num_evaluations * num_batches
             return evaluate_split(
-                self.model, self.statics, weights, infeed, token, first_pull, num_batches, values.scale
+                self.model, self.settings, weights, infeed, token, first_pull, num_batches, values.scale
             )
 
-        none = empty_tally(objective=self.statics.evaluated_objective), jnp.zeros((), jnp.bool)
+        none = empty_tally(objective=self.settings.evaluated_objective), jnp.zeros((), jnp.bool)
         token, tally, is_interrupted = lax.cond(
             due, evaluate, lambda token, _: (token, *none), carry.token, state.evaluated
         )
         done = due & ~is_interrupted
         with jax.named_scope(LOSS):
-            metrics = self.statics.evaluated_objective.finish_metrics(tally.metrics)
+            metrics = self.settings.evaluated_objective.finish_metrics(tally.metrics)
         with jax.named_scope(PUSH):
-            token = self.statics.replicas.on_first(
+            token = self.settings.replicas.on_first(
                 lambda token: self.outfeed.push_evaluation(token, state.step, tally, metrics), token, done
             )
         correct = jnp.zeros((), jnp.int32) if tally.top1 is None else tally.top1
@@ -279,13 +279,13 @@ class _Program:
         )
         return carry._replace(state=state, stopped=carry.stopped | is_interrupted, token=token)
 
-    def _push_snapshot(self, values: RunValues, carry: _Carry) -> _Carry:
+    def _push_snapshot(self, values: RuntimeSettings, carry: _Carry) -> _Carry:
         """Emit the state if a snapshot is due, except at the end of the run, when the host receives it anyway."""
         state = carry.state
-        wanted = carry.snapshot | _is_multiple(state.step, values.snapshot_every_steps)
+        wanted = carry.snapshot | values.snapshots.is_due(state.step)
         due = wanted & ~carry.stopped & ~_is_done(state, values)
         with jax.named_scope(TRAIN), jax.named_scope(SNAPSHOT):
-            token = self.statics.replicas.on_first(
+            token = self.settings.replicas.on_first(
                 lambda token: self.outfeed.push_snapshot(token, state.step, state.pulls, state), carry.token, due
             )
         return carry._replace(snapshot=jnp.zeros((), jnp.bool), token=token)
@@ -297,7 +297,9 @@ def _empty_chunk(carry: _Carry, num_together: int, num_metrics: int) -> _ChunkCa
     return _ChunkCarry(carry.state, none, numbers, jnp.zeros((), jnp.bool), carry.observed, carry.reach)
 
 
-def _num_to_pull(boundary: Int32[Array, ""], state: TrainState, values: UpdateValues, chunk: int) -> Int32[Array, ""]:
+def _num_to_pull(
+    boundary: Int32[Array, ""], state: TrainState, values: RuntimeSettings, chunk: int
+) -> Int32[Array, ""]:
     """Return how many batches to pull: enough to reach update `boundary`, but at most one chunk.
 
     If the boundary is not ahead, the pull still reaches the next update.
@@ -312,7 +314,7 @@ def _num_to_pull(boundary: Int32[Array, ""], state: TrainState, values: UpdateVa
     return jnp.minimum(first + (num_updates - 1) * values.accumulate_steps, chunk)
 
 
-def _is_done(state: TrainState, values: RunValues) -> Bool[Array, ""]:
+def _is_done(state: TrainState, values: RuntimeSettings) -> Bool[Array, ""]:
     """Return whether the run is over, with all steps and due evaluations done or `stop_at_top1` reached."""
     return ((state.step >= values.stop_step) & ~state.owes_evaluation) | (state.top1 >= values.stop_at_top1)
 
@@ -322,37 +324,20 @@ def _is_between_updates(state: TrainState) -> jax.Array:
     return jnp.ones((), jnp.bool) if accumulated is None else accumulated.num_pulls == 0
 
 
-def _is_multiple(step: jax.Array, every: jax.Array) -> jax.Array:
-    return (every > 0) & (step % jnp.maximum(every, 1) == 0)
-
-
-def _next_boundary(step: Int32[Array, ""], values: RunValues) -> Int32[Array, ""]:
-    """Return the number of the update after which something is evaluated or pushed next."""
-
-    def following(every: jax.Array) -> jax.Array:
-        multiple = (step // jnp.maximum(every, 1) + 1) * every
-        # A product that overflows int32 is negative.
-        return jnp.where(multiple > step, jnp.minimum(multiple, values.stop_step), values.stop_step)
-
-    observed = (values.histogram_every_steps, values.log_images_every_steps)
-    cadences = (values.eval_every_steps, values.snapshot_every_steps, *(each for each in observed if each is not None))
-    return reduce(jnp.minimum, map(following, cadences))
-
-
 def train_step(
     model: TrainModel,
-    statics: Statics,
+    settings: CompiledSettings,
     state: TrainState,
     batch: Batch,
     learning_rate_factor: Float32[Array, ""],
-    values: RunValues,
+    values: RuntimeSettings,
     reach: Reach = UNKNOWN,
 ) -> tuple[TrainState, Outcome, dict[str, jax.Array], SeenImages | None]:
     """Train on one batch: augment it, run the forward and backward passes, and make an update if one is due.
 
     Args:
         model: the model to train.
-        statics: the static settings.
+        settings: the compiled settings.
         state: the state before the batch.
         batch: the images and their labels.
         learning_rate_factor: multiplies the schedule's learning rate.
@@ -363,49 +348,48 @@ def train_step(
         The new state, the outcome of the batch, the metrics over the batches of the update so far, and the images that
         are observed.
     """
-    replicas = statics.replicas
-    images, mix_weight, at = augment_batch(statics, batch, state.pulls, values)
-    keys = {"key": model_keys(values.seed_words, at)} if statics.takes_key else {}
+    replicas = settings.replicas
+    images, mix_weight, at = augment_batch(settings, batch, state.pulls, values)
+    keys = {"key": model_keys(values.seed_words, at)} if settings.takes_key else {}
 
-    trained, frozen = split_frozen(state.params, statics.rule.frozen)
+    trained, frozen = split_frozen(state.params, settings.frozen)
 
     def loss_of(trained: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         params = join_frozen(trained, frozen)
-        with jax.named_scope(FORWARD), normalising_over(statics.norm_groups):
+        with jax.named_scope(FORWARD), normalising_over(settings.norm_groups):
             outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True, **keys)
         with jax.named_scope(LOSS):
-            loss = statics.objective.training_loss(outputs, batch.labels, mix_weight, values.smoothing)
+            loss = settings.objective.training_loss(outputs, batch.labels, mix_weight, values.smoothing)
         return loss, (batch_stats, outputs)
 
     (loss, (batch_stats, outputs)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)
     with jax.named_scope(LOSS):
-        metrics = statics.objective.training_metrics(outputs, batch.labels)
-    batch_stats = keep_frozen(batch_stats, state.batch_stats, statics.rule.frozen)
-    hyperparams = values.update.hyperparams
+        metrics = settings.objective.training_metrics(outputs, batch.labels)
+    batch_stats = keep_frozen(batch_stats, state.batch_stats, settings.frozen)
+    hyperparams = values.hyperparams
     factor = hyperparams.learning_rate * learning_rate_factor
     with jax.named_scope(OPT_STEP):
         (params, batch_stats), update, outcome = update_weights(
-            statics.rule,
+            settings,
             Weights(state.params, state.batch_stats),
             state.update,
             Microbatch(loss, gradients, batch_stats),
             state.step,
-            values.update._replace(hyperparams=hyperparams._replace(learning_rate=factor)),
+            values._replace(hyperparams=hyperparams._replace(learning_rate=factor)),
             reach,
-            replicas,
         )
     step = state.step + outcome.due.astype(jnp.int32)
     accumulated = state.metrics
     with jax.named_scope(LOSS):
         if accumulated is not None:
-            metrics = statics.objective.merge_metrics(accumulated, metrics)
-            accumulated = choose(outcome.due, statics.objective.init_metrics(), metrics)
-        metrics = replicas.merge_if(outcome.due, statics.objective.merge_metrics, metrics)
-        finished = statics.objective.finish_metrics(metrics)
+            metrics = settings.objective.merge_metrics(accumulated, metrics)
+            accumulated = choose(outcome.due, settings.objective.init_metrics(), metrics)
+        metrics = replicas.merge_if(outcome.due, settings.objective.merge_metrics, metrics)
+        finished = settings.objective.finish_metrics(metrics)
     state = state._replace(
         pulls=state.pulls + 1, step=step, params=params, batch_stats=batch_stats, update=update, metrics=accumulated
     )
-    labels = batch.labels if statics.objective.has_classes else None
+    labels = batch.labels if settings.objective.has_classes else None
     with jax.named_scope(PUSH):
-        seen = observe_images(statics.observation, images, labels, mix_weight, values.scale)
+        seen = observe_images(settings, images, labels, mix_weight, values.scale)
     return state, outcome, finished, seen

@@ -11,9 +11,9 @@ from jax import lax
 from loopfeed.engine.crossing.infeed import Batch
 from loopfeed.engine.program.flat_program import FlatProgram, flatten_program
 from loopfeed.engine.program.loop import train_step
-from loopfeed.engine.program.statics import Statics
-from loopfeed.engine.program.train_state import RunValues, TrainModel, TrainState
+from loopfeed.engine.program.train_state import TrainModel, TrainState
 from loopfeed.engine.scopes import TRAIN
+from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
 from loopfeed.engine.updates.update import Outcome
 
 _SAMPLE_SIZE = 1 << 16
@@ -23,7 +23,7 @@ class StepProgram:
     """One training step of a run on one device.
 
     Args:
-        model, statics: of the run.
+        model, settings: of the run.
         state, batch, learning_rate_factor, values: what the step is made with.
 
     Attributes:
@@ -35,15 +35,15 @@ class StepProgram:
     def __init__(
         self,
         model: TrainModel,
-        statics: Statics,
+        settings: CompiledSettings,
         state: TrainState,
         batch: Batch,
         learning_rate_factor: jax.Array,
-        values: RunValues,
+        values: RuntimeSettings,
     ) -> None:
         @jax.named_scope(TRAIN)
         def step(state: TrainState, *others: Any) -> tuple[TrainState, Outcome]:
-            state, outcome, _, _ = train_step(model, statics, state, *others)
+            state, outcome, _, _ = train_step(model, settings, state, *others)
             return state, outcome
 
         given = state, batch, learning_rate_factor, values

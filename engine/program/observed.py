@@ -10,30 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt8
 
-from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale, to_levels
-from loopfeed.engine.replicas import Replicas
 from loopfeed.engine.updates.selection import dotted_path, split_frozen
+from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.models.layers.to_float32 import to_float32
-
-MOST_IMAGES = 16
-"""The largest number of images that are pushed."""
-
-
-class Observation(NamedTuple):
-    """What is observed, compiled into the program.
-
-    Attributes:
-        histograms: whether histograms of the weights and gradients are pushed.
-        images: the shape (k, h, w, 3) of the images that are pushed, None for none.
-    """
-
-    histograms: bool = False
-    images: tuple[int, int, int, int] | None = None
-
-
-NOTHING = Observation()
 
 
 class SeenImages(NamedTuple):
@@ -63,42 +43,22 @@ class Observed(NamedTuple):
     images: SeenImages | None
 
 
-def observation_of(
-    config: TrainConfig, augmentation: Augmentation, replicas: Replicas, height: int, width: int
-) -> Observation:
-    """Return what a run observes, for images of `height` × `width` pixels before the augmentation."""
-    images = None
-    if config.log_images_every_steps:
-        count = min(config.batch // replicas.count, MOST_IMAGES)
-        images = (count, *augmentation.output_shape(height, width), 3)
-    return Observation(config.histogram_every_steps > 0, images)
-
-
-def init_observed(
-    observation: Observation, params: Any, frozen: tuple[str, ...], *, has_labels: bool, mixes: bool
-) -> Observed:
-    """Return the values before the first update: zeros.
-
-    Args:
-        observation: what is observed.
-        params: the parameters.
-        frozen: patterns of those that are not trained.
-        has_labels: whether labels are class numbers.
-        mixes: whether images are mixed.
-    """
+def init_observed(settings: CompiledSettings, params: Any) -> Observed:
+    """Return the values before the first update: zeros."""
     gradients = images = None
-    if observation.histograms:
-        trained, _ = split_frozen(params, frozen)
+    if settings.histograms:
+        trained, _ = split_frozen(params, settings.frozen)
         gradients = jax.tree.map(lambda leaf: jnp.zeros_like(to_float32(leaf)), trained)
-    if observation.images is not None:
-        none = jnp.zeros(observation.images[:1], jnp.int32)
-        levels = jnp.zeros(observation.images, jnp.uint8)
+    if settings.shown_images is not None:
+        none = jnp.zeros(settings.shown_images[:1], jnp.int32)
+        levels = jnp.zeros(settings.shown_images, jnp.uint8)
+        has_labels, mixes = settings.objective.has_classes, settings.augmentation.mixes
         images = SeenImages(levels, none if has_labels else None, none if mixes else None)
     return Observed(gradients, images)
 
 
 def observe_images(
-    observation: Observation,
+    settings: CompiledSettings,
     images: Float32[Array, "b h w 3"],
     labels: Int32[Array, "b"] | None,
     mix_weights: Int32[Array, "b"] | None,
@@ -107,15 +67,15 @@ def observe_images(
     """Return the first images of a batch, as observed.
 
     Args:
-        observation: what is observed.
+        settings: the compiled settings.
         images: normalised.
         labels: class numbers, or None.
         mix_weights: as `loopfeed.engine.images.augment.augment_images` returns them.
         scale: mean and standard deviation of the pixels.
     """
-    if observation.images is None:
+    if settings.shown_images is None:
         return None
-    count = observation.images[0]
+    count = settings.shown_images[0]
     levels = to_levels(images[:count], scale)
     return SeenImages(levels, *(None if each is None else each[:count] for each in (labels, mix_weights)))
 

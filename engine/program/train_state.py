@@ -1,4 +1,4 @@
-"""The training state, the runtime values of the program, and the protocol of a model.
+"""The training state, and the protocol of a model.
 
 Does not depend on the loops that carry the state, or on the host.
 """
@@ -8,12 +8,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from loopfeed.engine.given_values import describe_given
-from loopfeed.engine.images.unpack import PixelScale
-from loopfeed.engine.objective.objective import CROSS_ENTROPY, Objective
-from loopfeed.engine.updates.update import UpdateRule, UpdateState, UpdateValues, Weights, init_update
+from loopfeed.engine.updates.settings import CompiledSettings
+from loopfeed.engine.updates.update import UpdateState, Weights, init_update
 
 
 class TrainModel(Protocol):
@@ -66,50 +65,20 @@ class TrainState(NamedTuple):
         return self.update.average or Weights(self.params, self.batch_stats)
 
 
-class RunValues(NamedTuple):
-    """The runtime arguments of the program, which can change without recompilation.
-
-    Attributes:
-        stop_step: number of updates after which to leave the loop.
-        eval_every_steps: evaluate after every multiple of it and at the end; 0: only at the end.
-        num_eval_batches: batches of one evaluation.
-        stop_at_top1: leave the loop once an evaluation reaches it; above 1: never.
-        snapshot_every_steps: push a snapshot when the updates done are a multiple of it; 0: never.
-        update: runtime values of the updates.
-        smoothing: label smoothing, see `loopfeed.engine.objective.objective`.
-        seed_words: the seed's high and low half, which key the augmentation.
-        scale: mean and standard deviation of the pixels.
-        histogram_every_steps, log_images_every_steps: push histograms, or images, when the updates done are a multiple
-            of it; None if that is not compiled into the program.
-    """
-
-    stop_step: Int32[Array, ""]
-    eval_every_steps: Int32[Array, ""]
-    num_eval_batches: Int32[Array, ""]
-    stop_at_top1: Float32[Array, ""]
-    snapshot_every_steps: Int32[Array, ""]
-    update: UpdateValues
-    smoothing: Float32[Array, ""]
-    seed_words: UInt32[Array, "2"]
-    scale: PixelScale
-    histogram_every_steps: Int32[Array, ""] | None = None
-    log_images_every_steps: Int32[Array, ""] | None = None
-
-
-def init_state(model: TrainModel, rule: UpdateRule, key: jax.Array, objective: Objective = CROSS_ENTROPY) -> TrainState:
+def init_state(model: TrainModel, settings: CompiledSettings, key: jax.Array) -> TrainState:
     """Create the state before the first step, with parameters drawn from `key`."""
     params, batch_stats = init_weights(model, key)
-    none = jnp.zeros((), jnp.int32)
+    none, objective = jnp.zeros((), jnp.int32), settings.objective
     return TrainState(
         pulls=none,
         step=none,
         params=params,
         batch_stats=batch_stats,
-        update=init_update(rule, Weights(params, batch_stats)),
+        update=init_update(settings, Weights(params, batch_stats)),
         owes_evaluation=jnp.zeros((), jnp.bool),
         num_evaluations=none,
         top1=jnp.zeros((), jnp.float32),
-        metrics=objective.init_metrics() if rule.accumulates and objective.metrics else None,
+        metrics=objective.init_metrics() if settings.accumulates and objective.metrics else None,
     )
 
 

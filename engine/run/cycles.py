@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopfeed.engine.config import TrainConfig, describe_value
-from loopfeed.engine.program.statics import update_values
 from loopfeed.engine.run.epochs import steps_of_epochs
+from loopfeed.engine.run.program_settings import schedule_of
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.schedules import learning_rate_at
 from loopfeed.preprocess.quantities import quantity
@@ -32,7 +32,7 @@ _OF_THE_SCHEDULE = (
 def rate_at(config: TrainConfig, step: int) -> float:
     """Return the learning rate of the schedule at one update; `step` is the number of updates before it."""
     rate = jax.jit(partial(learning_rate_at, config.schedule))
-    return float(rate(jnp.int32(step), update_values(config).schedule))
+    return float(rate(jnp.int32(step), schedule_of(config)))
 
 
 def describe_rate_change(config: TrainConfig, recorded: TrainConfig, step: int, factor: float = 1.0) -> str | None:

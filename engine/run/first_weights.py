@@ -8,18 +8,18 @@ import jax.numpy as jnp
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.locations import storage_options_of
-from loopfeed.engine.objective.objective import Objective
 from loopfeed.engine.program.train_state import TrainModel, TrainState, init_state
 from loopfeed.engine.records.initial_weights import InitialWeights, load_initial_weights
 from loopfeed.engine.run.resume import Resume
-from loopfeed.engine.updates.update import UpdateRule, Weights, init_update
+from loopfeed.engine.updates.settings import CompiledSettings
+from loopfeed.engine.updates.update import Weights, init_update
 from loopfeed.preprocess.shards.classes import ImageClass
 
 
-def draw_state(model: TrainModel, rule: UpdateRule, objective: Objective, words: jax.Array) -> TrainState:
+def draw_state(model: TrainModel, settings: CompiledSettings, words: jax.Array) -> TrainState:
     """Return the initial state that the words of a seed, uint32 [2], determine."""
     # The generator is named, so that the user's default generator changes neither the run nor the key's shape.
-    return init_state(model, rule, jax.random.wrap_key_data(words, impl="threefry2x32"), objective)
+    return init_state(model, settings, jax.random.wrap_key_data(words, impl="threefry2x32"))
 
 
 def read_weights_of_run(
@@ -59,10 +59,10 @@ def read_weights_of_run(
     return given
 
 
-def put_given_weights(given: InitialWeights | None, drawn: TrainState, rule: UpdateRule) -> TrainState:
+def put_given_weights(given: InitialWeights | None, drawn: TrainState, settings: CompiledSettings) -> TrainState:
     """Return a randomly initialised state with the given weights, if there are any, and an update that fits them."""
     if given is None:
         return drawn
     weights = jax.tree.map(partial(jnp.array, copy=True), given.over(Weights(drawn.params, drawn.batch_stats)))
     params, batch_stats = weights
-    return drawn._replace(params=params, batch_stats=batch_stats, update=init_update(rule, weights))
+    return drawn._replace(params=params, batch_stats=batch_stats, update=init_update(settings, weights))

@@ -13,12 +13,8 @@ from loopfeed.engine.named_parts import record_named, recorded_named_parts
 from loopfeed.engine.objective.metrics import as_metrics
 from loopfeed.engine.objective.objective import Objective
 from loopfeed.engine.parts import USER_SOURCES, UserParts, check_parts, name_of
-from loopfeed.engine.program.model_key import takes_key
-from loopfeed.engine.program.observed import observation_of
-from loopfeed.engine.program.statics import Statics, statics_of
 from loopfeed.engine.program.train_state import TrainModel, name_of_model
 from loopfeed.engine.records.best_snapshot import parse_metric
-from loopfeed.engine.replicas import Replicas, norm_groups
 from loopfeed.engine.settings import SettingError
 from loopfeed.models.model import Model
 from loopfeed.models.registry import UnknownModelError, build_model, model_names
@@ -50,32 +46,6 @@ def describe_resolved(model: TrainModel, parts: UserParts, data: RunData) -> dic
         **({USER_SOURCES: sources} if (sources := parts.sources()) else {}),
         **record_named(parts.named),
     }
-
-
-def statics_of_run(
-    config: TrainConfig, parts: UserParts, model: TrainModel, data: RunData, num_devices: int
-) -> Statics:
-    """Return the part of the settings and of the user-defined parts that is compiled into the program.
-
-    Raises:
-        ValueError: the metrics have too many numbers for the log.
-    """
-    evaluated, replicas = data.evaluation, Replicas(num_devices)
-    statics = statics_of(
-        config,
-        parts.functions,
-        label_form_of(data.source),
-        None if evaluated is None else label_form_of(evaluated),
-        model.undecayed if isinstance(model, Model) else (),
-    )
-    statics.evaluated_objective.check_metrics()
-    group = config.batch if config.batch_norm_sync else config.batch_norm_group
-    return statics._replace(
-        takes_key=takes_key(model),
-        replicas=replicas,
-        norm_groups=norm_groups(group, config.batch, num_devices),
-        observation=observation_of(config, statics.augmentation, replicas, data.source.height, data.source.width),
-    )
 
 
 def recorded_user_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:

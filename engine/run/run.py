@@ -44,8 +44,7 @@ from loopfeed.engine.program.checked_model import CheckedModel
 from loopfeed.engine.program.kernels import kernels_on, record_kernels
 from loopfeed.engine.program.loop import make_program
 from loopfeed.engine.program.slow_convolutions import slow_convolutions_warning
-from loopfeed.engine.program.statics import Statics, run_values, seed_words
-from loopfeed.engine.program.train_state import RunValues, TrainModel, TrainState, name_of_model
+from loopfeed.engine.program.train_state import TrainModel, TrainState, name_of_model
 from loopfeed.engine.records.machine import MACHINE
 from loopfeed.engine.records.run_folder import RunFolder
 from loopfeed.engine.records.stored.stored_run import StoredRun
@@ -60,7 +59,8 @@ from loopfeed.engine.run.first_weights import draw_state, put_given_weights, rea
 from loopfeed.engine.run.infeeds import bytes_ahead, depth_of, infeed_of_evaluations, infeed_of_training
 from loopfeed.engine.run.nonfinite import nonfinite_error
 from loopfeed.engine.run.profiling import Profiling
-from loopfeed.engine.run.resolve import choose_model, describe_resolved, statics_of_run
+from loopfeed.engine.run.program_settings import compiled_settings_of_run, runtime_settings, seed_words
+from loopfeed.engine.run.resolve import choose_model, describe_resolved
 from loopfeed.engine.run.resume import Resume, find_cuts
 from loopfeed.engine.runtime.compilations import recording_compilations
 from loopfeed.engine.runtime.record import ProgramTimes
@@ -69,6 +69,7 @@ from loopfeed.engine.stream.loss_stream import LossStream
 from loopfeed.engine.stream.notices import Notices
 from loopfeed.engine.stream.sinks import Sink
 from loopfeed.engine.updates.checks import check_user_rate, describe_selection
+from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
 from loopfeed.models.registry import count_params
 from loopfeed.preprocess.shards.reader import ChangedShardError
 from loopfeed.preprocess.workers import Worker
@@ -201,11 +202,13 @@ class Run:
         self.outfeed = Outfeed(
             self.stream.receive, self.board, self.transport, step=start.step, spans=self.spans, on_push=on_push
         )
-        self.statics: Statics = statics_of_run(config, self.parts, self.model, data, len(self.team.devices))
-        self._draw = partial(draw_state, self.model, self.statics.rule, self.statics.objective)
+        self.settings: CompiledSettings = compiled_settings_of_run(
+            config, self.parts, self.model, data, len(self.team.devices)
+        )
+        self._draw = partial(draw_state, self.model, self.settings)
         self._state_shape = shape = jax.eval_shape(self._draw, seed_words(0))
         selected = describe_selection(config, shape.params, shape.batch_stats)
-        check_user_rate(self.statics.rule, shape.params)
+        check_user_rate(self.settings, shape.params)
         self.given = read_weights_of_run(config, self.registry_name, start, shape, self.notify, data.classes)
         self.num_params = count_params(shape.params)
         if self.registry_name is None:
@@ -286,11 +289,11 @@ class Run:
         """The standard deviation by which the program divides each channel, on the scale 0 … 1."""
         return tuple(max(each, LEAST_STD) for each in self.data.std)
 
-    def values(self) -> RunValues:
+    def values(self) -> RuntimeSettings:
         """Return the runtime settings of the program."""
         num_eval_batches = self.data.evaluation.num_batches if self.data.evaluation else 0
         scale = PixelScale(mean=jnp.array(self.data.mean, jnp.float32), std=jnp.array(self.std, jnp.float32))
-        return run_values(self.config, num_eval_batches, scale)
+        return runtime_settings(self.config, num_eval_batches, scale)
 
     def checked_model(self, notify: Callable[[str], None] = lambda _: None) -> CheckedModel:
         """Return the model as the programs of the run apply it."""
@@ -339,7 +342,7 @@ class Run:
         traced = trace_ahead(program, *arguments, donate=(0,), platform=platform)
         if is_here:
             is_evaluated = self.evaluation_infeed is not None
-            objective = self.statics.evaluated_objective if is_evaluated else self.statics.objective
+            objective = self.settings.evaluated_objective if is_evaluated else self.settings.objective
             check_batch_size(objective, model.outputs, self.notify)
         if self.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
             self.notify(warning)
@@ -363,7 +366,7 @@ class Run:
 
     def _whole_program(self, model: CheckedModel) -> tuple[Callable[..., Any], Any]:
         """Return the training program on all devices, and the shapes of its arguments."""
-        program = make_program(model, self.statics, self.infeed, self.outfeed, self.evaluation_infeed)
+        program = make_program(model, self.settings, self.infeed, self.outfeed, self.evaluation_infeed)
         arguments: Any = (self._state_shape, self.values())
         devices = self.team.devices
         return replicate(program, devices), arguments if self.place.is_here else shapes_on(arguments, devices)
@@ -409,7 +412,7 @@ class Run:
         draw = compile_traced(trace_ahead(self._draw, words, platform=traced_platform(this_device())))
         self._note_program("initial state", draw)
         return call_on_worker(
-            lambda: jax.block_until_ready(put_given_weights(self.given, draw.call(words), self.statics.rule))
+            lambda: jax.block_until_ready(put_given_weights(self.given, draw.call(words), self.settings))
         )
 
     def _note_program(self, name: str, compiled: Compiled) -> None:
@@ -423,7 +426,7 @@ class Run:
     # Execute.
 
     def execute(
-        self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink], values: RunValues | None = None
+        self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink], values: RuntimeSettings | None = None
     ) -> TrainState:
         """Run the program to completion and return its final state; errors on the host are returned by `failure`.
 
@@ -450,7 +453,7 @@ class Run:
             self.stream.close(close_timeout_s)
         return state
 
-    def _run_loop(self, compiled: Compiled, state: TrainState, values: RunValues) -> TrainState:
+    def _run_loop(self, compiled: Compiled, state: TrainState, values: RuntimeSettings) -> TrainState:
         with self.transport.running(), ExitStack() as infeeds:
             for infeed in self.infeeds:
                 infeeds.callback(infeed.close)
@@ -510,5 +513,5 @@ class Run:
             int(state.step),
             int(state.update.skips.in_a_row),
             self.config.most_skips,
-            has_user_part=self.statics.rule.has_user_part,
+            has_user_part=self.settings.has_user_part,
         )

@@ -11,8 +11,9 @@ import optax
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.patterns import parse_freeze, parse_groups
 from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.schedules import Schedule
 from loopfeed.engine.updates.selection import dotted_paths, matches, split_frozen
-from loopfeed.engine.updates.update import Schedule, UpdateRule
+from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.engine.updates.user_optimizer import UserOptimizer, check_rate_not_stored, first_line, has_user_rate
 
 _OF_THE_OPTIMIZER = ("optimizer", "momentum", "beta2", "weight_decay", "decay_all", "cycle_momentum")
@@ -64,10 +65,10 @@ def check_updates(config: TrainConfig, optimizer: UserOptimizer | None, schedule
         _refuse(config, _OF_THE_SCHEDULE, what)
 
 
-def check_user_rate(rule: UpdateRule, params: Any) -> None:
+def check_user_rate(settings: CompiledSettings, params: Any) -> None:
     """Raise ValueError if the state of a user-defined optimizer would keep a learning rate; leaves may be abstract."""
-    if rule.user_optimizer is not None:
-        check_rate_not_stored(rule.user_optimizer, split_frozen(params, rule.frozen)[0])
+    if settings.user_optimizer is not None:
+        check_rate_not_stored(settings.user_optimizer, split_frozen(params, settings.frozen)[0])
 
 
 def describe_selection(config: TrainConfig, params: Any, batch_stats: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from loopfeed.engine.config import ScheduleName
 
@@ -21,6 +21,9 @@ ONE_CYCLE_DIVISOR = 25.0
 # A milestone that no step reaches.
 _NEVER = 2**31 - 1
 
+
+type Schedule = Callable[[Int32[Array, ""]], Shaped[Array, ""]]
+"""Step (number of updates before this one) → learning rate."""
 
 type _Number = Float32[Array, ""] | np.float32
 type _Count = Int32[Array, ""] | np.int32

@@ -9,7 +9,6 @@ that the order of the data depends only on the position. As long as accumulate_s
 pulls = step · accumulate_steps + gathered.num_pulls.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,19 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from loopfeed.engine.config import OptimizerName, ScheduleName
-from loopfeed.engine.patterns import Group
-from loopfeed.engine.replicas import ALONE, Replicas
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.accumulation import Accumulation, accumulate, init_accumulation
 from loopfeed.engine.updates.averages import init_average, update_average
 from loopfeed.engine.updates.clipping import clip_gradient, global_norm
 from loopfeed.engine.updates.optim import Hyperparams, every_leaf, kernels_only, make_optimizer
 from loopfeed.engine.updates.reach import UNKNOWN, Reach, check_reach, following, keeps_finite
-from loopfeed.engine.updates.schedules import ScheduleValues, learning_rate_at, momentum_at
+from loopfeed.engine.updates.schedules import learning_rate_at, momentum_at
 from loopfeed.engine.updates.selection import dotted_path, join_frozen, split_frozen
+from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
 from loopfeed.engine.updates.skipping import (
     Skips,
     all_finite,
@@ -40,71 +37,9 @@ from loopfeed.engine.updates.skipping import (
     has_finite_norm,
     init_skips,
 )
-from loopfeed.engine.updates.user_optimizer import UserOptimizer, has_user_rate, make_user_optimizer
+from loopfeed.engine.updates.user_optimizer import has_user_rate, make_user_optimizer
 from loopfeed.models.layers.materialize import materialize
 from loopfeed.models.layers.to_float32 import to_float32
-
-type Schedule = Callable[[Int32[Array, ""]], Shaped[Array, ""]]
-"""Step (number of updates before this one) → learning rate."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateRule:
-    """The static settings of the updates, compiled into the program.
-
-    Attributes:
-        optimizer, schedule: the names of the optimizer and of the schedule.
-        decay_all: whether to decay norms and biases as well as kernels.
-        cycle_momentum: whether to use the momentum of `momentum_at` instead of the hyperparameters'.
-        accumulates: whether to accumulate gradients over `UpdateValues.accumulate_steps` pulls; otherwise each pull is
-            an update, and no memory is kept for sums.
-        averages: whether to keep an exponential moving average of the weights.
-        average_ramp: whether the average follows faster at first.
-        clip_order: the order of the norm that is clipped, at least 1; inf is the largest magnitude.
-        clips_value: whether to clip each element to `Hyperparams.clip_value`.
-        frozen: patterns of the dotted paths of parameters that are not trained.
-        groups: factors on the learning rate and the weight decay of some parameters.
-        user_optimizer, user_schedule: user-defined, instead of the named ones.
-        undecayed: keys of the parameters that are not decayed although they have several axes; see `kernels_only`.
-    """
-
-    optimizer: OptimizerName = "sgd"
-    schedule: ScheduleName = "constant"
-    decay_all: bool = False
-    cycle_momentum: bool = False
-    accumulates: bool = False
-    averages: bool = False
-    average_ramp: bool = True
-    clip_order: float = 2
-    clips_value: bool = False
-    frozen: tuple[str, ...] = ()
-    groups: tuple[Group, ...] = ()
-    user_optimizer: UserOptimizer | None = None
-    user_schedule: Schedule | None = None
-    undecayed: tuple[str, ...] = ()
-
-    @property
-    def has_user_part(self) -> bool:
-        """Whether the optimizer or the schedule is user-defined."""
-        return self.user_optimizer is not None or self.user_schedule is not None
-
-
-class UpdateValues(NamedTuple):
-    """The runtime values of the updates, which can change without recompilation.
-
-    Attributes:
-        hyperparams: the optimizer's hyperparameters; their learning rate multiplies the schedule's.
-        schedule: the schedule's values.
-        accumulate_steps: pulls per update; used if the rule accumulates.
-        average_decay: in 0 … 1; used if the rule averages.
-        most_skips: largest number of skipped updates in a row.
-    """
-
-    hyperparams: Hyperparams
-    schedule: ScheduleValues
-    accumulate_steps: Int32[Array, ""]
-    average_decay: Float32[Array, ""]
-    most_skips: Int32[Array, ""]
 
 
 class Weights(NamedTuple):
@@ -120,8 +55,8 @@ class UpdateState(NamedTuple):
     Attributes:
         opt_state: the optimizer's moments, float32.
         skips: number of skipped updates.
-        gathered: sums since the last update, or None if the rule does not accumulate.
-        average: average of the weights in float32, or None if the rule keeps none.
+        accumulated: sums since the last update, or None if gradients are not accumulated.
+        average: average of the weights in float32, or None if none is kept.
     """
 
     opt_state: optax.OptState
@@ -165,21 +100,21 @@ class Outcome(NamedTuple):
     reach: Reach
 
 
-def init_update(rule: UpdateRule, weights: Weights) -> UpdateState:
-    """Return the state before the first pull; its structure depends only on the rule and the weights.
+def init_update(settings: CompiledSettings, weights: Weights) -> UpdateState:
+    """Return the state before the first pull; its structure depends only on the settings and the weights.
 
     Raises:
         ValueError: a parameter that is not frozen is not floating-point, or a user-defined optimizer does not fit.
     """
-    trained, _ = split_frozen(weights.params, rule.frozen)
+    trained, _ = split_frozen(weights.params, settings.frozen)
     _check_trainable(trained)
     zero = jnp.zeros((), jnp.float32)
-    optimizer = optimizer_of(rule, Hyperparams(zero, zero, zero), np.True_)
+    optimizer = optimizer_of(settings, Hyperparams(zero, zero, zero), np.True_)
     return UpdateState(
         opt_state=optimizer.init(trained),
         skips=init_skips(),
-        accumulated=init_accumulation((jnp.zeros(()), trained)) if rule.accumulates else None,
-        average=init_average(weights) if rule.averages else None,
+        accumulated=init_accumulation((jnp.zeros(()), trained)) if settings.accumulates else None,
+        average=init_average(weights) if settings.averages else None,
     )
 
 
@@ -197,14 +132,13 @@ def _check_trainable(trained: Any) -> None:
 
 
 def update_weights(
-    rule: UpdateRule,
+    settings: CompiledSettings,
     weights: Weights,
     state: UpdateState,
     microbatch: Microbatch,
     step: Int32[Array, ""],
-    values: UpdateValues,
+    values: RuntimeSettings,
     reach: Reach = UNKNOWN,
-    replicas: Replicas = ALONE,
 ) -> tuple[Weights, UpdateState, Outcome]:
     """Process one pull, and make the update if one is due.
 
@@ -213,20 +147,21 @@ def update_weights(
     statistics are replaced by those of every pull whose statistics are finite, because one bad batch would spoil them
     for good.
 
+    Each device has its own part of the batch. Loss, gradients and statistics are averaged over the devices when an
+    update is due; until then, each device accumulates its own.
+
     Args:
-        rule: the static settings.
+        settings, values: the settings of the program.
         weights: weights before the pull.
         state: state before the pull.
         pull: loss, gradients and statistics of the batch.
         step: updates due before this pull; the caller adds `due` to it.
-        values: the runtime values.
         reach: bounds of the weights, those of the outcome of the pull before.
-        replicas: the devices of which each has its own part of the batch. Loss, gradients and statistics are averaged
-            over them when an update is due; until then, each device accumulates its own.
 
     Returns:
         The weights and the state after the pull, of the same structure and dtypes, and the outcome.
     """
+    replicas = settings.replicas
     due, accumulated = jnp.ones((), jnp.bool), None
     loss, gradients = to_float32(microbatch.loss), microbatch.gradients
     if state.accumulated is not None:
@@ -236,12 +171,12 @@ def update_weights(
         own = choose(all_finite(batch_stats), batch_stats, weights.batch_stats)
         with jax.named_scope("reduce"):
             loss, gradients, batch_stats = replicas.mean_if(due, (loss, gradients, own))
-    move = _Move(rule, hyperparams_at(rule, step, values), loss, values.average_decay, step)
-    trained, frozen = split_frozen(weights.params, rule.frozen)
-    average = None if state.average is None else split_frozen(state.average.params, rule.frozen)[0]
+    move = _Move(settings, hyperparams_at(settings, step, values), loss, values.average_decay, step)
+    trained, frozen = split_frozen(weights.params, settings.frozen)
+    average = None if state.average is None else split_frozen(state.average.params, settings.frozen)[0]
     before = trained, state.opt_state, average
     finite = has_finite_norm(gradients) & jnp.isfinite(move.hyperparams.learning_rate)
-    if rule.user_optimizer is None:
+    if settings.user_optimizer is None:
         is_fit, reach = move.check(before, gradients, finite, reach)
         finite = finite & is_fit
         applied = due & finite
@@ -258,7 +193,7 @@ def update_weights(
     skips = count_skips(state.skips, due, finite)
     weights_average = state.average
     if weights_average is not None:
-        followed = update_average(weights_average, updated, values.average_decay, step, ramp=rule.average_ramp)
+        followed = update_average(weights_average, updated, values.average_decay, step, ramp=settings.average_ramp)
         weights_average = choose(applied, followed, weights_average)
     outcome = Outcome(due, gives_up(skips, values.most_skips), loss, move.hyperparams.learning_rate, gradients, reach)
     return updated, UpdateState(opt_state, skips, accumulated, weights_average), outcome
@@ -269,12 +204,12 @@ class _Move:
     """The move of an update, from trained parameters, state and average as they are before it.
 
     Attributes:
-        rule, hyperparams: those of the update.
+        settings, hyperparams: those of the update.
         loss: which a user-defined optimizer may use.
         average_decay, step: as `update_average` takes them.
     """
 
-    rule: UpdateRule
+    settings: CompiledSettings
     hyperparams: Hyperparams
     loss: Float[Array, ""]
     average_decay: Float32[Array, ""]
@@ -284,8 +219,8 @@ class _Move:
         self, trained: Any, opt_state: Any, gradients: Any, applied: Bool[Array, ""] | np.bool, *, clips: bool = True
     ) -> tuple[Any, Any]:
         """Return the parameters and the optimizer's state after the move; `applied` is as `make_optimizer` takes it."""
-        optimizer = optimizer_of(self.rule, self.hyperparams, applied, clips=clips)
-        extra = {} if self.rule.user_optimizer is None else {"value": self.loss}
+        optimizer = optimizer_of(self.settings, self.hyperparams, applied, clips=clips)
+        extra = {} if self.settings.user_optimizer is None else {"value": self.loss}
         updates, opt_state = optimizer.update(gradients, opt_state, trained, **extra)
         return optax.apply_updates(trained, updates), opt_state
 
@@ -293,7 +228,7 @@ class _Move:
         """Return whether the move, and that of the average after it, keeps every finite number finite."""
         average = before[2]
         if average is not None:
-            average = update_average(average, moved[0], self.average_decay, self.step, ramp=self.rule.average_ramp)
+            average = update_average(average, moved[0], self.average_decay, self.step, ramp=self.settings.average_ramp)
         return keeps_finite(before, (*moved, average))
 
     def check(
@@ -302,7 +237,9 @@ class _Move:
         """Return `fits` of the move that a ready-made optimizer would make, and bounds after it."""
         norm = jnp.where(finite, global_norm(gradients), 0)
         count = sum(leaf.size for leaf in jax.tree.leaves(before[0]))
-        follow = partial(following, self.rule.optimizer, self.hyperparams, self.rule.groups, norm=norm, count=count)
+        follow = partial(
+            following, self.settings.optimizer, self.hyperparams, self.settings.groups, norm=norm, count=count
+        )
 
         def look(before: tuple[Any, Any, Any], gradients: Any, *, clips: bool = True) -> jax.Array:
             return self.fits(before, self.make(*before[:2], gradients, np.True_, clips=clips))
@@ -311,35 +248,37 @@ class _Move:
 
 
 def optimizer_of(
-    rule: UpdateRule, hyperparams: Hyperparams, applied: Bool[Array, ""] | np.bool, *, clips: bool = True
+    settings: CompiledSettings, hyperparams: Hyperparams, applied: Bool[Array, ""] | np.bool, *, clips: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer of a rule, which first clips the gradient; `applied` is as `make_optimizer` takes it."""
-    largest_value = hyperparams.clip_value if rule.clips_value else None
-    clip = clip_gradient(hyperparams.clip_norm, rule.clip_order, largest_value) if clips else optax.identity()
-    if rule.user_optimizer is not None:
-        return make_user_optimizer(rule.user_optimizer, hyperparams.learning_rate, clip=clip, groups=rule.groups)
-    kernels = partial(kernels_only, undecayed=rule.undecayed)
+    """Return the optimizer, which first clips the gradient; `applied` is as `make_optimizer` takes it."""
+    largest_value = hyperparams.clip_value if settings.clips_value else None
+    clip = clip_gradient(hyperparams.clip_norm, settings.clip_order, largest_value) if clips else optax.identity()
+    if settings.user_optimizer is not None:
+        return make_user_optimizer(
+            settings.user_optimizer, hyperparams.learning_rate, clip=clip, groups=settings.groups
+        )
+    kernels = partial(kernels_only, undecayed=settings.undecayed)
     return make_optimizer(
-        rule.optimizer,
+        settings.optimizer,
         hyperparams,
-        decay_mask=every_leaf if rule.decay_all else kernels,
+        decay_mask=every_leaf if settings.decay_all else kernels,
         trust_mask=kernels,
         applied=applied,
         clip=clip,
-        groups=rule.groups,
+        groups=settings.groups,
     )
 
 
-def hyperparams_at(rule: UpdateRule, step: Int32[Array, ""], values: UpdateValues) -> Hyperparams:
+def hyperparams_at(settings: CompiledSettings, step: Int32[Array, ""], values: RuntimeSettings) -> Hyperparams:
     """Return the hyperparameters at one step, with the schedule's learning rate and momentum filled in.
 
     If the optimizer has a learning rate of its own, the learning rate here is only the factor requested by the user.
     """
     hyperparams = values.hyperparams
     learning_rate = hyperparams.learning_rate
-    if rule.user_schedule is not None:
-        learning_rate = learning_rate * jnp.asarray(rule.user_schedule(step), jnp.float32)
-    elif rule.user_optimizer is None or not has_user_rate(rule.user_optimizer):
-        learning_rate = learning_rate * learning_rate_at(rule.schedule, step, values.schedule)
-    momentum = momentum_at(step, values.schedule) if rule.cycle_momentum else hyperparams.momentum
+    if settings.user_schedule is not None:
+        learning_rate = learning_rate * jnp.asarray(settings.user_schedule(step), jnp.float32)
+    elif settings.user_optimizer is None or not has_user_rate(settings.user_optimizer):
+        learning_rate = learning_rate * learning_rate_at(settings.schedule, step, values.schedule)
+    momentum = momentum_at(step, values.schedule) if settings.cycle_momentum else hyperparams.momentum
     return hyperparams._replace(learning_rate=learning_rate, momentum=momentum)

@@ -1,0 +1,195 @@
+"""Conversion of a run's settings to those that are compiled into its program, and to its runtime values."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import UInt32
+
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.data.open_data import RunData
+from loopfeed.engine.feed.batches import label_form_of
+from loopfeed.engine.feed.label_form import LabelForm
+from loopfeed.engine.images.settings import Augmentation
+from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.objective.losses import LOSSES
+from loopfeed.engine.objective.metrics import as_metrics
+from loopfeed.engine.objective.objective import Objective
+from loopfeed.engine.parts import NO_PARTS, UserParts
+from loopfeed.engine.patterns import parse_freeze, parse_groups
+from loopfeed.engine.program.model_key import takes_key
+from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.replicas import Replicas, norm_groups
+from loopfeed.engine.updates.optim import Hyperparams
+from loopfeed.engine.updates.schedules import ONE_CYCLE_DIVISOR, ScheduleValues, schedule_values
+from loopfeed.engine.updates.settings import Cadence, CompiledSettings, RuntimeSettings
+from loopfeed.models.model import Model
+
+_MOST_IMAGES = 16
+# You et al. (2019), arXiv:1904.00962, for LAMB; Kingma and Ba (2014), arXiv:1412.6980, for Adam.
+_EPSILONS = {"lamb": 1e-6}
+_EPSILON = 1e-8
+_UNREACHABLE_TOP1 = 2.0
+# Goyal et al. (2017), arXiv:1706.02677, section 5.1: a tenth of the learning rate after 30, 60 and 80 of 90 epochs.
+_STEP_FRACTIONS = (1 / 3, 2 / 3, 8 / 9)
+_EXPONENTIAL_FINAL_FRACTION = 0.01
+
+
+def compiled_settings(
+    config: TrainConfig,
+    parts: UserParts = NO_PARTS,
+    label_form: LabelForm | None = None,
+    evaluated_form: LabelForm | None = None,
+) -> CompiledSettings:
+    """Return what is compiled into a program on one device, whatever the model.
+
+    Args:
+        config: the settings.
+        parts: the user-defined parts.
+        label_form, evaluated_form: the form of the labels in training and in evaluations, None for class numbers.
+    """
+    # The cross entropy has a form of its own, which smooths and mixes the targets exactly.
+    loss = parts.loss if parts.loss is not None or config.loss == "cross-entropy" else LOSSES[config.loss]
+    objective = Objective(loss, label_form, as_metrics(parts.metrics))
+    return CompiledSettings(
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        user_optimizer=parts.optimizer,
+        user_schedule=parts.schedule,
+        decay_all=config.decay_all,
+        cycle_momentum=config.cycle_momentum,
+        accumulates=config.accumulate_steps > 1,
+        averages=config.ema_decay is not None,
+        clip_order=float(config.clip_order),
+        clips_value=config.clip_value is not None,
+        frozen=parse_freeze(config.freeze),
+        groups=parse_groups(config.groups),
+        augmentation=_augmentation(config),
+        user_augmentation=parts.augment,
+        objective=objective.of_training(),
+        evaluated_objective=objective._replace(label_form=evaluated_form),
+        eval_mirror=config.eval_mirror,
+        histograms=config.histogram_every_steps > 0,
+    )
+
+
+def _augmentation(config: TrainConfig) -> Augmentation:
+    return Augmentation(
+        crop=config.crop,
+        size=config.image_size,
+        crop_padding=config.crop_padding,
+        padding_mode=config.padding_mode,
+        area_range=(config.crop_area, 1.0),
+        horizontal_flip=config.flip,
+        brightness=config.brightness,
+        contrast=config.contrast,
+        saturation=config.saturation,
+        hue=config.hue,
+        mixup_alpha=config.mixup,
+        cutmix_alpha=config.cutmix,
+        erasing=config.erasing,
+        auto_augment=config.auto_augment,
+        auto_augment_ops=config.auto_augment_ops,
+        auto_augment_magnitude=config.auto_augment_magnitude,
+    )
+
+
+def compiled_settings_of_run(
+    config: TrainConfig, parts: UserParts, model: TrainModel, data: RunData, num_devices: int
+) -> CompiledSettings:
+    """Return what is compiled into the program of a run.
+
+    Raises:
+        ValueError: the metrics have too many numbers for the log.
+    """
+    evaluated = None if data.evaluation is None else label_form_of(data.evaluation)
+    settings = compiled_settings(config, parts, label_form_of(data.source), evaluated)
+    settings.evaluated_objective.check_metrics()
+    shown_images = None
+    if config.log_images_every_steps:
+        height, width = settings.augmentation.output_shape(data.source.height, data.source.width)
+        shown_images = min(config.batch // num_devices, _MOST_IMAGES), height, width, 3
+    group = config.batch if config.batch_norm_sync else config.batch_norm_group
+    return replace(
+        settings,
+        undecayed=model.undecayed if isinstance(model, Model) else (),
+        takes_key=takes_key(model),
+        replicas=Replicas(num_devices),
+        norm_groups=norm_groups(group, config.batch, num_devices),
+        shown_images=shown_images,
+    )
+
+
+def runtime_settings(config: TrainConfig, num_eval_batches: int, scale: PixelScale) -> RuntimeSettings:
+    """Convert the settings to the runtime arguments of the program.
+
+    Args:
+        config: the settings.
+        num_eval_batches: number of batches of one evaluation; 0 without evaluations.
+        scale: mean and standard deviation of the pixels.
+    """
+    return RuntimeSettings(
+        stop_step=jnp.int32(config.steps),
+        evaluations=_cadence(config.eval_every_steps),
+        num_eval_batches=jnp.int32(num_eval_batches),
+        stop_at_top1=jnp.float32(_UNREACHABLE_TOP1 if config.stop_at_top1 is None else config.stop_at_top1),
+        snapshots=_cadence(config.snapshot_cadence),
+        hyperparams=Hyperparams(
+            learning_rate=jnp.float32(1),  # multiplies the schedule's learning rate
+            momentum=jnp.float32(config.momentum),
+            weight_decay=jnp.float32(config.weight_decay),
+            beta2=jnp.float32(config.beta2),
+            epsilon=jnp.float32(_EPSILONS.get(config.optimizer, _EPSILON)),
+            trust_coefficient=jnp.float32(1e-3),
+            clip_norm=jnp.float32(np.inf if config.clip_norm is None else config.clip_norm),
+            clip_value=jnp.float32(np.inf if config.clip_value is None else config.clip_value),
+        ),
+        schedule=jax.tree.map(jnp.asarray, schedule_of(config)),
+        accumulate_steps=jnp.int32(config.accumulate_steps),
+        average_decay=jnp.float32(config.ema_decay or 0),
+        most_skips=jnp.int32(config.most_skips),
+        smoothing=jnp.float32(config.label_smoothing),
+        seed_words=jnp.asarray(seed_words(config.seed)),
+        scale=scale,
+        histograms=_cadence(config.histogram_every_steps),
+        images=_cadence(config.log_images_every_steps),
+    )
+
+
+def _cadence(every_steps: int | None) -> Cadence:
+    return Cadence(jnp.int32(every_steps or 0))
+
+
+def seed_words(seed: int) -> UInt32[np.ndarray, "2"]:
+    """Split a seed, which may have more bits than a jax integer, into its high and low halves."""
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+
+
+def schedule_of(config: TrainConfig) -> ScheduleValues:
+    """Convert the settings to the runtime values of the schedule, which is in its current cycle if one was appended."""
+    final_fraction, peak = config.final_fraction, config.peak_learning_rate
+    if final_fraction is None:
+        final_fraction = _EXPONENTIAL_FINAL_FRACTION if config.schedule == "exponential" else 0.0
+    num_steps = max(config.steps - config.cycle_start_steps, 0)
+    begin: dict[str, Any] = {"start_step": config.cycle_start_steps}
+    if config.cycle_start_steps and peak:
+        # The first learning rate of a cycle is that before, whether it begins with a warm-up or with the cycle's rise.
+        divisor = 1.0
+        if config.schedule == "one-cycle":
+            divisor = ONE_CYCLE_DIVISOR
+            if not config.warmup_steps and 0 < config.cycle_start_rate <= peak:
+                divisor = begin["start_divisor"] = peak / config.cycle_start_rate
+        begin["warmup_start"] = config.cycle_start_rate / (peak / divisor)
+    return schedule_values(
+        peak,
+        num_steps,
+        warmup_steps=config.warmup_steps,
+        milestones=[round(fraction * num_steps) for fraction in _STEP_FRACTIONS],
+        final_fraction=final_fraction,
+        power=config.schedule_power,
+        restart_cycles=config.restart_cycles,
+        restart_growth=config.restart_growth,
+        **begin,
+    )
