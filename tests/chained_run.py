@@ -112,4 +112,4 @@ def make_older(path: Path, folder: Path) -> None:
                 inner = inner.setdefault(part, {})
             inner[last] = leaf
         shutil.rmtree(path / "snapshots" / str(step))
-        write_snapshot(path / "snapshots", step, snapshot.pulls, nested)
+        write_snapshot(path / "snapshots", step, snapshot.batch_index, nested)

@@ -37,7 +37,7 @@ def test_each_group_returns_its_mean_once(every, pulls):
         if due:
             group = []
             assert all(not np.any(leaf) for leaf in jax.tree.leaves(accumulated))
-        assert int(accumulated.num_pulls) == len(group)
+        assert int(accumulated.num_batches) == len(group)
 
 
 def test_sums_are_float32_and_keep_what_bfloat16_would_lose():
@@ -59,7 +59,7 @@ def test_a_lower_number_of_pulls_ends_the_accumulation_at_once():
     (mean, _), due, accumulated = gather(accumulated, values_of(3), jnp.int32(2))
     assert due
     assert float(mean) == pytest.approx(np.mean([values_of(pull)[0] for pull in range(4)]), abs=1e-6)
-    assert int(accumulated.num_pulls) == 0
+    assert int(accumulated.num_batches) == 0
 
 
 def test_the_sums_keep_their_name_in_snapshots(tmp_path):

@@ -61,7 +61,7 @@ def test_a_function_is_called_once_per_step():
         asked.append(step)
         return numbered(step)
 
-    source = FunctionBatches(function, first_index=6)
+    source = FunctionBatches(function, first_batch=6)
     assert (source.batch, source.height, source.width) == (4, 2, 3)
     assert asked == [6]
     for step in range(6, 10):
@@ -134,7 +134,7 @@ def test_an_exception_of_a_function_is_passed_on():
         raise LookupError(f"no step {step}")
 
     with pytest.raises(LookupError, match="no step 3"):
-        FunctionBatches(function, first_index=3)
+        FunctionBatches(function, first_batch=3)
 
 
 def test_steps_requested_in_any_order_by_many_threads_are_correct(monkeypatch):

@@ -210,7 +210,7 @@ def test_only_the_same_request_on_the_same_occasion_is_not_made_again(again):
     ]
     board = ControlBoard()
     found: list[ControlEvent] = []
-    board.prepare(first_pull=5, pulls_per_step=1, replayed=(), record=found.append)
+    board.prepare(first_batch=5, batches_per_step=1, replayed=(), record=found.append)
     handle = RunHandle(toy_config(), board, step=5, num_images=None, is_evaluated=False, events=events)
     sink = Callbacks([At(6, **again), At(7, **again)], handle)
     sink.open()

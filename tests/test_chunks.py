@@ -250,12 +250,12 @@ def test_a_request_that_coincides_with_a_stop_takes_effect_after_the_resume(tmp_
     assert rates[4] < 0.6 * rates[3]
 
 
-def stop_and_ask_at(first_pull, words_of):
+def stop_and_ask_at(first_batch, words_of):
     """A board's `words` that is told to stop while a request waits, when the program first comes for that batch."""
     asked: list[int] = []
 
     def words(board, pull, num_batches):
-        if pull == first_pull and not asked:
+        if pull == first_batch and not asked:
             asked.append(pull)
             board.request(ControlRequest(learning_rate_factor=0.5))
             board.request_stop("a test")

@@ -56,7 +56,7 @@ def test_a_chunk_ends_where_a_request_of_an_earlier_launch_took_effect():
 
     board = ControlBoard()
     events = [event(3, learning_rate_factor=0.5), event(6, evaluate=True), event(7, snapshot=True)]
-    board.prepare(first_pull=4, pulls_per_step=1, replayed=events, record=lambda _: None)
+    board.prepare(first_batch=4, batches_per_step=1, replayed=events, record=lambda _: None)
     assert board.words(4, 4) == encode_control(0, 0.5, 2)
     assert board.words(6, 4) == encode_control(EVALUATE, 0.5, 1)
     assert board.words(7, 4) == encode_control(SNAPSHOT, 0.5, 1)  # behind this batch, whatever is wanted

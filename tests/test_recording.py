@@ -60,7 +60,7 @@ def opened(disk, tmp_path):
     log, board = ControlLog(path), ControlBoard()
     recorder = EventRecorder(log.append)
     recorder.start()
-    board.prepare(first_pull=0, pulls_per_step=1, replayed=(), record=recorder.begin)
+    board.prepare(first_batch=0, batches_per_step=1, replayed=(), record=recorder.begin)
     yield board, path
     disk.answer()
     recorder.close()
@@ -123,7 +123,7 @@ def test_an_error_of_a_late_record_is_raised_at_the_next_pull(disk):
 
     board, recorder = ControlBoard(), EventRecorder(record)
     recorder.start()
-    board.prepare(first_pull=0, pulls_per_step=1, replayed=(), record=recorder.begin)
+    board.prepare(first_batch=0, batches_per_step=1, replayed=(), record=recorder.begin)
     board.request(ControlRequest("a", snapshot=True))
     assert board.words(0, 1)[0] == 0
     late = board._late

@@ -190,7 +190,7 @@ def test_one_changed_array_of_the_snapshot_is_found_and_named(copied):
         for part in above:
             inner = inner.setdefault(part, {})
         inner[last] = leaf
-    write_snapshot(copied / "snapshots", 8, saved.pulls, nested)
+    write_snapshot(copied / "snapshots", 8, saved.batch_index, nested)
     report = replay(copied, from_step=6, to_step=8)
     (found,) = report.differences
     assert (found.kind, found.recorded, found.count, found.total) == ("array", "7.0", 1, len(leaves))

@@ -107,7 +107,7 @@ def test_every_state_is_restored_bit_for_bit(tmp_path, tree, step):
     shutil.rmtree(tmp_path / "any", ignore_errors=True)
     write_snapshot(tmp_path / "any", step, 3 * step, tree)
     found = read_snapshot(tmp_path / "any", step)
-    assert (found.step, found.pulls) == (step, 3 * step)
+    assert (found.step, found.batch_index) == (step, 3 * step)
     assert_same(match_state(found.leaves, tree), tree)
 
 
@@ -236,7 +236,7 @@ def test_all_damage_is_detected_or_harmless(tmp_path, monkeypatch):
             except SnapshotError as error:
                 outcomes[str(relative), damage] = str(error)
             else:
-                assert found.pulls == 14
+                assert found.batch_index == 14
                 assert_same(match_state(found.leaves, state), jax.tree.map(np.asarray, state))
             shutil.rmtree(tmp_path / "damaged")
     assert all(f"{tmp_path}/damaged/7" in words for words in outcomes.values())
@@ -299,9 +299,9 @@ def test_the_same_again_writes_nothing_and_another_state_or_a_damaged_one_is_rep
     assert_same(match_state(read_snapshot(tmp_path, 5).leaves, second), jax.tree.map(np.asarray, second))
     os.truncate(max(every_file(tmp_path), key=lambda path: path.stat().st_size), 10)
     write_snapshot(tmp_path, 5, 5, second)
-    assert read_snapshot(tmp_path, 5).pulls == 5
+    assert read_snapshot(tmp_path, 5).batch_index == 5
     write_snapshot(tmp_path, 5, 6, second)
-    assert read_snapshot(tmp_path, 5).pulls == 6
+    assert read_snapshot(tmp_path, 5).batch_index == 6
     assert names_in(tmp_path) == ["5"]
 
 
@@ -382,8 +382,8 @@ def test_a_killed_process_leaves_only_complete_snapshots(tmp_path):
         assert steps
         for step in steps:
             found = read_snapshot(tmp_path, step)
-            assert found.pulls // 2 - step in (0, 1)
-            assert found.leaves["step"] == found.pulls // 2
+            assert found.batch_index // 2 - step in (0, 1)
+            assert found.leaves["step"] == found.batch_index // 2
         # A replacement that was cut between its two renames takes one step along, no more.
         assert steps[-1] >= last - last % 2 - 2
     assert unfinished, "no process was killed in the middle of its work: the test shows nothing"

@@ -89,12 +89,12 @@ class Loop:
         # Fresh buffers, as the loop takes them over.
         return jnp.array(0), jnp.array(0), jax.tree.map(jnp.array, weights), init_update(self.settings, weights)
 
-    def loop(self, carry, batches, values, stop_pull):
+    def loop(self, carry, batches, values, stop_batch):
         self.num_traces += 1
 
         def goes_on(carry):
             (pulls, *_), gives_up, _ = carry
-            return (pulls < stop_pull) & ~gives_up
+            return (pulls < stop_batch) & ~gives_up
 
         def one(carry):
             (pulls, step, weights, state), _, losses = carry
@@ -109,8 +109,8 @@ class Loop:
         carry, gives_up, losses = lax.while_loop(goes_on, one, (carry, jnp.zeros((), jnp.bool), losses))
         return carry, gives_up, losses
 
-    def __call__(self, carry, batches, values, stop_pull):
-        return self.compiled(carry, batches, values, jnp.int32(stop_pull))
+    def __call__(self, carry, batches, values, stop_batch):
+        return self.compiled(carry, batches, values, jnp.int32(stop_batch))
 
 
 def stacked(*batches):
@@ -188,7 +188,7 @@ def test_a_run_stopped_at_any_pull_resumes_bit_for_bit(loops):
     for stop in range(10):
         carry, _, first = loop(loop.start(first_weights()), batches, numbers, stop)
         assert int(carry[1]) == stop // 3
-        assert int(carry[3].accumulated.num_pulls) == stop % 3
+        assert int(carry[3].accumulated.num_batches) == stop % 3
         # Through the host and back, as a snapshot takes it.
         carry = jax.tree.map(lambda leaf: jnp.array(np.asarray(leaf)), carry)
         carry, _, second = loop(carry, batches, numbers, 9)

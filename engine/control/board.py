@@ -24,7 +24,7 @@ class ControlBoard:
     """A queue of requests for the running program; safe to use from any thread and from signal handlers.
 
     Attributes:
-        last_pull: the last training pull that the program made, from 0; -1 before the first.
+        last_batch: index of the last training batch that the program asked for, from 0; -1 before the first.
         stop_reason: the reason given by the first request to stop, or None.
     """
 
@@ -38,16 +38,16 @@ class ControlBoard:
         self._patience_s = _LEAST_PATIENCE_S
         self._is_snapshot_due: Callable[[int], bool] = lambda _: False
         self._keeps_evaluated = False
-        self._pulls_per_step = 1
+        self._batches_per_step = 1
         self._factor = 1.0
         self.stop_reason: str | None = None
-        self.last_pull = -1
+        self.last_batch = -1
 
     def prepare(
         self,
         *,
-        first_pull: int,
-        pulls_per_step: int,
+        first_batch: int,
+        batches_per_step: int,
         replayed: Sequence[ControlEvent],
         record: Callable[[ControlEvent], Recording | None],
         is_snapshot_due: Callable[[int], bool] = lambda _: False,
@@ -56,8 +56,8 @@ class ControlBoard:
         """Prepare the board for a launch.
 
         Args:
-            first_pull: first pull of the launch.
-            pulls_per_step: pulls per update.
+            first_batch: index of the first batch of the launch.
+            batches_per_step: batches per update.
             replayed: events of earlier launches, which take effect again at their pulls, except for stops.
             record: function called with each event before the program receives it. It returns the recording, if that
                 may take a while; a request that is not recorded in time takes effect at a later pull. If it raises, the
@@ -66,9 +66,9 @@ class ControlBoard:
                 itself wants a snapshot after that step. Such a snapshot is no event: it changes no bit of the training.
             keeps_evaluated: whether a snapshot follows each evaluation that is requested.
         """
-        self._record, self._pulls_per_step = record, pulls_per_step
-        self._replayed = [event for event in replayed if event.pull >= first_pull]
-        self._factor = factor_before(replayed, first_pull)
+        self._record, self._batches_per_step = record, batches_per_step
+        self._replayed = [event for event in replayed if event.pull >= first_batch]
+        self._factor = factor_before(replayed, first_batch)
         self._is_snapshot_due, self._keeps_evaluated = is_snapshot_due, keeps_evaluated
 
     def request(self, request: ControlRequest) -> None:
@@ -86,48 +86,48 @@ class ControlBoard:
         """Return whether a stop was requested."""
         return self.stop_reason is not None
 
-    def words(self, pull: int, num_batches: int) -> ControlWords:
+    def words(self, batch_index: int, num_batches: int) -> ControlWords:
         """Return the control words for a pull of training batches, at which pending requests take effect.
 
         Args:
-            pull: index of the first batch, from 0.
+            batch_index: index of the first batch, from 0.
             num_batches: number of batches to pull. The words allow fewer, but at least one, if a request of an earlier
                 launch took effect among them, and only one if a snapshot or an evaluation is requested.
 
         Raises:
             BaseException: any exception that `record` raises.
         """
-        self.last_pull = pull
-        is_due = not self.is_stop_requested() and self._is_snapshot_due(pull // self._pulls_per_step + 1)
+        self.last_batch = batch_index
+        is_due = not self.is_stop_requested() and self._is_snapshot_due(batch_index // self._batches_per_step + 1)
         if not (self._pending or self._replayed or is_due):
             return stop_at_once() if self.is_stop_requested() else encode_control(0, self._factor, num_batches)
         # Also at a stop: the launch that resumes the run applies events recorded here at this pull.
         flags = SNAPSHOT * is_due
-        for event in [*events_at(self._replayed, pull), *self._record_pending(pull)]:
+        for event in [*events_at(self._replayed, batch_index), *self._record_pending(batch_index)]:
             is_kept = event.snapshot or (event.evaluate and self._keeps_evaluated)
             flags |= SNAPSHOT * is_kept | EVALUATE * event.evaluate
             if event.learning_rate_factor is not None:
                 self._factor = event.learning_rate_factor
-        self._replayed = [event for event in self._replayed if event.pull > pull]
+        self._replayed = [event for event in self._replayed if event.pull > batch_index]
         if self.is_stop_requested():
             return stop_at_once()
         # A snapshot or an evaluation must follow the same update in every launch, whatever the chunk size.
         most = 1 if flags else num_batches
-        num_batches = min([most, *(event.pull - pull for event in self._replayed)])
+        num_batches = min([most, *(event.pull - batch_index for event in self._replayed)])
         return encode_control(flags, self._factor, num_batches)
 
     def stop_words(self, num_batches: int) -> ControlWords:
         """Return the control words for a pull of `num_batches` batches at which only a stop can take effect."""
         return stop_at_once() if self.is_stop_requested() else encode_control(0, 1.0, num_batches)
 
-    def record_late(self, pull: int) -> list[ControlEvent]:
+    def record_late(self, batch_index: int) -> list[ControlEvent]:
         """Record the requests that callbacks made after the last pull, except for stops, and return the events.
 
         A run that is resumed from here is not given the occasions of these requests again, so it must find them in the
         record. Those of `control-run` are left out: their sender is told that the run has ended.
 
         Args:
-            pull: the next pull, that of a run that is resumed from here.
+            batch_index: the next batch, that of a run that is resumed from here.
 
         Raises:
             TimeoutError: if they are not recorded in time.
@@ -141,7 +141,7 @@ class ControlBoard:
             return []
         if self._late is None or self._late.is_over(_END_TIMEOUT_S):
             self._patience_s = _END_TIMEOUT_S
-            events = self._record_pending(pull, is_cancelled=lambda: False)
+            events = self._record_pending(batch_index, is_cancelled=lambda: False)
             if not self._pending:
                 return events
         raise TimeoutError(
@@ -149,7 +149,7 @@ class ControlBoard:
             "not accept them: check the disk"
         )
 
-    def _record_pending(self, pull: int, is_cancelled: Callable[[], bool] | None = None) -> list[ControlEvent]:
+    def _record_pending(self, batch_index: int, is_cancelled: Callable[[], bool] | None = None) -> list[ControlEvent]:
         """Record the pending requests as events at this pull, and return the events that are recorded in time.
 
         The others stay pending, and so do all while the disk still works on a late one.
@@ -164,7 +164,7 @@ class ControlBoard:
         events: list[ControlEvent] = []
         try:
             for request in requests:
-                event = self._event(request, pull)
+                event = self._event(request, batch_index)
                 # Recorded before it takes effect: a run killed at any later instant repeats it at this pull.
                 recording = self._record(event)
                 if recording and not recording.wait(self._patience_s, is_cancelled or self.is_stop_requested):
@@ -185,10 +185,10 @@ class ControlBoard:
             if request.stop:
                 self.request_stop(origin_of(request.id))
 
-    def _event(self, request: ControlRequest, pull: int) -> ControlEvent:
+    def _event(self, request: ControlRequest, batch_index: int) -> ControlEvent:
         return ControlEvent(
-            pull=pull,
-            step=pull // self._pulls_per_step + 1,
+            pull=batch_index,
+            step=batch_index // self._batches_per_step + 1,
             learning_rate_factor=request.learning_rate_factor,
             snapshot=request.snapshot,
             evaluate=request.evaluate,

@@ -15,8 +15,8 @@ class ControlEvent:
 
     Attributes:
         pull: index of the batch, from 0, with which the request reaches the program.
-        step: the update to which the pull belongs, from 1.
-        learning_rate_factor: multiplies the scheduled learning rate from this pull on; None does not change the factor.
+        step: the update to which the batch belongs, from 1.
+        learning_rate_factor: multiplies the scheduled learning rate from this batch on; None changes no factor.
         snapshot, evaluate: whether to take a snapshot, or to evaluate, after the update.
         stop: whether to stop before the update.
         request: the id of the request.
@@ -76,18 +76,18 @@ def _check_count(name: str, value: object, *, lowest: int) -> None:
         raise ValueError(f"{name} must be an integer from {lowest} to 2**31 - 1, got {value!r}")
 
 
-def factor_before(events: Iterable[ControlEvent], pull: int) -> float:
-    """Return the learning-rate factor set by the events before `pull`, or 1 if they set no factor.
+def factor_before(events: Iterable[ControlEvent], batch_index: int) -> float:
+    """Return the learning-rate factor set by the events before `batch_index`, or 1 if they set no factor.
 
-    The event at the latest pull decides; of several at that pull, the last one.
+    The event at the latest batch decides; of several at that batch, the last one.
     """
     factor, latest = 1.0, -1
     for event in events:
-        if event.learning_rate_factor is not None and latest <= event.pull < pull:
+        if event.learning_rate_factor is not None and latest <= event.pull < batch_index:
             factor, latest = event.learning_rate_factor, event.pull
     return factor
 
 
-def events_at(events: Iterable[ControlEvent], pull: int) -> tuple[ControlEvent, ...]:
-    """Return the events whose pull is `pull`, in the given order."""
-    return tuple(event for event in events if event.pull == pull)
+def events_at(events: Iterable[ControlEvent], batch_index: int) -> tuple[ControlEvent, ...]:
+    """Return the events of the batch `batch_index`, in the given order."""
+    return tuple(event for event in events if event.pull == batch_index)

@@ -122,23 +122,23 @@ class Outfeed:
 
         return self._push(read, token, step, tally.num_images, tally.loss_sum, *ranked, *metrics.values())
 
-    def push_snapshot(self, token: Token, step: jax.Array, pulls: jax.Array, state: Any) -> Token:
+    def push_snapshot(self, token: Token, step: jax.Array, batch_index: jax.Array, state: Any) -> Token:
         """Emit the state; called while tracing.
 
         Args:
             token: the token of the crossing before; that of this one is returned.
             step: int32 [], updates done.
-            pulls: int32 [], batches taken.
+            batch_index: int32 [], batches taken.
             state: any pytree.
         """
         leaves, structure = jax.tree.flatten(plain_keys(state))
 
-        def read(step: Array, pulls: Array, *leaves: Array) -> PushedSnapshot:
+        def read(step: Array, batch_index: Array, *leaves: Array) -> PushedSnapshot:
             # The operands are memory of the program, which its next step overwrites after this function returns.
             copies = [np.array(leaf) for leaf in leaves]
-            return PushedSnapshot(int(step), int(pulls), jax.tree.unflatten(structure, copies))
+            return PushedSnapshot(int(step), int(batch_index), jax.tree.unflatten(structure, copies))
 
-        return self._push(read, token, step, pulls, *leaves)
+        return self._push(read, token, step, batch_index, *leaves)
 
     def push_histograms(
         self, token: Token, step: jax.Array, names: Sequence[str], histograms: tuple[jax.Array, ...]

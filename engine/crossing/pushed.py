@@ -57,12 +57,12 @@ class PushedSnapshot(NamedTuple):
 
     Attributes:
         step: updates done.
-        pulls: batches taken.
+        batch_index: batches taken.
         state: the loop's state as a pytree of NumPy arrays, copied to the host; PRNG keys as their uint32 data.
     """
 
     step: int
-    pulls: int
+    batch_index: int
     state: Any
 
 

@@ -90,7 +90,7 @@ def open_data(
     stack: ExitStack,
     notify: Callable[[str], None],
     *,
-    first_pull: int = 0,
+    first_batch: int = 0,
     is_new: bool = True,
 ) -> RunData:
     """Open the training and evaluation data of a run; the settings `steps` and `epochs` are not used.
@@ -100,7 +100,7 @@ def open_data(
         parts: the user-defined parts.
         stack: closes what is opened.
         notify: called with a line of text about the choice of the data, and with warnings about the data.
-        first_pull: index of the run's first batch, from 0.
+        first_batch: index of the run's first batch, from 0.
         is_new: whether the run is new. A new run is refused while an evaluation split is still being packed: it would
             start without that split, and could not add it later.
 
@@ -108,12 +108,12 @@ def open_data(
         ValueError: settings and data do not fit together; the message names both.
     """
     if parts.batches is not None:
-        data = _open_user_batches(config, parts, first_pull)
+        data = _open_user_batches(config, parts, first_batch)
     elif config.synthetic:
         data = _synthesise(config)
     else:
         data = _open_packed(
-            config, stack, notify, first_pull=first_pull, is_new=is_new, has_user_loss=parts.loss is not None
+            config, stack, notify, first_batch=first_batch, is_new=is_new, has_user_loss=parts.loss is not None
         )
     data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     evaluation = parts.evaluation
@@ -140,11 +140,11 @@ def _check_same_shape(source: BatchSource, evaluation: EvaluationSource) -> None
         )
 
 
-def _open_user_batches(config: TrainConfig, parts: UserParts, first_pull: int) -> RunData:
+def _open_user_batches(config: TrainConfig, parts: UserParts, first_batch: int) -> RunData:
     batches = parts.batches
     assert batches is not None
     how: dict[str, Any] = {
-        "first_index": first_pull,
+        "first_batch": first_batch,
         "num_classes": config.num_classes,
         "kind": label_kind(config, has_user_loss=parts.loss is not None),
     }
@@ -190,7 +190,7 @@ def _open_packed(
     stack: ExitStack,
     notify: Callable[[str], None],
     *,
-    first_pull: int,
+    first_batch: int,
     is_new: bool,
     has_user_loss: bool,
 ) -> RunData:
@@ -213,7 +213,7 @@ def _open_packed(
     num_classes = _num_classes(config, manifest, where)
     _warn_of_split(config, split, num_classes, where, notify)
     data = RunData(
-        _order_batches(config, split, first_pull, stack, notify),
+        _order_batches(config, split, first_batch, stack, notify),
         f"{where}, {quantity(split.num_images, 'image')}",
         num_classes,
         split.num_images,
@@ -263,7 +263,7 @@ def mixes_pairs(config: TrainConfig) -> bool:
 
 
 def _order_batches(
-    config: TrainConfig, split: ShardSplit, first_pull: int, stack: ExitStack, notify: Callable[[str], None]
+    config: TrainConfig, split: ShardSplit, first_batch: int, stack: ExitStack, notify: Callable[[str], None]
 ) -> BatchSource:
     """Return the training batches of a split in the order that the settings name; `stack` closes their reader."""
     if config.order == "random":
@@ -275,7 +275,7 @@ def _order_batches(
         window_gb=config.window_gb,
         pairs=mixes_pairs(config),
         rows=_user_rows(config.batch),
-        first_batch=first_pull,
+        first_batch=first_batch,
         num_threads=config.reader_threads,
         timeout_s=config.infeed_timeout_s,
     )

@@ -87,7 +87,7 @@ def run_evaluation(
             depth=ring_depth(source, config.prefetch),
             num_threads=config.reader_threads,
             timeout_s=config.infeed_timeout_s,
-            name_batch=lambda pull: f"evaluation pull {pull + 1} of {source.num_batches}",
+            name_batch=lambda index: f"evaluation pull {index + 1} of {source.num_batches}",
         ),
         board,
         words_of=lambda _, num_batches: board.stop_words(num_batches),
@@ -99,7 +99,7 @@ def run_evaluation(
     started = time.perf_counter()
     tally = _launch(compiled, subject, source, transport, infeed, board)
     evaluate_s = time.perf_counter() - started
-    wait_s = math.fsum(infeed.take_wait_s(pull) for pull in range(source.num_batches))
+    wait_s = math.fsum(infeed.take_wait_s(index) for index in range(source.num_batches))
     return Counted(tally, settings, compiled, evaluate_s, wait_s)
 
 
@@ -128,14 +128,14 @@ def _compile(
     def program(weights: Weights, num_batches: jax.Array, scale: PixelScale) -> tuple[Tally, jax.Array]:
         num_logits = _num_logits(model, weights, subject, source) if per_class or ranked else 0
         rows = None if ranked is None else empty_predictions(ranked.num_images, min(ranked.num_classes, num_logits))
-        first_pull = jnp.zeros((), jnp.int32)
+        first_batch = jnp.zeros((), jnp.int32)
         _, tally, is_incomplete = evaluate_split(
             model,
             settings,
             weights,
             infeed,
             first_token(),
-            first_pull,
+            first_batch,
             num_batches,
             scale,
             start=empty_tally(num_logits if per_class else None, settings.evaluated_objective, rows),

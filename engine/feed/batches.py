@@ -213,11 +213,11 @@ class FunctionBatches:
     """Batches from a user's function: batch index (from 0) → (uint32 [B, H, W] pixels, labels).
 
     The function is called once for each batch, in order, from one thread. The constructor calls it for batch
-    `first_index`, because the shape of a batch is part of the program, and keeps the result until `fill`.
+    `first_batch`, because the shape of a batch is part of the program, and keeps the result until `fill`.
 
     Args:
         function: the user's function.
-        first_index: index of the run's first batch.
+        first_batch: index of the run's first batch.
         num_classes: K; class numbers must lie in 0 … K - 1. None accepts every nonnegative int32.
         kind: which labels are allowed.
         rows: the rows that the function is asked for as its second argument, those of this process; None if it has no
@@ -237,20 +237,20 @@ class FunctionBatches:
         self,
         function: BatchFunction,
         *,
-        first_index: int = 0,
+        first_batch: int = 0,
         num_classes: int | None = None,
         kind: LabelKind = "classes",
         rows: range | None = None,
         batch: int | None = None,
     ) -> None:
         self._function, self._num_classes, self._kind, self._rows = function, num_classes, kind, rows
-        pixels, labels = self._call(first_index)
+        pixels, labels = self._call(first_batch)
         if rows is not None and len(pixels) != len(rows):
             raise ValueError(
                 f"a batch source that takes rows must return those that it is asked for, {len(rows)}, got {len(pixels)}"
             )
-        self._first: tuple[int, Pixels, Any] | None = (first_index, pixels, labels)
-        self.label_form = _form_of(labels, len(pixels), _origin(first_index), kind=kind)
+        self._first: tuple[int, Pixels, Any] | None = (first_batch, pixels, labels)
+        self.label_form = _form_of(labels, len(pixels), _origin(first_batch), kind=kind)
         self._shape = pixels.shape
         self.batch, self.height, self.width = batch or len(pixels), *pixels.shape[1:]
 

@@ -43,17 +43,17 @@ def look_at_first_batch(run: Run, look: LookAt) -> Any:
         lambda: Batch(jnp.zeros((rows, source.height, source.width), jnp.uint32), jnp.zeros(label_shape, jnp.int32))
     )
 
-    def program(pulls: jax.Array, values: RuntimeSettings) -> tuple[Any, jax.Array]:
-        one = pull_one_batch(infeed, replicas, shapes, pulls)
-        return look(one, pulls, values), one.is_there
+    def program(batch_index: jax.Array, values: RuntimeSettings) -> tuple[Any, jax.Array]:
+        one = pull_one_batch(infeed, replicas, shapes, batch_index)
+        return look(one, batch_index, values), one.is_there
 
     run.board.prepare(
-        first_pull=run.start.pulls,
-        pulls_per_step=config.accumulate_steps,
+        first_batch=run.start.batch_index,
+        batches_per_step=config.accumulate_steps,
         replayed=run.start.events,
         record=lambda _: None,
     )
-    arguments = jnp.int32(run.start.pulls), run.values()
+    arguments = jnp.int32(run.start.batch_index), run.values()
     traced = trace_ahead(replicate(program, devices), *arguments, platform=traced_platform(devices[0]))
     compiled = compile_traced(traced, deterministic=config.deterministic, keeps=transport)
     with transport.running(), ExitStack() as stack:

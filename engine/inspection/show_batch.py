@@ -139,8 +139,8 @@ def first_batch_of(run: Run) -> ShownBatch:
     """Return the batch that an open run would train on next; see `show_batch`."""
     settings, data = run.settings, run.data
 
-    def look(one: OneBatch, pulls: jax.Array, values: RuntimeSettings) -> Any:
-        images, mix_weight, _ = augment_batch(settings, one.batch, pulls, values)
+    def look(one: OneBatch, batch_index: jax.Array, values: RuntimeSettings) -> Any:
+        images, mix_weight, _ = augment_batch(settings, one.batch, batch_index, values)
         return settings.replicas.join_rows((images, one.batch.labels, mix_weight))
 
     images, words, mix_weight = look_at_first_batch(run, look)

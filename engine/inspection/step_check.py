@@ -195,7 +195,9 @@ def _run_whole(run: Run, step: int) -> _Parts:
     values = run.values()._replace(
         stop_step=jnp.int32(step), evaluations=Cadence(none), num_eval_batches=none, snapshots=Cadence(none)
     )
-    run.board.prepare(first_pull=run.start.pulls, pulls_per_step=1, replayed=run.start.events, record=lambda _: None)
+    run.board.prepare(
+        first_batch=run.start.batch_index, batches_per_step=1, replayed=run.start.events, record=lambda _: None
+    )
     state = run.execute(compiled, state, [], values)
     if int(state.step) != step:
         failure = run.failure(state)

@@ -26,8 +26,8 @@ class Course:
     """What is known of a launch before it begins.
 
     Attributes:
-        first_pull, stop_pull: numbers of the training batches of the launch, half-open.
-        pulls_per_step: training batches of one update.
+        first_batch, stop_batch: numbers of the training batches of the launch, half-open.
+        batches_per_step: training batches of one update.
         batch: images of a training batch, over all devices.
         epoch_images: images of an epoch, None if there are no epochs.
         eval_every_steps: steps between evaluations, 0 for one at the end, None if nothing is evaluated.
@@ -38,9 +38,9 @@ class Course:
         chunk: batches of a pull.
     """
 
-    first_pull: int
-    stop_pull: int
-    pulls_per_step: int
+    first_batch: int
+    stop_batch: int
+    batches_per_step: int
     batch: int
     epoch_images: int | None = None
     eval_every_steps: int | None = None
@@ -51,20 +51,20 @@ class Course:
     steps: range | None = None
     chunk: int = 1
 
-    def epoch_of(self, pull: int) -> int | None:
+    def epoch_of(self, batch_index: int) -> int | None:
         """Return the epoch of a training batch, that of its first image; None if there are no epochs."""
-        return None if self.epoch_images is None else pull * self.batch // self.epoch_images
+        return None if self.epoch_images is None else batch_index * self.batch // self.epoch_images
 
     @property
     def step_name(self) -> str:
         """The name of one training batch in the tables."""
-        return STEP if self.pulls_per_step == 1 else STEP_OF_SEVERAL
+        return STEP if self.batches_per_step == 1 else STEP_OF_SEVERAL
 
     def window_warning(self) -> str | None:
         """Return why none of the chosen steps can be traced, None if some can or the user chose none."""
-        if self.steps is None or self.first_pull >= self.stop_pull or TRAIN in self.windows():
+        if self.steps is None or self.first_batch >= self.stop_batch or TRAIN in self.windows():
             return None
-        start, stop = (pull // self.pulls_per_step for pull in (self.first_pull, self.stop_pull))
+        start, stop = (index // self.batches_per_step for index in (self.first_batch, self.stop_batch))
         why = (
             f"the run has only {quantity(stop, 'step')}, counted from 0"
             if self.steps.start >= stop
@@ -77,19 +77,21 @@ class Course:
 
     def windows(self) -> dict[str, Window]:
         """Return the batches to trace, by phase."""
-        num_pulls = max(self.stop_pull - self.first_pull, 0)
+        num_batches = max(self.stop_batch - self.first_batch, 0)
         found: dict[str, Window] = {}
         if self.steps is not None:
-            after, stop = (step * self.pulls_per_step - self.first_pull for step in (self.steps.start, self.steps.stop))
-            if stop > 0 and after < num_pulls:
+            after, stop = (
+                step * self.batches_per_step - self.first_batch for step in (self.steps.start, self.steps.stop)
+            )
+            if stop > 0 and after < num_batches:
                 found[TRAIN] = Window(max(after, 0), stop - max(after, 0), is_chosen=True, chunk=self.chunk)
-        elif num_pulls:
-            skipped = min(_SKIPPED_STEPS * self.pulls_per_step, num_pulls // 3)
-            found[TRAIN] = Window(skipped, _TRACED_STEPS * self.pulls_per_step, chunk=self.chunk)
+        elif num_batches:
+            skipped = min(_SKIPPED_STEPS * self.batches_per_step, num_batches // 3)
+            found[TRAIN] = Window(skipped, _TRACED_STEPS * self.batches_per_step, chunk=self.chunk)
         if self.eval_every_steps is not None:
-            every = self.eval_every_steps * self.pulls_per_step
-            before = (self.first_pull // every + 1) * every - self.first_pull if every else num_pulls
-            found[VALID] = Window(min(before, num_pulls), _TRACED_EVALUATION_BATCHES)
+            every = self.eval_every_steps * self.batches_per_step
+            before = (self.first_batch // every + 1) * every - self.first_batch if every else num_batches
+            found[VALID] = Window(min(before, num_batches), _TRACED_EVALUATION_BATCHES)
         return found
 
 
@@ -180,7 +182,7 @@ class Profiler:
         for traced in profile.traced:
             row = profile.row(traced.phase, names[traced.phase])
             assert row is not None
-            first = traced.first + (self._course.first_pull if traced.phase == TRAIN else 0)
+            first = traced.first + (self._course.first_batch if traced.phase == TRAIN else 0)
             ratio = traced.mean_s / row.mean_s if row.mean_s else 1.0
             yield (
                 f"* {traced.phase}: divided as in the trace of {quantity(traced.count, names[traced.phase])} "
@@ -199,7 +201,7 @@ class Profiler:
 
     def _describe_window(self, first: int, count: int) -> Iterator[str]:
         """Yield which steps the user chose, if the traced batches, `count` from `first` on, are others."""
-        steps, each = self._course.steps, self._course.pulls_per_step
+        steps, each = self._course.steps, self._course.batches_per_step
         if steps is None or (first, count) == (steps.start * each, len(steps) * each):
             return
         chosen = f"--profile-steps asked for the steps {steps.start:,} to {steps.stop - 1:,}"

@@ -12,14 +12,14 @@ from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
 
 
 def augment_batch(
-    settings: CompiledSettings, batch: Batch, pulls: Int32[Array, ""], values: RuntimeSettings
+    settings: CompiledSettings, batch: Batch, batch_index: Int32[Array, ""], values: RuntimeSettings
 ) -> tuple[Float32[Array, "b h w 3"], Int32[Array, "b"] | None, Positions]:
     """Augment this device's part of a batch, and normalise it.
 
     Args:
         settings: the compiled settings.
         batch: the images as pulled, and their labels.
-        pulls: number of batches before this one.
+        batch_index: number of batches before this one.
         values: the runtime settings.
 
     Returns:
@@ -27,7 +27,7 @@ def augment_batch(
     """
     num_images, replicas = len(batch.labels), settings.replicas
     with jax.named_scope(AUGMENT):
-        at = positions(pulls, num_images * replicas.count, replicas.this_device() * num_images, num_images)
+        at = positions(batch_index, num_images * replicas.count, replicas.this_device() * num_images, num_images)
     images, mix_weight = augment_images(settings.augmentation, batch.pixels, at, values.seed_words, values.scale)
     if settings.user_augmentation is not None:
         with jax.named_scope(AUGMENT):

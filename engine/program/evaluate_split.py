@@ -42,7 +42,7 @@ def evaluate_split(
     weights: Weights,
     infeed: BatchInfeed,
     token: Token,
-    first_pull: Int32[Array, ""],
+    first_batch: Int32[Array, ""],
     num_batches: Int32[Array, ""],
     scale: PixelScale,
     *,
@@ -56,7 +56,7 @@ def evaluate_split(
         weights: the model's parameters and statistics.
         infeed: infeed of the split's batches.
         token: the token of the crossing before.
-        first_pull: address of the first batch.
+        first_batch: address of the first batch.
         num_batches: number of batches.
         scale: mean and standard deviation of the pixels.
         start: the tally before the first batch; None is an empty tally without classes.
@@ -71,7 +71,7 @@ def evaluate_split(
     def one_pull(carry: _SplitCarry) -> _SplitCarry:
         batch = carry.batch
         num_wanted = jnp.minimum(num_batches - batch, infeed.chunk)
-        token, pulled = pull_part(infeed, carry.token, first_pull + batch, num_wanted, settings.replicas)
+        token, pulled = pull_part(infeed, carry.token, first_batch + batch, num_wanted, settings.replicas)
         token, tally, num_taken = for_each(infeed, token, pulled, count, carry.tally)
         return _SplitCarry(token, batch + num_taken, num_taken < num_wanted, tally)
 

@@ -164,7 +164,7 @@ class _Program:
         """Train on one pull's batches, up to update `boundary`, and emit the losses of the updates that were due."""
         requested = carry.state.owes_evaluation | carry.snapshot
         num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values, self.infeed.chunk)
-        token, pulled = pull_part(self.infeed, carry.token, carry.state.pulls, num_wanted, self.settings.replicas)
+        token, pulled = pull_part(self.infeed, carry.token, carry.state.batch_index, num_wanted, self.settings.replicas)
         control = pulled.control
         token, chunk, num_taken = for_each(
             self.infeed,
@@ -254,9 +254,9 @@ class _Program:
 
         def evaluate(token: Token, weights: Weights) -> tuple[Token, Tally, jax.Array]:
             num_batches = values.num_eval_batches
-            first_pull = state.num_evaluations * num_batches
+            first_batch = state.num_evaluations * num_batches
             return evaluate_split(
-                self.model, self.settings, weights, infeed, token, first_pull, num_batches, values.scale
+                self.model, self.settings, weights, infeed, token, first_batch, num_batches, values.scale
             )
 
         none = empty_tally(objective=self.settings.evaluated_objective), jnp.zeros((), jnp.bool)
@@ -286,7 +286,7 @@ class _Program:
         due = wanted & ~carry.stopped & ~_is_done(state, values)
         with jax.named_scope(TRAIN), jax.named_scope(SNAPSHOT):
             token = self.settings.replicas.on_first(
-                lambda token: self.outfeed.push_snapshot(token, state.step, state.pulls, state), carry.token, due
+                lambda token: self.outfeed.push_snapshot(token, state.step, state.batch_index, state), carry.token, due
             )
         return carry._replace(snapshot=jnp.zeros((), jnp.bool), token=token)
 
@@ -310,7 +310,7 @@ def _num_to_pull(
     accumulated = state.update.accumulated
     if accumulated is None:
         return num_updates
-    first = jnp.maximum(values.accumulate_steps - accumulated.num_pulls, 1)
+    first = jnp.maximum(values.accumulate_steps - accumulated.num_batches, 1)
     return jnp.minimum(first + (num_updates - 1) * values.accumulate_steps, chunk)
 
 
@@ -321,7 +321,7 @@ def _is_done(state: TrainState, values: RuntimeSettings) -> Bool[Array, ""]:
 
 def _is_between_updates(state: TrainState) -> jax.Array:
     accumulated = state.update.accumulated
-    return jnp.ones((), jnp.bool) if accumulated is None else accumulated.num_pulls == 0
+    return jnp.ones((), jnp.bool) if accumulated is None else accumulated.num_batches == 0
 
 
 def train_step(
@@ -349,7 +349,7 @@ def train_step(
         are observed.
     """
     replicas = settings.replicas
-    images, mix_weight, at = augment_batch(settings, batch, state.pulls, values)
+    images, mix_weight, at = augment_batch(settings, batch, state.batch_index, values)
     keys = {"key": model_keys(values.seed_words, at)} if settings.takes_key else {}
 
     trained, frozen = split_frozen(state.params, settings.frozen)
@@ -387,7 +387,12 @@ def train_step(
         metrics = replicas.merge_if(outcome.due, settings.objective.merge_metrics, metrics)
         finished = settings.objective.finish_metrics(metrics)
     state = state._replace(
-        pulls=state.pulls + 1, step=step, params=params, batch_stats=batch_stats, update=update, metrics=accumulated
+        batch_index=state.batch_index + 1,
+        step=step,
+        params=params,
+        batch_stats=batch_stats,
+        update=update,
+        metrics=accumulated,
     )
     labels = batch.labels if settings.objective.has_classes else None
     with jax.named_scope(PUSH):

@@ -26,16 +26,16 @@ class OneBatch(NamedTuple):
     is_there: Bool[Array, ""]
 
 
-def pull_one_batch(infeed: BatchInfeed, replicas: Replicas, shapes: Batch, pulls: Int32[Array, ""]) -> OneBatch:
+def pull_one_batch(infeed: BatchInfeed, replicas: Replicas, shapes: Batch, batch_index: Int32[Array, ""]) -> OneBatch:
     """Pull the batch with number `pulls` as the training loop does.
 
     Args:
         infeed: the training infeed, from which nothing has been pulled.
         replicas: the devices.
         shapes: the shapes and dtypes of this device's part.
-        pulls: the number of the batch, from 0.
+        batch_index: the number of the batch, from 0.
     """
-    token, pulled = pull_part(infeed, first_token(), pulls, jnp.ones((), jnp.int32), replicas)
+    token, pulled = pull_part(infeed, first_token(), batch_index, jnp.ones((), jnp.int32), replicas)
     empty: Batch = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
     none = jnp.zeros((), jnp.bool)
     _, (batch, is_there), _ = for_each(

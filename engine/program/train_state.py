@@ -38,7 +38,7 @@ class TrainState(NamedTuple):
     """The training state: everything on which later steps depend.
 
     Attributes:
-        pulls: batches taken; addresses the infeed and so the data.
+        batch_index: index of the next batch, the number of batches taken; addresses the infeed and so the data.
         step: updates done; addresses the schedule.
         params, batch_stats: the model's pytrees.
         update: state of the updates, such as the optimizer's moments.
@@ -49,7 +49,7 @@ class TrainState(NamedTuple):
             update or there are no metrics.
     """
 
-    pulls: Int32[Array, ""]
+    batch_index: Int32[Array, ""]
     step: Int32[Array, ""]
     params: Any
     batch_stats: Any
@@ -70,7 +70,7 @@ def init_state(model: TrainModel, settings: CompiledSettings, key: jax.Array) ->
     params, batch_stats = init_weights(model, key)
     none, objective = jnp.zeros((), jnp.int32), settings.objective
     return TrainState(
-        pulls=none,
+        batch_index=none,
         step=none,
         params=params,
         batch_stats=batch_stats,

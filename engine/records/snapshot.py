@@ -48,6 +48,11 @@ from loopfeed.preprocess.system_errors import Cause, cause_of, remedy_of, system
 _FORMAT = 1
 # The key of the facts for the state of the run's other files.
 _FOLDER = "folder"
+# What files have always called these leaves.
+_NAMES_IN_FILES = {
+    ("batch_index",): ("pulls",),
+    ("update", "gathered", "num_batches"): ("update", "gathered", "num_pulls"),
+}
 _MOST_FACTS_BYTES = 1 << 26
 _NAMED_AT_MOST = 3
 # Besides the arrays: the facts and Orbax's own files, a few hundred bytes per array.
@@ -72,13 +77,13 @@ class Snapshot:
 
     Attributes:
         step: the number of updates done.
-        pulls: the number of batches used.
+        batch_index: the number of batches used.
         leaves: the arrays by name, such as `params.conv1.kernel`; they may be read-only.
         folder: the state of the run's other files when the snapshot was taken; None for older snapshots, which lack it.
     """
 
     step: int
-    pulls: int
+    batch_index: int
     leaves: dict[str, NDArray[Any]]
     folder: FolderState | None = None
 
@@ -97,7 +102,7 @@ def snapshot_steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdigit() and name == str(int(name)))
 
 
-def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
+def write_snapshot(folder: Path, step: int, batch_index: int, tree: Any, state: FolderState | None = None) -> None:
     """Write a snapshot to `<folder>/<step>/` durably and atomically; only one writer may use a folder at a time.
 
     Unfinished snapshots left by a crash are removed first. An existing snapshot of the step is kept if it has the same
@@ -106,7 +111,7 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: Folder
     Args:
         folder: created if missing.
         step: the number of updates done, from 0.
-        pulls: the number of batches used, from 0.
+        batch_index: the number of batches used, from 0.
         tree: the training state, a pytree of numeric NumPy arrays of any shape; PRNG keys as their key data.
         state: the state of the run's other files.
 
@@ -115,7 +120,7 @@ def write_snapshot(folder: Path, step: int, pulls: int, tree: Any, state: Folder
     """
     given, folder = folder, true_path(folder)
     named = _named_arrays(tree)
-    facts = _make_facts(step, pulls, {name: array for name, (_, array) in named.items()}, state)
+    facts = _make_facts(step, batch_index, {name: array for name, (_, array) in named.items()}, state)
     if _is_written(folder, facts):
         return
     unfinished = folder / UNFINISHED
@@ -240,8 +245,9 @@ def keep_newest(folder: Path, count: int, *, up_to: int | None = None, best: int
 
 def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
     parts = tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
-    # What files have always called the sums of an update that is accumulated.
-    return (parts[0], "gathered", *parts[2:]) if parts[:2] == ("update", "accumulated") else parts
+    if parts[:2] == ("update", "accumulated"):
+        parts = (parts[0], "gathered", *parts[2:])
+    return _NAMES_IN_FILES.get(parts, parts)
 
 
 def _named_arrays(tree: Any) -> dict[str, tuple[tuple[str, ...], NDArray[Any]]]:
@@ -283,11 +289,13 @@ def _flatten(nested: Any) -> dict[str, NDArray[Any]]:
     return {".".join(_parts(path)): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(nested)}
 
 
-def _make_facts(step: int, pulls: int, arrays: Mapping[str, NDArray[Any]], state: FolderState | None) -> dict[str, Any]:
+def _make_facts(
+    step: int, batch_index: int, arrays: Mapping[str, NDArray[Any]], state: FolderState | None
+) -> dict[str, Any]:
     facts = {
         "format": _FORMAT,
         "step": step,
-        "pulls": pulls,
+        "pulls": batch_index,
         "versions": versions_of("jax", "orbax-checkpoint"),
         "leaves": {name: describe_array(name, array) for name, array in arrays.items()},
     }
@@ -368,13 +376,15 @@ def _read_facts(path: Path, step: int) -> dict[str, Any]:
     try:
         facts = restore_facts(path)
         is_whole = is_as_sealed(facts) and facts["step"] == step
-        form, written_by, leaves, pulls = (
+        form, written_by, leaves, batch_index = (
             facts["format"],
             facts["versions"][RECORDED_NAME],
             facts["leaves"],
             facts["pulls"],
         )
-        if form == _FORMAT and not (isinstance(leaves, dict) and type(pulls) is int and 0 <= pulls < 1 << 63):
+        if form == _FORMAT and not (
+            isinstance(leaves, dict) and type(batch_index) is int and 0 <= batch_index < 1 << 63
+        ):
             raise TypeError("they have another form")
     except Exception as error:  # Orbax and TensorStore raise exceptions of many types
         raise _damaged(path, f"its metadata cannot be read ({short_reason(error)})", error) from error

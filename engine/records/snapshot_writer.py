@@ -50,7 +50,7 @@ class SnapshotWriter:
         find_best: steps of the snapshots on disk → the step of the one to keep beside the newest, None for none.
         say: called from any thread with one line about a snapshot that was dropped or an error; must not block
             (`loopfeed.engine.stream.notices`).
-        write: (folder, step, pulls, tree, state) → None, writes a snapshot whole or not at all.
+        write: (folder, step, batch_index, tree, state) → None, writes a snapshot whole or not at all.
         on_written: called on this object's thread with the step and the path of each snapshot on the disk.
         on_hopeless: called on this object's thread if no snapshot was written yet, and none is expected to be.
         on_ended: called on this object's thread with the seconds that each write took, successful or not.
@@ -133,12 +133,12 @@ class SnapshotWriter:
         with self._finding:
             return self._find_best(steps)
 
-    def submit(self, step: int, pulls: int, tree: Any, state: FolderState | None = None) -> None:
+    def submit(self, step: int, batch_index: int, tree: Any, state: FolderState | None = None) -> None:
         """Queue a snapshot and return at once; after `close`, drop the snapshot instead.
 
         Args:
             step: the number of updates done.
-            pulls: the number of batches used.
+            batch_index: the number of batches used.
             tree: a pytree of NumPy arrays, which must not be changed afterwards.
             state: the state of the run's other files.
         """
@@ -149,7 +149,7 @@ class SnapshotWriter:
                 return
             dropped = [each.step for each in self._waiting if each.step != best]
             self._waiting = [each for each in self._waiting if each.step == best]
-            self._waiting.append(_Submitted(step, pulls, tree, state))
+            self._waiting.append(_Submitted(step, batch_index, tree, state))
             self._is_last_written = False
             self._changed.notify_all()
         for each in dropped:
@@ -242,7 +242,7 @@ class SnapshotWriter:
 
     def _write_or_retry(self, submitted: "_Submitted") -> None:
         """Write a snapshot; try the first one twice, because a run does not stop for an error that passes."""
-        values = submitted.step, submitted.pulls, submitted.tree, submitted.state
+        values = submitted.step, submitted.batch_index, submitted.tree, submitted.state
         try:
             self._write(self._folder, *values)
         except Exception as error:
@@ -274,6 +274,6 @@ class SnapshotWriter:
 @dataclass(frozen=True)
 class _Submitted:
     step: int
-    pulls: int
+    batch_index: int
     tree: Any
     state: FolderState | None

@@ -35,13 +35,13 @@ class Piece:
     Attributes:
         config: the settings, without a run folder and without snapshots.
         stop_step: the last update.
-        stop_pull: the batch (from 0) before which the piece ends.
+        stop_batch: the batch (from 0) before which the piece ends.
         cuts_evaluation: whether the piece ends before an evaluation that is due after its last update.
     """
 
     config: TrainConfig
     stop_step: int
-    stop_pull: int
+    stop_batch: int
     cuts_evaluation: bool
 
 
@@ -179,10 +179,10 @@ def _pieces(
             # Initial weights concern only the first step.
             config = replace(config, init_from=None)
         at_end = snapshot if end == to_step else read_snapshot(run / SNAPSHOTS, end) if end in saved_steps else None
-        pulls = end * config.accumulate_steps if at_end is None else at_end.pulls
+        batch_index = end * config.accumulate_steps if at_end is None else at_end.batch_index
         # The last lines of a run that is still in progress, or was killed, may lack the evaluation that comes next.
         is_cut = _owes_evaluation(at_end) if at_end is not None else end == to_step and not is_end_evaluated
-        pieces.append(Piece(config, end, pulls, is_cut))
+        pieces.append(Piece(config, end, batch_index, is_cut))
     return tuple(pieces)
 
 

@@ -235,11 +235,11 @@ def _replay(
             images_per_step = config.batch * config.accumulate_steps
             sinks = [comparison, *([] if display is None else [display(piece.stop_step, images_per_step)])]
             state = _replay_piece(run, state, sinks)
-        step, pulls, num_evaluations = map(int, (state.step, state.pulls, state.num_evaluations))
-        start = replace(start, step=step, pulls=pulls, num_evaluations=num_evaluations, snapshot=None)
+        step, batch_index, num_evaluations = map(int, (state.step, state.batch_index, state.num_evaluations))
+        start = replace(start, step=step, batch_index=batch_index, num_evaluations=num_evaluations, snapshot=None)
         if board.was_stopped or start.step < piece.stop_step:
             break
-    if start.step == stretch.to_step and start.pulls == stretch.pieces[-1].stop_pull and state is not None:
+    if start.step == stretch.to_step and start.batch_index == stretch.pieces[-1].stop_batch and state is not None:
         comparison.compare_state(jax.tree.map(np.asarray, plain_keys(state)))
     return comparison.report(board.stop_reason if board.was_stopped else None)
 
@@ -268,12 +268,12 @@ class _StopAfterPieceBoard(ControlBoard):
         """Whether the stop was requested for a reason other than the end of the piece."""
         return self.stop_reason not in (None, _END)
 
-    def words(self, pull: int, num_batches: int) -> ControlWords:
+    def words(self, batch_index: int, num_batches: int) -> ControlWords:
         """Return the control words for a pull of training batches; request a stop after the last batch of the piece."""
-        left = self._piece.stop_pull - pull
+        left = self._piece.stop_batch - batch_index
         if left <= 0:
             self.request_stop(_END)
-        words = super().words(pull, min(num_batches, left))
+        words = super().words(batch_index, min(num_batches, left))
         self._is_last_chunk = words[2] == left
         return words
 
@@ -295,8 +295,8 @@ def _replay_piece(run: Run, state: TrainState | None, sinks: list[Sink]) -> Trai
         compiled, state = run.prepare(traced) if state is None else (run.compile(traced), state)
     run.warn_of_memory(compiled)
     run.board.prepare(
-        first_pull=run.start.pulls,
-        pulls_per_step=run.config.accumulate_steps,
+        first_batch=run.start.batch_index,
+        batches_per_step=run.config.accumulate_steps,
         replayed=run.start.events,
         record=lambda _: None,
     )

@@ -14,7 +14,7 @@ from loopfeed.engine.feed.feeder import Feeder, batch_bytes, ring_depth
 from loopfeed.engine.profile.profiler import Profiler
 from loopfeed.engine.run.resume import Resume
 
-_MOST_EVALUATION_PULLS = 2**31 - 1
+_MOST_EVALUATION_BATCHES = 2**31 - 1
 
 
 def infeed_of_training(
@@ -39,13 +39,13 @@ def infeed_of_training(
     """
     count = config.accumulate_steps
 
-    def name_pull(pull: int) -> str:
-        step, number = divmod(pull, count)
+    def name_batch(batch_index: int) -> str:
+        step, number = divmod(batch_index, count)
         return f"step {step + 1}" + (f", pull {number + 1}" if count > 1 else "")
 
     return make_infeed(
         place.transport,
-        _feeder_of(config, source, place, chunk, (start.pulls, config.steps * count), name_pull),
+        _feeder_of(config, source, place, chunk, (start.batch_index, config.steps * count), name_batch),
         board,
         words_of=board.words,
         chunk=chunk,
@@ -72,17 +72,17 @@ def infeed_of_evaluations(
     """
     num_batches, chunk = source.num_batches, choose_chunk(None, place.transport)
 
-    def words_of(pull: int, num_requested: int) -> ControlWords:
-        note_pull(pull % num_batches, num_batches)
+    def words_of(batch_index: int, num_requested: int) -> ControlWords:
+        note_pull(batch_index % num_batches, num_batches)
         return board.stop_words(num_requested)
 
-    def name_pull(pull: int) -> str:
-        return f"evaluation {pull // num_batches + 1}, pull {pull % num_batches + 1}"
+    def name_batch(batch_index: int) -> str:
+        return f"evaluation {batch_index // num_batches + 1}, pull {batch_index % num_batches + 1}"
 
-    pulls = (start.num_evaluations * num_batches, _MOST_EVALUATION_PULLS)
+    batches = (start.num_evaluations * num_batches, _MOST_EVALUATION_BATCHES)
     return make_infeed(
         place.transport,
-        _feeder_of(config, source, place, chunk, pulls, name_pull),
+        _feeder_of(config, source, place, chunk, batches, name_batch),
         board,
         words_of=words_of,
         chunk=chunk,
@@ -112,17 +112,17 @@ def _feeder_of(
     source: BatchSource,
     place: Placement,
     chunk: int,
-    pulls: tuple[int, int],
-    name_pull: Callable[[int], str],
+    batches: tuple[int, int],
+    name_batch: Callable[[int], str],
 ) -> Feeder:
     return Feeder(
         source,
         rows=place.team.rows(source.batch),
-        start_index=pulls[0],
-        stop_index=max(pulls),
+        start_index=batches[0],
+        stop_index=max(batches),
         depth=depth_of(config, source, place, chunk),
         num_threads=config.reader_threads,
         timeout_s=config.infeed_timeout_s,
         num_shards=len(place.team.own),
-        name_batch=name_pull,
+        name_batch=name_batch,
     )

@@ -21,7 +21,7 @@ class Profiling:
         data: the sources of the batches.
         place: the transport and the devices.
         chunk: training batches per pull.
-        first_pull: the first batch of the launch.
+        first_batch: the first batch of the launch.
         warn: called with a line of text; it must not block.
 
     Attributes:
@@ -36,14 +36,14 @@ class Profiling:
         data: RunData,
         place: Placement,
         chunk: int,
-        first_pull: int,
+        first_batch: int,
         warn: Callable[[str], None],
     ) -> None:
         self.profile: Profile | None = None
         self.is_collecting = False
         self._warn = warn
         is_on = config.profile and this_process().index == 0 and place.is_here
-        self.profiler = Profiler(_course(config, data, place, chunk, first_pull), warn) if is_on else None
+        self.profiler = Profiler(_course(config, data, place, chunk, first_batch), warn) if is_on else None
         self._has_ended = False
 
     @property
@@ -92,12 +92,12 @@ class Profiling:
         stream.report_profile(self.profile)
 
 
-def _course(config: TrainConfig, data: RunData, place: Placement, chunk: int, first_pull: int) -> Course:
+def _course(config: TrainConfig, data: RunData, place: Placement, chunk: int, first_batch: int) -> Course:
     evaluated = data.evaluation
     return Course(
-        first_pull=first_pull,
-        stop_pull=config.steps * config.accumulate_steps,
-        pulls_per_step=config.accumulate_steps,
+        first_batch=first_batch,
+        stop_batch=config.steps * config.accumulate_steps,
+        batches_per_step=config.accumulate_steps,
         batch=config.batch,
         epoch_images=data.num_images,
         eval_every_steps=None if evaluated is None else config.eval_every_steps or 0,

@@ -168,8 +168,8 @@ class Recorder:
         """Run the program and write the run's files; if the run failed, raise its error."""
         run, start = self._run, self._run.start
         run.board.prepare(
-            first_pull=start.pulls,
-            pulls_per_step=self._config.accumulate_steps,
+            first_batch=start.batch_index,
+            batches_per_step=self._config.accumulate_steps,
             replayed=start.events,
             record=self._recorder.begin,
             is_snapshot_due=self._choice.is_due,
@@ -246,7 +246,7 @@ class Recorder:
 
     def _take_snapshot(self, snapshot: PushedSnapshot) -> None:
         if self._choice.is_written(snapshot.step):
-            self._snapshots.submit(snapshot.step, snapshot.pulls, snapshot.state, self._synced_state())
+            self._snapshots.submit(snapshot.step, snapshot.batch_index, snapshot.state, self._synced_state())
 
     def _synced_state(self) -> FolderState:
         """Sync the run's logs to the disk, and return the state of the folder; raise OSError if the sync fails."""
@@ -272,7 +272,7 @@ class Recorder:
         """Write a last snapshot, from which the run can resume; return `failure` or, if None, an error of a log."""
         try:
             self._folder.check_kept()
-            if late := self._run.board.record_late(int(state.pulls)):
+            if late := self._run.board.record_late(int(state.batch_index)):
                 them = "it" if len(late) == 1 else "them"
                 self._run.notices.say(
                     f"{quantity(len(late), 'request')} of callbacks came after the last step: a run that is resumed "
@@ -293,7 +293,7 @@ class Recorder:
         is_worth_it = not isinstance(failure, NonFiniteError | LostFileError) and not self._run.has_changed_data
         if folder_state is not None and is_whole and is_worth_it:
             tree = jax.tree.map(np.asarray, plain_keys(state))
-            self._snapshots.submit(int(state.step), int(state.pulls), tree, folder_state)
+            self._snapshots.submit(int(state.step), int(state.batch_index), tree, folder_state)
         self._await_disk()
         return failure
 

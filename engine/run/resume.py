@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 def describe_factor(start: "Resume") -> str | None:
     """Return a message if a learning-rate factor that was requested earlier still applies, else None."""
-    factor = factor_before(start.events, start.pulls)
+    factor = factor_before(start.events, start.batch_index)
     if factor == 1:
         return None
     return f"learning-rate factor {factor:g}, requested earlier, still applies (control-run --learning-rate-factor)"
@@ -64,7 +64,7 @@ class Resume:
 
     Attributes:
         step: updates done.
-        pulls: batches taken.
+        batch_index: batches taken.
         num_evaluations: evaluations completed.
         snapshot: the snapshot of that step, None for the state initialised from the seed.
         events: requests that took effect in the run so far.
@@ -73,7 +73,7 @@ class Resume:
     """
 
     step: int = 0
-    pulls: int = 0
+    batch_index: int = 0
     num_evaluations: int = 0
     snapshot: "Snapshot | None" = None
     events: Sequence[ControlEvent] = ()
@@ -189,7 +189,9 @@ def start_at(snapshot: "Snapshot", begin: Resume) -> Resume:
             f"the snapshot of step {snapshot.step:,} must be that of a run, but does not count its evaluations: choose "
             "another run"
         )
-    return replace(begin, step=snapshot.step, pulls=snapshot.pulls, num_evaluations=int(counted), snapshot=snapshot)
+    return replace(
+        begin, step=snapshot.step, batch_index=snapshot.batch_index, num_evaluations=int(counted), snapshot=snapshot
+    )
 
 
 def find_cuts(run: Path, start: Resume) -> dict[Path, RunningDigest]:

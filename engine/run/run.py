@@ -169,7 +169,7 @@ class Run:
         """Open the data that the settings or the user name."""
         is_new = self.start.recorded is None
         self.data = open_data(
-            self.config, self.parts, self._stack, self.notify, first_pull=self.start.pulls, is_new=is_new
+            self.config, self.parts, self._stack, self.notify, first_batch=self.start.batch_index, is_new=is_new
         )
         return self.data
 
@@ -177,7 +177,7 @@ class Run:
         """Choose the model for the data, connect the program's crossings, read initial weights, and describe it all."""
         self.config, data, start = config, self.data, self.start
         self.model: TrainModel = choose_model(config, self.parts, data)
-        self.profiling = Profiling(config, data, self.place, self.chunk, start.pulls, self.notices.say)
+        self.profiling = Profiling(config, data, self.place, self.chunk, start.batch_index, self.notices.say)
         profiler = self.profiling.profiler
         self.infeed = infeed_of_training(config, data.source, self.place, self.chunk, self.board, start, profiler)
         self.evaluation_infeed = None
@@ -478,12 +478,12 @@ class Run:
     @property
     def steps_begun(self) -> int:
         """The number of updates whose batches the program has asked for, also while it runs."""
-        return (self.board.last_pull + 1) // self.config.accumulate_steps
+        return (self.board.last_batch + 1) // self.config.accumulate_steps
 
     def _wait_of(self, step: int) -> float:
         """Return how many seconds the loop waited for the batches of one update; `step` counts from 0."""
         count = self.config.accumulate_steps
-        waits_s = [self.infeed.take_wait_s(pull) for pull in range(step * count, (step + 1) * count)]
+        waits_s = [self.infeed.take_wait_s(index) for index in range(step * count, (step + 1) * count)]
         if self.profiling.profiler is not None:
             self.profiling.profiler.waited(waits_s)
         return math.fsum(waits_s)

@@ -241,7 +241,7 @@ def _describe_resume(run: Run, recorded: RecordedRun) -> Iterator[str | None]:
     config, start = run.config, run.start
     yield describe_changes(config, recorded.config)
     yield describe_factor(start)
-    yield describe_rate_change(config, recorded.config, start.step, factor_before(start.events, start.pulls))
+    yield describe_rate_change(config, recorded.config, start.step, factor_before(start.events, start.batch_index))
     yield changed_kernels_notice(recorded.resolved, run.crossings)
     threads = thread_rule(config, is_user_model=run.registry_name is None)
     yield machine_warning(recorded.machines, run.crossings[MACHINE], threads)

@@ -1,8 +1,8 @@
-"""Gradient accumulation over several pulls (batches) per update, for batch sizes that do not fit into memory.
+"""Gradient accumulation over several batches per update, for batch sizes that do not fit into memory.
 
-The sums and their number of pulls are part of the loop's carry, so a run that stops between two updates resumes there.
-`optax.MultiSteps` is not used: it hides the mean from the check that skips an update, does not accumulate the losses
-of the same update, and keeps a running mean, which rounds at every pull.
+The sums and their number of batches are part of the loop's carry, so a run that stops between two updates resumes
+there. `optax.MultiSteps` is not used: it hides the mean from the check that skips an update, does not accumulate the
+losses of the same update, and keeps a running mean, which rounds at every batch.
 """
 
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ class Accumulation(NamedTuple):
     """The values accumulated since the last update.
 
     Attributes:
-        num_pulls: number of pulls in the sums.
+        num_batches: number of batches in the sums.
         sums: pytree of float32 leaves.
     """
 
-    num_pulls: Int32[Array, ""]
+    num_batches: Int32[Array, ""]
     sums: Any
 
 
@@ -39,24 +39,24 @@ def init_accumulation(tree: Any) -> Accumulation:
 def accumulate(
     accumulated: Accumulation, new: Any, every: Int32[Array, ""]
 ) -> tuple[Any, Bool[Array, ""], Accumulation]:
-    """Add the values of one pull to the sums, and return the mean so far.
+    """Add the values of one batch to the sums, and return the mean so far.
 
-    The mean of k means of b images each is the mean of the k · b images: without batch statistics, k pulls make the
-    same update as one pull of a batch k times as large.
+    The mean of k means of b images each is the mean of the k · b images: without batch statistics, k batches make the
+    same update as one batch k times as large.
 
     Args:
-        gathered: the sums of the previous pulls.
+        accumulated: the sums of the previous batches.
         new: pytree of the structure given to `init_accumulation`, of any float dtypes.
-        every: pulls per update, a runtime value; below 1 counts as 1. If a resumed run has lowered it below the number
-            of pulls already gathered, the update is due at once, over all of them.
+        every: batches per update, a runtime value; below 1 counts as 1. If a resumed run has lowered it below the
+            number of batches already accumulated, the update is due at once, over all of them.
 
     Returns:
-        The mean over the gathered pulls (float32), whether an update is due, and the sums for the next pull: empty if
-        an update is due.
+        The mean over the accumulated batches (float32), whether an update is due, and the sums for the next batch:
+        empty if an update is due.
     """
-    num_pulls = accumulated.num_pulls + 1
+    num_batches = accumulated.num_batches + 1
     sums = jax.tree.map(lambda total, leaf: total + to_float32(leaf), accumulated.sums, new)
-    due = num_pulls >= every
-    means = jax.tree.map(lambda total: total / num_pulls.astype(jnp.float32), sums)
+    due = num_batches >= every
+    means = jax.tree.map(lambda total: total / num_batches.astype(jnp.float32), sums)
     remaining = jax.tree.map(lambda total: jnp.where(due, 0, total), sums)
-    return means, due, Accumulation(jnp.where(due, 0, num_pulls), remaining)
+    return means, due, Accumulation(jnp.where(due, 0, num_batches), remaining)

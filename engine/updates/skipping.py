@@ -34,10 +34,10 @@ def init_skips() -> Skips:
 
 
 def count_skips(skips: Skips, due: Bool[Array, ""], finite: Bool[Array, ""]) -> Skips:
-    """Return the counts after one pull.
+    """Return the counts after one batch.
 
     Args:
-        skips: the counts before the pull.
+        skips: the counts before the batch.
         due: whether an update is due.
         finite: whether its gradient is finite, and all that it makes of finite numbers.
     """

@@ -1,12 +1,12 @@
-"""The update of the weights with the gradients of one pull: accumulate, clip, update or skip, and average.
+"""The update of the weights with the gradients of one microbatch: accumulate, clip, update or skip, and average.
 
 Owns the part of the loop's carry that only updates read or write. Does not depend on batches, models or the loop.
 
-Each iteration of the loop takes one batch, a *pull*; at every `accumulate_steps`-th pull an update is *due*, and `step`
-counts these. The number of pulls addresses the data; `step` addresses the schedule, the loss lines and the run's
-length. A skipped update counts as well: it is a step, has its place in the schedule, and its batches are used up, so
-that the order of the data depends only on the position. As long as accumulate_steps stays the same,
-pulls = step · accumulate_steps + gathered.num_pulls.
+Each iteration of the loop takes one batch, a *microbatch* of an update; at every `accumulate_steps`-th batch an update
+is *due*, and `step` counts these. `batch_index` addresses the data; `step` addresses the schedule, the loss lines and
+the run's length. A skipped update counts as well: it is a step, has its place in the schedule, and its batches are used
+up, so that the order of the data depends only on the position. As long as accumulate_steps stays the same,
+batch_index = step · accumulate_steps + accumulated.num_batches.
 """
 
 from dataclasses import dataclass
@@ -80,16 +80,16 @@ class Microbatch(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of one pull: whether an update was due, the loss, and the learning rate.
+    """The result of one microbatch: whether an update was due, the loss, and the learning rate.
 
     Attributes:
         due: whether an update was due, made or skipped.
         gives_up: whether to leave the loop, because too many updates in a row were skipped.
-        loss: mean over the update's pulls so far.
+        loss: mean over the update's batches so far.
         learning_rate: learning rate of the update.
-        gradients: mean gradient over the update's pulls so far and, if an update was due, over all devices, before it
+        gradients: mean gradient over the update's batches so far and, if an update was due, over all devices, before it
             is clipped.
-        reach: bounds of the weights after the pull, for the next one.
+        reach: bounds of the weights after the batch, for the next one.
     """
 
     due: Bool[Array, ""]
@@ -101,7 +101,7 @@ class Outcome(NamedTuple):
 
 
 def init_update(settings: CompiledSettings, weights: Weights) -> UpdateState:
-    """Return the state before the first pull; its structure depends only on the settings and the weights.
+    """Return the state before the first batch; its structure depends only on the settings and the weights.
 
     Raises:
         ValueError: a parameter that is not frozen is not floating-point, or a user-defined optimizer does not fit.
@@ -140,11 +140,11 @@ def update_weights(
     values: RuntimeSettings,
     reach: Reach = UNKNOWN,
 ) -> tuple[Weights, UpdateState, Outcome]:
-    """Process one pull, and make the update if one is due.
+    """Process one microbatch, and make the update if one is due.
 
     An update with a NaN or infinite gradient is skipped: parameters, moments and average are unchanged. So is an
     update of a finite gradient that would make a finite parameter, or its average, NaN or infinite. Batch
-    statistics are replaced by those of every pull whose statistics are finite, because one bad batch would spoil them
+    statistics are replaced by those of every batch whose statistics are finite, because one bad batch would spoil them
     for good.
 
     Each device has its own part of the batch. Loss, gradients and statistics are averaged over the devices when an
@@ -152,14 +152,14 @@ def update_weights(
 
     Args:
         settings, values: the settings of the program.
-        weights: weights before the pull.
-        state: state before the pull.
-        pull: loss, gradients and statistics of the batch.
-        step: updates due before this pull; the caller adds `due` to it.
-        reach: bounds of the weights, those of the outcome of the pull before.
+        weights: weights before the batch.
+        state: state before the batch.
+        microbatch: loss, gradients and statistics of the batch.
+        step: updates due before this batch; the caller adds `due` to it.
+        reach: bounds of the weights, those of the outcome of the batch before.
 
     Returns:
-        The weights and the state after the pull, of the same structure and dtypes, and the outcome.
+        The weights and the state after the batch, of the same structure and dtypes, and the outcome.
     """
     replicas = settings.replicas
     due, accumulated = jnp.ones((), jnp.bool), None
