@@ -114,7 +114,7 @@ def traced_program(
 
     config = TrainConfig(transport="cuda", kernels="xla", **({"num_classes": 10} | settings))
     with (
-        mock.patch("loopfeed.engine.run.run.trace_ahead", trace_ahead),
+        mock.patch("loopfeed.engine.run.compiling.trace_ahead", trace_ahead),
         mock.patch("loopfeed.engine.crossing.devices.choose_transport", on_fake_card),
         mock.patch(
             "loopfeed.engine.crossing.devices.choose_team",

@@ -153,7 +153,7 @@ def test_a_run_of_an_earlier_version_that_kept_rows_by_number_is_replayed_by_no_
     assert any("because the classes differ: the file lacks 1 class (d)" in each for each in told)
     assert replay_run(tmp_path / "now", from_step=0).differences == ()
     with monkeypatch.context() as earlier:
-        earlier.setattr("loopfeed.engine.run.run.rules_of", lambda *_: {})
+        earlier.setattr("loopfeed.engine.run.descriptions.rules_of", lambda *_: {})
         train(TrainConfig(run_dir=tmp_path / "then", **given, **settings))
     with pytest.raises(ValueError, match="the classifier of initial weights with other classes has changed since"):
         replay_run(tmp_path / "then", from_step=0)

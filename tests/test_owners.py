@@ -238,7 +238,7 @@ def place(tmp_path_factory):
     (folder / "photo.png").write_bytes(fake_source(1).read(0))
     gift = os.fspath(folder / "gift")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("loopfeed.engine.run.run.caching_compilations", lambda *_, **__: nullcontext())
+        patched.setattr("loopfeed.engine.run.compiling.caching_compilations", lambda *_, **__: nullcontext())
         train(local(folder, run_dir=folder / "run", compilation_cache=gift), model=Linear())
     assert json.loads((folder / "run/config.json").read_text())["config"]["compilation_cache"] == gift
     return folder
@@ -320,7 +320,7 @@ def test_no_request_to_a_server_that_only_the_record_names_is_signed(place, tmp_
     with DelayedStore(place) as store:
         remote = {"data": "s3://bucket/data", "storage_options": f"endpoint={store.endpoint}"}
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("loopfeed.engine.run.run.caching_compilations", lambda *_, **__: nullcontext())
+            patched.setattr("loopfeed.engine.run.compiling.caching_compilations", lambda *_, **__: nullcontext())
             train(local(place, run_dir=run, cache=tmp_path / "cache", **remote), model=Linear())
         # The user names this server, so that keys are sent.
         assert store.num_signed

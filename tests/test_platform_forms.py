@@ -13,7 +13,7 @@ from loopfeed.engine.compilation import ahead_of_time as compilation
 from loopfeed.engine.crossing import devices
 from loopfeed.engine.crossing.choice import traced_platform
 from loopfeed.engine.evaluation import counting
-from loopfeed.engine.run import run as run_module
+from loopfeed.engine.run import compiling
 from loopfeed.models.layers.platform_forms import on_platform, tracing_for
 from tests.small_resnets import small_resnets
 
@@ -86,7 +86,7 @@ def test_a_program_is_traced_for_the_platform_of_its_device(monkeypatch, tmp_pat
     if what == "evaluation":
         run = tmp_path / "run"
         train(TrainConfig(steps=1, run_dir=run, **SETTINGS))
-    monkeypatch.setattr(run_module if what == "run" else counting, "trace_ahead", trace_ahead)
+    monkeypatch.setattr(compiling if what == "run" else counting, "trace_ahead", trace_ahead)
     # As where the default device is a processor, but jax's default backend that of a card.
     monkeypatch.setattr(devices, "this_platform", lambda: "cuda")
     if what == "run":

@@ -20,9 +20,11 @@ from loopfeed.engine.program.train_state import name_of_model
 from loopfeed.engine.recipes import LoadedRecipe, RecipeError, load_recipe, recipe_names
 from loopfeed.engine.recipes.expected import expected_accuracy
 from loopfeed.engine.records.run_folder import RunFolder
+from loopfeed.engine.run.descriptions import resolved_of
 from loopfeed.engine.run.epochs import settle_epochs, steps_of_epochs
 from loopfeed.engine.run.program_settings import compiled_settings, schedule_of
-from loopfeed.engine.run.resolve import choose_model, describe_resolved
+from loopfeed.engine.run.resolve import choose_model
+from loopfeed.engine.run.train import open_run
 from loopfeed.engine.settings import OnResume, Owner
 from loopfeed.engine.updates.schedules import learning_rate_at
 from loopfeed.preprocess.commands.cli import main as preprocess_imagenet
@@ -285,9 +287,8 @@ def test_the_record_of_a_run_without_a_data_option_names_the_data_that_it_found(
     monkeypatch.chdir(packed)
     monkeypatch.setenv("LOOPFEED_DATA", ".")
     config = TrainConfig(batch=4)
-    with ExitStack() as stack:
-        data = open_data(config, UserParts(), stack, lambda _: None)
-        resolved = describe_resolved(choose_model(config, UserParts(), data), UserParts(), data)
+    with open_run(config, UserParts(), lambda _: None, is_dry=True) as run:
+        resolved = resolved_of(run)
     monkeypatch.setenv("LOOPFEED_DATA", "elsewhere")
     recipe = load_recipe(record_run(tmp_path / "run", config, manifest_digest="abc", **resolved))
     assert (recipe.settings["data"], recipe.unnamed_data) == (packed, "")

@@ -342,7 +342,7 @@ def test_a_run_of_another_rule_is_refused_by_its_name_and_its_weights_are_not(tm
     train(config, model=Linear(), batches=batches)
     train(replace(config, steps=3, resume=True), model=Linear(), batches=batches)
     with monkeypatch.context() as earlier:
-        earlier.setattr("loopfeed.engine.run.run.rules_of", lambda *_: {})
+        earlier.setattr("loopfeed.engine.run.descriptions.rules_of", lambda *_: {})
         train(replace(config, run_dir=tmp_path / "old"), model=Linear(), batches=batches)
     before = contents(tmp_path / "old")
     with pytest.raises(ValueError, match=re.escape(rule) + r".*--init-from with its model\.safetensors"):

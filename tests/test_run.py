@@ -19,6 +19,7 @@ from loopfeed.engine.crossing.transport import InplaceTransport
 from loopfeed.engine.feed.feeder import FeederError
 from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
+from loopfeed.engine.run import compiling
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import plan_run
 from loopfeed.preprocess.shards.reader import ShardError, ShardSplit
@@ -511,7 +512,7 @@ def test_a_process_in_64_bit_mode_trains():
 
 def test_the_collector_waits_until_the_program_runs_and_collects_in_the_run(monkeypatch):
     seen = []
-    starting_state, run = Run.starting_state, Run.execute
+    starting_state, run = compiling.starting_state, Run.execute
 
     def look(launch):
         seen.append(gc.isenabled())
@@ -532,7 +533,7 @@ def test_the_collector_waits_until_the_program_runs_and_collects_in_the_run(monk
         while not gc.isenabled() and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    monkeypatch.setattr(Run, "starting_state", look)
+    monkeypatch.setattr(compiling, "starting_state", look)
     monkeypatch.setattr(Run, "execute", look_again)
     train(toy_config(steps=8, prefetch=1), model=Linear(), batches=batches)
     assert seen[:3] == [True, False, False]  # the first batch is asked for ahead, for its shape
@@ -546,7 +547,7 @@ def test_the_collector_collects_after_a_short_or_failed_run(monkeypatch, steps):
 
     train(toy_config(steps=steps), model=Linear(), batches=toy_batch)
     assert gc.isenabled()
-    monkeypatch.setattr(Run, "starting_state", fail)
+    monkeypatch.setattr(compiling, "starting_state", fail)
     with pytest.raises(OSError, match="no memory for the state"):
         train(toy_config(steps=steps), model=Linear(), batches=toy_batch)
     assert gc.isenabled()

@@ -16,8 +16,7 @@ from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.control.word import encode_control
 from loopfeed.engine.records.folder_lock import FolderLock
 from loopfeed.engine.records.whole_file import write_whole
-from loopfeed.engine.run import resume
-from loopfeed.engine.run.run import Run
+from loopfeed.engine.run import compiling, resume
 from loopfeed.engine.run.train import plan_run
 from tests.fake_source import fake_source, files_of, pack
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
@@ -145,7 +144,7 @@ def test_a_state_that_cannot_be_made_while_the_program_is_compiled_ends_the_run_
     def fail(_launch):
         raise MemoryError("no room for the state")
 
-    monkeypatch.setattr(Run, "starting_state", fail)
+    monkeypatch.setattr(compiling, "starting_state", fail)
     with pytest.raises(MemoryError, match="no room for the state"):
         train(toy_config(run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
     # Nothing goes on behind it.

@@ -28,6 +28,7 @@ def _compile(
 ) -> dict[str, object]:
     from loopfeed.engine.commands.user_parts import load_user_parts
     from loopfeed.engine.config import TrainConfig
+    from loopfeed.engine.run.compiling import plan_program
     from loopfeed.engine.run.train import open_run
     from loopfeed.engine.sizing.absent_cards import absent_cards, card_placement, compiling_without_cards
     from loopfeed.engine.sizing.cards import CARDS
@@ -41,5 +42,5 @@ def _compile(
         open_run(config, loaded, lambda _: None, is_dry=True, placement=placement) as run,
         compiling_without_cards(),
     ):
-        compiled = run.plan().compiled
+        compiled = plan_program(run).compiled
     return {"memory_bytes": compiled.memory_bytes, "step_flops": compiled.step_flops}

@@ -18,7 +18,8 @@ from loopfeed.engine.inspection.steps import Steps, read_carry
 from loopfeed.engine.inspection.work_by_scope import convolution_flops, work_by_scope
 from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.program.kernels import kernels_on
-from loopfeed.engine.run.run import DryRun, Run
+from loopfeed.engine.run.compiling import DryRun, plan_program
+from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import open_run
 from loopfeed.engine.scopes import TRAIN
 from loopfeed.engine.sizing.device_rates import DeviceRates, measure_device
@@ -71,7 +72,7 @@ def explain_parts(
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
     with open_run(_as_new(config), parts, notify, is_dry=True) as run:
-        planned = run.plan(is_explained=True)
+        planned = plan_program(run, is_explained=True)
     if rates is None:
         notify("measuring the device for a second")
         rates = measure_this_device(planned.run.config)

@@ -20,6 +20,7 @@ from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.program.looped_step import StepProgram, sample_of
 from loopfeed.engine.program.random_rounding import RandomRounding, switches
 from loopfeed.engine.program.train_state import TrainState
+from loopfeed.engine.run.compiling import compiling, prepare, starting_state, trace_program
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import open_run
 from loopfeed.engine.scopes import BACKWARD, LOSS, OPT_STEP
@@ -126,7 +127,7 @@ def check_step_of(config: TrainConfig, parts: UserParts, notify: Callable[[str],
 def _step_program(run: Run) -> StepProgram:
     """Return the next step of a run, with the batch that it would take."""
     batch, factor = look_at_first_batch(run, lambda one, *_: (one.batch, one.learning_rate_factor))
-    state = run.starting_state()
+    state = starting_state(run)
     return StepProgram(run.checked_model(), run.settings, state, Batch(*batch), factor, run.values())
 
 
@@ -189,8 +190,8 @@ def _is_number(leaf: Any) -> bool:
 
 def _run_whole(run: Run, step: int) -> _Parts:
     """Make one step by the program of the run, without evaluation and snapshot."""
-    with run.compiling(run.config.compilation_cache):
-        compiled, state = run.prepare(run.trace())
+    with compiling(run, run.config.compilation_cache):
+        compiled, state = prepare(run, trace_program(run))
     none = jnp.int32(0)
     values = run.values()._replace(
         stop_step=jnp.int32(step), evaluations=Cadence(none), num_eval_batches=none, snapshots=Cadence(none)

@@ -348,7 +348,6 @@ def train_step(
         The new state, the outcome of the batch, the metrics over the batches of the update so far, and the images that
         are observed.
     """
-    replicas = settings.replicas
     images, mix_weight, at = augment_batch(settings, batch, state.batch_index, values)
     keys = {"key": model_keys(values.seed_words, at)} if settings.takes_key else {}
 
@@ -379,13 +378,7 @@ def train_step(
             reach,
         )
     step = state.step + outcome.due.astype(jnp.int32)
-    accumulated = state.metrics
-    with jax.named_scope(LOSS):
-        if accumulated is not None:
-            metrics = settings.objective.merge_metrics(accumulated, metrics)
-            accumulated = choose(outcome.due, settings.objective.init_metrics(), metrics)
-        metrics = replicas.merge_if(outcome.due, settings.objective.merge_metrics, metrics)
-        finished = settings.objective.finish_metrics(metrics)
+    accumulated, finished = _finish_metrics(settings, state.metrics, metrics, outcome.due)
     state = state._replace(
         batch_index=state.batch_index + 1,
         step=step,
@@ -398,3 +391,16 @@ def train_step(
     with jax.named_scope(PUSH):
         seen = observe_images(settings, images, labels, mix_weight, values.scale)
     return state, outcome, finished, seen
+
+
+@jax.named_scope(LOSS)
+def _finish_metrics(
+    settings: CompiledSettings, accumulated: Any, metrics: dict[str, Any], due: Bool[Array, ""]
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Return the states of the metrics to keep for the next batch, and the metrics over the update's batches so far."""
+    objective = settings.objective
+    if accumulated is not None:
+        metrics = objective.merge_metrics(accumulated, metrics)
+        accumulated = choose(due, objective.init_metrics(), metrics)
+    metrics = settings.replicas.merge_if(due, objective.merge_metrics, metrics)
+    return accumulated, objective.finish_metrics(metrics)

@@ -36,6 +36,8 @@ from loopfeed.engine.replay.checked_files import CheckedFiles, check_files, desc
 from loopfeed.engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from loopfeed.engine.replay.report import Comparison, ReplayReport
 from loopfeed.engine.run.changes import machine_of, thread_rule, versions_warning
+from loopfeed.engine.run.compiling import compile_program, compiling, prepare, trace_program, warn_of_memory
+from loopfeed.engine.run.descriptions import check_is_as_recorded, describe_run
 from loopfeed.engine.run.nonfinite import NonFiniteError
 from loopfeed.engine.run.resolve import check_arguments, recorded_user_parts
 from loopfeed.engine.run.run import Run
@@ -231,7 +233,9 @@ def _replay(
             run = Run(config, parts, notify, stack, start, board=board)
             run.open_data()
             run.open_program(config)
-            run.check_is_as_recorded()
+            for message in describe_run(run):
+                notify(message)
+            check_is_as_recorded(run)
             images_per_step = config.batch * config.accumulate_steps
             sinks = [comparison, *([] if display is None else [display(piece.stop_step, images_per_step)])]
             state = _replay_piece(run, state, sinks)
@@ -290,10 +294,10 @@ class _StopAfterPieceBoard(ControlBoard):
 def _replay_piece(run: Run, state: TrainState | None, sinks: list[Sink]) -> TrainState:
     """Replay a piece and return the final state; if `state` is None, start from the initial state of the run."""
     # Compiled afresh: a program in a cache may be another one, which agrees with the record because it wrote it.
-    with run.compiling(OFF):
-        traced = run.trace()
-        compiled, state = run.prepare(traced) if state is None else (run.compile(traced), state)
-    run.warn_of_memory(compiled)
+    with compiling(run, OFF):
+        traced = trace_program(run)
+        compiled, state = prepare(run, traced) if state is None else (compile_program(run, traced), state)
+    warn_of_memory(run, compiled)
     run.board.prepare(
         first_batch=run.start.batch_index,
         batches_per_step=run.config.accumulate_steps,

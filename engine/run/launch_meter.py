@@ -18,6 +18,7 @@ from loopfeed.engine.program.kernels import uses_amx_in_bfloat16
 from loopfeed.engine.records.run_folder import recorded_versions
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
 from loopfeed.engine.records.topology import Topology
+from loopfeed.engine.run.descriptions import topology_of
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.runtime.compilations import compilations_of
 from loopfeed.engine.runtime.goodput import Rollback, add_up, parts_of, without_details
@@ -112,7 +113,7 @@ class LaunchMeter:
             end_step=launch.start.step + launch.stream.num_losses,
             state=state,
             versions=self._versions,
-            devices=describe_devices(launch.topology),
+            devices=describe_devices(topology_of(launch)),
             lost_steps=self._rollback.num_steps,
             lost_s=self._rollback.seconds,
             programs=tuple(launch.programs),

@@ -8,6 +8,7 @@ from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.records.digests import RunningDigest
 from loopfeed.engine.records.run_folder import LOSS_LOG, RUNTIME, STALLS, RunFolder, recorded_versions
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
+from loopfeed.engine.run.descriptions import topology_of
 from loopfeed.engine.run.launch_meter import LaunchMeter, describe_devices
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.runtime.goodput import Rollback, add_up, find_rollback, parts_of, without_details
@@ -77,7 +78,7 @@ def record_rollback(launch: Run, folder: RunFolder, cuts: Mapping[Path, RunningD
         end_step=step,
         state="running",
         versions=recorded_versions(),
-        devices=describe_devices(launch.topology),
+        devices=describe_devices(topology_of(launch)),
         lost_steps=rollback.num_steps,
         lost_s=rollback.seconds,
         goodput=parts_of(total=total_s, compilation=spans[COMPILING].total_s),

@@ -39,6 +39,7 @@ from loopfeed.engine.records.weights import name_tensors
 from loopfeed.engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA
 from loopfeed.engine.run.changed_rules import RULES
 from loopfeed.engine.run.changes import GIVEN_WEIGHTS, note_changes
+from loopfeed.engine.run.descriptions import crossings_of, resolved_of, rules_of_run, topology_of
 from loopfeed.engine.run.launch_monitor import record_rollback, start_monitor
 from loopfeed.engine.run.nonfinite import NonFiniteError
 from loopfeed.engine.run.resolve import recorded_user_parts
@@ -140,10 +141,10 @@ class Recorder:
             rewind_run(folder, run.start, self._cuts)
         before = {} if recorded is None else recorded.resolved
         # A rule that only the beginning of the run used is taken from the record, as are its initial weights.
-        rules = before.get(RULES, {}) | run.rules
+        rules = before.get(RULES, {}) | rules_of_run(run)
         resolved = {
-            **run.resolved,
-            **run.crossings,
+            **resolved_of(run),
+            **crossings_of(run),
             **({RULES: rules} if rules else {}),
             "learning_rate": self._config.peak_learning_rate,
             GIVEN_WEIGHTS: run.given_digest or before.get(GIVEN_WEIGHTS),
@@ -162,7 +163,7 @@ class Recorder:
 
     def _note_changes(self, recorded: RecordedRun) -> list[dict[str, Any]]:
         run = self._run
-        return note_changes(recorded, self._config, run.start.step, run.topology, run.crossings[MACHINE])
+        return note_changes(recorded, self._config, run.start.step, topology_of(run), crossings_of(run)[MACHINE])
 
     def record(self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink]) -> TrainResult:
         """Run the program and write the run's files; if the run failed, raise its error."""
@@ -328,7 +329,7 @@ class Recorder:
                 "run (--run-dir)"
             )
             return
-        own = recorded_user_parts(self._run.resolved)
+        own = recorded_user_parts(resolved_of(self._run))
         options = options_of(self._run.parts.named, own)
         if own and options is None:
             how = f"train with replace(loopfeed.run_settings({path!r}), resume=True) and the same {listed(own)}"

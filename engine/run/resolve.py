@@ -4,16 +4,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from loopfeed.engine.config import OWN_BATCHES, TrainConfig
-from loopfeed.engine.data.dataset import DATA_LOCATION
 from loopfeed.engine.data.label_fit import check_labels_stay, unmoved_labels_warning
 from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.feed.batches import label_form_of
-from loopfeed.engine.locations import absolute_location
-from loopfeed.engine.named_parts import record_named, recorded_named_parts
+from loopfeed.engine.named_parts import recorded_named_parts
 from loopfeed.engine.objective.metrics import as_metrics
 from loopfeed.engine.objective.objective import Objective
-from loopfeed.engine.parts import USER_SOURCES, UserParts, check_parts, name_of
-from loopfeed.engine.program.train_state import TrainModel, name_of_model
+from loopfeed.engine.parts import UserParts, check_parts
+from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.best_snapshot import parse_metric
 from loopfeed.engine.settings import SettingError
 from loopfeed.models.model import Model
@@ -24,32 +22,8 @@ from loopfeed.preprocess.quantities import quantity
 _SMALL_RATE_OPTIMIZERS = ("adamw", "lamb", "adam", "lion", "muon")
 
 
-def describe_resolved(model: TrainModel, parts: UserParts, data: RunData) -> dict[str, Any]:
-    """Return what `config.json` records in addition to the settings: what they resolved to."""
-    name = name_of_model(model)
-    # Any other name shows by itself that the model is no built-in one, in the records of older versions too.
-    is_ambiguous = parts.model is not None and name in model_names()
-    own = ({"model": name_of(model)} if is_ambiguous else {}) | parts.names()
-    return {
-        "model": name,
-        "data": data.description,
-        DATA_LOCATION: absolute_location(data.location),
-        "num_classes": data.num_classes,
-        "height": data.source.height,
-        "width": data.source.width,
-        "mean": data.mean,
-        "std": data.std,
-        "eval_manifest_sha256": data.eval_manifest_digest,
-        "num_eval_batches": data.evaluation.num_batches if data.evaluation else 0,
-        **({} if (form := label_form_of(data.source)) is None else {"labels": form.describe()}),
-        **({"own_parts": own} if own else {}),
-        **({USER_SOURCES: sources} if (sources := parts.sources()) else {}),
-        **record_named(parts.named),
-    }
-
-
 def recorded_user_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return which parts, such as "model", were user-defined, according to a recorded `describe_resolved`."""
+    """Return which parts, such as "model", were user-defined, according to what `config.json` records."""
     is_own = {"model": recorded.get("model") not in model_names(), "batches": recorded.get("data") == OWN_BATCHES}
     own = (*(name for name, is_so in is_own.items() if is_so), *recorded.get("own_parts", {}))
     return tuple(dict.fromkeys((*own, *recorded_named_parts(recorded))))

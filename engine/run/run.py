@@ -1,35 +1,26 @@
-"""A run of the training program: its host side, data, model and crossings, set up in this order; then its program.
+"""A run of the training program: its host side, data, model and crossings, set up in this order, and its execution.
 
-Owns how the parts are connected, and what is compiled and executed. Does not depend on run folders:
-`loopfeed.engine.run.train` owns the order of the stages, `loopfeed.engine.run.recorder` what is written.
+Owns how the parts are connected. Does not depend on run folders: `loopfeed.engine.run.train` owns the order of the
+stages, `loopfeed.engine.run.compiling` the compilation, `loopfeed.engine.run.recorder` what is written.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from loopfeed.engine.compilation.ahead_of_time import (
     Compiled,
-    Traced,
-    caching_compilations,
-    compile_traced,
-    memory_warning,
-    trace_ahead,
 )
-from loopfeed.engine.compilation.garbage_collector import without_collector
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.control.signals import StopSignals, call_on_worker, start_on_worker
-from loopfeed.engine.crossing.choice import this_device, traced_platform
+from loopfeed.engine.control.signals import StopSignals, start_on_worker
 from loopfeed.engine.crossing.devices import Placement, place_here
 from loopfeed.engine.crossing.infeed import BatchInfeed
 from loopfeed.engine.crossing.outfeed import Outfeed
@@ -37,34 +28,25 @@ from loopfeed.engine.data.open_data import RunData, open_data
 from loopfeed.engine.feed.batches import error_of_changes
 from loopfeed.engine.images.unpack import LEAST_STD, PixelScale
 from loopfeed.engine.keys import plain_keys
-from loopfeed.engine.objective.batch_size_check import check_batch_size
 from loopfeed.engine.parts import UserParts
-from loopfeed.engine.processes import this_process
 from loopfeed.engine.program.checked_model import CheckedModel
-from loopfeed.engine.program.kernels import kernels_on, record_kernels
-from loopfeed.engine.program.loop import make_program
-from loopfeed.engine.program.slow_convolutions import slow_convolutions_warning
+from loopfeed.engine.program.kernels import kernels_on
 from loopfeed.engine.program.train_state import TrainModel, TrainState, name_of_model
-from loopfeed.engine.records.machine import MACHINE
 from loopfeed.engine.records.run_folder import RunFolder
 from loopfeed.engine.records.stored.stored_run import StoredRun
 from loopfeed.engine.records.stored_types import check_weight_types
-from loopfeed.engine.records.topology import Topology
 from loopfeed.engine.records.weights import check_names
-from loopfeed.engine.replicas import device_put_replicated, replicate, shapes_on, unreplicate
-from loopfeed.engine.run.changed_rules import check_rules, rules_of
-from loopfeed.engine.run.changes import check_data, check_given_weights, machine_of
-from loopfeed.engine.run.descriptions import describe_run
-from loopfeed.engine.run.first_weights import draw_state, put_given_weights, read_weights_of_run
-from loopfeed.engine.run.infeeds import bytes_ahead, depth_of, infeed_of_evaluations, infeed_of_training
+from loopfeed.engine.replicas import device_put_replicated, unreplicate
+from loopfeed.engine.run.first_weights import draw_state, read_weights_of_run
+from loopfeed.engine.run.infeeds import bytes_ahead, infeed_of_evaluations, infeed_of_training
 from loopfeed.engine.run.nonfinite import nonfinite_error
 from loopfeed.engine.run.profiling import Profiling
 from loopfeed.engine.run.program_settings import compiled_settings_of_run, runtime_settings, seed_words
-from loopfeed.engine.run.resolve import choose_model, describe_resolved
-from loopfeed.engine.run.resume import Resume, find_cuts
+from loopfeed.engine.run.resolve import choose_model
+from loopfeed.engine.run.resume import Resume
 from loopfeed.engine.runtime.compilations import recording_compilations
 from loopfeed.engine.runtime.record import ProgramTimes
-from loopfeed.engine.spans import COMPILING, EVALUATION, LOOP, Spans
+from loopfeed.engine.spans import EVALUATION, LOOP, Spans
 from loopfeed.engine.stream.loss_stream import LossStream
 from loopfeed.engine.stream.notices import Notices
 from loopfeed.engine.stream.sinks import Sink
@@ -79,31 +61,12 @@ _CLOSE_TIMEOUT_S = 60.0
 _QUIT_TIMEOUT_S = 1.0
 # How soon the first loss is noticed.
 _POLL_EVERY_S = 0.1
-# jax's name for NVIDIA GPUs, the only devices for which a program is compiled where there are none.
-_ABSENT_BACKEND = "gpu"
-
-
-class DryRun(NamedTuple):
-    """The compiled program of a run that is not started.
-
-    Attributes:
-        run: the run, which is closed.
-        compiled: the program, with XLA's analysis of memory and work.
-        traced: the program before XLA optimised it.
-        in_all_forms: the jaxpr of the program with layers in their forms for all platforms, if it was asked for.
-    """
-
-    run: "Run"
-    compiled: Compiled
-    traced: Traced
-    in_all_forms: Any = None
 
 
 class Run:
     """The parts of one launch of a run, opened in order; `stack` closes them in reverse order.
 
-    The constructor opens the host side. Then come `open_data`, `open_program`, and either `plan` or, inside
-    `compiling`, `trace` and `prepare`, and at last `execute`.
+    The constructor opens the host side. Then come `open_data`, `open_program`, the compilation and `execute`.
 
     Args:
         config: the settings; `open_program` takes them with epochs converted to steps.
@@ -121,6 +84,7 @@ class Run:
         infeed, evaluation_infeed, outfeed: the crossings; the second is None if nothing is evaluated.
         num_params: number of learnable parameters.
         given: the initial weights that this launch read, None if it read none.
+        selection: a message that says what is frozen, None if nothing is.
         spans, programs, train_s, profiling: what the launch spends its time on, and what meters it.
         is_over: whether the loop has ended by itself, not by an error or a second signal.
         path, folder, stored: the run folder on this machine, the same if it is locked to be written, and what uploads
@@ -163,7 +127,7 @@ class Run:
         self.programs: list[ProgramTimes] = []
         self.train_s, self.has_changed_data = 0.0, False
         self._program: Worker[TrainState] | None = None
-        self._paused_collector = ExitStack()
+        self.paused_collector = ExitStack()
 
     def open_data(self) -> RunData:
         """Open the data that the settings or the user name."""
@@ -174,7 +138,7 @@ class Run:
         return self.data
 
     def open_program(self, config: TrainConfig) -> None:
-        """Choose the model for the data, connect the program's crossings, read initial weights, and describe it all."""
+        """Choose the model for the data, connect the program's crossings, and read initial weights."""
         self.config, data, start = config, self.data, self.start
         self.model: TrainModel = choose_model(config, self.parts, data)
         self.profiling = Profiling(config, data, self.place, self.chunk, start.batch_index, self.notices.say)
@@ -197,7 +161,7 @@ class Run:
             ),
         )
         self._stack.callback(self.stream.release)
-        self._stack.callback(self._paused_collector.close)
+        self._stack.callback(self.paused_collector.close)
         on_push = None if profiler is None else profiler.pushed
         self.outfeed = Outfeed(
             self.stream.receive, self.board, self.transport, step=start.step, spans=self.spans, on_push=on_push
@@ -205,9 +169,9 @@ class Run:
         self.settings: CompiledSettings = compiled_settings_of_run(
             config, self.parts, self.model, data, len(self.team.devices)
         )
-        self._draw = partial(draw_state, self.model, self.settings)
-        self._state_shape = shape = jax.eval_shape(self._draw, seed_words(0))
-        selected = describe_selection(config, shape.params, shape.batch_stats)
+        self.draw = partial(draw_state, self.model, self.settings)
+        self.state_shape = shape = jax.eval_shape(self.draw, seed_words(0))
+        self.selection = describe_selection(config, shape.params, shape.batch_stats)
         check_user_rate(self.settings, shape.params)
         self.given = read_weights_of_run(config, self.registry_name, start, shape, self.notify, data.classes)
         self.num_params = count_params(shape.params)
@@ -215,19 +179,6 @@ class Run:
             check_names(shape.params, shape.batch_stats)
             if config.run_dir is not None:
                 check_weight_types(shape.params, shape.batch_stats)
-        for message in describe_run(
-            config, data, self.model_name, self.num_params, self.place, self.chunk,
-            also=(selected, self.profiling.warning),
-        ):  # fmt: skip
-            self.notify(message)
-
-    def check_is_as_recorded(self) -> None:
-        """Raise ValueError if data, model, rules or initial weights are not those of the recorded run."""
-        recorded = self.start.recorded
-        assert recorded is not None
-        check_data(self.resolved, self.data, recorded)
-        check_rules(self.rules, recorded.resolved)
-        check_given_weights(self.given_digest, recorded)
 
     # What is known of the run before its program is compiled.
 
@@ -242,36 +193,9 @@ class Run:
         return name_of_model(self.model) if self.parts.model is None else None
 
     @property
-    def resolved(self) -> dict[str, Any]:
-        """What the settings resolved to, as recorded."""
-        return describe_resolved(self.model, self.parts, self.data)
-
-    @property
-    def rules(self) -> dict[str, int]:
-        """The numbers of the changed rules that the launch uses, by name."""
-        return rules_of(self.config, self.parts, self.model, self.data, self.given)
-
-    @property
     def given_digest(self) -> str | None:
         """The SHA-256 of the initial weights that this launch read, or None if it read none."""
         return None if self.given is None else self.given.digest
-
-    @property
-    def topology(self) -> Topology:
-        """The devices and processes of this launch."""
-        return Topology(str(self.team.devices[0].device_kind), len(self.team.devices), this_process().count)
-
-    @property
-    def crossings(self) -> dict[str, Any]:
-        """The topology, the transport, the batches per chunk and read ahead, oneDNN and the machine, as recorded."""
-        return {
-            **self.topology.to_json(),
-            "transport": self.transport.name,
-            "chunk_batches": self.chunk,
-            "prefetch": depth_of(self.config, self.data.source, self.place, self.chunk),
-            **record_kernels(self.config, self.place.platform),
-            MACHINE: machine_of(self.team.devices[0]),
-        }
 
     @property
     def ring_bytes(self) -> int:
@@ -281,7 +205,7 @@ class Run:
     @property
     def state_bytes(self) -> int:
         """The number of bytes of the training state, of which each device has a copy."""
-        leaves = jax.tree.leaves(jax.eval_shape(plain_keys, self._state_shape))
+        leaves = jax.tree.leaves(jax.eval_shape(plain_keys, self.state_shape))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     @property
@@ -299,131 +223,6 @@ class Run:
         """Return the model as the programs of the run apply it."""
         data, kernels = self.data, kernels_on(self.config, self.place.platform)
         return CheckedModel(self.model, data.num_classes, data.source, kernels, notify)
-
-    # Compile.
-
-    def plan(self, *, is_explained: bool = False) -> DryRun:
-        """Compile the program without creating its initial state.
-
-        Args:
-            is_explained: whether the program is to be read: a program in the cache must then have the same scopes and
-                source lines, and the program is traced once more with layers in their forms for all platforms, one of
-                which says what they compute.
-        """
-        if self.start.recorded is not None and self.path is not None:
-            find_cuts(self.path, self.start)
-        with caching_compilations(self.config.compilation_cache, self.notify, by_metadata=is_explained):
-            traced = self.trace()
-            compiled = self.compile(traced)
-        if not is_explained:
-            return DryRun(self, compiled, traced)
-        program, arguments = self._whole_program(self.checked_model())
-        return DryRun(self, compiled, traced, jax.make_jaxpr(program)(*arguments))
-
-    @contextmanager
-    def compiling(self, cache: str | None, *, by_metadata: bool = False) -> Iterator[None]:
-        """Keep compiled programs in a cache inside the block, and Python's collector away until the first loss.
-
-        The collector would also delay the compiler, which needs the interpreter lock. Its first collection after the
-        trace takes tenths of a second, so it waits until the first loss has come.
-        """
-        with caching_compilations(cache, self.notify, by_metadata=by_metadata):
-            self.spans[COMPILING].begin()
-            self._paused_collector.enter_context(without_collector())
-            yield
-            self.spans[COMPILING].end()
-
-    def trace(self) -> Traced:
-        """Trace the program on this thread, whose jax settings then apply, and warn about its convolutions."""
-        self.notify("compiling the training program, or loading it from the cache")
-        is_here, model = self.place.is_here, self.checked_model(self.notify)
-        program, arguments = self._whole_program(model)
-        platform = traced_platform(self.team.devices[0]) if is_here else self.place.platform
-        traced = trace_ahead(program, *arguments, donate=(0,), platform=platform)
-        if is_here:
-            is_evaluated = self.evaluation_infeed is not None
-            objective = self.settings.evaluated_objective if is_evaluated else self.settings.objective
-            check_batch_size(objective, model.outputs, self.notify)
-        if self.registry_name is None and (warning := slow_convolutions_warning(traced.jaxpr)):
-            self.notify(warning)
-        return traced
-
-    def prepare(self, traced: Traced) -> tuple[Compiled, TrainState]:
-        """Compile the program and create its initial state at the same time, and return both."""
-        finish = self._start_compiling(traced)
-        try:
-            state = self.starting_state()
-        except Exception:
-            # Wait for the compilation, during which jax's settings must not change, but raise the first error.
-            with suppress(Exception):
-                finish()
-            raise
-        return finish(), state
-
-    def compile(self, traced: Traced) -> Compiled:
-        """Compile the program without creating its initial state."""
-        return self._start_compiling(traced)()
-
-    def _whole_program(self, model: CheckedModel) -> tuple[Callable[..., Any], Any]:
-        """Return the training program on all devices, and the shapes of its arguments."""
-        program = make_program(model, self.settings, self.infeed, self.outfeed, self.evaluation_infeed)
-        arguments: Any = (self._state_shape, self.values())
-        devices = self.team.devices
-        return replicate(program, devices), arguments if self.place.is_here else shapes_on(arguments, devices)
-
-    def _start_compiling(self, traced: Traced) -> Callable[[], Compiled]:
-        """Compile a traced program on a worker thread, and return a function that waits for it."""
-        worker = start_on_worker(
-            partial(
-                compile_traced,
-                traced,
-                deterministic=self.config.deterministic,
-                dump_folder=None if self.config.dump_hlo is None else Path(self.config.dump_hlo),
-                keeps=self.transport,
-                backend=None if self.place.is_here else _ABSENT_BACKEND,
-                is_profiled=self.config.profile,
-            )
-        )
-
-        def finish() -> Compiled:
-            compiled = worker.result()
-            self._note_program("training", compiled)
-            origin = "loaded from the cache, " if compiled.from_cache else ""
-            self.notify(
-                f"compiled training program in {compiled.compile_s:.1f} s ({origin}traced in {compiled.trace_s:.1f} s)"
-            )
-            return compiled
-
-        return finish
-
-    def starting_state(self) -> TrainState:
-        """Return the initial state: the state in the snapshot that the launch starts from, if any, else a new state."""
-        if self.start.snapshot is not None:
-            from loopfeed.engine.records.snapshot import match_state
-
-            saved = match_state(self.start.snapshot.leaves, self._state_shape)
-            if self.evaluation_infeed is None:
-                # Without an infeed, the loop would wait for ever for the evaluation that is due.
-                saved = saved._replace(owes_evaluation=np.zeros((), np.bool))
-            # Release the host's copy of the arrays, which needs as much memory again.
-            self.start = replace(self.start, snapshot=None)
-            return call_on_worker(lambda: jax.block_until_ready(jax.tree.map(partial(jnp.array, copy=True), saved)))
-        words = seed_words(self.config.seed)
-        draw = compile_traced(trace_ahead(self._draw, words, platform=traced_platform(this_device())))
-        self._note_program("initial state", draw)
-        return call_on_worker(
-            lambda: jax.block_until_ready(put_given_weights(self.given, draw.call(words), self.settings))
-        )
-
-    def _note_program(self, name: str, compiled: Compiled) -> None:
-        self.programs.append(ProgramTimes(name, compiled.trace_s, compiled.compile_s, compiled.from_cache))
-
-    def warn_of_memory(self, compiled: Compiled) -> None:
-        """Warn if the program needs more memory than the machine has, because the system would kill it silently."""
-        if (warning := memory_warning(compiled, self.ring_bytes)) is not None:
-            self.notify(warning)
-
-    # Execute.
 
     def execute(
         self, compiled: Compiled, state: TrainState, sinks: Sequence[Sink], values: RuntimeSettings | None = None
@@ -466,7 +265,7 @@ class Run:
                 self._program = start_on_worker(lambda: jax.block_until_ready(compiled.call(*placed)))
                 while not (self.stream.num_losses or self._program.wait(_POLL_EVERY_S)):
                     pass
-                self._paused_collector.close()
+                self.paused_collector.close()
                 state = self._program.result()
             return unreplicate(state, self.team.devices)
 

@@ -34,14 +34,16 @@ from loopfeed.engine.run.changes import (
     thread_rule,
     versions_warning,
 )
+from loopfeed.engine.run.compiling import DryRun, compiling, plan_program, prepare, trace_program, warn_of_memory
 from loopfeed.engine.run.cycles import append_cycle, check_cycle, describe_rate_change
+from loopfeed.engine.run.descriptions import check_is_as_recorded, crossings_of, describe_run, resolved_of, topology_of
 from loopfeed.engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations
 from loopfeed.engine.run.launch_monitor import start_monitor
 from loopfeed.engine.run.recorder import Recorder
 from loopfeed.engine.run.resolve import check_arguments, check_best_metric, warn_of_settings
 from loopfeed.engine.run.result import TrainResult, result_of
 from loopfeed.engine.run.resume import Resume, describe_factor, resume_run, unchecked_notice
-from loopfeed.engine.run.run import DryRun, Run
+from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.run_place import check_has_folder, naming_run, open_place
 from loopfeed.engine.runtime.record import LaunchState
 from loopfeed.engine.stream.function_sink import RecordFunction, as_sinks
@@ -128,7 +130,7 @@ def plan_run(
     The arguments and errors are those of `train`.
     """
     with open_run(config, take_parts(parts), notify, is_dry=True) as run:
-        return run.plan()
+        return plan_program(run)
 
 
 @contextmanager
@@ -193,10 +195,10 @@ def open_run(
 
         # ---- Open the program's parts
         run.open_program(config)
-        if cadence is not None:
-            notify(cadence)
+        for message in filter(None, (*describe_run(run), cadence)):
+            notify(message)
         if run.start.recorded is not None:
-            run.check_is_as_recorded()
+            check_is_as_recorded(run)
             for message in filter(None, _describe_resume(run, run.start.recorded)):
                 notify(message)
         # No process may change the run folder before all have read it.
@@ -238,17 +240,17 @@ def _settle_steps(run: Run, *, is_dry: bool) -> tuple[TrainConfig, str | None]:
 
 def _describe_resume(run: Run, recorded: RecordedRun) -> Iterator[str | None]:
     """Yield what differs in a resumed launch: settings, learning rate, kernels, machine and devices; None if equal."""
-    config, start = run.config, run.start
+    config, start, crossings, topology = run.config, run.start, crossings_of(run), topology_of(run)
     yield describe_changes(config, recorded.config)
     yield describe_factor(start)
     yield describe_rate_change(config, recorded.config, start.step, factor_before(start.events, start.batch_index))
-    yield changed_kernels_notice(recorded.resolved, run.crossings)
+    yield changed_kernels_notice(recorded.resolved, crossings)
     threads = thread_rule(config, is_user_model=run.registry_name is None)
-    yield machine_warning(recorded.machines, run.crossings[MACHINE], threads)
-    if (before := Topology.from_json(recorded.resolved)) != run.topology:
+    yield machine_warning(recorded.machines, crossings[MACHINE], threads)
+    if (before := Topology.from_json(recorded.resolved)) != topology:
         norms_are_fixed = config.batch_norm_sync or config.batch_norm_group is not None
         depends = "" if norms_are_fixed else "; batch norms average over the images of each device"
-        yield f"the run was on {before} and goes on with {run.topology}: the same images, other rounding{depends}"
+        yield f"the run was on {before} and goes on with {topology}: the same images, other rounding{depends}"
 
 
 def train_run(
@@ -270,9 +272,9 @@ def train_run(
         with nullcontext() if run.folder is None else Recorder(run, run.folder, on_snapshot) as recorder:
             # ---- Compile the program
             # A profile needs the scopes of this program, not of an older one with the same instructions.
-            with run.compiling(config.compilation_cache, by_metadata=config.profile):
-                compiled, state = run.prepare(run.trace())
-            run.warn_of_memory(compiled)
+            with compiling(run, config.compilation_cache, by_metadata=config.profile):
+                compiled, state = prepare(run, trace_program(run))
+            warn_of_memory(run, compiled)
 
             # ---- Call it once
             sinks = [*sinks, called] if callbacks else sinks
@@ -291,8 +293,8 @@ def _describe_to_sinks(run: Run, sinks: Sequence[Sink]) -> None:
     description = RunDescription(
         settings=run.config.to_json(),
         facts={
-            **run.resolved,
-            **run.crossings,
+            **resolved_of(run),
+            **crossings_of(run),
             "num_params": run.num_params,
             "learning_rate": run.config.peak_learning_rate,
         },

@@ -15,6 +15,7 @@ from loopfeed.engine.feed.windowed_batches import WindowedBatches
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.peers import SEES_ALL
 from loopfeed.engine.processes import this_process
+from loopfeed.engine.run.compiling import plan_program
 from loopfeed.engine.run.epochs import settle_epochs, settle_evaluations
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import open_run
@@ -132,7 +133,7 @@ def plan_for_cards(
 
 def _analysed(run: Run) -> Analysed:
     """Compile the program of a run for the devices of this machine, and return its analysis."""
-    compiled = run.plan().compiled
+    compiled = plan_program(run).compiled
     return Analysed(compiled.memory_bytes, compiled.step_flops, run.ring_bytes)
 
 

@@ -5,8 +5,8 @@ recompilation. `step` is the number of updates before the current one, from 0.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,24 @@ MOST_CYCLES = 16
 ONE_CYCLE_DIVISOR = 25.0
 # A milestone that no step reaches.
 _NEVER = 2**31 - 1
+_RANGES: dict[str, tuple[float, float]] = {
+    "peak": (0, math.inf),
+    "total_steps": (0, _NEVER - 1),
+    "warmup_steps": (0, _NEVER - 1),
+    "warmup_start": (0, math.inf),
+    "final_fraction": (0, 1),
+    "drop_factor": (0, 1),
+    "milestones": (0, _NEVER),
+    "rise_fraction": (0, 1),
+    "start_divisor": (1, math.inf),
+    "final_divisor": (1, math.inf),
+    "momentum_high": (0, 1),
+    "momentum_low": (0, 1),
+    "power": (0, math.inf),
+    "restart_cycles": (1, MOST_CYCLES),
+    "restart_growth": (1, math.inf),
+    "start_step": (0, _NEVER - 1),
+}
 
 
 type Schedule = Callable[[Int32[Array, ""]], Shaped[Array, ""]]
@@ -103,27 +121,7 @@ def schedule_values(
     Raises:
         ValueError: if a number is out of range, or there are too many milestones.
     """
-    for name, value, low, high in (
-        ("peak", peak, 0, math.inf),
-        ("total_steps", total_steps, 0, _NEVER - 1),
-        ("warmup_steps", warmup_steps, 0, _NEVER - 1),
-        ("warmup_start", warmup_start, 0, math.inf),
-        ("final_fraction", final_fraction, 0, 1),
-        ("drop_factor", drop_factor, 0, 1),
-        ("rise_fraction", rise_fraction, 0, 1),
-        ("start_divisor", start_divisor, 1, math.inf),
-        ("final_divisor", final_divisor, 1, math.inf),
-        ("momentum_high", momentum_high, 0, 1),
-        ("momentum_low", momentum_low, 0, 1),
-        ("power", power, 0, math.inf),
-        ("restart_cycles", restart_cycles, 1, MOST_CYCLES),
-        ("restart_growth", restart_growth, 1, math.inf),
-        ("start_step", start_step, 0, _NEVER - 1),
-        *(("milestones", step, 0, _NEVER) for step in milestones),
-    ):
-        if not (low <= value <= high and math.isfinite(value)):
-            allowed = f"be finite and at least {low}" if high == math.inf else f"lie in {low} … {high}"
-            raise ValueError(f"{name} must {allowed}, got {value}")
+    _check_ranges(locals())
     if len(milestones) > NUM_MILESTONES:
         raise ValueError(f"milestones must contain at most {NUM_MILESTONES} steps, got {len(milestones)}: pass fewer")
     unused = NUM_MILESTONES - len(milestones)
@@ -144,6 +142,16 @@ def schedule_values(
         restarts=_restarts(max(total_steps - warmup_steps, 0), restart_cycles, restart_growth),
         start_step=np.int32(start_step),
     )
+
+
+def _check_ranges(numbers: Mapping[str, Any]) -> None:
+    """Raise ValueError if an argument of `schedule_values` is out of range."""
+    for name, value in numbers.items():
+        low, high = _RANGES[name]
+        for number in value if name == "milestones" else (value,):
+            if not (low <= number <= high and math.isfinite(number)):
+                allowed = f"be finite and at least {low}" if high == math.inf else f"lie in {low} … {high}"
+                raise ValueError(f"{name} must {allowed}, got {number}")
 
 
 def _restarts(length: int, num_cycles: int, growth: float) -> Int32[np.ndarray, "MOST_CYCLES"]:
