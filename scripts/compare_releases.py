@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,13 +27,15 @@ from safetensors.numpy import load_file
 
 from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
 from loopfeed.preprocess.quantities import quantity
-from scripts.kill_and_resume import COMPARED, TRAINING, num_lines, read_lines, wait_until
+from scripts.torture_campaign.kills import TRAINING
+from scripts.torture_campaign.oracle import LOGS, read_lines, read_log
 
 ROOT = Path(__file__).parents[1]
 VARIABLES = ("LOOPFEED_", "FEEDLOOP_", "JAX_", "XLA_")
 LEAST_STEPS = 60  # a request takes seconds, and must arrive before the run ends
 REQUEST_AT_STEP = 9
 TIMEOUT_S = 900.0
+_POLL_EVERY_S = 0.01
 _NOWHERE = subprocess.DEVNULL
 NUM_IMAGES = {"train": 150, "val": 50}
 IMAGE_SIZE, NUM_CLASSES, SHARD_IMAGES = 32, 5, 40
@@ -283,7 +286,9 @@ def make_run(old: Release, steps: int) -> Path:
     run = old.base / "old/run"
     training = old.start("run-train", "--run-dir", run, "--data", pack_of(old), "--steps", f"{steps}", *TRAINING)
     try:
-        wait_until(lambda: num_lines(run / "loss.jsonl") >= REQUEST_AT_STEP, training)
+        until = time.monotonic() + TIMEOUT_S
+        while len(read_lines(run / "loss.jsonl")) < REQUEST_AT_STEP and time.monotonic() < until:
+            time.sleep(_POLL_EVERY_S)
         old.run("control-run", run, "--learning-rate-factor", "0.5", "--evaluate")
         code = training.wait(TIMEOUT_S)
     finally:
@@ -348,7 +353,7 @@ class RunComparisons:
         )
         recorded = read_lines(self.run / "eval.jsonl")[-1]
         unlike = [name for name in theirs if name != "time" and ours.get(name) != theirs[name]]
-        unlike += [f"{name} as recorded" for name in COMPARED["eval.jsonl"] if ours[name] != recorded[name]]
+        unlike += [f"{name} as recorded" for name in LOGS["eval.jsonl"] if ours[name] != recorded[name]]
         return unlike, f"{len(theirs) - 1} numbers and the record"
 
     def replaying(self) -> Compared:
@@ -366,7 +371,7 @@ class RunComparisons:
 
 def whole_replay(run: Path, steps: int) -> str:
     """Return the verdict on a run that was replayed from its first step to its last without a difference."""
-    num_evaluations = num_lines(run / "eval.jsonl")
+    num_evaluations = len(read_lines(run / "eval.jsonl"))
     num_arrays = len(read_snapshot(run / "snapshots", steps).leaves)
     return (
         f"the same bits: {steps:,} losses, {num_evaluations:,} evaluation{'s' * (num_evaluations != 1)}, "
@@ -384,8 +389,8 @@ def forget_end(run: Path) -> None:
 def compare_folders(ours: Path, theirs: Path) -> Compared:
     """Return the differences between two runs, and a description of what was compared."""
     differences, extent = [], []
-    for name, kept in COMPARED.items():
-        lines, wanted = ([[line[key] for key in kept] for line in read_lines(each / name)] for each in (ours, theirs))
+    for name in LOGS:
+        lines, wanted = (read_log(each / name) for each in (ours, theirs))
         if lines != wanted:
             same = [a == b for a, b in zip(lines, wanted, strict=False)]
             differences.append(f"{name} from line {[*same, False].index(False) + 1}")

@@ -1,5 +1,6 @@
 """A command with planted faults, for the tests of scripts/torture: `planted_command FAULT`."""
 
+import atexit
 import os
 import signal
 import sys
@@ -44,6 +45,7 @@ FAULTS = {
     "refuse": fail_with_message("{}: train/manifest.json: not valid JSON; restore the file", 2),
     "vague": fail_with_message("train/manifest.json is read\n{}: something is wrong", 2),
     "silent": lambda: 2,
+    "at-exit": lambda: atexit.register(os.abort) and 0,
     "strange-code": fail_with_message("{}: train/manifest.json is damaged", 7),
 }
 

@@ -1,7 +1,7 @@
 """A run killed by SIGKILL at critical instants resumes bit for bit.
 
 The process kills itself just before a chosen call, so that each instant is hit on any machine. Kills at random times
-are tested by `scripts/kill-and-resume`.
+are tested by `scripts/torture --only kills`.
 """
 
 import json

@@ -102,9 +102,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "script", ["demo", "test", "lint", "docs", "kill-and-resume", "compare-releases", "bench", "torture"]
-)
+@pytest.mark.parametrize("script", ["demo", "test", "lint", "docs", "compare-releases", "bench", "torture"])
 def test_without_a_python_one_line_names_the_remedy(machine: Machine, script: str) -> None:
     machine.fake(machine.bin / "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
     machine.fake_version(machine.bin / "python3", "3.11.7")
@@ -224,7 +222,6 @@ def test_hooks_and_ci_run_the_same_commands() -> None:
         "scripts/lint",
         "scripts/demo",
         "scripts/docs",
-        "scripts/kill-and-resume",
         "scripts/compare-releases",
         "scripts/bench",
         "scripts/gpu-check",

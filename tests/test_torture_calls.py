@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from scripts.torture_campaign.call_faults import CallFault, build_shim, draw_call_fault, read_calls, watching
-from scripts.torture_campaign.call_kind import judge_kept, judge_message
-from scripts.torture_campaign.verdict import Verdict
+from scripts.torture_campaign.calls import judge_kept, judge_message
+from scripts.torture_campaign.case import Verdict
 from tests.test_torture import finished
 
 pytestmark = [

@@ -1,25 +1,38 @@
-"""A command server that runs the project's commands, each with a time limit, and reports how they ended."""
+"""Commands of the project, run in forks of one process that has imported it, with limits on time, memory and files.
+
+That process is the fork server of `multiprocessing`; it starts no thread, jax backend or TensorStore before a fork. A
+command has its own process group, ends as an interpreter ends, and dies with the campaign.
+"""
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
-import select
+import resource
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, distribution
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 120.0
+OWN_PROGRAMS = {
+    "read-pack": "scripts.torture_campaign.pack_oracle:read_pack",
+    "decode-images": "scripts.torture_campaign.image_oracle:decode_images",
+}
+_START_TIMEOUT_S = 120.0
+_DATA_LIMIT_BYTES, _FILE_LIMIT_BYTES = 3 << 30, 4 << 30
 _MAX_OUTPUT_BYTES = 1 << 20
-_PACKING = frozenset({"preprocess-imagenet", "inspect-shards", "read-pack", "decode-images"})
+_PR_SET_PDEATHSIG = 1
+SERVER = get_context("forkserver")
+SERVER.set_forkserver_preload(["scripts.torture_campaign.preloaded"])
 
 
 @dataclass(frozen=True)
@@ -53,186 +66,117 @@ class Finished:
 
 @dataclass
 class Running:
-    """A running command."""
+    """A command that starts when this object is made, in a folder beside which its stdout and stderr are written.
 
-    server: CommandServer
-    command: tuple[str, ...]
-    pid: int
-    stdout: Path
-    stderr: Path
-    started_s: float
-    killed: bool = False
+    Attributes:
+        command: the command line: a command of the project, one of `OWN_PROGRAMS`, or a module with a ``main``.
+        folder: its working folder.
+        environment: the orders for the shim (`call_faults`).
+    """
+
+    command: Sequence[str]
+    folder: Path
+    environment: Mapping[str, str] = MappingProxyType({})
+    killed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._answers, theirs = SERVER.Pipe(duplex=False)
+        for path in output_files(self.folder):
+            path.touch()
+        given = theirs, list(self.command), self.folder, dict(self.environment)
+        self._process = SERVER.Process(target=_serve, args=given, daemon=True)
+        self._process.start()
+        theirs.close()
+        if not self._answers.poll(_START_TIMEOUT_S):
+            raise RuntimeError(f"{self.command[0]} was not started within {_START_TIMEOUT_S:g} s")
+        self._pid = self._answers.recv()
+        self.started_s = time.monotonic()
 
     def kill(self) -> None:
         """Kill the command and its child processes."""
         self.killed = True
-        _kill_group(self.pid)
+        for kill in (os.kill, os.killpg):  # it may not have its group yet
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self._pid, signal.SIGKILL)
 
     def is_over(self) -> bool:
         """Return whether the command has ended."""
-        return self.server.has_answer()
+        return self._answers.poll()
 
     def wait(self, timeout_s: float) -> Finished:
         """Wait for the command and return its result; kill it ``timeout_s`` seconds after its start."""
-        left = self.started_s + timeout_s - time.monotonic()
-        answer, hung = self.server.read_answer(max(0.0, left)), False
-        if answer is None:
-            hung = True
-            _kill_group(self.pid)
-            answer = self.server.read_answer(START_TIMEOUT_S)
-            if answer is None:
-                raise RuntimeError(f"{self.command[0]} did not end after it was killed")
-        seconds = time.monotonic() - self.started_s
-        out, err = _head(self.stdout), _head(self.stderr)
-        rss_mb = answer["max_rss_kib"] * 1024 / 1e6
-        return Finished(self.command, answer["status"], out, err, seconds, rss_mb, hung, self.killed)
+        hung = not self._answers.poll(max(0.0, self.started_s + timeout_s - time.monotonic()))
+        if hung:
+            self.kill()
+        code, max_rss_kib = self._answers.recv()
+        self._process.join()
+        out, err = map(_head, output_files(self.folder))
+        seconds, is_killed = time.monotonic() - self.started_s, self.killed and not hung
+        return Finished(tuple(self.command), code, out, err, seconds, max_rss_kib * 1024 / 1e6, hung, is_killed)
 
 
-@dataclass
-class CommandServer:
-    """A `command_server` process, for one thread and one command at a time.
+def output_files(folder: Path) -> tuple[Path, Path]:
+    """Return the files of the stdout and stderr of a command that works in a folder."""
+    return folder.with_name(f"{folder.name}.out"), folder.with_name(f"{folder.name}.err")
+
+
+def set_environment(shim: Path | None) -> None:
+    """Set the environment of commands: on the CPU, with strict encoding and without settings of the caller's own.
 
     Args:
-        role: ``packing`` or ``training``, the modules that it has imported.
-        shim: a library that is loaded before libc (`call_faults`), if any.
+        shim: a library that every command loads, which does nothing without orders.
     """
-
-    role: str
-    shim: Path | None = None
-    _process: subprocess.Popen[bytes] | None = None
-    _read: bytes = b""
-
-    def start(self, command: list[str], folder: Path, environment: Mapping[str, str] = MappingProxyType({})) -> Running:
-        """Start a command in ``folder``; its stdout and stderr are written to files beside that folder.
-
-        Args:
-            command: the command line.
-            folder: its working folder.
-            environment: the orders for the shim.
-        """
-        if self._process is None:
-            self._process = self._launch()
-        assert self._process.stdin is not None
-        stdout, stderr = folder.with_name(f"{folder.name}.out"), folder.with_name(f"{folder.name}.err")
-        request = {"command": command, "cwd": str(folder), "stdout": str(stdout), "stderr": str(stderr)} | {
-            "environment": dict(environment)
-        }
-        self._process.stdin.write((json.dumps(request) + "\n").encode())
-        self._process.stdin.flush()
-        started_s = time.monotonic()
-        answer = self.read_answer(START_TIMEOUT_S)
-        if answer is None:
-            raise RuntimeError(f"the {self.role} command server did not answer within {START_TIMEOUT_S:g} s")
-        return Running(self, tuple(command), answer["pid"], stdout, stderr, started_s)
-
-    def _launch(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.command_server", self.role],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env=command_environment() | ({} if self.shim is None else {"LD_PRELOAD": str(self.shim)}),
-            start_new_session=True,
-        )
-        self._process = process
-        if self.read_answer(START_TIMEOUT_S) is None:
-            raise RuntimeError(f"the {self.role} command server did not start within {START_TIMEOUT_S:g} s")
-        return process
-
-    def has_answer(self) -> bool:
-        """Return whether there is an answer to read."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        return b"\n" in self._read or bool(select.select([self._process.stdout], [], [], 0)[0])
-
-    def read_answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next answer, or None if there is none in time.
-
-        Raises:
-            RuntimeError: the server is gone.
-        """
-        assert self._process is not None
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._read:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return None
-            part = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not part:
-                raise RuntimeError(f"the {self.role} command server exited with {self._process.wait(10)}")
-            self._read += part
-        line, self._read = self._read.split(b"\n", 1)
-        return dict(json.loads(line))
-
-    def close(self) -> None:
-        """Kill the server; a command that it still runs dies with it."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(START_TIMEOUT_S)
-            for stream in (self._process.stdin, self._process.stdout):
-                if stream is not None:
-                    with suppress(OSError):
-                        stream.close()
-            self._process, self._read = None, b""
+    for name in [name for name in os.environ if name.startswith(("LOOPFEED_", "XLA_", "JAX_"))]:
+        del os.environ[name]
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8:strict", "OPENBLAS_NUM_THREADS": "1", "TERM": "dumb",
+        **({} if shim is None else {"LD_PRELOAD": os.fspath(shim)}),
+    }  # fmt: skip
 
 
-@dataclass
-class Commands:
-    """The two servers of one worker; each command runs in the server that has imported it."""
-
-    shim: Path | None = None
-    has_ended: bool = False
-
-    def __post_init__(self) -> None:
-        self.packing, self.training = CommandServer("packing", self.shim), CommandServer("training", self.shim)
-
-    def start(self, command: list[str], folder: Path, environment: Mapping[str, str] = MappingProxyType({})) -> Running:
-        """Start a command in ``folder``."""
-        if self.has_ended:
-            raise RuntimeError("the campaign was stopped")
-        server = self.packing if command[0] in _PACKING else self.training
-        return server.start(command, folder, environment)
-
-    def run(
-        self,
-        command: list[str],
-        folder: Path,
-        *,
-        timeout_s: float,
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> Finished:
-        """Run a command in ``folder`` to its end, or kill it at the limit."""
-        return self.start(command, folder, environment).wait(timeout_s)
-
-    def end(self) -> None:
-        """Kill both servers permanently."""
-        self.has_ended = True
-        self.close()
-
-    def close(self) -> None:
-        """Kill both servers; the next command starts them again."""
-        self.packing.close()
-        self.training.close()
+def load_command(name: str) -> EntryPoint:
+    """Return where a command begins."""
+    found = distribution("loopfeed").entry_points.select(group="console_scripts", name=name)
+    return next(iter(found), EntryPoint(name, OWN_PROGRAMS.get(name, f"{name}:main"), "console_scripts"))
 
 
-def command_environment() -> dict[str, str]:
-    """Return the environment of commands: on the CPU, with strict encoding and without a default data set."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LOOPFEED_", "XLA_", "JAX_"))}
-    return kept | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONIOENCODING": "utf-8:strict",
-        "PYTHONPATH": str(ROOT),
-        "OPENBLAS_NUM_THREADS": "1",
-        "TERM": "dumb",
-    }
+def _serve(answers: Connection, command: list[str], folder: Path, environment: dict[str, str]) -> None:
+    """Fork a command; send its process id, then its exit code and its peak memory in KiB."""
+    _die_with_parent()
+    if (pid := os.fork()) == 0:
+        _run(command, folder, environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the campaign ends its commands
+    answers.send(pid)
+    _, status, usage = os.wait4(pid, 0)
+    answers.send((os.waitstatus_to_exitcode(status), usage.ru_maxrss))
 
 
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def _run(command: list[str], folder: Path, environment: dict[str, str]) -> None:
+    os.setsid()
+    _die_with_parent()
+    for target, path in enumerate(output_files(folder), start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
+    for limit, most in (("DATA", _DATA_LIMIT_BYTES), ("FSIZE", _FILE_LIMIT_BYTES), ("CORE", 0)):
+        resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (most, most))
+    os.chdir(folder)
+    if environment:
+        os.environ.update(environment)
+        ctypes.CDLL(None).torture_arm()  # of the shim, which read the environment when the server started
+    sys.argv = command
+    try:
+        sys.exit(load_command(command[0]).load()())
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 - as an interpreter ends
+        traceback.print_exc()
+        code = 1
+    ctypes.pythonapi.Py_Exit(code)  # past the ends of `multiprocessing`, which let the interpreter's own go
+
+
+def _die_with_parent() -> None:
+    """On Linux, have the kernel kill this process when its parent is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _head(path: Path) -> bytes:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,25 @@ import zarr
 from safetensors import safe_open
 
 NOT_A_FILE = b"\0no regular file\0"
+LOGS = {"loss.jsonl": ("step", "loss", "lr"), "eval.jsonl": ("step", "num_images", "top1", "top5", "loss")}
+"""The logs of a run, and the fields of a line that are not measurements."""
 _MAX_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class SplitContents:
-    """The contents of a split.
-
-    Attributes:
-        images: SHA-256 of the little-endian words of each image.
-        labels: label of each image.
-    """
-
-    images: tuple[str, ...]
-    labels: tuple[int, ...]
+def read_split(folder: Path) -> dict[str, list[Any]]:
+    """Read a split by zarr: the SHA-256 of the little-endian words of each image, and the labels."""
+    pixels, labels = (read_zarr(folder / name) for name in ("pixels", "labels"))
+    return {"images": [digest_of(image) for image in pixels], "labels": labels.tolist()}
 
 
-def read_split(folder: Path) -> SplitContents:
-    """Read a split by zarr."""
-    pixels, labels = (np.asarray(open_zarr(folder / name)[:]) for name in ("pixels", "labels"))
-    digests = tuple(hashlib.sha256(image.astype("<u4").tobytes()).hexdigest() for image in pixels)
-    return SplitContents(digests, tuple(labels.tolist()))
+def digest_of(image: Any) -> str:
+    """Return the SHA-256 of the little-endian words of an image."""
+    return hashlib.sha256(image.astype("<u4").tobytes()).hexdigest()
 
 
-def open_zarr(folder: Path) -> Any:
-    """Open an array by zarr, for reading."""
-    return zarr.open_array(str(folder), mode="r")
+def read_zarr(folder: Path) -> Any:
+    """Read an array by zarr."""
+    return np.asarray(zarr.open_array(str(folder), mode="r")[:])
 
 
 def read_weights(path: Path) -> dict[str, str]:
@@ -55,10 +47,8 @@ def read_weights(path: Path) -> dict[str, str]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a log as JSON, none if it does not exist; a line that is not an object is ``{}``."""
-    if not path.is_file():
-        return []
     found = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
+    for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else []:
         try:
             document = json.loads(line)
         except (ValueError, RecursionError):
@@ -67,9 +57,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def columns(path: Path, *keys: str) -> list[tuple[Any, ...]]:
-    """Return the values of some keys in each line of a log; None for a key that a line does not have."""
-    return [tuple(line.get(key) for key in keys) for line in read_lines(path)]
+def read_log(path: Path) -> list[tuple[Any, ...]]:
+    """Return the compared fields of each line of one of `LOGS`; None for a field that a line does not have."""
+    return [tuple(line.get(key) for key in LOGS[path.name]) for line in read_lines(path)]
+
+
+def read_logs(run: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """Return the compared fields of the logs of a run."""
+    return {name: read_log(run / name) for name in LOGS}
 
 
 def read_tree(folder: Path) -> dict[str, bytes]:
@@ -83,12 +78,13 @@ def read_tree(folder: Path) -> dict[str, bytes]:
             found[key] = NOT_A_FILE
             continue
         if stat.S_ISREG(mode):
-            found[key] = _read(path)
+            with path.open("rb") as file:
+                found[key] = file.read(_MAX_BYTES)
         elif not stat.S_ISDIR(mode) or path.is_symlink():
             found[key] = NOT_A_FILE
     return found
 
 
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_MAX_BYTES)
+def changed_keys(tree: dict[str, bytes], sound: dict[str, bytes]) -> list[str]:
+    """Return the paths of the files that differ, including missing and added ones."""
+    return sorted(key for key in {*tree, *sound} if tree.get(key) != sound.get(key))

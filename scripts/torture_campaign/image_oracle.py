@@ -1,8 +1,4 @@
-"""The program `decode-images`: decodes image files with Pillow only, as a reference for the content of a pack.
-
-`decode-images FOLDER FILE SIZE` writes JSON: the RGB values of the crop of each file, in hexadecimal; None if Pillow
-fails; an empty string for modes whose conversion to 8 bits is not well defined (16-bit, float).
-"""
+"""The crops in a pack as zarr reads them, and the program `decode-images`, which makes them with Pillow only."""
 
 from __future__ import annotations
 
@@ -11,16 +7,31 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from PIL import Image, ImageOps
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+from scripts.torture_campaign.oracle import read_zarr
+
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _PLAIN_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK"})
 _METADATA = frozenset({b"tEXt", b"zTXt", b"iTXt", b"iCCP", b"tIME", b"pHYs"})
 
 
-def main() -> int:
-    """Decode the files of a folder; return the exit code."""
+def read_crops(dest: Path) -> dict[str, list[Any]]:
+    """Return the crops, uint8 ``[H, W, 3]``, of each class of a pack."""
+    pixels, labels = (read_zarr(dest / "train" / name) for name in ("pixels", "labels"))
+    manifest = json.loads((dest / "train/manifest.json").read_bytes())
+    rgb = np.stack([pixels >> shift & 0xFF for shift in (24, 16, 8)], axis=-1).astype(np.uint8)
+    found: dict[str, list[Any]] = {}
+    for label, crop in zip(labels.tolist(), rgb, strict=True):
+        found.setdefault(manifest["classes"][label]["id"], []).append(crop)
+    return found
+
+
+def decode_images() -> int:
+    """Run `decode-images FOLDER FILE SIZE`: write the crop of each file, as `decode` returns it, as JSON."""
     folder, dest, size = sys.argv[1:]
     warnings.simplefilter("ignore")
     found = {path.name: decode(path, int(size)) for path in sorted(Path(folder).iterdir())}
@@ -29,14 +40,17 @@ def main() -> int:
 
 
 def decode(path: Path, size: int) -> str | None:
-    """Return the central crop of an image, RGB in hexadecimal; None if Pillow fails, "" if it is not compared."""
+    """Return the central crop of an image, RGB in hexadecimal.
+
+    None if Pillow fails; "" for modes whose conversion to 8 bits is not well defined (16-bit, float).
+    """
     content = path.read_bytes()
-    found = decode_bytes(content, size)
+    found = _decode_bytes(content, size)
     # Pillow refuses large texts and profiles. They are not pixels, so decode again without them.
-    return decode_bytes(without_metadata(content), size) if found is None else found
+    return _decode_bytes(_without_metadata(content), size) if found is None else found
 
 
-def without_metadata(content: bytes) -> bytes:
+def _without_metadata(content: bytes) -> bytes:
     """Return a PNG file without texts, times and profiles; return other files and truncated chunks unchanged."""
     kept, at = [content[:8]], 8
     while content.startswith(b"\x89PNG") and at + 12 <= len(content):
@@ -47,15 +61,14 @@ def without_metadata(content: bytes) -> bytes:
     return b"".join([*kept, content[at:]])
 
 
-def decode_bytes(content: bytes, size: int) -> str | None:
-    """Return the same as `decode`, for the bytes of a file."""
+def _decode_bytes(content: bytes, size: int) -> str | None:
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             image.load()
-            if image.mode not in _PLAIN_MODES or _has_odd_transparency(image):
+            has_transparency = "transparency" in image.info
+            if image.mode not in _PLAIN_MODES or (has_transparency and image.mode not in ("P", "L", "RGB")):
                 return ""
-            upright = ImageOps.exif_transpose(image)
-            rgb = _on_white(upright)
+            rgb = _on_white(ImageOps.exif_transpose(image))
     except Exception:  # noqa: BLE001 - Pillow's plugins raise all kinds of exceptions for damaged fields
         return None
     short = min(rgb.size)
@@ -67,16 +80,8 @@ def decode_bytes(content: bytes, size: int) -> str | None:
     return resized.crop((left, top, left + size, top + size)).tobytes().hex()
 
 
-def _has_odd_transparency(image: Image.Image) -> bool:
-    return "transparency" in image.info and image.mode not in ("P", "L", "RGB")
-
-
 def _on_white(image: Image.Image) -> Image.Image:
     if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     return image.convert("RGB")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
