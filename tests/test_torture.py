@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -273,7 +274,8 @@ def test_the_table_counts_the_worst_verdicts_and_only_failures_fail_the_campaign
                 trial.judge(Judgement("read-pack", Verdict(verdict)))
 
     def table_of(*names):
-        campaign = cli.Campaign(tmp_path / names[-1], {"packs": Planted()})
+        kinds: dict[str, Any] = {"packs": Planted()}
+        campaign = cli.Campaign(tmp_path / names[-1], kinds)
         campaign.base.mkdir()
         assert campaign.run([Case("packs", name, 0) for name in names], deadline_s=float("inf")) == 0
         return campaign.table().splitlines()[1].split(), campaign.has_failed
@@ -304,7 +306,7 @@ def test_a_sample_is_drawn_from_all_kinds_by_the_seed():
         def names(self, count):
             return [f"random-{number}" for number in range(count)]
 
-    kinds = {name: Kind() for name in ("packs", "kills")}
+    kinds: dict[str, Any] = {name: Kind() for name in ("packs", "kills")}
 
     def ids(*arguments):
         options = cli.parse_arguments([*arguments, "--only", "packs,kills", "--packs", "10", "--kills", "3"])
