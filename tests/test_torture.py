@@ -288,7 +288,7 @@ def test_the_table_counts_the_worst_verdicts_and_only_failures_fail_the_campaign
 def test_a_case_is_repeated_by_its_id_and_shown():
     command = [sys.executable, "-m", "scripts.torture_campaign", "--case", "archives/leads-out"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert all(words in done.stdout for words in ("$ preprocess-imagenet", "DETECTED", "1 cases"))
 
