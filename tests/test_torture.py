@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ from safetensors.numpy import save_file
 
 from scripts.torture_campaign import __main__ as cli
 from scripts.torture_campaign import damage, image_files
-from scripts.torture_campaign.archives import ArchiveKind
-from scripts.torture_campaign.case import Case, Judgement, Trial, Verdict, judge_exit
+from scripts.torture_campaign.case import Case, Judgement, Verdict, judge_exit
 from scripts.torture_campaign.commands import SERVER, Finished, Running
 from scripts.torture_campaign.image_oracle import decode
 from scripts.torture_campaign.images import judge_crop
-from scripts.torture_campaign.oracle import NOT_A_FILE, read_logs, read_split, read_tree
+from scripts.torture_campaign.oracle import read_logs, read_split, read_tree
 from scripts.torture_campaign.pack_oracle import SoundPack
 from scripts.torture_campaign.packs import EXEMPTIONS, PACK_FAULTS, judge_losses, judge_read, judge_verify
 from scripts.torture_campaign.runs import compare_records, judge_evaluation, judge_live, judge_replay, records_of
@@ -88,12 +86,6 @@ def test_each_verdict_is_reached_by_a_command_with_that_fault(tmp_path):
         limit_s = 0.1 if fault == "hang" else 60.0  # from its start, which is the first
         ended = judge_exit(running[fault].wait(limit_s), names=["manifest.json"], max_mb=450.0)
         assert (ended and ended.verdict, reason in (ended.why if ended else "")) == (verdict, True), (fault, ended)
-
-
-def test_an_error_about_too_little_memory_is_a_crash():
-    ended = judge_exit(finished(code=2, err="read-pack: not enough memory (); use fewer --workers"), names=["memory"])
-    assert ended is not None
-    assert (ended.verdict, "memory limit" in ended.why) == (Verdict.CRASH, True)
 
 
 def read_as(sound, dest, changes=(), without=()):
@@ -250,15 +242,6 @@ def test_each_change_of_json_is_a_change(sound):
         assert change(text, random.Random(0)) != text.encode(), name
 
 
-def test_read_tree_marks_what_replaces_a_file(sound, pack):
-    for how in damage.PUT:
-        path = pack / SHARD
-        shutil.rmtree(path) if how == "dangling" else path.unlink(missing_ok=True)  # it was a folder
-        path.write_bytes(sound.tree[SHARD])
-        damage.replace(path, how)
-        assert read_tree(pack).get(SHARD) == (None if how in ("removed", "folder") else NOT_A_FILE), how
-
-
 def test_the_table_counts_the_worst_verdicts_and_only_failures_fail_the_campaign(tmp_path):
     class Planted:
         heavy = ("slow",)
@@ -293,39 +276,9 @@ def test_a_case_is_repeated_by_its_id_and_shown():
     assert all(words in done.stdout for words in ("$ preprocess-imagenet", "DETECTED", "1 cases"))
 
 
-def test_an_unknown_case_is_refused():
-    options = cli.parse_arguments(["--case", "archives/no-such"])
-    with pytest.raises(ValueError, match="there is no archives/no-such"):
-        cli.choose_cases(options, {"archives": ArchiveKind()})
-
-
-def test_a_sample_is_drawn_from_all_kinds_by_the_seed():
-    class Kind:
-        heavy = ("random-7",)
-
-        def names(self, count):
-            return [f"random-{number}" for number in range(count)]
-
-    kinds: dict[str, Any] = {name: Kind() for name in ("packs", "kills")}
-
-    def ids(*arguments):
-        options = cli.parse_arguments([*arguments, "--only", "packs,kills", "--packs", "10", "--kills", "3"])
-        return [case.id for case in cli.choose_cases(options, kinds)]
-
-    assert len(ids("--seed", "1")) == 13
-    sample = ids("--minutes", "1", "--seed", "1")
-    assert sample == ids("--minutes", "1", "--seed", "1") != ids("--minutes", "1", "--seed", "2")
-    assert len(sample) == len(set(sample)) == 12
-    assert Counter(case.split("/")[0] for case in sample[:7]) == {"packs": 6, "kills": 1}
-
-
 def test_wrong_usage_is_refused(capsys):
     for arguments in (["--only", "pakcs"], ["--case", "pakcs/raw:pipe"], ["--keep", str(ROOT)]):
         with pytest.raises(SystemExit) as ended:
             cli.parse_arguments(arguments)
         assert ended.value.code == 2
         assert "must be" in capsys.readouterr().err.replace("must begin with", "must be")
-
-
-def test_a_trial_without_judgements_is_harmless(tmp_path):
-    assert Trial(Case("packs", "a", 0), tmp_path).verdict is Verdict.HARMLESS
