@@ -37,7 +37,7 @@ from scripts.torture_campaign.runs import RunKind
 KINDS: dict[str, tuple[Callable[[Path, Path | None], Kind], int, int]] = {
     "packs": (lambda cache, _: PackKind(cache), 400, 6),
     "runs": (lambda cache, _: RunKind(cache), 150, 1),
-    "images": (lambda *_: ImageKind(), 250, 1),
+    "images": (lambda *_: ImageKind(), 250, 2),
     "archives": (lambda *_: ArchiveKind(), 100, 4),
     "kills": (KillKind, 40, 1),
     "calls": (lambda cache, _: CallKind(cache), 300, 2),
