@@ -287,7 +287,9 @@ def make_run(old: Release, steps: int) -> Path:
     training = old.start("run-train", "--run-dir", run, "--data", pack_of(old), "--steps", f"{steps}", *TRAINING)
     try:
         until = time.monotonic() + TIMEOUT_S
-        while len(read_lines(run / "loss.jsonl")) < REQUEST_AT_STEP and time.monotonic() < until:
+        while len(read_lines(run / "loss.jsonl")) < REQUEST_AT_STEP and training.poll() is None:
+            if time.monotonic() > until:
+                break
             time.sleep(_POLL_EVERY_S)
         old.run("control-run", run, "--learning-rate-factor", "0.5", "--evaluate")
         code = training.wait(TIMEOUT_S)
