@@ -37,7 +37,8 @@ TRAINING = (
     f"--erasing 0.25 --eval-every {EVAL_EVERY} --snapshot-every {SNAPSHOT_EVERY} --keep 3"
 ).split()
 _STEPS = 2 * EVAL_EVERY
-_NUM_IMAGES, _SIDE = 400, 160
+_NUM_IMAGES, _SIDE, _SHARD_IMAGES = 400, 160, 16
+_NUM_SHARDS = _NUM_IMAGES // _SHARD_IMAGES
 _TIMEOUT_S = 120.0
 _POLL_EVERY_S = 0.0005
 
@@ -48,6 +49,10 @@ def _has_evaluated(run: Path, step: int) -> bool:
 
 def _num_steps(run: Path) -> int:
     return len(read_lines(run / "loss.jsonl"))
+
+
+def _num_shards(pack: Path) -> int:
+    return sum(1 for _ in pack.glob("train/pixels/c/*/0/0"))
 
 
 MOMENTS: dict[str, Callable[[Path], bool]] = {
@@ -146,20 +151,24 @@ class KillKind:
         return ["run-train", *where, "--steps", str(_STEPS), *TRAINING]
 
     def _kill(self, running: Running, what: str, draw: random.Random, run: Path) -> str:
-        """Kill a command at a drawn instant, which for a training may be a short time after a step or an event."""
-        step, moment = draw.randrange(1, _STEPS), draw.choice(list(MOMENTS))
-        after, after_s = draw.choice(["its start", f"step {step}", moment]), draw.uniform(0, 0.05)
-        if what == "packing" or after == "its start":
-            after, after_s = "its start", draw.uniform(0, self.seconds[what])
+        """Kill a command at a drawn instant, which may be a short time after a shard, or after a step or an event."""
+        is_packing = what == "packing"
+        number, moment = draw.randrange(1, _NUM_SHARDS if is_packing else _STEPS), draw.choice(list(MOMENTS))
+        instants = ["its start", f"shard {number}"] if is_packing else ["its start", f"step {number}", moment]
+        after, after_s = draw.choice(instants), draw.uniform(0, 0.05)
+        if after == "its start":
+            after_s = draw.uniform(0, self.seconds[what])
         elif after == moment:
             after_s *= draw.choice([0, 0.1, 1, 6])
         said = output_files(running.folder)[0]
 
         def has_come() -> bool:
+            if is_packing:
+                return _num_shards(run) >= number
             if after == moment:
                 return MOMENTS[moment](run)
             # An earlier launch left its lines; they are truncated by the time that this one has compiled its program.
-            return b"\ncompiled training program" in said.read_bytes() and _num_steps(run) >= step
+            return b"\ncompiled training program" in said.read_bytes() and _num_steps(run) >= number
 
         deadline = running.started_s + _TIMEOUT_S
         while after != "its start" and not running.is_over() and time.monotonic() < deadline and not has_come():
@@ -190,4 +199,5 @@ def _bytes(leaves: dict[str, Any], name: str) -> bytes | None:
 
 def pack_command(source: Path, dest: Path) -> list[str]:
     """Return the command that packs, in many small shards."""
-    return ["preprocess-imagenet", str(source), str(dest), "--size", "32", "--shard-images", "16", "--workers", "2"]
+    options = ["--size", "32", "--shard-images", str(_SHARD_IMAGES), "--workers", "2"]
+    return ["preprocess-imagenet", str(source), str(dest), *options]
