@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopfeed.engine.commands import followed_run
-from loopfeed.engine.commands.tail_cli import _print_lines, main
+from loopfeed.engine.commands.tail_cli import LinePrinter, main
 from loopfeed.engine.commands.tail_frame import Tick
 from loopfeed.engine.records.folder_lock import LOCK_NAME, FolderLock
 from loopfeed.engine.records.loss_log import LossBatch, LossRows, RunFacts
@@ -146,7 +146,9 @@ def test_the_evaluations_of_a_run_that_took_over_the_folder_are_its_own(capsys):
         evaluations = tuple(EvaluationRecord(step, 50, 0.5, 0.75, 1.25, 1.0) for step in steps)
         return Tick(batch, RunFacts(), None, evaluations, caught_up=True)
 
-    _print_lines(iter([tick(1, 2, restarted=False), tick(1, 2, restarted=True)]), last=None, once=False)
+    printer = LinePrinter(last=None, once=False)
+    for restarted in (False, True):
+        printer.print(tick(1, 2, restarted=restarted))
     first = ["step 1", "evaluation at step 1", "step 2", "evaluation at step 2"]
     assert first_words(capsys.readouterr().out) == first * 2
 

@@ -26,7 +26,7 @@ def picture(losses, **changes) -> Picture:
 
 
 def status(shown: Picture, now_s: float) -> str:
-    return chart_text(frame_lines(shown, 200, 12, UNICODE_GLYPHS, now_s)).split("\n")[-1]
+    return chart_text(frame_lines([shown], 200, 12, UNICODE_GLYPHS, now_s)).split("\n")[-1]
 
 
 def test_an_error_of_the_run_is_shown_without_its_control_characters():
@@ -58,7 +58,7 @@ def test_the_end_of_a_run_is_described_with_its_reason(end, text):
 )
 def test_a_frame_never_outgrows_the_terminal(losses, width, height, glyphs, model):
     shown = picture(losses, facts=RunFacts(None, 4, model))
-    lines = chart_text(frame_lines(shown, width, height, glyphs, 150.0)).split("\n")
+    lines = chart_text(frame_lines([shown], width, height, glyphs, 150.0)).split("\n")
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from loopfeed.engine.commands.binned_losses import BinnedLosses
 from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, LETTERS, UNICODE_GLYPHS, LossCurve, draw_chart
-from loopfeed.engine.commands.overlay_frame import overlay_lines
 from loopfeed.engine.commands.tail_cli import main
-from loopfeed.engine.commands.tail_frame import Picture
+from loopfeed.engine.commands.tail_frame import Picture, frame_lines
 from loopfeed.engine.records.folder_lock import LOCK_NAME
 from loopfeed.engine.records.loss_log import LossRows, RunFacts
 from tests.chart_text import chart_text
@@ -73,7 +72,7 @@ def shown(name, losses, steps=10, **states) -> Picture:
 )
 def test_a_frame_never_outgrows_the_terminal(losses, width, height, glyphs):
     runs = [shown(f"run-{index}", each) for index, each in enumerate(losses)]
-    lines = chart_text(overlay_lines(runs, width, height, glyphs, 150.0)).split("\n")
+    lines = chart_text(frame_lines(runs, width, height, glyphs, 150.0)).split("\n")
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
 

@@ -241,26 +241,8 @@ class FollowedRun:
         return f"after step {self.last_step}" if self.last_step >= 0 else "before its first step"
 
 
-def follow(source: RunSource, once: bool, interval_s: float, timeout_s: float) -> Iterator[Tick]:
-    """Read the run folder repeatedly and yield each result, until the run has ended and all its rows have been read.
-
-    Raises:
-        RunKilledError, RunSilentError: the run was killed, or wrote nothing for `timeout_s` seconds.
-    """
-    run = FollowedRun(source)
-    while True:
-        yield from run.read()
-        if run.end is not None or (once and not run.is_killed):
-            return
-        if (error := run.error(timeout_s)) is not None:
-            raise error
-        time.sleep(interval_s)
-
-
-def follow_together(
-    runs: Sequence[FollowedRun], once: bool, interval_s: float, timeout_s: float
-) -> Iterator[tuple[int, Tick]]:
-    """Read several run folders in turns, and yield each result with the number of its run, until nothing more comes.
+def follow(runs: Sequence[FollowedRun], once: bool, interval_s: float, timeout_s: float) -> Iterator[tuple[int, Tick]]:
+    """Read run folders in turns, and yield each result with the number of its run, until nothing more comes.
 
     A run that ended or was killed is read on while another one trains, because it may be resumed.
     """

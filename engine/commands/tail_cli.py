@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -26,11 +25,9 @@ from loopfeed.engine.commands.followed_run import (
     await_run,
     await_runs,
     follow,
-    follow_together,
     open_source,
 )
 from loopfeed.engine.commands.held_signals import signals_held
-from loopfeed.engine.commands.overlay_frame import overlay_text
 from loopfeed.engine.commands.run_names import distinct_names
 from loopfeed.engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
 from loopfeed.preprocess.commands.completion import complete_folder
@@ -131,10 +128,7 @@ def main(
             is_drawn = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
             console = partial(_open_console, width, height) if is_drawn else None
             show = partial(_new_picture, smoothing=smoothing, last=last, log_scale=log_scale)
-            if len(runs) == 1:
-                _show_one(sources[0], console, show, last, once, interval, timeout_s)
-            else:
-                _show_several(sources, console, show, last, once, interval, timeout_s)
+            _show(sources, console, show, last, once, interval, timeout_s)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
@@ -179,30 +173,7 @@ def _new_picture(name: str, *, smoothing: float, last: int | None, log_scale: bo
     return Picture(name, BinnedLosses(smoothing, last), RunFacts(), log_scale)
 
 
-def _show_one(
-    source: RunSource,
-    open_console: "Callable[[], Console] | None",
-    new_picture: Callable[[str], Picture],
-    last: int | None,
-    once: bool,
-    interval_s: float,
-    timeout_s: float,
-) -> None:
-    await_run(source, once, timeout_s)
-    ticks = follow(source, once, interval_s, timeout_s)
-    if open_console is None:
-        _print_lines(ticks, last, once)
-        return
-    picture, console = new_picture(Path(source.name).absolute().name), open_console()
-
-    def update(tick: Tick) -> bool:
-        picture.update(tick)
-        return tick.caught_up
-
-    _draw_frames(console, ticks, update, partial(frame_text, picture, console), once, interval_s)
-
-
-def _show_several(
+def _show(
     sources: Sequence[RunSource],
     open_console: "Callable[[], Console] | None",
     new_picture: Callable[[str], Picture],
@@ -211,11 +182,15 @@ def _show_several(
     interval_s: float,
     timeout_s: float,
 ) -> None:
-    await_runs(sources, once, timeout_s)
+    """Follow the runs, as frames or as lines, until nothing more comes; raise the errors of those that did not end."""
+    if len(sources) == 1:
+        await_run(sources[0], once, timeout_s)
+    else:
+        await_runs(sources, once, timeout_s)
     runs, names = [FollowedRun(source) for source in sources], distinct_names([source.name for source in sources])
-    ticks = follow_together(runs, once, interval_s, timeout_s)
+    ticks = follow(runs, once, interval_s, timeout_s)
     if open_console is None:
-        printers = [LinePrinter(last, once, f"{name}: ") for name in names]
+        printers = [LinePrinter(last, once, f"{name}: " if len(runs) > 1 else "") for name in names]
         for number, tick in ticks:
             printers[number].print(tick)
     else:
@@ -229,17 +204,10 @@ def _show_several(
             one.exists, one.is_killed, one.is_silent = run.exists, run.is_killed, run.is_silent(timeout_s)
             return tick.caught_up and number == len(runs) - 1
 
-        _draw_frames(console, ticks, update, partial(overlay_text, shown, console), once, interval_s)
+        _draw_frames(console, ticks, update, partial(frame_text, shown, console), once, interval_s)
     errors = [run.error(timeout_s) for run in runs]
     if found := [error for error in errors if error is not None]:
         raise type(found[0])("; ".join(map(str, found)))
-
-
-def _print_lines(ticks: "Iterator[Tick]", last: int | None, once: bool) -> None:
-    """Print one line per step or evaluation to stdout, in order of step, and all other messages to stderr."""
-    printer = LinePrinter(last, once)
-    for tick in ticks:
-        printer.print(tick)
 
 
 class LinePrinter:
