@@ -126,7 +126,8 @@ def test_a_run_whose_first_snapshot_fails_stops_there(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "loopfeed.engine.run.recorder.SnapshotWriter", failing(OSError(errno.EREMOTEIO, "Remote I/O error"))
     )
-    with pytest.raises(UnwritableFolderError, match=r"^no snapshot could be written.* Remote I/O error$") as caught:
+    words = rf"^no snapshot could be written in {tmp_path}/snapshots, so .*: Remote I/O error$"
+    with pytest.raises(UnwritableFolderError, match=words) as caught:
         run(tmp_path, steps=1_000_000)
     assert not isinstance(caught.value, ValueError)  # exit code 1
     end = json.loads((tmp_path / "result.json").read_text())

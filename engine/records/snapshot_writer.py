@@ -27,6 +27,7 @@ from loopfeed.engine.records.folder_state import FolderState
 from loopfeed.engine.records.orbax_store import load_orbax
 from loopfeed.engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
 from loopfeed.engine.spans import Span
+from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.system_errors import is_out_of_room, words_of
 from loopfeed.preprocess.workers import Worker
 
@@ -252,8 +253,9 @@ class SnapshotWriter:
 
     def _note_failure(self, error: Exception) -> None:
         """Keep the error of a first snapshot, and give up hope unless it may be for lack of room."""
+        place = printable(self._folder)
         self.failure = UnwritableFolderError(
-            f"no snapshot could be written, so the run cannot be resumed: {words_of(error)}"
+            f"no snapshot could be written in {place}, so the run cannot be resumed: {words_of(error)}"
         )
         self.failure.__cause__ = error
         if not is_out_of_room(error.__cause__ or error):
