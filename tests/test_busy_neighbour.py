@@ -1,37 +1,21 @@
 """The benchmark's case beside a busy process: the process, the share of the cores, and the rows of a result."""
 
-import math
-import signal
+import os
 import sys
 import textwrap
-from itertools import count
 from pathlib import Path
 
 import pytest
 
 from scripts.benchmarks import bench as bench_module
 from scripts.benchmarks.bench import Candidate, Case, Settings, Unit
-from scripts.benchmarks.neighbour import Neighbour
 from scripts.benchmarks.report import case_text
 from scripts.benchmarks.session import Quartiles, Row, compare, run_case
-from scripts.benchmarks.worker import Ready, Sample
+from scripts.benchmarks.worker import Ready, Sample, Worker, WorkerError
 from tests.waiting import wait_until
 
 CANDIDATES = Path(__file__).parents[1] / "scripts/benchmarks/candidates"
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-class FakeNeighbour(Neighbour):
-    """A neighbour that has half a second of a core whenever one looks."""
-
-    def __init__(self):
-        self.sent, self.times_s = [], count(0, 0.5)
-
-    def send(self, number):
-        self.sent.append(number)
-
-    def cpu_s(self):
-        return next(self.times_s)
 
 
 def state_of(pid):
@@ -43,37 +27,53 @@ def state_of(pid):
 
 
 def beside_candidates(target=None):
-    beside = Candidate("ours, beside", "honest.py", beside="ours", target=target)
+    beside = Candidate("ours, beside", "honest.py", (0.5,), beside="ours", target=target)
     return Candidate("ours", "honest.py", (0.5,)), beside
 
 
-def test_the_neighbour_is_busy_only_while_the_work_runs(monkeypatch):
-    clock = count(100.0, 2.0)
-    monkeypatch.setattr("scripts.benchmarks.neighbour.time.perf_counter", lambda: next(clock))
-    neighbour = FakeNeighbour()
-
-    def run(num_units, timeout_s):
-        assert neighbour.sent == [signal.SIGCONT]
-        return Sample(1.5 * num_units, {"waited": timeout_s})
-
-    assert neighbour.run_beside(run, 2, 7.0) == Sample(3.0, {"waited": 7.0, "neighbour's cores": 0.25})
-    assert neighbour.sent == [signal.SIGCONT, signal.SIGSTOP]
-    monkeypatch.setattr(neighbour, "cpu_s", lambda: math.nan)  # the system does not tell
-    neighbour.sent.clear()
-    assert neighbour.run_beside(run, 2, 7.0) == Sample(3.0, {"waited": 7.0})
+def start(tmp_path, source):
+    (tmp_path / "candidate.py").write_text(textwrap.dedent(source), encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(CANDIDATES), "LOOPFEED_BENCH_NEIGHBOUR": "1"}
+    command = [sys.executable, str(tmp_path / "candidate.py")]
+    return Worker(command, tmp_path / "log", environment=environment, cwd=tmp_path)
 
 
 @needs_proc
-def test_a_neighbour_computes_between_its_signals_and_is_killed():
-    with Neighbour() as neighbour:
-        pid = neighbour.process_id
-        wait_until(lambda: state_of(pid) == "T")
-        before_s = neighbour.cpu_s()
-        neighbour.send(signal.SIGCONT)
-        wait_until(lambda: neighbour.cpu_s() > before_s + 0.05)
-        neighbour.send(signal.SIGSTOP)
-        wait_until(lambda: state_of(pid) == "T")
-    assert state_of(pid) == ""
+def test_the_neighbour_is_busy_only_while_the_work_runs_and_is_killed(tmp_path):
+    source = """
+        import time
+        from protocol import Channel
+        channel = Channel()
+        channel.ready(1, facts={})
+        def run(units):
+            time.sleep(0.3)
+            return 0.3, {"neighbour": channel._neighbour}
+        channel.serve(run)
+    """
+    with start(tmp_path, source) as worker:
+        worker.wait_ready(20)
+        values = worker.run(1, 20).values
+        neighbour = int(values["neighbour"])
+        assert 0 < values["neighbour's cores"] < 1.5
+        wait_until(lambda: state_of(neighbour) == "T")
+    wait_until(lambda: state_of(neighbour) in ("", "Z"))
+
+
+@needs_proc
+def test_the_neighbour_ends_with_its_candidate(tmp_path):
+    source = """
+        import os, protocol
+        channel = protocol.Channel()
+        channel.ready(1)
+        print(channel._neighbour, flush=True)
+        channel.serve(lambda units: os._exit(3))
+    """
+    worker = start(tmp_path, source)
+    worker.wait_ready(20)
+    with pytest.raises(WorkerError, match="exit code 3"):
+        worker.run(1, 20)
+    neighbour = int((tmp_path / "log").read_text())
+    wait_until(lambda: state_of(neighbour) in ("", "Z"))
 
 
 @pytest.mark.parametrize(("target", "is_met"), [(None, None), (1.0, True), (1.01, False)])
@@ -98,44 +98,21 @@ HONEST = """
     channel.ready(10, facts={"threads": 2})
     channel.serve(lambda units: units * float(sys.argv[1]))
 """
-DIES = """
-    import os, sys
-    from protocol import Channel
-    Channel().ready(1)
-    sys.stdin.readline()
-    os.kill(os.getpid(), 9)
-"""
 
 
-@pytest.fixture
-def run_beside(tmp_path, monkeypatch):
-    """Run the case with the source of its candidate; return the result and what was said."""
+def test_a_candidate_is_measured_alone_and_beside_a_neighbour(tmp_path, monkeypatch):
     (tmp_path / "protocol.py").write_text((CANDIDATES / "protocol.py").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "honest.py").write_text(textwrap.dedent(HONEST), encoding="utf-8")
     monkeypatch.setattr(bench_module, "CANDIDATES", tmp_path)
     monkeypatch.setattr("scripts.benchmarks.session.num_cores", lambda: 2)
-
-    def run(source):
-        (tmp_path / "honest.py").write_text(textwrap.dedent(source), encoding="utf-8")
-        said: list[str] = []
-        case = Case("a case", Unit("images/s"), beside_candidates(), round_s=1.0)
-        return run_case(case, Settings(tmp_path, repeats=2), say=said.append), said
-
-    return run
-
-
-def test_a_candidate_is_measured_beside_the_neighbour_in_the_same_process(run_beside):
-    result, said = run_beside(HONEST)
-    assert [line for line in said if "preparing" in line] == ["a case: preparing ours"]
+    case = Case("a case", Unit("images/s"), beside_candidates(), round_s=1.0)
+    result = run_case(case, Settings(tmp_path, repeats=2), say=lambda _: None)
     alone, beside = result.rows
     assert (alone.speed, beside.speed) == (Quartiles(20, 20, 20), Quartiles(20, 20, 20))
     assert beside.kept == pytest.approx(Quartiles(1.5, 1.5, 1.5))
+    assert "neighbour's cores" not in alone.medians()
     printed = case_text("b", result.to_json())
     assert "| ours, beside |       20 | ±0.0 % | keeps 1.50 [1.50–1.50] of its share |" in printed
     assert printed.count("threads 2") == 1
     if result.load_before is not None:
         assert f"### b: a case (load {result.load_before[0]:g} before, " in printed
-
-
-def test_a_candidate_that_dies_alone_has_a_reason_beside_too(run_beside):
-    result, _ = run_beside(DIES)
-    assert ["was killed by signal 9" in row.reason for row in result.rows] == [True, True]

@@ -37,8 +37,8 @@ class Candidate:
         arguments: arguments of the script.
         peer: the name of its environment in `peers.PEERS`; empty if it runs on this Python.
         environment: additional environment variables of its process.
-        beside: the name of an earlier candidate of the case, whose process does this candidate's work too, but beside
-            a busy process; empty if this candidate has its own process and runs alone.
+        beside: the name of an earlier candidate of the case, whose work this one does beside a busy process; empty if
+            it runs alone.
         target: minimum ratio of the base's speed to this candidate's; of a candidate beside a busy process, the minimum
             part that it keeps of its share of the cores; None if there is no target.
         prepare_timeout_s: time limit for building, compiling and converting, in seconds.

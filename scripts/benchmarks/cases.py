@@ -113,7 +113,7 @@ def _alone(network: _Network, dtype: str) -> Case:
 
 
 def _beside(network: _Network, dtype: str) -> Case:
-    """Return the case in which each candidate works alone and beside a busy process: see `neighbour.py`."""
+    """Return the case in which each candidate works alone and beside a busy process."""
     alone = (*_ours(network, dtype), *_torch(network, dtype)[1:])
     beside = (
         replace(each, name=f"{each.name}, beside", beside=each.name, target=None if each.peer else _OF_SHARE)

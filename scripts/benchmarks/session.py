@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 from loopfeed.preprocess.cores import num_cores
 from scripts.benchmarks.bench import AGREED, Candidate, Case, Settings
 from scripts.benchmarks.hardware import load_average
-from scripts.benchmarks.neighbour import Neighbour, fair_share
 from scripts.benchmarks.peers import PeerError, ensure_peer
 from scripts.benchmarks.worker import Ready, Run, Sample, Worker, WorkerError
 
 ROOT = Path(__file__).parents[2]
+# The name of a variable: see `candidates/protocol.py`.
+_NEIGHBOUR = "LOOPFEED_BENCH_NEIGHBOUR"
 # The time limit of one answer.
 _ROUND_TIMEOUT_S = 300.0
 # The time kept for the rounds, while candidates are prepared in a limited time, relative to the rounds' own.
@@ -209,15 +210,8 @@ def _prepare(
     case: Case, rows: list[Row], settings: Settings, stack: ExitStack, say: Callable[[str], None], until: float
 ) -> None:
     """Start the candidates of a case; those that cannot be ready get their reason."""
-    neighbour = stack.enter_context(Neighbour()) if any(row.candidate.beside for row in rows) else None
-    by_name = {row.candidate.name: row for row in rows}
     num_ready = 0
     for row in rows:
-        if neighbour is not None and row.candidate.beside:
-            alone = by_name[row.candidate.beside]
-            row.ready, row.reason = alone.ready, "" if alone.run else f"{row.candidate.beside} was not ready"
-            row.run = alone.run and partial(neighbour.run_beside, alone.run)
-            continue
         rounds_s = _ROUNDS_MARGIN * settings.repeats * case.round_s * (num_ready + 1)
         limit_s = min(row.candidate.prepare_timeout_s, until - time.monotonic() - rounds_s)
         if limit_s <= 0:
@@ -241,6 +235,8 @@ def _start(candidate: Candidate, case: Case, settings: Settings, say: Callable[[
         command = candidate.command(str(ensure_peer(candidate.peer, settings.folder, say=say)))
         # Another Python must not see this one's packages.
         del environment["PYTHONPATH"]
+    if candidate.beside:
+        environment[_NEIGHBOUR] = "1"
     log = settings.folder / "logs" / f"{_file_name(case.name)}.{_file_name(candidate.name)}.log"
     return Worker(command, log, environment=environment | dict(candidate.environment), cwd=settings.folder)
 
@@ -300,7 +296,12 @@ def _calibrate(row: Row, round_s: float, until: float) -> None:
 
 def compare(rows: Sequence[Row], agree_to: float) -> None:
     """Fill in the ratios, and the facts in which candidates differ from the first, the base."""
-    base, by_name, share = rows[0], {row.candidate.name: row for row in rows}, fair_share(num_cores())
+    base, by_name = rows[0], {row.candidate.name: row for row in rows}
+    # Of a scheduler which treats threads alike, as Linux does within one session, to which all processes belong: of
+    # n + 1 threads that always want to run on n cores, each gets n / (n + 1) of a core. So a program with a thread for
+    # each core should keep n / (n + 1) of its speed beside a busy thread: two thirds on two cores. It loses more if its
+    # threads wait for the one that was interrupted, or spin meanwhile.
+    share = num_cores() / (num_cores() + 1)
     for row in rows[1:]:
         if row.candidate.beside:
             alone = by_name[row.candidate.beside]

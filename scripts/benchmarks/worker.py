@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 _TAIL_LINES = 12
-END_TIMEOUT_S = 5.0
-"""How long the end of a killed process is waited for, in seconds."""
+_END_TIMEOUT_S = 5.0
 
 
 class WorkerError(RuntimeError):
@@ -97,7 +96,7 @@ class Worker:
                 stream.close()
         self._signal(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
+            self._process.wait(_END_TIMEOUT_S)
 
     def wait_ready(self, timeout_s: float) -> Ready:
         """Wait until the process is ready, at most ``timeout_s`` seconds.
@@ -158,7 +157,7 @@ class Worker:
 
     def _ended(self) -> WorkerError:
         try:
-            code = self._process.wait(END_TIMEOUT_S)
+            code = self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return self._error("closed its output")
         return self._error(f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
