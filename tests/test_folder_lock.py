@@ -243,14 +243,3 @@ def test_a_lock_is_released_at_the_end_of_with_and_after_an_error(tmp_path):
     with pytest.raises(LookupError), FolderLock(tmp_path):
         fail()
     assert not is_locked(tmp_path)
-
-
-def test_releasing_twice_closes_no_file_of_another(tmp_path):
-    lock = FolderLock(tmp_path)
-    lock.release()
-    lock.acquire()
-    lock.release()
-    other = os.open(tmp_path, os.O_RDONLY)
-    lock.release()
-    assert os.path.samestat(os.fstat(other), tmp_path.stat())
-    os.close(other)

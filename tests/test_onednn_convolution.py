@@ -56,6 +56,7 @@ ODD = [
 def check(x, kernel, geometry, *, may_be_refused=True):
     for dtype in DTYPES:
         problem = Problem(x, kernel, geometry, dtype)
+        assert problem.parts
         assert may_be_refused or set(PARTS) <= set(problem.parts)
         exact, sums = problem.expected()
         for part in problem.parts:

@@ -37,6 +37,7 @@ from loopfeed.preprocess.sources.listing import ChangedSourceError
 from loopfeed.preprocess.sources.open_source import open_source
 from loopfeed.preprocess.system_errors import Cause, cause_of
 from tests.fake_source import CLASSES, FakeSource, fake_source, files_of, pack, packed_words, settings_for
+from tests.waiting import wait_until
 
 
 class Stopped(BaseException):
@@ -495,18 +496,24 @@ def test_a_bug_in_a_worker_reaches_the_caller_with_its_traceback(tmp_path):
     assert "read" in [entry.name for entry in caught.traceback]
 
 
-def test_a_read_that_hangs_ends_at_the_time_limit(tmp_path, monkeypatch):
+def test_a_read_that_hangs_ends_at_the_time_limit_and_no_later_image_is_read(tmp_path, monkeypatch):
+    answers, read = threading.Event(), []
+
     class Hanging(FakeSource):
         def read(self, index):
+            read.append(index)
             if index == 2:
-                time.sleep(2)
+                answers.wait(60)
             return super().read(index)
 
-    source = fake_source(6)
+    source, before = fake_source(6), set(threading.enumerate())
     monkeypatch.setattr(pipeline, "IMAGE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(pipeline, "_JOIN_TIMEOUT_S", 0.1)
     with pytest.raises(ShardError, match=r"n3/2\.png was not read and decoded within 0 s; check the disk"):
-        pack(Hanging(source.images, source.labels), tmp_path)
+        pack(Hanging(source.images, source.labels), tmp_path, num_workers=1)
+    answers.set()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+    assert read == [0, 1, 2]
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path, source, monkeypatch):

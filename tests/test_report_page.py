@@ -270,7 +270,7 @@ DAMAGED = [b"\xff\0{", b"[1, 2]", b'{"step": 1e999, "launches": {}}\n', b"[" * 1
 )
 def test_damaged_files_never_break_the_page(copy, tmp_path, name, content):
     (copy / name).write_bytes(content)
-    report_of(copy, tmp_path)
+    assert [each.attributes["id"] for each in report_of(copy, tmp_path).all("section")] == SECTIONS
 
 
 def test_the_state_of_a_run_is_said(copy, tmp_path):

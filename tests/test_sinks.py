@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loopfeed.engine.records.folder_lock import FolderLock
 from loopfeed.engine.records.run_folder_sink import RunFolderSink
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, PlainSink, evaluation_words, loss_fields
 
@@ -237,11 +238,12 @@ def test_evaluations_have_a_log_of_their_own_that_is_made_when_needed(tmp_path):
 
 
 def test_closing_twice_closes_no_file_of_another(tmp_path):
-    sink = folder_sink(tmp_path / "loss.jsonl")
-    sink.close()
-    sink.open()
-    sink.close()
-    other = os.open(tmp_path, os.O_RDONLY)
-    sink.close()
-    assert os.path.samestat(os.fstat(other), tmp_path.stat())
-    os.close(other)
+    sink, lock = folder_sink(tmp_path / "loss.jsonl"), FolderLock(tmp_path)
+    for begin, end in ((sink.open, sink.close), (lock.acquire, lock.release)):
+        end()
+        begin()
+        end()
+        other = os.open(tmp_path, os.O_RDONLY)
+        end()
+        assert os.path.samestat(os.fstat(other), tmp_path.stat())
+        os.close(other)
