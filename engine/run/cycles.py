@@ -28,11 +28,13 @@ _OF_THE_SCHEDULE = (
     *("restart_cycles", "restart_growth"),
 )
 
+# One program a schedule, whatever the run.
+_rate_at = jax.jit(learning_rate_at, static_argnums=0)
+
 
 def rate_at(config: TrainConfig, step: int) -> float:
     """Return the learning rate of the schedule at one update; `step` is the number of updates before it."""
-    rate = jax.jit(partial(learning_rate_at, config.schedule))
-    return float(rate(jnp.int32(step), schedule_of(config)))
+    return float(_rate_at(config.schedule, jnp.int32(step), schedule_of(config)))
 
 
 def describe_rate_change(config: TrainConfig, recorded: TrainConfig, step: int, factor: float = 1.0) -> str | None:
