@@ -95,3 +95,11 @@ def test_a_request_may_interrupt_a_request_on_the_same_thread():
     with board._lock:
         board.request_stop("SIGINT")
     assert board.stop_reason == "SIGINT"
+
+
+def test_a_new_board_requests_nothing():
+    board = ControlBoard()
+    assert board.stop_reason is None
+    assert board.words(0, 3) == board.stop_words(3) == encode_control(0, 1.0, 3)
+    board.request_stop("SIGINT")
+    assert board.words(3, 3) == board.stop_words(3) == stop_at_once()

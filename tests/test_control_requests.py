@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.control.request import ControlRequest, new_request_id
 from loopfeed.engine.records.control_requests import (
     CONTROL_FOLDER_NAME,
     ControlMailbox,
@@ -321,3 +321,18 @@ def test_of_requests_that_are_found_together_the_earliest_comes_first(tmp_path, 
     gate.set()
     wait_until(lambda: len(delivered) == 5)
     assert delivered == ["0", "1", "2", "3", "4"]
+
+
+def test_ids_sort_by_time_and_differ(monkeypatch):
+    times = [1, 9, 10, 1_763_712_000_000_000_000]
+    ids = []
+    for now in times:
+        monkeypatch.setattr("loopfeed.engine.control.request.time.time_ns", lambda now=now: now)
+        ids += [new_request_id(), new_request_id()]
+    assert len(set(ids)) == 8
+    assert [int(one.split("-")[0]) for one in sorted(ids)] == [now for now in times for _ in range(2)]
+
+
+@pytest.mark.parametrize("factor", [0, 0.0, 1, 2.0**-126, (2 - 2.0**-23) * 2.0**127])
+def test_the_range_of_a_factor_is_that_of_normal_float32(factor):
+    assert ControlRequest(learning_rate_factor=factor).learning_rate_factor == factor

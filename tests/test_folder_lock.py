@@ -243,3 +243,11 @@ def test_a_lock_is_released_at_the_end_of_with_and_after_an_error(tmp_path):
     with pytest.raises(LookupError), FolderLock(tmp_path):
         fail()
     assert not is_locked(tmp_path)
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"[1]", b"{}", b"[" * 5000, b"\xff"])
+def test_an_empty_record_names_no_holder(tmp_path, record):
+    with FolderLock(tmp_path):
+        (tmp_path / LOCK_NAME).write_bytes(record)
+        with pytest.raises(FolderInUseError, match="is in use by another process: wait for it to end, or stop it"):
+            FolderLock(tmp_path).acquire()

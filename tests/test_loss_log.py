@@ -14,7 +14,9 @@ from loopfeed.engine.records.loss_log import (
     LossLog,
     LossRows,
     RunEnd,
+    RunFacts,
     read_run_end,
+    read_run_facts,
 )
 
 NAN = float("nan")
@@ -199,3 +201,11 @@ def test_a_hole_of_a_terabyte_is_skipped(tmp_path):
         if not log.read().more:
             return
     raise AssertionError("the hole is read piece by piece")
+
+
+def test_facts_prefer_what_the_settings_resolved_to(tmp_path):
+    recorded = {"config": {"steps": 1000, "batch": 128, "model": "auto"}, "resolved": {"model": "resnet50"}}
+    (tmp_path / "config.json").write_text(json.dumps(recorded))
+    assert read_run_facts(tmp_path) == RunFacts(1000, 128, "resnet50")
+    (tmp_path / "config.json").write_text(json.dumps({"config": recorded["config"]}))
+    assert read_run_facts(tmp_path) == RunFacts(1000, 128, "auto")

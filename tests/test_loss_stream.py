@@ -510,3 +510,19 @@ def test_a_sink_that_fails_in_closing_leaves_the_others_closed():
     stream = run_stream(*sinks)
     assert stream.failure is error
     assert sinks[1].calls[-1] == "close"
+
+
+def test_evaluations_come_in_their_order():
+    sinks = [RecordingSink(), RecordingSink()]
+    stream = make_stream()
+    stream.start(sinks)
+    stream.receive(pushed(1, time=101.0))
+    stream.receive(PushedEvaluation(1, num_images=8, top1=2, top5=6, loss=1.5, time=109.0))
+    stream.receive(pushed(2, time=110.0))
+    stream.close()
+    for sink in sinks:
+        first, evaluation, second = sink.records
+        assert (first.step, evaluation.step, second.step) == (1, 1, 2)
+        assert (evaluation.top1, evaluation.top5, evaluation.loss) == (0.25, 0.75, 1.5)
+        assert second.images_per_s == 8.0
+    assert stream.evaluations == [sinks[0].records[1]]

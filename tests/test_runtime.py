@@ -4,12 +4,13 @@ import json
 import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from loopfeed.engine.records.file_errors import LostFileError
-from loopfeed.engine.runtime.goodput import add_up, find_rollback
-from loopfeed.engine.runtime.monitor import RuntimeMonitor
+from loopfeed.engine.runtime.goodput import add_up, find_rollback, without_details
+from loopfeed.engine.runtime.monitor import RingSamples, RuntimeMonitor
 from loopfeed.engine.runtime.record import (
     Goodput,
     LaunchRuntime,
@@ -423,3 +424,17 @@ def test_what_was_lost_before_is_not_lost_again(tmp_path):
                      goodput=Goodput(steps=3, other=10))  # fmt: skip
     found = find_rollback([first, second], log, 1, sizes[1])
     assert (found.num_steps, found.seconds) == (3, 3.0)
+
+
+def test_only_the_newest_launches_keep_their_lists():
+    launches = without_details([replace(LAUNCH, stalls=(Stall(1, 1.0, "read", None),))] * 13)
+    assert [len(each.stalls) for each in launches] == [0] * 3 + [1] * 10
+
+
+def test_samples_of_the_ring_are_bounded_and_evenly_spaced():
+    samples = RingSamples(every_s=1.0)
+    for second in range(10_000):
+        samples.offer(RingSample(float(second), second))
+    times = [each.time_s for each in samples.all()]
+    assert 100 <= len(times) <= 240
+    assert {after - before for before, after in pairwise(times)} == {64.0}

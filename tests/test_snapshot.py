@@ -480,3 +480,11 @@ def test_a_removed_snapshot_disappears_before_its_files_are_deleted(tmp_path, mo
     remove_snapshot(tmp_path, 1)
     write_snapshot(tmp_path, 2, 2, {"a": np.zeros(2)})
     assert names_in(tmp_path) == ["2"]
+
+
+def test_steps_are_sorted_as_numbers_and_unrelated_entries_ignored(tmp_path):
+    for name in ("100", "9", "0", ".unfinished", "007", "٣", "5.orbax-checkpoint-tmp", "best"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "8").touch()
+    assert snapshot_steps(tmp_path) == [0, 9, 100]
+    assert snapshot_steps(tmp_path / "nowhere") == []
