@@ -246,3 +246,28 @@ def test_a_writer_that_was_never_started_closes(tmp_path):
     writer = SnapshotWriter(tmp_path, keep=0, say=print)
     assert writer.close(SOON_S)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_pending_snapshot_is_reported(tmp_path):
+    disk = Disk(held=True)
+    writer, _ = make_writer(tmp_path, disk)
+    assert writer.unwritten_step is None
+    writer.submit(1, 1, None)
+    assert disk.entered.wait(SOON_S)
+    assert writer.unwritten_step == 1
+    writer.submit(2, 2, None)
+    assert writer.unwritten_step == 2
+    disk.gate.set()
+    assert writer.close(SOON_S)
+    assert writer.unwritten_step is None
+
+
+def test_closing_without_a_snapshot_succeeds_and_later_ones_are_ignored(tmp_path):
+    disk = Disk()
+    writer, words = make_writer(tmp_path, disk)
+    assert writer.close(SOON_S)
+    assert writer.last_step is None
+    writer.submit(1, 1, None)
+    assert writer.close(SOON_S)
+    assert (disk.written, words) == ([], ["snapshot of step 1 skipped: it was submitted after the end of the run"])
+    assert not (tmp_path / "1").exists()

@@ -13,10 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from loopfeed.engine.records.digests import sealed
 from loopfeed.engine.records.file_errors import LostFileError
 from loopfeed.engine.records.run_search import summarise_stored_runs
+from loopfeed.engine.records.stored import capture as capture_module
 from loopfeed.engine.records.stored import mirror as module
 from loopfeed.engine.records.stored import state as state_module
 from loopfeed.engine.records.stored.capture import FolderCapture
@@ -303,6 +306,22 @@ def test_a_snapshot_that_is_removed_while_it_is_opened_is_left_out(tmp_path, mon
 
     monkeypatch.setattr(Path, "open", removing)
     names = capture.take(Part.of)
+    assert {name.split("/")[1] for name in names if name.startswith("snapshots/")} == {"8"}
+
+
+def test_a_snapshot_that_is_replaced_after_it_was_listed_is_left_out(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", num_lines=1, snapshots={4: 10, 8: 10})
+    list_files = capture_module._files_below
+
+    def replacing(folder):
+        paths = list_files(folder)
+        if folder.name == "4":
+            folder.rename(tmp_path / "gone")
+            shutil.copytree(tmp_path / "gone", folder)
+        return paths
+
+    monkeypatch.setattr(capture_module, "_files_below", replacing)
+    names = FolderCapture(run, None).take(Part.of)
     assert {name.split("/")[1] for name in names if name.startswith("snapshots/")} == {"8"}
 
 
@@ -657,3 +676,69 @@ def test_a_followed_run_grows_as_the_run_does(tmp_path, monkeypatch):
         mirror.upload_once()
         refresh()
         assert not (folder / "wandb").exists()  # of no use to who reads the logs
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=60))
+def test_a_log_is_stored_in_few_parts_that_join_to_it(tmp_path_factory, increments):
+    run = tmp_path_factory.mktemp("run")
+    (run / "config.json").touch()
+    contents: dict[str, bytes] = {}
+
+    def put(content):
+        assert 0 < len(content) <= 1 << 20
+        part = Part.of(content)
+        contents[part.sha256] = content
+        return part
+
+    capture = FolderCapture(run, None, part_bytes=1 << 20)
+    with (run / "loss.jsonl").open("wb", buffering=0) as log:
+        for kilobytes in increments:
+            log.write(b"x" * (kilobytes << 10) + b"\n")
+            parts = capture.take(put)["loss.jsonl"]
+    whole = (run / "loss.jsonl").read_bytes()
+    assert b"".join(contents[part.sha256] for part in parts) == whole
+    # Full parts, and below them sizes that fall like those of a binary counter from 1 MiB to 64 KiB.
+    assert len(parts) <= 2 * len(whole) // (1 << 20) + 6
+
+
+def test_only_what_is_new_is_read(location, tmp_path):
+    run = write_run(tmp_path / "run", num_lines=500, snapshots={4: 500})
+    mirror_of(location, run, tmp_path).upload_once()
+    read: list[bytes] = []
+
+    def put(content):
+        read.append(content)
+        return Part.of(content)
+
+    capture = FolderCapture(run, read_state(location), part_bytes=100)
+    capture.take(put)
+    with (run / "loss.jsonl").open("ab") as log:
+        log.write(b'{"step": "new"}\n')
+    read.clear()
+    capture.take(put)
+    # The last part, which was not full, and what follows it.
+    assert b"".join(read).endswith(b'{"step": "new"}\n')
+    assert sum(map(len, read)) <= 99 + 16
+
+
+def test_files_that_the_run_does_not_write_are_stored_at_its_end(location, tmp_path):
+    run = write_run(tmp_path / "run", num_lines=3, snapshots={})
+    mirror = mirror_of(location, run, tmp_path)
+    mirror.begin()
+    for name in ("plots/deep/a.png", ".b.png.0123abcd", "notes.jsonl"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(b"other")
+    mirror._upload()
+    assert {"plots/deep/a.png", "notes.jsonl"}.isdisjoint(state_of(location).files)
+    mirror._upload(is_last=True)
+    copy = downloaded(location, tmp_path / "copy")
+    assert copy == {name: content for name, content in stored_files(run).items() if not name.startswith(".b")}
+    assert copy["plots/deep/a.png"] == copy["notes.jsonl"] == b"other"
+    # A resume keeps them before its own end too.
+    resumed = mirror_of(location, tmp_path / "copy", tmp_path)
+    (tmp_path / "copy/notes.jsonl").unlink()
+    resumed.begin()
+    resumed._upload()
+    assert "plots/deep/a.png" in state_of(location).files
+    assert "notes.jsonl" not in state_of(location).files
