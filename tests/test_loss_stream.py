@@ -161,15 +161,15 @@ def test_losses_that_come_together_share_the_time_since_those_before(monkeypatch
     stream = make_stream()
     monkeypatch.setattr(time, "time", lambda: 100.0)
     stream.start([sink])
-    stream.receive(PushedLosses(1, [4.0, 3.0, 2.0], [0.5, 0.25, 0.125], 102.0))
+    stream.receive(PushedLosses(1, [4.0, 3.0, 2.0], [0.5, 0.25, 0.125], 102.0, {"m": [7.0, 8.0, 9.0]}))
     stream.receive(PushedLosses(4, [], [], 103.0))  # pulls that ended in no update
     stream.receive(PushedLosses(4, [1.0], [0.5], 104.0))
     stream.close()
-    assert [(record.step, record.loss, record.lr) for record in sink.records] == [
-        (1, 4.0, 0.5),
-        (2, 3.0, 0.25),
-        (3, 2.0, 0.125),
-        (4, 1.0, 0.5),
+    assert [(record.step, record.loss, record.lr, record.metrics) for record in sink.records] == [
+        (1, 4.0, 0.5, {"m": 7.0}),
+        (2, 3.0, 0.25, {"m": 8.0}),
+        (3, 2.0, 0.125, {"m": 9.0}),
+        (4, 1.0, 0.5, {}),
     ]
     assert [record.images_per_s for record in sink.records] == [12.0, 12.0, 12.0, 4.0]
     assert [record.wait_ms for record in sink.records] == [0.0, 250.0, 500.0, 750.0]
