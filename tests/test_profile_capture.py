@@ -160,3 +160,50 @@ def test_a_profiler_that_fails_is_reported_once(monkeypatch, begin):
         "warning: the operations could not be traced (RuntimeError: another profile is in progress); if your own code "
         "traces with jax's profiler, end its trace before the run, or run without --profile"
     ]
+
+
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_a_window_ends_by_time_after_a_few_batches(profiler, begin, monkeypatch, is_chosen):
+    monkeypatch.setattr(f"loopfeed.engine.profile.capture._MOST_{'CHOSEN' if is_chosen else 'TRACED'}_S", 0.01)
+    capture = begin(train=Window(0, 500, is_chosen))
+    is_tracing(profiler, capture)
+    capture.batches_drawn(TRAIN, 4)
+    remains(lambda: profiler.num_ended == 0)
+    capture.batches_drawn(TRAIN, 1)
+    wait_until(lambda: TRAIN in capture.traces)
+    assert capture.traces[TRAIN].limit == "0.01 s"
+
+
+def test_a_window_ends_after_as_many_batches_as_a_trace_can_hold(profiler, begin, monkeypatch):
+    monkeypatch.setattr("loopfeed.engine.profile.capture._MOST_BATCHES", 3)
+    capture = begin(train=Window(0, 2**31, is_chosen=True))
+    is_tracing(profiler, capture)
+    capture.batches_drawn(TRAIN, 5)
+    wait_until(lambda: TRAIN in capture.traces)
+    assert capture.traces[TRAIN].limit == "3 batches"
+
+
+def test_an_evaluation_in_the_window_of_training_is_not_traced_again(profiler, begin):
+    capture = begin(train=Window(0, 6), valid=Window(3, 4))
+    is_tracing(profiler, capture)
+    capture.batches_drawn(TRAIN, 3)
+    capture.batches_drawn(VALID, 4)
+    capture.batches_drawn(TRAIN, 5)
+    wait_until(lambda: profiler.num_ended == 1)
+    capture.batches_drawn(VALID, 4)
+    remains(lambda: profiler.num_begun == 1)
+    capture.stop()
+    assert list(capture.traces) == [TRAIN]
+
+
+def test_batches_wake_nothing_while_a_trace_is_collected_and_when_the_windows_are_over(profiler, begin):
+    capture = begin(train=Window(0, 1))
+    is_tracing(profiler, capture)
+    profiler.collected.clear()
+    capture.batches_drawn(TRAIN, 3)
+    wait_until(lambda: capture._is_awaited == _never)
+    profiler.collected.set()
+    assert capture._worker.wait(LIMIT_S)
+    capture._changed.clear()
+    capture.batches_drawn(TRAIN, 1)
+    assert not capture._changed.is_set()

@@ -224,3 +224,12 @@ def test_the_windows_that_are_traced(course, windows):
 def test_a_chosen_window_outside_of_the_launch_is_reported_before_it(course, why):
     warning = course.window_warning()
     assert (why in warning and "--profile-steps" in warning) if why else warning is None
+
+
+def test_a_pull_that_ends_the_loop_is_no_step():
+    hands = Hands()
+    hands.pull(hands.clock.train, 0, draw_s=1, batch_s=2)
+    hands.pull(hands.clock.train, 1, draw_s=50, batch_s=3, num_batches=0)
+    hands.clock.finish()
+    assert summary(hands.clock.train.steps) == (1, 3)
+    assert hands.clock.train.draws.count == hands.clock.train.batches.count == 1

@@ -5,7 +5,7 @@ import pytest
 from loopfeed.engine.hlo.text import parse_hlo
 from loopfeed.engine.profile.attribution import Operation, OpSpan, attribute, operations_of, read_spans
 from loopfeed.engine.scopes import NO_SCOPE, Scope
-from tests.xspaces import CARD, Event, make_trace, op
+from tests.xspaces import CARD, Event, end_of, make_trace, op
 
 FORWARD, STAGE, OPT_STEP = Scope("train", "forward"), Scope("train", "forward", "stage1"), Scope("train", "opt_step")
 DRAW, PUSH = Scope("train", "draw"), Scope("train", "push")
@@ -180,3 +180,16 @@ def test_a_fusion_belongs_to_the_scope_of_its_root_and_a_loop_is_a_container():
     assert operations["while"] == Operation(NO_SCOPE, is_container=True)
     # XLA's own copy belongs to what it copies.
     assert operations["copy"].scope == Scope("train", "loss")
+
+
+def test_the_end_of_an_asynchronous_operation_counts():
+    trace = make_trace(
+        [op("dot", 10, 12, identity=7), op("add", 12, 20, identity=8), Event("ThreadpoolListener::Record", 13, 1, {})],
+        [end_of("dot", 30, identity=7), op("dot", 40, 41, identity=9), end_of("copy", 60, identity=9)],
+    )
+    assert read_spans(trace, "jit_train") == [("dot", 10, 30), ("add", 12, 20), ("dot", 40, 41)]
+
+
+def test_an_unknown_operation_is_unattributed_and_one_without_duration_counts_nothing():
+    found = parts(span("pull", 0, 1), span("forward", 2, 2), span("mystery", 1, 4), span("pull", 4, 5))
+    assert found == [("train", {DRAW: 1, NO_SCOPE: 3})]

@@ -438,3 +438,11 @@ def test_samples_of_the_ring_are_bounded_and_evenly_spaced():
     times = [each.time_s for each in samples.all()]
     assert 100 <= len(times) <= 240
     assert {after - before for before, after in pairwise(times)} == {64.0}
+
+
+def test_a_clock_that_is_set_back_hides_no_loss(tmp_path):
+    log = tmp_path / "loss.jsonl"
+    sizes = write_losses(log, [111.0 + second - 3600 * (second >= 4) for second in range(8)])
+    ended = replace(LAUNCH, ended=118.0, end_step=8, goodput=Goodput(steps=8, compilation=10))
+    found = find_rollback([ended], log, 4, sizes[4])
+    assert (found.num_steps, found.seconds) == (4, 4.0)
