@@ -123,9 +123,11 @@ def without_llvms_optimiser():
     """Compile faster, in all tests of a module whose subject is what the engine asks of a program, not its speed."""
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # in the processes that they start
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

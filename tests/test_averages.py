@@ -11,7 +11,7 @@ from loopfeed import replay_run, train
 from loopfeed.engine.updates.averages import init_average, update_average
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("cached_replays")
+pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
 
 
 def drawn(seed, dtype=np.float32):

@@ -22,6 +22,8 @@ from loopfeed.preprocess.stop_signals import BURST_S
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 
+pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
+
 TINY = ["--synthetic", "--model", "resnet8", "--image-size", "8", "--num-classes", "3", "--batch", "4"]
 # Compiles in a tenth of the time, for tests of what does not depend on the model.
 TOY_MODEL = ["--model", "tests.toy:Linear", "--batch", "4"]
@@ -55,10 +57,7 @@ def _toy_on_the_path(monkeypatch):
 def run_train(*arguments, cwd, timeout=120):
     """Run the command in a separate process with piped output."""
     command = [sys.executable, "-c", MAIN, *map(str, arguments)]
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles faster
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 @pytest.fixture
@@ -282,10 +281,10 @@ def test_the_help_of_an_option_is_that_of_its_setting(name):
 
 def test_a_run_is_evaluated_each_epoch_or_as_often_as_it_is_told(tmp_path, call):
     for name, count in (("train", 10), ("val", 4)):
-        pack(fake_source(count, size=8, name=name), tmp_path / "packed")
+        pack(fake_source(count, size=4, name=name), tmp_path / "packed")
 
     def evaluated(*arguments):
-        code, stdout, stderr = call("--data", "packed", "--batch", 4, "--lr", 0.01, *arguments)
+        code, stdout, stderr = call("--data", "packed", *TOY_MODEL, "--lr", 0.01, *arguments)
         assert code == 0, stderr
         lines = (tmp_path / arguments[1] / "eval.jsonl").read_text().splitlines()
         said = [line.removeprefix("cadence: ") for line in stdout.splitlines() if line.startswith("cadence: ")]
