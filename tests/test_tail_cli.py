@@ -307,3 +307,20 @@ def test_a_run_whose_process_was_killed_is_not_waited_for(tmp_path):
     assert once.stderr == result.stderr.removeprefix("Error: ")
     end_run(run, 3)
     assert tail(run).exit_code == 0
+
+
+def test_evaluations_follow_their_step_and_those_before_the_last_steps_are_omitted(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    evaluate_at(run, 2, 4, 6)
+    lines = tail(run).stdout.splitlines()
+    assert lines[2] == "evaluation at step 2: top-1 50.00 %  top-5 75.00 %  loss 1.2500  (50 images)"
+    wanted = ["step 4", "evaluation at step 4", "step 5", "step 6", "evaluation at step 6"]
+    assert first_words(tail(run, "--last", 3).stdout) == wanted
+
+
+def test_the_end_of_an_earlier_run_does_not_end_a_resumed_one(tmp_path):
+    run = write_run(tmp_path / "run", 5)
+    end_run(run, 3)
+    result = tail(run, "--timeout-s", 0.2, "--interval", 0.05)
+    assert result.exit_code == 1
+    assert "has written nothing for 0.2 s (--timeout-s) after step 5" in result.stderr

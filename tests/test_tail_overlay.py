@@ -20,7 +20,7 @@ from loopfeed.engine.records.folder_lock import LOCK_NAME
 from loopfeed.engine.records.loss_log import LossRows, RunFacts
 from tests.chart_text import chart_text
 from tests.pseudo_terminal import Terminal, plain
-from tests.test_tail_cli import COMMAND, end_run, evaluate_at, tail, write_run
+from tests.test_tail_cli import COMMAND, add_steps, end_run, evaluate_at, tail, write_run
 
 NAN = float("nan")
 FAST = ("--interval", "0.05", "--timeout-s", "30")
@@ -162,3 +162,21 @@ def test_on_a_terminal_both_curves_are_drawn_and_stay(tmp_path):
     assert lines[-2].startswith("A first")
     assert lines[-2].endswith("done")
     assert lines[-1].endswith("stopped")
+
+
+def test_an_ended_run_that_is_resumed_is_followed_on(tmp_path):
+    first, second = write_run(tmp_path / "first", 3), write_run(tmp_path / "second", 2, ended=False)
+
+    def go_on():
+        (first / "result.json").unlink()
+        add_steps(first, 4, 6)
+        end_run(first, 5)
+        end_run(second, 2)
+
+    resumes = threading.Timer(0.3, go_on)
+    resumes.start()
+    result = tail(first, second, *FAST)
+    resumes.join()
+    assert result.stdout.count("first: step") == 5
+    assert "first: run ended after 5 steps" in result.stderr
+    assert result.exit_code == 0
