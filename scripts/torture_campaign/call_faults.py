@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,11 +92,19 @@ def read_calls(log: Path) -> Calls:
 
 
 def draw_call_fault(calls: Calls, draw: random.Random) -> CallFault:
-    """Draw one of the calls, then one of its classes of paths, its occurrence and its change."""
-    call = draw.choice(sorted({call for call, _ in calls}))
-    pattern = draw.choice(sorted(pattern for each, pattern in calls if each == call))
+    """Draw one of the calls, then one of its classes of paths, its occurrence and its change.
+
+    Threads make a few calls more or fewer each time, which must not lead to another fault.
+    """
+    salt, part = draw.random(), draw.random()
+
+    def pick(items: Iterable[str]) -> str:
+        return min(items, key=lambda item: random.Random(f"{salt}/{item}").random())
+
+    call = pick({call for call, _ in calls})
+    pattern = pick({pattern for each, pattern in calls if each == call})
     count = calls[call, pattern]
-    nth = draw.choice([1, count, draw.randint(1, count)])
+    nth = draw.choice([1, count, 1 + int(part * count)])
     changes = ["EIO", "EIO", "ESTALE", "delay", *_OTHER_ERRORS.get(call, ())]
     change = draw.choice([*changes, "short", "short"] if call in ("read", "write") else changes)
     others: str | tuple[str, ...] = draw.choice(["once", "once", "same"])
