@@ -227,16 +227,16 @@ def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-def status_of(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """Return the status of what a path leads to, None if there is nothing.
+def status_of(path: str | os.PathLike[str], *, follow_symlinks: bool = True) -> os.stat_result | None:
+    """Return the status of what a path leads to, or of a link itself, None if there is nothing.
 
-    `Path.exists` takes any error for a no from Python 3.14 on, and `os.path.exists` always did.
+    `Path.exists` takes any error for a no from Python 3.14 on, `os.path.exists` and `os.path.lexists` always did.
 
     Raises:
         OSError: the system cannot tell, such as ESTALE or EACCES.
     """
     try:
-        return os.stat(path)  # noqa: PTH116 - making a Path takes twice the time of the call
+        return os.stat(path, follow_symlinks=follow_symlinks)  # noqa: PTH116 - making a Path takes twice the time of the call
     except OSError as error:
         if cause_of(error) in (Cause.MISSING, Cause.LINKS) or error.errno == errno.ENOTDIR:
             return None

@@ -1,7 +1,10 @@
 """The data set that a run uses, and the creation of the demo set."""
 
+import errno
+import os
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -95,6 +98,15 @@ def test_a_run_uses_the_data_that_it_found_wherever_it_goes_on(tmp_path, monkeyp
         with pytest.raises(ValueError, match=gone):
             go_on()
         go_on(data=str(tmp_path / "moved"))
+
+
+def test_data_of_a_run_on_a_disk_that_fails_are_not_said_to_be_missing(monkeypatch, tmp_path):
+    fails = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path)))
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "stat", fails)
+        disk.setattr(os, "lstat", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            data_of_record(None, str(tmp_path))
 
 
 def test_a_demo_set_of_another_machine_is_that_of_this_one(monkeypatch, tmp_path):

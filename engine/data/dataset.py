@@ -15,6 +15,7 @@ from loopfeed.models.user_cache import CACHE_REMEDY, user_cache_folder
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.reader import list_splits
 from loopfeed.preprocess.storage_options import expand_home, is_url
+from loopfeed.preprocess.system_errors import status_of
 
 USUAL_PLACE = Path("data/shards")
 DATA_LOCATION = "data_location"
@@ -70,9 +71,10 @@ def data_of_record(given: str | None, found_at: str | None) -> str | None:
 
     Raises:
         ValueError: the data are not there any more.
+        OSError: the system cannot tell.
     """
     place = found_at if given is None else given
-    if place is None or is_url(place) or os.path.lexists(expand_home(place)):
+    if place is None or is_url(place) or status_of(expand_home(place), follow_symlinks=False) is not None:
         return place
     cache = user_cache_folder()
     demo = None if cache is None else cache / _DEMO

@@ -6,7 +6,6 @@ Knows nothing of the contents of the arrays.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,6 +19,7 @@ from loopfeed.preprocess.shards.location import Location, ShardError, open_locat
 from loopfeed.preprocess.shards.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
 from loopfeed.preprocess.shards.split_files import PARTS, PLAN_KEY, is_split_file
 from loopfeed.preprocess.system_entries import is_hidden
+from loopfeed.preprocess.system_errors import status_of
 
 # Any one of these shows that a folder contains a split or its remains.
 _MARKS = (
@@ -138,7 +138,7 @@ def _states_of_folders(location: Location) -> dict[str, _State]:
                 states[path.name] = _State.COMPLETE
             elif is_regular(path / PLAN_KEY):
                 states[path.name] = _State.UNFINISHED
-            elif any(os.path.lexists(path / key) for key in _MARKS):
+            elif any(status_of(path / key, follow_symlinks=False) is not None for key in _MARKS):
                 states[path.name] = _State.BROKEN
     except (FileNotFoundError, NotADirectoryError):
         pass
