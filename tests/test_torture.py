@@ -129,7 +129,8 @@ def test_a_verification_that_passes_a_changed_file_is_wrong(sound, pack, key):
     passed = finished("inspect-shards", out="train: every byte is as it was packed.")
     (pack / "notes.txt").write_text("mine")
     verdicts = [judge_verify(passed, sound, pack).verdict]
-    damage.flip_bit(pack / key, random.Random(0))
+    damage.flip_bit(data := bytearray((pack / key).read_bytes()), random.Random(0))
+    (pack / key).write_bytes(data)
     verdicts.append(judge_verify(passed, sound, pack).verdict)
     damage.replace(pack / key, "pipe")
     verdicts.append(judge_verify(passed, sound, pack).verdict)

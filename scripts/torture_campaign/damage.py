@@ -6,12 +6,13 @@ import json
 import os
 import random
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-type Damage = Callable[[Path, random.Random], None]
+type Damage = Callable[[bytearray, random.Random], None]
 type Place = tuple[str | int, ...]
 
 _STRANGE: tuple[Any, ...] = (
@@ -19,43 +20,64 @@ _STRANGE: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def flip_bit(path: Path, draw: random.Random) -> None:
-    """Flip one bit, half of the time near an end of the file, where headers, indices and checksums are."""
-    content = bytearray(path.read_bytes() or b"\0")
-    size = len(content)
+def flip_bit(data: bytearray, draw: random.Random) -> None:
+    """Flip one bit, half of the time near an end, where headers, indices and checksums are."""
+    data[:] = data or b"\0"
+    size = len(data)
     near_end = size - 1 - draw.randrange(min(size, 560))
     at = draw.choice([draw.randrange(size), draw.randrange(size), draw.randrange(min(size, 64)), near_end])
-    content[at] ^= 1 << draw.randrange(8)
-    path.write_bytes(content)
+    data[at] ^= 1 << draw.randrange(8)
 
 
-def _truncate(path: Path, draw: random.Random) -> None:
-    size = path.stat().st_size
-    os.truncate(path, draw.choice([0, max(0, size - 1), size // 2, draw.randrange(max(1, size))]))
+def _flip_bits(data: bytearray, draw: random.Random) -> None:
+    for _ in range(draw.choice([3, 20])):
+        flip_bit(data, draw)
 
 
-def _extend(path: Path, draw: random.Random) -> None:
+def _truncate(data: bytearray, draw: random.Random) -> None:
+    size = len(data)
+    del data[draw.choice([0, max(0, size - 1), size // 2, draw.randrange(max(1, size))]) :]
+
+
+def _extend(data: bytearray, draw: random.Random) -> None:
     count = draw.choice([1, 4, 4096, 100_000])
-    with path.open("ab") as file:
-        file.write(draw.choice([b"\0" * count, draw.randbytes(count), b"\n" * count]))
+    data += draw.choice([b"\0" * count, draw.randbytes(count), b"\n" * count, bytes(data)])
 
 
-def _overwrite(path: Path, draw: random.Random) -> None:
+def _overwrite(data: bytearray, draw: random.Random) -> None:
     """Overwrite a range with zeros, like a lost page of a disk, or with noise."""
-    size = path.stat().st_size
-    start = draw.randrange(max(1, size))
-    count = min(size - start, draw.choice([1, 4, 64, 4096]))
-    with path.open("r+b") as file:
-        file.seek(start)
-        file.write(draw.choice([bytes(count), draw.randbytes(count)]))
+    start = draw.randrange(max(1, len(data)))
+    count = min(len(data) - start, draw.choice([1, 4, 64, 4096]))
+    data[start : start + count] = draw.choice([bytes(count), draw.randbytes(count)])
 
 
-def _shift(path: Path, draw: random.Random) -> None:
+def _shift(data: bytearray, draw: random.Random) -> None:
     """Insert or remove a byte, so that everything after it moves."""
-    content = bytearray(path.read_bytes())
-    at = draw.randrange(max(1, len(content)))
-    content[at : at + draw.randrange(2)] = b"" if draw.random() < 0.5 else draw.randbytes(2)
-    path.write_bytes(content)
+    at = draw.randrange(max(1, len(data)))
+    data[at : at + draw.randrange(2)] = b"" if draw.random() < 0.5 else draw.randbytes(2)
+
+
+def _set_number(data: bytearray, draw: random.Random) -> None:
+    """Set a number, half of the time in the head, to one at a limit of its type."""
+    form = draw.choice(["B", "<H", ">H", "<I", ">I"])
+    value = draw.choice([0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 65500]) % (1 << 8 * struct.calcsize(form))
+    at = draw.randrange(min(max(1, len(data)), draw.choice([64, len(data) + 1])))
+    data[at : at + struct.calcsize(form)] = struct.pack(form, value)
+
+
+def _splice(data: bytearray, draw: random.Random) -> None:
+    """Let a part of the beginning follow the first half."""
+    data[len(data) // 2 :] = data[: draw.randrange(max(1, len(data)))]
+
+
+_OF_BYTES: tuple[Damage, ...] = (_flip_bits, _truncate, _extend, _overwrite, _shift, _set_number, _splice)
+
+
+def change_bytes(data: bytearray, draw: random.Random) -> str:
+    """Change the bytes of a file, as often in a single bit as in other ways; say how."""
+    change = draw.choice([flip_bit, draw.choice(_OF_BYTES)])
+    change(data, draw)
+    return change.__name__.strip("_").replace("_", " ")
 
 
 def _put_socket(path: Path) -> None:
@@ -100,15 +122,19 @@ def _add_control_characters(path: Path, draw: random.Random) -> None:
 
 
 def damage_file(path: Path, draw: random.Random) -> str:
-    """Damage a file: often a single bit, less often other bytes, least often a replacement; say how."""
-    of_bytes: tuple[Damage, ...] = (flip_bit, _truncate, _extend, _overwrite, _shift)
-    (fault,) = draw.choices([flip_bit, draw.choice(of_bytes), _extend_with_hole, _add_control_characters, None],
-                            [40, 35, 2.5, 2.5, 20])  # fmt: skip
-    if fault is None:
+    """Damage a file: most often its bytes, less often by a replacement or a neighbour; say how."""
+    part = draw.random()
+    if part < 0.75:
+        data = bytearray(path.read_bytes())
+        how = change_bytes(data, draw)
+        path.write_bytes(data)
+        return how
+    if part < 0.95:
         replace(path, how := draw.choice(list(PUT)))
         return f"replaced: {how}"
-    fault(path, draw)
-    return fault.__name__.strip("_")
+    change = draw.choice([_extend_with_hole, _add_control_characters])
+    change(path, draw)
+    return change.__name__.strip("_").replace("_", " ")
 
 
 def damage(path: Path, draw: random.Random) -> str:

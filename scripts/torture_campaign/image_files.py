@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from scripts.torture_campaign.damage import change_bytes
+
 type ImageMaker = Callable[[Path], object]
 
 _MODES = {
@@ -44,37 +46,12 @@ def _sound_image(draw: random.Random, kind: str) -> bytes:
     return file.getvalue()
 
 
-def _damage(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Return a damaged file and what was done to it."""
-    data, size = bytearray(content), len(content)
-    how = draw.choice(["bits", "bits", "head", "head", "cut", "zeros", "size field", "spliced", "extended", "lengths"])
-    if how == "bits":
-        for _ in range(draw.choice([1, 1, 3, 20])):
-            data[draw.randrange(size)] ^= 1 << draw.randrange(8)
-    elif how == "head":
-        for _ in range(draw.choice([1, 2, 6])):
-            data[draw.randrange(min(size, 64))] = draw.choice([0, 1, 0x7F, 0x80, 0xFF, draw.randrange(256)])
-    elif how == "cut":
-        del data[draw.randrange(size) :]
-    elif how == "zeros":
-        start = draw.randrange(size)
-        data[start : start + 64] = bytes(len(data[start : start + 64]))
-    elif how in ("size field", "lengths"):
-        at = draw.randrange(min(size - 4, 40 if how == "size field" else size - 4))
-        value = draw.choice([0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 65535, 65500])
-        data[at : at + 4] = struct.pack(draw.choice(["<I", ">I"]), value)
-    elif how == "spliced":
-        data[size // 2 :] = data[: draw.randrange(size)]
-    else:
-        data += draw.choice([bytes(1000), draw.randbytes(1000), content])
-    return bytes(data), how
-
-
 def draw_image_fault(draw: random.Random) -> tuple[str, bytes, str]:
     """Return a drawn hostile file: its suffix, its bytes, and what it is."""
     kind = draw.choice(list(_MODES))
-    content, how = _damage(_sound_image(draw, kind), draw)
-    return _MODES[kind][0], content, f"{kind}, {how}"
+    data = bytearray(_sound_image(draw, kind))
+    how = change_bytes(data, draw)
+    return _MODES[kind][0], bytes(data), f"{kind}, {how}"
 
 
 def png_chunk(name: bytes, data: bytes) -> bytes:
