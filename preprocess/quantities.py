@@ -28,6 +28,18 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
+def duration_text(seconds: float) -> str:
+    """Format a duration in at most two units: '45 s', '3 min 20 s', '2 h 05 min', '4 d 03 h'; '0 s' if negative."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
 def round_numbers(low: float, high: float, most: int) -> list[float]:
     """Return up to `most` + 1 multiples of 1, 2 or 5 · 10^k from `low` to `high`, or both bounds if none exist."""
     span = high - low

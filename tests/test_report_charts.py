@@ -54,10 +54,9 @@ def test_lines_differ_without_colour():
     page = parse(draw(Chart("Top-1", lines)))
     labels = [each.text for each in page.all("text") if (each.attributes.get("class") or "").startswith("label")]
     assert sorted(labels) == ["A", "B", "C"]
-    markers = {
-        each.attributes["d"] for each in page.all("path") if (each.attributes.get("class") or "").startswith("m ")
-    }
-    assert len(markers) == 3
+    classes = [str(each.attributes["class"]) for each in page.all("path")]
+    assert {f"l l{index}" for index in range(3)} <= set(classes)  # of which the style sheet makes dashes
+    assert classes.count("d l2") == 2  # the dots of the line, and that of the legend
     plot = page.one("svg", class_="plot")
     assert plot.attributes["role"] == "img"
     assert "A: 0, B: 1, C: 2" in str(plot.attributes["aria-label"])

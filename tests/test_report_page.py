@@ -199,7 +199,7 @@ def test_the_runtime_gives_goodput_verdict_and_launches(copy, tmp_path):
     (copy / "runtime.json").write_bytes(encode_runtime(RuntimeReport((launch,), goodput)))
     page = report_of(copy, tmp_path)
     rows = {row[0]: row[2:] for row in table(section(page, "goodput"), "1 min 40 s of 1 launch")}
-    assert rows["steps"] == ["60.0 %", "1 min 0 s"]
+    assert rows["steps"] == ["60.0 %", "1 min 00 s"]
     assert rows["lost"] == ["10.0 %", "10.0 s"]
     assert "3 steps were made again after a resume. Between the launches, 7 s passed" in section(page, "goodput").text
     assert f"Verdict: {verdict.line}" in section(page, "results").text

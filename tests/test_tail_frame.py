@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from loopfeed.engine.commands.binned_losses import BinnedLosses
 from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
-from loopfeed.engine.commands.tail_frame import Picture, duration_text, end_text, frame_lines
+from loopfeed.engine.commands.tail_frame import Picture, end_text, frame_lines
 from loopfeed.engine.records.loss_log import LossRows, RunEnd, RunFacts
+from loopfeed.preprocess.quantities import duration_text
 from tests.chart_text import chart_text
 
 NAN = float("nan")

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopfeed.engine.commands.run_names import shorten_names, without_middle
-from loopfeed.engine.commands.tail_frame import duration_text
 from loopfeed.engine.config import COMPILATION, DATA, INFEED, MONITORING, OUTPUT, SETTINGS
 from loopfeed.engine.records.run_summary import RunSummary
 from loopfeed.engine.settings import Owner
 from loopfeed.preprocess.printable import printable_line
+from loopfeed.preprocess.quantities import duration_text
 
 _GAP = 2
 _LEAST_NAME_WIDTH = 16

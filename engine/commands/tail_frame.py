@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from loopfeed.engine.commands.run_names import shorten_names
 from loopfeed.preprocess.printable import printable_line
-from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.quantities import duration_text, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,18 +74,6 @@ def records_of(rows: "LossRows") -> "Iterator[LossRecord]":
     columns = (rows.step, rows.loss, rows.learning_rate, rows.images_per_s, rows.wait_ms, rows.time_s, rows.metrics)
     for row in zip(*(column.tolist() for column in columns), strict=True):
         yield LossRecord(*row)
-
-
-def duration_text(seconds: float) -> str:
-    """Format a duration in at most two units: '45 s', '3 min 20 s', '2 h 05 min', '4 d 03 h'; '0 s' if negative."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
 def end_text(end: "RunEnd") -> str:

@@ -1,6 +1,6 @@
 """Charts of lines over steps: their axes, and the places of what `chart.html` draws.
 
-Lines differ in colour, dashes and markers, carry their labels, and stand beside their last values as text. Must not
+Lines differ in colour and dashes, carry their labels, and stand beside their last values as text. Must not
 know: runs, markup.
 """
 
@@ -21,18 +21,10 @@ from loopfeed.preprocess.quantities import quantity, round_numbers
 _WIDE, _HIGH = 2000, 1000  # the units of paths, which the browser stretches to the size of the chart
 _CUT_FACTOR, _CUT_PERCENTILE = 3.0, 98.0
 _TABLE_ROWS = 12
-_MOST_MARKERS = 40
+_MOST_DOTS = 40
 _LABEL_HEIGHT = 0.075  # of the height of a chart
 _LABEL_COLUMNS = 12  # labels in the same one of these must be moved apart
-# As <path> data in pixels around the point: disc, square, triangle, diamond, cross, bar.
-_MARKERS = (
-    "M-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0 -7 0z",
-    "M-3.2 -3.2h6.4v6.4h-6.4z",
-    "M0 -4.2L4 3.2H-4z",
-    "M0 -4.6L4.6 0L0 4.6L-4.6 0z",
-    "M-3.6 -3.6L3.6 3.6M3.6 -3.6L-3.6 3.6",
-    "M0 -4.5V4.5",
-)
+_NUM_STYLES = 6  # colours and dashes of the style sheet
 
 
 @dataclass(frozen=True)
@@ -58,20 +50,15 @@ class Line:
     label: str  # what is written at its end, short
     x: Floats  # [n], its points; a NaN interrupts it
     y: Floats
-    index: int  # its place among the colours, dashes and markers, which repeat
+    index: int  # its place among the colours and dashes, which repeat
     band: tuple[Floats, Floats] | None = None  # lowest and highest value around each point, [n] each; None for none
     is_faint: bool = False  # whether it is drawn thinly, behind the others
-    is_marked: bool = False  # whether its points are marked
+    is_marked: bool = False  # whether its points are drawn as dots
 
     @property
     def style(self) -> int:
         """The number of its classes of the style sheet."""
-        return self.index % len(_MARKERS)
-
-    @property
-    def marker(self) -> str:
-        """The shape of its markers, as <path> data."""
-        return _MARKERS[self.style]
+        return self.index % _NUM_STYLES
 
     @property
     def last(self) -> str:
@@ -168,12 +155,11 @@ class Chart:
         across, down = _WIDE * self.steps.place(x), _HIGH * (1 - self.values.place(y))
         return [f"{left:.0f} {top:.0f}" for left, top in zip(across.tolist(), down.tolist(), strict=True)]
 
-    def markers(self, line: Line) -> list[tuple[float, float]]:
-        """Return the places, from the left and from the top in percent, of markers at some of the points."""
-        places = np.flatnonzero(np.isfinite(line.y))
-        places = places[:: max(1, -(-len(places) // _MOST_MARKERS))]
-        across, down = 100 * self.steps.place(line.x[places]), 100 * (1 - self.values.place(line.y[places]))
-        return list(zip(across.tolist(), down.tolist(), strict=True))
+    def dots(self, line: Line) -> str:
+        """Return a path with a stroke of no length at some of the points, whose round ends are a dot."""
+        known = np.flatnonzero(np.isfinite(line.y))
+        known = known[:: max(1, -(-len(known) // _MOST_DOTS))]
+        return "".join(f"M{point}h0" for point in self._scaled(line.x[known], line.y[known]))
 
     @property
     def labels(self) -> list[tuple[float, float, Line]]:

@@ -3,6 +3,8 @@
 import math
 import time
 
+from loopfeed.preprocess.quantities import duration_text
+
 _SUFFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -48,15 +50,7 @@ def percent(fraction: float, decimals: int = 2) -> str:
 
 def duration(seconds: float) -> str:
     """Return a duration in at most two units, a dash for NaN."""
-    if math.isnan(seconds) or seconds < 60:
-        return brief(seconds)
-    minutes, whole = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {whole} s"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    return f"{hours // 24} d {hours % 24} h"
+    return duration_text(seconds) if seconds >= 60 else brief(seconds)
 
 
 def brief(seconds: float) -> str:

@@ -8,11 +8,11 @@ import csv
 import io
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.evaluation.trained_run import check_folder
@@ -151,8 +151,8 @@ class RunOnPage:
 
     @property
     def spent(self) -> Spent | Absent:
-        """What the wall time was spent on; without a record of the runtime, that of its last launch."""
-        return _spent_time(self.runtime, self.summary.result)
+        """What the wall time was spent on."""
+        return _spent_time(self.runtime)
 
     @property
     def decisions(self) -> Decisions | Absent:
@@ -260,9 +260,9 @@ def _read_runtime(folder: Path) -> RuntimeReport | Absent:
     return Absent("the run has written no runtime.json, as runs of earlier releases") if found is None else found
 
 
-def _spent_time(report: RuntimeReport | Absent, end: Mapping[str, Any]) -> Spent | Absent:
+def _spent_time(report: RuntimeReport | Absent) -> Spent | Absent:
     if isinstance(report, Absent):
-        return _from_end(report, end)
+        return report
     goodput = report.goodput
     if not goodput.total > 0:
         return Absent("the run has just started")
@@ -272,15 +272,3 @@ def _spent_time(report: RuntimeReport | Absent, end: Mapping[str, Any]) -> Spent
     if goodput.gaps:
         notes.append(f"Between the launches, {goodput.gaps:,.0f} s passed in which nothing ran.")
     return Spent(quantity(len(report.launches), "launch"), goodput.seconds(), " ".join(notes))
-
-
-def _from_end(absent: Absent, end: Mapping[str, Any]) -> Spent | Absent:
-    def found(values: Sequence[Any]) -> bool:
-        return all(type(value) in (int, float) and 0 <= value < 1e12 for value in values)
-
-    times = [end.get(name, -1) for name in ("train_s", "wait_s", "compile_s")]
-    if not found(times) or times[0] + times[2] <= 0:
-        return absent
-    train_s, wait_s, compile_s = map(float, times)
-    seconds = {"compilation": compile_s, "waiting": wait_s, "all else": max(train_s - wait_s, 0.0)}
-    return Spent("the last launch", seconds, "From result.json: the run has no runtime.json, which says more.")
