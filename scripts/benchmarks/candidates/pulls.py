@@ -25,14 +25,9 @@ READER_THREADS = 2  # as TrainConfig has it
 LAST_STEP = 2**31 - 1
 
 
-def main(transport_name: Any, batch: int, size: int, unit: str) -> None:
-    """Serve pulls, or the bytes of their pixels."""
-    channel = Channel()
-    transport, source, board = (
-        choose_transport(transport_name, jax.default_backend()),
-        ReadyBatches(batch, size),
-        ControlBoard(),
-    )
+def start_infeed(transport_name: Any, batch: int, size: int) -> Infeed:
+    """Return an infeed whose batches are always ready."""
+    source, board = ReadyBatches(batch, size), ControlBoard()
     feeder = Feeder(
         source,
         start_index=0,
@@ -41,8 +36,14 @@ def main(transport_name: Any, batch: int, size: int, unit: str) -> None:
         num_threads=READER_THREADS,
         timeout_s=600,
     )
-    infeed = Infeed(feeder, board, transport, words_of=board.words)
+    infeed = Infeed(feeder, board, choose_transport(transport_name, jax.default_backend()), words_of=board.words)
     infeed.start()
+    return infeed
+
+
+def main(transport_name: str, batch: int, size: int, unit: str) -> None:
+    """Serve pulls, or the bytes of their pixels."""
+    channel, infeed = Channel(), start_infeed(transport_name, batch, size)
 
     @partial(jax.jit, donate_argnums=0)
     def loop(start: tuple[jax.Array, jax.Array], count: jax.Array) -> tuple[jax.Array, jax.Array]:
