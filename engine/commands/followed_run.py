@@ -57,77 +57,56 @@ def open_source(run: str, storage_option: tuple[str, ...]) -> Iterator[RunSource
         yield RunSource(folder, run, refresh)
 
 
-def await_run(source: RunSource, once: bool, timeout_s: float) -> None:
-    """Wait until RUN contains a loss log or, unless `once` is true, the recorded settings of a run.
+def await_runs(sources: Sequence[RunSource], once: bool, timeout_s: float) -> None:
+    """Wait until a run has a loss log or, unless `once` is true, recorded settings; of several runs, until one has.
+
+    A run locks its folder before it compiles, which may take minutes. Alone, it is then waited for; of several runs, it
+    counts as one that has started.
 
     Raises:
-        RunNotFoundError: if RUN is not a run folder, or the run does not start to train in time.
+        RunNotFoundError: if a folder exists but is not that of a run, or no run starts to train in time.
     """
-    run, name = source.folder, source.name
-    _refuse_file(source)
-    from loopfeed.engine.records.folder_lock import is_locked
-
+    is_alone, started_s, printed = len(sources) == 1, time.monotonic(), ""
     wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
-    started_s = time.monotonic()
-    printed = ""
     while True:
-        source.refresh()
-        if _has_started(run, once):
+        for source in sources:
+            _refuse_file(source)
+            source.refresh()
+        missing, is_held = _not_started(sources, once)
+        if not missing:
             return
-        _refuse_folder_of_runs(source)
-        # A run locks its folder before it compiles, which may take minutes.
-        is_held = is_locked(run)
-        if time.monotonic() - started_s >= (timeout_s if is_held and not once else wait_s):
+        name, limit_s = missing[0].name, timeout_s if is_held and not once else wait_s
+        if time.monotonic() - started_s >= limit_s:
             if is_held:
                 raise RunNotFoundError(
                     f"RUN must have started to train, but {name} is still compiling; try again later"
                 )
-            found = "does not exist" if status_of(run) is None else "contains no loss.jsonl"
+            found = "does not exist" if status_of(missing[0].folder) is None else "contains no loss.jsonl"
             raise RunNotFoundError(f"RUN must be a run folder, but {name} {found}; give the --run-dir of run-train")
-        message = (
-            f"{printable_line(name)} is starting or compiling; waiting up to {timeout_s:g} s"
-            if is_held
-            else f"waiting up to {wait_s:g} s for {printable_line(name)} to start"
-        )
-        if message != printed:
+        name = printable_line(name)
+        message = f"waiting up to {limit_s:g} s for {name} to start"
+        if is_held:
+            message = f"{name} is starting or compiling; waiting up to {limit_s:g} s"
+        if message != printed and (is_alone or not printed):
             click.echo(message, err=True)
             printed = message
         time.sleep(_POLL_START_S)
 
 
-def await_runs(sources: Sequence[RunSource], once: bool, timeout_s: float) -> None:
-    """Wait until one of several runs has started; with `once`, check that all of them are runs.
-
-    Raises:
-        RunNotFoundError: if one of them exists but is not a run folder, or none starts in time.
-    """
-    wait_s = 0.0 if once else min(_START_WAIT_S, timeout_s)
-    started_s, is_waiting = time.monotonic(), False
-    while True:
-        for source in sources:
-            _refuse_file(source)
-            source.refresh()
-        missing = [source for source in sources if not _is_run(source.folder)]
-        for source in missing:
-            _refuse_folder_of_runs(source)
-        wrong = [source for source in missing if once or source.folder.exists() or len(missing) == len(sources)]
-        if not wrong:
-            return
-        if time.monotonic() - started_s >= wait_s:
-            found = "does not exist" if status_of(wrong[0].folder) is None else "contains no loss.jsonl"
-            raise RunNotFoundError(
-                f"RUN must be a run folder, but {wrong[0].name} {found}; give the --run-dir of run-train"
-            )
-        if not is_waiting:
-            click.echo(f"waiting up to {wait_s:g} s for {printable_line(wrong[0].name)} to start", err=True)
-            is_waiting = True
-        time.sleep(_POLL_START_S)
-
-
-def _is_run(folder: Path) -> bool:
+def _not_started(sources: Sequence[RunSource], once: bool) -> tuple[list[RunSource], bool]:
+    """Return the runs that must start, and whether the only one compiles."""
     from loopfeed.engine.records.folder_lock import is_locked
 
-    return _has_started(folder) or is_locked(folder)
+    is_alone = len(sources) == 1
+    missing = [source for source in sources if not _has_started(source.folder, once and is_alone)]
+    for source in missing:
+        _refuse_folder_of_runs(source)
+    held = [source for source in missing if is_locked(source.folder)]
+    if is_alone:
+        return missing, bool(held)
+    missing = [source for source in missing if source not in held]
+    is_first = len(missing) == len(sources)
+    return [source for source in missing if is_first or once or source.folder.exists()], False
 
 
 def _has_started(run: Path, has_log: bool = False) -> bool:

@@ -22,7 +22,6 @@ from loopfeed.engine.commands.followed_run import (
     RunNotFoundError,
     RunSilentError,
     RunSource,
-    await_run,
     await_runs,
     follow,
     open_source,
@@ -183,10 +182,7 @@ def _show(
     timeout_s: float,
 ) -> None:
     """Follow the runs, as frames or as lines, until nothing more comes; raise the errors of those that did not end."""
-    if len(sources) == 1:
-        await_run(sources[0], once, timeout_s)
-    else:
-        await_runs(sources, once, timeout_s)
+    await_runs(sources, once, timeout_s)
     runs, names = [FollowedRun(source) for source in sources], distinct_names([source.name for source in sources])
     ticks = follow(runs, once, interval_s, timeout_s)
     if open_console is None:
