@@ -176,6 +176,20 @@ def test_an_extension_header_that_would_fill_the_memory_is_refused(listed, kind)
         listed(content(2**20 + 1))
 
 
+def test_members_after_the_end_are_refused_and_padding_of_any_bytes_is_not(listed):
+    one, other = (tar_bytes([(f"a/{number}.jpg", bytes([number]) * 600)]) for number in (1, 2))
+    end = BLOCK + 1024
+    for joined in (one + other, one[:end] + bytes(3 << 20) + other):
+        begin = joined.rindex(b"a/2.jpg")
+        with pytest.raises(SourceError, match=f"some.tar has members after its end at byte {end}, from byte {begin} "):
+            listed(joined)
+    whole = bytearray(tar_bytes([(f"a/{number}.jpg", b"x" * 600) for number in range(3)]))
+    whole[end : end + BLOCK] = bytes(BLOCK)  # a lost header
+    with pytest.raises(SourceError, match=f"at byte {end}, from byte {2 * end} on: it is damaged"):
+        listed(bytes(whole))
+    assert len(listed(one + b"\xff" * 5000)) == 1
+
+
 def test_truncation_names_the_file_and_the_offset(listed):
     whole = tar_bytes([("a/1.jpg", bytes(600)), ("a/2.jpg", bytes(600))])
     second = BLOCK + 1024

@@ -24,6 +24,7 @@ from loopfeed.preprocess.sources.listing import ChangedSourceError, SourceError
 from loopfeed.preprocess.system_errors import reading_remedy
 
 BLOCK = 512
+_PIECE_BYTES = 1 << 20
 
 _FILE_TYPES = frozenset(b"0\x007")
 _FOLDER_TYPE = ord("5")
@@ -168,6 +169,20 @@ def members(tar: TarBytes, start: int = 0, stop: int | None = None, inside: str 
             if kind != _FOLDER_TYPE and not name.endswith("/"):  # before POSIX, such a name marked a folder
                 yield Member("/".join(part for part in name.split("/") if part not in ("", ".")), data, size)
         position = data + -(-size // BLOCK) * BLOCK
+    _refuse_members_after(position, tar, stop, where)
+
+
+def _refuse_members_after(end: int, tar: TarBytes, stop: int, where: str) -> None:
+    """Raise SourceError if a member follows the empty block at byte `end`, which every program takes for the end."""
+    for start in range(end, stop, _PIECE_BYTES):
+        piece = _read(tar, start, min(_PIECE_BYTES, stop - start), where)
+        for at in range(0, len(piece), BLOCK) if piece.strip(b"\0") else ():
+            if _checksum_holds(piece[at : at + BLOCK]):
+                raise SourceError(
+                    f"{where} has members after its end at byte {end}, from byte {start + at} on: it is damaged, or is "
+                    "several archives in one file; download it again, or unpack it with tar --ignore-zeros -xf, and "
+                    "give the folder"
+                )
 
 
 def _header(block: bytes, extended: dict[str, str], position: int, stop: int, where: str) -> tuple[int, str, int]:
