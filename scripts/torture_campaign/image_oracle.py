@@ -44,10 +44,18 @@ def decode(path: Path, size: int) -> str | None:
 
     None if Pillow fails; "" for modes whose conversion to 8 bits is not well defined (16-bit, float).
     """
-    content = path.read_bytes()
+    content = _with_last_byte(path.read_bytes())
     found = _decode_bytes(content, size)
     # Pillow refuses large texts and profiles. They are not pixels, so decode again without them.
     return _decode_bytes(_without_metadata(content), size) if found is None else found
+
+
+def _with_last_byte(content: bytes) -> bytes:
+    """Return a JPEG or WebP file that lacks only its last byte, of its end marker or its padding, with that byte."""
+    if content.startswith(b"\xff\xd8") and content.endswith(b"\xff"):
+        return content + b"\xd9"
+    is_short_by_one = content.startswith(b"RIFF") and int.from_bytes(content[4:8], "little") == len(content) - 7
+    return content + bytes(is_short_by_one)
 
 
 def _without_metadata(content: bytes) -> bytes:
