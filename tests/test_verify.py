@@ -94,6 +94,18 @@ def test_a_truncated_shard_file_is_one_line(tmp_path, keep, num_images):
     assert damages(tmp_path) == [f"pixels/c/0/0/0: images 0–{count - 1}: {words}"]
 
 
+@pytest.mark.parametrize(
+    ("key", "num_chunks"), [("pixels/c/0/0/0", 4), ("labels/c/0", 1 << 10), ("checksums/c/0", 1 << 10)]
+)
+def test_bytes_that_no_reader_reads_are_a_change_of_a_file(tmp_path, key, num_chunks):
+    source = fake_source(5)
+    pack(source.changed(images=np.zeros_like(source.images)), tmp_path, codec="blosc")
+    file = tmp_path / "train" / key
+    content, index_bytes = file.read_bytes(), num_chunks * 16 + 4
+    file.write_bytes(content + content[-index_bytes:])
+    assert damages(tmp_path) == [f"{key}: the shard file has {index_bytes:,} bytes that are in none of its chunks"]
+
+
 def test_what_a_pack_killed_at_its_end_leaves_is_explained(data):
     (data / "train/journal").mkdir()
     (data / "train/journal/plan.json").write_text("{}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from pathlib import Path
 
 from loopfeed.preprocess.claimed_size import is_plausible, stored_size
 from loopfeed.preprocess.quantities import quantity
@@ -28,12 +27,10 @@ def describe_wrong_size(location: Location, manifest: Manifest, shard: int) -> s
     if location.local_path is None:
         return None
     path = location.local_path / PIXELS / shard_key(shard, 3)
-    found, expected = path.stat().st_size, manifest.shard_bytes(shard)
+    expected = manifest.shard_bytes(shard)
     if expected is None:
-        try:
-            return None if _ends_with_index(path, found, manifest.shard_images) else "the shard file is truncated"
-        except OSError as error:
-            raise location.unreadable(path, error) from error
+        return describe_wrong_end(location, f"{PIXELS}/{shard_key(shard, 3)}", manifest.shard_images)
+    found = path.stat().st_size
     if found > expected:
         return f"the shard file has {found:,} bytes, not {expected:,}"
     return describe_truncation(found, expected)
@@ -58,13 +55,40 @@ def check_plausible(location: Location, manifest: Manifest) -> None:
         )
 
 
-def _ends_with_index(path: Path, num_bytes: int, shard_images: int) -> bool:
-    index_bytes = shard_images * ENTRY.size + CHECKSUM_BYTES
-    if num_bytes < index_bytes:
-        return False
-    file = open_regular(path)
+def describe_truncated(location: Location, manifest: Manifest, shard: int) -> str | None:
+    """Return how far an existing local shard file of a known size is truncated, if it is."""
+    folder, expected = location.local_path, manifest.shard_bytes(shard)
+    file = None if folder is None else folder / PIXELS / shard_key(shard, 3)
+    if file is None or expected is None or not file.exists():
+        return None
+    return describe_truncation(file.stat().st_size, expected)
+
+
+def describe_wrong_end(location: Location, key: str, num_chunks: int) -> str | None:
+    """Return what is wrong with the end of a shard file: its index, or bytes that are in none of its chunks.
+
+    None if it is right, or the store is remote.
+
+    Args:
+        location: the folder of the split.
+        key: the file.
+        num_chunks: the number of entries of its index.
+
+    Raises:
+        ShardError: the file can't be read.
+    """
+    if location.local_path is None:
+        return None
+    path, index_bytes = location.local_path / key, num_chunks * ENTRY.size + CHECKSUM_BYTES
     try:
-        index = read_at(file, index_bytes, num_bytes - index_bytes)
-    finally:
-        os.close(file)
-    return end_of_chunks(index) == num_bytes - index_bytes
+        start = path.stat().st_size - index_bytes
+        file = open_regular(path)
+        try:
+            end = end_of_chunks(read_at(file, index_bytes, start)) if start >= 0 else None
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise location.unreadable(path, error) from error
+    if end is None or end > start:
+        return "the shard file is truncated"
+    return f"the shard file has {start - end:,} bytes that are in none of its chunks" if start > end else None

@@ -27,14 +27,13 @@ from loopfeed.preprocess.shards.arrays import (
     NumberShards,
     checksums_metadata,
     damage,
-    describe_truncation,
     read_array,
     shard_key,
     words_digest,
 )
 from loopfeed.preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError, open_location
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
-from loopfeed.preprocess.shards.shard_sizes import describe_wrong_size
+from loopfeed.preprocess.shards.shard_sizes import describe_truncated, describe_wrong_end, describe_wrong_size
 from loopfeed.preprocess.shards.split_arrays import label_metadata, open_pixels
 from loopfeed.preprocess.shards.split_files import JOURNAL
 from loopfeed.preprocess.shards.splits import read_manifest
@@ -249,6 +248,8 @@ def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable
             yield Damage(file, damage(error), remedy=reading_remedy(error, ""))
             continue
         whole.append(numbers)
+        if (wrong := describe_wrong_end(location, file, shards.per_shard // shards.per_chunk)) is not None:
+            yield Damage(file, wrong)
         if name != CHECKSUMS and (found := _invalid_labels(manifest, numbers)) is not None:
             has_invalid = True
             what, rows = found
@@ -292,21 +293,15 @@ def _check_pixels(
         file = f"{PIXELS}/{shard_key(shard, 3)}"
         broken: dict[Fault, list[int]] = {}
         found = words_digest(_readable(group, broken, manifest, on_progress))
-        truncation = _truncation(location, manifest, shard) if broken else None
+        truncation = describe_truncated(location, manifest, shard) if broken else None
         if truncation is not None:
             broken = {(truncation, ""): sorted(index for indices in broken.values() for index in indices)}
         for (what, remedy), indices in broken.items():
             yield Damage(file, what, tuple(indices), remedy=remedy)
         if not broken and found != manifest.shard_digests[shard]:
             yield Damage(file, "its images differ from those that were packed in this file")
-
-
-def _truncation(location: Location, manifest: Manifest, shard: int) -> str | None:
-    folder, expected = location.local_path, manifest.shard_bytes(shard)
-    file = None if folder is None else folder / PIXELS / shard_key(shard, 3)
-    if file is None or expected is None or not file.exists():
-        return None
-    return describe_truncation(file.stat().st_size, expected)
+        elif not broken and (wrong := describe_wrong_size(location, manifest, shard)) is not None:
+            yield Damage(file, wrong)
 
 
 def _readable(
