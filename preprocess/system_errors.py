@@ -112,7 +112,7 @@ def system_reason(error: BaseException) -> str | None:
     return (error.strerror if isinstance(error, OSError) else None) or os.strerror(number)
 
 
-def words_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return what went wrong in words: the system's, such as "File too large", or the error's own, on one line."""
     return system_reason(error) or " ".join(str(error).split()) or type(error).__name__
 

@@ -66,4 +66,5 @@ def test_the_sums_keep_their_name_in_snapshots(tmp_path):
     config = toy_config(steps=2, accumulate_steps=2, snapshot_every_steps=1, run_dir=tmp_path / "run")
     train(config, model=Linear(), batches=toy_batch)
     leaves = read_snapshot(tmp_path / "run/snapshots", 2).leaves
-    assert {"update.gathered.num_pulls", "update.gathered.sums.0"} <= set(leaves)
+    assert {"pulls", "update.gathered.num_pulls", "update.gathered.sums.0"} <= set(leaves)
+    assert "batch_index" not in leaves

@@ -109,6 +109,22 @@ def test_data_of_a_run_on_a_disk_that_fails_are_not_said_to_be_missing(monkeypat
             data_of_record(None, str(tmp_path))
 
 
+def test_data_in_the_home_of_somebody_else_are_those_that_are_here(monkeypatch, tmp_path):
+    stat = os.stat
+
+    def refuse(path, **how):
+        if os.fspath(path).startswith("/home/a/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return stat(path, **how)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(DATA_VARIABLE, raising=False)
+    monkeypatch.setattr(os, "stat", refuse)
+    assert data_of_record(None, "/home/a/.cache/loopfeed/demo") == str(tmp_path / "loopfeed/demo")
+    with pytest.raises(ValueError, match=r"/home/a/shards, which does not exist: .* \(--data\)"):
+        data_of_record(None, "/home/a/shards")
+
+
 def test_a_demo_set_of_another_machine_is_that_of_this_one(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(DATA_VARIABLE, "where-they-are-now")

@@ -74,7 +74,7 @@ def data_of_record(given: str | None, found_at: str | None) -> str | None:
         OSError: the system cannot tell.
     """
     place = found_at if given is None else given
-    if place is None or is_url(place) or status_of(expand_home(place), follow_symlinks=False) is not None:
+    if place is None or is_url(place) or _is_there(expand_home(place)):
         return place
     cache = user_cache_folder()
     demo = None if cache is None else cache / _DEMO
@@ -86,6 +86,13 @@ def data_of_record(given: str | None, found_at: str | None) -> str | None:
         f"the data of the run must be in {printable(place)}, which does not exist: give the folder where they are now "
         "(--data)"
     )
+
+
+def _is_there(place: Path) -> bool:
+    try:
+        return status_of(place, follow_symlinks=False) is not None
+    except PermissionError:
+        return False  # in the home of the person who made the run: for whoever has a copy of it, the data are not there
 
 
 def make_demo(folder: Path, notify: Callable[[str], None]) -> None:

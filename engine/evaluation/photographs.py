@@ -19,7 +19,7 @@ from loopfeed.preprocess.pixels import pack_rgb
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.split_names import IMAGE_SUFFIXES, is_image_name
 from loopfeed.preprocess.system_entries import count_ignored, describe_ignored, is_hidden
-from loopfeed.preprocess.system_errors import reading_remedy, status_of, words_of
+from loopfeed.preprocess.system_errors import error_text, reading_remedy, status_of
 
 _MOST_FILE_BYTES = 1 << 30
 _ANY_CLASS = 0
@@ -108,7 +108,7 @@ class PhotographBatches:
                 encoded = read_regular(path, max_bytes=_MOST_FILE_BYTES)
                 return decode_image(encoded, self._rule, budget=self._pixels)
         except (OSError, ValueError) as error:
-            self.failures[index] = words_of(error)
+            self.failures[index] = error_text(error)
             return None
 
 

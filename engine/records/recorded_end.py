@@ -11,7 +11,7 @@ from loopfeed.engine.records.folder_state import FolderState
 from loopfeed.engine.records.limits import MOST_JSON_BYTES
 from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, RESULT
 from loopfeed.preprocess.regular_file import read_regular
-from loopfeed.preprocess.system_errors import reading_remedy, words_of
+from loopfeed.preprocess.system_errors import error_text, reading_remedy
 
 FILES = "files"
 """The key of `result.json` for the state of the other files at the end of the run."""
@@ -56,9 +56,9 @@ def read_result(run: Path) -> RecordedEnd | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if remedy := reading_remedy(error, ""):
-            raise ValueError(f"{path} cannot be read ({words_of(error)}): {remedy}") from error
+            raise ValueError(f"{path} cannot be read ({error_text(error)}): {remedy}") from error
         raise ValueError(
-            f"{path} is not what the run wrote at its end ({words_of(error)}): restore that file, or remove it to "
+            f"{path} is not what the run wrote at its end ({error_text(error)}): restore that file, or remove it to "
             "resume from the newest snapshot"
         ) from error
 

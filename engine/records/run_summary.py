@@ -18,7 +18,7 @@ from loopfeed.engine.records.loss_log import NO_ROWS, LossRows, read_last_rows, 
 from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, RUNTIME
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.regular_file import read_regular
-from loopfeed.preprocess.system_errors import words_of
+from loopfeed.preprocess.system_errors import error_text
 
 RunState = Literal["starting", "running", "done", "stopped", "failed", "killed", "damaged", "foreign"]
 
@@ -94,7 +94,7 @@ def summarise_run(folder: Path, now_s: float, name: str | None = None) -> RunSum
     try:
         return _summarise(folder, now_s, name, changed_s)
     except (OSError, ValueError) as error:
-        return RunSummary(name, "damaged", fault=words_of(error), changed_s=changed_s)
+        return RunSummary(name, "damaged", fault=error_text(error), changed_s=changed_s)
 
 
 def _summarise(folder: Path, now_s: float, name: str, changed_s: float | None) -> RunSummary:

@@ -28,7 +28,7 @@ from loopfeed.engine.records.orbax_store import load_orbax
 from loopfeed.engine.records.snapshot import keep_newest, snapshot_steps, write_snapshot
 from loopfeed.engine.spans import Span
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.system_errors import is_out_of_room, words_of
+from loopfeed.preprocess.system_errors import error_text, is_out_of_room
 from loopfeed.preprocess.workers import Worker
 
 _SAY_SKIPPED_EVERY_S = 60.0
@@ -230,7 +230,7 @@ class SnapshotWriter:
         try:
             self._write_or_retry(submitted)
         except Exception as error:  # noqa: BLE001 - a failed snapshot must not stop the run
-            self._say(f"snapshot of step {submitted.step} not written: {words_of(error)}; {self._describe_last()}")
+            self._say(f"snapshot of step {submitted.step} not written: {error_text(error)}; {self._describe_last()}")
             if self.last_step is None:
                 self._note_failure(error)
             return False
@@ -255,7 +255,7 @@ class SnapshotWriter:
         """Keep the error of a first snapshot, and give up hope unless it may be for lack of room."""
         place = printable(self._folder)
         self.failure = UnwritableFolderError(
-            f"no snapshot could be written in {place}, so the run cannot be resumed: {words_of(error)}"
+            f"no snapshot could be written in {place}, so the run cannot be resumed: {error_text(error)}"
         )
         self.failure.__cause__ = error
         if not is_out_of_room(error.__cause__ or error):
@@ -266,7 +266,7 @@ class SnapshotWriter:
             best = self._best_of([step for step in snapshot_steps(self._folder) if step <= newest])
             keep_newest(self._folder, self._keep, up_to=newest, best=best)
         except Exception as error:  # noqa: BLE001 - the next write reports a full disk; the run continues
-            self._say(f"old snapshots not removed: {words_of(error)}; remove them from {self._folder} by hand")
+            self._say(f"old snapshots not removed: {error_text(error)}; remove them from {self._folder} by hand")
 
     def _describe_last(self) -> str:
         last = self.last_step

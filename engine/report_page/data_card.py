@@ -18,7 +18,7 @@ from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.location import Location, open_location
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest
 from loopfeed.preprocess.shards.reader import read_manifest
-from loopfeed.preprocess.system_errors import words_of
+from loopfeed.preprocess.system_errors import describe_system_error
 
 _MOST_FAILURES = 5
 _SAME = {
@@ -87,8 +87,10 @@ def read_data_card(
         name = split or evaluated_split(recorded, place)
         if name is not None and name != config.split:
             cards.append(_card(location, name, "evaluation", recorded.resolved.get("eval_manifest_sha256")))
-    except (ValueError, OSError) as error:
-        return Absent(f"the data set of the run cannot be read: {words_of(error)}")
+    except OSError as error:
+        return Absent(f"the data set of the run cannot be read: {describe_system_error(error)}")
+    except ValueError as error:
+        return Absent(f"the data set of the run cannot be read: {error}")
     return place, tuple(cards)
 
 

@@ -34,7 +34,7 @@ from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.storage_options import is_url
-from loopfeed.preprocess.system_errors import words_of
+from loopfeed.preprocess.system_errors import error_text
 
 _MOST_BYTES = 1 << 20
 _MOST_ROWS = 500
@@ -67,7 +67,7 @@ def read_profile(run: Path) -> tuple[ProfileEntry, ...] | Absent:
     except FileNotFoundError:
         return Absent("the run was not profiled (run-train --profile)")
     except (OSError, ValueError, csv.Error) as error:
-        return Absent(f"{PROFILE} cannot be read ({words_of(error)})")
+        return Absent(f"{PROFILE} cannot be read ({error_text(error)})")
     if not lines:
         return Absent(f"{PROFILE} has no rows")
     missing = [name for name in COLUMNS if any(line.get(name) is None for line in lines)]
@@ -246,7 +246,7 @@ def _read_evaluations(folder: Path, most: int) -> Evaluations | Absent:
         # A later line replaces an earlier one of the same step.
         by_step = {record.step: record for record in EvaluationLog(folder / EVALUATION_LOG).read()}
     except (OSError, ValueError) as error:
-        return Absent(f"{EVALUATION_LOG} cannot be read ({words_of(error)})")
+        return Absent(f"{EVALUATION_LOG} cannot be read ({error_text(error)})")
     if not by_step:
         return Absent("the run has not been evaluated yet, or had no images to be evaluated on")
     steps = sorted(by_step)

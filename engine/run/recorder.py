@@ -53,7 +53,7 @@ from loopfeed.engine.runtime.record import LaunchState, RuntimeReport
 from loopfeed.engine.spans import END, SNAPSHOT_PUSH
 from loopfeed.engine.stream.sinks import Sink
 from loopfeed.preprocess.quantities import listed, quantity
-from loopfeed.preprocess.system_errors import words_of
+from loopfeed.preprocess.system_errors import error_text
 
 # Longest wait for the last snapshot at the end of a run.
 _SNAPSHOT_TIMEOUT_S = 600.0
@@ -223,7 +223,7 @@ class Recorder:
         try:
             self._folder.write_monitoring(PROFILE, to_csv(result.profile).encode())
         except OSError as error:
-            self._run.notices.say(f"warning: the profile was not written ({words_of(error)})")
+            self._run.notices.say(f"warning: the profile was not written ({error_text(error)})")
 
     def _finish_monitor(
         self, monitor: RuntimeMonitor, state: LaunchState, timeout_s: float = _RUNTIME_TIMEOUT_S
@@ -355,7 +355,7 @@ class Recorder:
             if failure is None:
                 failure = error
             else:
-                failure.add_note(f"the weights could not be written either: {words_of(error)}")
+                failure.add_note(f"the weights could not be written either: {error_text(error)}")
         self._record_end(failure, result)
         return failure
 
@@ -392,7 +392,7 @@ class Recorder:
         except OSError as error:
             if failure is None:
                 raise
-            failure.add_note(f"the run folder could not be completed either: {words_of(error)}")
+            failure.add_note(f"the run folder could not be completed either: {error_text(error)}")
 
     def _files_at_end(self, failure: BaseException | None) -> dict[str, Any] | None:
         """Return the state of the run's files, or None if a file is lost, is not synced, or may still be written to."""

@@ -13,7 +13,7 @@ from loopfeed.engine.records.run_folder import RUNTIME, STALLS
 from loopfeed.engine.runtime.record import LaunchState, RingSample, RuntimeReport
 from loopfeed.engine.runtime.runtime_file import encode_runtime
 from loopfeed.engine.runtime.watchdog import Watchdog, Watched
-from loopfeed.preprocess.system_errors import words_of
+from loopfeed.preprocess.system_errors import error_text
 from loopfeed.preprocess.workers import Worker, wait_for
 
 _LOOK_EVERY_S = 0.1
@@ -171,7 +171,7 @@ class RuntimeMonitor:
         except LostFileError:
             pass  # the run itself reports it
         except Exception as error:  # noqa: BLE001 - a monitor never stops a run
-            self._warn(f"{RUNTIME} could not be written ({words_of(error)}); the run continues without it")
+            self._warn(f"{RUNTIME} could not be written ({error_text(error)}); the run continues without it")
 
     def _warn(self, warning: str) -> None:
         if not self._has_warned:

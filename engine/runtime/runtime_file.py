@@ -11,7 +11,7 @@ from loopfeed.engine.records.limits import MOST_JSON_BYTES
 from loopfeed.engine.records.run_folder import RUNTIME
 from loopfeed.engine.runtime.record import FORMAT, RuntimeReport
 from loopfeed.preprocess.regular_file import read_regular
-from loopfeed.preprocess.system_errors import reading_remedy, words_of
+from loopfeed.preprocess.system_errors import error_text, reading_remedy
 
 # More digits than clocks and counters have.
 _DIGITS = 6
@@ -37,9 +37,9 @@ def read_runtime(run: Path) -> RuntimeReport | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         if remedy := reading_remedy(error, ""):
-            raise ValueError(f"{path} cannot be read ({words_of(error)}): {remedy}") from error
+            raise ValueError(f"{path} cannot be read ({error_text(error)}): {remedy}") from error
         raise ValueError(
-            f"{path} is not a record of launches ({words_of(error)}): restore that file, or remove it"
+            f"{path} is not a record of launches ({error_text(error)}): restore that file, or remove it"
         ) from error
 
 

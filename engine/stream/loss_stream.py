@@ -34,7 +34,7 @@ from loopfeed.engine.stream.sinks import (
     Sink,
 )
 from loopfeed.engine.stream.spooled_losses import SpooledLosses
-from loopfeed.preprocess.system_errors import words_of
+from loopfeed.preprocess.system_errors import error_text
 from loopfeed.preprocess.workers import Worker
 
 # Progress of an evaluation is sent only to a sink that is at most this far behind.
@@ -354,7 +354,7 @@ class LossStream:
             self._fail(error)
 
     def _warn_of(self, error: BaseException, name: str) -> None:
-        self._warn(f"warning: {name} shows nothing more ({words_of(error)}); the run is not affected")
+        self._warn(f"warning: {name} shows nothing more ({error_text(error)}); the run is not affected")
 
     def _fail(self, error: BaseException) -> None:
         with self._failing:

@@ -22,7 +22,7 @@ from loopfeed.preprocess.decoding.memory_budget import PIXEL_BYTES, MemoryBudget
 from loopfeed.preprocess.decoding.notes import DecodeNotes
 from loopfeed.preprocess.decoding.orientation import turn_upright
 from loopfeed.preprocess.file_kinds import HEAD_BYTES, kind_of
-from loopfeed.preprocess.system_errors import words_of
+from loopfeed.preprocess.system_errors import error_text
 
 RESAMPLERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -209,9 +209,9 @@ def decode_crop(
     except MemoryError:
         raise  # a limit of this machine, not a fault of the file, whose size has been checked
     except LevelsError as error:
-        raise MissingLevelsError(f"cannot decode as {known.name}: {words_of(error)}") from error
+        raise MissingLevelsError(f"cannot decode as {known.name}: {error_text(error)}") from error
     except Exception as error:  # Pillow's plugins raise all kinds of exceptions for damaged fields
-        raise DecodeError(f"cannot decode as {known.name}: {words_of(error)}") from error
+        raise DecodeError(f"cannot decode as {known.name}: {error_text(error)}") from error
 
 
 def _describe_foreign(encoded: bytes) -> str:

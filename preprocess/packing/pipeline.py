@@ -26,7 +26,7 @@ from loopfeed.preprocess.pixels import Layout, image_bytes, words_of_row
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.location import ShardError
 from loopfeed.preprocess.sources.listing import ChangedSourceError
-from loopfeed.preprocess.system_errors import Cause, cause_of, reading_remedy, remedy_and_repeat, words_of
+from loopfeed.preprocess.system_errors import Cause, cause_of, error_text, reading_remedy, remedy_and_repeat
 from loopfeed.preprocess.workers import Pool
 
 if TYPE_CHECKING:
@@ -180,9 +180,9 @@ class _Decoder:
         except OSError as error:
             # The file existed when the source was listed. If a disk that disappeared were recorded as failures, the
             # split would be "complete" with almost no images.
-            raise ShardError(f"{printable(image.name)}: {words_of(error)}; {_remedy_for_source(error)}") from error
+            raise ShardError(f"{printable(image.name)}: {error_text(error)}; {_remedy_for_source(error)}") from error
         except ValueError as error:
-            return Failure(index, image.name, image.label, words_of(error))
+            return Failure(index, image.name, image.label, error_text(error))
         notes: list[DecodeNotes] = []
         try:
             crop = decode_crop(encoded, self.rule, budget=self.budgets.pixels, note=notes.append)
@@ -190,11 +190,11 @@ class _Decoder:
         except MissingLevelsError as error:
             # Not a fault of the image: all others need the same levels, and most would be left out.
             raise ShardError(
-                f"{printable(image.name)}: {words_of(error)}, with --overwrite or another DEST, because this pack was "
-                "begun without"
+                f"{printable(image.name)}: {error_text(error)}, with --overwrite or another DEST, because this pack "
+                "was begun without"
             ) from error
         except (OSError, ValueError) as error:
-            return Failure(index, image.name, image.label, words_of(error))
+            return Failure(index, image.name, image.label, error_text(error))
         if self.decoding < _SINCE_CHANGED and decoded.notes.num_changed:
             raise ShardError(
                 f"{printable(image.name)}: an earlier version began this pack, and decodes this image in another way "

@@ -10,7 +10,7 @@ from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.listing import SourceError
 from loopfeed.preprocess.sources.matfile import MatFileError, read_matfile
 from loopfeed.preprocess.sources.tarindex import members
-from loopfeed.preprocess.system_errors import reading_remedy, words_of
+from loopfeed.preprocess.system_errors import error_text, reading_remedy
 
 ARCHIVE = "ILSVRC2012_devkit_t12.tar.gz"
 FOLDER = "ILSVRC2012_devkit_t12"
@@ -84,7 +84,7 @@ def _members_of(path: Path) -> dict[str, bytes]:
         tar = _Unpacked(path, _unpack(read_regular(path, max_bytes=_MAX_ARCHIVE_BYTES)))
     except (OSError, zlib.error, ValueError) as error:
         raise SourceError(
-            f"{shown} cannot be read: {words_of(error)}; {reading_remedy(error, 'download it again')}"
+            f"{shown} cannot be read: {error_text(error)}; {reading_remedy(error, 'download it again')}"
         ) from error
     found: dict[str, bytes] = {}
     for member in members(tar):
