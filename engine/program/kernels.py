@@ -113,12 +113,13 @@ def replace_missing_kernels(
     return replace(config, kernels=XLA)
 
 
-def describe_kernels(config: TrainConfig, platform: str) -> str | None:
+def describe_kernels(config: TrainConfig, platform: str, *, is_user_model: bool = False) -> str | None:
     """Return the line about a run's kernels; None where there is no choice.
 
     Args:
         config: the settled settings.
         platform: the platform of the run's devices.
+        is_user_model: whether the model is user-defined, which has a precision of its own.
     """
     if platform != _CPU:
         return None
@@ -129,19 +130,20 @@ def describe_kernels(config: TrainConfig, platform: str) -> str | None:
     if config.kernels != ONEDNN:
         return f"kernels: XLA's; on this processor oneDNN's are faster: start a run with --kernels {ONEDNN}"
     of_half = ", in bfloat16" if config.precision == "bfloat16" else ""
-    if uses_amx_in_bfloat16(config, platform):
+    if uses_amx_in_bfloat16(config, platform, is_user_model=is_user_model):
         of_half = "; only bfloat16 uses AMX: --precision bfloat16 is faster"
     return f"kernels: {library.describe()}{of_half}"
 
 
-def uses_amx_in_bfloat16(config: TrainConfig, platform: str) -> bool:
-    """Return whether a run in float32 would be faster in bfloat16, because oneDNN's kernels then use AMX.
+def uses_amx_in_bfloat16(config: TrainConfig, platform: str, *, is_user_model: bool) -> bool:
+    """Return whether `--precision bfloat16` would make a run faster, because oneDNN's kernels then use AMX.
 
     Args:
         config: the settled settings.
         platform: the platform of the run's devices.
+        is_user_model: whether the model is user-defined, to which that setting does not apply.
     """
-    is_wide = config.precision == "float32" and kernels_on(config, platform) == ONEDNN
+    is_wide = config.precision == "float32" and not is_user_model and kernels_on(config, platform) == ONEDNN
     return is_wide and load_library().has(Isa.AMX)
 
 

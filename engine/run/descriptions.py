@@ -38,7 +38,7 @@ def describe_run(run: Run) -> Iterator[str]:
         f"from {data.description}; {depth} batch{'es' * (depth > 1)} read ahead; {transport.name} transport"
         f"{_describe_devices(place)}{at_once}"
     )
-    if (kernels := describe_kernels(config, place.platform)) is not None:
+    if (kernels := describe_kernels(config, place.platform, is_user_model=run.parts.model is not None)) is not None:
         yield kernels
     if transport.runs_ahead and (wasted := wasted_steps_warning(config, chunk)) is not None:
         yield wasted

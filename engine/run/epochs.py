@@ -98,6 +98,8 @@ def describe_cadence(
         epochs = _epochs_between_evaluations(config, num_images)
     if epochs is not None and config.eval_every_steps and is_evaluated:
         cadences.append(f"an evaluation {_describe_epochs(epochs, config.eval_every_steps)}")
+    elif given.resume and config.eval_every_steps and is_evaluated:
+        cadences.append(f"an evaluation every {quantity(config.eval_every_steps, 'step')}")
     if has_folder and config.snapshot_every_epochs is not None and config.snapshot_every_steps:
         cadences.append(f"a snapshot {_describe_epochs(config.snapshot_every_epochs, config.snapshot_every_steps)}")
     elif has_folder and config.snapshot_every_steps is None:

@@ -306,7 +306,9 @@ class LaunchMeter:
             data.location,
             prefetch=self._training.depth,
             is_cpu=jax.default_backend() == "cpu",
-            has_faster_half=uses_amx_in_bfloat16(config, jax.default_backend()),
+            has_faster_half=uses_amx_in_bfloat16(
+                config, jax.default_backend(), is_user_model=self._launch.parts.model is not None
+            ),
         )
 
     def _find_slow_operations(self) -> None:
