@@ -4,7 +4,9 @@ import csv
 import io
 import json
 
-from loopfeed.engine.profile.formats import COLUMNS, format_profile, to_csv
+import pytest
+
+from loopfeed.engine.profile.formats import COLUMNS, describe_seconds, format_profile, to_csv
 from loopfeed.engine.profile.table import Profile, ProfileRow, ScopeRow, TracedSteps
 
 PROFILE = Profile(
@@ -70,3 +72,12 @@ def test_json_has_every_field():
     assert tuple(ScopeRow(**row) for row in values["scopes"]) == PROFILE.scopes
     assert tuple(TracedSteps(**each) for each in values["traced"]) == PROFILE.traced
     assert tuple(values["notes"]) == PROFILE.notes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.00 µs"), (9.994e-6, "9.99 µs"), (1e-3, "1.00 ms"), (0.0125, "12.5 ms"), (1, "1.00 s"), (999, "999 s"),
+     (86_400, "86,400 s"), (360_000, "100 h")],
+)  # fmt: skip
+def test_durations_have_three_digits(seconds, text):
+    assert describe_seconds(seconds) == text

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from loopfeed.engine.commands.binned_losses import BinnedLosses
 from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, LETTERS, UNICODE_GLYPHS, LossCurve, draw_chart
+from loopfeed.engine.commands.run_names import shorten_names
 from loopfeed.engine.commands.tail_cli import main
 from loopfeed.engine.commands.tail_frame import Picture, frame_lines
 from loopfeed.engine.records.folder_lock import LOCK_NAME
@@ -180,3 +181,11 @@ def test_an_ended_run_that_is_resumed_is_followed_on(tmp_path):
     assert result.stdout.count("first: step") == 5
     assert "first: run ended after 5 steps" in result.stderr
     assert result.exit_code == 0
+
+
+def test_long_names_keep_what_differs():
+    names = [f"imagenet-resnet50-lr0.{n}-batch256-seed{n}" for n in (1, 2)] + ["later"]
+    assert shorten_names(names, 25) == ["~lr0.1-batch256-seed1", "~lr0.2-batch256-seed2", "later"]
+    assert shorten_names(names, 32)[0] == "~resnet50-lr0.1-batch256-seed1"
+    assert shorten_names(names, 9) == ["~lr0~eed1", "~lr0~eed2", "later"]
+    assert shorten_names(["abc", "abd"], 3) == ["abc", "abd"]
