@@ -220,3 +220,9 @@ def test_a_cycle_is_refused_without_a_complete_run_of_epochs(packed, unhurried, 
         train(
             replace(run_settings(run), **asked, learning_rate=None, schedule="constant"), model=Linear(), schedule=abs
         )
+
+
+def test_epochs_add_up_as_decimal_numbers():
+    recorded = of_steps(100, epochs=0.1, batch=1)
+    config = append_cycle(replace(recorded, append_epochs=0.2), recorded, 100, 1000, "data", lambda _: None)
+    assert (config.epochs, config.steps) == (0.3, 300)
