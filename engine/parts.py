@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from loopfeed.engine.given_values import describe_given
-from loopfeed.engine.images.user_augment import UserAugmentation
+from loopfeed.engine.images.augment import UserAugmentation
 from loopfeed.engine.named_parts import NamedPart, recorded_named_parts
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int32
 from loopfeed.engine.keys import like_leaf, plain_key
 from loopfeed.engine.settings import SettingError
 from loopfeed.models.layers.batch_norm import NormGroups
-from loopfeed.models.layers.materialize import materialize
+from loopfeed.models.layers.platform_forms import materialize
 
 AXIS = "data"
 _EVERYWHERE = PartitionSpec()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from loopfeed.models.xla_threads import NUM_THREADS_VARIABLE, choose_num_threads, chosen_num_threads
-from loopfeed.preprocess.cores import num_allowed_cores, num_cores
+from loopfeed.preprocess.control_groups import num_allowed_cores, num_cores
 
 _was_forked = False
 

@@ -1,4 +1,4 @@
-"""The interface of a model: a name and two pure functions."""
+"""The interface of a model: a name and two pure functions; and its parameters by dotted path, such as `head.fc`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -55,3 +55,25 @@ class Model(NamedTuple):
     init: Callable[[jax.Array], tuple[Params, BatchStats]]
     apply: Apply
     undecayed: tuple[str, ...] = ()
+
+
+def get_at(params: Params, path: str) -> Any:
+    """Return the branch or leaf at a path."""
+    found: Any = params
+    for key in path.split("."):
+        found = found[key]
+    return found
+
+
+def set_at(params: Params, path: str, value: Any) -> None:
+    """Set the branch or leaf at a path, and create the branches above it that do not exist."""
+    *above, last = path.split(".")
+    for key in above:
+        params = params.setdefault(key, {})
+    params[last] = value
+
+
+def replace_at(params: Params, path: str, value: Any) -> Params:
+    """Return parameters with another branch or leaf at a path; the others are not copied."""
+    key, _, rest = path.partition(".")
+    return params | {key: replace_at(params[key], rest, value) if rest else value}

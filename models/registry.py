@@ -1,19 +1,23 @@
-"""Registry of models by name."""
+"""Registry of models by name: what each costs, and the image size on which its parameters depend."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
+from numpy.typing import NDArray
 
 from loopfeed.models.families import convnext, pooled_convnet, resnet, vision_transformer
 from loopfeed.models.families.convnext import ConvNeXt
 from loopfeed.models.families.pooled_convnet import PooledConvNet
 from loopfeed.models.families.resnet import ResNet
-from loopfeed.models.families.vision_transformer import VisionTransformer
+from loopfeed.models.families.vision_transformer import POSITIONS, VisionTransformer, size_of_positions
 from loopfeed.models.model import BatchStats, Images, Logits, Model, Params
 from loopfeed.models.names import MODEL_NAMES
 
@@ -183,3 +187,90 @@ def count_params(params: Params) -> int:
         25557032
     """
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+# Keys (1981): the cubic through its samples whose error falls fastest.
+_SHARPNESS = -0.5
+
+
+def image_size_of(model_name: str, params: Mapping[str, Any]) -> int | None:
+    """Return the height and width in pixels of the images that parameters are for, None if they are for any.
+
+    Args:
+        model_name: one of `loopfeed.models.registry.model_names()`.
+        params: parameters of that model; only shapes are used.
+    """
+    net = find_network(model_name)
+    return size_of_positions(net, params[POSITIONS].shape[1]) if isinstance(net, VisionTransformer) else None
+
+
+def resize_params(model_name: str, params: Params, image_size: int) -> Params:
+    """Return a vision transformer's parameters for images of another size: its position embedding is interpolated.
+
+    The interpolation over the grid of patches is bicubic and antialiased, as in timm (`resample_abs_pos_embed`). The
+    class token's embedding is unchanged.
+
+    Args:
+        model_name: name of a vision transformer.
+        params: its parameters as NumPy arrays.
+        image_size: height and width in pixels, a multiple of its patches.
+    """
+    net = find_network(model_name)
+    assert isinstance(net, VisionTransformer)
+    positions = np.asarray(params[POSITIONS], np.float64)
+    old, new = (size // net.patch for size in (image_size_of(model_name, params) or 0, image_size))
+    weights = _bicubic_weights(old, new)
+    grid = positions[0, 1:].reshape(old, old, -1)
+    resized = np.einsum("ph,qw,hwc->pqc", weights, weights, grid, optimize=True).reshape(1, new**2, -1)
+    return params | {POSITIONS: np.concatenate([positions[:, :1], resized], axis=1).astype(np.float32)}
+
+
+def _bicubic_weights(old: int, new: int) -> NDArray[np.float64]:
+    """Return the weights `[new,old]` of an antialiased bicubic interpolation from `old` to `new` points.
+
+    Pixel centres are at half-integers; the filter is as wide as the coarser of the two grids; at the edges its weights
+    are normalised over the points inside, as in Pillow and PyTorch (`antialias=True`).
+    """
+    step = old / new
+    centres = step * (np.arange(new) + 0.5)
+    distances = np.abs(np.arange(old) + 0.5 - centres[:, None]) / max(step, 1.0)
+    near = ((_SHARPNESS + 2) * distances - (_SHARPNESS + 3)) * distances**2 + 1
+    far = _SHARPNESS * (((distances - 5) * distances + 8) * distances - 4)
+    weights = np.where(distances < 1, near, np.where(distances < 2, far, 0.0))
+    return weights / weights.sum(1, keepdims=True)
+
+
+_LARGE = (224, 1000)
+_SMALL = (32, 10)
+
+
+class ModelSummary(NamedTuple):
+    """One network at its usual size.
+
+    Attributes:
+        name: its name in the registry.
+        image_size: height and width in pixels for which it is counted: 224 for ImageNet's networks, else 32.
+        num_classes: number of classes for which it is counted: 1000 or 10.
+        num_params: number of learnable scalars.
+        num_products: multiply-accumulates of the forward pass of one image, in convolutions, dense layers and
+            attention, as torchvision and timm count them; norms, activations and pools are left out.
+    """
+
+    name: str
+    image_size: int
+    num_classes: int
+    num_params: int
+    num_products: int
+
+
+def summarise_models() -> tuple[ModelSummary, ...]:
+    """Return a summary of every network of the registry, in its order."""
+    return tuple(_summarise(name, net) for name, net in networks().items())
+
+
+def _summarise(name: str, net: Network) -> ModelSummary:
+    is_small = isinstance(net, PooledConvNet) or (isinstance(net, ResNet) and net.stem == "cifar")
+    image_size, num_classes = _SMALL if is_small else _LARGE
+    params, _ = jax.eval_shape(partial(init_network, net, num_classes), jax.random.key(0))
+    num_products = family_of(net).count_products(net, image_size, num_classes)
+    return ModelSummary(name, image_size, num_classes, count_params(params), num_products)

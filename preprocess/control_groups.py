@@ -1,8 +1,15 @@
-"""The control groups that limit this process: what a container may use of its machine (Linux, cgroup v1 and v2)."""
+"""What this process may use of its machine: CPU cores and memory, which control groups can limit (Linux, v1 and v2).
 
+In a container both can be smaller than the machine's.
+"""
+
+import math
+import os
 import posixpath
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,3 +75,74 @@ def _parse_mount(line: str) -> _Mount | None:
 def _unescape(text: str) -> str:
     r"""Return a path of mountinfo, in which a space is \040."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+
+
+# Of cgroup v1.
+_CFS = ("quota", "period")
+
+
+def num_cores() -> int:
+    """Return the number of CPU cores that this process may run on, at least 1.
+
+    This is the number of cores of the scheduler's affinity, or the smallest quota of the process's control groups,
+    rounded up: threads that share a part of a core finish sooner than those that leave it idle.
+    """
+    return min([num_allowed_cores(), *(math.ceil(quota) for quota in _group_quotas())])
+
+
+def num_allowed_cores() -> int:
+    """Return the number of cores of the scheduler's affinity, at least 1, without the quotas of control groups."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _group_quotas() -> Iterator[float]:
+    """Yield how many cores' time this process's control groups and the groups above them may use, if limited."""
+    for folder in group_folders("cpu"):
+        # No such file, or its content is "max".
+        with suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+            yield from _cores(int(quota), int(period))
+        with suppress(OSError, ValueError):
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in _CFS)
+            yield from _cores(int(quota), int(period))
+
+
+def _cores(quota_us: int, period_us: int) -> Iterator[float]:
+    if quota_us > 0 and period_us > 0:  # v1 writes -1 for no limit
+        yield quota_us / period_us
+
+
+# Of cgroup v2 and v1.
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+
+
+def host_memory_bytes() -> int | None:
+    """Return the memory limit of this process in bytes, or None if it is unknown.
+
+    This is the memory of the machine, or the smallest limit of the process's control groups.
+    """
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+    return min([total, *_group_limits()])
+
+
+def process_memory_bytes() -> int | None:
+    """Return the largest amount of memory that this process has used so far, in bytes, or None if it is unknown."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else 1024 * largest
+
+
+def _group_limits() -> Iterator[int]:
+    """Yield the memory limits of this process's control groups and of the groups above them."""
+    for folder in group_folders("memory"):
+        for name in _LIMITS:
+            with suppress(OSError, ValueError):  # no such file, or its content is "max"
+                yield int((folder / name).read_text(encoding="ascii"))

@@ -14,8 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from loopfeed.preprocess.links import open_unlinked
-from loopfeed.preprocess.regular_file import IrregularFileError, check_regular, close_quietly
+from loopfeed.preprocess.regular_file import IrregularFileError, check_regular, close_quietly, open_unlinked
 from loopfeed.preprocess.system_errors import Cause, cause_of, remedy_of
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})

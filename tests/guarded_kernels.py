@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from loopfeed.models.kernels.onednn.library import load_library
-from loopfeed.models.kernels.onednn.operations import prepare, text_of
-from loopfeed.models.kernels.onednn.products import BatchedProduct, Product
+from loopfeed.models.kernels.onednn.operations import BatchedProduct, Product, prepare, text_of
 from loopfeed.models.kernels.onednn.team import PythonTeam
 from loopfeed.models.layers.convolution_forms import Geometry
 from tests.direct_operations import DTYPES, Problem, normal

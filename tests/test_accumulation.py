@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from loopfeed import train
 from loopfeed.engine.records.snapshot import read_snapshot
-from loopfeed.engine.updates.accumulation import accumulate, init_accumulation
+from loopfeed.engine.updates.update import accumulate, init_accumulation
 from tests.toy import Linear, toy_batch, toy_config
 
 gather = jax.jit(accumulate)

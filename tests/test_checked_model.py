@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from loopfeed import convolution, train
-from loopfeed.engine.program.slow_convolutions import count_lax_convolutions
+from loopfeed.engine.program.kernels import count_lax_convolutions
 from tests.toy import CLASSES, Linear, toy_batch, toy_config
 
 

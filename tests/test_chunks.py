@@ -17,7 +17,7 @@ from loopfeed.engine.control.request import ControlRequest
 from loopfeed.engine.crossing.cuda.ring import DeviceRing
 from loopfeed.engine.records.control_log import read_events
 from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
-from loopfeed.engine.run.nonfinite import NonFiniteError
+from loopfeed.engine.run.run import NonFiniteError
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")

@@ -2,8 +2,7 @@
 
 import pytest
 
-from loopfeed.preprocess.shards.class_identities import have_same_order, lacking, places
-from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.classes import ImageClass, have_same_order, lacking, places
 from loopfeed.preprocess.sources.class_names import name_classes, parse_name_file
 
 

@@ -7,17 +7,17 @@ import jax
 import numpy as np
 import pytest
 
-from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.control.event import ControlEvent
-from loopfeed.engine.control.word import (
+from loopfeed.engine.control.board import (
     CONTROL_WORDS,
     EVALUATE,
     SNAPSHOT,
     STOP,
+    ControlBoard,
     decode_control,
     encode_control,
     stop_at_once,
 )
+from loopfeed.engine.control.event import ControlEvent
 
 
 @pytest.mark.parametrize(

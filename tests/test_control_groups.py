@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from loopfeed.preprocess import control_groups
-from loopfeed.preprocess.cores import num_allowed_cores, num_cores
-from loopfeed.preprocess.memory import host_memory_bytes
+from loopfeed.preprocess.control_groups import host_memory_bytes, num_allowed_cores, num_cores
 
 TOTAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 V2 = "29 23 0:26 {root} {at} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"

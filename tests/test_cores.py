@@ -9,7 +9,7 @@ import pytest
 
 from loopfeed.engine import xla_threads
 from loopfeed.models import xla_threads as kernels_threads
-from loopfeed.preprocess.cores import num_allowed_cores
+from loopfeed.preprocess.control_groups import num_allowed_cores
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,8 +16,7 @@ from loopfeed.engine.records.digests import sealed
 from loopfeed.engine.records.evaluation_log import EvaluationLog
 from loopfeed.engine.records.folder_lock import FolderLock, is_locked, was_killed
 from loopfeed.engine.records.loss_log import LossLog, read_run_end, read_run_facts
-from loopfeed.engine.records.recorded_end import read_result
-from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.recorded_run import read_recorded, read_result
 from loopfeed.engine.records.weights import read_weights
 from loopfeed.engine.replay.checked_files import check_files
 from tests.chained_run import EVALUATED, LOGS, Untraced, holding, make_older, refusal, resume, run, without_digest

@@ -10,7 +10,7 @@ import pytest
 
 from loopfeed import TrainConfig, evaluate, replay_run, run_settings, train
 from loopfeed.engine.data.dataset import choose_data, data_of_record, make_demo
-from loopfeed.engine.locations import DATA_VARIABLE
+from loopfeed.engine.owners import DATA_VARIABLE
 from loopfeed.preprocess.demo import demo_set
 from loopfeed.preprocess.demo import demo_set as demo
 from loopfeed.preprocess.shards.reader import list_splits, open_split

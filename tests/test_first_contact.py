@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.run.train import plan_run
 from loopfeed.preprocess.commands import cli, inspect_cli
-from loopfeed.preprocess.shards import first_contact
+from loopfeed.preprocess.shards import store_errors
 from loopfeed.preprocess.shards.location import ShardError, open_location
 from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
@@ -22,7 +22,7 @@ REFUSED = "http://127.0.0.1:9/set"
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch):
-    monkeypatch.setattr(first_contact, "_RETRIES", {"max_retries": 1, "initial_delay": "10ms", "max_delay": "10ms"})
+    monkeypatch.setattr(store_errors, "_RETRIES", {"max_retries": 1, "initial_delay": "10ms", "max_delay": "10ms"})
 
 
 @contextmanager
@@ -63,8 +63,8 @@ def folder_server(folder, delay_s=0.0, first_codes=()):
 
 
 def test_a_server_that_never_answers_is_given_up_and_named(monkeypatch):
-    assert first_contact.CONTACT_TIMEOUT_S <= 15
-    monkeypatch.setattr(first_contact, "CONTACT_TIMEOUT_S", 0.3)
+    assert store_errors.CONTACT_TIMEOUT_S <= 15
+    monkeypatch.setattr(store_errors, "CONTACT_TIMEOUT_S", 0.3)
     with silent_server() as address, pytest.raises(ShardError, match=rf"^{address} .* \(no response within 0\.3 s\);"):
         open_location(address)
 
@@ -94,10 +94,10 @@ def test_a_slow_store_whose_first_answers_are_errors_works(tmp_path):
 
 def test_a_refusal_is_an_answer():
     with folder_server("/", first_codes=(403,)) as url:
-        assert first_contact.contact_fault(open_location(url).spec, open_location(url).context) is None
+        assert store_errors.contact_fault(open_location(url).spec, open_location(url).context) is None
 
 
 def test_a_local_folder_is_not_contacted(monkeypatch, tmp_path):
-    monkeypatch.setattr(first_contact, "_RETRIES", None)
+    monkeypatch.setattr(store_errors, "_RETRIES", None)
     local, memory = open_location(str(tmp_path)), open_location("memory://x")
     assert (local.spec["driver"], memory.spec["driver"]) == ("file", "memory")

@@ -14,7 +14,7 @@ from loopfeed import train
 from loopfeed.engine.control.request import ControlRequest
 from loopfeed.engine.records import snapshot as snapshot_module
 from loopfeed.engine.records.control_requests import send_request
-from loopfeed.engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots
+from loopfeed.engine.records.folder_lock import UNFINISHED, check_can_hold_snapshots
 from loopfeed.engine.records.run_folder import RunFolder, check_folder
 from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps, write_snapshot
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter, UnwritableFolderError

@@ -6,8 +6,7 @@ import pytest
 from PIL import Image
 
 from loopfeed.models.families.vision_transformer import VisionTransformer
-from loopfeed.models.image_sizes import image_size_of, resize_params
-from loopfeed.models.registry import build_model
+from loopfeed.models.registry import build_model, image_size_of, resize_params
 
 C = 384
 

@@ -13,8 +13,8 @@ from jax import lax
 from loopfeed import DeviceRates, convolution, explain_program
 from loopfeed.engine.hlo.text import parse_hlo
 from loopfeed.engine.inspection.convolutions import trace_work
-from loopfeed.engine.inspection.findings import find_faults
 from loopfeed.engine.inspection.plain import compare_reports, comparison_lines, report_lines
+from loopfeed.engine.inspection.report import find_faults
 from loopfeed.engine.inspection.steps import Steps, read_carry
 from loopfeed.engine.inspection.work_by_scope import total_of
 from loopfeed.engine.program.train_state import init_state

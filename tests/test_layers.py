@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loopfeed.engine.objective.losses import LOSSES
-from loopfeed.models.layers.attention import self_attention
+from loopfeed.models.families.vision_transformer import self_attention
 from loopfeed.models.layers.batch_norm import RunningStats, batch_norm, stored_relu
 from loopfeed.models.layers.convolution import convolution
 from loopfeed.models.layers.gelu import gelu, quick_gelu

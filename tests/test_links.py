@@ -20,7 +20,7 @@ from loopfeed.engine.records.control_requests import (
 from loopfeed.engine.records.json_lines import JsonLines
 from loopfeed.engine.records.run_folder import RunFolder, check_folder
 from loopfeed.engine.records.snapshot import SnapshotError, remove_snapshot, write_snapshot
-from loopfeed.preprocess.links import LinkedPathError, check_unlinked, open_unlinked, remove_tree
+from loopfeed.preprocess.regular_file import LinkedPathError, check_unlinked, open_unlinked, remove_tree
 from loopfeed.preprocess.shards.location import ShardError, open_location
 from loopfeed.preprocess.shards.shard_cache import ShardCache
 from tests.fake_source import fake_source, pack

@@ -18,7 +18,7 @@ from PIL import Image
 
 from loopfeed import train
 from loopfeed.engine.loggers.experiment_log import LogRefusedError
-from loopfeed.engine.loggers.record_log import draw_images
+from loopfeed.engine.loggers.logger_sink import draw_images
 from loopfeed.engine.loggers.tensorboard import EventFile
 from loopfeed.engine.loggers.wandb import check_login
 from loopfeed.engine.objective.metrics import confusion_matrix

@@ -13,10 +13,9 @@ import pytest
 
 from loopfeed import ConfigError, train
 from loopfeed.engine.crossing.pushed import PushedImages
-from loopfeed.engine.loggers import logger_sink, required_package
+from loopfeed.engine.loggers import experiment_log, logger_sink
 from loopfeed.engine.loggers.choice import check_loggers
-from loopfeed.engine.loggers.logger_sink import LoggerSink
-from loopfeed.engine.loggers.record_log import draw_images, log_record
+from loopfeed.engine.loggers.logger_sink import LoggerSink, draw_images, log_record
 from loopfeed.engine.loggers.tensorboard import TensorBoardSink, frame_record
 from loopfeed.engine.loggers.wandb import WandbSink, check_login, is_in_repository_of_user, kept_run_id
 from loopfeed.engine.objective.metrics import confusion_matrix
@@ -197,14 +196,14 @@ def test_a_logger_that_hangs_keeps_few_images_in_memory():
 
 @pytest.mark.parametrize(("name", "value"), [("tensorboard", True), ("wandb", "project")])
 def test_a_missing_package_is_named_at_once(name, value, monkeypatch, tmp_path):
-    monkeypatch.setattr(required_package, "find_spec", lambda _: None)
+    monkeypatch.setattr(experiment_log, "find_spec", lambda _: None)
     message = rf"needs the package {name}, which is not installed: pip install 'loopfeed\[{name}\]'"
     with pytest.raises(ConfigError, match=message):
         train(toy_config(run_dir=tmp_path / "run", **{name: value}), model=Linear(), batches=CountedBatches())
     assert not (tmp_path / "run").exists()
     with pytest.raises(ModuleNotFoundError, match=message):
         {"tensorboard": TensorBoardSink, "wandb": WandbSink}[name]("x")
-    monkeypatch.setattr(required_package, "find_spec", lambda _: SimpleNamespace())
+    monkeypatch.setattr(experiment_log, "find_spec", lambda _: SimpleNamespace())
     check_loggers(toy_config(**{name: value}))
 
 

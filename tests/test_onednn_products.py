@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from loopfeed.engine.hlo.kernels import operation_products
+from loopfeed.models.families.vision_transformer import self_attention
 from loopfeed.models.kernels import MissingKernelsError, using_kernels
 from loopfeed.models.kernels.onednn.library import Isa, load_library
-from loopfeed.models.kernels.onednn.operations import prepare, text_of
+from loopfeed.models.kernels.onednn.operations import BatchedProduct, Product, prepare, text_of
 from loopfeed.models.kernels.onednn.primitives import Builder
-from loopfeed.models.kernels.onednn.products import BatchedProduct, Product
-from loopfeed.models.layers.attention import self_attention
 from loopfeed.models.layers.head import dense
 from loopfeed.models.layers.onednn_product import has_faster_batch, has_faster_kernel
 from tests.direct_operations import DTYPES, normal, python_team

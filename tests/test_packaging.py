@@ -35,7 +35,7 @@ TRANSPORTS = {"loopfeed.engine.crossing.transport", "loopfeed.engine.crossing.cu
 TOKEN = "loopfeed.engine.crossing.token"
 BEGIN_CHAINS = {
     "loopfeed.engine.program.loop",
-    "loopfeed.engine.program.one_batch",
+    "loopfeed.engine.inspection.show_batch",
     "loopfeed.engine.evaluation.counting",
 }
 # The methods that cross: of transports, infeeds and outfeeds, and what calls them on one device.

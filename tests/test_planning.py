@@ -27,10 +27,9 @@ from loopfeed.engine.run.train import plan_run
 from loopfeed.engine.sizing import absent_cards, flow, planning
 from loopfeed.engine.sizing.absent_cards import COMPILER_FOLDER, CardCompilerError, compile_for_cards
 from loopfeed.engine.sizing.cards import SHARE_VARIABLE
-from loopfeed.engine.sizing.flow import DECODE, READ, measure_flow
+from loopfeed.engine.sizing.flow import DECODE, READ, measure_flow, split_volume
 from loopfeed.engine.sizing.plan import Analysed, Place
 from loopfeed.engine.sizing.planning import Target, plan_for_cards, plan_here
-from loopfeed.engine.sizing.volumes import split_volume
 from loopfeed.preprocess.shards.reader import open_split
 from tests.card_compilation import CardCompiler
 from tests.fake_source import fake_source, pack

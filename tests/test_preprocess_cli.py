@@ -155,7 +155,7 @@ def test_a_pack_of_an_earlier_hold_out_rule_is_completed_by_that_rule(tmp_path, 
 
     options = ["--size", 28, "--holdout", 0.1]
     with monkeypatch.context() as earlier:
-        earlier.setattr("loopfeed.preprocess.packing.holdout.HOLDOUT_RULE", 1)
+        earlier.setattr("loopfeed.preprocess.packing.plan.HOLDOUT_RULE", 1)
         assert run(photographs, tmp_path / "old", *options, "--split", "train").exit_code == 0
     manifest = json.loads((tmp_path / "old" / "train" / "manifest.json").read_text(encoding="utf-8"))
     assert "holdout" not in manifest["tool_versions"]

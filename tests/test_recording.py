@@ -9,10 +9,9 @@ import pytest
 
 from loopfeed import Callback, replay_run, train
 from loopfeed.engine.control import board as boards
-from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.board import SNAPSHOT, ControlBoard
 from loopfeed.engine.control.recording import EventRecorder
 from loopfeed.engine.control.request import ControlRequest
-from loopfeed.engine.control.word import SNAPSHOT
 from loopfeed.engine.records import control_log
 from loopfeed.engine.records.control_log import ControlLog, read_events
 from tests.toy import Linear, toy_batch, toy_config

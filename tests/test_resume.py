@@ -22,12 +22,11 @@ from loopfeed.engine.control.request import ControlRequest
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.records.control_log import read_events
 from loopfeed.engine.records.control_requests import send_request
+from loopfeed.engine.records.machine import Topology, describe_promise
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import recorded_versions
 from loopfeed.engine.records.snapshot import snapshot_steps, write_snapshot
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
-from loopfeed.engine.records.topology import Topology, describe_promise
-from loopfeed.engine.run.changed_rules import rules_of
 from loopfeed.engine.run.changes import (
     HOST_SETTINGS,
     RUNTIME_SETTINGS,
@@ -36,8 +35,9 @@ from loopfeed.engine.run.changes import (
     check_steps,
     note_changes,
 )
-from loopfeed.engine.run.nonfinite import NonFiniteError
+from loopfeed.engine.run.descriptions import rules_of
 from loopfeed.engine.run.resume import Resume, find_cuts
+from loopfeed.engine.run.run import NonFiniteError
 from loopfeed.engine.run.train import plan_run
 from tests.fake_source import fake_source, leave_unfinished_split, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
@@ -683,7 +683,7 @@ def test_a_process_with_other_settings_or_data_is_refused(change, digest, messag
     ],
 )
 def test_a_replay_promises_what_its_devices_allow(recorded, device, num_parts, promise, monkeypatch):
-    monkeypatch.setattr("loopfeed.engine.records.topology.num_cores", lambda: 2)
+    monkeypatch.setattr("loopfeed.engine.records.machine.num_cores", lambda: 2)
     assert promise in describe_promise(recorded, device, num_parts)
 
 

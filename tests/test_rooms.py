@@ -13,18 +13,14 @@ FLOORS = (
     # preprocess: images to shards, and back
     "loopfeed.preprocess.workers",
     "loopfeed.preprocess.control_groups",
-    "loopfeed.preprocess.cores",
-    "loopfeed.preprocess.memory",
     "loopfeed.preprocess.printable",
     "loopfeed.preprocess.file_kinds",
     "loopfeed.preprocess.system_errors",
-    "loopfeed.preprocess.json_digest",
+    "loopfeed.preprocess.claimed_size",
     "loopfeed.preprocess.regular_file",
     "loopfeed.preprocess.suggestions",
     "loopfeed.preprocess.quantities",
     "loopfeed.preprocess.system_entries",
-    "loopfeed.preprocess.claimed_size",
-    "loopfeed.preprocess.links",
     "loopfeed.preprocess.stop_signals",
     "loopfeed.preprocess.file_lock",
     "loopfeed.preprocess.synced_folders",
@@ -38,18 +34,14 @@ FLOORS = (
     "loopfeed.preprocess.demo",
     "loopfeed.preprocess.commands",
     # models: pure functions
-    "loopfeed.models.user_cache",
     "loopfeed.models.trusted_folder",
     "loopfeed.models.xla_threads",
     "loopfeed.models.names",
     "loopfeed.models.model",
-    "loopfeed.models.paths",
     "loopfeed.models.kernels",
     "loopfeed.models.layers",
     "loopfeed.models.families",
     "loopfeed.models.registry",
-    "loopfeed.models.summaries",
-    "loopfeed.models.image_sizes",
     "loopfeed.models.torchvision_names",
     # engine: shards to weights
     "loopfeed.engine.adapters",
@@ -66,7 +58,6 @@ FLOORS = (
     "loopfeed.engine.spans",
     "loopfeed.engine.images",
     "loopfeed.engine.config",
-    "loopfeed.engine.locations",
     "loopfeed.engine.owners",
     "loopfeed.engine.named_parts",
     "loopfeed.engine.control",
@@ -114,12 +105,10 @@ PROGRAM_MAY_KNOW = {
     "loopfeed.models.layers",
     "loopfeed.models.names",
     "loopfeed.models.xla_threads",
-    "loopfeed.models.user_cache",
     "loopfeed.models.trusted_folder",
     # How much memory the slots of the batches may take.
     "loopfeed.preprocess.workers",
     "loopfeed.preprocess.control_groups",
-    "loopfeed.preprocess.memory",
     "loopfeed.preprocess.quantities",
     "loopfeed.preprocess.read_meter",
     "loopfeed.preprocess.storage_options",
@@ -213,7 +202,7 @@ def test_the_walk_of_a_batch_in_the_docs_is_that_of_the_code() -> None:
     assert set().union(*(stations[number] for number in range(5, 13))) <= in_training
     # What the program itself does, it imports; models come to it as functions.
     pulled = {
-        name for name in stations[7] if name in ("loopfeed.engine.crossing.infeed", "loopfeed.engine.control.word")
+        name for name in stations[7] if name in ("loopfeed.engine.crossing.infeed", "loopfeed.engine.control.board")
     }
     own = (
         pulled

@@ -12,8 +12,7 @@ import pytest
 
 import loopfeed.engine.records.run_folder
 from loopfeed import train
-from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.control.word import encode_control
+from loopfeed.engine.control.board import ControlBoard, encode_control
 from loopfeed.engine.records.folder_lock import FolderLock
 from loopfeed.engine.records.whole_file import write_whole
 from loopfeed.engine.run import compiling, resume

@@ -10,7 +10,7 @@ import pytest
 
 from loopfeed.engine.records.file_errors import LostFileError
 from loopfeed.engine.runtime.goodput import add_up, find_rollback, without_details
-from loopfeed.engine.runtime.monitor import RingSamples, RuntimeMonitor
+from loopfeed.engine.runtime.monitor import RingSamples, RuntimeMonitor, Watchdog, describe_threads
 from loopfeed.engine.runtime.record import (
     Goodput,
     LaunchRuntime,
@@ -31,7 +31,6 @@ from loopfeed.engine.runtime.record import (
 from loopfeed.engine.runtime.report import describe_runtime
 from loopfeed.engine.runtime.runtime_file import decode_runtime
 from loopfeed.engine.runtime.verdict import Circumstances, judge
-from loopfeed.engine.runtime.watchdog import Watchdog, describe_threads
 from loopfeed.engine.spans import Times
 from tests.toy import toy_config
 

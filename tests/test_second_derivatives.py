@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from loopfeed.models.families.vision_transformer import self_attention
 from loopfeed.models.kernels import ONEDNN, XLA, using_kernels
 from loopfeed.models.kernels.onednn.handler import TARGET
 from loopfeed.models.kernels.onednn.library import load_library
-from loopfeed.models.layers.attention import self_attention
 from loopfeed.models.layers.batch_norm import RunningStats, batch_norm, stored_relu
 from loopfeed.models.layers.convolution import convolution
 from loopfeed.models.layers.gelu import gelu, quick_gelu

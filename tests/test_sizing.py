@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
-from loopfeed.engine.sizing.flow import COPY, DECODE, DEVICES, LINK, READ, Flow, Stage
-from loopfeed.engine.sizing.plan import START, Memory, Place, Plan, find_largest_batch, program_parts
+from loopfeed.engine.sizing.flow import COPY, DECODE, DEVICES, LINK, READ, Flow, Stage, imagenet_volume, split_volume
+from loopfeed.engine.sizing.plan import START, Memory, Place, Plan, find_largest_batch, plan_lines, program_parts
 from loopfeed.engine.sizing.planning import BlackImages, stand_for_imagenet
-from loopfeed.engine.sizing.report import plan_lines
-from loopfeed.engine.sizing.volumes import imagenet_volume, split_volume
 from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
 from tests.labelled_photographs import draw_photographs, pack_labelled, write_labels

@@ -10,10 +10,9 @@ import pytest
 
 from loopfeed import TrainConfig, train
 from loopfeed.engine.control.event import ControlEvent
-from loopfeed.engine.records.best_snapshot import best_step, parse_metric
-from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step, parse_metric
 from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
-from loopfeed.engine.run.snapshot_choice import SnapshotChoice
+from loopfeed.engine.run.epochs import SnapshotChoice
 from tests.toy import CLASSES, Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
@@ -84,8 +83,8 @@ def test_what_was_asked_for_and_what_is_best_is_written():
 @pytest.fixture
 def at_once(monkeypatch):
     """Make the next snapshot due as soon as the last one is on the disk."""
-    monkeypatch.setattr("loopfeed.engine.run.snapshot_choice._INTERVAL_S", 0.0)
-    monkeypatch.setattr("loopfeed.engine.run.snapshot_choice._LARGEST_SHARE", 1e9)
+    monkeypatch.setattr("loopfeed.engine.run.epochs._INTERVAL_S", 0.0)
+    monkeypatch.setattr("loopfeed.engine.run.epochs._LARGEST_SHARE", 1e9)
 
 
 def run(path, *, awaited=0, **values):

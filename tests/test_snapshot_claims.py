@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from loopfeed.engine.records import snapshot, snapshot_claims
+from loopfeed.engine.records import orbax_store, snapshot
 from loopfeed.engine.records.digests import sealed
 from loopfeed.engine.records.given_weights import read_given_weights
 from loopfeed.engine.records.orbax_store import arrays_store
@@ -209,7 +209,7 @@ def test_the_characters_of_urls_in_a_path_have_no_meaning(tmp_path, name):
     ],
 )
 @pytest.mark.parametrize(
-    "reader", [(snapshot, "restore_facts"), (snapshot_claims, "arrays_store"), (snapshot, "restore_arrays")]
+    "reader", [(snapshot, "restore_facts"), (orbax_store, "arrays_store"), (snapshot, "restore_arrays")]
 )
 def test_a_newest_snapshot_that_was_not_read_is_neither_passed_over_nor_called_damaged(
     tmp_path, monkeypatch, reader, error

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loopfeed.preprocess.sources.open_source import SourceError, open_source
-from loopfeed.preprocess.sources.split_names import SPLIT_FOLDERS
+from loopfeed.preprocess.sources.selection import SPLIT_FOLDERS
 from tests.imagenet_archives import tar_bytes
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jaxtyping import AbstractArray, install_import_hook
 
-_ENGINE = ("control.word", "feed.label_form", "images", "objective", "program", "replicas", "updates")
+_ENGINE = ("control.board", "feed.label_form", "images", "objective", "program", "replicas", "updates")
 ROOMS = [f"loopfeed.engine.{room}" for room in _ENGINE] + ["loopfeed.models.layers", "loopfeed.models.families"]
 # Which of oneDNN's kernels are used depends on the processor.
 BY_PROCESSOR = "models.layers.onednn_"

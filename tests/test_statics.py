@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from loopfeed import TrainConfig, train
-from loopfeed.engine.run.nonfinite import NonFiniteError
+from loopfeed.engine.run.run import NonFiniteError
 from loopfeed.engine.updates.schedules import learning_rate_at, schedule_values
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets

@@ -17,9 +17,8 @@ import loopfeed
 from loopfeed.engine.commands import cli
 from loopfeed.engine.commands.look_options import report_lines, verdict
 from loopfeed.engine.inspection.differences import LARGEST_EFFECT, MARGIN, Difference, compare, effect, largest_effect
-from loopfeed.engine.inspection.step_check import StepCheck, _moved, _Seen
+from loopfeed.engine.inspection.step_check import StepCheck, _moved, _Seen, sample_of
 from loopfeed.engine.program.flat_program import flatten_program
-from loopfeed.engine.program.looped_step import sample_of
 from loopfeed.engine.program.random_rounding import RandomRounding, switches
 from loopfeed.models.layers.pooling import global_max_pool, max_pool
 from tests.toy import Linear, toy_batch, toy_config

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.records.given_weights import local_file, read_given_weights
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.decoding.decode import ResizeRule

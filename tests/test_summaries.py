@@ -4,8 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from loopfeed.engine.commands.cli import main
-from loopfeed.models.registry import model_names
-from loopfeed.models.summaries import summarise_models
+from loopfeed.models.registry import model_names, summarise_models
 
 # Billions of multiply-accumulates: torchvision's `_ops` for its ResNets, convnext_tiny and vit_b_16, and
 # models/registry.py for the convnets.

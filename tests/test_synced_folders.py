@@ -9,7 +9,7 @@ import pytest
 
 from loopfeed.preprocess.packing.pack import pack_split
 from loopfeed.preprocess.shards.location import open_location
-from loopfeed.preprocess.shards.unsynced import prepare_for_writing
+from loopfeed.preprocess.shards.split_files import prepare_for_writing
 from loopfeed.preprocess.synced_folders import make_folders, sync_folder, sync_tree
 from tests.fake_source import fake_source, files_of, pack, settings_for
 

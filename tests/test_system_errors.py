@@ -19,7 +19,7 @@ from PIL import Image
 from loopfeed.engine.commands.command_end import describe_error
 from loopfeed.engine.compilation.ahead_of_time import caching_compilations, compile_traced, trace_ahead
 from loopfeed.engine.evaluation import photographs
-from loopfeed.engine.records import orbax_store, recorded_end, recorded_run, snapshot
+from loopfeed.engine.records import orbax_store, recorded_run, snapshot
 from loopfeed.engine.records.snapshot import SnapshotError, write_snapshot
 from loopfeed.engine.records.whole_file import make_folder, write_whole
 from loopfeed.engine.run.resume import find_start
@@ -390,7 +390,7 @@ def test_a_record_that_cannot_be_read_now_is_neither_to_be_restored_nor_removed(
 
     for module, read in (
         ("loopfeed.engine.records.recorded_run", recorded_run.read_recorded),
-        ("loopfeed.engine.records.recorded_end", recorded_end.read_result),
+        ("loopfeed.engine.records.recorded_run", recorded_run.read_result),
         ("loopfeed.engine.runtime.runtime_file", runtime_file.read_runtime),
     ):
         monkeypatch.setattr(f"{module}.read_regular", refuse)

@@ -17,8 +17,7 @@ from safetensors.numpy import save_file
 
 from loopfeed.engine.records.initial_weights import load_initial_weights
 from loopfeed.engine.records.weights import name_tensors
-from loopfeed.models.image_sizes import resize_params
-from loopfeed.models.registry import build_model
+from loopfeed.models.registry import build_model, resize_params
 from loopfeed.models.torchvision_names import from_torchvision, to_torchvision
 
 REFERENCE = Path(__file__).with_name("timm_reference.py")

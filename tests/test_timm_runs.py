@@ -17,8 +17,7 @@ from loopfeed.engine.updates.optim import kernels_only
 from loopfeed.models import registry
 from loopfeed.models.families.convnext import ConvNeXt
 from loopfeed.models.families.vision_transformer import VisionTransformer
-from loopfeed.models.image_sizes import resize_params
-from loopfeed.models.registry import build_model
+from loopfeed.models.registry import build_model, resize_params
 from loopfeed.models.torchvision_names import from_torchvision, to_torchvision
 from tests.fake_source import fake_source, pack
 

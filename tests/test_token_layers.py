@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from loopfeed.models.families.vision_transformer import self_attention
 from loopfeed.models.kernels import ONEDNN, XLA, using_kernels
-from loopfeed.models.layers.attention import self_attention
 from loopfeed.models.layers.gelu import gelu, quick_gelu
 from loopfeed.models.layers.head import linear
 from loopfeed.models.layers.layer_norm import layer_norm

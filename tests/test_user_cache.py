@@ -9,7 +9,7 @@ from loopfeed.engine.compilation.ahead_of_time import caching_compilations
 from loopfeed.engine.data.dataset import choose_data
 from loopfeed.engine.records.stored.working_copy import working_copies
 from loopfeed.models.kernels.onednn.team_library import load_team
-from loopfeed.models.user_cache import user_cache_folder
+from loopfeed.models.trusted_folder import user_cache_folder
 
 
 @pytest.mark.parametrize("named", [None, "", "relative/cache"])

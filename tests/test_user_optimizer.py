@@ -17,9 +17,9 @@ from loopfeed import Callback, replay_run, train
 from loopfeed.engine.patterns import parse_freeze, parse_groups
 from loopfeed.engine.records.control_log import read_events
 from loopfeed.engine.records.snapshot import read_snapshot
-from loopfeed.engine.run.nonfinite import NonFiniteError
+from loopfeed.engine.run.run import NonFiniteError
 from loopfeed.engine.settings import SettingError
-from loopfeed.engine.updates.clipping import clip_by_global_norm, clip_gradient
+from loopfeed.engine.updates.skipping import clip_by_global_norm, clip_gradient
 from tests.toy import Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")

@@ -116,7 +116,7 @@ class ModelReference(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the table."""
-        from loopfeed.models.summaries import summarise_models
+        from loopfeed.models.registry import summarise_models
 
         rows = [
             f"| `{each.name}` | {each.image_size} px, {each.num_classes:,} classes | {each.num_params:,} "

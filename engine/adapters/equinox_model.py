@@ -6,9 +6,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from loopfeed.engine.adapters.library import image_keys, load, mode_arguments, takes
-from loopfeed.engine.adapters.named_tree import nest, unnest
-from loopfeed.engine.adapters.precision import cast_floats, cast_like, check_precision
+from loopfeed.engine.adapters.library import (
+    cast_floats,
+    cast_like,
+    check_precision,
+    image_keys,
+    load,
+    mode_arguments,
+    nest,
+    takes,
+    unnest,
+)
 from loopfeed.models.model import Model
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopfeed.engine.adapters.library import batch_key, load, mode_arguments
-from loopfeed.engine.adapters.precision import cast_floats, cast_like, check_precision
+from loopfeed.engine.adapters.library import batch_key, cast_floats, cast_like, check_precision, load, mode_arguments
 from loopfeed.models.layers.lax_convolution import conv_general_dilated
 from loopfeed.models.model import Model
 

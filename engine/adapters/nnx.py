@@ -8,9 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from loopfeed.engine.adapters.library import batch_key, load, mode_arguments, takes
-from loopfeed.engine.adapters.named_tree import nest, unnest
-from loopfeed.engine.adapters.precision import cast_floats, cast_like, check_precision
+from loopfeed.engine.adapters.library import (
+    batch_key,
+    cast_floats,
+    cast_like,
+    check_precision,
+    load,
+    mode_arguments,
+    nest,
+    takes,
+    unnest,
+)
 from loopfeed.models.layers.lax_convolution import conv_general_dilated
 from loopfeed.models.model import Model
 

@@ -156,8 +156,7 @@ def _check_options(compare: tuple[str, str] | None, ir: str | None, report_forma
 
 
 def _explanation(described: _Described, ir: str | None, report_format: str, depth: int, top: int) -> str:
-    from loopfeed.engine.inspection.ir import hlo_lines, stablehlo_lines
-    from loopfeed.engine.inspection.plain import report_lines
+    from loopfeed.engine.inspection.plain import hlo_lines, report_lines, stablehlo_lines
     from loopfeed.engine.inspection.steps import Steps
 
     report = _explain(described, depth, None)

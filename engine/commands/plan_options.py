@@ -68,8 +68,8 @@ def check_plan_options(params: Mapping[str, Any]) -> None:
 def print_plan(config: TrainConfig, parts: "UserParts", names: Mapping[str, str], params: Mapping[str, Any]) -> None:
     """Make the plan of a run, and print it."""
     from loopfeed.engine.processes import this_process
+    from loopfeed.engine.sizing.plan import plan_lines
     from loopfeed.engine.sizing.planning import plan_for_cards, plan_here
-    from loopfeed.engine.sizing.report import plan_lines
 
     if params["target"] is None:
         plan = plan_here(config, parts, click.echo, params["rate"])

@@ -94,7 +94,7 @@ def _list_models(context: click.Context, _parameter: click.Parameter, is_wanted:
     """Print the models of the registry and exit if the option is given."""
     if not is_wanted or context.resilient_parsing:
         return
-    from loopfeed.models.summaries import summarise_models
+    from loopfeed.models.registry import summarise_models
 
     for each in summarise_models():
         click.echo(

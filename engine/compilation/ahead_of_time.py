@@ -22,9 +22,14 @@ from loopfeed.engine.hlo.kernels import kernel_flops
 from loopfeed.engine.records.whole_file import make_folder, write_whole
 from loopfeed.models.kernels.onednn.team_library import cache_fault
 from loopfeed.models.layers.platform_forms import tracing_for
-from loopfeed.models.trusted_folder import file_fault, folder_fault, make_private_folder
-from loopfeed.models.user_cache import CACHE_REMEDY, user_cache_folder
-from loopfeed.preprocess.memory import host_memory_bytes
+from loopfeed.models.trusted_folder import (
+    CACHE_REMEDY,
+    file_fault,
+    folder_fault,
+    make_private_folder,
+    user_cache_folder,
+)
+from loopfeed.preprocess.control_groups import host_memory_bytes
 
 _PREFIX = "Error (reading|writing) persistent compilation cache entry for '(.*?)': (?:\\w+: )?(.*)"
 # File systems round modification times, some of them to two seconds.

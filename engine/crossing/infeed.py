@@ -15,8 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.control.word import CONTROL_WORDS, STOP, ControlWord, ControlWords, decode_control, stop_at_once
+from loopfeed.engine.control.board import (
+    CONTROL_WORDS,
+    STOP,
+    ControlBoard,
+    ControlWord,
+    ControlWords,
+    decode_control,
+    stop_at_once,
+)
 from loopfeed.engine.crossing.token import Token
 from loopfeed.engine.crossing.transport import Array, Transport
 from loopfeed.engine.feed.batches import Labels, Pixels

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 from loopfeed.engine.compilation.cache_place import check_cache_place, local_folder
 from loopfeed.engine.config import OFF, TrainConfig
-from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.reader import ShardSplit, open_split

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from loopfeed.engine.locations import DATA_VARIABLE
-from loopfeed.models.user_cache import CACHE_REMEDY, user_cache_folder
+from loopfeed.engine.owners import DATA_VARIABLE
+from loopfeed.models.trusted_folder import CACHE_REMEDY, user_cache_folder
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.reader import list_splits
 from loopfeed.preprocess.storage_options import expand_home, is_url

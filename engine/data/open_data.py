@@ -27,7 +27,7 @@ from loopfeed.engine.feed.batches import (
 )
 from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches
 from loopfeed.engine.feed.windowed_batches import WindowedBatches
-from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.settings import SettingError

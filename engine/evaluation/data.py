@@ -18,10 +18,9 @@ from loopfeed.engine.data.label_fit import check_loss_fits
 from loopfeed.engine.data.open_data import choose_eval_split, have_same_classes, manifest_digest_of
 from loopfeed.engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
 from loopfeed.engine.feed.shard_batches import SequentialBatches
-from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.owners import storage_options_of
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.shards.class_identities import lacking, places
-from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.classes import ImageClass, lacking, places
 from loopfeed.preprocess.shards.location import open_location
 from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.reader import list_splits, read_manifest

@@ -17,7 +17,7 @@ from loopfeed.preprocess.decoding.decode import ResizeRule, decode_image
 from loopfeed.preprocess.decoding.memory_budget import file_budget, pixel_budget
 from loopfeed.preprocess.pixels import pack_rgb
 from loopfeed.preprocess.regular_file import read_regular
-from loopfeed.preprocess.sources.split_names import IMAGE_SUFFIXES, is_image_name
+from loopfeed.preprocess.sources.selection import IMAGE_SUFFIXES, is_image_name
 from loopfeed.preprocess.system_entries import count_ignored, describe_ignored, is_hidden
 from loopfeed.preprocess.system_errors import error_text, reading_remedy, status_of
 

@@ -43,7 +43,7 @@ from loopfeed.engine.records.weights_metadata import (
     resize_rule_of,
 )
 from loopfeed.engine.settings import SettingError
-from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.control_groups import num_cores
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.decoding.default_resize import default_resize
 from loopfeed.preprocess.shards.classes import ImageClass

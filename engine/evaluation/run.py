@@ -35,11 +35,10 @@ from loopfeed.engine.evaluation.subject import (
 )
 from loopfeed.engine.evaluation.trained_run import TrainedRun, read_run
 from loopfeed.engine.feed.batches import EvaluationArrays, EvaluationSource, label_form_of
-from loopfeed.engine.locations import storage_options_of
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.objective.tally import Tally, count_top5
-from loopfeed.engine.owners import OF_AN_EVALUATION
+from loopfeed.engine.owners import OF_AN_EVALUATION, storage_options_of
 from loopfeed.engine.parts import NO_PARTS, UserParts
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.given_weights import read_given_weights, rename_head

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.images.unpack import LEAST_STD
-from loopfeed.engine.records.best_snapshot import best_step, parse_metric
-from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step, parse_metric
 from loopfeed.engine.records.folder_state import check_config_digest
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, SNAPSHOTS

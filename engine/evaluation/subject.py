@@ -34,8 +34,7 @@ from loopfeed.engine.records.weights_metadata import (
 from loopfeed.engine.run.resolve import too_large_image, unknown_model
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.update import Weights
-from loopfeed.models.image_sizes import image_size_of
-from loopfeed.models.registry import UnknownModelError, build_model, find_network
+from loopfeed.models.registry import UnknownModelError, build_model, find_network, image_size_of
 from loopfeed.models.torchvision_names import num_classes_of
 from loopfeed.preprocess.quantities import quantity
 

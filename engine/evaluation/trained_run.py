@@ -17,8 +17,7 @@ from loopfeed.engine.owners import STORAGE, with_given
 from loopfeed.engine.records.folder_lock import is_locked
 from loopfeed.engine.records.folder_state import check_config_digest
 from loopfeed.engine.records.loss_log import last_logged_step
-from loopfeed.engine.records.recorded_end import RecordedEnd, read_result
-from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.recorded_run import RecordedEnd, RecordedRun, read_recorded, read_result
 from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
 from loopfeed.engine.records.snapshot import SnapshotError, read_folder_state, snapshot_steps
 from loopfeed.engine.records.stored.reading import local_copy, settings_only

@@ -25,10 +25,9 @@ from loopfeed.engine.feed.batches import (
     row_words,
 )
 from loopfeed.engine.feed.feed_meter import FeedMeter, WaitNow
-from loopfeed.engine.feed.row_copies import RowCopies
-from loopfeed.engine.feed.thread_place import describe_places, places_of
+from loopfeed.engine.feed.row_copies import RowCopies, describe_places, places_of
 from loopfeed.engine.settings import SettingError
-from loopfeed.preprocess.memory import host_memory_bytes
+from loopfeed.preprocess.control_groups import host_memory_bytes
 from loopfeed.preprocess.read_meter import NO_PROFILE
 from loopfeed.preprocess.workers import Worker, wait_for
 

@@ -5,10 +5,14 @@ packed words whatever the settings. Up to the normalisation all arithmetic on pi
 sharding and kernels do not change a single bit. Does not depend on the loop.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
+from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.images.auto_augment import auto_augment
 from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, BoxRule, draw_boxes, mask_boxes
 from loopfeed.engine.images.crops import centre_crop, draw_crop_boxes, flip_horizontally, random_crop, resize_boxes
@@ -23,10 +27,36 @@ from loopfeed.engine.images.jitter import (
     turn_hue,
 )
 from loopfeed.engine.images.mixing import draw_mixture, mix_levels, mix_targets, paste_partners
-from loopfeed.engine.images.positions import Positions, Purpose, draw_words, image_keys, to_choice
+from loopfeed.engine.images.positions import Positions, Purpose, draw_words, image_keys, key_of_purpose, to_choice
 from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale, normalise_levels, unpack_pixels
 from loopfeed.engine.scopes import AUGMENT, UNPACK
+
+type UserAugmentation = Callable[[Float32[Array, "B H W 3"], Key[Array, "B"]], Float32[Array, "B H W 3"]]
+"""(normalised images, one PRNG key per image) → images."""
+
+
+def apply_user_augmentation(
+    augment: UserAugmentation, images: Float32[Array, "B H W 3"], keys: Key[Array, "B"]
+) -> Float32[Array, "B H W 3"]:
+    """Apply a user-defined augmentation to a batch; called while tracing.
+
+    Args:
+        augment: the function.
+        images: normalised.
+        keys: keys of the images, from `loopfeed.engine.images.positions.image_keys`.
+
+    Raises:
+        ValueError: if the function returns anything but images of the same shape and dtype.
+    """
+    found: Any = augment(images, key_of_purpose(keys, Purpose.OWN_AUGMENTATION))
+    if isinstance(found, jax.Array) and found.shape == images.shape and found.dtype == images.dtype:
+        return found
+    raise ValueError(
+        f"augment must return images of the same shape and dtype, {images.dtype} {list(images.shape)}, but returned "
+        f"{describe_given(found)}: change sizes with the setting image_size, and convert with astype(images.dtype)"
+    )
+
 
 # Zhong et al. (2020), arXiv:1708.04896, and torchvision's RandomErasing.
 AREA_RANGE = (0.02, 0.33)

@@ -12,8 +12,7 @@ from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.crossing.choice import this_device, this_platform
 from loopfeed.engine.hlo.text import parse_hlo
 from loopfeed.engine.inspection.convolutions import trace_order, trace_work
-from loopfeed.engine.inspection.findings import find_faults
-from loopfeed.engine.inspection.report import LargeArray, ProgramReport
+from loopfeed.engine.inspection.report import LargeArray, ProgramReport, find_faults
 from loopfeed.engine.inspection.steps import Steps, read_carry
 from loopfeed.engine.inspection.work_by_scope import convolution_flops, work_by_scope
 from loopfeed.engine.parts import PartArguments, UserParts, take_parts

@@ -1,26 +1,38 @@
-"""The first batch of a run as the model receives it: as arrays, and as a sheet of pictures."""
+"""The first batch of a run as the model receives it: as arrays, and as a sheet of pictures.
+
+The batch is pulled through the run's own infeed, by a program of its own, which trains nothing and writes nothing. A
+run that was used for this cannot train any more.
+"""
 
 import io
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
 from numpy.typing import NDArray
 from PIL.Image import Image
 
+from loopfeed.engine.compilation.ahead_of_time import compile_traced, trace_ahead
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.signals import call_on_worker
+from loopfeed.engine.crossing.choice import traced_platform
+from loopfeed.engine.crossing.infeed import Batch, BatchInfeed
+from loopfeed.engine.crossing.token import first_token
 from loopfeed.engine.images.mixing import WHOLE
-from loopfeed.engine.inspection.first_batch import look_at_first_batch
 from loopfeed.engine.parts import PartArguments, take_parts
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.program.augmented_batch import augment_batch
-from loopfeed.engine.program.one_batch import OneBatch
+from loopfeed.engine.program.pulls import for_each, pull_part
 from loopfeed.engine.records.whole_file import write_whole
+from loopfeed.engine.replicas import Replicas, device_put_replicated, replicate, unreplicate
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import open_run
 from loopfeed.engine.updates.settings import RuntimeSettings
@@ -29,6 +41,98 @@ from loopfeed.preprocess.printable import printable, printable_line
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.targets import TargetKind
+
+
+class OneBatch(NamedTuple):
+    """This device's part of one batch.
+
+    Attributes:
+        batch: the images and their labels.
+        learning_rate_factor: the host's factor for this batch.
+        is_there: whether there is a batch; otherwise its values are undefined.
+    """
+
+    batch: Batch
+    learning_rate_factor: Float32[Array, ""]
+    is_there: Bool[Array, ""]
+
+
+def pull_one_batch(infeed: BatchInfeed, replicas: Replicas, shapes: Batch, batch_index: Int32[Array, ""]) -> OneBatch:
+    """Pull the batch with number `pulls` as the training loop does.
+
+    Args:
+        infeed: the training infeed, from which nothing has been pulled.
+        replicas: the devices.
+        shapes: the shapes and dtypes of this device's part.
+        batch_index: the number of the batch, from 0.
+    """
+    token, pulled = pull_part(infeed, first_token(), batch_index, jnp.ones((), jnp.int32), replicas)
+    empty: Batch = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    none = jnp.zeros((), jnp.bool)
+    _, (batch, is_there), _ = for_each(
+        infeed,
+        token,
+        pulled,
+        lambda _, batch: (batch, jnp.ones((), jnp.bool)),
+        (empty, none),
+        is_over=lambda carry: carry[1],
+    )
+    return OneBatch(batch, pulled.control.learning_rate_factor, is_there)
+
+
+type LookAt = Callable[[OneBatch, jax.Array, RuntimeSettings], Any]
+"""(a device's part of a batch, its number int32 [], runtime settings) → what to return; called while tracing."""
+
+
+def look_at_first_batch(run: Run, look: LookAt) -> Any:
+    """Pull the batch that comes next, call `look` with it inside a program on the devices, and return its result.
+
+    Args:
+        run: a run that is open and has not been executed.
+        look: returns arrays that are equal on all devices.
+
+    Raises:
+        BaseException: the error of the batch source.
+        KeyboardInterrupt: a signal came first.
+    """
+    config, infeed, transport, devices = run.config, run.infeed, run.transport, run.team.devices
+    replicas, source, form = run.settings.replicas, run.data.source, run.settings.objective.label_form
+    rows = config.batch // replicas.count
+    label_shape = (rows,) if form is None else (rows, form.num_words)
+    shapes = jax.eval_shape(
+        lambda: Batch(jnp.zeros((rows, source.height, source.width), jnp.uint32), jnp.zeros(label_shape, jnp.int32))
+    )
+
+    def program(batch_index: jax.Array, values: RuntimeSettings) -> tuple[Any, jax.Array]:
+        one = pull_one_batch(infeed, replicas, shapes, batch_index)
+        return look(one, batch_index, values), one.is_there
+
+    run.board.prepare(
+        first_batch=run.start.batch_index,
+        batches_per_step=config.accumulate_steps,
+        replayed=run.start.events,
+        record=lambda _: None,
+    )
+    arguments = jnp.int32(run.start.batch_index), run.values()
+    traced = trace_ahead(replicate(program, devices), *arguments, platform=traced_platform(devices[0]))
+    compiled = compile_traced(traced, deterministic=config.deterministic, keeps=transport)
+    with transport.running(), ExitStack() as stack:
+        stack.callback(infeed.close)
+        infeed.start()
+        placed = device_put_replicated(arguments, devices)
+        result = call_on_worker(partial(_call, compiled.call, placed))
+        found, is_there = unreplicate(result, devices)
+    failure = infeed.failure or transport.failure
+    if failure is not None:
+        raise failure
+    if not is_there:
+        raise KeyboardInterrupt(f"stopped by {run.board.stop_reason}; nothing was written")
+    return found
+
+
+def _call(compiled: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return jax.block_until_ready(compiled(*arguments))
+
 
 _MOST_NUMBERS = 4
 _SHOWN_SHARE = 0.005  # of a target distribution, what rounds to more than 0.00

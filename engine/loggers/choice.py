@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.loggers.experiment_log import has_package, install_hint
 from loopfeed.engine.loggers.logger_sink import LoggerSink
-from loopfeed.engine.loggers.required_package import has_package, install_hint
 from loopfeed.engine.records.run_folder import TENSORBOARD
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stream.sinks import Sink, TakesHistograms, TakesImages

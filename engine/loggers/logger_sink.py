@@ -2,22 +2,183 @@
 
 A logger's error, a full disk, a network that is gone or a call that never returns end the logger with one warning, and
 nothing else: the logger has a thread of its own, and the run never waits for it until everything else is done.
+
+Owns what a logger shows of each record of a run, under which names, and as which pictures.
 """
 
+import math
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from loopfeed.engine.crossing.pushed import PushedHistograms, PushedImages
-from loopfeed.engine.loggers.experiment_log import ExperimentLog, LogRefusedError
-from loopfeed.engine.loggers.record_log import Logged, log_record
-from loopfeed.engine.profile.table import Profile
+from loopfeed.engine.loggers.experiment_log import Cell, ExperimentLog, LogRefusedError, Moment, Table
+from loopfeed.engine.profile.table import Profile, ProfileRow, ScopeRow
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
+from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.workers import Worker
+
+_BACKGROUND, _INK = (255, 255, 255), (32, 33, 36)
+_FRAME = (160, 160, 160)
+_GAP, _LINE, _FONT_SIZE = 8, 15, 12
+_LEAST_SHARE = 0.005
+# Smaller images and matrices are enlarged by whole factors, so that they can be seen and read.
+_LEAST_SIDE = 112
+_LEAST_MAP_SIDE = 320
+MOST_MAP_SIDE = 1024
+"""The most rows or columns of a matrix that is drawn."""
+
+type Logged = LossRecord | EvaluationRecord | PushedHistograms | PushedImages | Profile
+"""A record that loggers take."""
+
+
+def log_record(log: ExperimentLog, record: Logged, last_step: int, classes: tuple[str, ...] | None) -> None:
+    """Write one record of a run to an open log.
+
+    Args:
+        log: the log.
+        record: the record.
+        last_step: the step of the last loss.
+        classes: readable names of the classes, if any.
+    """
+    if isinstance(record, LossRecord):
+        log.add_numbers(Moment(record.step, record.time), _numbers_of_step(record))
+    elif isinstance(record, EvaluationRecord):
+        _log_evaluation(log, record)
+    elif isinstance(record, PushedHistograms):
+        log.add_histograms(Moment(record.step, record.time), record.histograms)
+    elif isinstance(record, PushedImages):
+        log.add_picture(Moment(record.step, record.time), "images/training", draw_images(record, classes))
+    else:
+        _log_profile(log, record, last_step)
+
+
+def _numbers_of_step(record: LossRecord) -> dict[str, float]:
+    speed = {"speed/images_per_s": record.images_per_s, "speed/wait_ms": record.wait_ms}
+    return {
+        "train/loss": record.loss,
+        "train/learning_rate": record.lr,
+        **{f"train/{name}": value for name, value in record.metrics.items()},
+        **{name: value for name, value in speed.items() if math.isfinite(value)},
+    }
+
+
+def _log_evaluation(log: ExperimentLog, record: EvaluationRecord) -> None:
+    at = Moment(record.step, record.time)
+    ranks = {"eval/top1": record.top1, "eval/top5": record.top5}
+    numbers = {"eval/loss": record.loss, **{name: rank for name, rank in ranks.items() if not math.isnan(rank)}}
+    for name, value in record.metrics.items():
+        if isinstance(value, int | float):
+            numbers[f"eval/{name}"] = value
+    log.add_numbers(at, numbers)
+    for name, matrix in _matrices(record.metrics):
+        log.add_picture(at, f"eval/{name}", draw_matrix(matrix))
+
+
+def _matrices(metrics: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[np.float64]]]:
+    for name, value in metrics.items():
+        if isinstance(value, list):
+            array = np.array(value, np.float64)
+            if array.ndim == 2 and min(array.shape) > 0 and max(array.shape) <= MOST_MAP_SIDE:
+                yield name, array
+
+
+_PROFILE_COLUMNS = ("Mean Duration", "Duration Std Dev", "Number of Calls", "Samples/Second", "Total Time",
+                    "Percent of Total")  # fmt: skip
+
+
+def _log_profile(log: ExperimentLog, profile: Profile, step: int) -> None:
+    at = Moment(step, time.time())
+    actions = [(row.phase, row.action, *_cells(row)) for row in profile.rows]
+    log.add_table(at, "profile/actions", Table(("Phase", "Action", *_PROFILE_COLUMNS), actions))
+    if profile.scopes:
+        scopes = [(row.phase, row.action, row.scope, *_cells(row)) for row in profile.scopes]
+        log.add_table(at, "profile/scopes", Table(("Phase", "Action", "Scope", *_PROFILE_COLUMNS), scopes))
+    rates = {f"profile/{row.phase}/{row.action}": row.samples_per_s for row in profile.rows}
+    log.add_numbers(at, {name: rate for name, rate in rates.items() if rate is not None})
+
+
+def _cells(row: ProfileRow | ScopeRow) -> tuple[Cell, ...]:
+    return row.mean_s, row.std_s, row.calls, row.samples_per_s, row.total_s, row.percent
+
+
+def draw_images(pushed: PushedImages, classes: Sequence[str] | None) -> Image.Image:
+    """Return the images as a square grid, each with its class below; of a mixed image, both classes and their shares.
+
+    Args:
+        pushed: the images.
+        classes: readable names of the classes; None shows their numbers.
+    """
+    num_images, height, width, _ = pushed.images.shape
+    factor = max(1, round(_LEAST_SIDE / max(height, width)))
+    cell_width, cell_height = width * factor, height * factor
+    lines = captions(pushed, classes)
+    pitch = cell_height + _LINE * max(map(len, lines), default=0) + _GAP
+    num_columns = math.ceil(math.sqrt(num_images))
+    num_rows = math.ceil(num_images / num_columns)
+    sheet = Image.new("RGB", (_GAP + num_columns * (cell_width + _GAP), _GAP + num_rows * pitch), _BACKGROUND)
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=_FONT_SIZE)
+    for index, image in enumerate(pushed.images):
+        row, column = divmod(index, num_columns)
+        left, top = _GAP + column * (cell_width + _GAP), _GAP + row * pitch
+        sheet.paste(Image.fromarray(image).resize((cell_width, cell_height), Image.Resampling.NEAREST), (left, top))
+        for number, line in enumerate(lines[index]):
+            text = _fitted(line, lambda text: draw.textlength(text, font=font) <= cell_width)
+            draw.text((left, top + cell_height + 2 + number * _LINE), text, fill=_INK, font=font)
+    return sheet
+
+
+def _fitted(text: str, fits: Callable[[str], bool]) -> str:
+    """Return the longest beginning of a text that fits, with three dots if it was cut off."""
+    if fits(text):
+        return text
+    length = next((length for length in range(len(text) - 1, 0, -1) if fits(text[:length] + "...")), 0)
+    return text[:length].rstrip() + "..." * bool(length)
+
+
+def captions(pushed: PushedImages, classes: Sequence[str] | None) -> list[tuple[str, ...]]:
+    """Return the lines below each image: its class or, of a mixed image, both classes, the larger share first.
+
+    There are none without class numbers. Shares below half a percent are left out.
+    """
+    if pushed.labels is None:
+        return [()] * len(pushed.images)
+    labels = pushed.labels.tolist()
+    names = [printable(classes[each]) if classes and 0 <= each < len(classes) else str(each) for each in labels]
+    if pushed.mix_weights is None:
+        return [(name,) for name in names]
+    found = []
+    for index, (name, share) in enumerate(zip(names, pushed.mix_weights.tolist(), strict=True)):
+        partner = index ^ 1
+        # The partner of the last of an odd number of images is not among them.
+        shares = [(share, name), (1 - share, names[partner] if partner < len(names) else "another image")]
+        kept = sorted((each for each in shares if each[0] >= _LEAST_SHARE), key=lambda each: -each[0])
+        found.append(tuple(f"{each:.0%} {label}" if len(kept) > 1 else label for each, label in kept))
+    return found
+
+
+def draw_matrix(matrix: NDArray[np.float64]) -> Image.Image:
+    """Return a matrix as a heat map, in which each row's largest value is black, and 0 and NaN are white.
+
+    Of a confusion matrix, whose rows are the true classes, the diagonal should be black.
+    """
+    values = np.nan_to_num(np.maximum(matrix, 0), posinf=0)
+    largest = values.max(axis=1, keepdims=True, initial=0)
+    shares = values / np.where(largest > 0, largest, 1)
+    image = Image.fromarray(np.round(255 * (1 - shares)).astype(np.uint8))
+    factor = max(1, _LEAST_MAP_SIDE // max(matrix.shape))
+    enlarged = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    return ImageOps.expand(enlarged.convert("RGB"), border=1, fill=_FRAME)
+
 
 # Records that a slow logger may be behind; the following ones are left out.
 _MOST_QUEUED = 16_384

@@ -17,9 +17,8 @@ from PIL.Image import Image
 
 from loopfeed.engine.config import AUGMENTATION, DATA, OPTIMISER, SETTINGS, TRAINING
 from loopfeed.engine.crossing.pushed import Histogram
-from loopfeed.engine.loggers.experiment_log import Cell, ExperimentLog, Moment, Table
+from loopfeed.engine.loggers.experiment_log import Cell, ExperimentLog, Moment, Table, check_package
 from loopfeed.engine.loggers.logger_sink import LoggerSink
-from loopfeed.engine.loggers.required_package import check_package
 from loopfeed.engine.records.run_folder import EVENT_FILE_SUFFIX
 from loopfeed.engine.stream.sinks import RunDescription
 

@@ -17,14 +17,12 @@ import numpy as np
 from PIL.Image import Image
 
 from loopfeed.engine.crossing.pushed import Histogram
-from loopfeed.engine.loggers.experiment_log import ExperimentLog, LogRefusedError, Moment, Table
+from loopfeed.engine.loggers.experiment_log import ExperimentLog, LogRefusedError, Moment, Table, check_package
 from loopfeed.engine.loggers.logger_sink import LoggerSink
-from loopfeed.engine.loggers.required_package import check_package
 from loopfeed.engine.records.run_folder import WANDB, WANDB_RUN_ID
 from loopfeed.engine.records.whole_file import make_folder, write_whole
 from loopfeed.engine.stream.sinks import RunDescription
-from loopfeed.models.trusted_folder import folder_fault, make_private_folder
-from loopfeed.models.user_cache import user_cache_folder
+from loopfeed.models.trusted_folder import folder_fault, make_private_folder, user_cache_folder
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.storage_options import expand_home

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from loopfeed.models.layers.to_float32 import to_float32
+from loopfeed.models.layers.bfloat16_bits import to_float32
 
 type Loss = Callable[[Any, Any, Float32[Array, "B"]], Float[Array, "B"]]
 """(outputs of the model, labels, weights of the examples) → the loss of each example.

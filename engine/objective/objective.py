@@ -19,7 +19,7 @@ from loopfeed.engine.images.augment import make_targets
 from loopfeed.engine.images.mixing import WHOLE, mix_targets, swap_partners
 from loopfeed.engine.objective.losses import Loss, cross_entropy, weighted_mean, without_zero_weights
 from loopfeed.engine.objective.metrics import Metric
-from loopfeed.models.layers.to_float32 import to_float32
+from loopfeed.models.layers.bfloat16_bits import to_float32
 
 MOST_METRIC_NUMBERS = 40_000
 """The largest number of numbers that the metrics of a run may have together: one line of `eval.jsonl`."""

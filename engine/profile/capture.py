@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopfeed.engine.scopes import TRAIN, VALID
-from loopfeed.preprocess.memory import process_memory_bytes
+from loopfeed.preprocess.control_groups import process_memory_bytes
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.workers import Worker
 

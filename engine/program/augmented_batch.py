@@ -4,9 +4,8 @@ import jax
 from jaxtyping import Array, Float32, Int32
 
 from loopfeed.engine.crossing.infeed import Batch
-from loopfeed.engine.images.augment import augment_images
+from loopfeed.engine.images.augment import apply_user_augmentation, augment_images
 from loopfeed.engine.images.positions import Positions, image_keys, positions
-from loopfeed.engine.images.user_augment import apply_user_augmentation
 from loopfeed.engine.scopes import AUGMENT
 from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
 

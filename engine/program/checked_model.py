@@ -1,18 +1,34 @@
-"""How the programs apply a model: with the kernels of the run, and checked while the program is traced."""
+"""How the programs apply a model: with the kernels and keys of the run, and checked while the program is traced."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Key, UInt32
 
 from loopfeed.engine.feed.batches import BatchSource, FunctionBatches, label_form_of
 from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.images.positions import Positions, Purpose, image_keys, key_of_purpose
 from loopfeed.engine.objective.objective import logits_of
-from loopfeed.engine.program.model_key import takes_key
 from loopfeed.engine.program.train_state import TrainModel, name_of_model
 from loopfeed.engine.settings import SettingError
 from loopfeed.models.kernels import using_kernels
+
+
+def takes_key(model: Any) -> bool:
+    """Return whether the model's `apply` has a parameter named `key`; called once, before tracing."""
+    try:
+        parameter = inspect.signature(model.apply).parameters.get("key")
+    except (TypeError, ValueError):  # a built-in function has no signature
+        return False
+    return parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+
+
+def model_keys(seed_words: UInt32[Array, "2"], at: Positions) -> Key[Array, "b"]:
+    """Return one PRNG key per image for the model; it depends only on the seed and the image's position."""
+    return key_of_purpose(image_keys(seed_words, at), Purpose.MODEL)
 
 
 class CheckedModel:

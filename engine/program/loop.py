@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from loopfeed.engine.control.word import ControlWord
+from loopfeed.engine.control.board import ControlWord
 from loopfeed.engine.crossing.infeed import Batch, BatchInfeed
 from loopfeed.engine.crossing.outfeed import Outfeed
 from loopfeed.engine.crossing.token import Token, first_token
 from loopfeed.engine.objective.tally import Tally, empty_tally
 from loopfeed.engine.program.augmented_batch import augment_batch
+from loopfeed.engine.program.checked_model import model_keys
 from loopfeed.engine.program.evaluate_split import evaluate_split
 from loopfeed.engine.program.histograms import compute_histograms
-from loopfeed.engine.program.model_key import model_keys
 from loopfeed.engine.program.observed import Observed, SeenImages, init_observed, named_leaves, observe_images
 from loopfeed.engine.program.pulls import for_each, pull_part
 from loopfeed.engine.program.train_state import TrainModel, TrainState
@@ -33,7 +33,7 @@ from loopfeed.engine.updates.settings import Cadence, CompiledSettings, RuntimeS
 from loopfeed.engine.updates.skipping import choose
 from loopfeed.engine.updates.update import Microbatch, Outcome, Weights, update_weights
 from loopfeed.models.layers.batch_norm import normalising_over
-from loopfeed.models.layers.to_float32 import to_float32
+from loopfeed.models.layers.bfloat16_bits import to_float32
 
 
 class _Carry(NamedTuple):

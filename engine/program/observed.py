@@ -13,7 +13,7 @@ from jaxtyping import Array, Float32, Int32, UInt8
 from loopfeed.engine.images.unpack import PixelScale, to_levels
 from loopfeed.engine.updates.selection import dotted_path, split_frozen
 from loopfeed.engine.updates.settings import CompiledSettings
-from loopfeed.models.layers.to_float32 import to_float32
+from loopfeed.models.layers.bfloat16_bits import to_float32
 
 
 class SeenImages(NamedTuple):

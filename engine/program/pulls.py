@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from loopfeed.engine.control.word import ControlWord
+from loopfeed.engine.control.board import ControlWord
 from loopfeed.engine.crossing.infeed import Batch, BatchInfeed, DrawBatch, Pulled, make_batch
 from loopfeed.engine.crossing.token import Token
 from loopfeed.engine.replicas import Replicas

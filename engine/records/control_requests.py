@@ -11,7 +11,7 @@ from pathlib import Path
 
 from loopfeed.engine.control.request import ControlRequest, check_request_id
 from loopfeed.engine.records.whole_file import write_whole
-from loopfeed.preprocess.links import check_unlinked
+from loopfeed.preprocess.regular_file import check_unlinked
 from loopfeed.preprocess.workers import Worker
 
 CONTROL_FOLDER_NAME = "control"

@@ -17,12 +17,10 @@ from loopfeed.engine.records.given_weights import local_file, read_given_weights
 from loopfeed.engine.records.weights import StoredWeights, Tensors, name_tensors, place_tensors
 from loopfeed.engine.records.weights_metadata import classes_of
 from loopfeed.engine.updates.update import Weights
-from loopfeed.models.image_sizes import image_size_of, resize_params
-from loopfeed.models.paths import get_at, replace_at
-from loopfeed.models.registry import find_network
+from loopfeed.models.model import get_at, replace_at
+from loopfeed.models.registry import find_network, image_size_of, resize_params
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.shards.class_identities import have_same_order, lacking, places
-from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.classes import ImageClass, have_same_order, lacking, places
 
 _MOST_NAMED = 5
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from loopfeed.engine.records.digests import LogState, RunningDigest
 from loopfeed.engine.records.file_errors import LostFileError, name_file
 from loopfeed.engine.records.limits import LONGEST_LINE_BYTES
-from loopfeed.preprocess.links import open_unlinked
-from loopfeed.preprocess.regular_file import check_regular, close_quietly, open_regular, read_at
+from loopfeed.preprocess.regular_file import check_regular, close_quietly, open_regular, open_unlinked, read_at
 from loopfeed.preprocess.synced_folders import UNSUPPORTED, sync_folder
 
 # How often an append checks that the file is still in its place: the check takes 2 µs, and an append 10.

@@ -26,12 +26,16 @@ from loopfeed.engine.records.control_log import CONTROL_LOG_NAME
 from loopfeed.engine.records.control_requests import CONTROL_FOLDER_NAME, find_requests, remove_requests
 from loopfeed.engine.records.digests import SEAL, sealed
 from loopfeed.engine.records.file_errors import LostFileError
-from loopfeed.engine.records.folder_abilities import UNFINISHED, check_can_hold_snapshots, check_path_is_text
-from loopfeed.engine.records.folder_lock import LOCK_NAME, FolderLock
+from loopfeed.engine.records.folder_lock import (
+    LOCK_NAME,
+    UNFINISHED,
+    FolderLock,
+    check_can_hold_snapshots,
+    check_path_is_text,
+)
 from loopfeed.engine.records.machine import versions_of
 from loopfeed.engine.records.whole_file import remove_unfinished, write_whole
-from loopfeed.preprocess.links import LinkedPathError, check_unlinked, remove_tree
-from loopfeed.preprocess.regular_file import is_regular
+from loopfeed.preprocess.regular_file import LinkedPathError, check_unlinked, is_regular, remove_tree
 from loopfeed.preprocess.shards.arrays import PIXELS
 from loopfeed.preprocess.synced_folders import sync_folder
 from loopfeed.preprocess.system_errors import remedy_of, status_of

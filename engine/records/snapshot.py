@@ -27,21 +27,20 @@ from loopfeed.engine.keys import is_key, like_leaf, plain_key
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME
 from loopfeed.engine.records.digests import describe_array, is_as_sealed, sealed
 from loopfeed.engine.records.file_errors import describe_unreadable
-from loopfeed.engine.records.folder_abilities import UNFINISHED, check_path_is_text, true_path
+from loopfeed.engine.records.folder_lock import UNFINISHED, check_path_is_text, true_path
 from loopfeed.engine.records.folder_state import FolderState
 from loopfeed.engine.records.machine import RECORDED_NAME, versions_of
 from loopfeed.engine.records.orbax_store import (
+    find_false_claim,
     first_unreadable,
     restore_arrays,
     restore_facts,
     save_items,
     short_reason,
 )
-from loopfeed.engine.records.snapshot_claims import find_false_claim
 from loopfeed.engine.records.stored_types import as_snapshot, from_snapshot
 from loopfeed.preprocess.claimed_size import is_plausible, least_stored_bytes, stored_size
-from loopfeed.preprocess.links import check_unlinked, remove_tree
-from loopfeed.preprocess.regular_file import check_regular, raise_error
+from loopfeed.preprocess.regular_file import check_regular, check_unlinked, raise_error, remove_tree
 from loopfeed.preprocess.synced_folders import make_folders, sync_folder, sync_tree
 from loopfeed.preprocess.system_errors import Cause, cause_of, remedy_of, system_number, system_reason
 

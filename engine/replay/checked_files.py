@@ -20,8 +20,7 @@ from loopfeed.engine.records.folder_state import (
     check_no_more,
     digest_log,
 )
-from loopfeed.engine.records.recorded_end import read_result
-from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.recorded_run import read_recorded, read_result
 from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
 from loopfeed.engine.records.snapshot import Snapshot, read_snapshot, snapshot_steps
 from loopfeed.engine.records.weights import read_weights

@@ -14,9 +14,8 @@ import jax
 import numpy as np
 
 from loopfeed.engine.config import OFF, TrainConfig
-from loopfeed.engine.control.board import ControlBoard
+from loopfeed.engine.control.board import ControlBoard, ControlWords
 from loopfeed.engine.control.signals import StopSignals, ignore_message
-from loopfeed.engine.control.word import ControlWords
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.crossing.devices import devices, split_processor
 from loopfeed.engine.data.dataset import DATA_LOCATION, data_of_record
@@ -26,21 +25,19 @@ from loopfeed.engine.owners import OF_AN_EVALUATION, STORAGE, with_given
 from loopfeed.engine.parts import PartArguments, UserParts, changed_sources, take_parts
 from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.program.train_state import TrainState
-from loopfeed.engine.records.machine import machine_differences
+from loopfeed.engine.records.machine import describe_promise, machine_differences
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import CONFIG, SNAPSHOTS
 from loopfeed.engine.records.snapshot import Snapshot, snapshot_steps
 from loopfeed.engine.records.stored.reading import local_copy, naming_in
-from loopfeed.engine.records.topology import describe_promise
 from loopfeed.engine.replay.checked_files import CheckedFiles, check_files, describe_check
 from loopfeed.engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from loopfeed.engine.replay.report import Comparison, ReplayReport
 from loopfeed.engine.run.changes import machine_of, thread_rule, versions_warning
 from loopfeed.engine.run.compiling import compile_program, compiling, prepare, trace_program, warn_of_memory
 from loopfeed.engine.run.descriptions import check_is_as_recorded, describe_run
-from loopfeed.engine.run.nonfinite import NonFiniteError
 from loopfeed.engine.run.resolve import check_arguments, recorded_user_parts
-from loopfeed.engine.run.run import Run
+from loopfeed.engine.run.run import NonFiniteError, Run
 from loopfeed.engine.stream.sinks import Sink
 from loopfeed.preprocess.quantities import listed
 from loopfeed.preprocess.regular_file import IrregularFileError

@@ -11,7 +11,7 @@ from typing import Any
 from loopfeed.engine.config import OFF, OWN_BATCHES
 from loopfeed.engine.data.dataset import DATA_LOCATION, choose_data, data_of_record
 from loopfeed.engine.data.open_data import choose_eval_split, manifest_digest_of
-from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.preprocess.printable import printable

@@ -19,7 +19,7 @@ from PIL import Image
 from loopfeed.engine.config import OFF, TrainConfig
 from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult, ImagePredictions
 from loopfeed.engine.evaluation.run import evaluate
-from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.data_card import data_place, evaluated_split

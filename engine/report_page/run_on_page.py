@@ -20,10 +20,10 @@ from loopfeed.engine.profile.formats import COLUMNS
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
 from loopfeed.engine.records.evaluation_log import EvaluationLog
 from loopfeed.engine.records.loss_log import RunFacts, read_run_facts
+from loopfeed.engine.records.machine import Topology
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, PROFILE
 from loopfeed.engine.records.run_summary import RunSummary, summarise_run
-from loopfeed.engine.records.topology import Topology
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.curves import Curves, read_curves
 from loopfeed.engine.report_page.data_card import SplitCard

@@ -12,14 +12,13 @@ import jax
 
 from loopfeed.engine.config import SETTINGS, TrainConfig, describe_value
 from loopfeed.engine.data.open_data import RunData
-from loopfeed.engine.locations import with_absolute_paths
 from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
+from loopfeed.engine.owners import with_absolute_paths
 from loopfeed.engine.parts import USER_SOURCES, UserParts, is_same_part
 from loopfeed.engine.processes import exchange
-from loopfeed.engine.records.machine import MACHINE, ThreadRule, describe_machine
+from loopfeed.engine.records.machine import MACHINE, ThreadRule, Topology, describe_machine
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.run_folder import recorded_versions
-from loopfeed.engine.records.topology import Topology
 from loopfeed.engine.run.resolve import recorded_user_parts
 from loopfeed.engine.settings import OnResume, Owner, SettingError, Stage
 from loopfeed.models.kernels import ONEDNN

@@ -24,8 +24,8 @@ from loopfeed.engine.control.signals import call_on_worker, start_on_worker
 from loopfeed.engine.crossing.choice import this_device, traced_platform
 from loopfeed.engine.objective.batch_size_check import check_batch_size
 from loopfeed.engine.program.checked_model import CheckedModel
+from loopfeed.engine.program.kernels import slow_convolutions_warning
 from loopfeed.engine.program.loop import make_program
-from loopfeed.engine.program.slow_convolutions import slow_convolutions_warning
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.replicas import replicate, shapes_on
 from loopfeed.engine.run.first_weights import put_given_weights

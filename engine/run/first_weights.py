@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.program.train_state import TrainModel, TrainState, init_state
 from loopfeed.engine.records.initial_weights import InitialWeights, load_initial_weights
 from loopfeed.engine.run.resume import Resume

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.control.word import ControlWords
+from loopfeed.engine.control.board import ControlBoard, ControlWords
 from loopfeed.engine.crossing.choice import choose_chunk, make_infeed
 from loopfeed.engine.crossing.devices import Placement
 from loopfeed.engine.crossing.infeed import BatchInfeed

@@ -15,13 +15,13 @@ from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.feed.feed_meter import MOST_STALLS, FeedMeter
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.program.kernels import uses_amx_in_bfloat16
+from loopfeed.engine.records.machine import Topology
 from loopfeed.engine.records.run_folder import recorded_versions
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
-from loopfeed.engine.records.topology import Topology
 from loopfeed.engine.run.descriptions import topology_of
 from loopfeed.engine.run.run import Run
-from loopfeed.engine.runtime.compilations import compilations_of
-from loopfeed.engine.runtime.goodput import Rollback, add_up, parts_of, without_details
+from loopfeed.engine.runtime.goodput import Rollback, add_up, compilations_of, parts_of, without_details
+from loopfeed.engine.runtime.monitor import describe_span
 from loopfeed.engine.runtime.record import (
     Goodput,
     LaunchRuntime,
@@ -40,7 +40,6 @@ from loopfeed.engine.runtime.record import (
 )
 from loopfeed.engine.runtime.slow_operations import find_slow_operations
 from loopfeed.engine.runtime.verdict import Circumstances, judge
-from loopfeed.engine.runtime.watchdog import describe_span
 from loopfeed.engine.spans import (
     CLOSE,
     COMPILING,

@@ -19,7 +19,7 @@ from loopfeed.engine.objective.metrics import as_metrics
 from loopfeed.engine.objective.objective import Objective
 from loopfeed.engine.parts import NO_PARTS, UserParts
 from loopfeed.engine.patterns import parse_freeze, parse_groups
-from loopfeed.engine.program.model_key import takes_key
+from loopfeed.engine.program.checked_model import takes_key
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.replicas import Replicas, norm_groups
 from loopfeed.engine.updates.optim import Hyperparams

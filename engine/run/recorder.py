@@ -18,35 +18,31 @@ from loopfeed.engine.control.recording import Confirm, EventRecorder
 from loopfeed.engine.control.request import origin_of
 from loopfeed.engine.crossing.pushed import PushedSnapshot
 from loopfeed.engine.keys import plain_keys
-from loopfeed.engine.locations import with_absolute_paths
 from loopfeed.engine.named_parts import options_of
+from loopfeed.engine.owners import with_absolute_paths
 from loopfeed.engine.profile.formats import to_csv
 from loopfeed.engine.program.train_state import TrainState
-from loopfeed.engine.records.best_snapshot import best_step, parse_metric
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLog
 from loopfeed.engine.records.control_requests import ControlMailbox
 from loopfeed.engine.records.digests import RunningDigest
-from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step, parse_metric
 from loopfeed.engine.records.file_errors import LostFileError
 from loopfeed.engine.records.folder_state import FolderState
 from loopfeed.engine.records.machine import MACHINE
-from loopfeed.engine.records.recorded_end import FILES, WEIGHTS_DIGEST
-from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.records.recorded_run import FILES, WEIGHTS_DIGEST, RecordedRun
 from loopfeed.engine.records.run_folder import PROFILE, RunFolder
 from loopfeed.engine.records.run_folder_sink import RunFolderSink
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
 from loopfeed.engine.records.weights import name_tensors
 from loopfeed.engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA
-from loopfeed.engine.run.changed_rules import RULES
 from loopfeed.engine.run.changes import GIVEN_WEIGHTS, note_changes
-from loopfeed.engine.run.descriptions import crossings_of, resolved_of, rules_of_run, topology_of
+from loopfeed.engine.run.descriptions import RULES, crossings_of, resolved_of, rules_of_run, topology_of
+from loopfeed.engine.run.epochs import SnapshotChoice
 from loopfeed.engine.run.launch_monitor import record_rollback, start_monitor
-from loopfeed.engine.run.nonfinite import NonFiniteError
 from loopfeed.engine.run.resolve import recorded_user_parts
 from loopfeed.engine.run.result import TrainResult, metadata_of, recorded_metadata, result_of
 from loopfeed.engine.run.resume import find_cuts, rewind_run
-from loopfeed.engine.run.run import Run
-from loopfeed.engine.run.snapshot_choice import SnapshotChoice
+from loopfeed.engine.run.run import NonFiniteError, Run
 from loopfeed.engine.runtime.goodput import Rollback
 from loopfeed.engine.runtime.monitor import RuntimeMonitor
 from loopfeed.engine.runtime.record import LaunchState, RuntimeReport

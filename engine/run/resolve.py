@@ -12,7 +12,7 @@ from loopfeed.engine.objective.metrics import as_metrics
 from loopfeed.engine.objective.objective import Objective
 from loopfeed.engine.parts import UserParts, check_parts
 from loopfeed.engine.program.train_state import TrainModel
-from loopfeed.engine.records.best_snapshot import parse_metric
+from loopfeed.engine.records.evaluation_log import parse_metric
 from loopfeed.engine.settings import SettingError
 from loopfeed.models.model import Model
 from loopfeed.models.registry import UnknownModelError, build_model, model_names

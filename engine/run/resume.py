@@ -30,8 +30,7 @@ from loopfeed.engine.records.folder_state import (
     whole_lines_digest,
 )
 from loopfeed.engine.records.json_lines import read_lines
-from loopfeed.engine.records.recorded_end import RecordedEnd, read_result
-from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.recorded_run import RecordedEnd, RecordedRun, read_recorded, read_result
 from loopfeed.engine.records.run_folder import (
     CONFIG,
     EVALUATION_LOG,
@@ -42,8 +41,8 @@ from loopfeed.engine.records.run_folder import (
     RunFolder,
 )
 from loopfeed.engine.run.changes import check_settings, check_user
-from loopfeed.preprocess.links import open_unlinked
 from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.regular_file import open_unlinked
 from loopfeed.preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:

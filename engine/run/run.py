@@ -39,12 +39,11 @@ from loopfeed.engine.records.weights import check_names
 from loopfeed.engine.replicas import device_put_replicated, unreplicate
 from loopfeed.engine.run.first_weights import draw_state, read_weights_of_run
 from loopfeed.engine.run.infeeds import bytes_ahead, infeed_of_evaluations, infeed_of_training
-from loopfeed.engine.run.nonfinite import nonfinite_error
 from loopfeed.engine.run.profiling import Profiling
 from loopfeed.engine.run.program_settings import compiled_settings_of_run, runtime_settings, seed_words
 from loopfeed.engine.run.resolve import choose_model
 from loopfeed.engine.run.resume import Resume
-from loopfeed.engine.runtime.compilations import recording_compilations
+from loopfeed.engine.runtime.goodput import recording_compilations
 from loopfeed.engine.runtime.record import ProgramTimes
 from loopfeed.engine.spans import EVALUATION, LOOP, Spans
 from loopfeed.engine.stream.loss_stream import LossStream
@@ -55,6 +54,43 @@ from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
 from loopfeed.models.registry import count_params
 from loopfeed.preprocess.shards.reader import ChangedShardError
 from loopfeed.preprocess.workers import Worker
+
+
+class NonFiniteError(ArithmeticError):
+    """Raised if the gradients of a run, or the weights that they would make, were not finite too often in a row.
+
+    Attributes:
+        first_step: the first of these consecutive steps.
+    """
+
+    def __init__(self, message: str, first_step: int) -> None:
+        super().__init__(message)
+        self.first_step = first_step
+
+
+def nonfinite_error(
+    step: int, num_skips: int, most_skips: int, *, has_user_part: bool = False
+) -> NonFiniteError | None:
+    """Return an error if NaN or infinite gradients or weights ended the run, else None.
+
+    Args:
+        step: the last step.
+        num_skips: number of updates skipped in a row, up to and including the last.
+        most_skips: largest allowed number of updates skipped in a row.
+        has_user_part: whether a user-defined optimizer or schedule may have made the updates NaN or infinite.
+    """
+    if num_skips <= most_skips:
+        return None
+    message = (
+        f"the gradient, or a weight that it would make, was NaN or infinite at step {step}"
+        + (f", the last of {num_skips} such steps in a row" if num_skips > 1 else "")
+        + "; the weights are those of the last finite update. Try a lower learning rate (--learning-rate), a warm-up "
+        "(--warmup-steps), a limit on the norm of the gradient (--clip-norm), or --skip-nonfinite"
+    )
+    if has_user_part:
+        message = message.replace("that it would make", "that your optimizer or schedule would make of it", 1)
+    return NonFiniteError(message, first_step=step - num_skips + 1)
+
 
 # Time limit for closing all sinks together: long after a clean stop, short after an immediate one.
 _CLOSE_TIMEOUT_S = 60.0

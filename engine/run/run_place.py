@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.locations import storage_options_of
+from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.processes import this_process, wait_for_processes
 from loopfeed.engine.records.stored.reading import local_copy, naming_in
 from loopfeed.engine.records.stored.stored_run import StoredRun, check_url_is_free, stored_run

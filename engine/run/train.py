@@ -21,10 +21,9 @@ from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.processes import exchange, this_process, wait_for_processes
 from loopfeed.engine.program.kernels import changed_kernels_notice, settle_kernels
 from loopfeed.engine.program.train_state import TrainState
-from loopfeed.engine.records.machine import MACHINE, machine_warning
+from loopfeed.engine.records.machine import MACHINE, Topology, machine_warning
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.run_folder import RunFolder, check_folder
-from loopfeed.engine.records.topology import Topology
 from loopfeed.engine.run.callbacks import Callback, Callbacks, RunHandle, as_callbacks
 from loopfeed.engine.run.changes import (
     check_manifest,

@@ -1,4 +1,4 @@
-"""Goodput: what the wall time of all launches of a run was spent on, and what a rollback lost.
+"""Goodput: what the wall time of all launches of a run was spent on, what was compiled, and what a rollback lost.
 
 The name is that of "ML productivity goodput" (Google Cloud, 2024): steps that are made again were no progress.
 """
@@ -6,14 +6,19 @@ The name is that of "ML productivity goodput" (Google Cloud, 2024): steps that a
 import json
 import math
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import jax.monitoring
 
 from loopfeed.engine.records.limits import LONGEST_LINE_BYTES
-from loopfeed.engine.runtime.record import Goodput, LaunchRuntime, RunGoodput
+from loopfeed.engine.runtime.record import Compilations, Goodput, LaunchRuntime, RunGoodput
+from loopfeed.engine.spans import Spans
 from loopfeed.preprocess.regular_file import open_regular, read_at
 
 _OF_THE_LOOP = ("steps", "evaluation", "snapshots", "waiting")
@@ -124,3 +129,37 @@ def _last_line(log: Path, size: int | None) -> tuple[int, float] | None:
 def parts_of(*, total: float, **parts: float) -> Goodput:
     """Return the goodput of a launch, whose remaining time is "other"."""
     return Goodput(**parts, other=max(0.0, total - sum(parts.values())))
+
+
+_TRACE = "/jax/core/compile/jaxpr_trace_duration"
+_COMPILE = "/jax/core/compile/backend_compile_duration"
+_HIT, _MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
+
+
+@contextmanager
+def recording_compilations(spans: Spans) -> Iterator[None]:
+    """Record them inside the context, under jax's names; jax calls this only when it traces or compiles."""
+    guard = threading.Lock()
+
+    def add(event: str, duration_secs: float, **_: Any) -> None:
+        if event in (_TRACE, _COMPILE, _HIT, _MISS):
+            with guard:
+                spans[event].add(duration_secs)
+
+    def count(event: str, **_: Any) -> None:
+        add(event, 0.0)
+
+    jax.monitoring.register_event_listener(count)
+    jax.monitoring.register_event_duration_secs_listener(add)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_listener(count)
+        jax.monitoring.unregister_event_duration_listener(add)
+
+
+def compilations_of(spans: Spans) -> Compilations:
+    """Return the counts so far."""
+    trace, compiled = spans[_TRACE], spans[_COMPILE]
+    hits, misses = spans[_HIT].count, spans[_MISS].count
+    return Compilations(trace.count, trace.total_s, compiled.count, compiled.total_s, hits, misses)

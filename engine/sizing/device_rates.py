@@ -10,8 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from loopfeed.models.kernels import ONEDNN, XLA
-from loopfeed.models.kernels.onednn.operations import call_operation
-from loopfeed.models.kernels.onednn.products import Product
+from loopfeed.models.kernels.onednn.operations import Product, call_operation
 
 # Long enough for every core, and small enough for a second: 2·n³ operations, and bytes beyond any cache.
 _CPU_SIZES, _GPU_SIZES = (1024, 256 << 20), (8192, 1 << 30)

@@ -21,7 +21,14 @@ from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import open_run
 from loopfeed.engine.sizing.absent_cards import CardCompilerError, card_placement, compile_for_cards, stand_ins
 from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
-from loopfeed.engine.sizing.flow import measure_flow
+from loopfeed.engine.sizing.flow import (
+    IMAGENET_TRAIN,
+    IMAGENET_VAL,
+    Volume,
+    imagenet_volume,
+    measure_flow,
+    split_volume,
+)
 from loopfeed.engine.sizing.plan import (
     START,
     Analysed,
@@ -34,8 +41,7 @@ from loopfeed.engine.sizing.plan import (
     find_largest_batch,
     program_parts,
 )
-from loopfeed.engine.sizing.volumes import IMAGENET_TRAIN, IMAGENET_VAL, Volume, imagenet_volume, split_volume
-from loopfeed.preprocess.memory import host_memory_bytes, process_memory_bytes
+from loopfeed.preprocess.control_groups import host_memory_bytes, process_memory_bytes
 from loopfeed.preprocess.quantities import quantity
 
 type Notify = Callable[[str], None]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from loopfeed.models.layers.to_float32 import to_float32, wide_dtype
+from loopfeed.models.layers.bfloat16_bits import to_float32, wide_dtype
 
 
 def init_average(tree: Any) -> Any:

@@ -17,11 +17,10 @@ from jaxtyping import Array, Bool, Float32
 
 from loopfeed.engine.config import OptimizerName
 from loopfeed.engine.patterns import Group
-from loopfeed.engine.updates.clipping import clip_gradient, global_norm
 from loopfeed.engine.updates.selection import groups_of, scale_leaves
-from loopfeed.engine.updates.skipping import choose
-from loopfeed.models.layers.materialize import materialize
-from loopfeed.models.layers.to_float32 import to_float32
+from loopfeed.engine.updates.skipping import choose, clip_gradient, global_norm
+from loopfeed.models.layers.bfloat16_bits import to_float32
+from loopfeed.models.layers.platform_forms import materialize
 
 type Mask = Callable[[Any], Any]
 """Parameters → a tree of the same structure with a bool at each leaf."""
@@ -251,7 +250,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 # The parameters' update reads the new moments. If XLA recomputes these there from the old moments (see
-# `loopfeed.models.layers.materialize`), the old ones cannot be overwritten, and the loop copies moments and parameters
+# `materialize`), the old ones cannot be overwritten, and the loop copies moments and parameters
 # at every step, which takes a quarter of a step of ResNet-50 at 64 px. Here the new moments are stored, and everything
 # else reads them.
 def trace(momentum: Float32[Array, ""], *, nesterov: bool, applied: Bool[Array, ""]) -> optax.GradientTransformation:

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from loopfeed.engine.config import OptimizerName
 from loopfeed.engine.patterns import Group
-from loopfeed.engine.updates.clipping import global_norm
 from loopfeed.engine.updates.optim import Hyperparams
+from loopfeed.engine.updates.skipping import global_norm
 from loopfeed.models.layers.platform_forms import on_platform
 
 # Squares of norms below the limit must be far from overflow, as the measured norms have errors of rounding.

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from loopfeed.engine.config import OptimizerName, ScheduleName
+from loopfeed.engine.images.augment import UserAugmentation
 from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale
-from loopfeed.engine.images.user_augment import UserAugmentation
 from loopfeed.engine.objective.objective import CROSS_ENTROPY, Objective
 from loopfeed.engine.patterns import Group
 from loopfeed.engine.replicas import ALONE, Replicas

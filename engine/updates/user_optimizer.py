@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32
 from loopfeed.engine.patterns import Group
 from loopfeed.engine.updates.optim import in_float32
 from loopfeed.engine.updates.selection import dotted_path, groups_of, scale_leaves
-from loopfeed.models.layers.materialize import materialize
+from loopfeed.models.layers.platform_forms import materialize
 
 type UserOptimizer = optax.GradientTransformation | Callable[[Float32[Array, ""]], optax.GradientTransformation]
 """A transformation with its own learning rate, or a function: learning rate → transformation."""

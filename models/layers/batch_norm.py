@@ -15,10 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from loopfeed.models.kernels.choice import ONEDNN, kernels_in_use, using_kernels
-from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
-from loopfeed.models.layers.materialize import materialize
-from loopfeed.models.layers.platform_forms import on_platform
-from loopfeed.models.layers.to_float32 import to_float32
+from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, to_float32, widen_by_bits
+from loopfeed.models.layers.platform_forms import materialize, on_platform
 
 MOMENTUM = 0.1
 EPSILON = 1e-5
@@ -216,7 +214,7 @@ def _normalised(
 def stored_relu(x: jax.Array, shortcut: jax.Array | None = None) -> jax.Array:
     """Return the ReLU of `x`, or of its sum with a shortcut of the same shape and dtype.
 
-    The derivative is computed from the result, which is stored (`loopfeed.models.layers.materialize`). Otherwise the
+    The derivative is computed from the result, which is stored (`loopfeed.models.layers.platform_forms`). Otherwise the
     input of each residual block is recomputed from the convolutions of all blocks before it, and on a GPU the
     derivative reads `x` and the shortcut instead of one array. (On a CPU the latter makes no difference.)
     """

@@ -12,6 +12,8 @@ Forward and backward passes on two cores beside other work, processor time with 
 max-pooling ×4.1, 3×3 ×4.1, two ReLUs and a fork ×2.9, GELU ×1.9, layer norm ×1.3.
 
 With XLA's kernels, programs stay what they were.
+
+Where other docstrings name float32 as the dtype of a computation, float64 inputs are computed and returned in float64.
 """
 
 import jax
@@ -22,7 +24,17 @@ from jax.typing import DTypeLike
 
 from loopfeed.models.kernels.choice import ONEDNN, kernels_in_use
 from loopfeed.models.layers.platform_forms import on_platform
-from loopfeed.models.layers.to_float32 import to_float32
+
+
+def to_float32(x: jax.Array) -> jax.Array:
+    """Return `x` as float32; a float64 array stays float64."""
+    return x.astype(wide_dtype(x))
+
+
+def wide_dtype(x: jax.Array) -> DTypeLike:
+    """Return float32, or float64 if that is the dtype of `x`."""
+    return jnp.promote_types(jnp.result_type(x), jnp.float32)
+
 
 _LOWER_HALF, _BELOW_A_TIE = np.uint32(16), np.uint32(0x7FFF)
 _SIGN, _QUIET_NAN = np.uint32(0x80000000), np.uint32(0x7FC00000)

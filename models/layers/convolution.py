@@ -21,10 +21,9 @@ from loopfeed.models.kernels.choice import XLA, kernels_in_use
 from loopfeed.models.layers import convolution_forms as forms
 from loopfeed.models.layers import grouped_forms as grouped
 from loopfeed.models.layers import onednn_convolution as onednn
-from loopfeed.models.layers.bfloat16_bits import round_by_bits
+from loopfeed.models.layers.bfloat16_bits import round_by_bits, to_float32
 from loopfeed.models.layers.convolution_forms import Geometry, Padding, Pair, image_size, window_size
 from loopfeed.models.layers.platform_forms import on_platform, with_derivative_of
-from loopfeed.models.layers.to_float32 import to_float32
 
 
 def convolution(

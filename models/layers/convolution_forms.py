@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from loopfeed.models.layers.to_float32 import wide_dtype
+from loopfeed.models.layers.bfloat16_bits import wide_dtype
 
 type Pair = tuple[int, int]
 type Padding = tuple[Pair, Pair]

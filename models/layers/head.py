@@ -1,15 +1,29 @@
-"""The head of a network and its dense layers, over the last axis or patches, as pure functions of arrays."""
+"""The head of a network and its dense layers, over the last axis or patches, and the initial values of many arrays."""
 
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Key
 
 from loopfeed.models.kernels.choice import XLA, kernels_in_use, using_kernels
 from loopfeed.models.layers import onednn_product
-from loopfeed.models.layers.bfloat16_bits import round_by_bits, widen_by_bits
+from loopfeed.models.layers.bfloat16_bits import round_by_bits, wide_dtype, widen_by_bits
 from loopfeed.models.layers.platform_forms import on_platform, with_derivative_of
-from loopfeed.models.layers.to_float32 import wide_dtype
+
+
+def normal_arrays(
+    key: Key[Array, ""], shapes: Sequence[tuple[int, ...]], deviation: float
+) -> Iterator[Float32[Array, "..."]]:
+    """Yield arrays of the given shapes, normal with mean 0 and this standard deviation, in order."""
+    sizes = [math.prod(shape) for shape in shapes]
+    draws = deviation * jax.random.normal(key, (sum(sizes),), jnp.float32)
+    start = 0
+    for shape, size in zip(shapes, sizes, strict=True):
+        yield draws[start : start + size].reshape(shape)
+        start += size
 
 
 def global_average_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B C"]:

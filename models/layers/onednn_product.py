@@ -8,8 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from loopfeed.models.kernels.onednn.library import load_library
-from loopfeed.models.kernels.onednn.operations import call_operation
-from loopfeed.models.kernels.onednn.products import BatchedProduct, Product
+from loopfeed.models.kernels.onednn.operations import BatchedProduct, Product, call_operation
 
 # Measured in a loop on two cores with AVX-512 and bfloat16 but without AMX, beside other work: GFLOP per second of
 # processor time, XLA / oneDNN, medians of interleaved runs (jaxlib 0.12.0.1). Forward products and gradients by input

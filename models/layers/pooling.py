@@ -9,10 +9,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from loopfeed.models.kernels.choice import kernels_in_use, using_kernels
-from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, widen_by_bits
+from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, to_float32, wide_dtype, widen_by_bits
 from loopfeed.models.layers.convolution_forms import Geometry, taps
-from loopfeed.models.layers.materialize import materialize
-from loopfeed.models.layers.to_float32 import to_float32, wide_dtype
+from loopfeed.models.layers.platform_forms import materialize
 
 NO_TAP = 255
 

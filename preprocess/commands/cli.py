@@ -256,7 +256,7 @@ def _run(options: _Options) -> None:
     from loopfeed.preprocess.commands.pack_splits import Machines, check_machines, connect, pack_splits
     from loopfeed.preprocess.packing.dask_request import PackRequest
     from loopfeed.preprocess.packing.pack_source import check_dest, pack_settings, source_request
-    from loopfeed.preprocess.shards.unsynced import prepare_for_writing
+    from loopfeed.preprocess.shards.split_files import prepare_for_writing
     from loopfeed.preprocess.sources.open_source import open_source
 
     names = ("size", "resize", "resample", "levels", "truncated", "workers")

@@ -12,10 +12,10 @@ import click
 from loopfeed.preprocess.commands.pack_report import summarise, summarise_part
 from loopfeed.preprocess.commands.progress import ImageProgress
 from loopfeed.preprocess.packing.dask_cluster import DaskCluster
-from loopfeed.preprocess.packing.holdout import HELD_OUT_SPLITS
 from loopfeed.preprocess.packing.pack import PackProgress, PackResult, pack_split
 from loopfeed.preprocess.packing.part import Part
 from loopfeed.preprocess.packing.parts import MissingShardsError, PartResult, finish_parts, pack_part
+from loopfeed.preprocess.packing.plan import HELD_OUT_SPLITS
 from loopfeed.preprocess.shards.location import ShardError
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ def bounded(encoded: bytes, name: str, *, max_pixels: int, levels: Levels | None
 
     Args:
         encoded: the file.
-        name: the name of its format, as in `loopfeed.preprocess.decoding.known_formats.FORMATS`.
+        name: the name of its format, as in `loopfeed.preprocess.decoding.box_formats.FORMATS`.
         max_pixels: the largest number of pixels allowed.
         levels: the values that become black and white, if they are given. The values of a PPM file of more than 8 bits
             are then those in the file: grey is left to be scaled, and colour is scaled here.

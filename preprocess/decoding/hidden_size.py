@@ -34,7 +34,7 @@ def hidden_pixels(encoded: bytes, name: str) -> int | None:
 
     Args:
         encoded: the file.
-        name: the name of its format, as in `loopfeed.preprocess.decoding.known_formats.FORMATS`.
+        name: the name of its format, as in `loopfeed.preprocess.decoding.box_formats.FORMATS`.
     """
     if name not in ("TIFF", AVIF):
         return 0

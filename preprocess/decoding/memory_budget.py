@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from loopfeed.preprocess.memory import host_memory_bytes
+from loopfeed.preprocess.control_groups import host_memory_bytes
 
 PIXEL_BYTES = 16
 """Maximum memory per pixel while an image is decoded: measured, 16 for WebP, 12 for progressive CMYK JPEG."""

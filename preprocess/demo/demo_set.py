@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.control_groups import num_cores
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.packing.pack import PackProgress, pack_split
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.shards.location import open_location
-from loopfeed.preprocess.shards.unsynced import prepare_for_writing
+from loopfeed.preprocess.shards.split_files import prepare_for_writing
 from loopfeed.preprocess.sources.open_source import open_source
 from loopfeed.preprocess.system_errors import naming_file
 from loopfeed.preprocess.workers import Pool

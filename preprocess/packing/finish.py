@@ -35,9 +35,9 @@ from loopfeed.preprocess.shards.arrays import (
 )
 from loopfeed.preprocess.shards.location import Location, ShardError
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
+from loopfeed.preprocess.shards.split_files import sync_written
 from loopfeed.preprocess.shards.store_errors import write_fault
 from loopfeed.preprocess.shards.targets import SplitTargets, Targets, count_classes, dtype_of, num_words
-from loopfeed.preprocess.shards.unsynced import sync_written
 from loopfeed.preprocess.sources.listing import SourceSplit
 
 

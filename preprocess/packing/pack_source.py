@@ -7,14 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.control_groups import num_cores
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.decoding.default_resize import default_resize
-from loopfeed.preprocess.packing.holdout import HELD_OUT_SPLITS, choose_holdout_rule
 from loopfeed.preprocess.packing.pack import PackProgress, PackResult, pack_split
-from loopfeed.preprocess.packing.plan import PackSettings
+from loopfeed.preprocess.packing.plan import HELD_OUT_SPLITS, PackSettings, choose_holdout_rule
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
-from loopfeed.preprocess.shards.unsynced import prepare_for_writing
+from loopfeed.preprocess.shards.split_files import prepare_for_writing
 from loopfeed.preprocess.sources.open_source import open_source
 
 

@@ -29,7 +29,7 @@ from loopfeed.preprocess.shards.checksum import crc32c
 from loopfeed.preprocess.shards.location import Location, ShardError
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest
 from loopfeed.preprocess.shards.split_arrays import open_pixels, pixel_metadata
-from loopfeed.preprocess.shards.unsynced import sync_written
+from loopfeed.preprocess.shards.split_files import sync_written
 from loopfeed.preprocess.shards.verify import Damage
 from loopfeed.preprocess.system_errors import reading_remedy
 

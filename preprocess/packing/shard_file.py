@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.preprocess.regular_file import close_quietly
+from loopfeed.preprocess.shards.checksum import CHECKSUM_BYTES, shard_index
 from loopfeed.preprocess.shards.location import LOCK_SUFFIX
-from loopfeed.preprocess.shards.shard_index import CHECKSUM_BYTES, shard_index
 from loopfeed.preprocess.synced_folders import make_folders, sync_folder
 from loopfeed.preprocess.workers import Pool
 

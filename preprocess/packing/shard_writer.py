@@ -28,8 +28,8 @@ from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_array
 from loopfeed.preprocess.shards.checksum import crc32c
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
+from loopfeed.preprocess.shards.split_files import is_unsynced
 from loopfeed.preprocess.shards.store_errors import write_fault
-from loopfeed.preprocess.shards.unsynced import is_unsynced
 from loopfeed.preprocess.synced_folders import sync_file
 
 SHARD_TIMEOUT_S = 1800.0

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from loopfeed.preprocess.regular_file import FileIdentity
 from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
-from loopfeed.preprocess.shards.checksum import crc32c
-from loopfeed.preprocess.shards.chunk_marks import ChunkMarks
+from loopfeed.preprocess.shards.checksum import ChunkMarks, crc32c
 from loopfeed.preprocess.shards.location import Location
 from loopfeed.preprocess.shards.manifest import Manifest
 

@@ -13,11 +13,16 @@ from typing import Any
 
 import tensorstore as ts
 
-from loopfeed.preprocess.links import LinkedPathError, check_unlinked
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.regular_file import FileIdentity, check_regular, identity_of, read_regular
-from loopfeed.preprocess.shards.first_contact import connection_fault, contact_fault
-from loopfeed.preprocess.shards.store_errors import reason, remedy_for
+from loopfeed.preprocess.regular_file import (
+    FileIdentity,
+    LinkedPathError,
+    check_regular,
+    check_unlinked,
+    identity_of,
+    read_regular,
+)
+from loopfeed.preprocess.shards.store_errors import connection_fault, contact_fault, reason, remedy_for
 from loopfeed.preprocess.storage_options import (
     StorageOptionError,
     check_applicable,

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from loopfeed.preprocess.claimed_size import MAX_SIDE
+from loopfeed.preprocess.claimed_size import MAX_SIDE, json_digest
 from loopfeed.preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, kind_of
-from loopfeed.preprocess.json_digest import json_digest
 from loopfeed.preprocess.pixels import LAYOUTS, Layout, words_of_row
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (
@@ -27,9 +26,9 @@ from loopfeed.preprocess.shards.arrays import (
     NumberShards,
     row_shards,
 )
+from loopfeed.preprocess.shards.checksum import CHECKSUM_BYTES, ENTRY
 from loopfeed.preprocess.shards.classes import MAX_CLASSES, ImageClass
 from loopfeed.preprocess.shards.location import ShardError
-from loopfeed.preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY
 from loopfeed.preprocess.shards.targets import Targets, num_words
 
 FORMAT_VERSION = 2

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.preprocess.memory import host_memory_bytes
+from loopfeed.preprocess.control_groups import host_memory_bytes
 from loopfeed.preprocess.read_meter import CHECK, READ, ReadMeter
 from loopfeed.preprocess.shards.arrays import PIXELS
+from loopfeed.preprocess.shards.checksum import CHECKSUM_BYTES
 from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.mapped_shards import (
     MOST_MAPPED,
@@ -25,7 +26,6 @@ from loopfeed.preprocess.shards.mapped_shards import (
     MappedShards,
     read_pages,
 )
-from loopfeed.preprocess.shards.shard_index import CHECKSUM_BYTES
 
 # Smaller images are gathered with one call per shard, which copies them twice, because a call per image costs 2 µs. A
 # call per shard costs 10 µs, so it pays off only for several images.

@@ -23,10 +23,8 @@ from numpy.typing import NDArray
 from loopfeed.preprocess.read_meter import CHECK, OPEN, Reading, ReadMeter
 from loopfeed.preprocess.regular_file import FileIdentity, close_quietly, identity_of, open_regular, read_into
 from loopfeed.preprocess.shards.arrays import shard_key
-from loopfeed.preprocess.shards.checksum import crc32c
-from loopfeed.preprocess.shards.chunk_marks import ChunkMarks
+from loopfeed.preprocess.shards.checksum import CHECKSUM_BYTES, ENTRY, ChunkMarks, crc32c, shard_index
 from loopfeed.preprocess.shards.file_maps import FileMap, map_file
-from loopfeed.preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY, shard_index
 
 # Linux lets a process map 65,530 files, which two splits share here; further shards are read by the store.
 MOST_MAPPED = 3 << 13

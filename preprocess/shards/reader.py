@@ -27,11 +27,10 @@ from loopfeed.preprocess.shards.location import STORE_TIMEOUT_S, Location, Shard
 from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.mapped_images import MappedImages
 from loopfeed.preprocess.shards.mapped_shards import ChangedFileError, MappedShard
-from loopfeed.preprocess.shards.read_arguments import check_buffer, check_indices
 from loopfeed.preprocess.shards.shard_cache import ShardCache
 from loopfeed.preprocess.shards.shard_copies import ShardCopies
 from loopfeed.preprocess.shards.shard_sizes import check_plausible
-from loopfeed.preprocess.shards.split_arrays import SplitLabels, open_checksums
+from loopfeed.preprocess.shards.split_arrays import SplitLabels, check_buffer, check_indices, open_checksums
 from loopfeed.preprocess.shards.splits import list_splits, read_manifest
 from loopfeed.preprocess.shards.stored_pixels import StoredPixels, without_maps
 from loopfeed.preprocess.system_errors import reading_remedy

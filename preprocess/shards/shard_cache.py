@@ -22,8 +22,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from loopfeed.preprocess.file_lock import FileLockedError, lock_file
-from loopfeed.preprocess.links import LinkedPathError, check_unlinked, open_unlinked
-from loopfeed.preprocess.regular_file import check_regular, close_quietly, open_regular, read_regular
+from loopfeed.preprocess.regular_file import (
+    LinkedPathError,
+    check_regular,
+    check_unlinked,
+    close_quietly,
+    open_regular,
+    open_unlinked,
+    read_regular,
+)
 from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
 from loopfeed.preprocess.system_errors import system_reason
 

@@ -9,9 +9,9 @@ from loopfeed.preprocess.claimed_size import is_plausible, stored_size
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import open_regular, read_at
 from loopfeed.preprocess.shards.arrays import PIXELS, describe_truncation, shard_key
+from loopfeed.preprocess.shards.checksum import CHECKSUM_BYTES, ENTRY, end_of_chunks
 from loopfeed.preprocess.shards.location import Location, ShardError
 from loopfeed.preprocess.shards.manifest import Manifest
-from loopfeed.preprocess.shards.shard_index import CHECKSUM_BYTES, ENTRY, end_of_chunks
 
 _NUM_COMPARED = 64
 

@@ -1,4 +1,7 @@
-"""The files that belong to a split, and how to delete them without touching other files in its folder."""
+"""The files that belong to a split, and how to delete them without touching other files in its folder.
+
+Some file systems cannot sync folders: there TensorStore fails unless it is told not to sync anything.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from loopfeed.preprocess.shards.location import LOCK_SUFFIX, Location
+from loopfeed.preprocess.synced_folders import can_sync_folders, sync_tree
 
 _FILE = re.compile(
     r"manifest\.json|failures\.jsonl|(pixels|labels|checksums|targets)/zarr\.json|pixels/c/\d+/0/0"
@@ -87,3 +92,28 @@ def _own_folders(location: Location) -> Iterator[tuple[Path, str]]:
 
 def _root(location: Location) -> Path:
     return location.local_path or Path()
+
+
+_SYNC = "file_io_sync"
+
+
+def prepare_for_writing(location: Location) -> Location:
+    """Return the same folder, such that TensorStore can write into it where folders can't be synced, too."""
+    if location.local_path is None or can_sync_folders(location.local_path):
+        return location
+    return replace(location, spec=location.spec | {_SYNC: False})
+
+
+def is_unsynced(location: Location) -> bool:
+    """Return whether TensorStore does not sync the files that it writes into a folder, so that the caller must."""
+    return not location.spec.get(_SYNC, True)
+
+
+def sync_written(location: Location) -> None:
+    """Sync a folder and the files in it unless TensorStore did so.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    if is_unsynced(location):
+        sync_tree(Path(location.spec["path"]))

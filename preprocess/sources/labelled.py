@@ -15,7 +15,7 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.sources.labels_file import LabelTable
 from loopfeed.preprocess.sources.listing import ByteStore, FoundSplit, LabelMatch, Layout, Listing, SourceError
-from loopfeed.preprocess.sources.split_names import TopFolder, choose_splits, is_image_name, split_of
+from loopfeed.preprocess.sources.selection import TopFolder, choose_splits, is_image_name, split_of
 from loopfeed.preprocess.sources.tarindex import open_tar
 from loopfeed.preprocess.sources.tars import TarStore, visible_members
 from loopfeed.preprocess.sources.tree import FolderStore, files_below, list_folder, split_folders

@@ -25,8 +25,7 @@ from loopfeed.preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
 from loopfeed.preprocess.sources.labelled import check_lines, labelled_archive, labelled_folder
 from loopfeed.preprocess.sources.labels_file import LabelTable, read_labels
 from loopfeed.preprocess.sources.listing import FoundSplit, Layout, ListedSplit, SourceError, SourceImage, SourceSplit
-from loopfeed.preprocess.sources.selection import HOLDOUT_RULE, held_out, pack_order
-from loopfeed.preprocess.sources.split_names import SPLIT_ORDER
+from loopfeed.preprocess.sources.selection import HOLDOUT_RULE, SPLIT_ORDER, held_out, pack_order
 from loopfeed.preprocess.sources.tarindex import BLOCK, is_tar, open_tar
 from loopfeed.preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, TarStore, imagenet_openers, tar_layout
 from loopfeed.preprocess.sources.tree import list_folder, split_folders, split_openers

@@ -26,7 +26,7 @@ from loopfeed.preprocess.sources.class_names import (
 from loopfeed.preprocess.sources.devkit import ARCHIVE as DEVKIT_ARCHIVE
 from loopfeed.preprocess.sources.devkit import find_devkit
 from loopfeed.preprocess.sources.listing import FoundSplit, Layout, Listing, SourceError, index_classes
-from loopfeed.preprocess.sources.split_names import SPLIT_ORDER, TopFolder, choose_splits, is_image_name, split_of
+from loopfeed.preprocess.sources.selection import SPLIT_ORDER, TopFolder, choose_splits, is_image_name, split_of
 from loopfeed.preprocess.sources.tarindex import Member, TarFile, members, open_tar
 from loopfeed.preprocess.system_entries import visible
 

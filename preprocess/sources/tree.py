@@ -19,7 +19,7 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import IrregularFileError, open_regular, read_at
 from loopfeed.preprocess.sources.class_names import NAME_FILES, name_classes, read_name_files
 from loopfeed.preprocess.sources.listing import ChangedSourceError, FoundSplit, Listing, SourceError, index_classes
-from loopfeed.preprocess.sources.split_names import TopFolder, choose_splits, is_image_name, split_of
+from loopfeed.preprocess.sources.selection import TopFolder, choose_splits, is_image_name, split_of
 from loopfeed.preprocess.system_entries import count_ignored, is_hidden
 from loopfeed.preprocess.system_errors import Cause, cause_of, reading_remedy, status_of
 

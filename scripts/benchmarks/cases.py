@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.control_groups import num_cores
 from scripts.benchmarks.bench import Bench, Candidate, Case, Settings, Unit
 from scripts.benchmarks.data import (
     NUMBERS,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from PIL import Image
 
-from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.control_groups import num_cores
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.packing.pack import pack_split
 from loopfeed.preprocess.packing.plan import PackSettings

@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from loopfeed.preprocess.cores import num_cores
-from loopfeed.preprocess.memory import host_memory_bytes
+from loopfeed.preprocess.control_groups import host_memory_bytes, num_cores
 
 _PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "tensorstore", "pillow", "optax", "torch"),

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.control_groups import num_cores
 from scripts.benchmarks.bench import AGREED, Candidate, Case, Settings
 from scripts.benchmarks.hardware import load_average
 from scripts.benchmarks.peers import PeerError, ensure_peer

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from loopfeed.engine.replay.report import Difference, ReplayReport
     from loopfeed.engine.report_page.report import report_run
     from loopfeed.engine.run.callbacks import Callback, RunHandle
-    from loopfeed.engine.run.nonfinite import NonFiniteError
     from loopfeed.engine.run.result import TrainResult
+    from loopfeed.engine.run.run import NonFiniteError
     from loopfeed.engine.run.train import train
     from loopfeed.engine.runtime.record import RuntimeReport
     from loopfeed.engine.runtime.report import describe_runtime
@@ -84,7 +84,7 @@ _HOME = {
     "LossRecord": "loopfeed.engine.stream.sinks",
     "Metric": "loopfeed.engine.objective.metrics",
     "Model": "loopfeed.models.model",
-    "NonFiniteError": "loopfeed.engine.run.nonfinite",
+    "NonFiniteError": "loopfeed.engine.run.run",
     "PackResult": "loopfeed.preprocess.packing.pack",
     "PredictionResult": "loopfeed.engine.evaluation.predict",
     "Profile": "loopfeed.engine.profile.table",

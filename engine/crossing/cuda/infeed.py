@@ -13,8 +13,7 @@ from contextlib import suppress
 import jax
 import jax.numpy as jnp
 
-from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.control.word import CONTROL_WORDS, ControlWord, decode_control, stop_at_once
+from loopfeed.engine.control.board import CONTROL_WORDS, ControlBoard, ControlWord, decode_control, stop_at_once
 from loopfeed.engine.crossing.cuda.driver import CudaError
 from loopfeed.engine.crossing.cuda.ring import DeviceRing, Places, Stopwatch
 from loopfeed.engine.crossing.cuda.transport import CudaTransport

@@ -16,7 +16,7 @@ from loopfeed.engine.records.folder_lock import is_locked
 from loopfeed.engine.records.limits import MOST_JSON_BYTES
 from loopfeed.engine.records.run_folder import CONFIG
 from loopfeed.engine.records.whole_file import write_whole
-from loopfeed.models.user_cache import CACHE_REMEDY, user_cache_folder
+from loopfeed.models.trusted_folder import CACHE_REMEDY, user_cache_folder
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.shards.location import Location
 from loopfeed.preprocess.synced_folders import make_folders, sync_tree

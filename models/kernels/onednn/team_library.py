@@ -17,8 +17,7 @@ from pathlib import Path
 
 from jax import ffi
 
-from loopfeed.models.trusted_folder import file_fault, folder_fault, make_private_folder
-from loopfeed.models.user_cache import user_cache_folder
+from loopfeed.models.trusted_folder import file_fault, folder_fault, make_private_folder, user_cache_folder
 
 _SOURCE = Path(__file__).with_name("team.c")
 _COMPILERS = ("cc", "gcc", "clang")

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 from protocol import Channel, timed
 
-from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.control_groups import num_cores
 
 
 def main(piece_bytes: int, pieces: int, source_bytes: int, threads: int, unit: str) -> None:

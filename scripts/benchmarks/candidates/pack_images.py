@@ -8,7 +8,7 @@ from pathlib import Path
 
 from protocol import Channel, timed, versions_of
 
-from loopfeed.preprocess.cores import num_cores
+from loopfeed.preprocess.control_groups import num_cores
 from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
 from loopfeed.preprocess.packing.pack import pack_split
 from loopfeed.preprocess.packing.plan import PackSettings
