@@ -11,7 +11,7 @@ import pytest
 
 from loopfeed import Callback, EvaluationRecord, LossRecord, RunHandle, replay_run, train
 from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.request import ControlEvent
 from loopfeed.engine.run.callbacks import Callbacks
 from loopfeed.engine.run.epochs import steps_of_epochs
 from loopfeed.engine.run.run import Run

@@ -17,7 +17,7 @@ from loopfeed.engine.control.board import (
     encode_control,
     stop_at_once,
 )
-from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.request import ControlEvent
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from loopfeed.engine.commands import control_cli
 from loopfeed.engine.commands.control_cli import main
-from loopfeed.engine.control.event import ControlEvent
-from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.control.request import ControlEvent, ControlRequest
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLog, read_events
 from loopfeed.engine.records.control_requests import CONTROL_FOLDER_NAME, ControlMailbox, send_request
 from loopfeed.engine.records.folder_lock import FolderLock

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopfeed.engine.control.event import ControlEvent, events_at, factor_before
+from loopfeed.engine.control.request import ControlEvent, events_at, factor_before
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLog, read_events
 
 

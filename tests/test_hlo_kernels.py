@@ -9,7 +9,7 @@ from jax import lax
 
 from loopfeed import convolution
 from loopfeed.engine.compilation.ahead_of_time import compile_traced, trace_ahead
-from loopfeed.engine.hlo.kernels import KERNEL_TARGET, is_kernel, kernel_flops, kernel_operation
+from loopfeed.engine.hlo.program import KERNEL_TARGET, is_kernel, kernel_flops, kernel_operation
 from loopfeed.engine.hlo.text import parse_hlo
 from loopfeed.engine.hlo.work import bytes_of, flops_of
 from loopfeed.engine.profile.attribution import operations_of

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopfeed.engine.hlo.kernels import operation_products
+from loopfeed.engine.hlo.program import operation_products
 from loopfeed.models.families.vision_transformer import self_attention
 from loopfeed.models.kernels import MissingKernelsError, using_kernels
 from loopfeed.models.kernels.onednn.library import Isa, load_library

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loopfeed.engine.feed.feed_meter import FeedMeter
-from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.engine.feed.shard_batches import WindowedBatches
 from loopfeed.preprocess import read_meter
 from loopfeed.preprocess.read_meter import AWAIT, CHECK, COPY, IDLE, OPEN, READ, SOURCE, Profile, ReadMeter
 from loopfeed.preprocess.shards import mapped_images, mapped_shards, stored_pixels

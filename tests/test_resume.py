@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from loopfeed import ConfigError, TrainConfig, replay_run, train
-from loopfeed.engine.control.event import ControlEvent
-from loopfeed.engine.control.request import ControlRequest
+from loopfeed.engine.control.request import ControlEvent, ControlRequest
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.records.control_log import read_events
 from loopfeed.engine.records.control_requests import send_request

@@ -18,7 +18,6 @@ FLOORS = (
     "loopfeed.preprocess.system_errors",
     "loopfeed.preprocess.claimed_size",
     "loopfeed.preprocess.regular_file",
-    "loopfeed.preprocess.suggestions",
     "loopfeed.preprocess.quantities",
     "loopfeed.preprocess.system_entries",
     "loopfeed.preprocess.stop_signals",
@@ -112,7 +111,6 @@ PROGRAM_MAY_KNOW = {
     "loopfeed.preprocess.quantities",
     "loopfeed.preprocess.read_meter",
     "loopfeed.preprocess.storage_options",
-    "loopfeed.preprocess.suggestions",
     "loopfeed.preprocess.printable",
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.request import ControlEvent
 from loopfeed.engine.records.control_log import ControlLog, read_events
 from loopfeed.engine.records.digests import RunningDigest
 from loopfeed.engine.records.file_errors import LostFileError

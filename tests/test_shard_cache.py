@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.engine.feed.shard_batches import WindowedBatches
 from loopfeed.preprocess.shards.reader import open_split
 from loopfeed.preprocess.shards.shard_cache import IN_USE_S, ShardCache
 from tests.delayed_store import DelayedStore

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loopfeed import TrainConfig, train
-from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.request import ControlEvent
 from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step, parse_metric
 from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
 from loopfeed.engine.run.epochs import SnapshotChoice

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopfeed.engine.feed.feeder import Feeder
-from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.engine.feed.shard_batches import WindowedBatches
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.read_meter import ReadMeter
 from loopfeed.preprocess.shards.reader import ShardError, open_split

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopfeed.engine.feed.windowed_order import WindowedOrder
+from loopfeed.engine.feed.order import WindowedOrder
 from tests.test_order import MASK
 
 SIZES = {

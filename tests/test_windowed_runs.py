@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from loopfeed import replay_run, train
-from loopfeed.engine.feed.windowed_order import WindowedOrder
+from loopfeed.engine.feed.order import WindowedOrder
 from tests.fake_source import fake_source, pack, packed_words
 from tests.toy import Linear, toy_batch, toy_config
 

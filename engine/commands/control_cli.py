@@ -27,7 +27,7 @@ from loopfeed.preprocess.storage_options import is_url
 from loopfeed.preprocess.system_errors import describe_system_error, status_of
 
 if TYPE_CHECKING:
-    from loopfeed.engine.control.event import ControlEvent
+    from loopfeed.engine.control.request import ControlEvent
 
 _POLL_EVERY_S = 0.1
 _STOPPED = 130

@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from loopfeed.engine.compilation.cache_place import check_cache_place, local_folder
 from loopfeed.engine.compilation.garbage_collector import without_collector
-from loopfeed.engine.hlo.kernels import kernel_flops
+from loopfeed.engine.hlo.program import kernel_flops
 from loopfeed.engine.records.whole_file import make_folder, write_whole
 from loopfeed.models.kernels.onednn.team_library import cache_fault
 from loopfeed.models.layers.platform_forms import tracing_for

@@ -14,9 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from loopfeed.engine.control.event import ControlEvent, events_at, factor_before
 from loopfeed.engine.control.recording import Recording
-from loopfeed.engine.control.request import CALLBACK_ORIGIN, ControlRequest, origin_of
+from loopfeed.engine.control.request import (
+    CALLBACK_ORIGIN,
+    ControlEvent,
+    ControlRequest,
+    events_at,
+    factor_before,
+    origin_of,
+)
 
 # uint32 [3]: flags, the bits of a float32, a number of batches. They are transferred in the same call as the
 # pixels, because a second call (4 µs) would take longer than both transfers.

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.request import ControlEvent
 from loopfeed.preprocess.workers import Worker
 
 type Confirm = Callable[[], bool]

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.config import OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
-from loopfeed.engine.data.cached_data import open_cache, open_cached_split
-from loopfeed.engine.data.dataset import choose_data, make_demo
+from loopfeed.engine.data.dataset import choose_data, make_demo, open_cache, open_cached_split
 from loopfeed.engine.data.label_fit import check_loss_fits, check_num_targets
 from loopfeed.engine.feed.batches import (
     ArrayBatches,
@@ -25,8 +24,7 @@ from loopfeed.engine.feed.batches import (
     SyntheticBatches,
     takes_rows,
 )
-from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches
-from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches, WindowedBatches
 from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.processes import this_process

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.data.cached_data import open_cache, open_cached_split
-from loopfeed.engine.data.dataset import choose_data, data_of_record, make_demo
+from loopfeed.engine.data.dataset import choose_data, data_of_record, make_demo, open_cache, open_cached_split
 from loopfeed.engine.data.label_fit import check_loss_fits
 from loopfeed.engine.data.open_data import choose_eval_split, have_same_classes, manifest_digest_of
 from loopfeed.engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind

@@ -1,7 +1,7 @@
 """Two windows of images in memory: while batches are taken from one, the next is read.
 
 Owns the memory, the reading threads and the moment at which a window is given up; the order itself is
-`loopfeed.engine.feed.windowed_order`'s. Does not depend on jax. A window is read in large contiguous parts. An error of
+`loopfeed.engine.feed.order`'s. Does not depend on jax. A window is read in large contiguous parts. An error of
 the split is kept, and raised to whoever takes images of that window.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.feed.batches import Labels, Pixels
-from loopfeed.engine.feed.windowed_order import WindowedOrder
+from loopfeed.engine.feed.order import WindowedOrder
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.read_meter import AWAIT, COPY, NO_PROFILE, READ, WINDOW, Profile
 from loopfeed.preprocess.shards.reader import ShardError, ShardSplit

@@ -8,8 +8,16 @@ import math
 import re
 from collections.abc import Iterator
 
-from loopfeed.engine.hlo.kernels import count_meetings, is_kernel, kernel_operation, operation_products
-from loopfeed.engine.hlo.program import Array, Computation, HloProgram, Instruction
+from loopfeed.engine.hlo.program import (
+    Array,
+    Computation,
+    HloProgram,
+    Instruction,
+    count_meetings,
+    is_kernel,
+    kernel_operation,
+    operation_products,
+)
 
 # Cross-correlation of NHWC images by an HWIO kernel, in any number of axes.
 _CANONICAL = re.compile(r"b(\d*)f_\1io->b\1f")

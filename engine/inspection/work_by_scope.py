@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loopfeed.engine.hlo.kernels import is_kernel, kernel_operation
-from loopfeed.engine.hlo.program import HloProgram, Instruction
+from loopfeed.engine.hlo.program import HloProgram, Instruction, is_kernel, kernel_operation
 from loopfeed.engine.hlo.work import bytes_of, flops_of, fused_into, products_of
 from loopfeed.engine.inspection.steps import Kernel, Steps
 from loopfeed.engine.scopes import ACTIONS, SNAPSHOT, Scope

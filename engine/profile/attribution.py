@@ -15,8 +15,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from loopfeed.engine.hlo.kernels import is_kernel
-from loopfeed.engine.hlo.program import HloProgram
+from loopfeed.engine.hlo.program import HloProgram, is_kernel
 from loopfeed.engine.scopes import ACTIONS, AUGMENT, DRAW, NO_SCOPE, PUSH, TRAIN, UNPACK, VALID, Scope, parse_op_name
 
 _HOST_PLANE = "/host:CPU"

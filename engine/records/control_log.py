@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.control.recording import Confirm
-from loopfeed.engine.control.request import parse_fields
+from loopfeed.engine.control.request import ControlEvent, parse_fields
 from loopfeed.engine.records.digests import SEAL, LogState, RunningDigest, json_digest
 from loopfeed.engine.records.json_lines import JsonLines, read_lines
 

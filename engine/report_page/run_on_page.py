@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.request import ControlEvent
 from loopfeed.engine.evaluation.trained_run import check_folder
 from loopfeed.engine.profile.formats import COLUMNS
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events

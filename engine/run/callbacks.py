@@ -15,13 +15,12 @@ import jax.numpy as jnp
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.control.event import ControlEvent
-from loopfeed.engine.control.request import CALLBACK_ORIGIN, ControlRequest
+from loopfeed.engine.control.request import CALLBACK_ORIGIN, ControlEvent, ControlRequest
 from loopfeed.engine.run.result import TrainResult
 from loopfeed.engine.settings import is_number
 from loopfeed.engine.stream.function_sink import RecordFunction
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord
-from loopfeed.preprocess.suggestions import did_you_mean
+from loopfeed.preprocess.printable import did_you_mean
 
 
 class RunHandle:

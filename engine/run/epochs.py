@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import ceil
 
 from loopfeed.engine.config import COUNTED_IN_EPOCHS, MOST_EVALUATIONS, SETTINGS, TrainConfig
-from loopfeed.engine.control.event import ControlEvent
+from loopfeed.engine.control.request import ControlEvent
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.quantities import quantity
 

@@ -13,9 +13,8 @@ import jax
 import numpy as np
 
 from loopfeed.engine.compilation.ahead_of_time import Compiled
-from loopfeed.engine.control.event import ControlEvent
 from loopfeed.engine.control.recording import Confirm, EventRecorder
-from loopfeed.engine.control.request import origin_of
+from loopfeed.engine.control.request import ControlEvent, origin_of
 from loopfeed.engine.crossing.pushed import PushedSnapshot
 from loopfeed.engine.keys import plain_keys
 from loopfeed.engine.named_parts import options_of

@@ -37,12 +37,11 @@ from loopfeed.engine.records.stored.stored_run import StoredRun
 from loopfeed.engine.records.stored_types import check_weight_types
 from loopfeed.engine.records.weights import check_names
 from loopfeed.engine.replicas import device_put_replicated, unreplicate
-from loopfeed.engine.run.first_weights import draw_state, read_weights_of_run
 from loopfeed.engine.run.infeeds import bytes_ahead, infeed_of_evaluations, infeed_of_training
 from loopfeed.engine.run.profiling import Profiling
 from loopfeed.engine.run.program_settings import compiled_settings_of_run, runtime_settings, seed_words
 from loopfeed.engine.run.resolve import choose_model
-from loopfeed.engine.run.resume import Resume
+from loopfeed.engine.run.resume import Resume, draw_state, read_weights_of_run
 from loopfeed.engine.runtime.goodput import recording_compilations
 from loopfeed.engine.runtime.record import ProgramTimes
 from loopfeed.engine.spans import EVALUATION, LOOP, Spans

@@ -13,7 +13,7 @@ from typing import Unpack
 from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.compilation.cache_place import check_cache_places
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.control.event import factor_before
+from loopfeed.engine.control.request import factor_before
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.crossing.devices import Placement, settle_devices, split_processor
 from loopfeed.engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning

@@ -19,8 +19,7 @@ import numpy as np
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.feed.batches import BatchSource, label_words
 from loopfeed.engine.feed.feeder import batch_bytes
-from loopfeed.engine.feed.shard_batches import ShardBatches
-from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.engine.feed.shard_batches import ShardBatches, WindowedBatches
 from loopfeed.preprocess.pixels import words_of_row
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import PIXELS

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from loopfeed.engine.config import COUNTED_IN_EPOCHS, SYNTHETIC_IMAGE_SIZE, TrainConfig
 from loopfeed.engine.crossing.devices import devices
 from loopfeed.engine.feed.batches import Labels, Pixels
-from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches
-from loopfeed.engine.feed.windowed_batches import WindowedBatches
+from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches, WindowedBatches
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.peers import SEES_ALL
 from loopfeed.engine.processes import this_process

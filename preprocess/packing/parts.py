@@ -1,6 +1,6 @@
 """Packs a split in parts, at once or one after another, on one or several machines that share the folder.
 
-Each part writes its own blocks (`loopfeed.preprocess.packing.part`) as shard files and records them in the journal.
+Each part writes its own blocks (`loopfeed.preprocess.packing.owner`) as shard files and records them in the journal.
 Once all are there, one process turns them into the shards of a single machine (`loopfeed.preprocess.packing.recut`) and
 writes the manifest. So the bytes of the finished split depend neither on the number of parts nor on their order.
 """
