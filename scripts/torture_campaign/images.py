@@ -85,9 +85,9 @@ class ImageKind:
         ended = judge_exit(finished, names=[str(source), str(dest), "hostile-", "sound-"], max_mb=max_mb)
         if ended is not None:
             is_refused = ended.verdict is Verdict.DETECTED
+            who = faults["hostile-0"] if len(cases) == 1 else f"one of {len(cases)} images"
             return _judgement(
-                Verdict.WRONG if is_refused else ended.verdict,
-                f"{faults['hostile-0']} and {len(cases) - 1} others stopped the whole pack: {ended.why}",
+                Verdict.WRONG if is_refused else ended.verdict, f"{who} stopped the whole pack: {ended.why}"
             )
         self._compare(trial, source, dest, faults)
         shutil.rmtree(source)
