@@ -29,7 +29,7 @@ _TRAINING = (
     "--model resnet8 --image-size 16 --batch 8 --infeed-timeout 5 --eval-every 50 --snapshot-every 0 --keep 0 "
     "--flip 0.5 --ema-decay 0.9"
 )
-_TRAINING_TIMEOUT_S, _READING_TIMEOUT_S = 90.0, 20.0
+_TRAINING_TIMEOUT_S, _READING_TIMEOUT_S = 180.0, 20.0
 _REQUEST_TIMEOUT_S = 300.0
 _REPLAYED_SHARE = 0.1
 _INTERRUPTED = "interrupted-weights-foreign"
