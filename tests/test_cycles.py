@@ -226,3 +226,9 @@ def test_epochs_add_up_as_decimal_numbers():
     recorded = of_steps(100, epochs=0.1, batch=1)
     config = append_cycle(replace(recorded, append_epochs=0.2), recorded, 100, 1000, "data", lambda _: None)
     assert (config.epochs, config.steps) == (0.3, 300)
+
+
+def test_the_requested_factor_is_in_the_rates():
+    said = describe_rate_change(of_steps(60, schedule="cosine"), of_steps(30, schedule="cosine"), 30, factor=10.0)
+    assert said
+    assert said.startswith("the learning rate goes on at 0.057; it was 0.00039 at step 30, ")
