@@ -88,6 +88,14 @@ def test_a_signal_that_is_sent_twice_is_one_request(monkeypatch):
             raise_signal(signal.SIGINT)
 
 
+def test_a_signal_after_a_failure_ends_at_once():
+    with StopSignals(ControlBoard(), print) as signals:
+        signals.launched()
+        signals.failed()
+        with pytest.raises(KeyboardInterrupt):
+            raise_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
 def test_handlers_that_are_no_functions_are_restored(handler):
     before = signal.signal(signal.SIGTERM, handler)
