@@ -123,7 +123,7 @@ for name in sys.argv[1:]:
 
 
 def test_help_and_what_a_shell_completes_load_nothing_heavy() -> None:
-    names = ("models.names", "preprocess.suggestions", "engine.config", "engine.recipes", "engine.control.request")
+    names = ("models.names", "preprocess.printable", "engine.config", "engine.recipes", "engine.control.request")
     modules = [f"loopfeed.{name}" for name in names] + [text.partition(":")[0] for text in PROJECT["scripts"].values()]
     words = [sys.executable, "-c", HELP_PROGRAM, *modules]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
