@@ -360,7 +360,8 @@ class TrainConfig:
 
     crop: CropName = setting(
         "centre", AUGMENTATION, _PROGRAM, _KEPT,
-        "Training crop: centre, random (random position), or resized (random area and aspect ratio, then resized).",
+        "Training crop: centre, random (random position), or resized (random area and aspect ratio, then resized); of "
+        "whole pictures, see preprocess-imagenet --canvas.",
     )
     crop_padding: int = setting(
         0, AUGMENTATION, _PROGRAM, _KEPT, "Pixels added on every side before a random crop.", between=(0, 2**14),

@@ -179,7 +179,7 @@ def test_a_loop_equals_single_calls_and_traces_once():
 @pytest.mark.parametrize("size", [None, 16, 11, 1])
 def test_evaluation_crops_the_centre(size):
     pixels, _ = stream(0, 3)
-    images = prepare_for_evaluation(pixels, size, SCALE)
+    images = prepare_for_evaluation(Augmentation(size=size), pixels, SCALE)
     side, start = size or 16, round((16 - (size or 16)) / 2)
     middle = unpack_rgb(np.asarray(pixels))[:, start : start + side, start : start + side]
     levels = np.asarray(images) * np.asarray(SCALE.std) + np.asarray(SCALE.mean)
@@ -188,4 +188,4 @@ def test_evaluation_crops_the_centre(size):
 
 def test_evaluation_of_images_too_small():
     with pytest.raises(ValueError, match="must fit into the stored image, got 17×17 px out of 16×16 px"):
-        prepare_for_evaluation(stream(0, 1)[0], 17, SCALE)
+        prepare_for_evaluation(Augmentation(size=17), stream(0, 1)[0], SCALE)

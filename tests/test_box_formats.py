@@ -9,7 +9,7 @@ from PIL import Image, ImageOps, features
 
 from loopfeed.preprocess.decoding import box_formats
 from loopfeed.preprocess.decoding.box_formats import codestream_of, has_deep_avif, is_avif
-from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_crop, decode_image
+from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_image, decode_stored
 from loopfeed.preprocess.packing.journal import Journal
 from loopfeed.preprocess.shards.location import ShardError, open_location
 from tests.fake_source import fake_source, pack
@@ -77,7 +77,7 @@ def twelve_bits():
 def test_deep_grey_is_scaled_from_the_values_of_its_file(levels, white):
     values, file = twelve_bits()
     np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(file))), values << 4)  # what Pillow gives
-    found = np.asarray(decode_crop(file, ResizeRule(24, 24, "nearest", levels)))
+    found = np.asarray(decode_stored(file, ResizeRule(24, 24, "nearest", levels))[0])
     expected = np.floor(np.minimum(values, white) * 255.0 / white + 0.5)
     np.testing.assert_array_equal(found, np.repeat(expected[..., None], 3, axis=2))
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loopfeed.engine.images.augment import centre_crop, draw_crop_boxes, flip_horizontally, random_crop
 from loopfeed.engine.images.boxes import BLOCKS_OF_BOX
+from loopfeed.engine.images.crops import centre_crop, draw_crop_boxes, flip_horizontally, random_crop
 from loopfeed.preprocess.decoding.decode import crop_offset
 from tests.threefry_reference import index
 

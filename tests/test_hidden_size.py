@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_crop
+from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_stored
 from loopfeed.preprocess.decoding.hidden_size import hidden_pixels
 from loopfeed.preprocess.decoding.orientation import parse_raw_profile, png_text
 
@@ -64,7 +64,7 @@ def png_of_text(text: bytes) -> bytes:
 )
 def test_a_small_file_that_asks_for_much_is_refused(encoded, message):
     with pytest.raises(DecodeError, match=message):
-        decode_crop(encoded, RULE)
+        decode_stored(encoded, RULE)
 
 
 def test_the_size_of_a_tile_is_a_number_of_the_files_own_kind():
@@ -92,7 +92,7 @@ def test_usual_files_are_not_refused():
     for options in ({}, {"tile_size": (64, 64)}, {"precinct_size": (128, 128), "codeblock_size": (32, 32)}):
         file = io.BytesIO()
         pixels.save(file, "JPEG2000", **options)
-        assert decode_crop(file.getvalue(), RULE).size == (8, 8)
+        assert decode_stored(file.getvalue(), RULE)[0].size == (8, 8)
     file = io.BytesIO()
     pixels.save(file, "TIFF")
     assert hidden_pixels(file.getvalue(), "TIFF") == 0
@@ -105,4 +105,4 @@ def test_a_long_text_of_a_png_is_not_divided():
     assert parse_raw_profile(profile[:20] + b"\n" + profile[20:]) == b"Exif\0\0II*\0"
     assert png_text(b"tEXt", b"\n" * (1 << 20)) is not None
     assert png_text(b"tEXt", b"\n" * ((1 << 20) + 1)) is None
-    assert decode_crop(png_of_text(b"\n" * (2 << 20)), RULE).size == (8, 8)
+    assert decode_stored(png_of_text(b"\n" * (2 << 20)), RULE)[0].size == (8, 8)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from loopfeed.preprocess.commands.cli import main
-from loopfeed.preprocess.decoding.decode import MissingLevelsError, ResizeRule, decode_crop
+from loopfeed.preprocess.decoding.decode import MissingLevelsError, ResizeRule, decode_stored
 from loopfeed.preprocess.decoding.levels import Levels
 from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
 from loopfeed.preprocess.shards.reader import open_split
@@ -27,7 +27,7 @@ WANTED = ((TWELVE.astype(np.int64) * 510 + 4095) // 8190).astype(np.uint8)
 def decoded(content, levels=None):
     notes = list[DecodeNotes]()
     rule = ResizeRule(size=SIZE, resize=SIZE, resample="nearest", levels=levels)
-    return np.asarray(decode_crop(content, rule, note=notes.append)), sum(notes, NOTHING)
+    return np.asarray(decode_stored(content, rule, note=notes.append)[0]), sum(notes, NOTHING)
 
 
 def png(values, colour, significant=None, depth=16):

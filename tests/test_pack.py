@@ -206,8 +206,13 @@ def test_a_record_whose_labels_were_altered_is_damaged(tmp_path, source, removed
         pack(source, tmp_path)
 
 
+NONE = np.empty(0, np.uint32)
+
+
 def shard_record(**changes):
-    record = ShardRecord(0, 2, np.array([0, 1], np.uint16), (), ChannelSums(), "0" * 64, np.array([5, 6], np.uint32))
+    record = ShardRecord(
+        0, 2, np.array([0, 1], np.uint16), (), ChannelSums(), "0" * 64, np.array([5, 6], np.uint32), NONE
+    )
     return replace(record, **changes)
 
 
@@ -215,7 +220,7 @@ def shard_record(**changes):
 def test_a_record_has_a_checksum_for_each_image_or_none(num_checksums, has_checksums):
     text = shard_record(checksums=np.zeros(num_checksums, np.uint32)).to_json().encode()
     with pytest.raises(ValueError, match=f"the record has {num_checksums} checksums?, not {2 * has_checksums}"):
-        ShardRecord.from_json(text, format_version=2, has_checksums=has_checksums)
+        ShardRecord.from_json(text, format_version=2, has_checksums=has_checksums, has_extents=False)
 
 
 @pytest.mark.parametrize("gap", [-1, 1])
@@ -608,7 +613,7 @@ def test_a_shard_fills_at_most_64_mebibytes_by_default(size, shard_images):
         ({"num_workers": 0}, "num_workers must be at least 1, got 0"),
         (
             {"shard_images": 10**9},
-            r"shard_images 1,000,000,000 at 224 px .* 186,\d+ GiB, more than the 4 GiB .*; use at most 21,399 images",
+            r"shard_images 1,000,000,000 at 224 × 224 px .* 186,\d+ GiB, more than the 4 GiB .*; use at most 21,399",
         ),
         ({"codec": "zip"}, "codec must be one of raw, blosc, got 'zip'"),
         ({"on_error": "cry"}, "on_error must be skip or fail, got 'cry'"),

@@ -292,11 +292,11 @@ def test_an_interrupted_command_says_how_to_continue_and_does_so(tmp_path, sourc
     slow = (
         "import time\n"
         "from loopfeed.preprocess.packing import pipeline\n"
-        "decode, pipeline._MAX_BLOCK_IMAGES = pipeline.decode_crop, 1\n"
+        "decode, pipeline._MAX_BLOCK_IMAGES = pipeline.decode_stored, 1\n"
         "def wait(encoded, rule, **shared):\n"
         "    time.sleep(0.3)\n"
         "    return decode(encoded, rule, **shared)\n"
-        "pipeline.decode_crop = wait\n"
+        "pipeline.decode_stored = wait\n"
         "from loopfeed.preprocess.commands.cli import main\n"
         "main()\n"
     )

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from loopfeed.engine.images.augment import resize_boxes, triangle_weights
 from loopfeed.engine.images.boxes import Boxes
+from loopfeed.engine.images.crops import resize_boxes, triangle_weights
 from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
 
 BOXES = [(0, 0, 40, 56), (3, 7, 20, 20), (39, 55, 1, 1), (0, 10, 40, 3), (12, 0, 5, 56), (5, 6, 11, 13)]

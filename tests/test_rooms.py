@@ -24,6 +24,7 @@ FLOORS = (
     "loopfeed.preprocess.file_lock",
     "loopfeed.preprocess.synced_folders",
     "loopfeed.preprocess.pixels",
+    "loopfeed.preprocess.extents",
     "loopfeed.preprocess.read_meter",
     "loopfeed.preprocess.storage_options",
     "loopfeed.preprocess.shards",
@@ -105,6 +106,8 @@ PROGRAM_MAY_KNOW = {
     "loopfeed.models.names",
     "loopfeed.models.xla_threads",
     "loopfeed.models.trusted_folder",
+    # Where whole pictures are on their canvases.
+    "loopfeed.preprocess.extents",
     # How much memory the slots of the batches may take.
     "loopfeed.preprocess.workers",
     "loopfeed.preprocess.control_groups",

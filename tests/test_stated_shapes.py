@@ -155,11 +155,15 @@ def trace_functions() -> None:
     from loopfeed.engine.config import OptimizerName
     from loopfeed.engine.feed.label_form import LabelForm
     from loopfeed.engine.images import unpack
+    from loopfeed.engine.images.augment import augment_images
+    from loopfeed.engine.images.positions import positions
+    from loopfeed.engine.images.settings import Augmentation
     from loopfeed.engine.objective.losses import LOSSES
     from loopfeed.engine.objective.objective import CROSS_ENTROPY
     from loopfeed.engine.objective.tally import empty_predictions, empty_tally, tally_outputs
     from loopfeed.engine.program.histograms import compute_histograms
     from loopfeed.engine.updates.optim import Hyperparams, init_optimizer, make_optimizer
+    from loopfeed.preprocess.extents import Whole
 
     def sums(x: jax.Array, kernel: jax.Array, stride: int, groups: int) -> Any:
         return convolution(x, kernel, stride=stride, groups=groups).sum()
@@ -178,6 +182,11 @@ def trace_functions() -> None:
     jax.eval_shape(partial(tally_outputs, CROSS_ENTROPY), tally, logits, jnp.zeros(2, jnp.int32))
     jax.eval_shape(unpack.pack_dense, jnp.zeros((2, 8, 6), jnp.uint32))
     jax.eval_shape(unpack.to_levels, jnp.zeros((2, 8, 8, 3)), unpack.PixelScale(jnp.zeros(3), jnp.ones(3)))
+    scale = unpack.PixelScale(jnp.zeros(3), jnp.ones(3))
+    words, pixels, extents = jnp.zeros(2, jnp.uint32), jnp.zeros((2, 8, 12), jnp.uint32), jnp.zeros(2, jnp.int32)
+    for crop in ("random", "resized"):
+        whole = Augmentation(crop=crop, whole=Whole(7, 8))
+        jax.eval_shape(partial(augment_images, whole), pixels, positions(jnp.int32(0), 2, 0, 2), words, scale, extents)
     params = {"kernel": jnp.zeros((3, 4))}
     for name in get_args(OptimizerName):
         optimizer = make_optimizer(name, Hyperparams(*jnp.zeros(3)))

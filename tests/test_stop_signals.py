@@ -111,11 +111,11 @@ def test_every_command_is_interrupted_by_these_signals():
 STOPPED_PACK = """
 import os, signal, sys
 from loopfeed.preprocess.packing import pipeline
-decode = pipeline.decode_crop
+decode = pipeline.decode_stored
 def stop(encoded, rule, **shared):
     os.kill(os.getpid(), int(sys.argv.pop()) if len(sys.argv) > 6 else 0)
     return decode(encoded, rule, **shared)
-pipeline.decode_crop = stop
+pipeline.decode_stored = stop
 from loopfeed.preprocess.commands.cli import main
 main(sys.argv[1:6])
 """

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_crop
+from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_stored
 
 SIZE, TILE, STRIP = 20, 16, 6
 RAW, DEFLATE = 1, 8
@@ -156,7 +156,7 @@ def outcome(encoded, levels, wanted):
     """Return the largest difference from the wanted levels, or the error."""
     rule = ResizeRule(size=SIZE, resize=SIZE, resample="nearest", levels=levels)
     try:
-        found = np.asarray(decode_crop(encoded, rule))
+        found = np.asarray(decode_stored(encoded, rule)[0])
     except DecodeError as error:
         return str(error)
     return float(np.abs(found - wanted).max())

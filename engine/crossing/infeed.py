@@ -37,10 +37,13 @@ class Batch(NamedTuple):
     Attributes:
         pixels: uint32 [b, H, W], packed.
         labels: int32 [b], or [b, words] if they are not class numbers (`loopfeed.engine.feed.label_form`).
+        extents: int32 [b], where on its canvas each picture is (`loopfeed.preprocess.extents`); None for images that
+            fill their pixels.
     """
 
     pixels: jax.Array
     labels: jax.Array
+    extents: jax.Array | None = None
 
 
 class Pulled(NamedTuple):
@@ -256,8 +259,14 @@ class Infeed:
 
 
 def make_batch(feeder: Feeder, pixels: jax.Array, labels: jax.Array) -> Batch:
-    """Build a batch, converting pixels from the feeder's layout, uint32 [b, H, words per row], to the packed layout."""
-    return Batch(pack_dense(pixels) if feeder.is_dense else pixels, labels)
+    """Build a batch from what the feeder gives: pixels, uint32 [b, H, words per row], and the words of the labels."""
+    if feeder.is_dense:
+        pixels = pack_dense(pixels)
+    if not feeder.has_extents:
+        return Batch(pixels, labels)
+    if not feeder.has_weights:
+        return Batch(pixels, labels[:, 1], labels[:, 0])
+    return Batch(pixels, jnp.concatenate([labels[:, :1], labels[:, 2:]], axis=1), labels[:, 1])
 
 
 def _stop_after(num_batches: int, words: NDArray[np.uint32]) -> None:

@@ -23,6 +23,7 @@ from loopfeed.engine.feed.batches import (
     LabelKind,
     SyntheticBatches,
     takes_rows,
+    whole_of,
 )
 from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches, WindowedBatches
 from loopfeed.engine.owners import storage_options_of
@@ -131,11 +132,24 @@ def open_data(
 
 def _check_same_shape(source: BatchSource, evaluation: EvaluationSource) -> None:
     shapes = [(each.batch, each.height, each.width) for each in (source, evaluation)]
+    if whole_of(source) != whole_of(evaluation):
+        raise ValueError(
+            "the images of both splits must be whole pictures of one geometry, or squares, but --size, --resize and "
+            f"--canvas of the training split gave {_geometry(source)}, and those of the evaluation split "
+            f"{_geometry(evaluation)}: pack both splits alike, or give --eval-split off"
+        )
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"evaluation batches must be shaped like training batches, B × H × W = {shapes[0]}, got {shapes[1]}: "
             "pack both splits with the same --size, or give --eval-split off"
         )
+
+
+def _geometry(source: BatchSource) -> str:
+    whole = whole_of(source)
+    return (
+        "squares" if whole is None else f"pictures of a shorter side of {whole.resize} px, cropped to {whole.size} px"
+    )
 
 
 def _open_user_batches(config: TrainConfig, parts: UserParts, first_batch: int) -> RunData:
@@ -334,7 +348,11 @@ def _contents_digest(*manifests: Manifest) -> str | None:
     """Return the digest of the images and labels of splits, None if not all have checksums."""
     if not all(each.checksum_digests for each in manifests):
         return None
-    lists = [(each.height, each.width, each.checksum_digests, each.label_digests) for each in manifests]
+    lists = [
+        (each.height, each.width, each.checksum_digests, each.label_digests)
+        + ((each.whole, each.extent_digests) if each.is_whole else ())
+        for each in manifests
+    ]
     return hashlib.sha256(json.dumps(lists).encode()).hexdigest()
 
 

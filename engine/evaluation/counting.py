@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from loopfeed.engine.evaluation.result import ImagePredictions
 from loopfeed.engine.evaluation.subject import (
     Subject,
 )
-from loopfeed.engine.feed.batches import CheckedSource, EvaluationSource, label_form_of
+from loopfeed.engine.feed.batches import CheckedSource, EvaluationSource, label_form_of, whole_of
 from loopfeed.engine.feed.feeder import Feeder, ring_depth
 from loopfeed.engine.images.augment import prepare_for_evaluation
 from loopfeed.engine.images.unpack import PixelScale
@@ -93,7 +94,9 @@ def run_evaluation(
         words_of=lambda _, num_batches: board.stop_words(num_batches),
         chunk=choose_chunk(None, transport),
     )
-    settings = compiled_settings(subject.config, parts, evaluated_form=label_form_of(source))
+    # What only augments training images must not refuse others.
+    config = replace(subject.config, crop="centre", crop_padding=0, padding_mode="zeros")
+    settings = compiled_settings(config, parts, evaluated_form=label_form_of(source), whole=whole_of(source))
     compiled = _compile(subject, settings, source, transport, infeed, notify, per_class=per_class, ranked=ranked)
     notify(f"compiled the evaluation program in {compiled.compile_s:.1f} s" + " (from the cache)" * compiled.from_cache)
     started = time.perf_counter()
@@ -126,7 +129,7 @@ def _compile(
     model = CheckedModel(subject.model, subject.num_classes, source, kernels)
 
     def program(weights: Weights, num_batches: jax.Array, scale: PixelScale) -> tuple[Tally, jax.Array]:
-        num_logits = _num_logits(model, weights, subject, source) if per_class or ranked else 0
+        num_logits = _num_logits(model, weights, subject, settings, source) if per_class or ranked else 0
         rows = None if ranked is None else empty_predictions(ranked.num_images, min(ranked.num_classes, num_logits))
         first_batch = jnp.zeros((), jnp.int32)
         _, tally, is_incomplete = evaluate_split(
@@ -151,15 +154,19 @@ def _compile(
         return call_on_worker(partial(compile_traced, traced, deterministic=deterministic, keeps=transport))
 
 
-def _num_logits(model: CheckedModel, weights: Weights, subject: Subject, source: EvaluationSource) -> int:
+def _num_logits(
+    model: CheckedModel, weights: Weights, subject: Subject, settings: CompiledSettings, source: EvaluationSource
+) -> int:
     """Trace the model to find the number of classes, K, because a user-defined model does not declare it."""
     pixels = jax.ShapeDtypeStruct((source.batch, source.height, source.width), jnp.uint32)
 
-    def apply(weights: Weights, pixels: jax.Array, scale: PixelScale) -> jax.Array:
-        images = prepare_for_evaluation(pixels, subject.config.image_size, scale)
+    extents = None if whole_of(source) is None else jax.ShapeDtypeStruct((source.batch,), jnp.int32)
+
+    def apply(weights: Weights, pixels: jax.Array, scale: PixelScale, extents: jax.Array | None) -> jax.Array:
+        images = prepare_for_evaluation(settings.augmentation, pixels, scale, extents)
         return logits_of(model.apply(weights.params, weights.batch_stats, images, train=False)[0])
 
-    logits = jax.eval_shape(apply, weights, pixels, _numbers(subject, source)[1])
+    logits = jax.eval_shape(apply, weights, pixels, _numbers(subject, source)[1], extents)
     return logits.shape[1]
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from PIL.Image import Image
 
 from loopfeed.engine.feed.batches import PADDING_LABEL, Labels, Pixels
-from loopfeed.preprocess.decoding.decode import ResizeRule, decode_image
+from loopfeed.preprocess.decoding.decode import ResizeRule, decode_stored
 from loopfeed.preprocess.decoding.memory_budget import file_budget, pixel_budget
+from loopfeed.preprocess.extents import Extent
 from loopfeed.preprocess.pixels import pack_rgb
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.selection import IMAGE_SUFFIXES, is_image_name
@@ -87,7 +88,8 @@ class PhotographBatches:
 
     def __init__(self, files: Sequence[str], rule: ResizeRule, *, batch: int, timeout_s: float) -> None:
         self._files, self._rule = files, rule
-        self.batch, self.height, self.width = batch, rule.size, rule.size
+        self.batch, self.whole = batch, rule.whole
+        self.height, self.width = rule.stored_shape
         self.num_batches = -(-len(files) // batch)
         self.failures: dict[int, str] = {}
         self._pixels, self._bytes = pixel_budget(timeout_s), file_budget(timeout_s)
@@ -95,18 +97,22 @@ class PhotographBatches:
     def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
         """Decode the photographs of a batch; their label is 0, and that of padding rows is PADDING_LABEL."""
         pixels[...], labels[...] = 0, PADDING_LABEL
+        if self.whole:
+            labels[:, 0] = Extent(self.height, self.width, is_transposed=False).to_word()
         start = batch_index % self.num_batches * self.batch + rows.start
         for row, index in enumerate(range(start, min(start + len(rows), len(self._files)))):
-            rgb = self._decode(index)
-            if rgb is not None:
-                pixels[row], labels[row] = pack_rgb(rgb), _ANY_CLASS
+            if (decoded := self._decode(index)) is None:
+                continue
+            image, extent = decoded
+            pixels[row] = pack_rgb(np.asarray(image))
+            labels[row] = _ANY_CLASS if extent is None else (extent.to_word(), _ANY_CLASS)
 
-    def _decode(self, index: int) -> NDArray[np.uint8] | None:
+    def _decode(self, index: int) -> tuple[Image, Extent | None] | None:
         path = self._files[index]
         try:
             with self._bytes.held(2 * Path(path).stat().st_size):
                 encoded = read_regular(path, max_bytes=_MOST_FILE_BYTES)
-                return decode_image(encoded, self._rule, budget=self._pixels)
+                return decode_stored(encoded, self._rule, budget=self._pixels)
         except (OSError, ValueError) as error:
             self.failures[index] = error_text(error)
             return None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.evaluation.trained_run import TrainedRun, describe_later_steps
-from loopfeed.engine.feed.batches import EvaluationSource
+from loopfeed.engine.feed.batches import EvaluationSource, image_shape, largest_size, whole_of
 from loopfeed.engine.named_parts import NAME_FORM
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
@@ -29,6 +29,7 @@ from loopfeed.engine.records.weights_metadata import (
     channels_in,
     check_metadata,
     image_size_in,
+    resize_rule_of,
     steps_in,
 )
 from loopfeed.engine.run.resolve import too_large_image, unknown_model
@@ -136,6 +137,7 @@ def run_subject(
         ValueError: if the weights do not fit the model, or the images do not have a suitable size.
     """
     size = _crop_of_run(config, recorded, source, remedy)
+    _warn_of_geometry(recorded, source, size, notify)
     registry_name = recorded.model_name if model is None else None
     if model is None:
         model = _build(recorded.model_name, recorded.num_classes, config, size, source)
@@ -229,7 +231,7 @@ def _build(
         raise ValueError(
             f"a run of {name} must record its number of classes, but records none: restore its config.json"
         )
-    size = crop or min(source.height, source.width)
+    size = crop or min(image_shape(source))
     return build_model(name, num_classes=num_classes, image_size=size, dtype=jnp.dtype(config.precision))
 
 
@@ -269,6 +271,24 @@ def _scale_of_file(
     return chosen_mean, chosen_std
 
 
+def _warn_of_geometry(
+    recorded: TrainedRun, source: EvaluationSource, size: int | None, notify: Callable[[str], None]
+) -> None:
+    """Say so if whole pictures are evaluated after a training on squares, or the reverse, and are cropped otherwise.
+
+    The network receives all of a picture's central crop, resized, but the centre of a square.
+    """
+    rule, whole = resize_rule_of(recorded.weights.metadata, os.fspath(recorded.path)), whole_of(source)
+    was_whole = rule is not None and "canvas" in rule
+    if rule is None or was_whole == (whole is not None) or size in (None, rule.get("size")):
+        return
+    kinds = ("squares", "whole pictures")
+    notify(
+        f"warning: the run was trained on {kinds[was_whole]}, but these are {kinds[not was_whole]}, of which another "
+        f"part becomes {size} × {size} px: pack them as the training images were (preprocess-imagenet --canvas)"
+    )
+
+
 def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSource, remedy: str) -> int | None:
     """Return the size of the central crop that reduces the split's images to the size used in training.
 
@@ -277,10 +297,10 @@ def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSo
     """
     size = config.image_size
     expected = (recorded.height, recorded.width) if size is None else (size, size)
-    found = source.height, source.width
+    found = image_shape(source)
     if found == expected:
         return config.image_size
-    if expected[0] == expected[1] and expected[0] <= min(found):
+    if expected[0] == expected[1] and expected[0] <= largest_size(source):
         return expected[0]
     if size is not None and size != recorded.config.image_size:
         raise _too_large(size, source, remedy)
@@ -292,7 +312,7 @@ def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSo
 
 def _too_large(size: int, source: EvaluationSource, remedy: str) -> SettingError:
     if remedy == PACK_AGAIN:
-        return too_large_image(size, source.height, source.width)
+        return too_large_image(size, source)
     return SettingError(
         "image_size",
         "{setting} must be at most the size of the images, {height} × {width} px, got {size}: leave it out, or "
@@ -311,7 +331,7 @@ def _crop_of_file(
     notify: Callable[[str], None],
     remedy: str,
 ) -> int | None:
-    least = min(source.height, source.width)
+    least = largest_size(source)
     if config.image_size is not None and config.image_size > least:
         raise _too_large(config.image_size, source, remedy)
     if config.image_size is not None:
@@ -323,4 +343,4 @@ def _crop_of_file(
             f"{source.height} × {source.width} px: {remedy}, as the network is less accurate on others"
         )
     is_smaller = height == width and 0 < height <= least
-    return height if is_smaller and (source.height, source.width) != (height, height) else None
+    return height if is_smaller and image_shape(source) != (height, height) else None

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.given_values import describe_given
+from loopfeed.preprocess.extents import Whole
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.read_meter import ReadMeter
 
@@ -55,16 +56,37 @@ class BatchSource(Protocol):
 
         If the source has an attribute `row_words` that differs from its width, the pixels are in the dense layout,
         uint32 [b, H, row_words] (`loopfeed.preprocess.pixels`). If the source has an attribute `label_form`, a
-        `LabelForm`, its labels are int32 [b, label_form.num_words], written by `label_form.pack`. A wrapper of such a
-        source must have these attributes too.
+        `LabelForm`, its labels are int32 [b, label_form.num_words], written by `label_form.pack`. If it has an
+        attribute `whole`, a `loopfeed.preprocess.extents.Whole`, the word of each picture's place on its canvas
+        (`loopfeed.preprocess.extents`) comes before its class number, or behind the weight. A wrapper of such a source
+        must have these attributes too.
         """
         ...
 
 
 def label_words(source: BatchSource) -> int | None:
-    """Return the number of words for each image's labels, or None if they are class numbers, int32 [B]."""
+    """Return the number of words for each image's labels and extent; None if they are class numbers, int32 [B]."""
     form = label_form_of(source)
-    return None if form is None else form.num_words
+    words = None if form is None else form.num_words
+    return words if whole_of(source) is None else 1 + (words or 1)
+
+
+def whole_of(source: BatchSource) -> Whole | None:
+    """Return the geometry of a source's whole pictures, its `whole`; None for images that fill their pixels."""
+    found = getattr(source, "whole", None)
+    return found if isinstance(found, Whole) else None
+
+
+def image_shape(source: BatchSource) -> tuple[int, int]:
+    """Return the (height, width) of what a network receives of a source's images without a setting `image_size`."""
+    whole = whole_of(source)
+    return (source.height, source.width) if whole is None else (whole.size, whole.size)
+
+
+def largest_size(source: BatchSource) -> int:
+    """Return the largest `image_size` for a source: the shorter side of its images, before a central crop."""
+    whole = whole_of(source)
+    return min(source.height, source.width) if whole is None else whole.resize
 
 
 def label_form_of(source: BatchSource) -> "LabelForm | None":

@@ -20,9 +20,11 @@ from loopfeed.engine.feed.batches import (
     LendingSource,
     Lent,
     Pixels,
+    label_form_of,
     label_words,
     read_meter_of,
     row_words,
+    whole_of,
 )
 from loopfeed.engine.feed.feed_meter import FeedMeter, WaitNow
 from loopfeed.engine.feed.row_copies import RowCopies, describe_places, places_of
@@ -107,6 +109,7 @@ class Feeder:
         shard_shape: shape of a shard's pixels, [b, H, words per row].
         label_shape: shape of a shard's labels, [b], or [b, words per label] if they are not class numbers.
         is_dense: whether the pixels are in the dense layout.
+        has_extents: whether the words of each label have the picture's extent, behind the weight if `has_weights`.
         depth: number of slots, at most the number of batches.
         most_borrowed: batches that may be between `borrow` and `give_back` while the next is filled.
         batch_bytes: the size of these rows of a batch in host memory, in bytes.
@@ -140,6 +143,7 @@ class Feeder:
         self.shard_shape = self.shard_batch, source.height, row_words(source)
         words = label_words(source)
         self.label_shape = (self.shard_batch,) if words is None else (self.shard_batch, words)
+        self.has_extents, self.has_weights = whole_of(source) is not None, label_form_of(source) is not None
         self.is_dense = row_words(source) != source.width
         self._source, self._num_shards = source, num_shards
         self.start_index, self.stop_index = start_index, stop_index

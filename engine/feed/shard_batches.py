@@ -9,6 +9,7 @@ from loopfeed.engine.feed.batches import PADDING_LABEL, Labels, Lent, Pixels
 from loopfeed.engine.feed.order import EpochOrder, WindowedOrder
 from loopfeed.engine.feed.window_reader import NUM_WINDOWS, WindowReader, stored_bytes
 from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.extents import Extent
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.reader import ShardSplit
 
@@ -33,7 +34,7 @@ class ShardBatches:
         self._order = EpochOrder(split.num_images, seed)
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
-        self.read_meter = split.meter
+        self.whole, self.read_meter = split.manifest.whole, split.meter
         # The index of a batch, and the images of that batch and the following batches; always replaced together.
         self._ordered = 0, np.empty((0, batch), np.int64)
 
@@ -86,7 +87,7 @@ class SequentialBatches:
         self.split, self._label_of = split, label_of
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
-        self.read_meter = split.meter
+        self.whole, self.read_meter = split.manifest.whole, split.meter
         self.num_batches = -(-split.num_images // batch)
 
     def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
@@ -94,13 +95,16 @@ class SequentialBatches:
         start = batch_index % self.num_batches * self.batch + rows.start
         count = max(0, min(len(rows), self.split.num_images - start))
         pixels[count:], labels[count:] = 0, 0 if self.label_form else PADDING_LABEL
+        if self.whole:
+            labels[count:, 1 if self.label_form else 0] = Extent(self.height, self.width, is_transposed=False).to_word()
         if not count:
             return
         images = np.arange(start, start + count, dtype=np.int64)
         words = weighted(labels[:count]) if self.label_form else labels[:count]
         self.split.read_into(images, pixels[:count], words, timeout_s=timeout_s)
         if self._label_of is not None:
-            labels[:count] = self._label_of[labels[:count]]
+            classes = labels[:count, 1] if self.whole else labels[:count]
+            classes[:] = self._label_of[classes]
 
     def check_unchanged(self) -> None:
         """Raise loopfeed.preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
@@ -119,7 +123,7 @@ def label_form_of_split(split: ShardSplit) -> "LabelForm | None":
 
 
 def weighted(labels: Labels) -> Labels:
-    """Write the weight 1 of each example into its first word, and return the words of the labels behind it."""
+    """Write the weight 1 of each example into its first word, and return the words behind it."""
     from loopfeed.engine.feed.label_form import WEIGHT_WORDS
 
     labels[:, :WEIGHT_WORDS] = np.ones(1, np.float32).view(np.int32)
@@ -174,7 +178,7 @@ class WindowedBatches:
         self.split, self._rows = split, rows
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
-        self.read_meter = split.meter
+        self.whole, self.read_meter = split.manifest.whole, split.meter
         window_images = _window_images(split, batch, window_gb)
         block_images = max(1, min(split.manifest.shard_images, window_images // _LEAST_BLOCKS))
         self.order = WindowedOrder(split.num_images, seed, batch, block_images, window_images, pairs)

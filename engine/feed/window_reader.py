@@ -5,6 +5,7 @@ Owns the memory, the reading threads and the moment at which a window is given u
 the split is kept, and raised to whoever takes images of that window.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -145,7 +146,7 @@ class WindowReader:
 
         Args:
             start, stop: half-open range of positions.
-            pixels, labels: uint32 [n, H, row_words] and int32 [n], or [n, target_words]; written.
+            pixels, labels: uint32 [n, H, row_words] and int32 [n, *label_row] of the split; written.
             timeout_s: longest wait, in seconds.
 
         Raises:
@@ -222,8 +223,7 @@ class WindowReader:
         for _ in range(NUM_WINDOWS):
             # The system provides pages only as they are written.
             pixels = np.empty((self._capacity, split.height, split.row_words), np.uint32)
-            label_row = (split.target_words,) if split.target_words else ()
-            self._memory.append(_Memory(pixels, np.empty((self._capacity, *label_row), np.int32)))
+            self._memory.append(_Memory(pixels, np.empty((self._capacity, *split.label_row), np.int32)))
         self._open_windows()
         for number in range(self._num_threads):
             self._workers.append(Worker(self._work, f"window-{number}").start(is_attended=False))
@@ -326,4 +326,4 @@ class WindowReader:
 
 def stored_bytes(split: ShardSplit) -> int:
     """Return the bytes of host memory for an image of a split and its label."""
-    return split.manifest.image_bytes + 4 * max(1, split.target_words)
+    return split.manifest.image_bytes + 4 * math.prod(split.label_row)

@@ -3,11 +3,6 @@
 Every random draw is a function of (seed, position), see `loopfeed.engine.images.positions`; the host sends the same
 packed words whatever the settings. Up to the normalisation all arithmetic on pixels is exact, so that batch size,
 sharding and kernels do not change a single bit. Does not depend on the loop.
-
-Moving packed words is exact and causes a third of the memory traffic of floats. On a CPU, one dynamic slice per image
-was the fastest of six implementations inside `while_loop`. For 128 images of 32 px, padded by 4 and flipped, it took
-1.5 times as long as unpacking alone; a `lax.map` took 2.3 times, gathers of rows and columns 5 to 10 times, and sums
-of masked shifts 15 times. With the random draws it took 0.09 ms per batch, against 0.04 ms for unpacking alone.
 """
 
 from collections.abc import Callable
@@ -15,12 +10,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.images.auto_augment import auto_augment
-from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, Boxes, BoxRule, draw_boxes, mask_boxes
+from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, BoxRule, draw_boxes, mask_boxes
+from loopfeed.engine.images.crops import (
+    centre_crop,
+    crop_pictures,
+    draw_crop_boxes,
+    flip_horizontally,
+    random_crop,
+    read_extents,
+    resize_boxes,
+    square_boxes,
+)
 from loopfeed.engine.images.jitter import (
     change_brightness,
     change_contrast,
@@ -32,184 +36,11 @@ from loopfeed.engine.images.jitter import (
     turn_hue,
 )
 from loopfeed.engine.images.mixing import draw_mixture, mix_levels, mix_targets, paste_partners
-from loopfeed.engine.images.positions import (
-    Positions,
-    Purpose,
-    draw_words,
-    image_keys,
-    key_of_purpose,
-    to_choice,
-    to_index,
-)
-from loopfeed.engine.images.settings import Augmentation, PaddingName
+from loopfeed.engine.images.positions import Positions, Purpose, draw_words, image_keys, key_of_purpose, to_choice
+from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale, normalise_levels, unpack_pixels
 from loopfeed.engine.scopes import AUGMENT, UNPACK
-
-_SHIFTS = (24, 16, 8)
-
-
-def centre_crop(pixels: UInt32[Array, "b H W"], shape: tuple[int, int]) -> UInt32[Array, "b {shape[0]} {shape[1]}"]:
-    """Crop the centre of images to `shape` (height, width).
-
-    The offset is round((H - height) / 2), rounding half to even, as in torchvision's CenterCrop and as in packing.
-
-    Raises:
-        ValueError: if the crop is larger than the image.
-    """
-    stored = pixels.shape[1:]
-    if shape[0] > stored[0] or shape[1] > stored[1]:
-        raise ValueError(
-            f"a centre crop must fit into the stored image, got {shape[0]}×{shape[1]} px out of "
-            f"{stored[0]}×{stored[1]} px: choose a smaller size, or store larger images"
-        )
-    top, left = (round((length - size) / 2) for length, size in zip(stored, shape, strict=True))
-    return pixels[:, top : top + shape[0], left : left + shape[1]]
-
-
-def random_crop(
-    pixels: UInt32[Array, "b H W"],
-    words: UInt32[Array, "b 2"],
-    shape: tuple[int, int],
-    padding: int,
-    mode: PaddingName,
-) -> UInt32[Array, "b {shape[0]} {shape[1]}"]:
-    """Pad each image and crop it to `shape` (height, width) at a uniformly random place.
-
-    Args:
-        words: uniform, for the row and the column.
-        shape: at most (H + 2 · padding, W + 2 · padding).
-        padding: pixels added on every side.
-        mode: "zeros" pads with black, as in torchvision's RandomCrop; "reflect" mirrors at the border pixels.
-    """
-    if padding:
-        around = ((0, 0), (padding, padding), (padding, padding))
-        pixels = jnp.pad(pixels, around, mode="constant" if mode == "zeros" else "reflect")
-    tops = to_index(words[:, 0], pixels.shape[1] - shape[0] + 1)
-    lefts = to_index(words[:, 1], pixels.shape[2] - shape[1] + 1)
-    return jax.vmap(lambda image, top, left: lax.dynamic_slice(image, (top, left), shape))(pixels, tops, lefts)
-
-
-def draw_crop_boxes(
-    words: UInt32[Array, "b BLOCKS_OF_BOX 2"],
-    height: int,
-    width: int,
-    area_range: tuple[float, float],
-    ratio_range: tuple[float, float],
-) -> Boxes:
-    """Draw the box of each image for a resized crop, as torchvision's RandomResizedCrop does.
-
-    Args:
-        words: uniform.
-        height, width: size of the images, in pixels.
-        area_range, ratio_range: see `loopfeed.engine.images.settings.Augmentation`.
-
-    Returns:
-        The boxes; if none of ten sizes fits, the largest central box whose aspect ratio is in the range.
-    """
-    assert words.shape[1] == BLOCKS_OF_BOX
-    drawn, found = draw_boxes(words, BoxRule(area_range, ratio_range, (height, width)), height, width)
-    fallback_height, fallback_width = height, width
-    if width / height < ratio_range[0]:
-        fallback_height = max(1, round(width / ratio_range[0]))
-    elif width / height > ratio_range[1]:
-        fallback_width = max(1, round(height * ratio_range[1]))
-    fallback = ((height - fallback_height) // 2, (width - fallback_width) // 2, fallback_height, fallback_width)
-    return Boxes(*(jnp.where(found, value, other) for value, other in zip(drawn, fallback, strict=True)))
-
-
-def flip_horizontally(pixels: UInt32[Array, "b H W"], flips: Bool[Array, "b"]) -> UInt32[Array, "b H W"]:
-    """Mirror images left to right where `flips` is True."""
-    return jnp.where(flips[:, None, None], pixels[:, :, ::-1], pixels)
-
-
-# The filter is the antialiased triangle of Pillow's BILINEAR and torchvision's antialias=True. Its weights are
-# multiples of 2**-16 and levels are integers below 2**8, rounded after each of the two passes as Pillow does: every
-# product and every partial sum is then exact in float32, so that order of summation, kernel and batch size do not
-# change a bit. A gather of only the pixels with a nonzero weight would do less arithmetic, but XLA's gathers are slow
-# on CPU and TPU; the matrix products cost under 1 % of a ResNet-50 step at 224 px.
-def resize_boxes(
-    pixels: UInt32[Array, "b H W"], boxes: Boxes, shape: tuple[int, int]
-) -> UInt32[Array, "b {shape[0]} {shape[1]}"]:
-    """Resize one box of each image as if the box had been cropped first, so that pixels outside it have no effect.
-
-    Args:
-        pixels: packed; H and W at most 16384.
-        boxes: within the images, at least one pixel each.
-        shape: (height, width) of the results.
-
-    Returns:
-        Packed pixels, low byte 0: Pillow's crop and resize, except for single levels where the rounding of the weights
-        decides a tie.
-    """
-    height, width = shape
-    across = triangle_weights(boxes.left, boxes.width, pixels.shape[2], width)
-    down = triangle_weights(boxes.top, boxes.height, pixels.shape[1], height)
-    shifts = jnp.array(_SHIFTS, jnp.uint32)[:, None]
-    levels = ((pixels[:, :, None, :] >> shifts) & 0xFF).astype(jnp.float32)
-    # Horizontally first, like Pillow. Without HIGHEST a GPU rounds the factors to 11 bits and a TPU to 8.
-    levels = _to_levels(jnp.einsum("bhcw,bjw->bhcj", levels, across, precision=lax.Precision.HIGHEST))
-    levels = _to_levels(jnp.einsum("bih,bhcj->bicj", down, levels, precision=lax.Precision.HIGHEST))
-    words = levels.astype(jnp.uint32) << shifts
-    return words[:, :, 0] | words[:, :, 1] | words[:, :, 2]
-
-
-def triangle_weights(
-    start: Int32[Array, "b"], length: Int32[Array, "b"], source: int, target: int
-) -> Float32[Array, "b {target} {source}"]:
-    """Return matrices that resize `length` pixels, beginning at `start`, to `target` pixels.
-
-    The centre of pixel i of the result is at (i + 1/2) · length / target in the box; the weight of a pixel falls
-    linearly to 0 at a distance of max(1, length / target). Multiplied by 2 · target, all of these are integers.
-
-    Args:
-        start, length: within 0 … source.
-        source: length of the image's side in pixels.
-        target: length of the result's side in pixels.
-
-    Returns:
-        Multiples of 2**-16; a row sums to 1 within 2**-17 per pixel with a weight.
-    """
-    centres = (2 * jnp.arange(target, dtype=jnp.int32) + 1)[:, None] * length[:, None, None]
-    inside = jnp.arange(source, dtype=jnp.int32) - start[:, None, None]
-    distances = jnp.abs((2 * inside + 1) * target - centres)
-    reach = 2 * jnp.maximum(target, length)[:, None, None]
-    heights = jnp.where((inside >= 0) & (inside < length[:, None, None]), jnp.maximum(reach - distances, 0), 0)
-    totals = heights.sum(axis=2, keepdims=True)
-    # A quotient of integers, scaled exactly, so that a compiler has no operations to fuse differently.
-    shares = heights.astype(jnp.float32) / totals.astype(jnp.float32)
-    return jnp.floor(shares * 2**16 + 0.5) * jnp.float32(2**-16)
-
-
-def _to_levels(sums: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Round to integer levels, capped at 255 because the weights of many pixels can sum to slightly more than 1."""
-    return jnp.minimum(jnp.floor(sums + 0.5), 255)
-
-
-type UserAugmentation = Callable[[Float32[Array, "B H W 3"], Key[Array, "B"]], Float32[Array, "B H W 3"]]
-"""(normalised images, one PRNG key per image) → images."""
-
-
-def apply_user_augmentation(
-    augment: UserAugmentation, images: Float32[Array, "B H W 3"], keys: Key[Array, "B"]
-) -> Float32[Array, "B H W 3"]:
-    """Apply a user-defined augmentation to a batch; called while tracing.
-
-    Args:
-        augment: the function.
-        images: normalised.
-        keys: keys of the images, from `loopfeed.engine.images.positions.image_keys`.
-
-    Raises:
-        ValueError: if the function returns anything but images of the same shape and dtype.
-    """
-    found: Any = augment(images, key_of_purpose(keys, Purpose.OWN_AUGMENTATION))
-    if isinstance(found, jax.Array) and found.shape == images.shape and found.dtype == images.dtype:
-        return found
-    raise ValueError(
-        f"augment must return images of the same shape and dtype, {images.dtype} {list(images.shape)}, but returned "
-        f"{describe_given(found)}: change sizes with the setting image_size, and convert with astype(images.dtype)"
-    )
-
+from loopfeed.preprocess.extents import Whole
 
 # Zhong et al. (2020), arXiv:1708.04896, and torchvision's RandomErasing.
 AREA_RANGE = (0.02, 0.33)
@@ -218,6 +49,9 @@ RATIO_RANGE = (1 / 3.3, 1 / 0.3)
 
 BLOCKS_OF_ERASING = 1 + BLOCKS_OF_BOX
 
+type UserAugmentation = Callable[[Float32[Array, "B H W 3"], Key[Array, "B"]], Float32[Array, "B H W 3"]]
+"""(normalised images, one PRNG key per image) → images."""
+
 
 def augment_images(
     augmentation: Augmentation,
@@ -225,6 +59,7 @@ def augment_images(
     positions: Positions,
     seed_words: UInt32[Array, "2"],
     scale: PixelScale,
+    extents: Int32[Array, "b"] | None = None,
 ) -> tuple[Float32[Array, "b h w 3"], Int32[Array, "b"] | None]:
     """Augment and normalise one device's part of a batch, b images; called while tracing.
 
@@ -235,6 +70,7 @@ def augment_images(
             be even, as it is if every device takes the same even number of images.
         seed_words: the seed's high and low half.
         scale: mean and standard deviation of the pixels.
+        extents: where on its canvas each picture is, if the settings have `whole`.
 
     Returns:
         The images, with (h, w) = `augmentation.output_shape(H, W)`, and the share of each image's own label in its
@@ -248,7 +84,7 @@ def augment_images(
     height, width = augmentation.output_shape(*pixels.shape[1:])
     with jax.named_scope(AUGMENT):
         keys = image_keys(seed_words, positions)
-        pixels = _crop(augmentation, pixels, keys)
+        pixels = _crop(augmentation, pixels, extents, keys)
         if augmentation.horizontal_flip:
             flips = to_choice(draw_words(keys, Purpose.FLIP)[:, 0, 0], augmentation.horizontal_flip)
             pixels = flip_horizontally(pixels, flips)
@@ -283,14 +119,25 @@ def make_targets(
 
 @jax.named_scope(UNPACK)
 def prepare_for_evaluation(
-    pixels: UInt32[Array, "b H W"], size: int | None, scale: PixelScale
+    augmentation: Augmentation,
+    pixels: UInt32[Array, "b H W"],
+    scale: PixelScale,
+    extents: Int32[Array, "b"] | None = None,
 ) -> Float32[Array, "b h w 3"]:
-    """Crop the centre of packed images to `size` × `size` pixels (None: the whole image), and normalise them.
+    """Crop the centre of packed images to the size of the settings, and normalise them.
+
+    Args:
+        augmentation: the settings; only `size` and `whole` are used.
+        pixels, scale, extents: as for `augment_images`.
 
     Raises:
         ValueError: if the crop is larger than the image.
     """
-    return unpack_pixels(pixels if size is None else centre_crop(pixels, (size, size)), scale)
+    if augmentation.whole is not None:
+        pixels = _crop_pictures(augmentation, augmentation.whole, pixels, extents, None)
+    elif augmentation.size is not None:
+        pixels = centre_crop(pixels, (augmentation.size, augmentation.size))
+    return unpack_pixels(pixels, scale)
 
 
 def one_hot_or_nan(labels: Int32[Array, "b"], num_classes: int) -> Float32[Array, "b {num_classes}"]:
@@ -300,7 +147,35 @@ def one_hot_or_nan(labels: Int32[Array, "b"], num_classes: int) -> Float32[Array
     return jnp.where(is_class[:, None], one_hot, jnp.nan)
 
 
-def _crop(augmentation: Augmentation, pixels: UInt32[Array, "b H W"], keys: Key[Array, "b"]) -> UInt32[Array, "b h w"]:
+def _crop_pictures(
+    augmentation: Augmentation,
+    whole: Whole,
+    pixels: UInt32[Array, "b H W"],
+    extents: Int32[Array, "b"] | None,
+    keys: Key[Array, "b"] | None,
+) -> UInt32[Array, "b h w"]:
+    """Crop whole pictures as the settings state, or at the centre without keys."""
+    assert extents is not None
+    places = read_extents(extents)
+    if keys is None or augmentation.crop == "centre":
+        boxes = square_boxes(places, whole)
+    elif augmentation.crop == "random":
+        boxes = square_boxes(places, whole, draw_words(keys, Purpose.CROP)[:, 0])
+    else:
+        words = draw_words(keys, Purpose.CROP, BLOCKS_OF_BOX)
+        ranges = augmentation.area_range, augmentation.ratio_range
+        boxes = draw_crop_boxes(words, places.height, places.width, *ranges)
+    return crop_pictures(pixels, places, boxes, augmentation.output_shape(*pixels.shape[1:])[0])
+
+
+def _crop(
+    augmentation: Augmentation,
+    pixels: UInt32[Array, "b H W"],
+    extents: Int32[Array, "b"] | None,
+    keys: Key[Array, "b"],
+) -> UInt32[Array, "b h w"]:
+    if augmentation.whole is not None:
+        return _crop_pictures(augmentation, augmentation.whole, pixels, extents, keys)
     height, width = pixels.shape[1:]
     shape = augmentation.output_shape(height, width)
     if augmentation.crop == "random":
@@ -365,3 +240,25 @@ def draw_erased(
 def erase(images: Float32[Array, "b H W 3"], erased: Bool[Array, "b H W"]) -> Float32[Array, "b H W 3"]:
     """Set images to 0 where `erased` is True."""
     return jnp.where(erased[..., None], 0, images)
+
+
+def apply_user_augmentation(
+    augment: UserAugmentation, images: Float32[Array, "B H W 3"], keys: Key[Array, "B"]
+) -> Float32[Array, "B H W 3"]:
+    """Apply a user-defined augmentation to a batch; called while tracing.
+
+    Args:
+        augment: the function.
+        images: normalised.
+        keys: keys of the images, from `loopfeed.engine.images.positions.image_keys`.
+
+    Raises:
+        ValueError: if the function returns anything but images of the same shape and dtype.
+    """
+    found: Any = augment(images, key_of_purpose(keys, Purpose.OWN_AUGMENTATION))
+    if isinstance(found, jax.Array) and found.shape == images.shape and found.dtype == images.dtype:
+        return found
+    raise ValueError(
+        f"augment must return images of the same shape and dtype, {images.dtype} {list(images.shape)}, but returned "
+        f"{describe_given(found)}: change sizes with the setting image_size, and convert with astype(images.dtype)"
+    )

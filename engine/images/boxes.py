@@ -26,6 +26,10 @@ class Boxes(NamedTuple):
     width: Int32[Array, "b"]
 
 
+type Length = int | Int32[Array, "b"]
+"""A side in pixels: of all images, or of each."""
+
+
 class BoxRule(NamedTuple):
     """Limits on the boxes that may be drawn in an image.
 
@@ -37,30 +41,31 @@ class BoxRule(NamedTuple):
 
     area_range: tuple[float, float]
     ratio_range: tuple[float, float]
-    longest: tuple[int, int]
+    longest: tuple[Length, Length]
 
 
 def draw_boxes(
-    words: UInt32[Array, "b BLOCKS_OF_BOX 2"], rule: BoxRule, height: int, width: int
+    words: UInt32[Array, "b BLOCKS_OF_BOX 2"], rule: BoxRule, height: Length, width: Length
 ) -> tuple[Boxes, Bool[Array, "b"]]:
     """Draw a box in each image: the first of ten random sizes that fits, at a uniformly random place.
 
     Args:
         words: uniform.
         rule: limits on the boxes.
-        height, width: size of the images, in pixels.
+        height, width: size of the images in pixels.
 
     Returns:
         The boxes, and False where none of the ten sizes fitted and the box is meaningless.
     """
     shares, stretches = to_unit(words[:, :NUM_ATTEMPTS, 0]), to_unit(words[:, :NUM_ATTEMPTS, 1])
     least, largest = rule.area_range
-    areas = height * width * (least + shares * (largest - least))
+    areas = _column(height * width) * (least + shares * (largest - least))
     least, largest = (math.log(ratio) for ratio in rule.ratio_range)
     ratios = jnp.exp(least + stretches * (largest - least))
     heights = jnp.round(jnp.sqrt(areas / ratios)).astype(jnp.int32)
     widths = jnp.round(jnp.sqrt(areas * ratios)).astype(jnp.int32)
-    fits = (heights > 0) & (widths > 0) & (heights <= rule.longest[0]) & (widths <= rule.longest[1])
+    most_rows, most_columns = map(_column, rule.longest)
+    fits = (heights > 0) & (widths > 0) & (heights <= most_rows) & (widths <= most_columns)
     box_height, box_width = heights[:, -1], widths[:, -1]
     for attempt in reversed(range(NUM_ATTEMPTS - 1)):
         box_height = jnp.where(fits[:, attempt], heights[:, attempt], box_height)
@@ -69,6 +74,11 @@ def draw_boxes(
     top = to_index(place[:, 0], height - box_height + 1)
     left = to_index(place[:, 1], width - box_width + 1)
     return Boxes(top, left, box_height, box_width), fits.any(axis=1)
+
+
+def _column(length: Length) -> Length | Int32[Array, "b 1"]:
+    """Return a length that is broadcast along the attempts."""
+    return length if isinstance(length, int) else length[:, None]
 
 
 def mask_boxes(boxes: Boxes, height: int, width: int) -> Bool[Array, "b {height} {width}"]:

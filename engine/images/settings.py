@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from loopfeed.engine.settings import SettingError, is_number, shown
+from loopfeed.preprocess.extents import Whole
 
 CropName = Literal["centre", "random", "resized"]
 PaddingName = Literal["zeros", "reflect"]
@@ -66,6 +67,9 @@ class Augmentation:
             arXiv:2103.10158) or "off", with the operations and ranges of torchvision.
         auto_augment_ops: operations that RandAugment applies to each image, 1 … 16.
         auto_augment_magnitude: magnitude of RandAugment's operations, 0 … 30.
+        whole: the geometry of whole pictures on canvases; None for images that fill their pixels. A random crop then is
+            a square of the side of the central crop at a random place, which is resized to `size`; None for `size` is
+            that side.
 
     Raises:
         ValueError: if a value has the wrong type, is out of range, or contradicts another setting.
@@ -88,6 +92,7 @@ class Augmentation:
     auto_augment: AutoAugmentName = "off"
     auto_augment_ops: int = 2
     auto_augment_magnitude: int = 9
+    whole: Whole | None = None
 
     def __post_init__(self) -> None:
         for name, declared in (("crop", CropName), ("padding_mode", PaddingName), ("auto_augment", AutoAugmentName)):
@@ -102,21 +107,7 @@ class Augmentation:
             object.__setattr__(self, name, _real(name, getattr(self, name), low, high))
         object.__setattr__(self, "area_range", _pair("area_range", self.area_range, 1))
         object.__setattr__(self, "ratio_range", _pair("ratio_range", self.ratio_range, 100))
-        if self.crop_padding and self.crop != "random":
-            raise SettingError(
-                "crop_padding",
-                "{setting} requires {crop} random, got {setting} {padding} with {crop} {found}: "
-                "set {crop} to random, or {setting} to 0",
-                padding=self.crop_padding,
-                found=self.crop,
-            )
-        if self.padding_mode != "zeros" and not self.crop_padding:
-            raise SettingError(
-                "padding_mode",
-                "{setting} {mode} requires {crop_padding} above 0, got {crop_padding} 0: "
-                "set {crop_padding} above 0, or {setting} to zeros",
-                mode=self.padding_mode,
-            )
+        self._check_padding()
         for name in _AUTO_AUGMENT_RANGES:
             found, default = getattr(self, name), getattr(type(self), name)
             if self.auto_augment != "randaugment" and found != default:
@@ -127,6 +118,30 @@ class Augmentation:
                     found=found,
                     policy=self.auto_augment,
                 )
+
+    def _check_padding(self) -> None:
+        if self.crop_padding and self.crop != "random":
+            raise SettingError(
+                "crop_padding",
+                "{setting} requires {crop} random, got {setting} {padding} with {crop} {found}: "
+                "set {crop} to random, or {setting} to 0",
+                padding=self.crop_padding,
+                found=self.crop,
+            )
+        if self.crop_padding and self.whole is not None:
+            raise SettingError(
+                "crop_padding",
+                "{setting} must be 0 for whole pictures, whose random crops lie within them, got {padding}: leave "
+                "{setting} out, or pack the central squares (--canvas square)",
+                padding=self.crop_padding,
+            )
+        if self.padding_mode != "zeros" and not self.crop_padding:
+            raise SettingError(
+                "padding_mode",
+                "{setting} {mode} requires {crop_padding} above 0, got {crop_padding} 0: "
+                "set {crop_padding} above 0, or {setting} to zeros",
+                mode=self.padding_mode,
+            )
 
     @property
     def mixes(self) -> bool:
@@ -139,6 +154,9 @@ class Augmentation:
         Raises:
             ValueError: if the crop does not fit such images.
         """
+        if self.whole is not None:
+            side = self.size or self.whole.size
+            return side, side
         shape = (height, width) if self.size is None else (self.size, self.size)
         if self.crop == "resized":
             return shape

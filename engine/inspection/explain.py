@@ -10,6 +10,7 @@ from typing import Unpack
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.crossing.choice import this_device, this_platform
+from loopfeed.engine.feed.batches import image_shape
 from loopfeed.engine.hlo.text import parse_hlo
 from loopfeed.engine.inspection.convolutions import trace_order, trace_work
 from loopfeed.engine.inspection.report import LargeArray, ProgramReport, find_faults
@@ -130,7 +131,7 @@ def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
 
 def _image_size(run: Run) -> tuple[int, int]:
     config, source = run.config, run.data.source
-    return (config.image_size,) * 2 if config.image_size else (source.height, source.width)
+    return (config.image_size,) * 2 if config.image_size else image_shape(source)
 
 
 def _known_products(run: Run) -> int | None:

@@ -26,6 +26,7 @@ from loopfeed.engine.control.signals import call_on_worker
 from loopfeed.engine.crossing.choice import traced_platform
 from loopfeed.engine.crossing.infeed import Batch, BatchInfeed
 from loopfeed.engine.crossing.token import first_token
+from loopfeed.engine.feed.batches import whole_of
 from loopfeed.engine.images.mixing import WHOLE
 from loopfeed.engine.parts import PartArguments, take_parts
 from loopfeed.engine.processes import this_process
@@ -99,8 +100,10 @@ def look_at_first_batch(run: Run, look: LookAt) -> Any:
     replicas, source, form = run.settings.replicas, run.data.source, run.settings.objective.label_form
     rows = config.batch // replicas.count
     label_shape = (rows,) if form is None else (rows, form.num_words)
+    extents = jnp.zeros(rows, jnp.int32) if whole_of(source) else None
+    pixel_shape = rows, source.height, source.width
     shapes = jax.eval_shape(
-        lambda: Batch(jnp.zeros((rows, source.height, source.width), jnp.uint32), jnp.zeros(label_shape, jnp.int32))
+        lambda: Batch(jnp.zeros(pixel_shape, jnp.uint32), jnp.zeros(label_shape, jnp.int32), extents)
     )
 
     def program(batch_index: jax.Array, values: RuntimeSettings) -> tuple[Any, jax.Array]:
@@ -188,7 +191,7 @@ class ShownBatch:
             self.captions,
             [divmod(index, columns) for index in range(count)],
             title=self.title,
-            facts=f"{self.facts}, as the model receives them",
+            facts=f"{self.facts.replace('×', 'x')}, as the model receives them",
             num_columns=columns,
             geometry=geometry,
         )

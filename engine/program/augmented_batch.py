@@ -27,7 +27,9 @@ def augment_batch(
     num_images, replicas = len(batch.labels), settings.replicas
     with jax.named_scope(AUGMENT):
         at = positions(batch_index, num_images * replicas.count, replicas.this_device() * num_images, num_images)
-    images, mix_weight = augment_images(settings.augmentation, batch.pixels, at, values.seed_words, values.scale)
+    images, mix_weight = augment_images(
+        settings.augmentation, batch.pixels, at, values.seed_words, values.scale, batch.extents
+    )
     if settings.user_augmentation is not None:
         with jax.named_scope(AUGMENT):
             images = apply_user_augmentation(settings.user_augmentation, images, image_keys(values.seed_words, at))

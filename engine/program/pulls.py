@@ -89,7 +89,8 @@ def for_each[C](
     def body(loop_carry: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
         carry, num_taken = loop_carry
         with jax.named_scope(UNPACK):
-            pixels, labels = (lax.dynamic_index_in_dim(each, num_taken, keepdims=False) for each in batches)
+            both = batches.pixels, batches.labels
+            pixels, labels = (lax.dynamic_index_in_dim(each, num_taken, keepdims=False) for each in both)
             batch = make_batch(infeed.feeder, pixels, labels)
         return process_batch(carry, batch), num_taken + 1
 

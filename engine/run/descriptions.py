@@ -13,7 +13,7 @@ from loopfeed.engine.crossing.choice import wasted_steps_warning
 from loopfeed.engine.crossing.devices import Placement
 from loopfeed.engine.data.dataset import DATA_LOCATION
 from loopfeed.engine.data.open_data import RunData, mixes_pairs
-from loopfeed.engine.feed.batches import label_form_of
+from loopfeed.engine.feed.batches import image_shape, label_form_of, whole_of
 from loopfeed.engine.named_parts import record_named
 from loopfeed.engine.owners import absolute_location
 from loopfeed.engine.parts import USER_SOURCES, UserParts, name_of
@@ -94,7 +94,7 @@ def rules_of(
 
 def _has_moved_randaugment(config: TrainConfig, data: RunData) -> bool:
     source, size = data.source, config.image_size
-    sides = (source.height, source.width) if size is None else (size,)
+    sides = image_shape(source) if size is None else (size,)
     is_rounded = config.auto_augment_magnitude in _MAGNITUDES and any(side % _SIDE == 0 for side in sides)
     return config.auto_augment == "randaugment" and is_rounded
 
@@ -128,8 +128,9 @@ def describe_run(run: Run) -> Iterator[str]:
         return
     source, transport, depth = data.source, place.transport, depth_of(config, data.source, place, chunk)
     at_once = f", {chunk} {'steps enqueued ' * transport.runs_ahead}at once" if chunk > 1 else ""
+    images = quantity(source.batch, "image" if whole_of(source) is None else "whole picture")
     yield (
-        f"infeed: batches of {source.batch} image{'s' * (source.batch > 1)} of {source.height} × {source.width} px "
+        f"infeed: batches of {images} of {source.height} × {source.width} px "
         f"from {data.description}; {depth} batch{'es' * (depth > 1)} read ahead; {transport.name} transport"
         f"{_describe_devices(place)}{at_once}"
     )
@@ -158,8 +159,8 @@ def resolved_of(run: Run) -> dict[str, Any]:
         "data": data.description,
         DATA_LOCATION: absolute_location(data.location),
         "num_classes": data.num_classes,
-        "height": data.source.height,
-        "width": data.source.width,
+        "height": image_shape(data.source)[0],
+        "width": image_shape(data.source)[1],
         "mean": data.mean,
         "std": data.std,
         "eval_manifest_sha256": data.eval_manifest_digest,

@@ -10,7 +10,7 @@ from jaxtyping import UInt32
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.data.open_data import RunData
-from loopfeed.engine.feed.batches import label_form_of
+from loopfeed.engine.feed.batches import label_form_of, whole_of
 from loopfeed.engine.feed.label_form import LabelForm
 from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale
@@ -26,6 +26,7 @@ from loopfeed.engine.updates.optim import Hyperparams
 from loopfeed.engine.updates.schedules import ONE_CYCLE_DIVISOR, ScheduleValues, schedule_values
 from loopfeed.engine.updates.settings import Cadence, CompiledSettings, RuntimeSettings
 from loopfeed.models.model import Model
+from loopfeed.preprocess.extents import Whole
 
 _MOST_IMAGES = 16
 # You et al. (2019), arXiv:1904.00962, for LAMB; Kingma and Ba (2014), arXiv:1412.6980, for Adam.
@@ -42,6 +43,7 @@ def compiled_settings(
     parts: UserParts = NO_PARTS,
     label_form: LabelForm | None = None,
     evaluated_form: LabelForm | None = None,
+    whole: Whole | None = None,
 ) -> CompiledSettings:
     """Return what is compiled into a program on one device, whatever the model.
 
@@ -49,6 +51,7 @@ def compiled_settings(
         config: the settings.
         parts: the user-defined parts.
         label_form, evaluated_form: the form of the labels in training and in evaluations, None for class numbers.
+        whole: the geometry of whole pictures, see `loopfeed.engine.feed.batches.whole_of`.
     """
     # The cross entropy has a form of its own, which smooths and mixes the targets exactly.
     loss = parts.loss if parts.loss is not None or config.loss == "cross-entropy" else LOSSES[config.loss]
@@ -66,7 +69,7 @@ def compiled_settings(
         clips_value=config.clip_value is not None,
         frozen=parse_freeze(config.freeze),
         groups=parse_groups(config.groups),
-        augmentation=_augmentation(config),
+        augmentation=_augmentation(config, whole),
         user_augmentation=parts.augment,
         objective=objective.of_training(),
         evaluated_objective=objective._replace(label_form=evaluated_form),
@@ -75,7 +78,7 @@ def compiled_settings(
     )
 
 
-def _augmentation(config: TrainConfig) -> Augmentation:
+def _augmentation(config: TrainConfig, whole: Whole | None) -> Augmentation:
     return Augmentation(
         crop=config.crop,
         size=config.image_size,
@@ -93,6 +96,7 @@ def _augmentation(config: TrainConfig) -> Augmentation:
         auto_augment=config.auto_augment,
         auto_augment_ops=config.auto_augment_ops,
         auto_augment_magnitude=config.auto_augment_magnitude,
+        whole=whole,
     )
 
 
@@ -105,7 +109,7 @@ def compiled_settings_of_run(
         ValueError: the metrics have too many numbers for the log.
     """
     evaluated = None if data.evaluation is None else label_form_of(data.evaluation)
-    settings = compiled_settings(config, parts, label_form_of(data.source), evaluated)
+    settings = compiled_settings(config, parts, label_form_of(data.source), evaluated, whole_of(data.source))
     settings.evaluated_objective.check_metrics()
     shown_images = None
     if config.log_images_every_steps:

@@ -6,7 +6,7 @@ from typing import Any
 from loopfeed.engine.config import OWN_BATCHES, TrainConfig
 from loopfeed.engine.data.label_fit import check_labels_stay, unmoved_labels_warning
 from loopfeed.engine.data.open_data import RunData
-from loopfeed.engine.feed.batches import label_form_of
+from loopfeed.engine.feed.batches import BatchSource, image_shape, label_form_of, largest_size, whole_of
 from loopfeed.engine.named_parts import recorded_named_parts
 from loopfeed.engine.objective.metrics import as_metrics
 from loopfeed.engine.objective.objective import Objective
@@ -52,8 +52,8 @@ def choose_model(config: TrainConfig, parts: UserParts, data: RunData) -> TrainM
             value=config.stop_at_top1,
         )
     _check_labels_stay(config, data)
-    if config.image_size is not None and config.image_size > min(source.height, source.width):
-        raise too_large_image(config.image_size, source.height, source.width)
+    if config.image_size is not None and config.image_size > largest_size(source):
+        raise too_large_image(config.image_size, source)
     return _build(config, data) if parts.model is None else parts.model
 
 
@@ -197,21 +197,29 @@ def _build(config: TrainConfig, data: RunData) -> Model:
         raise SettingError(
             "num_classes", "{setting} is needed to train a built-in model on batches of your own: give it"
         )
-    size = config.image_size or min(data.source.height, data.source.width)
+    size = config.image_size or min(image_shape(data.source))
     try:
         return build_model(config.model, num_classes=data.num_classes, image_size=size, dtype=config.precision)
     except UnknownModelError as error:
         raise unknown_model(error) from None
 
 
-def too_large_image(image_size: int, height: int, width: int) -> SettingError:
-    """Return the error for an image size that exceeds the `height` × `width` px of packed images."""
+def too_large_image(image_size: int, source: BatchSource) -> SettingError:
+    """Return the error for an image size that exceeds that of packed images."""
+    if whole_of(source) is not None:
+        return SettingError(
+            "image_size",
+            "{setting} must be at most the shorter side of the stored pictures, {most} px, got {size}: leave it out, "
+            "or pack the data with --resize {size}",
+            most=largest_size(source),
+            size=image_size,
+        )
     return SettingError(
         "image_size",
         "{setting} must be at most the size of the images, {height} × {width} px, got {size}: leave it out, or pack "
         "the data with --size {size}",
-        height=height,
-        width=width,
+        height=source.height,
+        width=source.width,
         size=image_size,
     )
 

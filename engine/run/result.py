@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.compilation.ahead_of_time import Compiled
+from loopfeed.engine.feed.batches import image_shape
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.profile.table import Profile
 from loopfeed.engine.program.train_state import TrainState
@@ -108,8 +109,8 @@ def metadata_of(run: Run) -> dict[str, str]:
     data, size = run.data, run.config.image_size
     return describe_weights(
         model=run.model_name,
-        height=size or data.source.height,
-        width=size or data.source.width,
+        height=size or image_shape(data.source)[0],
+        width=size or image_shape(data.source)[1],
         mean=data.mean,
         std=run.std,
         num_classes=data.num_classes,

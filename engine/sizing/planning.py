@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from loopfeed.engine.config import COUNTED_IN_EPOCHS, SYNTHETIC_IMAGE_SIZE, TrainConfig
 from loopfeed.engine.crossing.devices import devices
-from loopfeed.engine.feed.batches import Labels, Pixels
+from loopfeed.engine.feed.batches import Labels, Pixels, image_shape
 from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches, WindowedBatches
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.peers import SEES_ALL
@@ -237,7 +237,7 @@ def _complete(
         link_bytes_per_s=link_bytes_per_s,
         wanted=None if device_rate is None else device_rate * place.devices_per_host,
     )
-    height, width = (config.image_size,) * 2 if config.image_size else (data.source.height, data.source.width)
+    height, width = (config.image_size,) * 2 if config.image_size else image_shape(data.source)
     each = f" ({config.batch // place.num_devices:,} on each device)" if place.num_devices > 1 else ""
     eval_images = _count_images(run)
     # Of snapshots by the clock, as many as are kept.

@@ -45,11 +45,14 @@ Exit codes: 0 done, 2 wrong usage or data, 130 stopped by SIGINT, SIGTERM or SIG
 
 _GROUPS = {
     "What to pack": ("split", "labels", "holdout", "limit", "demo"),
-    "Images": ("size", "resize", "resample", "levels", "truncated", "on_error"),
+    "Images": ("size", "resize", "canvas", "resample", "levels", "truncated", "on_error"),
     "Shards": ("shard_images", "layout", "codec", "checksum"),
     "Several machines": ("part", "finish", "executor", "scheduler"),
     "Running": ("workers", "storage_option", "overwrite", "dry_run", "traceback"),
 }
+
+
+_SQUARE = "square"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class _Options:
     demo: bool
     size: int
     resize: int | None
+    canvas: str | None
     resample: str
     levels: str | None
     truncated: str
@@ -126,7 +130,7 @@ class _Options:
     type=click.IntRange(1, MAX_SIZE),
     default=224,
     metavar="PIXELS",
-    help="Side length of the packed images, which are square.",
+    help="Side length of the square that is packed or, of whole pictures, that evaluation crops.",
 )
 @click.option(
     "--resize",
@@ -134,6 +138,14 @@ class _Options:
     metavar="PIXELS",
     show_default=f"8/7 of --size (e.g. 256 for 224), or --size itself if it is at most {LARGEST_SIZE_WITHOUT_MARGIN}",
     help="Resize the shorter side to this length before the central crop.",
+)
+@click.option(
+    "--canvas",
+    metavar="W:H",
+    default=_SQUARE,
+    callback=lambda _context, _parameter, value: None if value == _SQUARE else value,
+    help="Pack whole pictures, each on a canvas of this width and height, such as 3:2; portraits are transposed, and "
+    "longer pictures are made smaller. square: pack only the central crop.",
 )
 @click.option(
     "--resample",
@@ -259,7 +271,7 @@ def _run(options: _Options) -> None:
     from loopfeed.preprocess.shards.split_files import prepare_for_writing
     from loopfeed.preprocess.sources.open_source import open_source
 
-    names = ("size", "resize", "resample", "levels", "truncated", "workers")
+    names = ("size", "resize", "resample", "levels", "truncated", "canvas", "workers")
     shards = ("shard_images", "layout", "codec", "checksum", "on_error")
     settings = pack_settings(**{name: getattr(options, name) for name in (*names, *shards)})
     machines = check_machines(

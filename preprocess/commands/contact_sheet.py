@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from loopfeed.preprocess.extents import upright
 from loopfeed.preprocess.pixels import to_rgb
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
@@ -57,17 +58,19 @@ def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
     geometry = geometry_for(max(split.height, split.width))
     if split.manifest.targets is None:
         indices = choose_images(_labels(split), split.num_classes)
-        labels = np.empty(len(indices), np.int32)
     else:
         num_shown = min(split.num_images, _MAX_CELLS)
         indices = np.arange(num_shown, dtype=np.int64) * split.num_images // num_shown
-        labels = np.empty((num_shown, split.target_words), np.int32)
+    labels = np.empty((len(indices), *split.label_row), np.int32)
     pixels = np.empty((len(indices), split.height, split.row_words), np.uint32)
     split.read_into(indices, pixels, labels, timeout_s=READ_TIMEOUT_S)
+    thumbnails = [to_rgb(words, split.manifest.pixel_layout) for words in pixels]
+    if split.manifest.is_whole:
+        thumbnails = [upright(image, word) for image, word in zip(thumbnails, labels[:, 0].tolist(), strict=True)]
+        labels = labels[:, 1:] if split.target_words else labels[:, 1]
     captions = _captions(split, indices, labels)
     # Without one class per image, the sheet is filled row by row.
     cells = _place(labels, split.num_classes) if labels.ndim == 1 else _place(np.zeros(len(indices), np.int32), 1)
-    thumbnails = [to_rgb(words, split.manifest.pixel_layout) for words in pixels]
     return draw_sheet(
         thumbnails, captions, cells, title=title, facts=_facts(split), num_columns=_COLUMNS, geometry=geometry
     )

@@ -194,9 +194,11 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
     mean, std = (
         ", ".join(f"{part:.4f}" for part in figure) for figure in (manifest.channel_mean, manifest.channel_std)
     )
+    kind = "whole pictures on canvases " if manifest.is_whole else ""
     lines = [
         f"{name}",
-        f"  images     {manifest.num_images:,} of {manifest.width} x {manifest.height} pixels, {_labels_of(manifest)}",
+        f"  images     {manifest.num_images:,} {kind}of {manifest.width} x {manifest.height} pixels, "
+        f"{_labels_of(manifest)}",
         f"  shards     {quantity(manifest.num_shards, 'file')} of up to "
         f"{quantity(manifest.shard_images, 'image')}, layout "
         f"{manifest.pixel_layout}, codec {manifest.codec}, {'with' if manifest.checksum else 'without'} checksums",

@@ -56,9 +56,12 @@ def announce(source: Source, location: Location, settings: PackSettings) -> None
             f"{describe_targets(len(split.classes), None if targets is None else targets.kind)}, "
             f"{quantity(num_shards, 'shard file')}, {bound}{_size(num_bytes)}"
         )
+    height, width = rule.stored_shape
+    kept = f"central crop of {width} x {height} px"
+    if rule.canvas is not None:
+        kept = f"whole on a canvas of {width} x {height} px, portraits transposed"
     click.echo(
-        f"Each image: shorter side resized to {rule.resize} px ({rule.resample}), central crop of {rule.size} x "
-        f"{rule.size} px; "
+        f"Each image: shorter side resized to {rule.resize} px ({rule.resample}), {kept}; "
         f"{settings.layout} layout, codec {settings.codec}, {'with' if settings.checksum else 'without'} checksums."
     )
     folder = location.local_path
@@ -115,13 +118,15 @@ def summarise(name: str, result: PackResult, location: Location, *, can_overwrit
 
 
 def _warn_of_notes(notes: DecodeNotes, levels: int | str | None, how: str) -> None:
-    """Print what is remarkable about the range of deep images, and how many truncated images were kept.
+    """Print what is remarkable about deep images, and how many images were truncated or longer than the canvas.
 
     Args:
         notes: about the images of the pack.
         levels: the levels that were given.
         how: how the command can be run again with others.
     """
+    if notes.num_fitted:
+        click.echo(f"  Made smaller, because they are longer than the canvas: {quantity(notes.num_fitted, 'picture')}.")
     if notes.num_deep and notes.deep_max <= _MOST_16_BITS // 2:
         share = 100 * (notes.deep_max + 1) / (_MOST_16_BITS + 1)
         white = (1 << notes.deep_max.bit_length()) - 1

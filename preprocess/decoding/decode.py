@@ -1,9 +1,12 @@
-"""Decodes an image file into the RGB crop that is stored in a shard.
+"""Decodes an image file into the RGB pixels that are stored in a shard.
 
-The geometry is torchvision's `Resize(resize)` followed by `CenterCrop(size)`, computed by Pillow's antialiased
-resampling. A faulty file raises a `DecodeError`, whose message is the reason to write to `failures.jsonl`.
+The geometry is torchvision's `Resize(resize)`, of which the whole picture is stored on a canvas, or what
+`CenterCrop(size)` keeps, computed by Pillow's antialiased resampling. A faulty file raises a `DecodeError`, whose
+message is the reason to write to `failures.jsonl`.
 """
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +24,7 @@ from loopfeed.preprocess.decoding.levels import Levels
 from loopfeed.preprocess.decoding.memory_budget import PIXEL_BYTES, MemoryBudget
 from loopfeed.preprocess.decoding.notes import DecodeNotes
 from loopfeed.preprocess.decoding.orientation import turn_upright
+from loopfeed.preprocess.extents import Extent, Whole
 from loopfeed.preprocess.file_kinds import HEAD_BYTES, kind_of
 from loopfeed.preprocess.system_errors import error_text
 
@@ -37,7 +41,10 @@ RESAMPLERS = {
 MAX_PIXELS = 89_478_485
 
 # The attributes of a rule that are not in its JSON form where they have these values.
-_LATER: Mapping[str, str | None] = {"levels": None, "truncated": "skip"}
+_LATER: Mapping[str, str | None] = {"levels": None, "truncated": "skip", "canvas": None}
+
+_CANVAS = re.compile("([1-9][0-9]{0,3}):([1-9][0-9]{0,3})", re.ASCII)
+_LONGEST_CANVAS = 4
 
 # Filters that fall to zero at their edge. With the others, float rounding decides whether an edge pixel contributes.
 _SMOOTH = frozenset({"bilinear", "hamming", "bicubic", "lanczos"})
@@ -57,13 +64,17 @@ class MissingLevelsError(DecodeError):
 class ResizeRule:
     """How files become stored images: the central `size` × `size` pixels after resizing the shorter side to `resize`.
 
+    With a canvas, the whole resized picture is stored instead, at the upper left of `stored_shape` black pixels. A
+    portrait is stored transposed, and a picture that is longer than the canvas is made smaller until it fits.
+
     Attributes:
-        size: side of the stored crop in pixels, 1 to 4096.
+        size: side of the central crop in pixels, 1 to 4096.
         resize: length of the shorter side before cropping, in pixels, `size` to 4096.
         resample: filter by its Pillow name: nearest, box, bilinear, hamming, bicubic, lanczos.
         levels: the values of images of more than 8 bits that become black and white, such as "0:4095"; None takes those
             that a file names, else all of 16 bits, or floats from 0 to 1.
         truncated: whether what is there of a truncated file is an image ("keep") or the file is refused ("skip").
+        canvas: the canvas's width : height, such as "3:2", from 1:1 to 4:1; None stores the central crop.
     """
 
     size: int = 224
@@ -71,6 +82,7 @@ class ResizeRule:
     resample: str = "bicubic"
     levels: str | None = None
     truncated: Truncated = "skip"
+    canvas: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("size", "resize"):
@@ -88,11 +100,32 @@ class ResizeRule:
             object.__setattr__(self, "levels", str(Levels.parse(self.levels)))
         if self.truncated not in ("skip", "keep"):
             raise ValueError(f"truncated must be skip or keep, got {self.truncated!r}")
+        if self.canvas is not None:
+            object.__setattr__(self, "canvas", "{}:{}".format(*parse_canvas(self.canvas)))
+            if (width := self.stored_shape[1]) > MAX_SIZE:
+                raise ValueError(
+                    f"a canvas must be at most {MAX_SIZE} pixels wide, but {self.canvas} of a shorter side of "
+                    f"{self.resize} is {width}: lower --resize, or use a narrower --canvas"
+                )
 
     @cached_property
     def parsed_levels(self) -> Levels | None:
         """The levels as numbers."""
         return None if self.levels is None else Levels.parse(self.levels)
+
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """The (height, width) of a stored image in pixels."""
+        if self.canvas is None:
+            return self.size, self.size
+        long, short = parse_canvas(self.canvas)
+        # A multiple of 4, which the dense layout needs.
+        return self.resize, -(-self.resize * long // (4 * short)) * 4
+
+    @property
+    def whole(self) -> Whole | None:
+        """The geometry of whole pictures; None for central crops."""
+        return None if self.canvas is None else Whole(self.size, self.resize)
 
     def to_json(self) -> dict[str, int | str]:
         """Return the rule as a JSON object; what earlier versions did not have is left out where it is the default."""
@@ -112,6 +145,19 @@ class ResizeRule:
                 f"them it may have {' and '.join(_LATER)}"
             )
         return cls(**document)
+
+
+def parse_canvas(text: str) -> tuple[int, int]:
+    """Return the width and height of a canvas such as "3:2", in lowest terms; raise ValueError for anything else."""
+    found = _CANVAS.fullmatch(text)
+    long, short = (int(found[1]), int(found[2])) if found else (0, 1)
+    if not short <= long <= _LONGEST_CANVAS * short:
+        raise ValueError(
+            f"canvas must be width:height from 1:1 to {_LONGEST_CANVAS}:1, such as 3:2, got {text!r}; portraits are "
+            "stored transposed"
+        )
+    divisor = math.gcd(long, short)
+    return long // divisor, short // divisor
 
 
 def resized_size(width: int, height: int, resize: int) -> tuple[int, int]:
@@ -135,23 +181,23 @@ def crop_offset(length: int, size: int) -> int:
 def decode_image(
     encoded: bytes, rule: ResizeRule, *, max_pixels: int = MAX_PIXELS, budget: MemoryBudget | None = None
 ) -> np.ndarray:
-    """Return the pixels of `decode_crop` as an array, uint8 `[size, size, 3]`, RGB, 0 to 255, in its own memory.
+    """Return the pixels of `decode_stored` as an array, uint8 `[H, W, 3]`, RGB, 0 to 255, in its own memory.
 
     Raises:
-        DecodeError: as `decode_crop`.
+        DecodeError: as `decode_stored`.
     """
-    return np.array(decode_crop(encoded, rule, max_pixels=max_pixels, budget=budget))
+    return np.array(decode_stored(encoded, rule, max_pixels=max_pixels, budget=budget)[0])
 
 
-def decode_crop(
+def decode_stored(
     encoded: bytes,
     rule: ResizeRule,
     *,
     max_pixels: int = MAX_PIXELS,
     budget: MemoryBudget | None = None,
     note: Callable[[DecodeNotes], None] = lambda _: None,
-) -> Image.Image:
-    """Decode an image file, resize it and return its central crop. Several threads may call this at once.
+) -> tuple[Image.Image, Extent | None]:
+    """Decode an image file, and resize it as a rule states. Several threads may call this at once.
 
     The format (JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, AVIF, JPEG 2000) is detected from the first bytes, not from the
     file name. Of an animation, the first frame is used. The orientation of EXIF or XMP is applied; colour profiles are
@@ -168,7 +214,8 @@ def decode_crop(
         note: called with what a pack should say about the image.
 
     Returns:
-        An image of mode "RGB" with `size` × `size` pixels. For an upright, opaque 8-bit file it equals the result of
+        An image of mode "RGB" with the rule's `stored_shape`, and where on its canvas the picture is, None without a
+        canvas. For an upright, opaque 8-bit file it equals the result of
         Pillow's open, `convert("RGB")`, `resize` and `crop`, except for rounding: of 75 million values of real
         photographs 6,489 differed by one level, 4 by two.
 
@@ -204,8 +251,11 @@ def decode_crop(
                 note=note,
             )
             image = to_grey_or_rgb(opened.image, levels, opened.deep, note)
-            crop = _central_crop(turn_upright(image, opened.orientation), rule, max_pixels)
-            return crop if crop.mode == "RGB" else crop.convert("RGB")
+            upright = turn_upright(image, opened.orientation)
+            if rule.canvas is not None:
+                return _on_canvas(upright, rule, note)
+            crop = _central_crop(upright, rule, max_pixels)
+            return crop if crop.mode == "RGB" else crop.convert("RGB"), None
     except MemoryError:
         raise  # a limit of this machine, not a fault of the file, whose size has been checked
     except LevelsError as error:
@@ -241,6 +291,24 @@ def _central_crop(image: Image.Image, rule: ResizeRule, max_pixels: int) -> Imag
         )
     resized = image.resize((width, height), resample)
     return resized.crop((left, top, left + rule.size, top + rule.size))
+
+
+def _on_canvas(image: Image.Image, rule: ResizeRule, note: Callable[[DecodeNotes], None]) -> tuple[Image.Image, Extent]:
+    """Resize a whole picture, and put it on its canvas."""
+    height, width = rule.stored_shape
+    size = resized_size(image.width, image.height, rule.resize)
+    if max(size) > width:
+        short, long = sorted(image.size)
+        fitted = width, max(1, round(width * short / long))
+        size = fitted if image.width >= image.height else fitted[::-1]
+        note(DecodeNotes(num_fitted=1))
+    picture = image.resize(size, RESAMPLERS[rule.resample])
+    is_transposed = picture.height > picture.width
+    if is_transposed:
+        picture = picture.transpose(Image.Transpose.TRANSPOSE)
+    canvas = Image.new("RGB", (width, height))
+    canvas.paste(picture, (0, 0))
+    return canvas, Extent(picture.height, picture.width, is_transposed)
 
 
 def _source_box(

@@ -20,6 +20,7 @@ class DecodeNotes:
         num_kept: truncated images that were packed (`--truncated keep`).
         num_changed: images that earlier versions decoded in another way.
         num_added: images of formats that earlier versions left out.
+        num_fitted: pictures that were made smaller because they are longer than the canvas.
     """
 
     num_deep: int = 0
@@ -31,6 +32,7 @@ class DecodeNotes:
     num_kept: int = 0
     num_changed: int = 0
     num_added: int = 0
+    num_fitted: int = 0
 
     def __add__(self, other: DecodeNotes) -> DecodeNotes:
         whites = [each.white_min for each in (self, other) if each.num_declared]
@@ -44,6 +46,7 @@ class DecodeNotes:
             self.num_kept + other.num_kept,
             self.num_changed + other.num_changed,
             self.num_added + other.num_added,
+            self.num_fitted + other.num_fitted,
         )
 
     def to_json(self) -> dict[str, int]:

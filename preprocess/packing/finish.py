@@ -18,6 +18,7 @@ from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
+    EXTENTS,
     LABELS,
     METADATA_KEY,
     NUMBERS,
@@ -26,6 +27,7 @@ from loopfeed.preprocess.shards.arrays import (
     NumberShards,
     checksums_metadata,
     create_array,
+    extents_metadata,
     labels_metadata,
     row_shards,
     shard_key,
@@ -71,15 +73,21 @@ def write_manifest(
     checksums = None
     if settings.checksum and plan["format_version"] > 1:
         checksums = checksum_numbers(np.concatenate([record.checksums for record in records]))
+    extents = None
+    if settings.rule.canvas is not None:
+        extents = extent_numbers(np.concatenate([record.extents for record in records]))
     noted = "".join(f"{failure.to_json()}\n" for failure in failures).encode()
     journal.check_owner()
     metadata_digests = {PIXELS: create_metadata(location, PIXELS, metadata_for(len(labels), settings))}
     metadata_digests[numbers.name] = numbers.write(location)
     if checksums is not None:
         metadata_digests[CHECKSUMS] = checksums.write(location)
+    if extents is not None:
+        metadata_digests[EXTENTS] = extents.write(location)
     fields = numbers.manifest_fields | {
         "failures_digest": hashlib.sha256(noted).hexdigest(),
         "checksum_digests": () if checksums is None else checksums.digests,
+        "extent_digests": () if extents is None else extents.digests,
         "metadata_digests": metadata_digests,
     }
     if plan["format_version"] == 1:
@@ -106,8 +114,8 @@ def _manifest_of(
     return Manifest(
         format_version=plan["format_version"],
         num_images=num_images,
-        height=settings.rule.size,
-        width=settings.rule.size,
+        height=settings.rule.stored_shape[0],
+        width=settings.rule.stored_shape[1],
         layout=plan["layout"],
         codec=settings.codec,
         checksum=settings.checksum,
@@ -195,6 +203,11 @@ def label_numbers(labels: NDArray[np.uint16], num_classes: int) -> Numbers:
 def checksum_numbers(checksums: NDArray[np.uint32]) -> Numbers:
     """Return the checksums, uint32 ``[N]``, to be written."""
     return Numbers(CHECKSUMS, checksums_metadata(len(checksums)), NUMBERS, checksums, {})
+
+
+def extent_numbers(extents: NDArray[np.uint32]) -> Numbers:
+    """Return the extents, uint32 ``[N]``, to be written; see `loopfeed.preprocess.extents`."""
+    return Numbers(EXTENTS, extents_metadata(len(extents)), NUMBERS, extents, {})
 
 
 def target_numbers(targets: SplitTargets, packed: NDArray[np.int64], num_targets: int) -> Numbers:

@@ -26,7 +26,7 @@ from loopfeed.preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_spl
 
 SHARD_RECORDS = f"{JOURNAL}shards/"
 BLOCK_RECORDS = f"{JOURNAL}blocks/"
-_RECORD_DIGEST, _NOTES = "sha256", "notes"
+_RECORD_DIGEST, _NOTES, _EXTENTS = "sha256", "notes", "extents"
 _FEW_SHARDS = 4
 AGAIN = "pack with --overwrite or, in parts, into another DEST"
 """The remedy for an unfinished pack that cannot be continued. No part may overwrite, as others may be packing."""
@@ -95,6 +95,7 @@ class ShardRecord:
         sums: channel sums of the images in the shard file.
         digest: SHA-256 of the shard file's pixels as little-endian words, hexadecimal.
         checksums: uint32 ``[n]``, the CRC-32C of each image in the shard file; ``[0]`` if images have no checksums.
+        extents: uint32 ``[n]``, the words of `loopfeed.preprocess.extents`; ``[0]``, and not on disk, without a canvas.
         notes: what the pack should say about the images; on disk only if there is something to say.
 
     On disk there is one more field, the SHA-256 of all others.
@@ -107,6 +108,7 @@ class ShardRecord:
     sums: ChannelSums
     digest: str
     checksums: NDArray[np.uint32]
+    extents: NDArray[np.uint32]
     notes: DecodeNotes = NOTHING
 
     def to_json(self) -> str:
@@ -119,17 +121,19 @@ class ShardRecord:
             "sums": asdict(self.sums),
             "digest": self.digest,
             "checksums": self.checksums.tolist(),
+            **({_EXTENTS: self.extents.tolist()} if len(self.extents) else {}),
         } | ({_NOTES: self.notes.to_json()} if self.notes != NOTHING else {})
         return json.dumps(values | {_RECORD_DIGEST: json_digest(values)})
 
     @classmethod
-    def from_json(cls, text: bytes, *, format_version: int, has_checksums: bool) -> ShardRecord:
+    def from_json(cls, text: bytes, *, format_version: int, has_checksums: bool, has_extents: bool) -> ShardRecord:
         """Parse the output of `to_json`; raise KeyError, TypeError or ValueError for anything else.
 
         Args:
             text: the record.
             format_version: the version of the pack. A record of version 1 may have neither checksums nor a digest.
             has_checksums: whether the images of the pack have checksums.
+            has_extents: whether they are whole pictures on a canvas.
         """
         values: dict[str, Any] = dict(json.loads(text))
         is_first = format_version == 1 and not {"checksums", _RECORD_DIGEST} & values.keys()
@@ -138,6 +142,8 @@ class ShardRecord:
         num_checksums = len(values["labels"]) if has_checksums and not is_first else 0
         if len(values.get("checksums", ())) != num_checksums:
             raise ValueError(f"the record has {quantity(len(values['checksums']), 'checksum')}, not {num_checksums}")
+        if len(values.get(_EXTENTS, ())) != len(values["labels"]) * has_extents:
+            raise ValueError("the record must have an extent for each image of whole pictures, otherwise none")
         sums = values["sums"]
         return cls(
             start=values["start"],
@@ -147,6 +153,7 @@ class ShardRecord:
             sums=ChannelSums(sums["num_pixels"], tuple(sums["total"]), tuple(sums["squares"])),
             digest=values["digest"],
             checksums=np.array(values.get("checksums", ()), np.uint32),
+            extents=np.array(values.get(_EXTENTS, ()), np.uint32),
             notes=DecodeNotes.from_json(values.get(_NOTES, {})),
         )
 
@@ -240,7 +247,10 @@ class Journal:
                 continue
             try:
                 record = ShardRecord.from_json(
-                    text, format_version=plan["format_version"], has_checksums=plan["checksum"]
+                    text,
+                    format_version=plan["format_version"],
+                    has_checksums=plan["checksum"],
+                    has_extents="canvas" in plan["resize_rule"],
                 )
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise ShardError(self._damaged(key)) from error

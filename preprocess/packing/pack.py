@@ -29,7 +29,7 @@ from loopfeed.preprocess.packing.split_state import (
     with_existing_shard_images,
 )
 from loopfeed.preprocess.shards.location import Location, ShardError
-from loopfeed.preprocess.shards.manifest import MANIFEST_KEY, Manifest
+from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
 from loopfeed.preprocess.shards.split_files import JOURNAL, delete_lock_files, delete_split_files, split_files
 from loopfeed.preprocess.shards.verify import find_lost_files
 from loopfeed.preprocess.synced_folders import sync_folder
@@ -99,7 +99,7 @@ def pack_split(
     if not overwrite and settings.shard_images is None:
         settings = with_existing_shard_images(location, settings)
     plan = make_plan(source, settings, targets)
-    if not overwrite and targets is None:
+    if not overwrite and plan["format_version"] == FORMAT_VERSION:
         plan["format_version"] = version_to_pack(location)
     manifest = None if overwrite else find_complete(location, plan)
     if manifest is not None and is_whole(location, manifest):

@@ -27,6 +27,7 @@ def pack(
     resample: str = "bicubic",
     levels: str | None = None,
     truncated: Literal["skip", "keep"] = "skip",
+    canvas: str | None = None,
     splits: str | Iterable[str] | None = None,
     holdout: float = 0.0,
     limit: int | None = None,
@@ -50,6 +51,7 @@ def pack(
         resample: filter by its Pillow name, such as "bicubic", "bilinear" or "lanczos".
         levels: the values that become black and white in images of more than 8 bits per channel, such as "0:4095".
         truncated: "skip" or "keep" an image whose end is missing.
+        canvas: width : height of the canvas for whole pictures, such as "3:2"; None stores the central square.
         splits: the splits to pack; None packs all.
         holdout: the fraction of the training images that becomes the split `val`, if the source has none.
         limit: at most so many images per split, spread evenly over the classes.
@@ -76,7 +78,14 @@ def pack(
     location = open_location(str(dest), storage_options=storage_options)
     check_dest(source, location)
     settings = pack_settings(
-        size=size, resize=resize, resample=resample, levels=levels, truncated=truncated, workers=workers, **shards
+        size=size,
+        resize=resize,
+        resample=resample,
+        levels=levels,
+        truncated=truncated,
+        canvas=canvas,
+        workers=workers,
+        **shards,
     )
     location = prepare_for_writing(location)
     chosen = None if splits is None else (splits,) if isinstance(splits, str) else tuple(splits)
@@ -106,11 +115,12 @@ def pack_settings(
     resample: str,
     levels: str | None,
     truncated: Any,
+    canvas: str | None,
     workers: int | None,
     **shards: Any,
 ) -> PackSettings:
     """Return the settings of a pack, from the arguments of `pack`."""
-    rule = ResizeRule(size, default_resize(size) if resize is None else resize, resample, levels, truncated)
+    rule = ResizeRule(size, default_resize(size) if resize is None else resize, resample, levels, truncated, canvas)
     return PackSettings(rule=rule, num_workers=num_cores() if workers is None else workers, **shards)
 
 

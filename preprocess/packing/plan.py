@@ -21,7 +21,7 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import CODECS, Codec
 from loopfeed.preprocess.shards.classes import MAX_CLASSES
 from loopfeed.preprocess.shards.location import Location, ShardError
-from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, TARGETS_VERSION, Manifest
+from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, TARGETS_VERSION, WHOLE_VERSION, Manifest
 from loopfeed.preprocess.shards.split_files import PARTS, PLAN_KEY
 from loopfeed.preprocess.sources.selection import HOLDOUT_RULE
 
@@ -97,8 +97,9 @@ class PackSettings:
         # A compressed or remote shard is filled in memory.
         shard_bytes = self.resolved_shard_images * self.image_bytes
         if shard_bytes > _MAX_SHARD_BYTES:
+            height, width = self.rule.stored_shape
             raise ValueError(
-                f"shard_images {self.shard_images:,} at {self.rule.size} px makes shard files of "
+                f"shard_images {self.shard_images:,} at {width} × {height} px makes shard files of "
                 f"{shard_bytes / 2**30:,.0f} GiB, more than the {_MAX_SHARD_BYTES >> 30} GiB allowed; use at most "
                 f"{quantity(_MAX_SHARD_BYTES // self.image_bytes, 'image')}"
             )
@@ -110,7 +111,8 @@ class PackSettings:
     @property
     def image_bytes(self) -> int:
         """Size of one image's pixels in bytes, before compression and without its checksum."""
-        return 4 * self.rule.size * words_of_row(self.rule.size, self.layout)
+        height, width = self.rule.stored_shape
+        return 4 * height * words_of_row(width, self.layout)
 
     @property
     def resolved_shard_images(self) -> int:
@@ -151,6 +153,8 @@ def make_plan(source: SourceSplit, settings: PackSettings, targets: SplitTargets
     }
     if targets is not None:
         plan |= {"format_version": TARGETS_VERSION} | _target_plan(targets.kind, targets.labels_file)
+    if settings.rule.canvas is not None:
+        plan["format_version"] = WHOLE_VERSION
     return dict(json.loads(json.dumps(plan)))
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
+from loopfeed.preprocess.extents import Extent
 from loopfeed.preprocess.packing.channels import channel_sums
 from loopfeed.preprocess.packing.journal import Journal, ShardRecord
 from loopfeed.preprocess.packing.pipeline import Outcome, PackedImage
@@ -113,7 +114,9 @@ class _BlockReader:
                 yield failure
             else:
                 words, sums = next(rows)
-                yield PackedImage(index, int(record.labels[position[index]]), words, sums)
+                at = position[index]
+                extent = Extent.from_word(int(record.extents[at])) if len(record.extents) else None
+                yield PackedImage(index, int(record.labels[at]), words, sums, extent=extent)
 
     def _rows(
         self, block: int, record: ShardRecord, first: int

@@ -24,7 +24,15 @@ from loopfeed.preprocess.packing.journal import Journal, read_failures
 from loopfeed.preprocess.packing.pipeline import decode_in_order
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.packing.shard_writer import ShardWriter, transfer_timeout_s
-from loopfeed.preprocess.shards.arrays import CHECKSUMS, METADATA_KEY, PIXELS, damage, shard_key
+from loopfeed.preprocess.shards.arrays import (
+    CHECKSUMS,
+    EXTENTS,
+    METADATA_KEY,
+    PIXELS,
+    damage,
+    extents_metadata,
+    shard_key,
+)
 from loopfeed.preprocess.shards.checksum import crc32c
 from loopfeed.preprocess.shards.location import Location, ShardError
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest
@@ -89,6 +97,8 @@ def repair_split(
         if numbers.digests != manifest.checksum_digests:
             raise _lost(location, CHECKSUMS, "the images in the shard files are not those that were packed")
         _write_numbers(location, journal, numbers, files)
+    if (lost := next((each for each in sorted(files) if each.startswith(f"{EXTENTS}/c")), None)) is not None:
+        raise _lost(location, lost, "its content can't be made again without all images")
     sync_written(location)
     return tuple(sorted(files))
 
@@ -101,13 +111,14 @@ def _write_numbers(location: Location, journal: Journal, numbers: Numbers, files
 
 
 def _write_metadata(location: Location, manifest: Manifest, files: set[str]) -> None:
-    """Write the lost metadata of the pixels; the other arrays are written whole."""
-    key = f"{PIXELS}/{METADATA_KEY}"
-    if key not in files:
-        return
-    digest = create_metadata(location, PIXELS, pixel_metadata(manifest))
-    if manifest.metadata_digests and digest != manifest.metadata_digests[PIXELS]:
-        raise _lost(location, key, "this version of TensorStore writes it in another form")
+    """Write the lost metadata of the pixels and the extents; the other arrays are written whole."""
+    metadata = {PIXELS: pixel_metadata(manifest), EXTENTS: extents_metadata(manifest.num_images)}
+    for name, values in metadata.items():
+        if (key := f"{name}/{METADATA_KEY}") not in files:
+            continue
+        digest = create_metadata(location, name, values)
+        if manifest.metadata_digests and digest != manifest.metadata_digests[name]:
+            raise _lost(location, key, "this version of TensorStore writes it in another form")
 
 
 def _pack_shards(

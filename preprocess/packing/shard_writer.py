@@ -7,6 +7,7 @@ filled in memory and written by TensorStore.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from loopfeed.preprocess.decoding.notes import NOTHING
+from loopfeed.preprocess.extents import num_pixels
 from loopfeed.preprocess.packing.channels import ChannelSums
 from loopfeed.preprocess.packing.journal import Failure, Journal, ShardRecord
 from loopfeed.preprocess.packing.pipeline import Outcome, PackedImage
@@ -129,11 +131,11 @@ class ShardWriter:
         self._folder = location.local_path if settings.codec == "raw" else None
         self._timeout_s = SHARD_TIMEOUT_S
         if self._folder is None:
-            size = settings.rule.size
             # The final number of images is not known yet, but the chunks of an array do not depend on its length.
             self._memory = open_location("memory://") if replaces_blocks else None
             self._array = write_array(self._memory or location, PIXELS, metadata_for(num_candidates, settings))
-            shape = (min(self._shard_images, num_candidates), size, words_of_row(size, settings.layout))
+            height, width = settings.rule.stored_shape
+            shape = (min(self._shard_images, num_candidates), height, words_of_row(width, settings.layout))
             self._words = np.empty(shape, np.uint32)
             self._timeout_s = transfer_timeout_s(location, self._words.nbytes)
         self._replaces_blocks = replaces_blocks
@@ -164,6 +166,8 @@ class ShardWriter:
         self._digest.update(words.data)
         if checksum is not None:
             self._checksums.append(checksum)
+        if image.extent is not None:
+            self._extents.append(image.extent.to_word())
         self._labels.append(image.label)
         self._sums += image.sums
         if image.notes is not NOTHING:
@@ -249,6 +253,7 @@ class ShardWriter:
     def _clear(self) -> None:
         self._labels: list[int] = []
         self._checksums: list[int] = []
+        self._extents: list[int] = []
         self._failures: list[Failure] = []
         self._notes = NOTHING
         self._sums = np.zeros((2, 3), np.int64)
@@ -257,7 +262,10 @@ class ShardWriter:
     def _submit(self, stop: int) -> None:
         self._finish_write()
         labels = np.array(self._labels, np.uint16)
-        sums = ChannelSums.from_array(len(labels) * self._settings.rule.size**2, self._sums)
+        extents, canvas = np.array(self._extents, np.uint32), self._settings.rule.stored_shape
+        # What is beside a picture is black, and is not counted.
+        total = num_pixels(extents) if len(extents) else len(labels) * math.prod(canvas)
+        sums = ChannelSums.from_array(total, self._sums)
         record = ShardRecord(
             start=self._start,
             stop=stop,
@@ -266,6 +274,7 @@ class ShardWriter:
             sums=sums,
             digest=self._digest.hexdigest(),
             checksums=np.array(self._checksums, np.uint32),
+            extents=extents,
             notes=self._notes,
         )
         if record.digest != self._expected_digests.get(self._number, record.digest):
@@ -331,11 +340,11 @@ class ShardWriter:
 
 def metadata_for(num_images: int, settings: PackSettings) -> dict[str, Any]:
     """Return the Zarr metadata of the pixel array for ``num_images`` images."""
-    size = settings.rule.size
+    height, width = settings.rule.stored_shape
     return pixels_metadata(
         num_images,
-        size,
-        words_of_row(size, settings.layout),
+        height,
+        words_of_row(width, settings.layout),
         shard_images=settings.resolved_shard_images,
         codec=settings.codec,
         checksum=settings.checksum,

@@ -1,4 +1,4 @@
-"""A split's arrays ``pixels/``, ``labels/`` or ``targets/``, and ``checksums/``, stored as Zarr 3.
+"""A split's arrays ``pixels/``, ``labels/`` or ``targets/``, ``checksums/`` and ``extents/``, stored as Zarr 3.
 
 One shard file of ``pixels/`` contains ``shard_images`` images and one inner chunk is one image, so any image can be
 read separately while a shard is written as one file (codec ``sharding_indexed``). The other arrays have one number per
@@ -33,6 +33,7 @@ PIXELS = "pixels"
 LABELS = "labels"
 CHECKSUMS = "checksums"
 TARGETS = "targets"
+EXTENTS = "extents"
 METADATA_KEY = "zarr.json"
 
 # The value that a Zarr reader returns for a missing shard file. Its low byte is not 0, so it is not a packed pixel: a
@@ -81,7 +82,7 @@ class NumberShards:
 
 
 NUMBERS = NumberShards()
-"""The shards of ``labels/`` and ``checksums/``."""
+"""The shards of ``labels/``, ``checksums/`` and ``extents/``."""
 
 
 def row_shards(num_words: int) -> NumberShards:
@@ -128,6 +129,11 @@ def checksums_metadata(num_images: int) -> dict[str, Any]:
     return _numbers_metadata(num_images, NUMBERS, dtype="uint32", fill_value=0)
 
 
+def extents_metadata(num_images: int) -> dict[str, Any]:
+    """Return the Zarr metadata of the ``uint32 [num_images]`` array of the places of whole pictures."""
+    return _numbers_metadata(num_images, NUMBERS, dtype="uint32", fill_value=0)
+
+
 def targets_metadata(num_images: int, num_words: int, dtype: type[np.generic]) -> dict[str, Any]:
     """Return the Zarr metadata of the ``[num_images, num_words]`` array of targets, uint32 or float32."""
     is_float = np.dtype(dtype).kind == "f"
@@ -167,7 +173,7 @@ def read_array(location: Location, name: str, metadata: dict[str, Any] | None = 
 
     Args:
         location: the split's folder.
-        name: ``pixels``, ``labels``, ``targets`` or ``checksums``.
+        name: ``pixels``, ``labels``, ``targets``, ``checksums`` or ``extents``.
         metadata: the required metadata (shape, type, shards, codecs, fill value), as returned by `pixels_metadata`.
 
     Raises:

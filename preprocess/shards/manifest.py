@@ -9,15 +9,18 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from typing import Any
 
 from loopfeed.preprocess.claimed_size import MAX_SIDE, json_digest
+from loopfeed.preprocess.extents import Whole
 from loopfeed.preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, kind_of
 from loopfeed.preprocess.pixels import LAYOUTS, Layout, words_of_row
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
     CODECS,
+    EXTENTS,
     LABELS,
     NUMBERS,
     PIXELS,
@@ -35,8 +38,10 @@ FORMAT_VERSION = 2
 """The format version of packs with one class per image. Version 1, still readable, has no ``checksums/``, and its
 manifest has no digests of the checksums, of the labels' shard files and of the arrays' metadata."""
 TARGETS_VERSION = 3
-"""The format version of packs with ``targets/`` instead of ``labels/``, and the newest one."""
-_READABLE_VERSIONS = (1, 2, 3)
+"""The format version of packs with ``targets/`` instead of ``labels/``."""
+WHOLE_VERSION = 4
+"""The format version of packs of whole pictures, with ``extents/`` and perhaps ``targets/``, and the newest one."""
+_READABLE_VERSIONS = (1, 2, 3, 4)
 MANIFEST_KEY = "manifest.json"
 FAILURES_KEY = "failures.jsonl"
 NO_MANIFEST_REMEDY = "restore that file, or clear the split's folder by hand and pack again"
@@ -48,7 +53,15 @@ _SINCE_VERSION_2 = ("label_digests", "checksum_digests", "metadata_digests")
 _MAX_ADDED_BYTES = 64
 # Python converts no integer of many digits to text.
 _MOST_SHOWN_BITS = 1024
-_LISTS = ("class_counts", "channel_mean", "channel_std", "shard_digests", "label_digests", "checksum_digests")
+_LISTS = (
+    "class_counts",
+    "channel_mean",
+    "channel_std",
+    "shard_digests",
+    "label_digests",
+    "checksum_digests",
+    "extent_digests",
+)
 _DIGEST_KEY = "manifest_digest"
 _DIGEST = re.compile("[0-9a-f]{64}")
 # No image, shard file or split is larger: more would take memory for what no pack can hold.
@@ -65,7 +78,8 @@ class Manifest:
     """A description of the contents of a split, validated on creation.
 
     Attributes:
-        format_version: version of the on-disk format: 2, 1 for an older pack, or 3 for a pack with targets.
+        format_version: version of the on-disk format: 2, 1 for an older pack, 3 for a pack with targets, or 4 for whole
+            pictures.
         num_images: number of images packed, N ≥ 1.
         height: height of an image in pixels.
         width: width of an image in pixels.
@@ -89,10 +103,11 @@ class Manifest:
         label_digests: SHA-256 of the labels in each shard file of ``labels/`` or ``targets/``; none in version 1.
         checksum_digests: the same for ``checksums/``; none in version 1, or if ``checksum`` is false.
         metadata_digests: SHA-256 of each array's ``zarr.json``, by the array's name; none in version 1.
-        targets: the targets of a pack of version 3, None in other versions.
+        targets: the targets of a pack of version 3, perhaps of one of version 4, None in other versions.
+        extent_digests: as ``label_digests``, for ``extents/``; none before version 4.
 
-    On disk there is one more field, ``manifest_digest``, the SHA-256 of all others; ``targets`` exists on disk only in
-    version 3, and the three attributes before it do not exist in version 1.
+    On disk there is one more field, ``manifest_digest``, the SHA-256 of all others; ``targets`` exists on disk from
+    version 3 on, ``extent_digests`` in version 4, and the three attributes before them do not exist in version 1.
     """
 
     format_version: int
@@ -118,6 +133,7 @@ class Manifest:
     checksum_digests: tuple[str, ...] = ()
     metadata_digests: Mapping[str, str] = field(default_factory=dict)
     targets: Targets | None = None
+    extent_digests: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_version(self.format_version)
@@ -133,6 +149,12 @@ class Manifest:
         _require(is_whole, "the width must be a multiple of 4 in the dense layout", self.width)
         _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}", self.codec)
         _require(type(self.checksum) is bool, "checksum must be true or false", self.checksum)
+        rule = f"resize_rule must have {'a' if self.is_whole else 'no'} canvas in version {self.format_version}"
+        _require(("canvas" in self.resize_rule) == self.is_whole, rule, dict(self.resize_rule))
+        if self.is_whole:
+            size, resize = self.resize_rule.get("size"), self.resize_rule.get("resize")
+            is_valid = type(size) is int and 1 <= size <= self.height == resize
+            _require(is_valid, "size of resize_rule must be from 1 to resize, the height of the canvas", (size, resize))
         self._check_targets()
         self._check_classes()
         for name in ("channel_mean", "channel_std"):
@@ -143,11 +165,13 @@ class Manifest:
 
     def _check_digests(self) -> None:
         is_first = self.format_version == 1
-        names = [] if is_first else sorted([*[CHECKSUMS] * self.checksum, self.label_array, PIXELS])
+        named = [*[CHECKSUMS] * self.checksum, *[EXTENTS] * self.is_whole, self.label_array, PIXELS]
+        names = [] if is_first else sorted(named)
         for name, count in (
             ("shard_digests", self.num_shards),
             ("label_digests", 0 if is_first else self.label_shards.num_parts(self.num_images)),
             ("checksum_digests", 0 if is_first else NUMBERS.num_parts(self.num_images) * self.checksum),
+            ("extent_digests", NUMBERS.num_parts(self.num_images) * self.is_whole),
         ):
             _require(
                 len(getattr(self, name)) == count,
@@ -156,7 +180,8 @@ class Manifest:
             )
         found = sorted(self.metadata_digests)
         _require(found == names, f"the keys of metadata_digests must be {', '.join(names) or 'none'}", found)
-        digests = (*self.shard_digests, *self.label_digests, *self.checksum_digests, *self.metadata_digests.values())
+        lists = (self.shard_digests, self.label_digests, self.checksum_digests, self.extent_digests)
+        digests = (*chain(*lists), *self.metadata_digests.values())
         source = () if self.targets is None else (self.targets.labels_file,)
         for digest in (*digests, *source, self.labels_digest, self.failures_digest):
             _require(
@@ -164,9 +189,9 @@ class Manifest:
             )
 
     def _check_targets(self) -> None:
-        has_targets = self.format_version >= TARGETS_VERSION
+        has_targets = self.format_version == TARGETS_VERSION
         rule = f"targets must {'be an object' if has_targets else 'be absent'} in version {self.format_version}"
-        _require((self.targets is not None) == has_targets, rule, self.targets)
+        _require(self.is_whole or (self.targets is not None) == has_targets, rule, self.targets)
         if self.targets is not None and (fault := self.targets.faults(len(self.classes))) is not None:
             raise ShardError(f"{fault}; restore the file or pack the split again with --overwrite")
 
@@ -192,6 +217,17 @@ class Manifest:
     def num_classes(self) -> int:
         """The number of classes, K; in a pack with targets, the number of targets of an image."""
         return len(self.classes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the images are whole pictures on a canvas, whose places are in ``extents/``."""
+        return self.format_version == WHOLE_VERSION
+
+    @property
+    def whole(self) -> Whole | None:
+        """The geometry of whole pictures; None for images that fill their pixels."""
+        rule = self.resize_rule
+        return Whole(int(rule["size"]), int(rule["resize"])) if self.is_whole else None
 
     @property
     def label_array(self) -> str:
@@ -250,8 +286,10 @@ class Manifest:
         document = asdict(self)
         for name in _SINCE_VERSION_2 if self.format_version == 1 else ():
             del document[name]
-        if self.targets is None:
+        if self.format_version < TARGETS_VERSION:
             del document["targets"]
+        if not self.is_whole:
+            del document["extent_digests"]
         return document
 
     def to_json(self) -> str:
@@ -297,6 +335,8 @@ class Manifest:
             known -= set(_SINCE_VERSION_2)
         if document["format_version"] < TARGETS_VERSION:
             known -= {"targets"}
+        if document["format_version"] < WHOLE_VERSION:
+            known -= {"extent_digests"}
         for kind, keys in (("unknown", set(document) - known), ("missing", known - set(document))):
             if keys:
                 raise ShardError(
@@ -316,7 +356,7 @@ class Manifest:
             _require(isinstance(values[name], dict), f"{name} must be an object", values[name])
         for name in ("layout", "codec", "source_digest"):
             _require(isinstance(values[name], str), f"{name} must be a string", values[name])
-        if "targets" in known:
+        if values.get("targets") is not None:
             values["targets"] = _targets(values["targets"])
         values["classes"] = tuple(_image_class(entry) for entry in values["classes"])
         for name in lists:
@@ -366,9 +406,9 @@ def _require(is_satisfied: bool, rule: str, found: object) -> None:
 def _check_version(version: object) -> None:
     if type(version) is int and version in _READABLE_VERSIONS:
         return
-    if type(version) is int and version > TARGETS_VERSION:
+    if type(version) is int and version > WHOLE_VERSION:
         raise ShardError(
-            f"format version {version} is newer than {TARGETS_VERSION}, the newest supported; install a newer loopfeed"
+            f"format version {version} is newer than {WHOLE_VERSION}, the newest supported; install a newer loopfeed"
         )
     known = ", ".join(map(str, _READABLE_VERSIONS[:-1])) + f" or {_READABLE_VERSIONS[-1]}"
     raise ShardError(f"format_version must be {known}, found {version!r}; pack the split again with --overwrite")

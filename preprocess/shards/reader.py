@@ -30,7 +30,13 @@ from loopfeed.preprocess.shards.mapped_shards import ChangedFileError, MappedSha
 from loopfeed.preprocess.shards.shard_cache import ShardCache
 from loopfeed.preprocess.shards.shard_copies import ShardCopies
 from loopfeed.preprocess.shards.shard_sizes import check_plausible
-from loopfeed.preprocess.shards.split_arrays import SplitLabels, check_buffer, check_indices, open_checksums
+from loopfeed.preprocess.shards.split_arrays import (
+    SplitLabels,
+    check_buffer,
+    check_indices,
+    open_checksums,
+    open_extents,
+)
 from loopfeed.preprocess.shards.splits import list_splits, read_manifest
 from loopfeed.preprocess.shards.stored_pixels import StoredPixels, without_maps
 from loopfeed.preprocess.system_errors import reading_remedy
@@ -89,6 +95,8 @@ class ShardSplit:
         row_words: number of words in a row, W in the packed layout.
         num_classes: K, the number of classes, or of an image's targets.
         target_words: number of 32-bit words of an image's targets; 0 if images have one class each.
+        label_row: shape of one image's labels in the caller's buffer: ``()`` for a class, ``(target_words,)`` for
+            targets; with whole pictures ``(1 + words,)``, because the word of the picture's place comes before them.
         meter: what the threads that read do, and how long it takes.
 
     Raises:
@@ -119,10 +127,13 @@ class ShardSplit:
         self.row_words = manifest.row_words
         self.num_classes = manifest.num_classes
         self.target_words = manifest.target_words
+        row = (self.target_words,) if self.target_words else ()
+        self.label_row = (1 + max(1, self.target_words),) if manifest.is_whole else row
         # Decoded images are not cached: a cache only adds a copy (measured), and the page cache already has the file.
         self._pixels: StoredPixels | None = StoredPixels(location, manifest, notify)
         self._labels: SplitLabels | None = SplitLabels(without_maps(location), manifest)
         self._checksums = open_checksums(without_maps(location), manifest)
+        self._extents = open_extents(without_maps(location), manifest)
         self._decoded = DecodedChecks(location, manifest)
         self._mapped: MappedImages | CachedImages | None = None
         folder = location.local_path
@@ -145,7 +156,7 @@ class ShardSplit:
         """Close the split. Reading then raises ShardError; closing again has no effect."""
         if isinstance(self._mapped, CachedImages):
             self._mapped.close()
-        self._pixels = self._labels = self._checksums = self._mapped = self._watch = None
+        self._pixels = self._labels = self._checksums = self._extents = self._mapped = self._watch = None
 
     def read_into(
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], labels: NDArray[np.int32], *, timeout_s: float
@@ -158,8 +169,9 @@ class ShardSplit:
         Args:
             indices: int64 ``[b]``, 0 ≤ index < N, any order, repeats allowed.
             pixels: uint32 ``[b, H, row_words]``, aligned, any strides, overwritten with the packed pixels.
-            labels: int32 ``[b]``, overwritten with classes 0..K-1; in a split with targets int32 ``[b, target_words]``,
-                overwritten with the words of the bits, or of the float32 numbers (see `read_targets`).
+            labels: int32 ``[b, *label_row]``, overwritten with classes 0..K-1, or in a split with targets with the
+                words of the bits, or of the float32 numbers (see `read_targets`); in a split of whole pictures, the
+                word of `loopfeed.preprocess.extents` comes first.
             timeout_s: how long to wait for the store, in seconds.
 
         Raises:
@@ -247,7 +259,7 @@ class ShardSplit:
         """
         first, deadline = np.zeros(1, np.int64), time.monotonic() + timeout_s
         self._expected(first, deadline)
-        self._take_labels(first, np.empty((1, *self._label_row()), np.int32), deadline)
+        self._take_labels(first, np.empty((1, *self.label_row), np.int32), deadline)
 
     def check_unchanged(self) -> None:
         """Recheck every file from which images were copied; call this after the last image has been used.
@@ -256,7 +268,7 @@ class ShardSplit:
             ChangedShardError: a file was written to in place, so the images may not have been those that were packed.
         """
         with self._naming_changed_files():
-            for files in (self._mapped, self._labels, self._checksums):
+            for files in (self._mapped, self._labels, self._checksums, self._extents):
                 if files is not None:
                     files.check_files()
 
@@ -323,11 +335,10 @@ class ShardSplit:
         """Read labels into ``labels``; raise ShardError if a label is not a valid class."""
         assert self._labels is not None
         with self._naming_changed_files():
+            if self._extents is not None:
+                labels[:, 0] = self._extents.read(indices, deadline)
+                labels = labels[:, 1:] if self.target_words else labels[:, 1]
             self._labels.read_into(indices, labels, deadline)
-
-    def _label_row(self) -> tuple[int, ...]:
-        """Return the shape of one image's labels in the caller's buffer."""
-        return (self.target_words,) if self.target_words else ()
 
     def _open_array(self) -> StoredPixels:
         if self._pixels is None:
@@ -338,7 +349,7 @@ class ShardSplit:
         return f"{self._name()}: the split is closed; open it again with open_split"
 
     def _checked(self, indices: NDArray[np.int64], labels: NDArray[np.int32]) -> NDArray[np.int64]:
-        check_buffer(self._name(), "labels", labels, np.int32, (len(indices), *self._label_row()))
+        check_buffer(self._name(), "labels", labels, np.int32, (len(indices), *self.label_row))
         return self._checked_indices(indices)
 
     def _checked_indices(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:

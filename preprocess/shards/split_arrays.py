@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
+    EXTENTS,
     MAX_NUMBERS_BYTES,
     NUMBERS,
     NUMBERS_PER_SHARD,
@@ -21,6 +22,7 @@ from loopfeed.preprocess.shards.arrays import (
     NumberShards,
     checksums_metadata,
     damage,
+    extents_metadata,
     labels_metadata,
     pixels_metadata,
     read_array,
@@ -220,6 +222,13 @@ def open_checksums(location: Location, manifest: Manifest) -> ImageNumbers | Non
     )
 
 
+def open_extents(location: Location, manifest: Manifest) -> ImageNumbers | None:
+    """Open the uint32 places of whole pictures of the split at ``location``; return None if it has none."""
+    if not manifest.is_whole:
+        return None
+    return ImageNumbers(location, EXTENTS, extents_metadata(manifest.num_images), np.uint32, manifest.extent_digests)
+
+
 class SplitLabels(ImageNumbers):
     """The labels or targets of the split at ``location``, readable from any number of threads.
 
@@ -283,7 +292,7 @@ def check_buffer(split: str, name: str, buffer: NDArray[Any], dtype: type[np.gen
     if buffer.shape != shape or buffer.dtype != dtype or not (buffer.flags.writeable and buffer.flags.aligned):
         raise ShardError(
             f"{split}: {name} must be a writeable, aligned {np.dtype(dtype).name} {list(shape)}, "
-            f"got {_described(buffer)}; allocate it with the split's height and row_words"
+            f"got {_described(buffer)}; allocate it with the split's height and row_words, or its label_row"
         )
 
 

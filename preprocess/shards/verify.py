@@ -15,11 +15,13 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
+from loopfeed.preprocess.extents import are_outside
 from loopfeed.preprocess.pixels import UNUSED_BITS
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.regular_file import check_regular
 from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
+    EXTENTS,
     MAX_NUMBERS_BYTES,
     METADATA_KEY,
     NUMBERS,
@@ -27,6 +29,7 @@ from loopfeed.preprocess.shards.arrays import (
     NumberShards,
     checksums_metadata,
     damage,
+    extents_metadata,
     read_array,
     shard_key,
     words_digest,
@@ -111,6 +114,7 @@ def verify_split(
         *_check_failures(location, manifest, unreadable),
         *_check_numbers(location, manifest, manifest.label_array, unreadable),
         *_check_numbers(location, manifest, CHECKSUMS, unreadable),
+        *_check_numbers(location, manifest, EXTENTS, unreadable),
         *_check_pixels(location, manifest, unreadable, on_progress or (lambda _done, _total: None)),
     )
     # A missing file is reported once, with its images if it has any.
@@ -142,6 +146,7 @@ def find_lost_files(location: Location, manifest: Manifest) -> tuple[Damage, ...
         *_check_failures(location, manifest, unreadable),
         *_check_numbers(location, manifest, manifest.label_array, unreadable),
         *_check_numbers(location, manifest, CHECKSUMS, unreadable),
+        *_check_numbers(location, manifest, EXTENTS, unreadable),
         *_check_metadata(location, manifest, unreadable),
     ):
         found.setdefault(each.file, each)
@@ -185,11 +190,12 @@ def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
 
 
 def _arrays(manifest: Manifest) -> tuple[str, ...]:
-    return (PIXELS, manifest.label_array, *([CHECKSUMS] if manifest.checksum_digests else []))
+    others = [*[CHECKSUMS] * bool(manifest.checksum_digests), *[EXTENTS] * manifest.is_whole]
+    return (PIXELS, manifest.label_array, *others)
 
 
 def _shards_of(manifest: Manifest, name: str) -> NumberShards:
-    return NUMBERS if name == CHECKSUMS else manifest.label_shards
+    return manifest.label_shards if name == manifest.label_array else NUMBERS
 
 
 def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: bool) -> Damage | None:
@@ -228,10 +234,11 @@ def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]
 
 
 def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable: set[str]) -> Iterator[Damage]:
-    """Check the labels or targets or, if the split has any, the checksums."""
+    """Check the labels or targets or, if the split has any, the checksums or the places of whole pictures."""
     if name not in _arrays(manifest):
         return
-    metadata = checksums_metadata(manifest.num_images) if name == CHECKSUMS else label_metadata(manifest)
+    others = {CHECKSUMS: checksums_metadata, EXTENTS: extents_metadata}
+    metadata = others[name](manifest.num_images) if name in others else label_metadata(manifest)
     array = yield from _opened(location, name, lambda: read_array(location, name, metadata), unreadable)
     if array is None:
         return
@@ -250,7 +257,7 @@ def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable
         whole.append(numbers)
         if (wrong := describe_wrong_end(location, file, shards.per_shard // shards.per_chunk)) is not None:
             yield Damage(file, wrong)
-        if name != CHECKSUMS and (found := _invalid_labels(manifest, numbers)) is not None:
+        if (found := _invalid_numbers(manifest, name, numbers)) is not None:
             has_invalid = True
             what, rows = found
             yield Damage(file, what, tuple((rows + start).tolist()))
@@ -259,9 +266,14 @@ def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable
         yield Damage(name, f"the {name} differ from those that were packed")
 
 
-def _invalid_labels(manifest: Manifest, numbers: NDArray[Any]) -> tuple[str, NDArray[np.intp]] | None:
-    """Return what is wrong with labels or targets that no image can have, and their rows; None if all are possible."""
-    if manifest.targets is None:
+def _invalid_numbers(manifest: Manifest, name: str, numbers: NDArray[Any]) -> tuple[str, NDArray[np.intp]] | None:
+    """Return what is wrong with numbers that no image can have, and their rows; None if all are possible."""
+    if name == CHECKSUMS:
+        return None
+    if name == EXTENTS:
+        what = f"places outside the canvas of {manifest.width} × {manifest.height} pixels"
+        are_invalid = are_outside(numbers, manifest.height, manifest.width)
+    elif manifest.targets is None:
         what, are_invalid = f"labels outside 0..{manifest.num_classes - 1}", numbers >= manifest.num_classes
     elif manifest.targets.kind == "classes":
         what = f"bits of classes outside 0..{manifest.num_classes - 1}"
@@ -273,8 +285,8 @@ def _invalid_labels(manifest: Manifest, numbers: NDArray[Any]) -> tuple[str, NDA
 
 
 def _are_as_packed(parts: list[NDArray[Any]], manifest: Manifest, name: str) -> bool:
-    if name == CHECKSUMS:
-        digests = manifest.checksum_digests
+    if name != manifest.label_array:
+        digests = manifest.checksum_digests if name == CHECKSUMS else manifest.extent_digests
     elif words_digest(parts) == manifest.labels_digest:
         digests = manifest.label_digests
     else:

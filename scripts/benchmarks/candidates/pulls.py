@@ -53,7 +53,7 @@ def main(transport_name: str, batch: int, size: int, unit: str) -> None:
             step, total = carry
             _, pulled = infeed.pull(first_token(), step, jnp.int32(0), jnp.int32(1))
             assert isinstance(pulled.batches, Batch)
-            used = sum(array.reshape(-1)[-1].astype(jnp.uint32) for array in (*pulled.batches, pulled.control.stop))
+            used = sum(array.reshape(-1)[-1].astype(jnp.uint32) for array in (*pulled.batches[:2], pulled.control.stop))
             return step + 1, total + used
 
         return lax.while_loop(lambda carry: carry[0] < stop, body, start)

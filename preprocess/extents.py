@@ -1,0 +1,70 @@
+"""Where on its canvas a whole picture is: its height and width, and whether it was transposed, as one word.
+
+The word is what a shard has for each image, and what the device receives beside its pixels. Does not access files.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+LENGTH_BITS = 15
+"""Bits of a length in pixels."""
+TRANSPOSED_BIT = 2 * LENGTH_BITS
+LENGTH_MASK = (1 << LENGTH_BITS) - 1
+
+
+class Whole(NamedTuple):
+    """The geometry of a pack of whole pictures.
+
+    Attributes:
+        size: side of the square that evaluation crops, in pixels.
+        resize: shorter side of a stored picture, in pixels.
+    """
+
+    size: int
+    resize: int
+
+
+class Extent(NamedTuple):
+    """The place of a picture on its canvas: the rows 0 … height - 1 and the columns 0 … width - 1.
+
+    Attributes:
+        height, width: in pixels, as stored, at least 1.
+        is_transposed: whether a stored row is a column of the upright picture.
+    """
+
+    height: int
+    width: int
+    is_transposed: bool
+
+    def to_word(self) -> int:
+        """Return the extent as a word: the width in bits 0 to 14, the height in bits 15 to 29, then the flag."""
+        return self.width | self.height << LENGTH_BITS | self.is_transposed << TRANSPOSED_BIT
+
+    @classmethod
+    def from_word(cls, word: int) -> Extent:
+        """Create an extent from the result of `to_word`."""
+        return cls(word >> LENGTH_BITS & LENGTH_MASK, word & LENGTH_MASK, bool(word >> TRANSPOSED_BIT))
+
+
+def upright(image: NDArray[np.uint8], word: int) -> NDArray[np.uint8]:
+    """Return the upright picture ``[h, w, 3]`` on a canvas ``[H, W, 3]``."""
+    extent = Extent.from_word(word)
+    picture = image[: extent.height, : extent.width]
+    return picture.swapaxes(0, 1) if extent.is_transposed else picture
+
+
+def num_pixels(words: NDArray[np.uint32]) -> int:
+    """Return how many pixels the pictures of these words have together."""
+    heights, widths = words >> LENGTH_BITS & LENGTH_MASK, words & LENGTH_MASK
+    return int((heights.astype(np.int64) * widths).sum())
+
+
+def are_outside(words: NDArray[np.uint32], height: int, width: int) -> NDArray[np.bool]:
+    """Return for each word whether it is no place on a canvas of ``height`` × ``width`` pixels."""
+    heights, widths = words >> LENGTH_BITS & LENGTH_MASK, words & LENGTH_MASK
+    is_small = (heights < 1) | (widths < 1)
+    return is_small | (heights > height) | (widths > width) | (words >> (TRANSPOSED_BIT + 1) != 0)
