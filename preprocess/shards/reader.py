@@ -5,6 +5,7 @@ Knows nothing of order, batches or devices; splits are written by `loopfeed.prep
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -406,7 +407,7 @@ class ShardSplit:
 
 
 def open_split(
-    data: str,
+    data: str | os.PathLike[str],
     split: str,
     *,
     context: ts.Context | None = None,
@@ -433,5 +434,5 @@ def open_split(
         ...     split.num_images, split.height, split.num_classes
         (8, 8, 2)
     """
-    location = open_location(data, context=context, memory_mapped=True, storage_options=storage_options)
+    location = open_location(os.fspath(data), context=context, memory_mapped=True, storage_options=storage_options)
     return ShardSplit(location.child(split), read_manifest(location, split), cache, notify)
