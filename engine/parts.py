@@ -21,7 +21,7 @@ from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.checks import check_updates
 from loopfeed.engine.updates.schedules import Schedule
 from loopfeed.engine.updates.user_optimizer import UserOptimizer
-from loopfeed.preprocess.printable import did_you_mean
+from loopfeed.preprocess.suggestions import did_you_mean
 
 USER_SOURCES = "own_sources"
 """The key of the digests of the parts' source texts in the resolved part of `config.json`."""

@@ -15,7 +15,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from loopfeed.preprocess.printable import describe_nearest, did_you_mean, nearest
+from loopfeed.preprocess.suggestions import describe_nearest, did_you_mean, nearest
 
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _KEY = "setting"

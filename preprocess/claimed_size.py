@@ -1,16 +1,9 @@
 """Compares the size that a file claims with what is stored, before memory is taken for it.
 
 Compression, fill values and holes let a small file stand for large arrays, but hardly ever more than this many times.
-
-And the digest of JSON objects: the manifest of a pack and each record of its journal contain their own digests. A
-digest detects damage and manual edits. It is not a signature: anyone can recompute it.
 """
 
-import hashlib
-import json
 import os
-from collections.abc import Mapping
-from typing import Any
 
 MAX_SIDE = 4096
 """The largest side of a stored image, in pixels."""
@@ -35,8 +28,3 @@ def least_stored_bytes(claimed_bytes: int) -> int:
 def is_plausible(claimed_bytes: int, stored_bytes: int) -> bool:
     """Return whether files of `stored_bytes` may stand for numbers of `claimed_bytes`."""
     return stored_bytes >= least_stored_bytes(claimed_bytes)
-
-
-def json_digest(values: Mapping[str, Any]) -> str:
-    """Return the hexadecimal SHA-256 of a JSON object. The order of its keys does not matter."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

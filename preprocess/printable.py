@@ -3,17 +3,11 @@
 File names, class names, archive members and the contents of pack and run folders are untrusted. They are escaped twice:
 by `printable` when a name is inserted into a message, and by `loopfeed.preprocess.commands.guarded_output` when a
 command writes its output. A message that omits the first step is therefore still harmless.
-
-And suggestions for unknown words ("did you mean …?"). Does not import click.
 """
 
-from __future__ import annotations
-
-import difflib
 import os
 import re
 import unicodedata
-from collections.abc import Iterable
 
 # Composing takes time with the square of the length where a stranger wrote thousands of marks onto one letter, and no
 # signal ends it. Names of files have at most 255 bytes.
@@ -70,57 +64,3 @@ def printable_text(text: str) -> str:
 def composed(text: str) -> str:
     """Return a text with letters and their marks composed (NFC); one of more than 1,024 characters unchanged."""
     return text if len(text) > _MOST_CHARACTERS else unicodedata.normalize("NFC", text)
-
-
-_FEW = 3
-
-
-def nearest(word: object, known: Iterable[str]) -> str | None:
-    """Return the known word that is most similar to ``word``, ignoring case; None if none is similar."""
-    by_folded = {_folded(each): each for each in known}
-    near = difflib.get_close_matches(_folded(str(word)), by_folded, n=1)
-    return by_folded[near[0]] if near else None
-
-
-def describe_nearest(word: object, known: Iterable[str], where: str) -> str:
-    """Return ``: did you mean …?``, or the few most similar words and where all are listed, if none is similar.
-
-    Args:
-        word: the unknown word.
-        known: many known words, too many for a message.
-        where: what lists them all, such as "run-train --help".
-    """
-    names = list(known)
-    few = difflib.get_close_matches(str(word).lower(), names, n=_FEW, cutoff=0.0)
-    return did_you_mean(word, names) or f": {where} lists all {len(names)}, of which the nearest are {', '.join(few)}"
-
-
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return ``: did you mean …?`` to append to a message about an unknown word, or "" if no known word is similar."""
-    near = nearest(word, known)
-    if near is not None and (forms := describe_forms(str(word), near)):
-        return f": it is {near} in another Unicode form ({forms})"
-    return "" if near is None else f": did you mean {near}?"
-
-
-def describe_forms(word: str, other: str) -> str:
-    """Return the Unicode forms of two texts that look alike but differ, such as "NFC, not NFD", else "".
-
-    "ü" may be one character (NFC, as keyboards write it) or two (NFD, as in archives and names from macOS).
-    """
-    if word == other or not is_same_text(word, other):
-        return ""
-    return f"{_form(other)}, not {_form(word)}"
-
-
-def is_same_text(word: str, other: str) -> bool:
-    """Return whether two texts are the same but for their Unicode form."""
-    return composed(word) == composed(other)
-
-
-def _form(text: str) -> str:
-    return next((form for form in ("NFC", "NFD") if unicodedata.is_normalized(form, text)), "mixed")
-
-
-def _folded(word: str) -> str:
-    return composed(word).lower()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from loopfeed.preprocess.printable import did_you_mean
+from loopfeed.preprocess.suggestions import did_you_mean
 
 DEFAULT_RETRIES = 6
 """How often a failed request is repeated: after 0.5, 1, 2, 4, 8 and 8 s, about half a minute in all."""

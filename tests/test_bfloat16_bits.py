@@ -10,8 +10,9 @@ import pytest
 from loopfeed.models.kernels import ONEDNN, XLA, MissingKernelsError, using_kernels
 from loopfeed.models.layers.batch_norm import NormGroups, RunningStats, batch_norm, normalising_over, stored_relu
 from loopfeed.models.layers.bfloat16_bits import round_by_bits
+from loopfeed.models.layers.gelu import gelu
 from loopfeed.models.layers.head import global_average_pool, linear
-from loopfeed.models.layers.layer_norm import gelu, layer_norm
+from loopfeed.models.layers.layer_norm import layer_norm
 from loopfeed.models.layers.pooling import max_pool
 
 

@@ -12,8 +12,9 @@ from loopfeed.engine.objective.losses import LOSSES
 from loopfeed.models.families.vision_transformer import self_attention
 from loopfeed.models.layers.batch_norm import RunningStats, batch_norm, stored_relu
 from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.gelu import gelu, quick_gelu
 from loopfeed.models.layers.head import dense, global_average_pool
-from loopfeed.models.layers.layer_norm import gelu, layer_norm, quick_gelu
+from loopfeed.models.layers.layer_norm import layer_norm
 from loopfeed.models.layers.pooling import average_pool, global_max_pool, max_pool
 
 pytestmark = pytest.mark.kernels

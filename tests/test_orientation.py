@@ -10,8 +10,8 @@ import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
 from loopfeed.preprocess.decoding import formats
-from loopfeed.preprocess.decoding.box_formats import sniff
 from loopfeed.preprocess.decoding.formats import open_pixels, strip_png
+from loopfeed.preprocess.decoding.known_formats import sniff
 from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
 from loopfeed.preprocess.decoding.orientation import png_text, turn_upright
 

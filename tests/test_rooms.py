@@ -14,9 +14,11 @@ FLOORS = (
     "loopfeed.preprocess.workers",
     "loopfeed.preprocess.control_groups",
     "loopfeed.preprocess.printable",
+    "loopfeed.preprocess.suggestions",
     "loopfeed.preprocess.file_kinds",
     "loopfeed.preprocess.system_errors",
     "loopfeed.preprocess.claimed_size",
+    "loopfeed.preprocess.json_digest",
     "loopfeed.preprocess.regular_file",
     "loopfeed.preprocess.quantities",
     "loopfeed.preprocess.system_entries",
@@ -106,6 +108,8 @@ PROGRAM_MAY_KNOW = {
     "loopfeed.models.names",
     "loopfeed.models.xla_threads",
     "loopfeed.models.trusted_folder",
+    # What a wrong name may have meant.
+    "loopfeed.preprocess.suggestions",
     # Where whole pictures are on their canvases.
     "loopfeed.preprocess.extents",
     # How much memory the slots of the batches may take.

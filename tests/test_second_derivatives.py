@@ -13,8 +13,8 @@ from loopfeed.models.kernels.onednn.handler import TARGET
 from loopfeed.models.kernels.onednn.library import load_library
 from loopfeed.models.layers.batch_norm import RunningStats, batch_norm, stored_relu
 from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.gelu import gelu, quick_gelu
 from loopfeed.models.layers.head import dense
-from loopfeed.models.layers.layer_norm import gelu, quick_gelu
 from loopfeed.models.layers.pooling import max_pool
 from tests.direct_operations import normal
 from tests.kernels import needs_onednn

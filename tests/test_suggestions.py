@@ -14,7 +14,7 @@ from loopfeed.engine.commands.cli import main as run_train
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.models.registry import find_network, model_names, networks
 from loopfeed.preprocess.commands.suggesting import SuggestingCommand
-from loopfeed.preprocess.printable import did_you_mean, is_same_text, nearest
+from loopfeed.preprocess.suggestions import did_you_mean, is_same_text, nearest
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]

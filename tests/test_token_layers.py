@@ -11,8 +11,9 @@ from jax import lax
 
 from loopfeed.models.families.vision_transformer import self_attention
 from loopfeed.models.kernels import ONEDNN, XLA, using_kernels
+from loopfeed.models.layers.gelu import gelu, quick_gelu
 from loopfeed.models.layers.head import linear
-from loopfeed.models.layers.layer_norm import gelu, layer_norm, quick_gelu
+from loopfeed.models.layers.layer_norm import layer_norm
 from tests.block_references import gelu as numpy_gelu
 from tests.block_references import norm as numpy_norm
 from tests.kernels import needs_onednn

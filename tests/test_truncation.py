@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from PIL import Image, ImageFile
 
 from loopfeed.preprocess.commands.cli import main
-from loopfeed.preprocess.decoding.box_formats import sniff
 from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
 from loopfeed.preprocess.decoding.formats import open_pixels
+from loopfeed.preprocess.decoding.known_formats import sniff
 from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
 
 HEIGHT, WIDTH = 64, 80

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS, NamedPart, is_part_name
-from loopfeed.preprocess.printable import did_you_mean
+from loopfeed.preprocess.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from loopfeed.engine.parts import UserParts

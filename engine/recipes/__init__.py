@@ -16,8 +16,8 @@ from loopfeed.engine.named_parts import NAMED_PARTS, OWN_PARTS
 from loopfeed.engine.owners import OF_A_RECIPE, OF_A_RECORD_AS_RECIPE, OF_A_USER, STORAGE, recorded_settings
 from loopfeed.engine.settings import ConfigError, SettingError, shown, suggest_setting
 from loopfeed.models.names import MODEL_NAMES
-from loopfeed.preprocess.printable import did_you_mean
 from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.suggestions import did_you_mean
 from loopfeed.preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.preprocess.claimed_size import json_digest as digest_of_json
+from loopfeed.preprocess.json_digest import json_digest as digest_of_json
 from loopfeed.preprocess.regular_file import open_regular
 
 SEAL = "sha256"

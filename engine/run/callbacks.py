@@ -20,7 +20,7 @@ from loopfeed.engine.run.result import TrainResult
 from loopfeed.engine.settings import is_number
 from loopfeed.engine.stream.function_sink import RecordFunction
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord
-from loopfeed.preprocess.printable import did_you_mean
+from loopfeed.preprocess.suggestions import did_you_mean
 
 
 class RunHandle:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.gelu import gelu
 from loopfeed.models.layers.head import dense, global_average_pool, linear, normal_arrays, patch_linear
-from loopfeed.models.layers.layer_norm import gelu, init_layer_norm, layer_norm
+from loopfeed.models.layers.layer_norm import init_layer_norm, layer_norm
 from loopfeed.models.model import BatchStats, Images, Logits, Params, set_at
 
 _WINDOW = 7

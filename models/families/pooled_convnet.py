@@ -26,8 +26,8 @@ import numpy as np
 from loopfeed.models.layers.batch_norm import RunningStats, batch_norm
 from loopfeed.models.layers.bfloat16_bits import round_by_bits
 from loopfeed.models.layers.convolution import convolution
+from loopfeed.models.layers.gelu import quick_gelu
 from loopfeed.models.layers.head import dense
-from loopfeed.models.layers.layer_norm import quick_gelu
 from loopfeed.models.layers.pooling import global_max_pool, max_pool
 from loopfeed.models.model import BatchStats, Images, Logits, Params
 

@@ -17,8 +17,9 @@ from jaxtyping import Array, Float
 from loopfeed.models.kernels.choice import XLA, kernels_in_use, using_kernels
 from loopfeed.models.layers import onednn_product
 from loopfeed.models.layers.bfloat16_bits import round_by_bits, wide_dtype, widen_by_bits
+from loopfeed.models.layers.gelu import gelu
 from loopfeed.models.layers.head import dense, linear, normal_arrays, patch_linear
-from loopfeed.models.layers.layer_norm import gelu, init_layer_norm, layer_norm
+from loopfeed.models.layers.layer_norm import init_layer_norm, layer_norm
 from loopfeed.models.layers.platform_forms import on_platform, with_derivative_of
 from loopfeed.models.model import BatchStats, Images, Logits, Params, set_at
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loopfeed.preprocess.printable import did_you_mean, nearest
+from loopfeed.preprocess.suggestions import did_you_mean, nearest
 
 if TYPE_CHECKING:
     # Choice is generic in the annotations of newer click versions, but not at run time in older ones.

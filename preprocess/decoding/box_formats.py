@@ -2,28 +2,13 @@
 
 Both consist of boxes (ISO/IEC 14496-12, 15444-1). Pillow decodes them with libavif and OpenJPEG, and gives AVIF and
 colour of JPEG 2000 as 8 bits, and grey of JPEG 2000 as 8 or, shifted to the top, 16.
-
-And the table of the supported formats: how to recognise and open each. The first bytes of a file decide, not its name.
 """
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageFile, features
-from PIL.AvifImagePlugin import AvifImageFile
-from PIL.BmpImagePlugin import BmpImageFile
-from PIL.GifImagePlugin import GifImageFile
-from PIL.Jpeg2KImagePlugin import Jpeg2KImageFile
-from PIL.JpegImagePlugin import JpegImageFile
-from PIL.PngImagePlugin import PngImageFile
-from PIL.PpmImagePlugin import PpmImageFile
-from PIL.TiffImagePlugin import TiffImageFile
-from PIL.WebPImagePlugin import WebPImageFile
-
-from loopfeed.preprocess.file_kinds import HEAD_BYTES
+from PIL import Image
 
 AVIF, JPEG_2000 = "AVIF", "JPEG 2000"
 
@@ -200,55 +185,3 @@ def _check_whole(encoded: bytes) -> None:
             raise ValueError(
                 f"it is truncated: it has {len(encoded)} of at least {place + num_bytes} bytes; download it again"
             )
-
-
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-@dataclass(frozen=True)
-class Format:
-    """A supported file format.
-
-    Attributes:
-        name: its name.
-        accepts: returns whether a file that begins with some bytes has the format.
-        opener: opens such a file.
-        may_warn: whether its Pillow plugin can issue warnings.
-        feature: the part of Pillow that not every Pillow has, and that its decoder needs.
-        memory: how much memory a pixel takes while it is decoded, as a multiple of that of the other formats.
-        is_added: whether earlier versions left its files out.
-    """
-
-    name: str
-    accepts: Callable[[bytes], bool]
-    opener: Callable[[Any], ImageFile.ImageFile]
-    may_warn: bool = False
-    feature: str | None = None
-    memory: int = 1
-    is_added: bool = False
-
-    @property
-    def is_available(self) -> bool:
-        """Whether the installed Pillow can decode it."""
-        return self.feature is None or features.check(self.feature) is True
-
-
-FORMATS = (
-    Format("JPEG", lambda head: head.startswith(b"\xff\xd8\xff"), JpegImageFile),
-    Format("PNG", lambda head: head.startswith(PNG_SIGNATURE), PngImageFile),
-    Format("WebP", lambda head: head.startswith(b"RIFF") and head[8:12] == b"WEBP", WebPImageFile),
-    Format("GIF", lambda head: head.startswith((b"GIF87a", b"GIF89a")), GifImageFile, may_warn=True),
-    Format("BMP", lambda head: head.startswith(b"BM"), BmpImageFile),
-    Format(
-        "TIFF", lambda head: head.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")), TiffImageFile, may_warn=True
-    ),
-    Format("PPM", lambda head: head[:1] == b"P" and head[1:2] in b"123456" and head[2:3].isspace(), PpmImageFile),
-    Format(AVIF, is_avif, AvifImageFile, feature="avif", memory=2, is_added=True),
-    Format(JPEG_2000, is_jpeg_2000, Jpeg2KImageFile, feature="jpg_2000", memory=2, is_added=True),
-)
-
-
-def sniff(encoded: bytes) -> Format | None:
-    """Return the format that the first bytes of a file indicate, or None if it is not supported."""
-    head = encoded[:HEAD_BYTES]
-    return next((known for known in FORMATS if known.accepts(head)), None)

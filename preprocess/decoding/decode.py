@@ -16,10 +16,10 @@ from typing import Any, Literal, Self
 import numpy as np
 from PIL import Image
 
-from loopfeed.preprocess.decoding.box_formats import FORMATS, sniff
 from loopfeed.preprocess.decoding.colour import LevelsError, to_grey_or_rgb
 from loopfeed.preprocess.decoding.default_resize import MAX_SIZE
 from loopfeed.preprocess.decoding.formats import open_pixels
+from loopfeed.preprocess.decoding.known_formats import FORMATS, sniff
 from loopfeed.preprocess.decoding.levels import Levels
 from loopfeed.preprocess.decoding.memory_budget import PIXEL_BYTES, MemoryBudget
 from loopfeed.preprocess.decoding.notes import DecodeNotes

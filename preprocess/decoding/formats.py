@@ -24,14 +24,7 @@ from PIL import Image, ImageFile, _imaging
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from loopfeed.preprocess.decoding.box_formats import (
-    AVIF,
-    JPEG_2000,
-    PNG_SIGNATURE,
-    Format,
-    has_deep_avif,
-    with_values_of_file,
-)
+from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000, has_deep_avif, with_values_of_file
 from loopfeed.preprocess.decoding.colour import DeepValues
 from loopfeed.preprocess.decoding.depth import (
     check_alpha,
@@ -42,6 +35,7 @@ from loopfeed.preprocess.decoding.depth import (
 )
 from loopfeed.preprocess.decoding.format_bounds import bounded, check_jpeg_scans
 from loopfeed.preprocess.decoding.hidden_size import MOST_PIXELS, hidden_pixels
+from loopfeed.preprocess.decoding.known_formats import PNG_SIGNATURE, Format
 from loopfeed.preprocess.decoding.levels import Levels
 from loopfeed.preprocess.decoding.notes import DecodeNotes
 from loopfeed.preprocess.decoding.orientation import (

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.preprocess.claimed_size import json_digest
 from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
+from loopfeed.preprocess.json_digest import json_digest
 from loopfeed.preprocess.packing.channels import ChannelSums
 from loopfeed.preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
 from loopfeed.preprocess.quantities import quantity

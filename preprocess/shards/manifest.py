@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
 from typing import Any
 
-from loopfeed.preprocess.claimed_size import MAX_SIDE, json_digest
+from loopfeed.preprocess.claimed_size import MAX_SIDE
 from loopfeed.preprocess.extents import Whole
 from loopfeed.preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, kind_of
+from loopfeed.preprocess.json_digest import json_digest
 from loopfeed.preprocess.pixels import LAYOUTS, Layout, words_of_row
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loopfeed.preprocess.printable import describe_forms, is_same_text, printable
+from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.sources.labels_file import LabelTable
@@ -19,6 +19,7 @@ from loopfeed.preprocess.sources.selection import TopFolder, choose_splits, is_i
 from loopfeed.preprocess.sources.tarindex import open_tar
 from loopfeed.preprocess.sources.tars import TarStore, visible_members
 from loopfeed.preprocess.sources.tree import FolderStore, files_below, list_folder, split_folders
+from loopfeed.preprocess.suggestions import describe_forms, is_same_text
 
 # The key of an image is its path below its split.
 _NO_CLASS = (ImageClass("", ""),)

@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 
 from loopfeed.preprocess.file_kinds import UNPACK, kind_of
-from loopfeed.preprocess.printable import describe_forms, printable
+from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.targets import SplitTargets
@@ -29,6 +29,7 @@ from loopfeed.preprocess.sources.selection import HOLDOUT_RULE, SPLIT_ORDER, hel
 from loopfeed.preprocess.sources.tarindex import BLOCK, is_tar, open_tar
 from loopfeed.preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, TarStore, imagenet_openers, tar_layout
 from loopfeed.preprocess.sources.tree import list_folder, split_folders, split_openers
+from loopfeed.preprocess.suggestions import describe_forms
 from loopfeed.preprocess.system_entries import describe_ignored
 from loopfeed.preprocess.system_errors import reading_remedy, status_of
 

@@ -1,0 +1,65 @@
+"""Suggestions for unknown words ("did you mean …?").
+
+Does not import click, so that `loopfeed.engine.settings`, which imports this module, does not either.
+"""
+
+from __future__ import annotations
+
+import difflib
+import unicodedata
+from collections.abc import Iterable
+
+from loopfeed.preprocess.printable import composed
+
+_FEW = 3
+
+
+def nearest(word: object, known: Iterable[str]) -> str | None:
+    """Return the known word that is most similar to ``word``, ignoring case; None if none is similar."""
+    by_folded = {_folded(each): each for each in known}
+    near = difflib.get_close_matches(_folded(str(word)), by_folded, n=1)
+    return by_folded[near[0]] if near else None
+
+
+def describe_nearest(word: object, known: Iterable[str], where: str) -> str:
+    """Return ``: did you mean …?``, or the few most similar words and where all are listed, if none is similar.
+
+    Args:
+        word: the unknown word.
+        known: many known words, too many for a message.
+        where: what lists them all, such as "run-train --help".
+    """
+    names = list(known)
+    few = difflib.get_close_matches(str(word).lower(), names, n=_FEW, cutoff=0.0)
+    return did_you_mean(word, names) or f": {where} lists all {len(names)}, of which the nearest are {', '.join(few)}"
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return ``: did you mean …?`` to append to a message about an unknown word, or "" if no known word is similar."""
+    near = nearest(word, known)
+    if near is not None and (forms := describe_forms(str(word), near)):
+        return f": it is {near} in another Unicode form ({forms})"
+    return "" if near is None else f": did you mean {near}?"
+
+
+def describe_forms(word: str, other: str) -> str:
+    """Return the Unicode forms of two texts that look alike but differ, such as "NFC, not NFD", else "".
+
+    "ü" may be one character (NFC, as keyboards write it) or two (NFD, as in archives and names from macOS).
+    """
+    if word == other or not is_same_text(word, other):
+        return ""
+    return f"{_form(other)}, not {_form(word)}"
+
+
+def is_same_text(word: str, other: str) -> bool:
+    """Return whether two texts are the same but for their Unicode form."""
+    return composed(word) == composed(other)
+
+
+def _form(text: str) -> str:
+    return next((form for form in ("NFC", "NFD") if unicodedata.is_normalized(form, text)), "mixed")
+
+
+def _folded(word: str) -> str:
+    return composed(word).lower()
