@@ -1,14 +1,16 @@
 """Where on its canvas a whole picture is: its height and width, and whether it was transposed, as one word.
 
-The word is what a shard has for each image, and what the device receives beside its pixels. Does not access files.
+The word is what a shard has for each image, and what the device receives beside its pixels. Does not access files, and
+imports numpy for types alone: settings, which commands load before they know what to do, name `Whole`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 LENGTH_BITS = 15
 """Bits of a length in pixels."""
@@ -60,7 +62,7 @@ def upright(image: NDArray[np.uint8], word: int) -> NDArray[np.uint8]:
 def num_pixels(words: NDArray[np.uint32]) -> int:
     """Return how many pixels the pictures of these words have together."""
     heights, widths = words >> LENGTH_BITS & LENGTH_MASK, words & LENGTH_MASK
-    return int((heights.astype(np.int64) * widths).sum())
+    return int((heights.astype("int64") * widths).sum())
 
 
 def are_outside(words: NDArray[np.uint32], height: int, width: int) -> NDArray[np.bool]:

@@ -1,6 +1,7 @@
 """Sources of batches: each returns the batch of a step, independently of earlier calls."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -143,7 +144,7 @@ def test_steps_requested_in_any_order_by_many_threads_are_correct(monkeypatch):
 
     class Split:
         num_images, height, width, row_words, target_words, lends = 23, 2, 2, 2, 0, False
-        meter = None
+        meter, manifest = None, SimpleNamespace(whole=None)
 
         def read_into(self, indices, pixels, labels, *, timeout_s):
             asked.append((int(pixels[0, 0, 0]), indices.tolist()))

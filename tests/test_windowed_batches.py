@@ -26,10 +26,11 @@ class NumberedSplit:
     """A split whose images contain their index, with a record of what is read."""
 
     height, row_words, width, num_images, target_words, copies = 4, 4, 4, 0, 0, None
+    label_row = ()
 
     def __init__(self, num_images, shard_images=7, *, fails_at=None):
         self.num_images, self.fails_at = num_images, fails_at
-        self.manifest = SimpleNamespace(shard_images=shard_images, image_bytes=64)
+        self.manifest = SimpleNamespace(shard_images=shard_images, image_bytes=64, whole=None)
         self.location = SimpleNamespace(local_path=None, display="numbers/")
         self.meter = ReadMeter()
         self.reads: list[tuple[int, int]] = []

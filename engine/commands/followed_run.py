@@ -20,7 +20,7 @@ from loopfeed.preprocess.system_errors import status_of
 if TYPE_CHECKING:
     from loopfeed.engine.records.loss_log import RunEnd
 
-_START_WAIT_S = 5.0  # run-train imports jax before it creates its folder
+_START_WAIT_S = 15.0  # run-train imports jax before it creates its folder, which takes long on a busy machine
 _POLL_START_S = 0.1
 
 

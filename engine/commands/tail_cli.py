@@ -113,7 +113,7 @@ def main(
 
     RUN may be the URL of a run in an object store, to which new lines come every 10 seconds.
 
-    Exits when the run ends. If RUN is just starting, waits up to 5 seconds for its folder, up to --timeout-s while it
+    Exits when the run ends. If RUN is just starting, waits up to 15 seconds for its folder, up to --timeout-s while it
     compiles, and up to --timeout-s for its first step. Of several runs, the first must start in this time; the others
     may appear later, and are waited for up to --timeout-s.
 

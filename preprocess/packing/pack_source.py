@@ -77,16 +77,7 @@ def pack(
     """
     location = open_location(str(dest), storage_options=storage_options)
     check_dest(source, location)
-    settings = pack_settings(
-        size=size,
-        resize=resize,
-        resample=resample,
-        levels=levels,
-        truncated=truncated,
-        canvas=canvas,
-        workers=workers,
-        **shards,
-    )
+    settings = pack_settings(size, resize, resample, levels, truncated, canvas, workers, **shards)
     location = prepare_for_writing(location)
     chosen = None if splits is None else (splits,) if isinstance(splits, str) else tuple(splits)
     request = source_request(location, overwrite=overwrite, splits=chosen, holdout=holdout, limit=limit, labels=labels)
@@ -109,7 +100,6 @@ def pack(
 
 
 def pack_settings(
-    *,
     size: int,
     resize: int | None,
     resample: str,
