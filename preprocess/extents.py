@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -57,6 +59,11 @@ def upright(image: NDArray[np.uint8], word: int) -> NDArray[np.uint8]:
     extent = Extent.from_word(word)
     picture = image[: extent.height, : extent.width]
     return picture.swapaxes(0, 1) if extent.is_transposed else picture
+
+
+def all_upright(images: Sequence[NDArray[np.uint8]], labels: NDArray[np.int32]) -> list[NDArray[np.uint8]]:
+    """Return the upright pictures of canvases, whose words are the first of each row of ``labels``."""
+    return [upright(image, word) for image, word in zip(images, labels[:, 0].tolist(), strict=True)]
 
 
 def num_pixels(words: NDArray[np.uint32]) -> int:

@@ -25,7 +25,7 @@ from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.data_card import data_place, evaluated_split
 from loopfeed.engine.report_page.number_text import number, percent
 from loopfeed.engine.stream.sinks import EvaluationRecord
-from loopfeed.preprocess.extents import upright
+from loopfeed.preprocess.extents import all_upright
 from loopfeed.preprocess.pixels import to_rgb
 from loopfeed.preprocess.shards.location import open_location
 from loopfeed.preprocess.shards.reader import ShardSplit, open_split, read_manifest
@@ -212,7 +212,7 @@ def _read_pictures(split: ShardSplit, indices: list[int]) -> list[tuple[bytes, s
     split.read_into(order, pixels, labels, timeout_s=_READ_TIMEOUT_S)
     images = list(to_rgb(pixels, split.manifest.pixel_layout))
     if split.manifest.is_whole:
-        images = [upright(image, word) for image, word in zip(images, labels[:, 0].tolist(), strict=True)]
+        images = all_upright(images, labels)
     found = dict(zip(order.tolist(), images, strict=True))
     return [_picture(found[index]) for index in indices]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from loopfeed.preprocess.extents import upright
+from loopfeed.preprocess.extents import all_upright
 from loopfeed.preprocess.pixels import to_rgb
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
@@ -66,7 +66,7 @@ def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
     split.read_into(indices, pixels, labels, timeout_s=READ_TIMEOUT_S)
     thumbnails = [to_rgb(words, split.manifest.pixel_layout) for words in pixels]
     if split.manifest.is_whole:
-        thumbnails = [upright(image, word) for image, word in zip(thumbnails, labels[:, 0].tolist(), strict=True)]
+        thumbnails = all_upright(thumbnails, labels)
         labels = labels[:, 1:] if split.target_words else labels[:, 1]
     captions = _captions(split, indices, labels)
     # Without one class per image, the sheet is filled row by row.

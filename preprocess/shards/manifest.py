@@ -146,8 +146,8 @@ class Manifest:
             raise ShardError(
                 f"layout must be {known}, found {self.layout!r}; install a newer loopfeed for other layouts"
             )
-        is_whole = self.pixel_layout == "packed" or self.width % 4 == 0
-        _require(is_whole, "the width must be a multiple of 4 in the dense layout", self.width)
+        is_divisible = self.pixel_layout == "packed" or self.width % 4 == 0
+        _require(is_divisible, "the width must be a multiple of 4 in the dense layout", self.width)
         _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}", self.codec)
         _require(type(self.checksum) is bool, "checksum must be true or false", self.checksum)
         rule = f"resize_rule must have {'a' if self.is_whole else 'no'} canvas in version {self.format_version}"
