@@ -28,7 +28,6 @@ from loopfeed.engine.records.stored.state import StoredRunError
 from loopfeed.engine.records.stored.stored_run import StoredRun
 from loopfeed.engine.records.stored.working_copy import WorkingCopy, working_copies
 from loopfeed.engine.run.train import plan_run
-from loopfeed.engine.stream.sinks import ShowsProgress
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from tests.fake_source import files_of
 from tests.toy import Linear, toy_batch, toy_config
@@ -325,7 +324,6 @@ def test_a_failed_upload_stops_a_run_during_its_evaluation_too():
             raise StoredRunError("lost")
 
     watch: Any = StoredRun(Path(), cast(Any, Failed())).watch()
-    assert isinstance(watch, ShowsProgress)
     for name in ("write", "write_evaluation", "write_progress"):
         with pytest.raises(StoredRunError, match="lost"):
             getattr(watch, name)(None)

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.crossing.pushed import PushedHistograms, PushedImages
 from loopfeed.engine.loggers.experiment_log import has_package, install_hint
 from loopfeed.engine.loggers.logger_sink import LoggerSink
 from loopfeed.engine.records.run_folder import TENSORBOARD
 from loopfeed.engine.settings import SettingError
-from loopfeed.engine.stream.sinks import Sink, TakesHistograms, TakesImages
+from loopfeed.engine.stream.sinks import Sink, writer_of
 
 
 def check_loggers(config: TrainConfig) -> None:
@@ -40,9 +41,9 @@ def make_loggers(config: TrainConfig, run_dir: Path | None) -> list[LoggerSink]:
 def unused_cadences_warning(config: TrainConfig, sinks: Sequence[Sink]) -> str | None:
     """Return a warning if histograms or images are computed although no sink takes them, else None."""
     unused = []
-    if config.histogram_every_steps and not any(isinstance(sink, TakesHistograms) for sink in sinks):
+    if config.histogram_every_steps and not any(writer_of(sink, PushedHistograms) for sink in sinks):
         unused.append(f"--histogram-every {config.histogram_every_steps}")
-    if config.log_images_every_steps and not any(isinstance(sink, TakesImages) for sink in sinks):
+    if config.log_images_every_steps and not any(writer_of(sink, PushedImages) for sink in sinks):
         unused.append(f"--log-images-every {config.log_images_every_steps}")
     if not unused:
         return None

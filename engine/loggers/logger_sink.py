@@ -233,7 +233,7 @@ class LoggerSink:
         self._called_at: float | None = None
 
     def describe_run(self, run: RunDescription) -> None:
-        """Take what is known of the run; see `loopfeed.engine.stream.sinks.TakesDescription`."""
+        """Take what is known of the run; see `loopfeed.Sink`."""
         self._run = run
 
     def open(self) -> None:

@@ -19,7 +19,7 @@ class RunFolderSink:
         leave_out: called on the program's thread with the step of a snapshot that is dropped because another one is
             still waiting for its lines.
         begun: the digest of each file's current content; a missing digest is computed from the file.
-        needs_snapshots: as in `loopfeed.engine.stream.sinks.NeedsSnapshots`.
+        needs_snapshots: as of `loopfeed.Sink`.
 
     Attributes:
         last_step: the step of the last loss that was written, None before the first.

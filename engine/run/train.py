@@ -47,7 +47,7 @@ from loopfeed.engine.run.run_place import check_has_folder, naming_run, open_pla
 from loopfeed.engine.runtime.record import LaunchState
 from loopfeed.engine.stream.function_sink import RecordFunction, as_sinks
 from loopfeed.engine.stream.notices import outliving_display
-from loopfeed.engine.stream.sinks import Finishes, RunDescription, Sink, TakesDescription
+from loopfeed.engine.stream.sinks import RunDescription, Sink
 from loopfeed.preprocess.quantities import quantity
 
 
@@ -303,8 +303,7 @@ def _describe_to_sinks(run: Run, sinks: Sequence[Sink]) -> None:
         notify=run.notices.say,
     )
     for sink in sinks:
-        if isinstance(sink, TakesDescription):
-            sink.describe_run(description)
+        getattr(sink, "describe_run", lambda _: None)(description)
 
 
 @contextmanager
@@ -322,8 +321,7 @@ def _finishing(sinks: Sequence[Sink]) -> Iterator[None]:
 
 def _finish(sinks: Sequence[Sink]) -> None:
     for sink in sinks:
-        if isinstance(sink, Finishes):
-            sink.finish()
+        getattr(sink, "finish", lambda: None)()
 
 
 def _handle(run: Run) -> RunHandle:

@@ -26,12 +26,13 @@ from loopfeed.engine.crossing.pushed import (
 )
 from loopfeed.engine.profile.table import Profile
 from loopfeed.engine.spans import CLOSE, SINK, STEP_WAIT, Spans
-from loopfeed.engine.stream.lane import Lane, Record, is_display
+from loopfeed.engine.stream.lane import Lane, Record
 from loopfeed.engine.stream.sinks import (
     EvaluationProgress,
     EvaluationRecord,
     LossRecord,
     Sink,
+    is_display,
 )
 from loopfeed.engine.stream.spooled_losses import SpooledLosses
 from loopfeed.preprocess.system_errors import error_text
@@ -55,7 +56,7 @@ class LossStream:
     """A stream that passes records from the program to the sinks, each of which has its own thread.
 
     A sink that raises, or accepts nothing for too long, gets no more records; its exception is kept, and the run is
-    asked to stop, unless the sink is a display (`loopfeed.engine.stream.sinks.Display`): then a warning says so. The
+    asked to stop, unless the sink is a display (`loopfeed.Sink`): then a warning says so. The
     other sinks still get every record. Sinks are written to and closed on their threads, so that a sink that hangs
     blocks nothing for ever.
 
@@ -181,19 +182,19 @@ class LossStream:
         """Send an evaluation's progress to the sinks that show it without lagging; `batch` is the next batch index."""
         self.num_evaluation_pulls += 1
         for lane in self._lanes:
-            if lane.shows_progress and not lane.is_left_out and lane.records.qsize() < _FEW_QUEUED:
+            if lane.takes(EvaluationProgress) and not lane.is_left_out and lane.records.qsize() < _FEW_QUEUED:
                 lane.records.put(EvaluationProgress(self._last_step, batch, num_batches))
 
     def report_profile(self, profile: Profile) -> None:
         """Queue the profile of the launch for the sinks that take one; called after the loop, before `close`."""
         for lane in self._lanes:
-            if lane.takes_profile and not lane.is_left_out:
+            if lane.takes(Profile) and not lane.is_left_out:
                 lane.records.put(profile)
 
     def end_sinks_without_profile(self) -> None:
         """Let the sinks that take no profile write what is queued and close; called after the loop, before `close`."""
         for lane in self._lanes:
-            if not lane.takes_profile:
+            if not lane.takes(Profile):
                 lane.records.put(None)
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:

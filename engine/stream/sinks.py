@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
@@ -134,6 +134,17 @@ def _as_recorded(name: str, value: float) -> float:
 class Sink(Protocol):
     """A receiver of the records of a run, such as a terminal or a file.
 
+    A sink may have more methods: `write_progress`, for an `EvaluationProgress` while the sink does not lag behind;
+    `write_histograms` and `write_images`, left out if it lags; `write_snapshot`; `write_profile`, for a `Profile`, at
+    most once, after the last record. An exception in one of these acts as in `write`. `leave_out` gets a snapshot that
+    is skipped because another one is queued, on the program's thread, and must not block. `describe_run` gets a
+    `RunDescription` before `open`, and `finish` is called at the end of the run, to wait for a limited time for what
+    is still at work after `close`.
+
+    If it has an attribute `is_display` that is true, a failure of the sink, or a wait for it that has reached its
+    limit, ends the sink alone, with a warning. If `needs_snapshots` is true, the program waits, for a limited time,
+    before it leaves a snapshot out.
+
     Example:
         >>> class Losses:
         ...     def open(self):
@@ -167,76 +178,27 @@ class Sink(Protocol):
         ...
 
 
-@runtime_checkable
-class ShowsProgress(Protocol):
-    """The optional interface of a sink that shows the progress of an evaluation."""
-
-    def write_progress(self, progress: EvaluationProgress) -> None:
-        """Show the progress of an evaluation; not called while the sink lags behind."""
-        ...
+def writer_of(sink: Sink, kind: type) -> Callable[[Any], None] | None:
+    """Return the method of a sink that takes records of a kind, a key of `WRITERS`; None if the sink takes none."""
+    found: Callable[[Any], None] | None = getattr(sink, WRITERS[kind], None)
+    return found
 
 
-@runtime_checkable
-class Display(Protocol):
-    """The optional interface of a sink that only shows the run.
-
-    Attributes:
-        is_display: whether a failure of the sink, or a wait for it that has reached its limit, ends the sink alone,
-            with a warning; the result of the run does not depend on it.
-    """
-
-    is_display: bool
+def is_display(sink: Sink) -> bool:
+    """Return whether the result of the run does not depend on a sink."""
+    return bool(getattr(sink, "is_display", False))
 
 
-@runtime_checkable
-class TakesSnapshots(Protocol):
-    """The optional interface of a sink that takes snapshots of the program's state."""
-
-    def write_snapshot(self, snapshot: PushedSnapshot) -> None:
-        """Write a snapshot, keeping its order relative to the losses; an exception acts as in `write`."""
-        ...
-
-    def leave_out(self, snapshot: PushedSnapshot) -> None:
-        """Handle a snapshot skipped because another is queued; called on the program's thread, so it must not block."""
-        ...
-
-
-@runtime_checkable
-class NeedsSnapshots(Protocol):
-    """The optional interface of a sink that may need every snapshot.
-
-    Attributes:
-        needs_snapshots: whether the program waits, for a limited time, before it leaves a snapshot out.
-    """
-
-    needs_snapshots: bool
-
-
-@runtime_checkable
-class TakesProfile(Protocol):
-    """The optional interface of a sink that takes the profile of the launch."""
-
-    def write_profile(self, profile: Profile) -> None:
-        """Write the profile; called at most once, after the last record; an exception acts as in `write`."""
-        ...
-
-
-@runtime_checkable
-class TakesHistograms(Protocol):
-    """The optional interface of a sink that takes histograms of weights and gradients."""
-
-    def write_histograms(self, histograms: PushedHistograms) -> None:
-        """Write histograms, keeping their order relative to the losses; an exception acts as in `write`."""
-        ...
-
-
-@runtime_checkable
-class TakesImages(Protocol):
-    """The optional interface of a sink that takes training images as the network saw them."""
-
-    def write_images(self, images: PushedImages) -> None:
-        """Write images, keeping their order relative to the losses; an exception acts as in `write`."""
-        ...
+WRITERS: Mapping[type, str] = {
+    LossRecord: "write",
+    EvaluationRecord: "write_evaluation",
+    EvaluationProgress: "write_progress",
+    PushedSnapshot: "write_snapshot",
+    PushedHistograms: "write_histograms",
+    PushedImages: "write_images",
+    Profile: "write_profile",
+}
+"""The method of a sink for each kind of record; all but the first two are optional."""
 
 
 @dataclass(frozen=True)
@@ -264,24 +226,6 @@ class RunDescription:
         """The settings as they were resolved, with what else is known, by name; without those that are None."""
         known = {name: value for name, value in self.facts.items() if value is not None}
         return {name: value for name, value in {**self.settings, **known}.items() if value is not None}
-
-
-@runtime_checkable
-class TakesDescription(Protocol):
-    """The optional interface of a sink that uses what is known of the run."""
-
-    def describe_run(self, run: RunDescription) -> None:
-        """Take the description of the run; called once, before `open`."""
-        ...
-
-
-@runtime_checkable
-class Finishes(Protocol):
-    """The optional interface of a sink that may still be at work after `close`."""
-
-    def finish(self) -> None:
-        """Wait, for a limited time, until everything is written; called once, after the run has ended or failed."""
-        ...
 
 
 class PlainSink:
