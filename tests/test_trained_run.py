@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from loopfeed import run_settings, train
+from loopfeed.engine.evaluation.data import data_of_run
 from loopfeed.engine.evaluation.trained_run import read_run
 from loopfeed.engine.records.digests import sealed
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
@@ -29,8 +30,9 @@ def test_a_run_is_read_back_wherever_its_folder_is_now(run, tmp_path):
     kernels = recorded.config.kernels
     assert recorded.config == run_settings(moved) == toy_config(steps=2, run_dir=moved, kernels=kernels)
     assert (recorded.model_name, recorded.num_classes) == ("linear", CLASSES)
-    assert (recorded.height, recorded.width) == (SIZE, SIZE)
-    assert recorded.manifest_digest is recorded.eval_manifest_digest is None
+    assert recorded.shape == (SIZE, SIZE)
+    data = data_of_run(recorded)
+    assert data.manifest_digest is data.eval_manifest_digest is None
     assert recorded.weights.is_of_user_model
     assert recorded.weights.tensors["batch_stats.batches"] == 2
     assert recorded.weights.metadata["steps_done"] == "2"

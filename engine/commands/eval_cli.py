@@ -5,8 +5,6 @@ jax and numpy are imported where they are first needed, so that `--help` answers
 
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -189,52 +187,41 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
 def _evaluate_run(
     run: str, settings: dict[str, Any], names: dict[str, str], options: dict[str, Any]
 ) -> "EvaluationResult":
-    from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
-
-    snapshot, storage_options = options["snapshot"], parse_text(options["storage_options"])
-    with local_copy(run, storage_options, with_weights(snapshot)) as folder:
-        return _evaluate_folder(folder, settings, names, options, naming_in(say_to_stderr, folder, run))
-
-
-def _evaluate_folder(
-    run: Path,
-    settings: dict[str, Any],
-    names: dict[str, str],
-    options: dict[str, Any],
-    notify: Callable[[str], None],
-) -> "EvaluationResult":
     from loopfeed.engine.crossing.choice import this_platform
     from loopfeed.engine.evaluation.run import evaluate
     from loopfeed.engine.evaluation.trained_run import run_settings
     from loopfeed.engine.program.kernels import refuse_missing_kernels
     from loopfeed.engine.records.recorded_run import read_recorded
+    from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
 
-    recorded = run_settings(run)
-    record = read_recorded(run)
-    parts = load_user_parts(names)
-    # An evaluation may use other metrics and other images than the run did.
-    for warning in compare_named(record.resolved, parts.named, only=("model", "loss")):
-        notify(warning)
-    if "data" in settings:
-        settings = settings | {"synthetic": False}
-    if recorded.eval_split == "off":
-        # The run had no evaluations; an evaluation requested now uses the default split.
-        settings = {"eval_split": None} | settings
-    refuse_missing_kernels(recorded, settings, this_platform())
-    config = with_given(recorded, settings)
-    if (line := record.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)) is not None:
-        notify(line)
-    return evaluate(
-        config,
-        model=parts.model,
-        evaluation=parts.evaluation,
-        loss=parts.loss,
-        metrics=parts.metrics,
-        per_class=options["per_class"],
-        snapshot=options["snapshot"],
-        predictions=options["predictions"] is not None,
-        notify=notify,
-    )
+    snapshot, storage_options = options["snapshot"], parse_text(options["storage_options"])
+    with local_copy(run, storage_options, with_weights(snapshot)) as folder:
+        notify = naming_in(say_to_stderr, folder, run)
+        recorded, record = run_settings(folder), read_recorded(folder)
+        parts = load_user_parts(names)
+        # An evaluation may use other metrics and other images than the run did.
+        for warning in compare_named(record.resolved, parts.named, only=("model", "loss")):
+            notify(warning)
+        if "data" in settings:
+            settings = settings | {"synthetic": False}
+        if recorded.eval_split == "off":
+            # The run had no evaluations; an evaluation requested now uses the default split.
+            settings = {"eval_split": None} | settings
+        refuse_missing_kernels(recorded, settings, this_platform())
+        config = with_given(recorded, settings)
+        if (line := record.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)) is not None:
+            notify(line)
+        return evaluate(
+            config,
+            model=parts.model,
+            evaluation=parts.evaluation,
+            loss=parts.loss,
+            metrics=parts.metrics,
+            per_class=options["per_class"],
+            snapshot=snapshot,
+            predictions=options["predictions"] is not None,
+            notify=notify,
+        )
 
 
 def _write_predictions(result: "EvaluationResult", path: str | None) -> None:

@@ -7,8 +7,6 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -156,33 +154,27 @@ def main(
 
 
 def _predict(run: str, images: tuple[str, ...], top: int, options: dict[str, Any]) -> "PredictionResult":
+    from loopfeed.engine.evaluation.predict import predict
+    from loopfeed.engine.records.recorded_run import read_recorded
     from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
 
     with local_copy(run, parse_pairs(options["storage_option"]), with_weights(None)) as place:
-        return _predict_with(place, images, top, options, naming_in(say_to_stderr, place, run))
-
-
-def _predict_with(
-    place: Path, images: tuple[str, ...], top: int, options: dict[str, Any], notify: Callable[[str], None]
-) -> "PredictionResult":
-    from loopfeed.engine.evaluation.predict import predict
-    from loopfeed.engine.records.recorded_run import read_recorded
-
-    parts = load_user_parts(take_part_names(options, {"model": None}))
-    if parts.named and place.is_dir():
-        for warning in compare_named(read_recorded(place).resolved, parts.named):
-            notify(warning)
-    return predict(
-        place,
-        images,
-        top=top,
-        model=parts.model,
-        settings={name: options[name] for name in _SETTINGS if options[name] is not None},
-        mean=options["mean"],
-        std=options["std"],
-        resize_rule={name: options[name] for name in _RULE if options[name] is not None},
-        notify=notify,
-    )
+        notify = naming_in(say_to_stderr, place, run)
+        parts = load_user_parts(take_part_names(options, {"model": None}))
+        if parts.named and place.is_dir():
+            for warning in compare_named(read_recorded(place).resolved, parts.named):
+                notify(warning)
+        return predict(
+            place,
+            images,
+            top=top,
+            model=parts.model,
+            settings={name: options[name] for name in _SETTINGS if options[name] is not None},
+            mean=options["mean"],
+            std=options["std"],
+            resize_rule={name: options[name] for name in _RULE if options[name] is not None},
+            notify=notify,
+        )
 
 
 def _ranked(result: "PredictionResult", index: int) -> list[tuple[int, str, str, float | None]]:

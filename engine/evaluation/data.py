@@ -1,8 +1,9 @@
 """Chooses the images that weights are evaluated on, and checks that the images fit the weights.
 
-Owns the choice and the checks. Must not know: models, weights, programs.
+Owns the choice and the checks. Must not know: models, programs.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,12 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.data.dataset import choose_data, data_of_record, make_demo, open_cache, open_cached_split
+from loopfeed.engine.data.dataset import (
+    DATA_LOCATION,
+    choose_data,
+    data_of_record,
+    make_demo,
+    open_cache,
+    open_cached_split,
+)
 from loopfeed.engine.data.label_fit import check_loss_fits
 from loopfeed.engine.data.open_data import choose_eval_split, have_same_classes, manifest_digest_of
+from loopfeed.engine.evaluation.trained_run import TrainedRun
 from loopfeed.engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
 from loopfeed.engine.feed.shard_batches import SequentialBatches
 from loopfeed.engine.owners import storage_options_of
+from loopfeed.engine.records.weights_metadata import classes_of
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass, lacking, places
 from loopfeed.preprocess.shards.location import open_location
@@ -44,6 +54,18 @@ class TrainedOn:
     num_classes: int | None
     classes: tuple[ImageClass, ...] = ()
     location: str | None = None
+
+
+def data_of_run(run: TrainedRun) -> TrainedOn:
+    """Return what is known about the data that a run was trained on."""
+    return TrainedOn(
+        run.record.resolved["data"],
+        run.record.manifest_digest,
+        run.record.resolved.get("eval_manifest_sha256"),
+        run.num_classes,
+        classes_of(run.weights.metadata, os.fspath(run.path)),
+        run.record.resolved.get(DATA_LOCATION),
+    )
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def _check_labels(recorded: TrainedRun) -> None:
             f"predictions need a model that was trained to choose one class, but {recorded.path} was trained with the "
             f"loss {recorded.config.loss}: compute its outputs in Python, with its weights"
         )
-    if "loss" in recorded.user_parts and recorded.labels is not None:
+    if "loss" in recorded.user_parts and recorded.record.resolved.get("labels") is not None:
         raise ValueError(
             f"predictions need a model that was trained to choose one class, but {recorded.path} was trained with a "
             f"loss of your own, {recorded.user_parts['loss']}, on labels that are not class numbers: compute its "
@@ -264,7 +264,7 @@ def _rule_of(
                 f"the metadata preprocessing of {where} must be a resize rule{with_others}, but {error}"
             ) from None
     height, _ = image_size_in(stored.metadata.get(IMAGE_SIZE, "")) or (_USUAL_SIZE, 0)
-    size = given.get("size") or (recorded.height if recorded else height)
+    size = given.get("size") or (recorded.shape[0] if recorded else height)
     rule = ResizeRule(**{"size": size, "resize": default_resize(size), **given})
     if not {"size", "resize", "resample"} <= given.keys():
         notify(

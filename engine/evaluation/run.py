@@ -19,7 +19,7 @@ from loopfeed.engine.crossing.pushed import mean_of_images
 from loopfeed.engine.data.label_fit import check_labels_stay
 from loopfeed.engine.data.open_data import label_kind
 from loopfeed.engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
-from loopfeed.engine.evaluation.data import EvaluationData, TrainedOn, open_evaluation_split, open_user
+from loopfeed.engine.evaluation.data import EvaluationData, TrainedOn, data_of_run, open_evaluation_split, open_user
 from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult
 from loopfeed.engine.evaluation.snapshot_weights import find_best
 from loopfeed.engine.evaluation.subject import (
@@ -33,7 +33,7 @@ from loopfeed.engine.evaluation.subject import (
     run_subject,
     with_recorded_loss,
 )
-from loopfeed.engine.evaluation.trained_run import TrainedRun, read_run
+from loopfeed.engine.evaluation.trained_run import read_run
 from loopfeed.engine.feed.batches import EvaluationArrays, EvaluationSource, label_form_of
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
@@ -100,57 +100,25 @@ def evaluate(
     options = storage_options_of(run) if isinstance(run, TrainConfig) else None
     with local_copy(place, options, with_weights(snapshot)) as folder:
         step = find_best(folder, None, notify) if snapshot == "best" else snapshot
-        return _evaluate_run(
-            read_run(folder, step),
-            run if isinstance(run, TrainConfig) else None,
-            model,
-            evaluation,
-            loss,
-            metrics,
-            per_class=per_class,
-            notify=naming_in(notify, folder, place),
-            is_chosen=snapshot is not None,
-            predictions=predictions,
-        )
-
-
-def _evaluate_run(
-    recorded: TrainedRun,
-    changed: TrainConfig | None,
-    model: TrainModel | None,
-    evaluation: EvaluationSource | EvaluationArrays | None,
-    loss: Loss | None,
-    metrics: Mapping[str, Metric | PerExample] | None,
-    *,
-    per_class: bool,
-    notify: Callable[[str], None],
-    is_chosen: bool,
-    predictions: bool,
-) -> EvaluationResult:
-    """Evaluate the weights of a run with its settings or, if they are given, with changed ones."""
-    config = recorded.config if changed is None else changed
-    if changed is None and (line := recorded.record.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)):
-        notify(line)
-    check_user_model(recorded, model)
-    parts = check_user_loss(recorded, loss, metrics)
-    board = ControlBoard()
-    with StopSignals(board, ignore_message), ExitStack() as stack:
-        if evaluation is not None:
-            kind = label_kind(config, has_user_loss=loss is not None)
-            data = open_user(evaluation, batch=config.batch, num_classes=recorded.num_classes, kind=kind)
-        else:
-            trained_on = TrainedOn(
-                recorded.data,
-                recorded.manifest_digest,
-                recorded.eval_manifest_digest,
-                recorded.num_classes,
-                classes_of(recorded.weights.metadata, os.fspath(recorded.path)),
-                recorded.data_location,
-            )
-            data = open_evaluation_split(config, trained_on, stack, notify, has_user_loss=loss is not None)
-        subject = run_subject(recorded, config, model, data.source, notify)
-        describe_weights_of(recorded, subject, notify, is_chosen=is_chosen)
-        return _count(subject, data, board, parts, per_class=per_class, predictions=predictions, notify=notify)
+        recorded, notify = read_run(folder, step), naming_in(notify, folder, place)
+        config = run if isinstance(run, TrainConfig) else recorded.config
+        if config is not run and (
+            line := recorded.record.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)
+        ):
+            notify(line)
+        check_user_model(recorded, model)
+        parts = check_user_loss(recorded, loss, metrics)
+        board = ControlBoard()
+        with StopSignals(board, ignore_message), ExitStack() as stack:
+            if evaluation is not None:
+                kind = label_kind(config, has_user_loss=loss is not None)
+                data = open_user(evaluation, batch=config.batch, num_classes=recorded.num_classes, kind=kind)
+            else:
+                trained_on = data_of_run(recorded)
+                data = open_evaluation_split(config, trained_on, stack, notify, has_user_loss=loss is not None)
+            subject = run_subject(recorded, config, model, data.source, notify)
+            describe_weights_of(recorded, subject, notify, is_chosen=snapshot is not None)
+            return _count(subject, data, board, parts, per_class=per_class, predictions=predictions, notify=notify)
 
 
 def evaluate_weights(

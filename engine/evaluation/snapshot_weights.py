@@ -5,7 +5,7 @@ Owns which arrays of a training state are the weights. Must not know: programs, 
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,15 +26,8 @@ from loopfeed.models.registry import build_model
 _AVERAGE = "update.average."
 
 
-class SnapshotWeights(NamedTuple):
-    """The weights of a snapshot, with the metadata of a weights file, and the snapshot's step."""
-
-    weights: StoredWeights
-    step: int
-
-
-def read_snapshot_weights(run: Path, recorded: RecordedRun, step: int | None = None) -> SnapshotWeights:
-    """Read the weights of a snapshot, their moving average if the run keeps one.
+def read_snapshot_weights(run: Path, recorded: RecordedRun, step: int | None = None) -> StoredWeights:
+    """Read the weights of a snapshot, their moving average if the run keeps one; the metadata have its step.
 
     Args:
         run: the run folder, whose run may still be in progress.
@@ -84,7 +77,7 @@ def find_best(run: Path, given: str | None, notify: Callable[[str], None]) -> in
     return step
 
 
-def _read(run: Path, recorded: RecordedRun, step: int) -> SnapshotWeights:
+def _read(run: Path, recorded: RecordedRun, step: int) -> StoredWeights:
     snapshot = read_snapshot(run / SNAPSHOTS, step)
     if snapshot.folder is not None:
         by = f"the snapshot of step {step}"
@@ -92,7 +85,7 @@ def _read(run: Path, recorded: RecordedRun, step: int) -> SnapshotWeights:
     tensors = _weights_among(snapshot.leaves)
     if "model" not in recorded_user_parts(recorded.resolved):
         tensors = _with_torchvision_names(recorded, tensors, f"{run / SNAPSHOTS}/{step}")
-    return SnapshotWeights(StoredWeights(tensors, {**_metadata(recorded), STEPS_DONE: str(step)}), step)
+    return StoredWeights(tensors, {**_metadata(recorded), STEPS_DONE: str(step)})
 
 
 def _weights_among(leaves: Mapping[str, NDArray[Any]]) -> Tensors:

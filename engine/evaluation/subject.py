@@ -296,7 +296,7 @@ def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSo
         ValueError: if there is no such crop.
     """
     size = config.image_size
-    expected = (recorded.height, recorded.width) if size is None else (size, size)
+    expected = recorded.shape if size is None else (size, size)
     found = image_shape(source)
     if found == expected:
         return config.image_size

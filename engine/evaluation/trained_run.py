@@ -6,13 +6,12 @@ Owns reading these so that the weights can be used. Must not know: data, program
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.data.dataset import DATA_LOCATION
-from loopfeed.engine.evaluation.snapshot_weights import SnapshotWeights, read_snapshot_weights
+from loopfeed.engine.evaluation.snapshot_weights import read_snapshot_weights
 from loopfeed.engine.owners import STORAGE, with_given
 from loopfeed.engine.records.folder_lock import is_locked
 from loopfeed.engine.records.folder_state import check_config_digest
@@ -22,46 +21,56 @@ from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG, RESULT, SNAPSHO
 from loopfeed.engine.records.snapshot import SnapshotError, read_folder_state, snapshot_steps
 from loopfeed.engine.records.stored.reading import local_copy, settings_only
 from loopfeed.engine.records.weights import StoredWeights, read_weights
+from loopfeed.engine.records.weights_metadata import steps_in
 from loopfeed.preprocess.storage_options import as_text, is_url
 from loopfeed.preprocess.system_errors import status_of
+
+# What the record of every run has resolved.
+_NEEDED = ("model", "data", "num_classes", "height", "width")
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The settings, data and weights of a run, as recorded in its folder.
+    """A run as recorded in its folder, with its trained weights.
 
     Attributes:
         path: the folder.
-        config: the settings of its last launch; `run_dir` is the current folder of the run.
-        model_name: the name of the trained model.
-        data: a description of the training data.
-        num_classes: the number of classes, K; None if only a user-defined model determined it.
-        height, width: the size of its images in pixels, before the crop to `config.image_size`.
-        manifest_digest, eval_manifest_digest: SHA-256 of the manifests of the training split and of the split that it
-            was evaluated on, None if there was none.
+        record: the content of its `config.json`, which has all that `read_run` checks.
         weights: the trained weights, with their metadata.
-        record: the content of its `config.json`.
-        own_parts: the names of the user-defined functions that it trained with, by part.
         snapshot_step: the step of the snapshot that the weights are from, None if they are from the weights file.
-        labels: a description of the labels of its batches, None if they were class numbers.
-        data_location: where it found its data, None if they have no place or an old record lacks it.
     """
 
     path: Path
-    config: TrainConfig
-    model_name: str
-    data: str
-    num_classes: int | None
-    height: int
-    width: int
-    manifest_digest: str | None
-    eval_manifest_digest: str | None
-    weights: StoredWeights
     record: RecordedRun
-    user_parts: Mapping[str, Any] = field(default_factory=dict)
+    weights: StoredWeights
     snapshot_step: int | None = None
-    labels: Any = None
-    data_location: str | None = None
+
+    @property
+    def config(self) -> TrainConfig:
+        """The settings of its last launch; `run_dir` is the current folder of the run."""
+        return replace(self.record.config, run_dir=str(self.path))
+
+    @property
+    def model_name(self) -> str:
+        """The name of the trained model."""
+        return str(self.record.resolved["model"])
+
+    @property
+    def num_classes(self) -> int | None:
+        """The number of classes, K; None if only a user-defined model determined it."""
+        found: int | None = self.record.resolved["num_classes"]
+        return found
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The height and the width of its images in pixels, before the crop to `config.image_size`."""
+        return self.record.resolved["height"], self.record.resolved["width"]
+
+    @property
+    def user_parts(self) -> Mapping[str, Any]:
+        """The names of the user-defined functions that it trained with, by part."""
+        found: Mapping[str, Any] = self.record.resolved.get("own_parts", {})
+        return found
 
 
 def run_settings(
@@ -117,43 +126,19 @@ def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:
     check_has_weights(path)
     recorded, end = read_recorded(path), read_result(path)
     _check_config(path, recorded, end)
-    resolved = recorded.resolved
-    snapshot_step = None
-    if snapshot is None and (path / WEIGHTS).exists():
-        weights = _read_weights(path, recorded, end)
-    else:
-        weights, snapshot_step = _read_snapshot_weights(path, recorded, snapshot)
     try:
-        return TrainedRun(
-            path=path,
-            config=replace(recorded.config, run_dir=str(path)),
-            model_name=resolved["model"],
-            data=resolved["data"],
-            num_classes=resolved["num_classes"],
-            height=resolved["height"],
-            width=resolved["width"],
-            manifest_digest=recorded.manifest_digest,
-            eval_manifest_digest=resolved.get("eval_manifest_sha256"),
-            weights=weights,
-            record=recorded,
-            user_parts=resolved.get("own_parts", {}),
-            snapshot_step=snapshot_step,
-            labels=resolved.get("labels"),
-            data_location=resolved.get(DATA_LOCATION),
-        )
+        if snapshot is None and (path / WEIGHTS).exists():
+            weights, snapshot_step = _read_weights(path, recorded, end), None
+        else:
+            weights = read_snapshot_weights(path, recorded, snapshot)
+            snapshot_step = steps_in(weights.metadata)
+        for name in _NEEDED:
+            recorded.resolved[name]
     except KeyError as error:
-        raise _incomplete(path, error) from None
-
-
-def _read_snapshot_weights(path: Path, recorded: RecordedRun, step: int | None) -> SnapshotWeights:
-    try:
-        return read_snapshot_weights(path, recorded, step)
-    except KeyError as error:
-        raise _incomplete(path, error) from None
-
-
-def _incomplete(path: Path, error: KeyError) -> ValueError:
-    return ValueError(f"{path / CONFIG} must record the resolved settings, but {error} is missing: restore the file")
+        raise ValueError(
+            f"{path / CONFIG} must record the resolved settings, but {error} is missing: restore the file"
+        ) from None
+    return TrainedRun(path, recorded, weights, snapshot_step)
 
 
 def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> None:
