@@ -11,13 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from numpy.typing import NDArray
 
 from loopfeed.models.families import convnext, pooled_convnet, resnet, vision_transformer
 from loopfeed.models.families.convnext import ConvNeXt
 from loopfeed.models.families.pooled_convnet import PooledConvNet
 from loopfeed.models.families.resnet import ResNet
-from loopfeed.models.families.vision_transformer import POSITIONS, VisionTransformer, size_of_positions
+from loopfeed.models.families.vision_transformer import (
+    POSITIONS,
+    VisionTransformer,
+    bicubic_weights,
+    size_of_positions,
+)
 from loopfeed.models.model import BatchStats, Images, Logits, Model, Params
 from loopfeed.models.names import MODEL_NAMES
 
@@ -137,8 +141,8 @@ def build_model(name: str, *, num_classes: int, image_size: int, dtype: DTypeLik
     Args:
         name: one of `model_names()`, or "auto": "resnet50" for images of at least 128 pixels, "resnet8" below.
         num_classes: length of the logits, at least 1.
-        image_size: height and width in pixels, used by "auto" and the vision transformers, whose position embedding
-            depends on it; all other networks accept images of any size.
+        image_size: height and width in pixels, used by "auto" and the vision transformers, which make their position
+            embedding for it. All networks accept images of other sizes; a vision transformer interpolates.
         dtype: dtype of activations and products; parameters, statistics and logits are float32.
 
     Raises:
@@ -189,10 +193,6 @@ def count_params(params: Params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-# Keys (1981): the cubic through its samples whose error falls fastest.
-_SHARPNESS = -0.5
-
-
 def image_size_of(model_name: str, params: Mapping[str, Any]) -> int | None:
     """Return the height and width in pixels of the images that parameters are for, None if they are for any.
 
@@ -219,25 +219,10 @@ def resize_params(model_name: str, params: Params, image_size: int) -> Params:
     assert isinstance(net, VisionTransformer)
     positions = np.asarray(params[POSITIONS], np.float64)
     old, new = (size // net.patch for size in (image_size_of(model_name, params) or 0, image_size))
-    weights = _bicubic_weights(old, new)
+    weights = bicubic_weights(old, new)
     grid = positions[0, 1:].reshape(old, old, -1)
     resized = np.einsum("ph,qw,hwc->pqc", weights, weights, grid, optimize=True).reshape(1, new**2, -1)
     return params | {POSITIONS: np.concatenate([positions[:, :1], resized], axis=1).astype(np.float32)}
-
-
-def _bicubic_weights(old: int, new: int) -> NDArray[np.float64]:
-    """Return the weights `[new,old]` of an antialiased bicubic interpolation from `old` to `new` points.
-
-    Pixel centres are at half-integers; the filter is as wide as the coarser of the two grids; at the edges its weights
-    are normalised over the points inside, as in Pillow and PyTorch (`antialias=True`).
-    """
-    step = old / new
-    centres = step * (np.arange(new) + 0.5)
-    distances = np.abs(np.arange(old) + 0.5 - centres[:, None]) / max(step, 1.0)
-    near = ((_SHARPNESS + 2) * distances - (_SHARPNESS + 3)) * distances**2 + 1
-    far = _SHARPNESS * (((distances - 5) * distances + 8) * distances - 4)
-    weights = np.where(distances < 1, near, np.where(distances < 2, far, 0.0))
-    return weights / weights.sum(1, keepdims=True)
 
 
 _LARGE = (224, 1000)

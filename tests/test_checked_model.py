@@ -1,13 +1,19 @@
 """What is wrong with a model of the user's is said before the program is compiled, by the model's name."""
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from loopfeed import convolution, train
+from loopfeed.engine.feed.batches import FunctionBatches
+from loopfeed.engine.program.checked_model import CheckedModel, size_refusal
 from loopfeed.engine.program.kernels import count_lax_convolutions
+from loopfeed.engine.updates.update import Weights
+from loopfeed.models.kernels import XLA
+from loopfeed.models.registry import build_model
 from tests.toy import CLASSES, Linear, toy_batch, toy_config
 
 
@@ -55,6 +61,45 @@ def test_more_logits_than_classes_are_mentioned_once():
     train(toy_config(steps=1), model=wider, batches=toy_batch, notify=lines.append)
     expected = f"Net returns {CLASSES + 2} logits per image for {CLASSES} classes; no label has the last 2"
     assert [line for line in lines if "logits" in line] == [expected]
+
+
+class Keyed(Linear):
+    """A linear network on the mean pixel, whose `apply` takes keys; its training alone fails at 8 px."""
+
+    def init(self, key):
+        return {"bias": jnp.zeros(CLASSES)}, {}
+
+    def apply(self, params, batch_stats, images, train, key=None):
+        assert (key is None) != train
+        if train and images.shape[1] == 8:
+            raise KeyError(8)
+        return images.mean((1, 2)) @ jnp.ones((3, CLASSES)) + params["bias"], batch_stats
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "train", "refusal"),
+    [
+        (Linear(), 4, False, None),
+        (Linear(), 5, False, r"TypeError: dot_general requires contracting dimensions .* got \(75,\) and \(48,\)"),
+        (Keyed(), 8, False, None),
+        (Keyed(), 4, True, None),
+        (Keyed(), 8, True, r"KeyError: 8$"),
+        (build_model("resnet8", num_classes=CLASSES, image_size=32), 19, True, None),
+        (build_model("vit-s16", num_classes=CLASSES, image_size=32), 48, True, None),
+        (
+            build_model("vit-s16", num_classes=CLASSES, image_size=32),
+            40,
+            False,
+            r"^images for a vision transformer must .* got 40 × 40 px: choose an image size of 32 or 48 px$",
+        ),
+        (build_model("convnext-tiny", num_classes=CLASSES, image_size=32), 31, False, "at least 32 × 32 px to be"),
+    ],
+)
+def test_whether_a_model_takes_images_of_a_size_is_known_from_its_shapes(model, size, train, refusal):
+    checked = CheckedModel(model, CLASSES, FunctionBatches(toy_batch, num_classes=CLASSES), XLA)
+    weights = Weights(*jax.eval_shape(model.init, jax.random.key(0)))
+    found = size_refusal(checked, weights, size, batch=2, train=train)
+    assert found is None if refusal is None else re.search(refusal, str(found))
 
 
 class Slow(Linear):

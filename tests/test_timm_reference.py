@@ -69,7 +69,9 @@ def test_logits_gradients_and_files_are_timms(name, image_size, timm_python, tmp
 
     ours = jax.tree.map(lambda leaf: leaf * np.float32(1.01), loaded.params)
     save_file(name_tensors(name, ours, {}), tmp_path / "ours.safetensors")
-    files = tmp_path / "ours.safetensors", tmp_path / "reference.npz", tmp_path / "logits.npz"
+    images = np.random.default_rng(0).standard_normal((2, image_size + 32, image_size - 16, 3)).astype(np.float32)
+    np.savez(tmp_path / "others.npz", images=np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+    files = tmp_path / "ours.safetensors", tmp_path / "others.npz", tmp_path / "logits.npz"
     theirs = run(timm_python, "load", name, image_size, *files)["logits"]
     logits, _ = jax.jit(partial(model.apply, train=False))(ours, {}, images)
     assert np.abs(logits - theirs).max() < 1e-4

@@ -162,7 +162,10 @@ def test_a_vision_transformer_is_trained_evaluated_and_resumed(data, tmp_path, m
     bare = tmp_path / "bare.safetensors"
     save_file(load_file(weights), bare)
     larger = TrainConfig(data=os.fspath(data), eval_split="larger", model=VIT, batch=4)
-    with pytest.raises(
-        ValueError, match=r"is for images of 32 × 32 px, but these images are 48 × 48 px: use .*size 32"
-    ):
-        evaluate_weights(bare, larger)
+    lines: list[str] = []
+    loss = evaluate_weights(bare, larger, notify=lines.append).record.loss
+    sizes = "the weights are for images of 32 × 32 px, these have 48 × 48 px"
+    assert f"the position embedding is interpolated: {sizes}" in lines
+    resized = saved(tmp_path / "resized.safetensors", VIT, (resize_params(VIT, more.params, 48), {}))
+    # Products in float32 and in float64.
+    assert loss == pytest.approx(evaluate_weights(resized, larger).record.loss, rel=1e-5)

@@ -7,8 +7,8 @@
 
 `make` writes a network with random values in all its parameters (`weight/NAME`), a batch of images (NCHW), its logits,
 and the gradients of the mean of their squares (`gradient/NAME`). `init` writes timm's own initial values. `load` loads
-a file into the network with strict=True and writes the logits. `resize` writes a position embedding interpolated from
-one square grid of patches to another.
+a file into the network with strict=True and writes the logits of images of any size. `resize` writes a position
+embedding interpolated from one square grid of patches to another.
 """
 
 import sys
@@ -24,7 +24,7 @@ NAMES = {"convnext-tiny": "convnext_tiny", "vit-s16": "vit_small_patch16_224", "
 
 
 def build(name, image_size):
-    options = {} if name.startswith("convnext") else {"img_size": int(image_size)}
+    options = {} if name.startswith("convnext") else {"img_size": int(image_size), "dynamic_img_size": True}
     return timm.create_model(NAMES[name], pretrained=False, num_classes=10, **options)
 
 

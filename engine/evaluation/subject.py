@@ -130,7 +130,7 @@ def run_subject(
         config: the settings of the evaluation.
         model: a user-defined model, None for one of the registry.
         source: the source of the images.
-        notify: called with a line if the run's kernels cannot be used.
+        notify: called with a line if the run's kernels cannot be used, or a position embedding is interpolated.
         remedy: what to do about images of another size.
 
     Raises:
@@ -148,7 +148,7 @@ def run_subject(
             f"the weights of a run must record the mean and std of its pixels, but those in {recorded.path} do not: "
             "restore the weights file, or evaluate it with --weights, --mean and --std"
         )
-    weights = _place(recorded.weights, registry_name, model, os.fspath(recorded.path))
+    weights = _place(recorded.weights, registry_name, model, os.fspath(recorded.path), notify)
     config = replace_missing_kernels(config, recorded.config, this_platform(), notify)
     config = replace(config, image_size=size)
     step = steps_in(recorded.weights.metadata)
@@ -179,7 +179,7 @@ def file_subject(
     check_metadata(stored.metadata, path, num_classes=num_classes, given=given)
     size = _crop_of_file(config, stored, source, notify, remedy)
     model = _build(name, num_classes or 1, config, size, source)
-    weights = _place(stored, name, model, path)
+    weights = _place(stored, name, model, path, notify)
     mean, std = _scale_of_file(stored, mean, std, notify)
     return Subject(
         model, weights, replace(config, image_size=size), mean, std, num_classes, steps_in(stored.metadata), name
@@ -235,7 +235,9 @@ def _build(
     return build_model(name, num_classes=num_classes, image_size=size, dtype=jnp.dtype(config.precision))
 
 
-def _place(stored: StoredWeights, registry_name: str | None, model: TrainModel, where: str) -> Weights:
+def _place(
+    stored: StoredWeights, registry_name: str | None, model: TrainModel, where: str, notify: Callable[[str], None]
+) -> Weights:
     """Arrange stored weights as the model's pytrees, and move them to the device."""
     words = jax.ShapeDtypeStruct((2,), jnp.uint32)
     shapes = jax.eval_shape(
@@ -248,10 +250,9 @@ def _place(stored: StoredWeights, registry_name: str | None, model: TrainModel, 
     if registry_name is not None:
         trained, given = (image_size_of(registry_name, params) for params in (placed.params, shapes[0]))
         if trained != given:
-            raise ValueError(
-                f"{where}: the position embedding of {registry_name} is for images of {trained} × {trained} px, but "
-                f"these images are {given} × {given} px: use images of {trained} px (--image-size {trained} crops "
-                "larger ones)"
+            notify(
+                f"the position embedding is interpolated: the weights are for images of {trained} × {trained} px, "
+                f"these have {given} × {given} px"
             )
     return jax.device_put(placed)
 

@@ -14,7 +14,10 @@ from loopfeed.engine.images.positions import Positions, Purpose, image_keys, key
 from loopfeed.engine.objective.objective import logits_of
 from loopfeed.engine.program.train_state import TrainModel, name_of_model
 from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.update import Weights
 from loopfeed.models.kernels import using_kernels
+
+_MOST_QUOTED = 400
 
 
 def takes_key(model: Any) -> bool:
@@ -125,6 +128,29 @@ class CheckedModel:
                 f"{name_of_model(self._model)} returns {num_logits:,} logits per image for {self._num_classes:,} "
                 f"classes; no label has the last {num_logits - self._num_classes:,}"
             )
+
+
+def size_refusal(model: CheckedModel, weights: Weights, size: int, *, batch: int, train: bool = False) -> str | None:
+    """Return why a model cannot be applied to images of `size` × `size` px, None if it can; computes only shapes.
+
+    Args:
+        model: the model, of the registry or a user's, whose `apply` may raise anything.
+        weights: its parameters and statistics, arrays or `jax.ShapeDtypeStruct`.
+        size: in pixels.
+        batch: images at once, of one device.
+        train: whether to apply it as in training.
+    """
+
+    def apply(weights: Weights, images: jax.Array) -> Any:
+        key = jax.random.split(jax.random.key(0), batch) if train else None
+        return model.apply(weights.params, weights.batch_stats, images, train=train, key=key)
+
+    try:
+        jax.eval_shape(apply, weights, jax.ShapeDtypeStruct((batch, size, size, 3), jnp.float32))
+    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+        text = " ".join(str(error).split())[:_MOST_QUOTED]
+        return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    return None
 
 
 def _shape(leaf: Any) -> Any:

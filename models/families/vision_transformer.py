@@ -11,8 +11,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
+from numpy.typing import NDArray
 
 from loopfeed.models.kernels.choice import XLA, kernels_in_use, using_kernels
 from loopfeed.models.layers import onednn_product
@@ -120,6 +122,8 @@ POSITIONS = "pos_embed"
 _HIDDEN = 4
 _DEVIATION = 0.02
 _TOKEN_DEVIATION = 1e-6
+# Keys (1981): the cubic through its samples whose error falls fastest.
+_SHARPNESS = -0.5
 
 
 @dataclass(frozen=True)
@@ -131,8 +135,8 @@ class VisionTransformer:
         depth: number of blocks.
         num_heads: number of attention heads, a divisor of the width.
         patch: height and width of the patches in pixels.
-        image_size: height and width of the images in pixels, a multiple of `patch`: each patch has a position
-            embedding.
+        image_size: height and width in pixels of the images for which `init` makes a position embedding, one for each
+            patch; a multiple of `patch`. It is interpolated for images of another size.
 
     Raises:
         ValueError: if the image size is not a multiple of the patch size.
@@ -147,13 +151,7 @@ class VisionTransformer:
     undecayed: ClassVar[tuple[str, ...]] = (CLASS_TOKEN, POSITIONS)
 
     def __post_init__(self) -> None:
-        if self.image_size < 1 or self.image_size % self.patch:
-            below = self.image_size // self.patch * self.patch
-            choices = [str(size) for size in (below, below + self.patch) if size]
-            raise ValueError(
-                f"images for a vision transformer must have a height and width that are a multiple of its patches of "
-                f"{self.patch} px, got {self.image_size} px: choose an image size of {' or '.join(choices)} px"
-            )
+        _check_sides(self.patch, self.image_size)
 
     @property
     def num_patches(self) -> int:
@@ -161,10 +159,37 @@ class VisionTransformer:
         return (self.image_size // self.patch) ** 2
 
 
+def _check_sides(patch: int, *sides: int) -> None:
+    """Raise ValueError if images of these sides in pixels, one of a square, cannot be divided into patches."""
+    for side in sides:
+        if side < 1 or side % patch:
+            below = side // patch * patch
+            choices = [str(size) for size in (below, below + patch) if size]
+            raise ValueError(
+                f"images for a vision transformer must have a height and width that are a multiple of its patches of "
+                f"{patch} px, got {' × '.join(map(str, sides))} px: choose an image size of {' or '.join(choices)} px"
+            )
+
+
 def size_of_positions(net: VisionTransformer, num_positions: int) -> int | None:
     """Return the image size in pixels with so many position embeddings, the class token's included; None if none."""
     side = math.isqrt(max(num_positions - 1, 0))
     return side * net.patch if side and side**2 == num_positions - 1 else None
+
+
+def bicubic_weights(old: int, new: int) -> NDArray[np.float64]:
+    """Return the weights `[new,old]` of an antialiased bicubic interpolation from `old` to `new` points.
+
+    Pixel centres are at half-integers; the filter is as wide as the coarser of the two grids; at the edges its weights
+    are normalised over the points inside, as in Pillow and PyTorch (`antialias=True`).
+    """
+    step = old / new
+    centres = step * (np.arange(new) + 0.5)
+    distances = np.abs(np.arange(old) + 0.5 - centres[:, None]) / max(step, 1.0)
+    near = ((_SHARPNESS + 2) * distances - (_SHARPNESS + 3)) * distances**2 + 1
+    far = _SHARPNESS * (((distances - 5) * distances + 8) * distances - 4)
+    weights = np.where(distances < 1, near, np.where(distances < 2, far, 0.0))
+    return weights / weights.sum(1, keepdims=True)
 
 
 def count_products(net: VisionTransformer, image_size: int, num_classes: int) -> int:
@@ -238,14 +263,36 @@ def _apply_block(num_heads: int, params: Params, x: Float[Array, "B N C"]) -> Fl
 def _embed(net: VisionTransformer, params: Params, images: Float[Array, "B H W 3"]) -> Float[Array, "B N C"]:
     """Return the class token and the patches of images as tokens, with their position embeddings."""
     B, H, W, _ = images.shape
-    if not H == W == net.image_size:
-        raise ValueError(
-            f"images must be {net.image_size} × {net.image_size} px, the size of the vision transformer's position "
-            f"embedding, got {H} × {W} px: crop them to this size, or build the network for square images of theirs"
-        )
-    patches = patch_linear(images, **params["patch_embed"]["proj"]).reshape(B, net.num_patches, net.width)
+    _check_sides(net.patch, H, W)
+    grid = H // net.patch, W // net.patch
+    patches = patch_linear(images, **params["patch_embed"]["proj"]).reshape(B, math.prod(grid), net.width)
     first = jnp.broadcast_to(params[CLASS_TOKEN].astype(patches.dtype), (B, 1, net.width))
-    return (jnp.concatenate([first, patches], axis=1) + params[POSITIONS]).astype(patches.dtype)
+    positions = _positions_of(net, params[POSITIONS], grid)
+    return (jnp.concatenate([first, patches], axis=1) + positions).astype(patches.dtype)
+
+
+def _positions_of(
+    net: VisionTransformer, positions: Float32[Array, "1 M C"], grid: tuple[int, int]
+) -> Float32[Array, "1 N C"]:
+    """Return the position embeddings for a grid of patches: interpolated, as `bicubic_weights` does, for another one.
+
+    The class token's embedding is unchanged. This is timm's `resample_abs_pos_embed`, and has a derivative.
+    """
+    size = size_of_positions(net, positions.shape[1])
+    if size is None:
+        raise ValueError(
+            f"a vision transformer's position embeddings must be those of a class token and a square of patches, got "
+            f"{positions.shape[1]}: use the weights of a square image"
+        )
+    side = size // net.patch
+    if grid == (side, side):
+        return positions
+    down, across = (jnp.asarray(bicubic_weights(side, length), jnp.float32) for length in grid)
+    square = positions[0, 1:].reshape(side, side, net.width)
+    # Without HIGHEST a GPU rounds the factors to 11 bits and a TPU to 8.
+    rows = jnp.einsum("ph,hwc->pwc", down, square, precision=jax.lax.Precision.HIGHEST)
+    resized = jnp.einsum("qw,pwc->pqc", across, rows, precision=jax.lax.Precision.HIGHEST)
+    return jnp.concatenate([positions[:, :1], resized.reshape(1, math.prod(grid), net.width)], axis=1)
 
 
 def apply(
@@ -256,7 +303,7 @@ def apply(
     Activations are in `dtype`; training and evaluation are the same.
 
     Raises:
-        ValueError: if the images do not have the size of the network.
+        ValueError: if a side of the images is not a multiple of the patches.
     """
     del train
     x = _embed(net, params, images.astype(dtype))
