@@ -187,7 +187,7 @@ class ShownBatch:
         geometry = replace(geometry, caption=geometry.caption + num_lines * _LINE_HEIGHT, line=_LINE_HEIGHT)
         columns = max(_FEWEST_COLUMNS, int(np.ceil(np.sqrt(count))))
         return draw_sheet(
-            list(self.pictures),
+            self.pictures,
             self.captions,
             [divmod(index, columns) for index in range(count)],
             title=self.title,

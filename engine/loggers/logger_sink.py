@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageOps
 
 from loopfeed.engine.crossing.pushed import PushedHistograms, PushedImages
 from loopfeed.engine.loggers.experiment_log import Cell, ExperimentLog, LogRefusedError, Moment, Table
 from loopfeed.engine.profile.table import Profile, ProfileRow, ScopeRow
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
+from loopfeed.preprocess.commands.contact_sheet import Geometry, draw_sheet
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.workers import Worker
 
-_BACKGROUND, _INK = (255, 255, 255), (32, 33, 36)
 _FRAME = (160, 160, 160)
-_GAP, _LINE, _FONT_SIZE = 8, 15, 12
+_GAP, _LINE = 8, 15
 _LEAST_SHARE = 0.005
 # Smaller images and matrices are enlarged by whole factors, so that they can be seen and read.
 _LEAST_SIDE = 112
@@ -118,31 +118,17 @@ def draw_images(pushed: PushedImages, classes: Sequence[str] | None) -> Image.Im
         pushed: the images.
         classes: readable names of the classes; None shows their numbers.
     """
-    num_images, height, width, _ = pushed.images.shape
-    factor = max(1, round(_LEAST_SIDE / max(height, width)))
-    cell_width, cell_height = width * factor, height * factor
-    lines = captions(pushed, classes)
-    pitch = cell_height + _LINE * max(map(len, lines), default=0) + _GAP
-    num_columns = math.ceil(math.sqrt(num_images))
-    num_rows = math.ceil(num_images / num_columns)
-    sheet = Image.new("RGB", (_GAP + num_columns * (cell_width + _GAP), _GAP + num_rows * pitch), _BACKGROUND)
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=_FONT_SIZE)
-    for index, image in enumerate(pushed.images):
-        row, column = divmod(index, num_columns)
-        left, top = _GAP + column * (cell_width + _GAP), _GAP + row * pitch
-        sheet.paste(Image.fromarray(image).resize((cell_width, cell_height), Image.Resampling.NEAREST), (left, top))
-        for number, line in enumerate(lines[index]):
-            text = _fitted(line, lambda text: draw.textlength(text, font=font) <= cell_width)
-            draw.text((left, top + cell_height + 2 + number * _LINE), text, fill=_INK, font=font)
-    return sheet
-
-
-def _fitted(text: str, fits: Callable[[str], bool]) -> str:
-    """Return the longest beginning of a text that fits, with three dots if it was cut off."""
-    if fits(text):
-        return text
-    length = next((length for length in range(len(text) - 1, 0, -1) if fits(text[:length] + "...")), 0)
-    return text[:length].rstrip() + "..." * bool(length)
+    side, lines = max(pushed.images.shape[1:3]), captions(pushed, classes)
+    thumbnail = side * max(1, round(_LEAST_SIDE / side))
+    caption = _LINE * max(map(len, lines), default=0)
+    num_columns = math.ceil(math.sqrt(len(pushed.images)))
+    return draw_sheet(
+        pushed.images,
+        ["\n".join(each) for each in lines],
+        [divmod(index, num_columns) for index in range(len(lines))],
+        num_columns=num_columns,
+        geometry=Geometry(thumbnail, gap=_GAP, caption=caption, header=_GAP, line=_LINE),
+    )
 
 
 def captions(pushed: PushedImages, classes: Sequence[str] | None) -> list[tuple[str, ...]]:

@@ -5,7 +5,7 @@ Owns the choice of images and the layout. The choice depends only on the split.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,14 +77,14 @@ def draw_contact_sheet(split: ShardSplit, *, title: str) -> Image.Image:
 
 
 def draw_sheet(
-    images: Sequence[NDArray[np.uint8]],
+    images: Iterable[NDArray[np.uint8]],
     captions: Sequence[str],
     cells: Sequence[tuple[int, int]],
     *,
-    title: str,
-    facts: str,
     num_columns: int,
     geometry: Geometry,
+    title: str = "",
+    facts: str = "",
 ) -> Image.Image:
     """Return an RGB sheet of pictures with captions below them.
 
@@ -92,9 +92,9 @@ def draw_sheet(
         images: uint8 ``[H, W, 3]`` each.
         captions: a text for each image, of as many lines as the geometry has room for.
         cells: the row and the column of each image.
-        title, facts: two lines at the top.
         num_columns: how many columns of pictures there is room for.
         geometry: the dimensions.
+        title, facts: two lines at the top, for which the header has room.
     """
     num_rows = 1 + max(row for row, _ in cells)
     pitch = geometry.thumbnail + geometry.gap
