@@ -13,7 +13,7 @@ from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
 from loopfeed.preprocess.packing.channels import ChannelSums
 from loopfeed.preprocess.packing.journal import Failure, Journal, ShardRecord
 from loopfeed.preprocess.packing.plan import PackSettings
-from loopfeed.preprocess.packing.shard_writer import metadata_for, transfer_timeout_s
+from loopfeed.preprocess.packing.shard_writer import metadata_for, naming_writes, transfer_timeout_s
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (
@@ -38,7 +38,6 @@ from loopfeed.preprocess.shards.arrays import (
 from loopfeed.preprocess.shards.location import Location, ShardError
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
 from loopfeed.preprocess.shards.split_files import sync_written
-from loopfeed.preprocess.shards.store_errors import write_fault
 from loopfeed.preprocess.shards.targets import SplitTargets, Targets, count_classes, dtype_of, num_words
 from loopfeed.preprocess.sources.listing import SourceSplit
 
@@ -177,20 +176,9 @@ class Numbers:
         timeout_s = transfer_timeout_s(location, self.values.nbytes)
         for part, (start, stop) in enumerate(self.shards.ranges(len(self.values))):
             location.make_folder(f"{self.name}/{shard_key(part, self.shards.rank)}")
-            try:
-                with ts.Transaction() as transaction:
-                    array.with_transaction(transaction)[start:stop].write(self.values[start:stop]).result(
-                        timeout=timeout_s
-                    )
-            except TimeoutError as error:
-                raise ShardError(
-                    f"{location.display}{self.name} was not written within {timeout_s:.0f} s; check the disk or the "
-                    "network, then run the same command again"
-                ) from error
-            except (ValueError, OSError, RuntimeError) as error:
-                outage, repeat = location.outage(error), "run the same command again"
-                fault = write_fault(error, repeat) if outage is None else f"{outage}, then {repeat}"
-                raise ShardError(f"{location.display}{self.name} can't be written: {fault}") from error
+            values = self.values[start:stop]
+            with naming_writes(location, self.name, timeout_s), ts.Transaction() as transaction:
+                array.with_transaction(transaction)[start:stop].write(values).result(timeout=timeout_s)
         return digest
 
 

@@ -19,7 +19,7 @@ from loopfeed.preprocess.json_digest import json_digest
 from loopfeed.preprocess.packing.channels import ChannelSums
 from loopfeed.preprocess.packing.owner import LOCK_KEY, OWNER_KEY, Owner
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
+from loopfeed.preprocess.shards.arrays import PIXELS, image_key
 from loopfeed.preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest
 from loopfeed.preprocess.shards.split_files import JOURNAL, PLAN_KEY, delete_split_files, split_files
@@ -238,7 +238,7 @@ class Journal:
             keys = [self._key(each) for each in shards]
             # One listing of all files takes less time than many listings of one.
             few = len(shards) <= _FEW_SHARDS
-            searched = [f"{PIXELS}/{shard_key(each, 3)}" for each in shards] if few else [f"{PIXELS}/"]
+            searched = [image_key(each) for each in shards] if few else [f"{PIXELS}/"]
         files = {key for prefix in searched for key in self._location.list_keys(prefix)}
         found: dict[int, ShardRecord] = {}
         for key, text in zip(keys, self._location.read_all(keys), strict=True):
@@ -254,7 +254,7 @@ class Journal:
                 )
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise ShardError(self._damaged(key)) from error
-            if not len(record.labels) or f"{PIXELS}/{shard_key(shard, 3)}" in files:
+            if not len(record.labels) or image_key(shard) in files:
                 found[shard] = record
         return found
 

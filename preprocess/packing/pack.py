@@ -63,8 +63,8 @@ class PackResult:
 
     manifest: Manifest
     failures: tuple[Failure, ...]
-    was_complete: bool
-    num_resumed: int
+    was_complete: bool = False
+    num_resumed: int = 0
     repaired: tuple[str, ...] = ()
     notes: DecodeNotes = NOTHING
 
@@ -103,7 +103,7 @@ def pack_split(
         plan["format_version"] = version_to_pack(location)
     manifest = None if overwrite else find_complete(location, plan)
     if manifest is not None and is_whole(location, manifest):
-        return PackResult(manifest, read_failures(location, manifest), was_complete=True, num_resumed=0)
+        return complete_result(location, manifest)
     # Checked before the first file is written, so that a folder with other files stays unchanged.
     check_ours(location)
     with Owner(location, notify=notify) as owner:
@@ -124,9 +124,7 @@ def _pack(
     if manifest is not None:
         repaired = make_whole(source, targets, location, journal, settings, manifest, on_progress)
         journal.delete()
-        return PackResult(
-            manifest, read_failures(location, manifest), was_complete=True, num_resumed=0, repaired=repaired
-        )
+        return complete_result(location, manifest, repaired)
     records = journal.records(plan)
     num_resumed = records[-1].stop if records else 0
     total = len(source)
@@ -153,7 +151,12 @@ def _pack(
     manifest = write_manifest(source, targets, location, journal, plan, settings, writer.records)
     journal.delete()
     notes = notes_of(writer.records)
-    return PackResult(manifest, failures_of(writer.records), was_complete=False, num_resumed=num_resumed, notes=notes)
+    return PackResult(manifest, failures_of(writer.records), num_resumed=num_resumed, notes=notes)
+
+
+def complete_result(location: Location, manifest: Manifest, repaired: tuple[str, ...] = ()) -> PackResult:
+    """Return the result for a split that was complete, once the files ``repaired`` are packed again."""
+    return PackResult(manifest, read_failures(location, manifest), was_complete=True, repaired=repaired)
 
 
 def is_whole(location: Location, manifest: Manifest) -> bool:

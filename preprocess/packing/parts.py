@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loopfeed.preprocess.packing.finish import failures_of, notes_of, write_manifest
-from loopfeed.preprocess.packing.journal import BLOCK_RECORDS, Journal, ShardRecord, read_failures
+from loopfeed.preprocess.packing.journal import BLOCK_RECORDS, Journal, ShardRecord
 from loopfeed.preprocess.packing.owner import OWNER_KEY, BusyError, Owner, PartOwner
-from loopfeed.preprocess.packing.pack import PackProgress, PackResult, is_whole, make_whole
+from loopfeed.preprocess.packing.pack import PackProgress, PackResult, complete_result, is_whole, make_whole
 from loopfeed.preprocess.packing.part import Part, block_range, describe_parts
 from loopfeed.preprocess.packing.pipeline import DecodeBudgets, decode_in_order
 from loopfeed.preprocess.packing.plan import PackSettings, check_same_plan, decoding_version, describe_count, make_plan
@@ -23,7 +23,7 @@ from loopfeed.preprocess.packing.recut import recut
 from loopfeed.preprocess.packing.shard_writer import ShardWriter
 from loopfeed.preprocess.packing.split_state import CLEARING, check_ours, find_complete, with_existing_shard_images
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
+from loopfeed.preprocess.shards.arrays import image_key
 from loopfeed.preprocess.shards.location import LOCK_SUFFIX, Location, ShardError
 from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.split_files import PARTS, delete_lock_files, delete_split_files
@@ -213,7 +213,7 @@ def _delete_unfinished(location: Location, blocks: Sequence[int]) -> None:
     """Delete the unfinished files of a killed process; other parts may be writing theirs."""
     if location.local_path is not None:
         for block in blocks:
-            key = f"{PIXELS}/{shard_key(block, 3)}{LOCK_SUFFIX}"
+            key = f"{image_key(block)}{LOCK_SUFFIX}"
             (location.local_path / key).unlink(missing_ok=True)
 
 
@@ -247,7 +247,7 @@ def finish_job(job: SplitJob, on_progress: OnProgress | None = None) -> PackResu
     location = job.location
     manifest = job.manifest()
     if manifest is not None and is_whole(location, manifest):
-        return PackResult(manifest, read_failures(location, manifest), was_complete=True, num_resumed=0)
+        return complete_result(location, manifest)
     with Owner(location) as owner:
         journal = Journal(location, owner)
         manifest = job.manifest()
@@ -255,9 +255,7 @@ def finish_job(job: SplitJob, on_progress: OnProgress | None = None) -> PackResu
             delete_lock_files(location)
             repaired = make_whole(job.source, job.targets, location, journal, job.settings, manifest, on_progress)
             _clean_up(job, journal, manifest)
-            return PackResult(
-                manifest, read_failures(location, manifest), was_complete=True, num_resumed=0, repaired=repaired
-            )
+            return complete_result(location, manifest, repaired)
         num_parts = _num_parts(job)
         recorded = job.recorded()
         _check_none_missing(job, num_parts)
@@ -275,14 +273,13 @@ def finish_job(job: SplitJob, on_progress: OnProgress | None = None) -> PackResu
         manifest = write_manifest(job.source, job.targets, location, journal, job.plan, job.settings, records)
         _clean_up(job, journal, manifest)
         # Not those of the shards: images that moved to another one lost theirs.
-        notes = notes_of(blocks)
-        return PackResult(manifest, failures_of(records), was_complete=False, num_resumed=0, notes=notes)
+        return PackResult(manifest, failures_of(records), notes=notes_of(blocks))
 
 
 def _clean_up(job: SplitJob, journal: Journal, manifest: Manifest) -> None:
     """Delete the blocks beyond the last shard, which images that could not be packed left over, and the journal."""
     extra = range(len(manifest.shard_digests), job.num_blocks)
-    delete_split_files(job.location, [f"{PIXELS}/{shard_key(block, 3)}" for block in extra])
+    delete_split_files(job.location, [image_key(block) for block in extra])
     journal.delete()
 
 

@@ -22,7 +22,7 @@ from loopfeed.preprocess.packing.journal import Journal, ShardRecord
 from loopfeed.preprocess.packing.pipeline import Outcome, PackedImage
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.packing.shard_writer import ShardWriter, metadata_for, transfer_timeout_s
-from loopfeed.preprocess.shards.arrays import PIXELS, damage, shard_key, words_digest, write_array
+from loopfeed.preprocess.shards.arrays import PIXELS, damage, image_key, words_digest, write_array
 from loopfeed.preprocess.shards.checksum import crc32c
 from loopfeed.preprocess.shards.location import Location, ShardError
 
@@ -147,4 +147,4 @@ class _BlockReader:
         )
 
     def _name(self, block: int) -> str:
-        return f"{self._location.display}{PIXELS}/{shard_key(block, 3)}"
+        return f"{self._location.display}{image_key(block)}"

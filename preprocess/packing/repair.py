@@ -31,7 +31,7 @@ from loopfeed.preprocess.shards.arrays import (
     PIXELS,
     damage,
     extents_metadata,
-    shard_key,
+    image_key,
 )
 from loopfeed.preprocess.shards.checksum import crc32c
 from loopfeed.preprocess.shards.location import Location, ShardError
@@ -80,7 +80,7 @@ def repair_split(
     failed = [failure.index for failure in read_failures(location, manifest)]
     packed = np.delete(np.arange(len(source)), np.array(failed, np.int64))
     _write_metadata(location, manifest, files)
-    shards = [shard for shard in range(manifest.num_shards) if f"{PIXELS}/{shard_key(shard, 3)}" in files]
+    shards = [shard for shard in range(manifest.num_shards) if image_key(shard) in files]
     if shards:
         _pack_shards(source, location, journal, settings, manifest, packed, shards, on_image)
     if any(each.split("/")[0] == manifest.label_array for each in files):
@@ -132,7 +132,7 @@ def _pack_shards(
     on_image: Callable[[int, int], None],
 ) -> None:
     if manifest.codec != "raw":
-        location.delete_keys([f"{PIXELS}/{shard_key(shard, 3)}" for shard in shards])
+        location.delete_keys([image_key(shard) for shard in shards])
     indices = [packed[slice(*manifest.shard_range(shard))] for shard in shards]
     total, done = sum(map(len, indices)), 0
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.packing.shard_file import ShardFile
 from loopfeed.preprocess.pixels import words_of_row
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.shards.arrays import PIXELS, pixels_metadata, shard_key, write_array
+from loopfeed.preprocess.shards.arrays import PIXELS, image_key, pixels_metadata, write_array
 from loopfeed.preprocess.shards.checksum import crc32c
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from loopfeed.preprocess.shards.split_files import is_unsynced
@@ -242,12 +242,12 @@ class ShardWriter:
 
     def _begin_shard(self) -> ShardFile | _StoredShard:
         if self._folder is None:
-            first, key = self._number * self._shard_images, f"{PIXELS}/{shard_key(self._number, 3)}"
+            first, key = self._number * self._shard_images, image_key(self._number)
             if self._memory is not None:
                 return _RewrittenShard(self._memory, self._location, key, self._array, first, self._words)
             self._location.make_folder(key)
             return _StoredShard(self._array, first, self._words)
-        path = self._folder / PIXELS / shard_key(self._number, 3)
+        path = self._folder / image_key(self._number)
         return ShardFile(path, shard_images=self._shard_images)
 
     def _clear(self) -> None:
@@ -305,7 +305,7 @@ class ShardWriter:
                 with self._naming_shard(shard):
                     commit.result(timeout=self._timeout_s)
                 if is_unsynced(self._location):
-                    sync_file(Path(self._location.spec["path"], PIXELS, shard_key(shard, 3)))
+                    sync_file(Path(self._location.spec["path"], image_key(shard)))
             if not self._replaces_blocks:
                 self._journal.append(shard, record)
         except Exception:
@@ -316,26 +316,26 @@ class ShardWriter:
         self.records.append(record)
 
     def _name(self, shard: int) -> str:
-        return f"{self._location.display}{PIXELS}/{shard_key(shard, 3)}"
+        return f"{self._location.display}{image_key(shard)}"
 
-    @contextmanager
-    def _naming_shard(self, shard: int) -> Iterator[None]:
-        """Convert write errors into a ShardError that names the shard file."""
-        name = self._name(shard)
-        try:
-            yield
-        except TimeoutError as error:
-            raise ShardError(
-                f"{name} was not written within {self._timeout_s:.0f} s; check the disk or the network, then run the "
-                "same command again"
-            ) from error
-        except (ValueError, OSError, RuntimeError) as error:
-            if (outage := self._location.outage(error)) is not None:
-                raise ShardError(
-                    f"{name} can't be written: {outage}, then run the same command again to continue at shard {shard}"
-                ) from error
-            repeat = f"run the same command again to continue at shard {shard}"
-            raise ShardError(f"{name} can't be written: {write_fault(error, repeat)}") from error
+    def _naming_shard(self, shard: int) -> AbstractContextManager[None]:
+        return naming_writes(self._location, image_key(shard), self._timeout_s, f" to continue at shard {shard}")
+
+
+@contextmanager
+def naming_writes(location: Location, key: str, timeout_s: float, then: str = "") -> Iterator[None]:
+    """Convert errors of a write into a ShardError that names ``key``; ``then`` is what the next run does."""
+    name, again = f"{location.display}{key}", "run the same command again"
+    try:
+        yield
+    except TimeoutError as error:
+        raise ShardError(
+            f"{name} was not written within {timeout_s:.0f} s; check the disk or the network, then {again}"
+        ) from error
+    except (ValueError, OSError, RuntimeError) as error:
+        outage, again = location.outage(error), again + then
+        fault = write_fault(error, again) if outage is None else f"{outage}, then {again}"
+        raise ShardError(f"{name} can't be written: {fault}") from error
 
 
 def metadata_for(num_images: int, settings: PackSettings) -> dict[str, Any]:

@@ -234,11 +234,9 @@ def shard_key(shard: int, rank: int) -> str:
     return "/".join(["c", str(shard), *["0"] * (rank - 1)])
 
 
-def describe_truncation(found_bytes: int, expected_bytes: int) -> str | None:
-    """Return a message if a shard file is shorter than expected, otherwise None."""
-    if found_bytes >= expected_bytes:
-        return None
-    return f"the shard file is truncated to {found_bytes:,} of {expected_bytes:,} bytes"
+def image_key(shard: int) -> str:
+    """Return the key of a shard file of images relative to the split's folder, e.g. ``pixels/c/7/0/0``."""
+    return f"{PIXELS}/{shard_key(shard, 3)}"
 
 
 def damage(error: BaseException) -> str:

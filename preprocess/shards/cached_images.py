@@ -16,7 +16,7 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from loopfeed.preprocess.read_meter import CHECK, READ, ReadMeter
-from loopfeed.preprocess.shards.arrays import PIXELS, shard_key, start_reading
+from loopfeed.preprocess.shards.arrays import PIXELS, image_key, start_reading
 from loopfeed.preprocess.shards.decoded_checks import DecodedChecks
 from loopfeed.preprocess.shards.file_maps import can_map_files
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
@@ -107,7 +107,7 @@ class CachedImages:
         """Remove a copy from which an image could not be read, unless the system is to blame."""
         size = None
         with suppress(OSError):
-            size = os.stat(self._folder / PIXELS / shard_key(shard, 3)).st_size  # noqa: PTH116 - a path is slower
+            size = os.stat(self._folder / image_key(shard)).st_size  # noqa: PTH116 - a path is slower
         if size is None:
             self.copies.forget(shard)
         elif size != (self._manifest.shard_bytes(shard) or size) or self._images.is_readable(shard):

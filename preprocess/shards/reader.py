@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.read_meter import CHECK, READ, ReadMeter
-from loopfeed.preprocess.shards.arrays import PIXELS, damage, describe_truncation, shard_key
+from loopfeed.preprocess.shards.arrays import PIXELS, damage, image_key, shard_key
 from loopfeed.preprocess.shards.cached_images import CachedImages
 from loopfeed.preprocess.shards.decoded_checks import DecodedChecks
 from loopfeed.preprocess.shards.file_maps import WatchedFolder
@@ -30,7 +30,7 @@ from loopfeed.preprocess.shards.mapped_images import MappedImages
 from loopfeed.preprocess.shards.mapped_shards import ChangedFileError, MappedShard
 from loopfeed.preprocess.shards.shard_cache import ShardCache
 from loopfeed.preprocess.shards.shard_copies import ShardCopies
-from loopfeed.preprocess.shards.shard_sizes import check_plausible
+from loopfeed.preprocess.shards.shard_sizes import check_plausible, describe_truncated
 from loopfeed.preprocess.shards.split_arrays import (
     SplitLabels,
     check_buffer,
@@ -121,7 +121,7 @@ class ShardSplit:
         check_plausible(location, manifest)
         self.manifest = manifest
         self.location = location
-        self.meter = ReadMeter(lambda shard: f"{self._name()}/{PIXELS}/{shard_key(shard, 3)}")
+        self.meter = ReadMeter(lambda shard: f"{self._name()}/{image_key(shard)}")
         self.num_images = manifest.num_images
         self.height = manifest.height
         self.width = manifest.width
@@ -328,8 +328,8 @@ class ShardSplit:
         reading.enter(READ)
         if index is not None:
             raise ShardError(
-                f"{self._name()}: image {index} in {self._shard_file(index)} is not the one that was packed there; "
-                f"{self._remedy()}"
+                f"{self._name()}: image {index} in {image_key(index // self.manifest.shard_images)} is not the one "
+                f"that was packed there; {self._remedy()}"
             )
 
     def _take_labels(self, indices: NDArray[np.int64], labels: NDArray[np.int32], deadline: float) -> None:
@@ -364,30 +364,17 @@ class ShardSplit:
         stored = self._open_array()
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         for index in np.unique(indices).tolist():
-            if (truncation := self._truncation(index // self.manifest.shard_images)) is not None:
-                return f"{self._name()}: image {index} in {self._shard_file(index)}: {truncation}; {self._remedy()}"
+            shard = index // self.manifest.shard_images
+            where = f"{self._name()}: image {index} in {image_key(shard)}"
+            if (truncation := describe_truncated(self.location, self.manifest, shard)) is not None:
+                return f"{where}: {truncation}; {self._remedy()}"
             try:
                 stored.array[index].read().result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 return f"{self._name()}: {damage(error)}; {reading_remedy(error, self._remedy())}"
             except _READ_ERRORS as cause:
-                remedy = reading_remedy(cause, self._remedy())
-                return f"{self._name()}: image {index} in {self._shard_file(index)}: {damage(cause)}; {remedy}"
+                return f"{where}: {damage(cause)}; {reading_remedy(cause, self._remedy())}"
         return f"{self._name()}: {damage(error)} (a second read succeeded); check the disk or the network"
-
-    def _truncation(self, shard: int) -> str | None:
-        """Return an error message if a local shard file is shorter than expected, otherwise None."""
-        folder, expected = self.location.local_path, self.manifest.shard_bytes(shard)
-        if folder is None or expected is None:
-            return None
-        try:
-            found = (folder / PIXELS / shard_key(shard, 3)).stat().st_size
-        except OSError:
-            return None
-        return describe_truncation(found, expected)
-
-    def _shard_file(self, index: int) -> str:
-        return f"{PIXELS}/{shard_key(index // self.manifest.shard_images, 3)}"
 
     def _timeout_message(self, indices: NDArray[np.int64], timeout_s: float) -> str:
         shards = np.unique(indices // self.manifest.shard_images)

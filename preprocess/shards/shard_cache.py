@@ -31,7 +31,7 @@ from loopfeed.preprocess.regular_file import (
     open_unlinked,
     read_regular,
 )
-from loopfeed.preprocess.shards.arrays import PIXELS, shard_key
+from loopfeed.preprocess.shards.arrays import PIXELS, image_key
 from loopfeed.preprocess.system_errors import system_reason
 
 IN_USE_S = 300.0
@@ -81,7 +81,7 @@ class ShardCache:
 
     def place(self, pack: str, shard: int) -> Path:
         """Return the path of a shard file's copy, which may not exist."""
-        return self.folder / pack / PIXELS / shard_key(shard, 3)
+        return self.folder / pack / image_key(shard)
 
     def has(self, pack: str, shard: int) -> bool:
         """Return whether there is a copy of a shard file."""
@@ -242,7 +242,7 @@ class ShardCache:
         for pack in self._packs():
             for name in self._numbers(pack / PIXELS / "c"):
                 with suppress(LinkedPathError):
-                    path = pack / PIXELS / shard_key(int(name), 3)
+                    path = pack / image_key(int(name))
                     check_unlinked(self.folder, path)
                     yield path
 

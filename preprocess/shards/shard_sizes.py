@@ -8,7 +8,7 @@ from contextlib import suppress
 from loopfeed.preprocess.claimed_size import is_plausible, stored_size
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import open_regular, read_at
-from loopfeed.preprocess.shards.arrays import PIXELS, describe_truncation, shard_key
+from loopfeed.preprocess.shards.arrays import image_key
 from loopfeed.preprocess.shards.checksum import CHECKSUM_BYTES, ENTRY, end_of_chunks
 from loopfeed.preprocess.shards.location import Location, ShardError
 from loopfeed.preprocess.shards.manifest import Manifest
@@ -26,14 +26,14 @@ def describe_wrong_size(location: Location, manifest: Manifest, shard: int) -> s
     """
     if location.local_path is None:
         return None
-    path = location.local_path / PIXELS / shard_key(shard, 3)
+    path = location.local_path / image_key(shard)
     expected = manifest.shard_bytes(shard)
     if expected is None:
-        return describe_wrong_end(location, f"{PIXELS}/{shard_key(shard, 3)}", manifest.shard_images)
+        return describe_wrong_end(location, image_key(shard), manifest.shard_images)
     found = path.stat().st_size
     if found > expected:
         return f"the shard file has {found:,} bytes, not {expected:,}"
-    return describe_truncation(found, expected)
+    return describe_truncated(location, manifest, shard)
 
 
 def check_plausible(location: Location, manifest: Manifest) -> None:
@@ -47,7 +47,7 @@ def check_plausible(location: Location, manifest: Manifest) -> None:
     claimed, stored = manifest.shard_range(num_shards - 1)[1] * manifest.image_bytes, 0
     for shard in range(num_shards):
         with suppress(OSError):
-            stored += stored_size((location.local_path / PIXELS / shard_key(shard, 3)).stat())
+            stored += stored_size((location.local_path / image_key(shard)).stat())
     if not is_plausible(claimed, stored):
         raise ShardError(
             f"{location.display}: the images of the first {quantity(num_shards, 'shard file')} would take {claimed:,} "
@@ -57,11 +57,14 @@ def check_plausible(location: Location, manifest: Manifest) -> None:
 
 def describe_truncated(location: Location, manifest: Manifest, shard: int) -> str | None:
     """Return how far an existing local shard file of a known size is truncated, if it is."""
-    folder, expected = location.local_path, manifest.shard_bytes(shard)
-    file = None if folder is None else folder / PIXELS / shard_key(shard, 3)
-    if file is None or expected is None or not file.exists():
+    expected = manifest.shard_bytes(shard)
+    if location.local_path is None or expected is None:
         return None
-    return describe_truncation(file.stat().st_size, expected)
+    try:
+        found = (location.local_path / image_key(shard)).stat().st_size
+    except OSError:
+        return None
+    return None if found >= expected else f"the shard file is truncated to {found:,} of {expected:,} bytes"
 
 
 def describe_wrong_end(location: Location, key: str, num_chunks: int) -> str | None:

@@ -30,6 +30,7 @@ from loopfeed.preprocess.shards.arrays import (
     checksums_metadata,
     damage,
     extents_metadata,
+    image_key,
     read_array,
     shard_key,
     words_digest,
@@ -139,7 +140,7 @@ def find_lost_files(location: Location, manifest: Manifest) -> tuple[Damage, ...
     found = {each.file: each for each in _check_required(location, manifest, set(location.list_keys()))}
     unreadable = set(found)
     for shard in range(manifest.num_shards):
-        file = f"{PIXELS}/{shard_key(shard, 3)}"
+        file = image_key(shard)
         if file not in found and (what := describe_wrong_size(location, manifest, shard)) is not None:
             found[file] = Damage(file, what)
     for each in (
@@ -167,7 +168,7 @@ def _max_bytes(manifest: Manifest) -> dict[str, int]:
     """Return the keys of all files that a split must have, and the largest size of each in bytes."""
     expected = {MANIFEST_KEY, FAILURES_KEY, *(f"{name}/{METADATA_KEY}" for name in _arrays(manifest))}
     max_bytes = dict.fromkeys(expected, MAX_VALUE_BYTES)
-    images = [f"{PIXELS}/{shard_key(shard, 3)}" for shard in range(manifest.num_shards)]
+    images = [image_key(shard) for shard in range(manifest.num_shards)]
     max_bytes |= dict.fromkeys(images, manifest.max_shard_bytes)
     for name in _arrays(manifest)[1:]:
         shards = _shards_of(manifest, name)
@@ -302,7 +303,7 @@ def _check_pixels(
         return
     pieces = _read_ahead(array, manifest, unreadable)
     for shard, group in groupby(pieces, key=lambda piece: piece[0] // manifest.shard_images):
-        file = f"{PIXELS}/{shard_key(shard, 3)}"
+        file = image_key(shard)
         broken: dict[Fault, list[int]] = {}
         found = words_digest(_readable(group, broken, manifest, on_progress))
         truncation = describe_truncated(location, manifest, shard) if broken else None
@@ -339,7 +340,7 @@ def _read_ahead(array: ts.TensorStore, manifest: Manifest, unreadable: set[str])
     pieces = (
         (start, stop)
         for start, stop in _pieces(manifest)
-        if f"{PIXELS}/{shard_key(start // manifest.shard_images, 3)}" not in unreadable
+        if image_key(start // manifest.shard_images) not in unreadable
     )
     first_piece = next(pieces, None)
     if first_piece is None:
