@@ -235,6 +235,13 @@ class TrainConfig:
         None, DATA, _PROGRAM, _KEPT, "Height and width of the network's input; at most the size of the packed images.",
         between=(1, 2**14), unit="PX", default_text=f"from the data; {SYNTHETIC_IMAGE_SIZE} with {{synthetic}}",
     )
+    eval_image_size: int | None = setting(
+        None, DATA, _PROGRAM, _KEPT,
+        "Height and width of the network's input in evaluations; at most what the data have.", between=(1, 2**14),
+        unit="PX", default_text="{image_size}",
+        details="A network trained on small images is often better on larger ones (FixRes, arXiv:1906.06423). Recorded "
+        "with the weights, so that `run-eval` and `predict-images` use it too.",
+    )
     num_classes: int | None = setting(
         None, DATA, _PROGRAM, _KEPT, "Number of classes, and thus of the model's outputs.", between=(1, 2**16),
         unit="K", default_text=f"from the data; {SYNTHETIC_CLASSES} with {{synthetic}}",

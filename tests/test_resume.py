@@ -266,6 +266,7 @@ OTHERS: dict[str, Any] = {
     "model": "resnet8",
     "num_classes": 4,
     "image_size": 2,
+    "eval_image_size": 3,
     "mean": (0.4, 0.4, 0.4),
     "std": (0.2, 0.2, 0.2),
     "precision": "bfloat16",

@@ -381,6 +381,19 @@ def test_weights_of_squares_are_evaluated_on_whole_pictures_with_a_warning(packs
     assert "these are whole pictures, of which another part becomes 3 × 3 px" in line
 
 
+def test_whole_pictures_are_evaluated_at_another_size(packs):
+    """Up to the stored shorter side; the square is the same, resized to more pixels."""
+    small, large = run_of("whole", image_size=3), run_of("whole", image_size=3, eval_image_size=4, run_dir="run-large")
+    np.testing.assert_array_equal(small.losses, large.losses)
+    found = evaluate(replace(run_settings("run-whole"), image_size=4), model=Flat()).record
+    assert found.loss == evaluate("run-large", model=Flat()).record.loss == large.evaluations[-1].loss
+    assert found.loss == pytest.approx(
+        evaluate(replace(run_settings("run-large"), data="square"), model=Flat()).record.loss
+    )
+    with pytest.raises(SettingError, match="eval_image_size must be at most the shorter side of the stored"):
+        run_of("whole", eval_image_size=5, run_dir="run-larger")
+
+
 def test_a_photograph_is_classified_as_its_stored_picture(packs):
     """The network receives 4 × 4 px of the central 7 × 7 px."""
     rule = ResizeRule(7, 8, "bicubic", canvas="3:2")

@@ -189,6 +189,7 @@ def _evaluate_run(
 ) -> "EvaluationResult":
     from loopfeed.engine.crossing.choice import this_platform
     from loopfeed.engine.evaluation.run import evaluate
+    from loopfeed.engine.evaluation.subject import at_one_size
     from loopfeed.engine.evaluation.trained_run import run_settings
     from loopfeed.engine.program.kernels import refuse_missing_kernels
     from loopfeed.engine.records.recorded_run import read_recorded
@@ -208,7 +209,7 @@ def _evaluate_run(
             # The run had no evaluations; an evaluation requested now uses the default split.
             settings = {"eval_split": None} | settings
         refuse_missing_kernels(recorded, settings, this_platform())
-        config = with_given(recorded, settings)
+        config = with_given(recorded, at_one_size(settings))
         if (line := record.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)) is not None:
             notify(line)
         return evaluate(

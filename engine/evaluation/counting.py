@@ -163,7 +163,7 @@ def _num_logits(
     extents = None if whole_of(source) is None else jax.ShapeDtypeStruct((source.batch,), jnp.int32)
 
     def apply(weights: Weights, pixels: jax.Array, scale: PixelScale, extents: jax.Array | None) -> jax.Array:
-        images = prepare_for_evaluation(settings.augmentation, pixels, scale, extents)
+        images = prepare_for_evaluation(settings.evaluated_augmentation, pixels, scale, extents)
         return logits_of(model.apply(weights.params, weights.batch_stats, images, train=False)[0])
 
     logits = jax.eval_shape(apply, weights, pixels, _numbers(subject, source)[1], extents)

@@ -21,6 +21,7 @@ from loopfeed.engine.evaluation.photographs import PhotographBatches, RgbBatches
 from loopfeed.engine.evaluation.subject import (
     Channels,
     Subject,
+    at_one_size,
     check_user_model,
     describe_weights_of,
     file_subject,
@@ -155,7 +156,7 @@ def _predict(
         check_user_model(recorded, model, function="loopfeed.predict", command="predict-images")
     elif model is not None:
         raise ValueError(f"a model can be given only with a run, got the file {path}: give the folder of the run")
-    config = replace(TrainConfig() if recorded is None else recorded.config, **given)
+    config = replace(TrainConfig() if recorded is None else recorded.config, **at_one_size(given))
     if recorded is not None and (line := recorded.record.describe_replaced(config, _OF_USER, _OF_USER)) is not None:
         notify(line)
     refuse_missing_kernels(config, given, this_platform())

@@ -73,8 +73,9 @@ def evaluate(
 
     Args:
         run: the folder or URL of the run, or its settings, possibly changed (`loopfeed.run_settings` reads them). Of
-            the settings, `run_dir` is the folder, and data, eval_split, batch, image_size, eval_mirror, precision,
-            kernels and those of the infeed take effect.
+            the settings, `run_dir` is the folder, and data, eval_split, batch, image_size or eval_image_size,
+            eval_mirror, precision, kernels and those of the infeed take effect. Another `image_size` than the run's is
+            the one to evaluate at.
         model: your own model, if the run trained one.
         evaluation: your own images instead of a split: (uint32 [N, H, W] packed pixels, integer [N] labels), or an
             `EvaluationSource`.

@@ -6,6 +6,7 @@ Owns how these are derived from a recorded run, or from a weights file and its m
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +124,7 @@ def run_subject(
     notify: Callable[[str], None],
     remedy: str = PACK_AGAIN,
 ) -> Subject:
-    """Prepare the evaluation of a run's weights on images of the size used in training.
+    """Prepare the evaluation of a run's weights on images of the size at which the run evaluates.
 
     Args:
         recorded: the run.
@@ -150,7 +151,7 @@ def run_subject(
         )
     weights = _place(recorded.weights, registry_name, model, os.fspath(recorded.path), notify)
     config = replace_missing_kernels(config, recorded.config, this_platform(), notify)
-    config = replace(config, image_size=size)
+    config = replace(config, image_size=size, eval_image_size=None)
     step = steps_in(recorded.weights.metadata)
     return Subject(model, weights, config, mean, std, recorded.num_classes, step, recorded.model_name)
 
@@ -172,6 +173,7 @@ def file_subject(
     """
     name = registry_name_of(path, stored, config)
     num_classes = num_classes_of(name, stored.tensors)
+    config = replace(config, image_size=config.eval_image_size or config.image_size, eval_image_size=None)
     chosen = {MEAN: mean, STD: std, IMAGE_SIZE: config.image_size}
     given = {key for key, value in chosen.items() if value is not None}
     for key in (MEAN, STD):
@@ -184,6 +186,11 @@ def file_subject(
     return Subject(
         model, weights, replace(config, image_size=size), mean, std, num_classes, steps_in(stored.metadata), name
     )
+
+
+def at_one_size(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that the user gives for an evaluation; `image_size` replaces the run's `eval_image_size` too."""
+    return {"eval_image_size": None, **given} if "image_size" in given else dict(given)
 
 
 def describe_weights_of(
@@ -291,29 +298,32 @@ def _warn_of_geometry(
 
 
 def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSource, remedy: str) -> int | None:
-    """Return the size of the central crop that reduces the split's images to the size used in training.
+    """Return the size of the central crop that reduces the split's images to the size of the run's evaluations.
 
     Raises:
         ValueError: if there is no such crop.
     """
-    size = config.image_size
+    trained, evaluated = recorded.config.image_size, recorded.config.eval_image_size
+    # A size that replaces that of the run is the one to evaluate at.
+    size = config.image_size if config.image_size != trained else config.eval_image_size or trained
     expected = recorded.shape if size is None else (size, size)
     found = image_shape(source)
     if found == expected:
-        return config.image_size
+        return size
     if expected[0] == expected[1] and expected[0] <= largest_size(source):
         return expected[0]
-    if size is not None and size != recorded.config.image_size:
+    if size not in (None, trained, evaluated):
         raise _too_large(size, source, remedy)
+    used = "of the run's evaluations" if size is not None and size == evaluated else "used in training"
     raise ValueError(
-        f"the images must have the size used in training, {expected[0]} × {expected[1]} px, or a larger size if the "
+        f"the images must have the size {used}, {expected[0]} × {expected[1]} px, or a larger size if the "
         f"training images were square, got {found[0]} × {found[1]} px: {remedy}"
     )
 
 
 def _too_large(size: int, source: EvaluationSource, remedy: str) -> SettingError:
     if remedy == PACK_AGAIN:
-        return too_large_image(size, source)
+        return too_large_image("image_size", size, source)
     return SettingError(
         "image_size",
         "{setting} must be at most the size of the images, {height} × {width} px, got {size}: leave it out, or "
@@ -340,7 +350,7 @@ def _crop_of_file(
     height, width = image_size_in(stored.metadata.get(IMAGE_SIZE, "")) or (0, 0)
     if height > least:
         notify(
-            f"warning: the weights were trained on images of {height} × {width} px, but these images are "
+            f"warning: the weights are for images of {height} × {width} px, but these images are "
             f"{source.height} × {source.width} px: {remedy}, as the network is less accurate on others"
         )
     is_smaller = height == width and 0 < height <= least

@@ -76,7 +76,7 @@ def evaluate_split(
         return _SplitCarry(token, batch + num_taken, num_taken < num_wanted, tally)
 
     def count(tally: Tally, batch: Batch) -> Tally:
-        images = prepare_for_evaluation(settings.augmentation, batch.pixels, scale, batch.extents)
+        images = prepare_for_evaluation(settings.evaluated_augmentation, batch.pixels, scale, batch.extents)
         if settings.eval_mirror:
             with jax.named_scope(UNPACK):
                 images = jnp.concatenate([images, images[:, :, ::-1]])

@@ -134,6 +134,9 @@ def describe_run(run: Run) -> Iterator[str]:
         f"from {data.description}; {depth} batch{'es' * (depth > 1)} read ahead; {transport.name} transport"
         f"{_describe_devices(place)}{at_once}"
     )
+    if (size := config.eval_image_size) is not None and data.evaluation is not None:
+        trained = config.image_size or image_shape(source)[0]
+        yield f"evaluations: at {size} × {size} px, training at {trained} × {trained} px"
     if (kernels := describe_kernels(config, place.platform, is_user_model=run.parts.model is not None)) is not None:
         yield kernels
     if transport.runs_ahead and (wasted := wasted_steps_warning(config, chunk)) is not None:

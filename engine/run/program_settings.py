@@ -73,6 +73,7 @@ def compiled_settings(
         user_augmentation=parts.augment,
         objective=objective.of_training(),
         evaluated_objective=objective._replace(label_form=evaluated_form),
+        eval_size=config.eval_image_size,
         eval_mirror=config.eval_mirror,
         histograms=config.histogram_every_steps > 0,
     )

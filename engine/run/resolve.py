@@ -52,8 +52,10 @@ def choose_model(config: TrainConfig, parts: UserParts, data: RunData) -> TrainM
             value=config.stop_at_top1,
         )
     _check_labels_stay(config, data)
-    if config.image_size is not None and config.image_size > largest_size(source):
-        raise too_large_image(config.image_size, source)
+    for name, images in (("image_size", source), ("eval_image_size", data.evaluation or source)):
+        size = getattr(config, name)
+        if size is not None and size > largest_size(images):
+            raise too_large_image(name, size, images)
     return _build(config, data) if parts.model is None else parts.model
 
 
@@ -204,18 +206,18 @@ def _build(config: TrainConfig, data: RunData) -> Model:
         raise unknown_model(error) from None
 
 
-def too_large_image(image_size: int, source: BatchSource) -> SettingError:
-    """Return the error for an image size that exceeds that of packed images."""
+def too_large_image(name: str, image_size: int, source: BatchSource) -> SettingError:
+    """Return the error for an image size, the setting `name`, that exceeds that of packed images."""
     if whole_of(source) is not None:
         return SettingError(
-            "image_size",
+            name,
             "{setting} must be at most the shorter side of the stored pictures, {most} px, got {size}: leave it out, "
             "or pack the data with --resize {size}",
             most=largest_size(source),
             size=image_size,
         )
     return SettingError(
-        "image_size",
+        name,
         "{setting} must be at most the size of the images, {height} × {width} px, got {size}: leave it out, or pack "
         "the data with --size {size}",
         height=source.height,

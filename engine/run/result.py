@@ -106,7 +106,7 @@ def result_of(
 
 def metadata_of(run: Run) -> dict[str, str]:
     """Return the metadata of the weights of a run, whichever step they are from."""
-    data, size = run.data, run.config.image_size
+    data, size = run.data, run.config.eval_image_size or run.config.image_size
     return describe_weights(
         model=run.model_name,
         height=size or image_shape(data.source)[0],

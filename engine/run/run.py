@@ -29,7 +29,7 @@ from loopfeed.engine.feed.batches import error_of_changes
 from loopfeed.engine.images.unpack import LEAST_STD, PixelScale
 from loopfeed.engine.keys import plain_keys
 from loopfeed.engine.parts import UserParts
-from loopfeed.engine.program.checked_model import CheckedModel
+from loopfeed.engine.program.checked_model import CheckedModel, size_refusal
 from loopfeed.engine.program.kernels import kernels_on
 from loopfeed.engine.program.train_state import TrainModel, TrainState, name_of_model
 from loopfeed.engine.records.run_folder import RunFolder
@@ -44,12 +44,14 @@ from loopfeed.engine.run.resolve import choose_model
 from loopfeed.engine.run.resume import Resume, draw_state, read_weights_of_run
 from loopfeed.engine.runtime.goodput import recording_compilations
 from loopfeed.engine.runtime.record import ProgramTimes
+from loopfeed.engine.settings import SettingError
 from loopfeed.engine.spans import EVALUATION, LOOP, Spans
 from loopfeed.engine.stream.loss_stream import LossStream
 from loopfeed.engine.stream.notices import Notices
 from loopfeed.engine.stream.sinks import Sink
 from loopfeed.engine.updates.checks import check_user_rate, describe_selection
 from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
+from loopfeed.engine.updates.update import Weights
 from loopfeed.models.registry import count_params
 from loopfeed.preprocess.shards.reader import ChangedShardError
 from loopfeed.preprocess.workers import Worker
@@ -206,6 +208,7 @@ class Run:
         )
         self.draw = partial(draw_state, self.model, self.settings)
         self.state_shape = shape = jax.eval_shape(self.draw, seed_words(0))
+        self._check_evaluated_size()
         self.selection = describe_selection(config, shape.params, shape.batch_stats)
         check_user_rate(self.settings, shape.params)
         self.given = read_weights_of_run(config, self.registry_name, start, shape, self.notify, data.classes)
@@ -214,6 +217,22 @@ class Run:
             check_names(shape.params, shape.batch_stats)
             if config.run_dir is not None:
                 check_weight_types(shape.params, shape.batch_stats)
+
+    def _check_evaluated_size(self) -> None:
+        """Raise SettingError if the model cannot be applied to images of the size of evaluations."""
+        size, shape = self.config.eval_image_size, self.state_shape
+        if size is None:
+            return
+        weights, batch = Weights(shape.params, shape.batch_stats), self.config.batch // len(self.team.devices)
+        if (reason := size_refusal(self.checked_model(), weights, size, batch=batch)) is not None:
+            raise SettingError(
+                "eval_image_size",
+                "{setting} must be a size of images that the model takes, but {model} does not take {size} × {size} "
+                "px: {reason}. Choose another size, or leave it out",
+                model=self.model_name,
+                size=size,
+                reason=reason,
+            )
 
     # What is known of the run before its program is compiled.
 

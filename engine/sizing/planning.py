@@ -315,7 +315,7 @@ class BlackImages:
 
     def __init__(self, config: TrainConfig) -> None:
         self.batch = config.batch
-        self.height = self.width = config.image_size or SYNTHETIC_IMAGE_SIZE
+        self.height = self.width = config.eval_image_size or config.image_size or SYNTHETIC_IMAGE_SIZE
         self.num_batches = -(-IMAGENET_VAL // config.batch)
 
     def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002

@@ -4,7 +4,7 @@
 that reads them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ class CompiledSettings:
         user_augmentation: a user-defined one, applied after `augmentation`.
         objective, evaluated_objective: the loss and the metrics in training, and in evaluations, whose labels can have
             another form.
+        eval_size: height and width in pixels of the network's input in evaluations; None for that of `augmentation`.
         eval_mirror: whether evaluations average the logits of each image and its mirror image.
         takes_key: whether the model's `apply` takes PRNG keys.
         replicas: the devices that train together.
@@ -71,12 +72,18 @@ class CompiledSettings:
     user_augmentation: UserAugmentation | None = None
     objective: Objective = CROSS_ENTROPY
     evaluated_objective: Objective = CROSS_ENTROPY
+    eval_size: int | None = None
     eval_mirror: bool = False
     takes_key: bool = False
     replicas: Replicas = ALONE
     norm_groups: NormGroups = field(default_factory=NormGroups)
     histograms: bool = False
     shown_images: tuple[int, int, int, int] | None = None
+
+    @property
+    def evaluated_augmentation(self) -> Augmentation:
+        """The augmentation whose size is that of evaluations."""
+        return self.augmentation if self.eval_size is None else replace(self.augmentation, size=self.eval_size)
 
     @property
     def has_user_part(self) -> bool:
