@@ -70,8 +70,8 @@ def test_json_holds_manifests_and_damages(data):
     ("arguments", "message"),
     [
         (["--split", "test"], "there is no split 'test'; choose one of train, val"),
-        (["--grid", "sheet.gif"], "sheet.gif must end with .png"),
-        (["--grid", "nowhere/sheet.png", "--verify"], "the folder nowhere does not exist; create it first"),
+        (["--grid", "sheet.gif"], "got sheet.gif: give a name that ends with .png"),
+        (["--grid", "nowhere/sheet.png", "--verify"], "nowhere does not: create it first"),
     ],
 )
 def test_wrong_usage_is_one_message_and_exit_code_2(data, tmp_path, monkeypatch, arguments, message):

@@ -134,7 +134,7 @@ def test_the_file_is_a_sheet_of_all_pictures(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("batch.jpg", "are written as PNG"),
+        ("batch.jpg", "is written as PNG"),
         ("nowhere/batch.png", "must be in a folder that exists"),
         ("folder.png", "must be a file, but is a folder"),
     ],

@@ -48,14 +48,8 @@ _DONE, _FAILED, _WRONG_USAGE, _STOPPED = 0, 1, 2, 130
 _RECORDED = "the recorded run"
 
 
-@click.command(
-    cls=GroupedCommand,
-    option_groups=option_groups(),
-    first_options=FIRST_OPTIONS,
-    epilog=EPILOG,
-)
+@click.command(cls=GroupedCommand, option_groups=option_groups(), first_options=FIRST_OPTIONS, epilog=EPILOG)
 @train_options
-@click.version_option(package_name="loopfeed")
 @click.pass_context
 def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceback: bool, **_options: Any) -> None:
     """Train an image classifier in one compiled program.

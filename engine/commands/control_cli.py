@@ -70,11 +70,7 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
     return value
 
 
-@click.command(
-    cls=GroupedCommand,
-    option_groups=_GROUPS,
-    epilog=_EPILOG,
-)
+@click.command(cls=GroupedCommand, option_groups=_GROUPS, epilog=_EPILOG)
 @click.argument("run", shell_complete=complete_folder)
 @click.option(
     "--learning-rate-factor", type=float, metavar="FACTOR", callback=_checked_factor,
@@ -88,7 +84,6 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=60.0, metavar="S", callback=_checked_timeout,
     help="Withdraw the request if the run has not accepted it within S seconds; 'inf' waits forever.",
 )  # fmt: skip
-@click.version_option(package_name="loopfeed")
 def main(
     run: str, learning_rate_factor: float | None, snapshot: bool, evaluate: bool, stop: bool, timeout: float
 ) -> None:

@@ -56,11 +56,7 @@ def _or_default(name: str) -> str:
     return f"{_AS_RUN}, else {SETTINGS[name].default}"
 
 
-@click.command(
-    cls=GroupedCommand,
-    option_groups=_GROUPS,
-    epilog=_EPILOG,
-)
+@click.command(cls=GroupedCommand, option_groups=_GROUPS, epilog=_EPILOG)
 @click.argument("run", required=False, shell_complete=complete_folder)
 @click.option(
     "--snapshot",
@@ -122,9 +118,7 @@ def _or_default(name: str) -> str:
     help="Write index, label, predicted class, its probability and loss of each image to FILE (.csv or .jsonl).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, as in eval.jsonl, instead of text.")
-@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @overriding_option("compilation_cache", default_text=SETTINGS["compilation_cache"].render_default())
-@click.version_option(package_name="loopfeed")
 def main(
     *,
     run: str | None,

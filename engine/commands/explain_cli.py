@@ -102,9 +102,7 @@ def _groups() -> dict[str, tuple[str, ...]]:
     "--depth", type=click.IntRange(1, 9), default=1, metavar="N", help="Levels of the model's layers in a row's name."
 )
 @click.option("--top", type=click.IntRange(min=1), default=10, metavar="N", help="Rows of a list, the largest first.")
-@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @describing_options(_SETTINGS)
-@click.version_option(package_name="loopfeed")
 @click.pass_context
 def main(
     context: click.Context,

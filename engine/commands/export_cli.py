@@ -29,11 +29,7 @@ Examples:
 """
 
 
-@click.command(
-    cls=GroupedCommand,
-    option_groups=_GROUPS,
-    epilog=_EPILOG,
-)
+@click.command(cls=GroupedCommand, option_groups=_GROUPS, epilog=_EPILOG)
 @click.argument("run", shell_complete=complete_folder)
 @click.argument("out", shell_complete=complete_file)
 @click.option(
@@ -53,8 +49,6 @@ Examples:
 )
 @storage_option
 @click.option("--overwrite", is_flag=True, help="Replace the file OUT.")
-@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@click.version_option(package_name="loopfeed")
 def main(
     run: str,
     out: str,

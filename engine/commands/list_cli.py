@@ -41,11 +41,10 @@ States:
 """
 
 
-@click.command(cls=GuardedCommand, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=GuardedCommand, epilog=_EPILOG)
 @click.argument("folder", metavar="[DIR]", default="runs", shell_complete=complete_folder)
 @click.option("--json", "as_json", is_flag=True, help="Print everything known of each run as one line of JSON.")
 @storage_option
-@click.version_option(package_name="loopfeed")
 def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
     """List the runs in the folder DIR ("runs" by default) and below, the one that changed last at the end.
 

@@ -54,11 +54,7 @@ Examples:
 _AS_RUN = "as in the run"
 
 
-@click.command(
-    cls=GroupedCommand,
-    option_groups=_GROUPS,
-    epilog=_EPILOG,
-)
+@click.command(cls=GroupedCommand, option_groups=_GROUPS, epilog=_EPILOG)
 @click.argument("run", metavar="RUN|FILE", shell_complete=complete_file)
 @click.argument("images", nargs=-1, required=True, metavar="IMAGES...", shell_complete=complete_file)
 @click.option("--top", type=click.IntRange(min=1), default=5, metavar="N", help="Number of classes for each image.")
@@ -124,10 +120,8 @@ _AS_RUN = "as in the run"
     help_text="Fail if a batch is not decoded within this time.",
 )
 @setting_option("transport")
-@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 @overriding_option("compilation_cache", default_text=SETTINGS["compilation_cache"].render_default())
 @storage_option
-@click.version_option(package_name="loopfeed")
 def main(
     *, run: str, images: tuple[str, ...], top: int, as_json: bool, as_csv: bool, traceback: bool, **options: Any
 ) -> None:

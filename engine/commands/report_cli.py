@@ -32,11 +32,7 @@ Examples:
 """
 
 
-@click.command(
-    cls=GroupedCommand,
-    option_groups=_GROUPS,
-    epilog=_EPILOG,
-)
+@click.command(cls=GroupedCommand, option_groups=_GROUPS, epilog=_EPILOG)
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN…]", shell_complete=complete_folder)
 @click.option(
     "--evaluate/--no-evaluate",
@@ -63,8 +59,6 @@ Examples:
     help="The file to write.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file.")
-@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@click.version_option(package_name="loopfeed")
 def main(
     *,
     runs: tuple[str, ...],

@@ -60,7 +60,7 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
     return click.FloatRange(min=low, min_open=True, max=high)
 
 
-@click.command(cls=GuardedCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=GuardedCommand)
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_folder)
 @click.option("--once", is_flag=True, help="Show the current state and exit.")
 @click.option(
@@ -90,7 +90,6 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
     help="Give up if the run writes nothing for S seconds; 'inf' waits forever.",
 )  # fmt: skip
 @storage_option
-@click.version_option(package_name="loopfeed")
 def main(
     runs: tuple[str, ...],
     once: bool,

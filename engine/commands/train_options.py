@@ -169,7 +169,6 @@ _OF_THE_COMMAND = (
     ),
     *OPTIONS,
     *OPTIONS_TO_LOOK,
-    click.option("--traceback", is_flag=True, help="Show the full traceback of an error."),
 )
 
 

@@ -40,11 +40,7 @@ Examples:
 """
 
 
-@click.command(
-    cls=GroupedCommand,
-    option_groups=_GROUPS,
-    epilog=_EPILOG,
-)
+@click.command(cls=GroupedCommand, option_groups=_GROUPS, epilog=_EPILOG)
 @click.argument("run", shell_complete=complete_folder)
 @click.option(
     "--from",
@@ -67,8 +63,6 @@ Examples:
 )
 @user_part_options(OWN_PARTS)
 @storage_option
-@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@click.version_option(package_name="loopfeed")
 def main(
     run: str,
     from_step: int | None,

@@ -5,11 +5,9 @@ Only click is imported at the top, so that ``--help`` responds immediately.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from traceback import print_exc
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,20 +15,17 @@ from click.core import ParameterSource
 
 from loopfeed.preprocess.commands.completion import complete_file, complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
-from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
+from loopfeed.preprocess.commands.guarded_output import reporting, show_only_on_stdout
 from loopfeed.preprocess.commands.pack_report import announce, announce_dry_run
 from loopfeed.preprocess.commands.storage import open_given, storage_option
 from loopfeed.preprocess.commands.suggesting import SuggestingChoice
 from loopfeed.preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.storage_options import parse_pairs
-from loopfeed.preprocess.system_errors import describe_system_error
 
 if TYPE_CHECKING:
     from loopfeed.preprocess.shards.targets import TargetKind
     from loopfeed.preprocess.sources.open_source import Source
-
-WRONG, STOPPED = 2, 130
 
 # Click keeps the line breaks of a paragraph that begins with a backspace.
 _EPILOG = """\b
@@ -88,11 +83,7 @@ class _Options:
     traceback: bool
 
 
-@click.command(
-    cls=GroupedCommand,
-    option_groups=_GROUPS,
-    epilog=_EPILOG,
-)
+@click.command(cls=GroupedCommand, option_groups=_GROUPS, epilog=_EPILOG)
 @click.argument("source", required=False, shell_complete=complete_file)
 @click.argument("dest", required=False, shell_complete=complete_folder)
 @click.option(
@@ -226,8 +217,6 @@ class _Options:
 @storage_option
 @click.option("--overwrite", is_flag=True, help="Delete the existing pack at DEST and start over.")
 @click.option("--dry-run", is_flag=True, help="Show what would be packed and how large it would be, but write nothing.")
-@click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@click.version_option(package_name="loopfeed")
 @click.pass_context
 def main(ctx: click.Context, /, **values: Any) -> None:
     """Pack the images at SOURCE into shards at DEST, ready for run-train.
@@ -237,26 +226,12 @@ def main(ctx: click.Context, /, **values: Any) -> None:
     tar archive of images. DEST is a folder or a URL such as gs://bucket/imagenet.
     """
     options = _Options(**values)
-    try:
+    stopped = "Stopped. Run the same command again to continue."
+    remedy = "; use fewer --workers or a smaller --shard-images"
+    with reporting("preprocess-imagenet", stopped, remedy, with_traceback=options.traceback):
         if options.demo:
             _check_demo_options(ctx)
         _run(options)
-    except KeyboardInterrupt:
-        click.echo("\nStopped. Run the same command again to continue.", err=True)
-        sys.exit(STOPPED)
-    except BrokenPipeError:
-        raise  # click exits quietly when the output pipe is closed
-    except (ValueError, OSError, MemoryError) as error:
-        if options.traceback:
-            print_exc()
-        click.echo(f"preprocess-imagenet: {_message(error)}", err=True)
-        sys.exit(WRONG)
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, MemoryError):
-        return f"not enough memory ({error or 'allocation failed'}); use fewer --workers or a smaller --shard-images"
-    return describe_system_error(error) if isinstance(error, OSError) else str(error)
 
 
 def _run(options: _Options) -> None:

@@ -11,13 +11,14 @@ from loopfeed.preprocess.commands.guarded_output import GuardedCommand
 ALL_OPTIONS = "loopfeed.all_options"
 """The key of `click.Context.meta` that makes the help of a command show all of its options."""
 
-_CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+_CONTEXT_SETTINGS = {"max_content_width": 110, "show_default": True}
 
 
 class GroupedCommand(GuardedCommand):
     """A click command whose ``option_groups`` maps each heading to the names of its options in display order.
 
-    With ``first_options``, names of parameters, ``--help`` shows only these, and ``--help-all`` shows all.
+    It has the option ``--traceback`` if a group has. With ``first_options``, names of parameters, ``--help`` shows only
+    these, and ``--help-all`` shows all.
     """
 
     def __init__(
@@ -29,6 +30,8 @@ class GroupedCommand(GuardedCommand):
     ) -> None:
         super().__init__(*args, context_settings=_CONTEXT_SETTINGS, **values)
         self._option_groups, self._first_options = option_groups, first_options
+        if any("traceback" in names for names in option_groups.values()):
+            click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")(self)
         if first_options:
             self.params.append(
                 click.Option(

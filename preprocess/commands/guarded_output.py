@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,9 @@ from loopfeed.preprocess.commands.suggesting import SuggestingCommand
 from loopfeed.preprocess.printable import printable_text
 from loopfeed.preprocess.stop_signals import stops_as_interrupts
 from loopfeed.preprocess.system_errors import describe_system_error
+
+WRONG, STOPPED = 2, 130
+"""Exit codes."""
 
 # Surrogates other than those in which Python decodes the bytes 0x80 … 0xff of a name.
 _NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
@@ -106,12 +109,44 @@ def fails_to_print(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.filename == "<stdout>"
 
 
+@contextmanager
+def reporting(command: str, stopped: str, remedy_of_memory: str, *, with_traceback: bool) -> Iterator[None]:
+    """Exit with a message if the block is stopped or fails, except if the output can't be written.
+
+    Args:
+        command: the name of the command.
+        stopped: the message about a signal.
+        remedy_of_memory: what to do if there is not enough memory, "" for nothing.
+        with_traceback: whether to print the traceback of an error too.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(f"\n{stopped}", err=True)
+        sys.exit(STOPPED)
+    except (ValueError, OSError, MemoryError) as error:
+        if isinstance(error, BrokenPipeError) or fails_to_print(error):
+            raise  # click exits quietly when the output pipe is closed
+        if with_traceback:
+            traceback.print_exc()
+        text = describe_system_error(error) if isinstance(error, OSError) else str(error)
+        if isinstance(error, MemoryError):
+            text = f"not enough memory ({text or 'allocation failed'}){remedy_of_memory}"
+        click.echo(f"{command}: {text}", err=True)
+        sys.exit(WRONG)
+
+
 class GuardedCommand(SuggestingCommand):
     """A click command that escapes all of its output: results, notices, errors, click's own messages and tracebacks.
 
     Only code that draws on a terminal (`terminal_of`), and data in a file or a pipe (`write_data`), can contain control
-    characters. SIGTERM and SIGHUP interrupt the command as Ctrl-C does.
+    characters. SIGTERM and SIGHUP interrupt the command as Ctrl-C does. Every command has ``-h`` and ``--version``.
     """
+
+    def __init__(self, *args: Any, context_settings: Mapping[str, Any] | None = None, **values: Any) -> None:
+        settings = {"help_option_names": ["-h", "--help"], **(context_settings or {})}
+        super().__init__(*args, context_settings=settings, **values)
+        click.version_option(package_name="loopfeed")(self)
 
     def main(self, *args: Any, **values: Any) -> Any:
         """Run the command with stdout and stderr wrapped in `GuardedStream`."""

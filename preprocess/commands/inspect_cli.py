@@ -9,17 +9,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from traceback import print_exc
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from loopfeed.preprocess.commands.completion import complete_folder
-from loopfeed.preprocess.commands.guarded_output import GuardedCommand, fails_to_print
+from loopfeed.preprocess.commands.guarded_output import WRONG, GuardedCommand, reporting
+from loopfeed.preprocess.commands.sheet_path import check_sheet_path
 from loopfeed.preprocess.commands.storage import open_given, storage_option
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.storage_options import parse_pairs
-from loopfeed.preprocess.system_errors import describe_system_error, naming_file
+from loopfeed.preprocess.system_errors import naming_file
 
 if TYPE_CHECKING:
     from loopfeed.preprocess.shards.location import Location
@@ -27,15 +27,13 @@ if TYPE_CHECKING:
     from loopfeed.preprocess.shards.splits import SplitNames
     from loopfeed.preprocess.shards.verify import Damage
 
-WRONG, STOPPED = 2, 130
-
 _CLASSES_SHOWN = 20
 _BAR_WIDTH = 30
 
 
 @click.command(
     cls=GuardedCommand,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+    context_settings={"max_content_width": 110, "show_default": True},
     epilog="Exit codes: 0 intact, 2 damaged or wrong usage, 130 stopped.",
 )
 @click.argument("dest", shell_complete=complete_folder)
@@ -56,7 +54,6 @@ _BAR_WIDTH = 30
 @storage_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
-@click.version_option(package_name="loopfeed")
 def main(
     dest: str,
     split: tuple[str, ...],
@@ -67,36 +64,17 @@ def main(
     traceback: bool,
 ) -> None:
     """Describe the shards that preprocess-imagenet packed at DEST, a folder or a URL."""
-    try:
-        stored = parse_pairs(storage_option)
-        is_intact = _run(dest, split, stored, verify=verify, grid=grid, as_json=as_json)
-    except KeyboardInterrupt:
-        click.echo("\nStopped.", err=True)
-        sys.exit(STOPPED)
-    except BrokenPipeError:
-        raise  # click exits quietly when the output pipe is closed
-    except (ValueError, OSError, MemoryError) as error:
-        if fails_to_print(error):
-            raise
-        if traceback:
-            print_exc()
-        click.echo(f"inspect-shards: {_message(error)}", err=True)
-        sys.exit(WRONG)
+    with reporting("inspect-shards", "Stopped.", "", with_traceback=traceback):
+        is_intact = _run(dest, split, parse_pairs(storage_option), verify=verify, grid=grid, as_json=as_json)
     if not is_intact:
         sys.exit(WRONG)
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, MemoryError):
-        return f"not enough memory ({error})"
-    return describe_system_error(error) if isinstance(error, OSError) else str(error)
 
 
 def _run(
     dest: str, wanted: tuple[str, ...], stored: dict[str, str], *, verify: bool, grid: Path | None, as_json: bool
 ) -> bool:
     if grid is not None:
-        _check_grid(grid)
+        check_sheet_path(grid)
     from loopfeed.preprocess.shards.splits import find_splits, lost_manifest, read_manifest
 
     location = open_given(dest, stored)
@@ -135,13 +113,6 @@ def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[
         what = "finished split yet" if found.unfinished else "complete split"
         raise ShardError(f"{location.display} has no {what}; see the messages above")
     raise ShardError(f"{location.display} contains no pack; make one with `preprocess-imagenet SOURCE {dest}`")
-
-
-def _check_grid(grid: Path) -> None:
-    if grid.suffix.lower() != ".png":
-        raise click.BadParameter(f"{grid} must end with .png", param_hint="--grid")
-    if not grid.parent.is_dir():
-        raise click.BadParameter(f"the folder {grid.parent} does not exist; create it first", param_hint="--grid")
 
 
 def _verify(dest: str, names: tuple[str, ...], stored: dict[str, str]) -> dict[str, tuple[Damage, ...]]:

@@ -8,7 +8,7 @@ def check_sheet_path(path: str | os.PathLike[str]) -> None:
     """Raise ValueError unless a sheet can be written to a path, as far as can be seen before it is drawn."""
     where = Path(path)
     if where.suffix.lower() != ".png":
-        raise ValueError(f"the pictures of a batch are written as PNG, got {where}: give a name that ends with .png")
+        raise ValueError(f"a sheet of pictures is written as PNG, got {where}: give a name that ends with .png")
     if not where.absolute().parent.is_dir():
         raise ValueError(f"{where} must be in a folder that exists, but {where.parent} does not: create it first")
     if where.is_dir():
