@@ -382,15 +382,10 @@ def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
             "group": each.group,
             "help": f"{each.render_help(str)} {each.details}".strip(),
             "stage": each.stage.value,
-            "on_resume": _describe_resume(each),
+            "on_resume": (each.owner if each.owner in (Owner.USER, Owner.LAUNCH) else each.on_resume).value,
         }
         for each in settings.values()
     ]
-
-
-def _describe_resume(setting: Setting) -> str:
-    """Return what a resume does with a setting."""
-    return setting.owner.value if setting.owner in (Owner.USER, Owner.LAUNCH) else setting.on_resume.value
 
 
 def _describe_options(setting: Setting, settings: Mapping[str, Setting]) -> str:

@@ -38,8 +38,9 @@ def flax_linen(module: Any, image_shape: Sequence[int], *, precision: str = "flo
     """
     linen, dtype = load("flax.linen"), check_precision(precision)
     if not isinstance(module, linen.Module):
+        found = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise ValueError(
-            f"flax_linen needs a flax.linen.Module, got {_describe(module)}: give an instance of one, or use flax_nnx "
+            f"flax_linen needs a flax.linen.Module, got {found}: give an instance of one, or use flax_nnx "
             "for a module of flax.nnx"
         )
     if len(image_shape) != _IMAGE_AXES:
@@ -129,7 +130,3 @@ def _loop_safe(linen: Any) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     return intercept
-
-
-def _describe(module: Any) -> str:
-    return f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__

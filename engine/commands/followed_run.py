@@ -96,11 +96,19 @@ def await_runs(sources: Sequence[RunSource], once: bool, timeout_s: float) -> No
 def _not_started(sources: Sequence[RunSource], once: bool) -> tuple[list[RunSource], bool]:
     """Return the runs that must start, and whether the only one compiles."""
     from loopfeed.engine.records.folder_lock import is_locked
+    from loopfeed.engine.records.loss_log import CONFIG_NAME
 
     is_alone = len(sources) == 1
     missing = [source for source in sources if not _has_started(source.folder, once and is_alone)]
     for source in missing:
-        _refuse_folder_of_runs(source)
+        # A run writes its settings once, when it starts.
+        started = [(path.stat().st_mtime_ns, path.parent) for path in source.folder.glob(f"*/{CONFIG_NAME}")]
+        if started:
+            count = f"{len(started)} run folder{'s' * (len(started) > 1)}"
+            raise RunNotFoundError(
+                f"RUN must be a run folder, but {source.name} contains {count}; give one, such as the newest, "
+                f"{max(started)[1]}"
+            )
     held = [source for source in missing if is_locked(source.folder)]
     if is_alone:
         return missing, bool(held)
@@ -120,23 +128,6 @@ def _refuse_file(source: RunSource) -> None:
         raise RunNotFoundError(
             f"RUN must be a run folder, but {source.name} is a file; give the folder that contains it"
         )
-
-
-def _refuse_folder_of_runs(source: RunSource) -> None:
-    if below := _runs_in(source.folder):
-        count = f"{len(below)} run folder{'s' * (len(below) > 1)}"
-        raise RunNotFoundError(
-            f"RUN must be a run folder, but {source.name} contains {count}; give one, such as the newest, {below[-1]}"
-        )
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    """Return the run folders directly below a folder, ordered by the time they started."""
-    from loopfeed.engine.records.loss_log import CONFIG_NAME
-
-    # A run writes its settings once, when it starts.
-    started = [(path.stat().st_mtime_ns, path.parent) for path in folder.glob(f"*/{CONFIG_NAME}")]
-    return [path for _, path in sorted(started)]
 
 
 class FollowedRun:
@@ -197,27 +188,19 @@ class FollowedRun:
         """Return why nothing more is expected of a run that has not ended; None if it has, or may go on."""
         if self.end is not None:
             return None
+        name, reached = self.source.name, f"after step {self.last_step}"
+        if self.last_step < 0:
+            reached = "before its first step"
         if self.is_killed:
-            return self._killed_error()
-        return self._silent_error(timeout_s) if self.is_silent(timeout_s) else None
-
-    def _killed_error(self) -> RunKilledError:
-        """Return the error of a run whose process died."""
-        return RunKilledError(
-            f"the process of {self.source.name} died {self._reached} without a result: resume the run with run-train "
-            "--resume"
-        )
-
-    def _silent_error(self, timeout_s: float) -> RunSilentError:
-        """Return the error of a run that has written nothing for `timeout_s` seconds."""
+            return RunKilledError(
+                f"the process of {name} died {reached} without a result: resume the run with run-train --resume"
+            )
+        if not self.is_silent(timeout_s):
+            return None
         return RunSilentError(
-            f"{self.source.name} has written nothing for {timeout_s:g} s (--timeout-s) {self._reached}: "
-            "check whether it is still running, or raise --timeout-s"
+            f"{name} has written nothing for {timeout_s:g} s (--timeout-s) {reached}: check whether it is still "
+            "running, or raise --timeout-s"
         )
-
-    @property
-    def _reached(self) -> str:
-        return f"after step {self.last_step}" if self.last_step >= 0 else "before its first step"
 
 
 def follow(runs: Sequence[FollowedRun], once: bool, interval_s: float, timeout_s: float) -> Iterator[tuple[int, Tick]]:

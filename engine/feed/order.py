@@ -65,16 +65,13 @@ class EpochOrder:
         images = np.empty_like(offsets)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            images[here] = self._permute(offsets[here], int(epoch))
+            keys = draw_words(self.seed, int(epoch), b"feedloop-order")
+            images[here] = permute(offsets[here], self.num_images, keys)
         return images
 
     def batch(self, batch_index: int, batch: int) -> NDArray[np.int64]:
         """Return the image indices, int64 [batch], of the batch that begins at position batch_index · batch."""
         return self.images_at(np.arange(batch_index * batch, (batch_index + 1) * batch, dtype=np.int64))
-
-    def _permute(self, offsets: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        """Apply the epoch's bijection of 0 … N - 1 to int64 [n] offsets."""
-        return permute(offsets, self.num_images, draw_words(self.seed, epoch, b"feedloop-order"))
 
 
 def permute(offsets: NDArray[np.int64], count: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:

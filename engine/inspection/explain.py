@@ -71,7 +71,9 @@ def explain_parts(
     """Return the report on a run with the user's own parts; see `explain_program`."""
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
-    with open_run(_as_new(config), parts, notify, is_dry=True) as run:
+    # A new run without a folder has the same program.
+    config = replace(config, run_dir=None, resume=False, overwrite=False, init_from=None)
+    with open_run(config, parts, notify, is_dry=True) as run:
         planned = plan_program(run, is_explained=True)
     if rates is None:
         notify("measuring the device for a second")
@@ -86,11 +88,6 @@ def measure_this_device(config: TrainConfig) -> DeviceRates:
         return measure_device(this_device(), config.precision, kernels=ONEDNN)
     # XLA's products of bfloat16 operands are mostly float32 on a CPU.
     return measure_device(this_device(), "float32" if platform == "cpu" else config.precision, kernels=XLA)
-
-
-def _as_new(config: TrainConfig) -> TrainConfig:
-    """Return the settings of a new run without a folder, whose program is that of the run."""
-    return replace(config, run_dir=None, resume=False, overwrite=False, init_from=None)
 
 
 def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:

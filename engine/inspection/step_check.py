@@ -21,6 +21,7 @@ from loopfeed.engine.control.signals import call_on_worker
 from loopfeed.engine.crossing.infeed import Batch
 from loopfeed.engine.inspection.differences import Difference, compare, effect, join, largest_effect
 from loopfeed.engine.inspection.show_batch import look_at_first_batch
+from loopfeed.engine.keys import is_key
 from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.program.flat_program import FlatProgram, flatten_program
 from loopfeed.engine.program.loop import train_step
@@ -274,12 +275,8 @@ def _results_of(state: TrainState, loss: Any) -> _Parts:
         "batch statistics": state.batch_stats,
         "optimizer": state.update,
     }
-    leaves = {name: [leaf for leaf in jax.tree.leaves(tree) if _is_number(leaf)] for name, tree in named.items()}
+    leaves = {name: [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)] for name, tree in named.items()}
     return {name: [np.asarray(sample_of(leaf)) for leaf in found] for name, found in leaves.items() if found}
-
-
-def _is_number(leaf: Any) -> bool:
-    return not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _run_whole(run: Run, step: int) -> _Parts:

@@ -97,17 +97,15 @@ def mean_of(function: PerExample, *, name: str = "a metric") -> Metric:
 def _checked_values(values: Any, num_examples: int, name: str) -> Float32[Array, "{num_examples}"]:
     """Return the values of a metric; raise ValueError if they have another form."""
     is_array = hasattr(values, "shape") and hasattr(values, "dtype")
-    if not is_array or values.shape != (num_examples,) or not _is_real(values.dtype):
+    kinds = jnp.floating, jnp.integer, jnp.bool_
+    is_real = is_array and any(jnp.issubdtype(values.dtype, kind) for kind in kinds)
+    if not is_real or values.shape != (num_examples,):
         raise ValueError(
             f"{name} must return real numbers or booleans [{num_examples}], one for each example, but returned "
             f"{describe_given(values)}: do not average over the batch, which the program does, or give a "
             "loopfeed.Metric"
         )
     return jnp.asarray(values).astype(jnp.float32)
-
-
-def _is_real(dtype: Any) -> bool:
-    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 
 
 def _add(state: _Mean, value: Float32[Array, ""], weight: Float32[Array, ""]) -> _Mean:

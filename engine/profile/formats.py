@@ -4,8 +4,8 @@ import csv
 import io
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from loopfeed.engine.config import ProfileFormat
 from loopfeed.engine.profile.table import Profile, ProfileRow, ScopeRow
@@ -65,11 +65,7 @@ def to_csv(profile: Profile) -> str:
 
 def to_json(profile: Profile) -> str:
     """Return the profile as JSON: `rows`, `scopes`, `traced` and `notes`, with the fields of their types."""
-    return json.dumps({field.name: _values(getattr(profile, field.name)) for field in fields(profile)}, indent=2) + "\n"
-
-
-def _values(parts: Iterable[object]) -> list[object]:
-    return [each if isinstance(each, str) else asdict(each) for each in parts]  # type: ignore[call-overload]
+    return json.dumps(asdict(profile), indent=2) + "\n"
 
 
 def _plain(profile: Profile) -> str:

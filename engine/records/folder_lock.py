@@ -80,9 +80,10 @@ def check_can_hold_snapshots(folder: Path) -> None:
         written.rename(renamed)
         sync_folder(place)
     except Exception as error:  # TensorStore raises exceptions of many types
+        words = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(
             f"a run folder must be able to hold snapshots, but in {folder} {doing} "
-            f"({system_reason(error) or _first_words(error)}): {_remedy(error)}"
+            f"({system_reason(error) or words}): {_remedy(error)}"
         ) from error
     finally:
         remove_tree(trial)
@@ -93,10 +94,6 @@ def _write(folder: Path) -> None:
 
     store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
     store.write(_FILE, b"{}").result()
-
-
-def _first_words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _remedy(error: BaseException) -> str:

@@ -214,7 +214,9 @@ def read_record(path: Path) -> RecordedRun:
                 raise TypeError(f"{name} must be an object, but is {type(values[name]).__name__}")
         _check_resolved(values["resolved"])
         Topology.from_json(values["resolved"])
-        config = TrainConfig.from_json(_of_older_runs(values["resolved"]) | values["config"])
+        # In older runs, labels of another form than class numbers were trusted.
+        of_older_runs = _OF_OLDER_RUNS | ({"labels_are_invariant": True} if values["resolved"].get("labels") else {})
+        config = TrainConfig.from_json(of_older_runs | values["config"])
         config, replaced = take_recorded(config, has_no_place=_has_no_place(config, values["resolved"]))
         return RecordedRun(
             config=config,
@@ -255,19 +257,16 @@ def _checked_launch(launch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _check_resolved(resolved: Mapping[str, Any]) -> None:
     """Raise ValueError for a resolved value that no run records: it decides what is built, and how large it is."""
+    sizes = f"a whole number from 1 to {_MOST:,}"
     for name, is_valid, rule in (
         *((name, lambda value: isinstance(value, str), "text") for name in ("model", "data", "data_location")),
-        *((name, _is_size, f"a whole number from 1 to {_MOST:,}") for name in _SIZES),
+        *((name, lambda value: type(value) is int and 1 <= value <= _MOST, sizes) for name in _SIZES),
         *((name, _is_triple, "three finite numbers") for name in ("mean", "std")),
         *((name, _are_texts, "an object of texts") for name in (MACHINE, "own_sources")),
     ):
         value = resolved.get(name)
         if (value is not None or (name == "model" and name in resolved)) and not is_valid(value):
             raise ValueError(f"resolved {name} must be {rule}, but is {str(shown(value))[:80]!r}")
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= _MOST
 
 
 def _is_triple(value: Any) -> bool:
@@ -284,11 +283,6 @@ def _has_no_place(config: TrainConfig, resolved: Mapping[str, Any]) -> bool:
     """Return whether a record does not name the place of its data, which are then searched for."""
     is_elsewhere = config.synthetic or resolved.get("data") == OWN_BATCHES
     return config.data is None and resolved.get("data_location") is None and not is_elsewhere
-
-
-def _of_older_runs(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    # Labels of another form than class numbers were trusted.
-    return _OF_OLDER_RUNS | ({"labels_are_invariant": True} if resolved.get("labels") else {})
 
 
 def _check_seal(path: Path, values: dict[str, Any]) -> None:

@@ -47,7 +47,9 @@ def find_runs(folder: Path, notify: Callable[[str], None]) -> Iterator[Path]:
                 yield here
                 continue
             names, below = _entries(here, MOST_ENTRIES - num_entries)
-            below = [path for path in below if not _leads_above(path, folder)]
+            # Without links to the folder that is searched, or to one above it.
+            here_or_above = folder.resolve().is_relative_to
+            below = [path for path in below if not (path.is_symlink() and here_or_above(path.resolve()))]
         except OSError as error:
             if here == folder:
                 raise
@@ -82,11 +84,6 @@ def _entries(folder: Path, most: int) -> tuple[int, list[Path]]:
             if not is_hidden(entry.name) and entry.is_dir():
                 below.append(folder / entry.name)
     return count, sorted(below)
-
-
-def _leads_above(path: Path, folder: Path) -> bool:
-    """Return whether a path is a link to the folder that is searched, or to one above it."""
-    return path.is_symlink() and folder.resolve().is_relative_to(path.resolve())
 
 
 def summarise_stored_runs(url: str, now_s: float, storage_options: Mapping[str, str]) -> Iterator[RunSummary]:

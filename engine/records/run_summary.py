@@ -78,7 +78,11 @@ class RunSummary:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder contains what a run writes, or is locked by a run that starts."""
-    return any((folder / name).exists() for name in (CONFIG, LOSS_LOG)) or _is_locked(folder)
+    if any((folder / name).exists() for name in (CONFIG, LOSS_LOG)):
+        return True
+    with suppress(OSError):
+        return is_locked(folder)
+    return False
 
 
 def summarise_run(folder: Path, now_s: float, name: str | None = None) -> RunSummary:
@@ -123,7 +127,7 @@ def _summarise(folder: Path, now_s: float, name: str, changed_s: float | None) -
         resolved=resolved,
         step=step if end is None or end.steps_done is None else end.steps_done,
         steps=steps if type(steps) is int else None,
-        loss=_finite(float(rows.loss[-1])) if len(rows) else None,
+        loss=float(rows.loss[-1]) if len(rows) and math.isfinite(rows.loss[-1]) else None,
         images_per_s=_speed(rows),
         best_top1=None if best is None else best.top1,
         best_step=None if best is None else best.step,
@@ -193,10 +197,6 @@ def _speed(rows: LossRows) -> float | None:
     return known[len(known) // 2] if known else None
 
 
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
-
-
 def _changed_s(folder: Path) -> float | None:
     """Return when a file of the run last changed; when the folder did, if there is none yet."""
     files = [folder / name for name in (CONFIG, LOSS_LOG, EVALUATION_LOG, RESULT)]
@@ -208,10 +208,3 @@ def _changed_s(folder: Path) -> float | None:
         if times:
             return max(times)
     return None
-
-
-def _is_locked(folder: Path) -> bool:
-    try:
-        return is_locked(folder)
-    except OSError:
-        return False

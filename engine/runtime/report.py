@@ -3,6 +3,7 @@
 import statistics
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 
 from loopfeed.engine.runtime.record import LaunchRuntime, RuntimeReport
 from loopfeed.engine.spans import Times
@@ -34,11 +35,8 @@ def describe_runtime(report: RuntimeReport) -> str:
         lines.extend(part)
     if launch.verdict is not None:
         lines.append(f"verdict: {launch.verdict.line}")
-    return "\n".join(wrapped for line in lines for wrapped in _wrap(line))
-
-
-def _wrap(line: str) -> list[str]:
-    return textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    wrap = partial(textwrap.fill, width=_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(map(wrap, lines))
 
 
 def _goodput(report: RuntimeReport) -> Iterator[str]:

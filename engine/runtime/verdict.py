@@ -83,8 +83,9 @@ def _of_reading(launch: LaunchRuntime, about: Circumstances, share: float) -> Ve
     # The stages include what the first batch was waited for.
     total = sum(by_stage.values()) or 1.0
     parts = [f"{stage} {_percent(share * each / total)}" for each, stage in stages if share * each / total >= 0.005]
-    where = _file_at_fault(launch) or _data_at_fault(launch, about)
-    if main == "source" and about.location is None and not _is_of_evaluation(launch):
+    is_of_evaluation = _is_of_evaluation(launch)
+    where = _file_at_fault(launch) or ("the evaluation's data" if is_of_evaluation else about.description)
+    if main == "source" and about.location is None and not is_of_evaluation:
         num = max(1, launch.pulls.count + launch.pulls.evaluation_count)
         each_ms = 1e3 * launch.reader.source_s / num
         what = "synthetic batches" if about.config.synthetic else "your own batches"
@@ -93,11 +94,6 @@ def _of_reading(launch: LaunchRuntime, about: Circumstances, share: float) -> Ve
     detail = f" ({', '.join(parts)})" if parts else ""
     evidence = f"the loop waited {_percent(share)} of the time for {where}{detail}"
     return Verdict(_NOUNS[main], evidence, _advice_on_reading(launch, about, main))
-
-
-def _data_at_fault(launch: LaunchRuntime, about: Circumstances) -> str:
-    """Return the data that most of the waiting was for."""
-    return "the evaluation's data" if _is_of_evaluation(launch) else about.description
 
 
 def _is_of_evaluation(launch: LaunchRuntime) -> bool:

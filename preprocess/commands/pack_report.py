@@ -130,8 +130,9 @@ def _warn_of_notes(notes: DecodeNotes, levels: int | str | None, how: str) -> No
     if notes.num_deep and notes.deep_max <= _MOST_16_BITS // 2:
         share = 100 * (notes.deep_max + 1) / (_MOST_16_BITS + 1)
         white = (1 << notes.deep_max.bit_length()) - 1
+        deep = "1 image of 16 bits has" if notes.num_deep == 1 else f"{notes.num_deep:,} images of 16 bits have"
         click.echo(
-            f"warning: {_of_16_bits(notes.num_deep)} no value over {notes.deep_max:,}, so they use "
+            f"warning: {deep} no value over {notes.deep_max:,}, so they use "
             f"{share:.2g} % of the range 0 to 65,535 and become dark. If {white:,} is white, run the same "
             f"command again with --levels 0:{white} {how}",
             err=True,
@@ -155,10 +156,6 @@ def _warn_of_notes(notes: DecodeNotes, levels: int | str | None, how: str) -> No
         click.echo(f"  {are} values beyond --levels {levels}, which became black or white.")
     if notes.num_kept:
         click.echo(f"  Truncated, but kept (--truncated keep): {quantity(notes.num_kept, 'image')}.")
-
-
-def _of_16_bits(count: int) -> str:
-    return "1 image of 16 bits has" if count == 1 else f"{count:,} images of 16 bits have"
 
 
 def summarise_part(name: str, result: PartResult, part: Part, location: Location) -> None:

@@ -74,7 +74,8 @@ def write_manifest(
         checksums = checksum_numbers(np.concatenate([record.checksums for record in records]))
     extents = None
     if settings.rule.canvas is not None:
-        extents = extent_numbers(np.concatenate([record.extents for record in records]))
+        words = np.concatenate([record.extents for record in records])
+        extents = Numbers(EXTENTS, extents_metadata(len(words)), NUMBERS, words, {})
     noted = "".join(f"{failure.to_json()}\n" for failure in failures).encode()
     journal.check_owner()
     metadata_digests = {PIXELS: create_metadata(location, PIXELS, metadata_for(len(labels), settings))}
@@ -191,11 +192,6 @@ def label_numbers(labels: NDArray[np.uint16], num_classes: int) -> Numbers:
 def checksum_numbers(checksums: NDArray[np.uint32]) -> Numbers:
     """Return the checksums, uint32 ``[N]``, to be written."""
     return Numbers(CHECKSUMS, checksums_metadata(len(checksums)), NUMBERS, checksums, {})
-
-
-def extent_numbers(extents: NDArray[np.uint32]) -> Numbers:
-    """Return the extents, uint32 ``[N]``, to be written; see `loopfeed.preprocess.extents`."""
-    return Numbers(EXTENTS, extents_metadata(len(extents)), NUMBERS, extents, {})
 
 
 def target_numbers(targets: SplitTargets, packed: NDArray[np.int64], num_targets: int) -> Numbers:

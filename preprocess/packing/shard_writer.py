@@ -175,10 +175,6 @@ class ShardWriter:
         if len(self._labels) == self._shard_images:
             self._submit(image.index + 1)
 
-    def add_failure(self, failure: Failure) -> None:
-        """Record an image that could not be packed."""
-        self._failures.append(failure)
-
     def take(self, outcome: Outcome) -> bool:
         """Add an image, or a failure, and return whether it was a failure.
 
@@ -194,7 +190,7 @@ class ShardWriter:
             raise ShardError(
                 f"{printable(outcome.path)}: {outcome.reason}; remove the image or pack with --on-error skip"
             )
-        self.add_failure(outcome)
+        self._failures.append(outcome)
         return True
 
     def write_blocks(

@@ -119,7 +119,13 @@ class Location:
             ShardError: the store can't be reached or refuses access.
         """
         if self.local_path is not None:
-            return self._read_file(self.local_path / key, max_bytes)
+            path = self.local_path / key
+            try:
+                return read_regular(path, max_bytes=max_bytes)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except OSError as error:
+                raise self.unreadable(path, error) from error
         value = self._wait(f"read {key}", lambda store: store.read(key), timeout_s)
         return bytes(value.value) if value.state == "value" else None
 
@@ -153,14 +159,6 @@ class Location:
         except OSError as error:
             raise self.unreadable(path, error) from error
         return identity_of(status)
-
-    def _read_file(self, path: Path, max_bytes: int) -> bytes | None:
-        try:
-            return read_regular(path, max_bytes=max_bytes)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise self.unreadable(path, error) from error
 
     def exists(self) -> bool:
         """Return whether a folder of this machine exists; raise ShardError if the system cannot tell."""

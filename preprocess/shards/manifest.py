@@ -49,7 +49,11 @@ NO_MANIFEST_REMEDY = "restore that file, or clear the split's folder by hand and
 """The remedy for a missing or unrecognisable manifest. Even with --overwrite, packing then refuses the folder, because
 it may not be a pack."""
 
-_SINCE_VERSION_2 = ("label_digests", "checksum_digests", "metadata_digests")
+# The format versions from which on fields are on disk.
+_SINCE = dict.fromkeys(("label_digests", "checksum_digests", "metadata_digests"), FORMAT_VERSION) | {
+    "targets": TARGETS_VERSION,
+    "extent_digests": WHOLE_VERSION,
+}
 # Blosc adds 16 bytes to incompressible data, the checksum 4, the index 16.
 _MAX_ADDED_BYTES = 64
 # Python converts no integer of many digits to text.
@@ -284,14 +288,8 @@ class Manifest:
         return start, min(start + self.shard_images, self.num_images)
 
     def _document(self) -> dict[str, Any]:
-        document = asdict(self)
-        for name in _SINCE_VERSION_2 if self.format_version == 1 else ():
-            del document[name]
-        if self.format_version < TARGETS_VERSION:
-            del document["targets"]
-        if not self.is_whole:
-            del document["extent_digests"]
-        return document
+        known = _known_keys(self.format_version)
+        return {name: value for name, value in asdict(self).items() if name in known}
 
     def to_json(self) -> str:
         """Return the manifest as JSON text; equal manifests give equal bytes."""
@@ -331,13 +329,7 @@ class Manifest:
             _check_version(document["format_version"])
         if lacking := sorted(_IDENTIFYING_KEYS - document.keys()):
             raise ShardError(f"missing key {', '.join(lacking)}; {NO_MANIFEST_REMEDY}")
-        known = {each.name for each in fields(cls)} | {_DIGEST_KEY}
-        if document["format_version"] == 1:
-            known -= set(_SINCE_VERSION_2)
-        if document["format_version"] < TARGETS_VERSION:
-            known -= {"targets"}
-        if document["format_version"] < WHOLE_VERSION:
-            known -= {"extent_digests"}
+        known = _known_keys(document["format_version"]) | {_DIGEST_KEY}
         for kind, keys in (("unknown", set(document) - known), ("missing", known - set(document))):
             if keys:
                 raise ShardError(
@@ -369,6 +361,10 @@ class Manifest:
                 "split again with --overwrite"
             )
         return manifest
+
+
+def _known_keys(version: int) -> set[str]:
+    return {each.name for each in fields(Manifest) if version >= _SINCE.get(each.name, 1)}
 
 
 def is_manifest(text: bytes) -> bool:

@@ -258,8 +258,8 @@ def _json_lines(reader: _Reader, lines: Iterator[str]) -> Iterator[tuple[_Entry,
         kind: TargetKind = "classes" if "classes" in document else "numbers"
         if not isinstance(path, str):
             reader.fail(number, f"path must be a string, found {type(path).__name__}", "correct it")
-        if not isinstance(values, list) or not all(map(_is_class if kind == "classes" else _is_number, values)):
-            key, what = ("classes", "strings") if kind == "classes" else ("targets", "numbers")
+        key, what, types = ("classes", "strings", [str]) if kind == "classes" else ("targets", "numbers", [int, float])
+        if not isinstance(values, list) or not all(type(each) in types for each in values):
             reader.fail(number, f"{key} must be a list of {what}, found {_shown(json.dumps(values))}", "correct it")
         yield (number, path, values if kind == "classes" else [_as_float(each) for each in values]), kind
 
@@ -272,14 +272,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a finite number")
-
-
-def _is_class(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
 
 
 def _as_float(value: float) -> float:

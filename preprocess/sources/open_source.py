@@ -116,7 +116,7 @@ def open_source(
     found: dict[str, FoundSplit] = {}
     try:
         # Every line of a file of labels must have an image, in whatever split.
-        needed = layout.openers if table is not None else _needed(wanted, holdout)
+        needed = layout.openers if table is not None else {*wanted, *["train"] * (holdout > 0 and "val" in wanted)}
         for name in layout.openers:
             if name in needed:
                 found[name] = layout.openers[name]()
@@ -145,11 +145,6 @@ def _notes(layout: Layout, found: dict[str, FoundSplit]) -> tuple[str, ...]:
     ignored = describe_ignored(sum((each.ignored for each in found.values()), layout.ignored))
     of_classes = dict.fromkeys(note for each in found.values() for note in each.notes)
     return (*([] if ignored is None else [ignored]), *of_classes)
-
-
-def _needed(wanted: tuple[str, ...], holdout: float) -> tuple[str, ...]:
-    """Return the splits to list: those that are wanted, and the one from which images are held out."""
-    return (*wanted, "train") if holdout and "val" in wanted else wanted
 
 
 def _check_has_images(

@@ -266,17 +266,13 @@ def _wrapping_depth(everything: Listing) -> int:
     """Return how many folders enclose everything: each is the only one, and has no image beside its folders."""
     for depth in range(8):
         tops, has_folders = set(), False
-        for parts in _parts(everything):
+        for parts in (everything.name(entry).split("/") for entry in range(len(everything))):
             is_loose = len(parts) == depth + 1 or (len(parts) == depth + 2 and is_image_name(parts[-1]))
             tops.add("" if is_loose else parts[depth])
             has_folders = has_folders or len(parts) > depth + 2
         if len(tops) != 1 or "" in tops or not has_folders or split_of(tops.pop()) is not None:
             return depth
     return 8
-
-
-def _parts(listing: Listing) -> Iterator[list[str]]:
-    return (listing.name(entry).split("/") for entry in range(len(listing)))
 
 
 def _read_folders(path: Path, split: str, tree: _Tree, members_of: dict[str, Listing]) -> FoundSplit:

@@ -161,7 +161,8 @@ class Mirror:
 
     def _wait(self) -> bool:
         """Wait until there is something to upload, or return False at the end; renew the lease meanwhile."""
-        uploaded_s, step = time.monotonic(), self._stored_step()
+        uploaded_s = time.monotonic()
+        step = None if self.stored is None else max(self.stored.snapshot_steps, default=None)
         while True:
             with self._changed:
                 is_ending = self._changed.wait_for(lambda: self._is_finishing or self._is_abandoned, _LOOK_EVERY_S)
@@ -174,9 +175,6 @@ class Mirror:
                 if is_new or time.monotonic() >= uploaded_s + UPLOAD_EVERY_S:
                     return True
             self._persist(self._renew_if_due)
-
-    def _stored_step(self) -> int | None:
-        return None if self.stored is None else max(self.stored.snapshot_steps, default=None)
 
     def _upload(self, *, is_last: bool = False) -> None:
         assert self._capture is not None
