@@ -124,11 +124,16 @@ def test_a_shard_that_cannot_be_read_is_named(tmp_path, source, monkeypatch):
         pack(source, tmp_path, codec="blosc")
 
 
-def test_lost_failures_are_named(tmp_path, source):
+def test_lost_failures_are_made_again(tmp_path, source):
     pack(source, tmp_path)
+    expected = files_of(tmp_path)
     (tmp_path / "train/failures.jsonl").unlink()
+    assert pack(source.changed(), tmp_path).repaired == ("failures.jsonl",)
+    assert files_of(tmp_path) == expected
+    (tmp_path / "train/failures.jsonl").unlink()
+    other = source.changed(broken=source.broken | {0})
     with pytest.raises(ShardError, match=r"failures\.jsonl is missing or damaged .* restore it, or .*--overwrite"):
-        pack(source, tmp_path)
+        pack(other, tmp_path)
     pack(fake_source(4, seed=1), tmp_path / "whole")
     (tmp_path / "whole/train/failures.jsonl").unlink()
     assert pack(fake_source(4, seed=1), tmp_path / "whole").repaired == ("failures.jsonl",)

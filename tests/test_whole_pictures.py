@@ -3,13 +3,17 @@
 import hashlib
 import io
 import math
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import zarr
 from PIL import Image
 
 from loopfeed import evaluate, open_split, predict, replay_run, run_settings, train
@@ -172,26 +176,73 @@ def test_an_interrupted_pack_and_one_in_parts_have_the_same_bytes(tmp_path):
     assert files_of(tmp_path / "cut") == files_of(tmp_path / "parts") == expected
 
 
-def test_lost_places_are_named_and_lost_pixels_are_packed_again(tmp_path):
-    pack(pictures(), tmp_path)
+def changed_place(path):
+    """Move the first picture's place with a valid checksum, as another program may."""
+    array = zarr.open_array(str(path), mode="r+")
+    array[0] = int(np.asarray(array[0])) ^ 1
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: (path / "c/0").unlink(),
+    "truncated": lambda path: (path / "c/0").write_bytes((path / "c/0").read_bytes()[:-9]),
+    "longer": lambda path: (path / "c/0").write_bytes((path / "c/0").read_bytes() + bytes(9)),
+    "wrong bit": lambda path: (path / "c/0").write_bytes(flipped((path / "c/0").read_bytes())),
+    "wrong words": changed_place,
+    "no metadata": lambda path: (path / "zarr.json").unlink(),
+    "other metadata": lambda path: (path / "zarr.json").write_text("{}"),
+    "no metadata, wrong bit": lambda path: (DAMAGES["wrong bit"](path), DAMAGES["no metadata"](path)),
+    "nothing left": shutil.rmtree,
+}
+
+
+def flipped(content):
+    return bytes([content[0] ^ 1, *content[1:]])
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_lost_places_are_packed_again_to_the_same_bytes(tmp_path, damage):
+    source = pictures(broken=frozenset({2}))
+    pack(source, tmp_path)
     expected = files_of(tmp_path)
-    (tmp_path / "train/pixels/c/1/0/0").unlink()
-    assert pack(pictures(), tmp_path).repaired == ("pixels/c/1/0/0",)
+    DAMAGES[damage](tmp_path / "train/extents")
+    assert verify_split(str(tmp_path), "train") != ()
+    repaired = pack(source.changed(), tmp_path).repaired
+    assert {each.split("/")[0] for each in repaired} == {"extents"}
     assert files_of(tmp_path) == expected
-    place = tmp_path / "train/extents/c/0"
-    content = bytearray(place.read_bytes())
-    content[0] ^= 1
-    place.write_bytes(content)
-    assert [damage.file for damage in verify_split(str(tmp_path), "train")] == ["extents/c/0"]
+    assert pack(source.changed(), tmp_path).repaired == ()
+
+
+def test_lost_places_pixels_and_failures_are_packed_again_at_once(tmp_path):
+    source = pictures(broken=frozenset({2}))
+    pack(source, tmp_path)
+    expected = files_of(tmp_path)
+    for file in ("extents/c/0", "pixels/c/1/0/0", "labels/c/0", "failures.jsonl"):
+        (tmp_path / "train" / file).unlink()
+    assert len(pack(source.changed(), tmp_path).repaired) == 4
+    assert files_of(tmp_path) == expected
+
+
+def test_places_of_a_source_that_has_changed_are_not_written(tmp_path, monkeypatch):
+    source = pictures(broken=frozenset({2}))
+    pack(source, tmp_path)
+    lost = tmp_path / "train/extents/c/0"
+    lost.unlink()
+    digest, turned = source.digest(), source.changed(images=[image.swapaxes(0, 1) for image in source.images])
+    monkeypatch.setattr(Pictures, "digest", lambda _: digest)
+    for other, reason in (
+        (turned, "the pictures of the source now have other sizes"),
+        (source.changed(broken=frozenset({1, 2})), "other images of the source fail now, or for other reasons"),
+    ):
+        with pytest.raises(ShardError, match=f"extents is missing or damaged and can't be packed again: {reason}; "):
+            pack(other, tmp_path)
+    assert not lost.exists()
+
+
+def test_a_changed_place_is_no_place_to_a_reader(tmp_path):
+    pack(pictures(), tmp_path)
+    DAMAGES["wrong bit"](tmp_path / "train/extents")
     with open_split(str(tmp_path), "train") as split, pytest.raises(ShardError, match="extents/c/0"):
         split.load_numbers(timeout_s=60)
-    place.write_bytes(expected["train/extents/c/0"])
-    (tmp_path / "train/extents/zarr.json").unlink()
-    assert pack(pictures(), tmp_path).repaired == ("extents/zarr.json",)
-    assert files_of(tmp_path) == expected
-    place.unlink()
-    with pytest.raises(ShardError, match="extents/c/0 is missing or damaged and can't be packed again"):
-        pack(pictures(), tmp_path)
 
 
 def on_canvas(images, height, width, noise=None):

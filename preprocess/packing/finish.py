@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
 from loopfeed.preprocess.packing.channels import ChannelSums
-from loopfeed.preprocess.packing.journal import Failure, Journal, ShardRecord
+from loopfeed.preprocess.packing.journal import Failure, Journal, ShardRecord, failures_text
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.packing.shard_writer import metadata_for, naming_writes, transfer_timeout_s
 from loopfeed.preprocess.printable import printable
@@ -74,9 +74,8 @@ def write_manifest(
         checksums = checksum_numbers(np.concatenate([record.checksums for record in records]))
     extents = None
     if settings.rule.canvas is not None:
-        words = np.concatenate([record.extents for record in records])
-        extents = Numbers(EXTENTS, extents_metadata(len(words)), NUMBERS, words, {})
-    noted = "".join(f"{failure.to_json()}\n" for failure in failures).encode()
+        extents = extent_numbers(np.concatenate([record.extents for record in records]))
+    noted = failures_text(failures)
     journal.check_owner()
     metadata_digests = {PIXELS: create_metadata(location, PIXELS, metadata_for(len(labels), settings))}
     metadata_digests[numbers.name] = numbers.write(location)
@@ -192,6 +191,11 @@ def label_numbers(labels: NDArray[np.uint16], num_classes: int) -> Numbers:
 def checksum_numbers(checksums: NDArray[np.uint32]) -> Numbers:
     """Return the checksums, uint32 ``[N]``, to be written."""
     return Numbers(CHECKSUMS, checksums_metadata(len(checksums)), NUMBERS, checksums, {})
+
+
+def extent_numbers(extents: NDArray[np.uint32]) -> Numbers:
+    """Return the places of whole pictures, uint32 ``[N]``, to be written; see `loopfeed.preprocess.extents`."""
+    return Numbers(EXTENTS, extents_metadata(len(extents)), NUMBERS, extents, {})
 
 
 def target_numbers(targets: SplitTargets, packed: NDArray[np.int64], num_targets: int) -> Numbers:

@@ -7,7 +7,7 @@ read or decoded twice. The journal is deleted once the manifest is written.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -81,6 +81,11 @@ def read_failures(location: Location, manifest: Manifest) -> tuple[Failure, ...]
         return tuple(Failure.from_json(line) for line in text.split(b"\n")[:-1])
     except (TypeError, ValueError, RecursionError) as error:
         raise ShardError(f"{where} is damaged ({error}); pack the split again with --overwrite") from error
+
+
+def failures_text(failures: Iterable[Failure]) -> bytes:
+    """Return the content of ``failures.jsonl``."""
+    return "".join(f"{failure.to_json()}\n" for failure in failures).encode()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ was packed, or a ShardError says why it cannot be.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,12 @@ from loopfeed.preprocess.packing.finish import (
     Numbers,
     checksum_numbers,
     create_metadata,
+    extent_numbers,
     label_numbers,
     target_numbers,
 )
-from loopfeed.preprocess.packing.journal import Journal, read_failures
-from loopfeed.preprocess.packing.pipeline import decode_in_order
+from loopfeed.preprocess.packing.journal import Failure, Journal, failures_text, read_failures
+from loopfeed.preprocess.packing.pipeline import PackedImage, decode_in_order
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.packing.shard_writer import ShardWriter, transfer_timeout_s
 from loopfeed.preprocess.shards.arrays import (
@@ -38,7 +40,7 @@ from loopfeed.preprocess.shards.location import Location, ShardError
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest
 from loopfeed.preprocess.shards.split_arrays import open_pixels, pixel_metadata
 from loopfeed.preprocess.shards.split_files import sync_written
-from loopfeed.preprocess.shards.verify import Damage
+from loopfeed.preprocess.shards.verify import Damage, check_numbers
 from loopfeed.preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:
@@ -73,34 +75,89 @@ def repair_split(
         ShardError: the source no longer gives what was packed, or the store can't be read or written.
     """
     files = {each.file for each in damages}
-    if FAILURES_KEY in files:
-        if manifest.num_failures:
-            raise _lost(location, FAILURES_KEY, "its content can't be made again without all images")
+    _write_metadata(location, manifest, files)
+    if f"{EXTENTS}/{METADATA_KEY}" in files:
+        # Without it the places could not be checked.
+        files |= {each.file for each in check_numbers(location, manifest, EXTENTS, set())}
+    if _lost_places(files) or (FAILURES_KEY in files and manifest.num_failures):
+        _write_outcomes(source, location, journal, settings, manifest, files, on_image)
+    elif FAILURES_KEY in files:
         location.write(FAILURES_KEY, b"")
     failed = [failure.index for failure in read_failures(location, manifest)]
     packed = np.delete(np.arange(len(source)), np.array(failed, np.int64))
-    _write_metadata(location, manifest, files)
     shards = [shard for shard in range(manifest.num_shards) if image_key(shard) in files]
     if shards:
         _pack_shards(source, location, journal, settings, manifest, packed, shards, on_image)
     if any(each.split("/")[0] == manifest.label_array for each in files):
-        if targets is None:
-            labels = np.array([source.image(index).label for index in packed.tolist()], np.uint16)
-            numbers = label_numbers(labels, manifest.num_classes)
-        else:
-            numbers = target_numbers(targets, packed, manifest.num_classes)
-        if numbers.manifest_fields["labels_digest"] != manifest.labels_digest:
-            raise _lost(location, manifest.label_array, "the source now has others")
-        _write_numbers(location, journal, numbers, files)
+        _write_labels(source, targets, location, journal, manifest, packed, files)
     if any(each.split("/")[0] == CHECKSUMS for each in files):
         numbers = checksum_numbers(_checksums(location, manifest))
         if numbers.digests != manifest.checksum_digests:
             raise _lost(location, CHECKSUMS, "the images in the shard files are not those that were packed")
         _write_numbers(location, journal, numbers, files)
-    if (lost := next((each for each in sorted(files) if each.startswith(f"{EXTENTS}/c")), None)) is not None:
-        raise _lost(location, lost, "its content can't be made again without all images")
     sync_written(location)
     return tuple(sorted(files))
+
+
+def _lost_places(files: set[str]) -> set[str]:
+    return {each for each in files if each.split("/")[0] == EXTENTS} - {f"{EXTENTS}/{METADATA_KEY}"}
+
+
+def _write_labels(
+    source: SourceSplit,
+    targets: SplitTargets | None,
+    location: Location,
+    journal: Journal,
+    manifest: Manifest,
+    packed: NDArray[np.int64],
+    files: set[str],
+) -> None:
+    if targets is None:
+        labels = np.array([source.image(index).label for index in packed.tolist()], np.uint16)
+        numbers = label_numbers(labels, manifest.num_classes)
+    else:
+        numbers = target_numbers(targets, packed, manifest.num_classes)
+    if numbers.manifest_fields["labels_digest"] != manifest.labels_digest:
+        raise _lost(location, manifest.label_array, "the source now has others")
+    _write_numbers(location, journal, numbers, files)
+
+
+def _write_outcomes(
+    source: SourceSplit,
+    location: Location,
+    journal: Journal,
+    settings: PackSettings,
+    manifest: Manifest,
+    files: set[str],
+    on_image: Callable[[int, int], None],
+) -> None:
+    """Decode all images again, and write the places of whole pictures and the failures, as far as they were lost."""
+    failures: list[Failure] = []
+    places = np.empty(len(source), np.uint32)
+    done = num_packed = 0
+    outcomes = decode_in_order(
+        source,
+        settings.rule,
+        ranges=[range(len(source))],
+        num_workers=settings.num_workers,
+        layout=settings.layout,
+    )
+    with closing(outcomes):
+        for block in outcomes:
+            failures += [each for each in block if isinstance(each, Failure)]
+            extents = [each.extent for each in block if isinstance(each, PackedImage)]
+            places[num_packed : num_packed + len(extents)] = [0 if each is None else each.to_word() for each in extents]
+            num_packed, done = num_packed + len(extents), done + len(block)
+            on_image(done, len(source))
+    noted, numbers = failures_text(failures), extent_numbers(places[:num_packed])
+    if hashlib.sha256(noted).hexdigest() != manifest.failures_digest:
+        lost = FAILURES_KEY if FAILURES_KEY in files else EXTENTS
+        raise _lost(location, lost, "other images of the source fail now, or for other reasons")
+    if manifest.is_whole and numbers.digests != manifest.extent_digests:
+        raise _lost(location, EXTENTS, "the pictures of the source now have other sizes")
+    if _lost_places(files):
+        _write_numbers(location, journal, numbers, files)
+    location.write(FAILURES_KEY, noted)
 
 
 def _write_numbers(location: Location, journal: Journal, numbers: Numbers, files: set[str]) -> None:

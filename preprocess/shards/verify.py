@@ -113,9 +113,9 @@ def verify_split(
     unreadable = {each.file for each in files if each.is_unreadable}
     contents = (
         *_check_failures(location, manifest, unreadable),
-        *_check_numbers(location, manifest, manifest.label_array, unreadable),
-        *_check_numbers(location, manifest, CHECKSUMS, unreadable),
-        *_check_numbers(location, manifest, EXTENTS, unreadable),
+        *check_numbers(location, manifest, manifest.label_array, unreadable),
+        *check_numbers(location, manifest, CHECKSUMS, unreadable),
+        *check_numbers(location, manifest, EXTENTS, unreadable),
         *_check_pixels(location, manifest, unreadable, on_progress or (lambda _done, _total: None)),
     )
     # A missing file is reported once, with its images if it has any.
@@ -145,9 +145,9 @@ def find_lost_files(location: Location, manifest: Manifest) -> tuple[Damage, ...
             found[file] = Damage(file, what)
     for each in (
         *_check_failures(location, manifest, unreadable),
-        *_check_numbers(location, manifest, manifest.label_array, unreadable),
-        *_check_numbers(location, manifest, CHECKSUMS, unreadable),
-        *_check_numbers(location, manifest, EXTENTS, unreadable),
+        *check_numbers(location, manifest, manifest.label_array, unreadable),
+        *check_numbers(location, manifest, CHECKSUMS, unreadable),
+        *check_numbers(location, manifest, EXTENTS, unreadable),
         *_check_metadata(location, manifest, unreadable),
     ):
         found.setdefault(each.file, each)
@@ -234,8 +234,11 @@ def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]
             yield Damage(key, "the file has changed since it was written")
 
 
-def _check_numbers(location: Location, manifest: Manifest, name: str, unreadable: set[str]) -> Iterator[Damage]:
-    """Check the labels or targets or, if the split has any, the checksums or the places of whole pictures."""
+def check_numbers(location: Location, manifest: Manifest, name: str, unreadable: set[str]) -> Iterator[Damage]:
+    """Check the labels or targets or, if the split has any, the checksums or the places of whole pictures.
+
+    Yields the damage of each file except those named ``unreadable``, which are known to be damaged.
+    """
     if name not in _arrays(manifest):
         return
     others = {CHECKSUMS: checksums_metadata, EXTENTS: extents_metadata}
