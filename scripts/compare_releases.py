@@ -34,10 +34,12 @@ ROOT = Path(__file__).parents[1]
 VARIABLES = ("LOOPFEED_", "FEEDLOOP_", "JAX_", "XLA_")
 LEAST_STEPS = 60  # a request takes seconds, and must arrive before the run ends
 REQUEST_AT_STEP = 9
+WHOLE_STEPS = 20
 TIMEOUT_S = 900.0
 _POLL_EVERY_S = 0.01
 _NOWHERE = subprocess.DEVNULL
 NUM_IMAGES = {"train": 150, "val": 50}
+SQUARE = "square"
 IMAGE_SIZE, NUM_CLASSES, SHARD_IMAGES = 32, 5, 40
 # `-P` keeps the working directory off the path, so that the sources come only from PYTHONPATH.
 START = (
@@ -54,7 +56,7 @@ found = [module for module in map(import_module, names) if hasattr(module, "open
 for split in ("train", "val"):
     with found[0].open_split(sys.argv[1], split) as images:
         pixels = np.zeros((images.num_images, images.height, images.width), np.uint32)
-        labels = np.zeros(images.num_images, np.int32)
+        labels = np.zeros((images.num_images, *getattr(images, "label_row", ())), np.int32)
         images.read_into(np.arange(images.num_images), pixels, labels, timeout_s=60)
     print(split, len(labels), hashlib.sha256(pixels.tobytes() + labels.tobytes()).hexdigest())
 """
@@ -88,6 +90,10 @@ class Release:
     def xlas_kernels(self) -> list[str]:
         """Return the options with which a new run uses XLA's kernels, which all releases have, with the same bits."""
         return ["--kernels", "xla"] if (self.root / "models/kernels").is_dir() else []
+
+    def canvases(self) -> tuple[str, ...]:
+        """Return what it can pack of an image: the central square and, since there are canvases, all of it."""
+        return (SQUARE, "3:2") if (self.root / "preprocess/extents.py").is_file() else (SQUARE,)
 
     def environment(self) -> dict[str, str]:
         """Return the environment of its commands: on the CPU, without the user's settings."""
@@ -159,7 +165,9 @@ def main() -> int:
         table = Table()
         try:
             check_sources(old, new)
-            PackComparisons(old, new).make(table)
+            draw_images(base / "images")
+            for canvas in old.canvases():
+                PackComparisons(old, new, canvas).make(table)
             RunComparisons(old, new, make_run(old, options.steps), options.steps).make(table)
             if options.demo_steps:
                 compare_demo(old, new, options.demo_steps, table)
@@ -218,7 +226,8 @@ def draw_images(folder: Path) -> None:
         colours = np.random.default_rng(2).integers(40, 160, (NUM_CLASSES, 3))
         for number in range(num_images):
             label = number % NUM_CLASSES
-            noise = random.integers(-40, 90, (IMAGE_SIZE, IMAGE_SIZE, 3))
+            shape = IMAGE_SIZE + 12 * (number % 2), IMAGE_SIZE + 16 * (number % 3)
+            noise = random.integers(-40, 90, (*shape, 3))
             path = folder / split / f"class{label}" / f"{number:03}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray((colours[label] + noise).clip(0, 255).astype(np.uint8)).save(path)
@@ -230,21 +239,27 @@ class PackComparisons:
 
     old: Release
     new: Release
+    canvas: str
 
     def make(self, table: Table) -> None:
         """Pack the images with both, and compare."""
-        images = self.old.base / "images"
-        draw_images(images)
         for release in (self.old, self.new):
             size = ("--size", f"{IMAGE_SIZE}", "--shard-images", f"{SHARD_IMAGES}")
-            release.run("preprocess-imagenet", images, pack_of(release), *size)
-        table.add("packing: the files that both write", self.files)
-        table.add("reading the old pack: every pixel and label", self.reading)
-        table.add("inspect-shards --verify of the old pack", self.verifying)
+            canvas = () if len(release.canvases()) == 1 else ("--canvas", self.canvas)
+            release.run("preprocess-imagenet", self.old.base / "images", self._pack(release), *size, *canvas)
+        also = "" if self.canvas == SQUARE else f", canvas {self.canvas}"
+        table.add(f"packing: the files that both write{also}", self.files)
+        table.add(f"reading the old pack: every pixel and label{also}", self.reading)
+        table.add(f"inspect-shards --verify of the old pack{also}", self.verifying)
+        if also:
+            table.add("training on whole pictures, by both", self.training)
+
+    def _pack(self, release: Release) -> Path:
+        return pack_of(release, self.canvas)
 
     def files(self) -> Compared:
         """Compare the files of pixels and labels that both wrote."""
-        ours, theirs = arrays_of(pack_of(self.new)), arrays_of(pack_of(self.old))
+        ours, theirs = arrays_of(self._pack(self.new)), arrays_of(self._pack(self.old))
         others = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
         differences = [f"{quantity(len(others), 'file')}, such as {others[0]}"] if others else []
         return differences, f"{len(ours)} files of pixels and labels"
@@ -252,7 +267,7 @@ class PackComparisons:
     def reading(self) -> Compared:
         """Compare what both read from the old pack."""
         ours, theirs = (
-            each.run_program(READ, pack_of(self.old), each.package).splitlines() for each in (self.new, self.old)
+            each.run_program(READ, self._pack(self.old), each.package).splitlines() for each in (self.new, self.old)
         )
         differences = [f"{a} is {b}" for a, b in zip(ours, theirs, strict=True) if a != b]
         return differences, f"{sum(NUM_IMAGES.values())} images"
@@ -260,21 +275,30 @@ class PackComparisons:
     def verifying(self) -> Compared:
         """Verify the old pack with both."""
         for release in (self.new, self.old):
-            release.run("inspect-shards", pack_of(self.old), "--verify")
+            release.run("inspect-shards", self._pack(self.old), "--verify")
         return [], "both find no fault"
 
+    def training(self) -> Compared:
+        """Train on random crops of the old pack with both."""
+        runs = [release.base / release.name / "whole-run" for release in (self.new, self.old)]
+        for release, run in zip((self.new, self.old), runs, strict=True):
+            words: list[str | Path] = ["--run-dir", run, "--data", self._pack(self.old), "--steps", f"{WHOLE_STEPS}"]
+            words += TRAINING
+            release.run("run-train", *words, "--crop", "resized", "--crop-padding", "0", *release.xlas_kernels())
+        return compare_folders(*runs)
 
-def pack_of(release: Release) -> Path:
+
+def pack_of(release: Release, canvas: str = SQUARE) -> Path:
     """Return where a release packs the drawn images."""
-    return release.base / release.name / "data"
+    return release.base / release.name / ("data" if canvas == SQUARE else "whole")
 
 
 def arrays_of(pack: Path) -> dict[str, bytes]:
-    """Return the files of pixels and of labels or targets of a pack."""
+    """Return the files of pixels, of labels or targets and of extents of a pack."""
     return {
         str(path.relative_to(pack)): path.read_bytes()
         for path in pack.rglob("*")
-        if path.is_file() and {"pixels", "labels", "targets"} & set(path.relative_to(pack).parts)
+        if path.is_file() and {"pixels", "labels", "targets", "extents"} & set(path.relative_to(pack).parts)
     }
 
 

@@ -18,6 +18,7 @@ from scripts.torture_campaign.image_files import HEAVY, MAKERS, draw_image_fault
 from scripts.torture_campaign.image_oracle import read_crops
 
 _SIZE = 32
+CANVASES = ("square", "3:2")
 _GROUP_SIZE = 25
 _NUM_SOUND_IMAGES = 6
 _MAX_MB = 1_500.0
@@ -37,10 +38,10 @@ class ImageKind:
     """Hostile images.
 
     Attributes:
-        sound: the crops uint8 ``[32, 32, 3]`` of the sound images, by class.
+        sound: the crops uint8 ``[32, 32, 3]`` of the sound images, or all of them, by canvas and class.
     """
 
-    sound: dict[str, list[Any]] = field(default_factory=dict)
+    sound: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     heavy: ClassVar[tuple[str, ...]] = HEAVY
     _folder: Path = Path()
 
@@ -51,10 +52,12 @@ class ImageKind:
         for number in range(_NUM_SOUND_IMAGES):
             folder = self._folder / f"sound-{number}"
             folder.mkdir(parents=True)
-            image = Image.fromarray(random.integers(0, 256, (50, 60, 3)).astype(np.uint8))
+            shape = (50, 60) if number % 3 else (90, 50)
+            image = Image.fromarray(random.integers(0, 256, (*shape, 3)).astype(np.uint8))
             image.save(folder / ("a.png" if number % 2 else "a.jpg"))
-        trial.run_soundly(_command(self._folder, trial.folder / "pack"))
-        self.sound = read_crops(trial.folder / "pack")
+        for number, canvas in enumerate(CANVASES):
+            trial.run_soundly(_command(self._folder, trial.folder / f"pack-{number}", canvas))
+            self.sound[canvas] = read_crops(trial.folder / f"pack-{number}")
 
     def names(self, count: int) -> list[str]:
         """Return a case for each named file, and groups of drawn ones up to ``count`` in all."""
@@ -79,8 +82,9 @@ class ImageKind:
         shutil.copytree(self._folder, source)
         faults = {f"hostile-{number}": _write(source / f"hostile-{number}", case) for number, case in enumerate(cases)}
         name, limit_s = cases[0].name, _TIMEOUT_S if len(cases) == 1 else _GROUP_TIMEOUT_S
-        is_deep = name.startswith("deep-")
-        finished = trial.run(_command(source, dest, workers=1 if is_deep else 2), limit_s)
+        # Each file is packed as a square with one seed, and whole with another.
+        is_deep, canvas = name.startswith("deep-"), trial.case.draw().choice(CANVASES)
+        finished = trial.run(_command(source, dest, canvas, workers=1 if is_deep else 2), limit_s)
         max_mb = _DEEP_MB[0].get(name, _DEEP_MB[1]) if is_deep else _MAX_MB
         ended = judge_exit(finished, names=[str(source), str(dest), "hostile-", "sound-"], max_mb=max_mb)
         if ended is not None:
@@ -89,14 +93,14 @@ class ImageKind:
             return _judgement(
                 Verdict.WRONG if is_refused else ended.verdict, f"{who} stopped the whole pack: {ended.why}"
             )
-        self._compare(trial, source, dest, faults)
+        self._compare(trial, source, dest, faults, canvas)
         shutil.rmtree(source)
         return None
 
-    def _compare(self, trial: Trial, source: Path, dest: Path, faults: dict[str, str]) -> None:
+    def _compare(self, trial: Trial, source: Path, dest: Path, faults: dict[str, str], canvas: str) -> None:
         crops, failures = read_crops(dest), _read_failures(dest)
-        reference = self._decode(trial, source, [name for name in faults if name in crops])
-        for name, (crop,) in self.sound.items():
+        reference = self._decode(trial, source, [name for name in faults if name in crops], canvas)
+        for name, (crop,) in self.sound[canvas].items():
             if not np.array_equal(crops.get(name, [None])[0], crop):
                 trial.judge(_judgement(Verdict.WRONG, f"wrong pixels of the sound image {name}"))
         for name, fault in faults.items():
@@ -108,7 +112,7 @@ class ImageKind:
                 judged = _judgement(Verdict.WRONG, "neither packed nor in failures.jsonl")
             trial.judge(_judgement(judged.verdict, f"{fault}: {judged.why}"))
 
-    def _decode(self, trial: Trial, source: Path, packed: list[str]) -> dict[str, str | None]:
+    def _decode(self, trial: Trial, source: Path, packed: list[str], canvas: str) -> dict[str, str | None]:
         """Return Pillow's result for the files that were packed, by class; empty if it fails or hangs."""
         if not packed:
             return {}
@@ -117,7 +121,7 @@ class ImageKind:
         for name in packed:
             (path,) = (source / name).iterdir()
             path.rename(folder / name)
-        finished = trial.run(["decode-images", str(folder), str(dest), str(_SIZE)], _REFERENCE_TIMEOUT_S)
+        finished = trial.run(["decode-images", str(folder), str(dest), str(_SIZE), canvas], _REFERENCE_TIMEOUT_S)
         return dict(json.loads(dest.read_text())) if finished.code == 0 else {}
 
 
@@ -132,8 +136,9 @@ def _write(folder: Path, case: Case) -> str:
     return f"{case.name} ({fault})"
 
 
-def _command(source: Path, dest: Path, *, workers: int = 2) -> list[str]:
-    return ["preprocess-imagenet", str(source), str(dest), "--size", str(_SIZE), "--workers", str(workers)]
+def _command(source: Path, dest: Path, canvas: str, *, workers: int = 2) -> list[str]:
+    options = ["--size", str(_SIZE), "--canvas", canvas, "--workers", str(workers)]
+    return ["preprocess-imagenet", str(source), str(dest), *options]
 
 
 def _read_failures(dest: Path) -> dict[str, str]:
@@ -146,7 +151,10 @@ def judge_crop(crop: Any, reference: str | None) -> Judgement:
     """Judge a crop uint8 ``[H, W, 3]`` of a pack by Pillow's, as `decode` returns it."""
     if reference is None:
         return _judgement(Verdict.WRONG, "packed, although Pillow cannot decode it")
-    theirs = np.frombuffer(bytes.fromhex(reference), np.uint8).reshape(crop.shape) if reference else crop
+    theirs = np.frombuffer(bytes.fromhex(reference), np.uint8) if reference else crop
+    if theirs.size != crop.size:
+        return _judgement(Verdict.WRONG, f"has the shape {crop.shape}, and Pillow's has {theirs.size} values")
+    theirs = theirs.reshape(crop.shape)
     levels = int(np.abs(crop.astype(int) - theirs.astype(int)).max())
     if levels > _MAX_LEVELS:
         return _judgement(Verdict.WRONG, f"differs from Pillow by {levels} levels")

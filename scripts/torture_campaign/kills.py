@@ -36,6 +36,8 @@ TRAINING = (
     "--crop random --crop-padding 4 --mixup 0.2 --brightness 0.2 --contrast 0.2 --saturation 0.2 --hue 0.05 "
     f"--erasing 0.25 --eval-every {EVAL_EVERY} --snapshot-every {SNAPSHOT_EVERY} --keep 3"
 ).split()
+CANVASES = ("square", "3:2")
+"""What the packs that are killed store of an image."""
 _STEPS = 2 * EVAL_EVERY
 _NUM_IMAGES, _SIDE, _SHARD_IMAGES = 400, 160, 16
 _NUM_SHARDS = _NUM_IMAGES // _SHARD_IMAGES
@@ -75,7 +77,7 @@ class KillKind:
         cache: folder of compiled programs.
         data: the pack that is trained on; None for a sound one.
         source: the images that are packed.
-        packed: the bytes of each file of the uninterrupted pack.
+        packed: the bytes of each file of the uninterrupted packs, by their canvas.
         runs: the uninterrupted runs.
         records: what they recorded.
         seconds: the duration of each, by ``packing`` and ``training``.
@@ -84,7 +86,7 @@ class KillKind:
     cache: Path
     data: Path | None = None
     source: Path = Path()
-    packed: dict[str, bytes] = field(default_factory=dict)
+    packed: dict[str, dict[str, bytes]] = field(default_factory=dict)
     runs: dict[str, Path] = field(default_factory=dict)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -97,11 +99,14 @@ class KillKind:
         for number in range(_NUM_IMAGES):
             path = self.source / f"class-{number % 4}" / f"{number:04}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            pixels = random_.integers(0, 256, (_SIDE, _SIDE, 3)).astype(np.uint8)
+            shape = _SIDE + 40 * (number % 3), _SIDE + 30 * (number % 2)
+            pixels = random_.integers(0, 256, (*shape, 3)).astype(np.uint8)
             Image.fromarray(pixels).save(path, compress_level=1)
         self.data = self.data or make_sound_pack(trial, "raw").folder
-        self.seconds["packing"] = trial.run_soundly(pack_command(self.source, dest)).seconds
-        self.packed = read_tree(dest)
+        for number, canvas in enumerate(CANVASES):
+            packing = pack_command(self.source, dest / f"{number}", canvas)
+            self.seconds["packing"] = trial.run_soundly(packing).seconds
+            self.packed[canvas] = read_tree(dest / f"{number}")
         self.runs = {name: trial.folder / name for name in ("asked", "plain")}
         ask_during(trial, trial.start(self._train(self.runs["asked"])), self.runs["asked"],
                    "--learning-rate-factor", "0.5", "--evaluate")  # fmt: skip
@@ -118,6 +123,8 @@ class KillKind:
         what, number = trial.case.name.split("-")
         draw, dest = trial.case.draw(), trial.folder / what
         reference = "asked" if int(number) % 4 == 1 else "plain"
+        if what == "packing":
+            reference = CANVASES[int(number) // 2 % 2]
         cache = trial.folder / "cache" if int(number) % 10 == 3 else self.cache
         if what == "training" and reference == "asked":
             dest.mkdir()
@@ -125,23 +132,23 @@ class KillKind:
                 shutil.copy(self.runs[reference] / name, dest / name)
         instants = []
         for _ in range(draw.choice([1, 1, 2, 3])):
-            running = trial.start(self._command(what, dest, cache))
+            running = trial.start(self._command(what, reference, dest, cache))
             instants.append(self._kill(running, what, draw, dest))
             finished = trial.end(running, _TIMEOUT_S)
             if not finished.killed or finished.hung:
                 break
         trial.fault = f"{what} ({reference}) killed {', '.join(instants)}"
-        ended = judge_last(trial.run(self._command(what, dest, cache), _TIMEOUT_S), dest, "a kill")
+        ended = judge_last(trial.run(self._command(what, reference, dest, cache), _TIMEOUT_S), dest, "a kill")
         if ended is None and what == "packing":
-            others = changed_keys(read_tree(dest), self.packed)
+            others = changed_keys(read_tree(dest), self.packed[reference])
             why = f"{len(others)} files differ from an uninterrupted pack's, such as {others[0]}" if others else ""
             ended = Judgement("preprocess-imagenet", Verdict.WRONG if others else Verdict.HARMLESS, why)
         trial.judge(ended or self._compare_run(reference, dest))
 
-    def _command(self, what: str, dest: Path, cache: Path) -> list[str]:
+    def _command(self, what: str, reference: str, dest: Path, cache: Path) -> list[str]:
         """Return the command that starts or continues."""
         if what == "packing":
-            return pack_command(self.source, dest)
+            return pack_command(self.source, dest, reference)
         if not (dest / "config.json").exists():
             return [*self._train(dest, cache), "--overwrite"]
         return ["run-train", "--run-dir", str(dest), "--resume", "--compilation-cache", str(cache)]
@@ -197,7 +204,7 @@ def _bytes(leaves: dict[str, Any], name: str) -> bytes | None:
     return leaves[name].tobytes() if name in leaves else None
 
 
-def pack_command(source: Path, dest: Path) -> list[str]:
+def pack_command(source: Path, dest: Path, canvas: str) -> list[str]:
     """Return the command that packs, in many small shards."""
-    options = ["--size", "32", "--shard-images", str(_SHARD_IMAGES), "--workers", "2"]
+    options = ["--size", "32", "--canvas", canvas, "--shard-images", str(_SHARD_IMAGES), "--workers", "2"]
     return ["preprocess-imagenet", str(source), str(dest), *options]

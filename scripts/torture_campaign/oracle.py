@@ -20,8 +20,13 @@ _MAX_BYTES = 64 << 20
 
 
 def read_split(folder: Path) -> dict[str, list[Any]]:
-    """Read a split by zarr: the SHA-256 of the little-endian words of each image, and the labels."""
+    """Read a split by zarr: the SHA-256 of the little-endian words of each image, and the labels.
+
+    The labels of whole pictures are what a reader gives: the word of the place, and the class.
+    """
     pixels, labels = (read_zarr(folder / name) for name in ("pixels", "labels"))
+    if (folder / "extents").is_dir():
+        labels = np.stack([read_zarr(folder / "extents").astype(np.int64), labels], axis=1)
     return {"images": [digest_of(image) for image in pixels], "labels": labels.tolist()}
 
 

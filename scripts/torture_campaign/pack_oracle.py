@@ -27,7 +27,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "bare-blosc": (32, ("--no-checksum", "--codec", "blosc")),
     "large": (64, ()),
     "bare-large": (64, ("--no-checksum",)),
+    "whole": (32, ("--canvas", "3:2")),
 }
+# (height, width): near the square, a portrait, and one that is longer than its canvas.
+_SHAPES = ((66, 70), (90, 66), (40, 100))
 _READ_TIMEOUT_S = 3.0
 _BATCH = 12
 
@@ -55,7 +58,7 @@ def draw_source(folder: Path, seed: int) -> None:
     for split, count in SPLITS.items():
         for number in range(count):
             label = number % 4
-            pixels = random.integers(0, 160, (66, 70, 3)).astype(np.uint8)
+            pixels = random.integers(0, 160, (*_SHAPES[number % len(_SHAPES)], 3)).astype(np.uint8)
             pixels[:, :, label % 3] += np.uint8(40 + 10 * label)
             path = folder / split / f"class-{label}" / f"{number:03}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +103,7 @@ def _read_split(pack: str, name: str, found: dict[str, Any], pause_s: float) -> 
         for start in range(0, split.num_images, _BATCH):
             indices = order[start : start + _BATCH]
             pixels = np.empty((len(indices), split.height, split.row_words), np.uint32)
-            labels = np.empty(len(indices), np.int32)
+            labels = np.empty((len(indices), *split.label_row), np.int32)
             split.read_into(indices, pixels, labels, timeout_s=_READ_TIMEOUT_S)
             found["images"] += zip(indices.tolist(), map(digest_of, pixels), strict=True)
             found["labels"] += zip(indices.tolist(), labels.tolist(), strict=True)

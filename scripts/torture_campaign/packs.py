@@ -39,12 +39,13 @@ _SHORT, _LONG = (3, 8), (300, 32)
 _STEPS_BEFORE_FAULT = 20
 _TRAINED_SHARE, _LIVE_SHARE = 0.15, 0.05
 _LIVE_LAYOUTS = ("raw", "large")
-_OTHER_LAYOUTS = ("dense", "blosc", "large")
+_OTHER_LAYOUTS = ("dense", "blosc", "large", "whole")
 _TRIED_ON_OTHER_LAYOUTS = ("shards-swapped", "shards-of-splits-swapped", "splits-swapped", "labels-swapped",
                            "labels-permuted")  # fmt: skip
 _SHARDS = tuple(f"train/pixels/c/{number}/0/0" for number in range(3))
 _VAL_SHARD = "val/pixels/c/0/0/0"
-_NAMES = ("manifest.json", "failures.jsonl", "zarr.json", "pixels", "labels", "checksums", "train", "val")
+_NAMES = ("manifest.json", "failures.jsonl", "zarr.json", "pixels", "labels", "checksums", "extents",
+          "train", "val")  # fmt: skip
 _WEAKER_CLAIM = "every pixel and label is as it was packed"
 # The message that a training must print about a val split that it cannot evaluate on.
 _WITHOUT_EVALUATION = re.compile(
@@ -92,14 +93,25 @@ def _put_folder(put: Callable[[Path], object], *names: str) -> PackFault:
     return fault
 
 
-def _permute_labels(pack: Path, draw: random.Random) -> None:
-    """Swap two labels of a split, with valid checksums, by zarr."""
-    array = zarr.open_array(str(pack / "train/labels"), mode="r+")
-    labels = np.asarray(array[:])
-    one = draw.randrange(len(labels))
-    other = draw.choice(np.flatnonzero(labels != labels[one]).tolist())
-    labels[[one, other]] = labels[[other, one]]
-    array[:] = labels
+def _permute(array_name: str) -> PackFault:
+    """Return the fault that swaps two numbers of a split, with valid checksums, by zarr."""
+
+    def fault(pack: Path, draw: random.Random) -> None:
+        array = zarr.open_array(str(pack / array_name), mode="r+")
+        numbers = np.asarray(array[:])
+        one = draw.randrange(len(numbers))
+        other = draw.choice(np.flatnonzero(numbers != numbers[one]).tolist())
+        numbers[[one, other]] = numbers[[other, one]]
+        array[:] = numbers
+
+    return fault
+
+
+def _set_place(pack: Path, draw: random.Random) -> None:
+    """Give a picture another place, with a valid checksum: none, one beyond the canvas, or one of other bits."""
+    array = zarr.open_array(str(pack / "train/extents"), mode="r+")
+    at = draw.randrange(array.shape[0])
+    array[at] = draw.choice([0, 32 << 15, 48, 33 << 15 | 48, 32 << 15 | 49, 2**32 - 1, int(np.asarray(array[at])) ^ 1])
 
 
 _FOLDERS = ("train/pixels/c", "train/labels/c", "train/pixels", "train/labels", "train")
@@ -114,11 +126,18 @@ PACK_FAULTS: dict[str, PackFault] = {
     "labels-swapped": lambda pack, _: _swap(pack, "train/labels/c/0", "val/labels/c/0"),
     "label-arrays-swapped": lambda pack, _: _swap(pack, "train/labels", "val/labels"),
     "manifests-swapped": lambda pack, _: _swap(pack, "train/manifest.json", "val/manifest.json"),
-    "labels-permuted": _permute_labels,
+    "labels-permuted": _permute("train/labels"),
     "folder-emptied": _put_folder(Path.mkdir, *_FOLDERS, "val"),
     "folder-as-file": _put_folder(lambda path: path.write_bytes(b""), *_FOLDERS),
     "folder-as-loop": _put_folder(lambda path: path.symlink_to(path.parents[1]), "train/labels", "train/pixels"),
 }
+PLACE_FAULTS: dict[str, PackFault] = {
+    "places-permuted": _permute("train/extents"),
+    "places-set": _set_place,
+    "places-swapped": lambda pack, _: _swap(pack, "train/extents/c/0", "val/extents/c/0"),
+    "places-removed": _put_folder(lambda _: None, "train/extents", "train/extents/c"),
+}
+"""Faults of whole pictures."""
 _FOREIGN = {"shard-of-another-pack": (*_SHARDS, _VAL_SHARD), "manifest-of-another-pack": ("train/manifest.json",)}
 """Files that are taken from a pack of the same shape."""
 LIVE_FAULTS: dict[str, PackFault] = {
@@ -164,6 +183,7 @@ class PackKind:
         files = [key for key in self.bases["raw"].tree if key.startswith("train/") and key not in _SHARDS[1:]]
         names = [f"raw:{fault}" for fault in (*PACK_FAULTS, *_FOREIGN)]
         names += map(":".join, product(_OTHER_LAYOUTS, _TRIED_ON_OTHER_LAYOUTS))
+        names += [f"whole:{fault}" for fault in PLACE_FAULTS]
         names += map(":".join, product(_LIVE_LAYOUTS, ("training", "reader"), LIVE_FAULTS))
         names += map(":".join, product(
             ["raw"], [*files, "val/manifest.json", "val/failures.jsonl"],
@@ -197,7 +217,8 @@ class PackKind:
     def _damage(self, base: SoundPack, pack: Path, words: list[str], draw: random.Random) -> str:
         """Apply a named fault, or a drawn one, to a copy of a pack; say what was done."""
         if not words and draw.random() < 0.12:
-            words = [draw.choice([*PACK_FAULTS, *(_FOREIGN if base.layout == "raw" else ())])]
+            others = {"raw": tuple(_FOREIGN), "whole": tuple(PLACE_FAULTS)}
+            words = [draw.choice([*PACK_FAULTS, *others.get(base.layout, ())])]
         if not words:
             return _damage_drawn_file(base, pack, draw)
         if len(words) == 2:
@@ -206,7 +227,7 @@ class PackKind:
             key = draw.choice(_FOREIGN[words[0]])
             shutil.copyfile(self.donor / key, pack / key)
         else:
-            PACK_FAULTS[words[0]](pack, draw)
+            (PACK_FAULTS | PLACE_FAULTS)[words[0]](pack, draw)
         return " ".join([*words, str(changed_keys(read_tree(pack), base.tree)[:3])])
 
     def _judge_live_reader(self, trial: Trial, base: SoundPack, pack: Path, fault: str, draw: random.Random) -> None:
@@ -347,7 +368,7 @@ def find_split_exemption(tree: Tree, sound: Tree) -> str:
     """Return the exemption for a changed pack that was found intact, or ""."""
     if _has_swapped_splits(tree, sound):
         return "a split under another name"
-    parts = ("manifest", "failures", "pixels", "labels", "checksums")
+    parts = ("manifest", "failures", "pixels", "labels", "checksums", "extents")
     gone = [split for split in SPLITS if not any(key.startswith(f"{split}/{part}") for key in tree for part in parts)]
     kept, whole = ({key: content for key, content in each.items() if key.split("/")[0] not in gone
                     and key.split("/")[0] in SPLITS} for each in (tree, sound))  # fmt: skip
