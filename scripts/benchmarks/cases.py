@@ -20,6 +20,7 @@ from scripts.benchmarks.data import (
 )
 from scripts.benchmarks.hardware import describe_cards, instruction_sets
 from scripts.benchmarks.peers import TORCH, TORCH_PYTHON
+from scripts.benchmarks.pictures import picture_cases
 
 _IMAGES_PER_S = Unit("images/s")
 
@@ -386,6 +387,7 @@ BENCHES = (
     Bench("stream", "training from packed shards, against the same program with nothing to read", _stream),
     Bench("reader", "packed images of 224 px in random order, against copies and other projects' loaders", _reader),
     Bench("pack", "JPEG files to shards of 224 px, against decoding and resizing alone", _pack),
+    Bench("pictures", "reading and training on whole photographs, against their central squares", picture_cases),
     Bench("startup", "imports, --help, and the way to a training's first loss with and without the cache", _startup),
     Bench("scaling", "step time and memory against the number of images and the length of the run", _scaling),
     CARD,

@@ -57,14 +57,18 @@ def train_in_memory(model: str, size: int, chunk: int) -> None:
     serve_training(Channel(), config, BatchesInMemory(size), amount=1.0, model=perceptron_of(model, size))
 
 
-def train_on_split(kind: str, model: str, data: str, batch: int, warm_steps: int, precision: str = "float32") -> None:
-    """Serve `batch` images a step, after `warm_steps` steps."""
+def train_on_split(
+    kind: str, model: str, data: str, batch: int, warm_steps: int, precision: str, crop_size: int
+) -> None:
+    """Serve `batch` images a step, after `warm_steps` steps; of random crops with sides of `crop_size`, if given."""
     channel = Channel()
     opened = open_split(data, "train")
-    own = perceptron_of(model, opened.height)
+    own = perceptron_of(model, crop_size or opened.height, opened.num_classes)
     config = {"num_classes": opened.num_classes, "model": "auto" if own else model, "precision": precision}
+    if crop_size:
+        config |= {"image_size": crop_size, "crop": "resized", "flip": 0.5}
     shards = ShardBatches(opened, batch=batch, seed=0)
-    source = shards if kind == "packed" else ReadyBatches(batch, opened.height)
+    source = shards if kind == "packed" else ReadyBatches(batch, opened.height, shards if crop_size else None)
     if kind == "resident":
         leave_out_copies()
     serve_training(channel, config, source, amount=batch, model=own, warm_units=warm_steps)
@@ -75,4 +79,6 @@ if __name__ == "__main__":
     if kind == "memory":
         train_in_memory(model, *map(int, given))
     else:
-        train_on_split(kind, model, given[0], int(given[1]), int(given[2]), *given[3:])
+        precision = given[3] if len(given) > 3 else "float32"
+        crop_size = int(given[4]) if len(given) > 4 else 0
+        train_on_split(kind, model, given[0], int(given[1]), int(given[2]), precision, crop_size)

@@ -17,7 +17,7 @@ import numpy as np
 from protocol import Channel, jax_versions
 
 from loopfeed import TrainConfig, train
-from loopfeed.engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, row_words
+from loopfeed.engine.feed.batches import BatchSource, Labels, LendingSource, Lent, Pixels, row_words, whole_of
 from loopfeed.engine.feed.feeder import ring_depth
 from loopfeed.engine.stream.sinks import LossRecord
 
@@ -27,20 +27,23 @@ _WARM_UNITS = 3
 
 
 class ReadyBatches:
-    """A source whose batches are always ready."""
+    """A source whose batches are always ready: noise, or the first batches of another source."""
 
     thread_safe = True
 
-    def __init__(self, batch: int, size: int) -> None:
-        self.batch, self.height, self.width = batch, size, size
+    def __init__(self, batch: int, size: int, source: BatchSource | None = None) -> None:
+        self.batch, self.height, self.width = batch, size, size if source is None else source.width
+        self._source, self.whole = source, None if source is None else whole_of(source)
         self._num_first = 2 * ring_depth(self, None)
 
-    def fill(self, step: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
+    def fill(self, step: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Fill each buffer once and then leave it unchanged; untouched pages would all share one physical page.
 
         Filled with noise, because a card needs less power for zeros than for images, and so computes faster.
         """
-        if step < self._num_first:
+        if step < self._num_first and self._source is not None:
+            self._source.fill(step, rows, pixels, labels, timeout_s=timeout_s)
+        elif step < self._num_first:
             pixels[...] = np.random.default_rng(step).integers(2**32, size=pixels.shape, dtype=np.uint32)
             labels[...] = 0
 
@@ -51,7 +54,7 @@ class GatedBatches:
     def __init__(self, source: BatchSource) -> None:
         self._source = source
         self.batch, self.height, self.width = source.batch, source.height, source.width
-        self.row_words, self.thread_safe = row_words(source), source.thread_safe
+        self.row_words, self.thread_safe, self.whole = row_words(source), source.thread_safe, whole_of(source)
         self._opened = threading.Condition()
         self._stop_step = 0
 

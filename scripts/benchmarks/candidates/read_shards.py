@@ -29,7 +29,7 @@ def main(data: str, batch: int) -> None:
     )
     feeder.start()
     pixels = np.zeros((batch, opened.height, opened.row_words), np.uint32)
-    labels = np.zeros(batch, np.int32)
+    labels = np.zeros((batch, *opened.label_row), np.int32)
     step = 0
 
     def work(num_units: int) -> None:

@@ -19,12 +19,13 @@ class Perceptron(NamedTuple):
 
     size: int
     hidden: int
+    num_classes: int = NUM_CLASSES
     name: str = "perceptron"
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Draw the weights."""
         first, second = jax.random.split(key)
-        sizes = (self.size**2 * 3, self.hidden, NUM_CLASSES)
+        sizes = (self.size**2 * 3, self.hidden, self.num_classes)
 
         def layer(key: jax.Array, inputs: int, outputs: int) -> Any:
             return {"kernel": inputs**-0.5 * jax.random.normal(key, (inputs, outputs)), "bias": jnp.zeros(outputs)}
@@ -38,9 +39,9 @@ class Perceptron(NamedTuple):
         return hidden @ params["logits"]["kernel"] + params["logits"]["bias"], batch_stats
 
 
-def perceptron_of(name: str, size: int) -> Perceptron | None:
+def perceptron_of(name: str, size: int, num_classes: int = NUM_CLASSES) -> Perceptron | None:
     """Return the model of a name such as "perceptron-64"; None for any other name."""
-    return Perceptron(size, int(name.removeprefix(_NAME))) if name.startswith(_NAME) else None
+    return Perceptron(size, int(name.removeprefix(_NAME)), num_classes) if name.startswith(_NAME) else None
 
 
 def draw_batches(size: int, batch: int, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
