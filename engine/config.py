@@ -161,6 +161,17 @@ class TrainConfig:
         default_text="never",
         details="A fraction of the evaluated images; the first evaluation to reach this accuracy stops the run.",
     )
+    stop_patience: int | None = setting(
+        None, TRAINING, _RUNTIME, _CHANGES_IF_SET,
+        "Stop after N evaluations in a row that are not better than the best before, by {stop_metric}.",
+        between=(1, 2**31 - 2), unit="N", default_text="never",
+        details="An evaluation whose number is equal, NaN or infinite is not better.",
+    )
+    stop_metric: str | None = setting(
+        None, TRAINING, _PROGRAM, _KEPT, "What {stop_patience} compares.", unit="METRIC",
+        default_text="that of {keep_best}, else loss",
+        details="The metric is top1, top5, loss, or a metric of your own as NAME:max or NAME:min.",
+    )
     model: str = setting(
         "auto", TRAINING, _PROGRAM, _KEPT,
         f"Network to train: {', '.join(MODEL_NAMES)}; auto is resnet50 for images of at least 128 px, else resnet8.",

@@ -49,6 +49,7 @@ def run_config(run: Path, cache: Path, **values) -> TrainConfig:
         mixup=0.3,
         erasing=0.25,
         eval_every_steps=EVAL_EVERY,
+        stop_patience=STEPS,
         snapshot_every_steps=SNAPSHOT_EVERY,
         keep_snapshots=2,
     )

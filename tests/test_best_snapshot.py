@@ -11,8 +11,9 @@ from safetensors.numpy import load_file
 
 from loopfeed import evaluate, train
 from loopfeed.engine.commands.export_cli import main
+from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.objective.metrics import confusion_matrix
-from loopfeed.engine.records.evaluation_log import best_step, parse_metric
+from loopfeed.engine.records.evaluation_log import best_step
 from loopfeed.engine.records.snapshot import snapshot_steps
 from loopfeed.engine.records.weights import read_weights
 from loopfeed.engine.settings import SettingError

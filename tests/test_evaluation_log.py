@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.records import evaluation_log
-from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step, parse_metric
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step
 from loopfeed.engine.records.run_folder_sink import RunFolderSink
 from loopfeed.engine.stream.sinks import EvaluationRecord
 

@@ -107,6 +107,7 @@ def test_a_store_is_listed_once_to_find_the_split_to_evaluate_on(tmp_path, monke
         ({"eval_every_steps": 5}, "there is no data to evaluate on; --eval-every 5 has no effect"),
         ({"window_gb": 0.5}, "--window-gb 0.5 has no effect without --order windowed"),
         ({"cache_gb": 20}, "--cache-gb 20 has no effect without --cache"),
+        ({"profile_format": "csv"}, "--profile-format csv has no effect without --profile"),
         ({"warmup_steps": 10, "steps": 10}, "the warm-up of 10 steps is at least as long as the run of 10 steps"),
         (
             {"warmup_epochs": 9, "warmup_steps": 21, "steps": 1},

@@ -265,6 +265,7 @@ OTHERS: dict[str, Any] = {
     "batch": 4,
     "model": "resnet8",
     "num_classes": 4,
+    "stop_metric": "top1",
     "image_size": 2,
     "eval_image_size": 3,
     "mean": (0.4, 0.4, 0.4),

@@ -10,7 +10,8 @@ import pytest
 
 from loopfeed import TrainConfig, train
 from loopfeed.engine.control.request import ControlEvent
-from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step, parse_metric
+from loopfeed.engine.objective.best_metric import parse_metric
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step
 from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
 from loopfeed.engine.run.epochs import SnapshotChoice
 from tests.toy import CLASSES, Linear, toy_batch, toy_config

@@ -200,6 +200,7 @@ def main() -> None:
         colours = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "auto_augment": "randaugment"}
         images = {"crop": "resized", "flip": 0.5, "mixup": 0.2, "cutmix": 1.0, "erasing": 0.25, "eval_mirror": True}
         updates = {"accumulate_steps": 2, "ema_decay": 0.99, "optimizer": "adamw", "schedule": "one-cycle"}
+        updates |= {"stop_patience": 3, "eval_every_steps": 1}
         trace_run({}, devices="cpu:2", **colours, **images, **updates, cycle_momentum=True, clip_norm=1.0)
         own = {"loss": cross_entropy_loss, "augment": lambda images, keys: images, "optimizer": optax.sgd}
         trace_run(

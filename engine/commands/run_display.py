@@ -78,7 +78,12 @@ def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *,
     steps = quantity(result.steps_done, "step")
     if result.steps_done != len(result.losses):
         steps += f", {len(result.losses):,} of them"
-    ends = {"steps": "done", "top1": "done, top-1 reached", "callback": "stopped by a callback"}
+    ends = {
+        "steps": "done",
+        "top1": "done, top-1 reached",
+        "patience": "done, no better evaluation in time (--stop-patience)",
+        "callback": "stopped by a callback",
+    }
     how = ends.get(result.stopped_by, f"stopped by {result.stopped_by}")
     line = f"{how}: {steps} in {result.train_s:.1f} s"
     if len(result.losses):

@@ -82,6 +82,7 @@ def end_text(end: "RunEnd") -> str:
     reasons = {
         "steps": ": all steps done",
         "top1": ": top-1 accuracy reached",
+        "patience": ": no better evaluation in time (--stop-patience)",
         "error": " with an error",
         "KeyboardInterrupt": ", stopped at once by Ctrl-C",
         "callback": ", stopped by a callback",

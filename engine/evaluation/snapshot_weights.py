@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.images.unpack import LEAST_STD
-from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step, parse_metric
+from loopfeed.engine.objective.best_metric import parse_metric
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step, value_of
 from loopfeed.engine.records.folder_state import check_config_digest
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, SNAPSHOTS
@@ -72,7 +73,7 @@ def find_best(run: Path, given: str | None, notify: Callable[[str], None]) -> in
             f"({', '.join(map(str, steps)) or 'none'}) none has {metric.name} in {EVALUATION_LOG}: choose a step "
             "(--snapshot STEP), and evaluate as often as snapshots are taken (--eval-every)"
         )
-    value = next(metric.value(each) for each in reversed(evaluations) if each.step == step)
+    value = next(value_of(metric, each) for each in reversed(evaluations) if each.step == step)
     notify(f"best snapshot: step {step:,}, {metric.name} {value:g}")
     return step
 

@@ -18,6 +18,7 @@ from loopfeed.engine.control.board import ControlWord
 from loopfeed.engine.crossing.infeed import Batch, BatchInfeed
 from loopfeed.engine.crossing.outfeed import Outfeed
 from loopfeed.engine.crossing.token import Token, first_token
+from loopfeed.engine.objective.patience import count_evaluation
 from loopfeed.engine.objective.tally import Tally, empty_tally
 from loopfeed.engine.program.augmented_batch import augment_batch
 from loopfeed.engine.program.checked_model import model_keys
@@ -277,6 +278,8 @@ class _Program:
             num_evaluations=state.num_evaluations + done.astype(jnp.int32),
             top1=jnp.where(done, top1, state.top1),
         )
+        if state.patience is not None and (metric := self.settings.stop_metric) is not None:
+            state = state._replace(patience=count_evaluation(state.patience, metric, tally, metrics, done))
         return carry._replace(state=state, stopped=carry.stopped | is_interrupted, token=token)
 
     def _push_snapshot(self, values: RuntimeSettings, carry: _Carry) -> _Carry:
@@ -315,8 +318,11 @@ def _num_to_pull(
 
 
 def _is_done(state: TrainState, values: RuntimeSettings) -> Bool[Array, ""]:
-    """Return whether the run is over, with all steps and due evaluations done or `stop_at_top1` reached."""
-    return ((state.step >= values.stop_step) & ~state.owes_evaluation) | (state.top1 >= values.stop_at_top1)
+    """Return whether the run is over: all steps and due evaluations are done, or an evaluation has ended it."""
+    done = ((state.step >= values.stop_step) & ~state.owes_evaluation) | (state.top1 >= values.stop_at_top1)
+    if state.patience is None or values.stop_patience is None:
+        return done
+    return done | (state.patience.num_worse >= values.stop_patience)
 
 
 def _is_between_updates(state: TrainState) -> jax.Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.objective.patience import Patience, init_patience
 from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.engine.updates.update import UpdateState, Weights, init_update
 
@@ -47,6 +48,7 @@ class TrainState(NamedTuple):
         top1: top-1 accuracy of the last evaluation as a fraction, 0 before the first.
         metrics: the states of the metrics over the batches gathered for the next update, None if each batch is an
             update or there are no metrics.
+        patience: how long evaluations have not been better, None if they are not compared.
     """
 
     batch_index: Int32[Array, ""]
@@ -58,6 +60,7 @@ class TrainState(NamedTuple):
     num_evaluations: Int32[Array, ""]
     top1: Float32[Array, ""]
     metrics: Any = None
+    patience: Patience | None = None
 
     @property
     def evaluated(self) -> Weights:
@@ -79,6 +82,7 @@ def init_state(model: TrainModel, settings: CompiledSettings, key: jax.Array) ->
         num_evaluations=none,
         top1=jnp.zeros((), jnp.float32),
         metrics=objective.init_metrics() if settings.accumulates and objective.metrics else None,
+        patience=None if settings.stop_metric is None else init_patience(),
     )
 
 

@@ -1,16 +1,16 @@
 """Reads `RUN/eval.jsonl` while it grows, and finds the best snapshot of a run by it.
 
-Owns what counts as a readable evaluation, and how a metric and its direction are named. Must not know: settings,
+Owns what counts as a readable evaluation. Must not know: settings,
 terminals, jax, how an evaluation is computed or a snapshot written.
 """
 
 import json
 import math
-import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
+from loopfeed.engine.objective.best_metric import BestMetric
 from loopfeed.engine.records.limits import LONGEST_LINE_BYTES
 from loopfeed.engine.records.loss_log import GrowingLog
 from loopfeed.engine.stream.sinks import EvaluationRecord
@@ -83,41 +83,10 @@ def _number(value: Any) -> float:
     return float(value) if type(value) is float or _is_count(value) else float("nan")
 
 
-_READY_MADE = {"top1": True, "top5": True, "loss": False}
-_OWN = re.compile(r"([A-Za-z_]\w*):(max|min)")
-
-
-class BestMetric(NamedTuple):
-    """A number of an evaluation, and whether larger is better."""
-
-    name: str
-    is_larger_better: bool
-
-    @property
-    def is_own(self) -> bool:
-        """Whether it is a user-defined metric."""
-        return self.name not in _READY_MADE
-
-    def value(self, record: EvaluationRecord) -> float:
-        """Return the number of an evaluation, or NaN if it has none that is finite."""
-        found = record.metrics.get(self.name) if self.is_own else getattr(record, self.name)
-        return float(found) if isinstance(found, int | float) and math.isfinite(found) else math.nan
-
-
-def parse_metric(text: str) -> BestMetric:
-    """Parse top1, top5, loss, NAME:max or NAME:min.
-
-    Raises:
-        ValueError: if the text is anything else.
-    """
-    if text in _READY_MADE:
-        return BestMetric(text, _READY_MADE[text])
-    own = _OWN.fullmatch(text)
-    if own is None or own[1] in _READY_MADE:
-        raise ValueError(
-            f"a metric must be top1, top5, loss, or a metric of your own as NAME:max or NAME:min, got {text!r}"
-        )
-    return BestMetric(own[1], own[2] == "max")
+def value_of(metric: BestMetric, record: EvaluationRecord) -> float:
+    """Return the number of an evaluation that a metric names, or NaN if it has none that is finite."""
+    found = record.metrics.get(metric.name) if metric.is_own else getattr(record, metric.name)
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else math.nan
 
 
 def best_step(evaluations: Sequence[EvaluationRecord], steps: Collection[int], metric: BestMetric) -> int | None:
@@ -129,7 +98,7 @@ def best_step(evaluations: Sequence[EvaluationRecord], steps: Collection[int], m
         metric: the number to compare.
     """
     among = set(steps)
-    values = {each.step: metric.value(each) for each in evaluations if each.step in among}
+    values = {each.step: value_of(metric, each) for each in evaluations if each.step in among}
     known = {step: value for step, value in values.items() if not math.isnan(value)}
     sign = -1 if metric.is_larger_better else 1
     return min(known, key=lambda step: (sign * known[step], step), default=None)

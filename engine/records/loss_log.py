@@ -244,6 +244,10 @@ class RunFacts:
     model: str | None = None
 
 
+COMPLETE_ENDS = ("steps", "top1", "patience")
+"""What ends a run that is complete: its last step, or an evaluation (`stop_at_top1`, `stop_patience`)."""
+
+
 @dataclass(frozen=True)
 class RunEnd:
     """The values of `result.json` that `tail-run` shows; a missing value is None."""
@@ -257,7 +261,7 @@ class RunEnd:
         """How the run ended, in a word."""
         if self.error is not None or self.stopped_by == "error":
             return "failed"
-        return "done" if self.stopped_by in ("steps", "top1") else "stopped"
+        return "done" if self.stopped_by in COMPLETE_ENDS else "stopped"
 
 
 def read_last_rows(path: Path, most_rows: int) -> LossRows | None:

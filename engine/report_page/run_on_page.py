@@ -225,6 +225,8 @@ def _describe_state(summary: RunSummary) -> str:
     match summary.state:
         case "done" if end.get("stopped_by") == "top1":
             return f"the run reached the accuracy that it was to stop at, after {steps}"
+        case "done" if end.get("stopped_by") == "patience":
+            return f"the run's evaluations did not become better in time (--stop-patience), after {steps}"
         case "done":
             return f"the run is complete, with {steps}"
         case "failed":

@@ -65,7 +65,8 @@ def settle_evaluations(config: TrainConfig, num_images: int | None, *, is_evalua
         config: the settings, converted by `settle_epochs`.
         num_images: N of the training split; None for an endless source of batches, with which runs are evaluated only
             at the end.
-        is_evaluated: whether there are images to evaluate on, and a run folder to record the evaluations in.
+        is_evaluated: whether there are images to evaluate on, and a run folder to record the evaluations in or a rule
+            that compares them.
     """
     if config.eval_every_steps is not None or num_images is None or not is_evaluated:
         return config

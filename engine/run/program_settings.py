@@ -14,6 +14,7 @@ from loopfeed.engine.feed.batches import label_form_of, whole_of
 from loopfeed.engine.feed.label_form import LabelForm
 from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.objective.losses import LOSSES
 from loopfeed.engine.objective.metrics import as_metrics
 from loopfeed.engine.objective.objective import Objective
@@ -22,6 +23,7 @@ from loopfeed.engine.patterns import parse_freeze, parse_groups
 from loopfeed.engine.program.checked_model import takes_key
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.replicas import Replicas, norm_groups
+from loopfeed.engine.run.resolve import DEFAULT_STOP_METRIC
 from loopfeed.engine.updates.optim import Hyperparams
 from loopfeed.engine.updates.schedules import ONE_CYCLE_DIVISOR, ScheduleValues, schedule_values
 from loopfeed.engine.updates.settings import Cadence, CompiledSettings, RuntimeSettings
@@ -76,6 +78,7 @@ def compiled_settings(
         eval_size=config.eval_image_size,
         eval_mirror=config.eval_mirror,
         histograms=config.histogram_every_steps > 0,
+        stop_metric=None if config.stop_patience is None else parse_metric(config.stop_metric or DEFAULT_STOP_METRIC),
     )
 
 
@@ -160,6 +163,7 @@ def runtime_settings(config: TrainConfig, num_eval_batches: int, scale: PixelSca
         scale=scale,
         histograms=_cadence(config.histogram_every_steps),
         images=_cadence(config.log_images_every_steps),
+        stop_patience=None if config.stop_patience is None else jnp.int32(config.stop_patience),
     )
 
 

@@ -18,13 +18,14 @@ from loopfeed.engine.control.request import ControlEvent, origin_of
 from loopfeed.engine.crossing.pushed import PushedSnapshot
 from loopfeed.engine.keys import plain_keys
 from loopfeed.engine.named_parts import options_of
+from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.owners import with_absolute_paths
 from loopfeed.engine.profile.formats import to_csv
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, ControlLog
 from loopfeed.engine.records.control_requests import ControlMailbox
 from loopfeed.engine.records.digests import RunningDigest
-from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step, parse_metric
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step
 from loopfeed.engine.records.file_errors import LostFileError
 from loopfeed.engine.records.folder_state import FolderState
 from loopfeed.engine.records.machine import MACHINE

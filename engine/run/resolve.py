@@ -1,23 +1,30 @@
 """Preparation of a run: checking its arguments, building its model for the data, and warning about odd settings."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from loopfeed.engine.config import OWN_BATCHES, TrainConfig
+from loopfeed.engine.config import OWN_BATCHES, SETTINGS, TrainConfig, describe_value
 from loopfeed.engine.data.label_fit import check_labels_stay, unmoved_labels_warning
 from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.feed.batches import BatchSource, image_shape, label_form_of, largest_size, whole_of
 from loopfeed.engine.named_parts import recorded_named_parts
+from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.objective.metrics import as_metrics
 from loopfeed.engine.objective.objective import Objective
 from loopfeed.engine.parts import UserParts, check_parts
 from loopfeed.engine.program.train_state import TrainModel
-from loopfeed.engine.records.evaluation_log import parse_metric
 from loopfeed.engine.settings import SettingError
 from loopfeed.models.model import Model
 from loopfeed.models.registry import UnknownModelError, build_model, model_names
 from loopfeed.preprocess.quantities import quantity
 
+DEFAULT_STOP_METRIC = "loss"
+# Settings that have an effect only together with another one.
+_USED_WITH = {
+    **{"window_gb": "order", "cache_gb": "cache", "stop_metric": "stop_patience"},
+    **{"profile_steps": "profile", "profile_format": "profile"},
+}
 # Optimisers whose updates have the size of the learning rate, whatever the gradient; lars uses rates like those of sgd.
 _SMALL_RATE_OPTIMIZERS = ("adamw", "lamb", "adam", "lion", "muon")
 
@@ -96,56 +103,92 @@ def check_arguments(config: Any, parts: UserParts) -> None:
             count=config.batch,
             group=config.batch_norm_group,
         )
-    _check_best_metric(config, parts.metrics)
+    _check_best_metrics(config, parts.metrics)
     check_parts(config, parts)
 
 
-def _check_best_metric(config: TrainConfig, metrics: Any) -> None:
-    """Raise SettingError if `keep_best` is not a metric of the run."""
-    if config.keep_best is None:
-        return
-    try:
-        metric = parse_metric(config.keep_best)
-    except ValueError as error:
-        raise SettingError("keep_best", "the setting {setting}: {error}", error=error) from None
-    if metric.is_own and (not isinstance(metrics, Mapping) or metric.name not in metrics):
+def settle_stop_metric(config: TrainConfig) -> TrainConfig:
+    """Return the settings with what `stop_patience` compares; recorded, because a resume may change `keep_best`."""
+    if config.stop_patience is None or config.stop_metric is not None:
+        return config
+    return replace(config, stop_metric=config.keep_best or DEFAULT_STOP_METRIC)
+
+
+def _check_best_metrics(config: TrainConfig, metrics: Any) -> None:
+    """Raise SettingError if a setting that compares evaluations does not name a metric of the run."""
+    for name, text in _best_metrics(config).items():
+        try:
+            metric = parse_metric(text)
+        except ValueError as error:
+            raise SettingError(name, "the setting {setting}: {error}", error=error) from None
+        if metric.is_own and (not isinstance(metrics, Mapping) or metric.name not in metrics):
+            raise SettingError(
+                name,
+                "{setting} must name a metric of the run, got {found!r}, which is neither top1, top5, loss nor a "
+                "metric of your own: give that metric (--metrics, or train(…, metrics=…)), or choose another",
+                found=metric.name,
+            )
+
+
+def _best_metrics(config: TrainConfig) -> dict[str, str]:
+    """Return the settings that are given and compare evaluations, and what each compares."""
+    given = {"keep_best": config.keep_best, "stop_metric": config.stop_metric}
+    return {name: text for name, text in given.items() if text is not None}
+
+
+def check_best_metrics(config: TrainConfig, parts: UserParts, data: RunData) -> None:
+    """Raise SettingError if no evaluation of the run would have a number that a setting compares."""
+    if config.stop_patience is not None:
+        _check_patience(config, data)
+    for name, text in _best_metrics(config).items():
+        _check_best_metric(name, text, parts, data)
+
+
+def _check_patience(config: TrainConfig, data: RunData) -> None:
+    if data.evaluation is None:
         raise SettingError(
-            "keep_best",
-            "{setting} must name a metric of the run, got {found!r}, which is neither top1, top5, loss nor a metric of "
-            "your own: give that metric (--metrics, or train(…, metrics=…)), or choose another",
-            found=metric.name,
+            "stop_patience",
+            "{setting} needs images to evaluate on, but the data ({data}) have none, got {found}: leave it out, or "
+            "choose an evaluation split ({eval_split})",
+            data=data.description,
+            found=config.stop_patience,
+        )
+    if not config.eval_every_steps:
+        raise SettingError(
+            "stop_patience",
+            "{setting} needs evaluations before the end of the run, got {found} with an evaluation at the end alone: "
+            "leave it out, or say how often to evaluate ({eval_every_steps})",
+            found=config.stop_patience,
         )
 
 
-def check_best_metric(config: TrainConfig, parts: UserParts, data: RunData) -> None:
-    """Raise SettingError if no evaluation of the run would have the number that `keep_best` compares."""
-    if config.keep_best is None:
-        return
-    metric = parse_metric(config.keep_best)
+def _check_best_metric(name: str, text: str, parts: UserParts, data: RunData) -> None:
+    """Raise SettingError if no evaluation would have the number that the setting `name` compares."""
+    metric = parse_metric(text)
     if data.evaluation is None:
         raise SettingError(
-            "keep_best",
+            name,
             "{setting} needs images to evaluate on, but the data ({data}) have none, got {found!r}: leave it out, or "
             "choose an evaluation split ({eval_split})",
             data=data.description,
-            found=config.keep_best,
+            found=text,
         )
     if metric.name in ("top1", "top5") and label_form_of(data.evaluation) is not None:
         raise SettingError(
-            "keep_best",
+            name,
             "{setting} needs images with one class each for {found}, because others have no such accuracy: choose "
             "loss or a metric of your own",
             found=metric.name,
         )
     if metric.name == "top5" and parts.model is None and (data.num_classes or 0) < 6:
         raise SettingError(
-            "keep_best",
+            name,
             "{setting} needs at least six classes for top5, got {count}: choose top1",
             count=data.num_classes,
         )
     if metric.is_own and metric.name not in Objective(metrics=as_metrics(parts.metrics)).step_metrics:
         raise SettingError(
-            "keep_best",
+            name,
             "{setting} must name a metric that is one number, got {found!r}, which is an array: choose another, or "
             "define one that is a number",
             found=metric.name,
@@ -159,19 +202,15 @@ def warn_of_settings(
     _warn_of_labels(config, data, notify, has_user_loss=has_user_loss)
     if config.eval_every_steps and data.evaluation is None:
         notify(f"warning: there is no data to evaluate on; --eval-every {config.eval_every_steps} has no effect")
-    if config.order == "windowed" and data.location is None:
+    is_windowed = config.order == "windowed"
+    if is_windowed and data.location is None:
         notify("warning: --order windowed applies to packed data sets; it has no effect on other batches")
-    if config.window_gb != TrainConfig.window_gb and config.order != "windowed":
-        notify(f"warning: --window-gb {config.window_gb:g} has no effect without --order windowed")
-    if config.cache_gb != TrainConfig.cache_gb and config.cache is None:
-        notify(f"warning: --cache-gb {config.cache_gb:g} has no effect without --cache")
-    if not config.profile:
-        for option, is_given in (
-            (f"--profile-steps {config.profile_steps}", config.profile_steps is not None),
-            (f"--profile-format {config.profile_format}", config.profile_format != TrainConfig.profile_format),
-        ):
-            if is_given:
-                notify(f"warning: {option} has no effect without --profile")
+    for name, needed in _USED_WITH.items():
+        is_used = is_windowed if needed == "order" else getattr(config, needed)
+        if getattr(config, name) != getattr(TrainConfig, name) and not is_used:
+            option, other = (SETTINGS[each].options[0] for each in (name, needed))
+            value = describe_value(getattr(config, name))
+            notify(f"warning: {option} {value} has no effect without {other}{' windowed' * (needed == 'order')}")
     if 0 < config.steps <= config.warmup_steps:
         option = "--warmup-steps" if config.warmup_epochs is None else "--warmup-epochs"
         notify(

@@ -12,6 +12,7 @@ from loopfeed.engine.feed.batches import image_shape
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.profile.table import Profile
 from loopfeed.engine.program.train_state import TrainState
+from loopfeed.engine.records.loss_log import COMPLETE_ENDS
 from loopfeed.engine.records.weights_metadata import describe_weights, without_classes
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.runtime.record import RuntimeReport
@@ -28,8 +29,8 @@ class TrainResult:
         evaluations: the evaluations of this call, in order. If the lists among their metrics have more than a million
             numbers together, those of the oldest are left out; `eval.jsonl` has them all.
         steps_done: updates done.
-        stopped_by: "steps" if all steps were done, "top1" at `stop_at_top1`, else the signal's name, "control-run",
-            "callback" or "another process".
+        stopped_by: "steps" if all steps were done, "top1" at `stop_at_top1`, "patience" by `stop_patience`, else the
+            signal's name, "control-run", "callback" or "another process".
         num_params: number of learnable parameters.
         num_skipped: updates skipped because a gradient, or a weight that it would make, was NaN or infinite.
         compile_s: seconds to compile the program or to load it from the cache.
@@ -61,8 +62,8 @@ class TrainResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run did all its steps or reached `stop_at_top1` without being stopped first."""
-        return self.stopped_by in ("steps", "top1")
+        """Whether the run did all its steps, or its evaluations ended it, without being stopped first."""
+        return self.stopped_by in COMPLETE_ENDS
 
 
 # The names of 20,000 classes take about 1 MB.
@@ -85,6 +86,9 @@ def result_of(
         is_done = steps_done >= config.steps and not bool(state.owes_evaluation)
         others = "another process" if this_process().count > 1 else "steps"
         stopped_by = "steps" if is_done else run.board.stop_reason or others
+        num_worse = 0 if state.patience is None else int(state.patience.num_worse)
+        if config.stop_patience is not None and num_worse >= config.stop_patience and not is_done:
+            stopped_by = "patience"
     return TrainResult(
         params=state.evaluated.params,
         batch_stats=state.evaluated.batch_stats,

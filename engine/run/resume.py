@@ -97,7 +97,7 @@ def resume_run(
 ) -> tuple[TrainConfig, Resume]:
     """Read where a run goes on; return the settings, with what they leave to the record, and the starting point.
 
-    A resumed run keeps its kernels, unless the settings name others, which is refused.
+    A resumed run keeps its kernels and the metric by which it stops, unless the settings name others, which is refused.
 
     Args:
         config: the settings of the launch.
@@ -116,6 +116,8 @@ def resume_run(
         config = replace(config, data=place)
     if config.kernels == AUTO:
         config = replace(config, kernels=recorded.config.kernels)
+    if config.stop_metric is None:
+        config = replace(config, stop_metric=recorded.config.stop_metric)
     check_user(recorded, run, parts)
     for warning in compare_named(recorded.resolved, parts.named):
         notify(warning)

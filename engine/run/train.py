@@ -39,7 +39,7 @@ from loopfeed.engine.run.descriptions import check_is_as_recorded, crossings_of,
 from loopfeed.engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations
 from loopfeed.engine.run.launch_monitor import start_monitor
 from loopfeed.engine.run.recorder import Recorder
-from loopfeed.engine.run.resolve import check_arguments, check_best_metric, warn_of_settings
+from loopfeed.engine.run.resolve import check_arguments, check_best_metrics, settle_stop_metric, warn_of_settings
 from loopfeed.engine.run.result import TrainResult, result_of
 from loopfeed.engine.run.resume import Resume, describe_factor, resume_run, unchecked_notice
 from loopfeed.engine.run.run import Run
@@ -178,6 +178,7 @@ def open_run(
         start = Resume()
         if config.resume and path is not None:
             config, start = resume_run(config, path, parts, notify)
+        config = settle_stop_metric(config)
 
         # ---- Open the data
         platform = this_platform() if placement is None else placement.platform
@@ -220,7 +221,8 @@ def _settle_steps(run: Run, *, is_dry: bool) -> tuple[TrainConfig, str | None]:
     is_evaluated, has_folder = data.evaluation is not None, run.path is not None
     # Of several processes, the first alone has the run folder.
     is_kept = exchange("run folder", str(config.run_dir is not None or is_dry))[0] == str(True)
-    config = settle_evaluations(config, num_images, is_evaluated=is_evaluated and is_kept)
+    is_compared = config.stop_patience is not None
+    config = settle_evaluations(config, num_images, is_evaluated=is_evaluated and (is_kept or is_compared))
     check_same_everywhere(config, data.manifest_digest)
     if recorded is None:
         warn_of_settings(config, data, notify, has_user_loss=run.parts.loss is not None)
@@ -233,7 +235,7 @@ def _settle_steps(run: Run, *, is_dry: bool) -> tuple[TrainConfig, str | None]:
             )
         for message in filter(None, (versions_warning(recorded), unchecked_notice(recorded, start))):
             notify(message)
-    check_best_metric(config, run.parts, data)
+    check_best_metrics(config, run.parts, data)
     return config, describe_cadence(config, given, num_images, is_evaluated=is_evaluated, has_folder=has_folder)
 
 

@@ -14,6 +14,7 @@ from loopfeed.engine.config import OptimizerName, ScheduleName
 from loopfeed.engine.images.augment import UserAugmentation
 from loopfeed.engine.images.settings import Augmentation
 from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.objective.best_metric import BestMetric
 from loopfeed.engine.objective.objective import CROSS_ENTROPY, Objective
 from loopfeed.engine.patterns import Group
 from loopfeed.engine.replicas import ALONE, Replicas
@@ -52,6 +53,7 @@ class CompiledSettings:
         norm_groups: the images over which norms average in training.
         histograms: whether histograms of the weights and gradients are pushed.
         shown_images: the shape (k, h, w, 3) of the images that are pushed, None for none.
+        stop_metric: what `RuntimeSettings.stop_patience` compares; None if evaluations are not compared.
     """
 
     optimizer: OptimizerName = "sgd"
@@ -79,6 +81,7 @@ class CompiledSettings:
     norm_groups: NormGroups = field(default_factory=NormGroups)
     histograms: bool = False
     shown_images: tuple[int, int, int, int] | None = None
+    stop_metric: BestMetric | None = None
 
     @property
     def evaluated_augmentation(self) -> Augmentation:
@@ -125,6 +128,8 @@ class RuntimeSettings(NamedTuple):
         seed_words: the seed's high and low half, which key the augmentation.
         scale: mean and standard deviation of the pixels.
         histograms, images: when to push histograms, or images; used if that is compiled into the program.
+        stop_patience: leave the loop after so many evaluations in a row that are not better than the best before; None
+            if they are not compared.
     """
 
     stop_step: Int32[Array, ""]
@@ -142,3 +147,4 @@ class RuntimeSettings(NamedTuple):
     scale: PixelScale
     histograms: Cadence
     images: Cadence
+    stop_patience: Int32[Array, ""] | None = None
