@@ -262,6 +262,20 @@ def unchecked_notice(recorded: RecordedRun, start: Resume) -> str | None:
     return f"{which} has no digests of its files, so changes to them cannot be detected"
 
 
+def ended_notice(config: TrainConfig, start: Resume) -> str | None:
+    """Return a message if `stop_patience` has ended the run that is resumed, and ends it again at once."""
+    worse = None if start.snapshot is None else start.snapshot.leaves.get("patience.num_worse")
+    # Anything but a number is refused when the state is restored.
+    if worse is None or worse.shape or worse.dtype.kind != "i":
+        return None
+    if config.stop_patience is None or int(worse) < config.stop_patience:
+        return None
+    return (
+        f"the run has ended, with {quantity(int(worse), 'evaluation')} in a row that were not better; give a larger "
+        "--stop-patience to train further"
+    )
+
+
 def rewind_run(folder: RunFolder, start: Resume, cuts: Mapping[Path, RunningDigest]) -> None:
     """Remove what was written after the starting point, because the resumed run will write it again.
 

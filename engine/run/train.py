@@ -41,7 +41,7 @@ from loopfeed.engine.run.launch_monitor import start_monitor
 from loopfeed.engine.run.recorder import Recorder
 from loopfeed.engine.run.resolve import check_arguments, check_best_metrics, settle_stop_metric, warn_of_settings
 from loopfeed.engine.run.result import TrainResult, result_of
-from loopfeed.engine.run.resume import Resume, describe_factor, resume_run, unchecked_notice
+from loopfeed.engine.run.resume import Resume, describe_factor, ended_notice, resume_run, unchecked_notice
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.run_place import check_has_folder, naming_run, open_place
 from loopfeed.engine.runtime.record import LaunchState
@@ -233,7 +233,9 @@ def _settle_steps(run: Run, *, is_dry: bool) -> tuple[TrainConfig, str | None]:
                 f"the run is already complete, with {quantity(config.steps, 'step')}; give a larger --steps, or "
                 "append a cycle of the schedule (--append-epochs), to train further"
             )
-        for message in filter(None, (versions_warning(recorded), unchecked_notice(recorded, start))):
+        for message in filter(
+            None, (ended_notice(config, start), versions_warning(recorded), unchecked_notice(recorded, start))
+        ):
             notify(message)
     check_best_metrics(config, run.parts, data)
     return config, describe_cadence(config, given, num_images, is_evaluated=is_evaluated, has_folder=has_folder)
