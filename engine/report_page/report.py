@@ -90,7 +90,7 @@ def open_templates() -> Environment:
     environment.globals |= {"quantity": quantity, "results": results, "evaluations": evaluations}
     names = ("number", "whole", "percent", "duration", "brief", "moment")
     environment.filters |= {name: getattr(number_text, name) for name in names}
-    environment.filters |= {"commas": _commas, "base64": _base64, "shades": _shades, "path": _path}
+    environment.filters |= {"commas": "{:,}".format, "base64": _base64, "shades": _shades, "path": _path}
     return environment
 
 
@@ -109,10 +109,6 @@ def _policy(style: str, script: str) -> str:
         f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def _commas(count: float) -> str:
-    return f"{count:,}"
 
 
 def _path(data: str) -> Markup:
@@ -135,11 +131,13 @@ def _shades(counts: Sequence[int]) -> list[tuple[int, int]]:
 def results(run: RunOnPage) -> dict[str, str]:
     """Return the results of a run by their names."""
     curves, evaluations = run.curves, run.evaluations
-    found = {"state": run.summary.state, "model": run.known.model or "–"}
+    summary = run.summary
+    model = summary.resolved.get("model") or summary.settings.get("model")  # the resolved one replaces "auto"
+    found = {"state": summary.state, "model": str(model or "–")}
     if isinstance(curves, Absent):
         found |= dict.fromkeys(("step", "loss, smoothed", "images/s, median", "wall time"), "–")
     else:
-        planned = "" if run.known.steps is None else f" / {run.known.steps:,}"
+        planned = "" if summary.steps is None else f" / {summary.steps:,}"
         smoothed = curves.smoothed[np.isfinite(curves.smoothed)]
         speeds = curves.images_per_s[np.isfinite(curves.images_per_s)]
         # Without a record of the launches, the time from the first loss to the last.

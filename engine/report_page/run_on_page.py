@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from loopfeed.engine.control.request import ControlEvent
 from loopfeed.engine.evaluation.trained_run import check_folder
 from loopfeed.engine.profile.formats import COLUMNS
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
 from loopfeed.engine.records.evaluation_log import EvaluationLog
-from loopfeed.engine.records.loss_log import RunFacts, read_run_facts
 from loopfeed.engine.records.machine import Topology
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, PROFILE
@@ -40,27 +39,12 @@ _MOST_BYTES = 1 << 20
 _MOST_ROWS = 500
 
 
-class ProfileEntry(NamedTuple):
-    """A row of the profile; times are in seconds, and a number is NaN where the file has none.
-
-    `scope` is the part of the model, "" in the table of actions; `is_estimated` says whether the row was measured in
-    the traced steps only.
-    """
-
-    phase: str
-    action: str
-    mean_s: float
-    std_s: float
-    calls: float
-    samples_per_s: float
-    total_s: float
-    percent: float
-    scope: str
-    is_estimated: bool
+_PROFILE = ("mean_s", "std_s", "calls", "samples_per_s", "total_s", "percent")
+"""The numbers of a row of the profile, in the order of the file; NaN where it has none."""
 
 
-def read_profile(run: Path) -> tuple[ProfileEntry, ...] | Absent:
-    """Read `profile.csv` of a run folder."""
+def read_profile(run: Path) -> tuple[dict[str, Any], ...] | Absent:
+    """Read `profile.csv` of a run folder: for each row, its texts and numbers by name; `scope` is "" for an action."""
     try:
         text = read_regular(run / PROFILE, max_bytes=_MOST_BYTES).decode()
         lines = list(csv.DictReader(io.StringIO(text)))
@@ -76,11 +60,12 @@ def read_profile(run: Path) -> tuple[ProfileEntry, ...] | Absent:
     return tuple(map(_entry, lines[:_MOST_ROWS]))
 
 
-def _entry(line: Mapping[str, str]) -> ProfileEntry:
+def _entry(line: Mapping[str, str]) -> dict[str, Any]:
     phase, action, *cells = (line[name] for name in COLUMNS)
-    mean_s, std_s, calls, speed, total_s, percent = map(_number, cells)
-    scope, is_estimated = line.get("Scope") or "", line.get("Estimated") == "1"
-    return ProfileEntry(phase, action, mean_s, std_s, calls, speed, total_s, percent, scope, is_estimated)
+    about = {"phase": phase, "action": action, "scope": line.get("Scope") or ""}
+    return (
+        about | {"is_estimated": line.get("Estimated") == "1"} | dict(zip(_PROFILE, map(_number, cells), strict=True))
+    )
 
 
 def _number(cell: str) -> float:
@@ -91,6 +76,7 @@ def _number(cell: str) -> float:
     return value if abs(value) < 1e15 else math.nan
 
 
+_NO_RUNTIME = Absent("the run has written no runtime.json, as runs of earlier releases")
 _UNKNOWN = Absent("the settings of the run, which name its data and its model, cannot be read")
 
 
@@ -124,13 +110,12 @@ class RunOnPage:
     index: int  # its place among the runs, which is also its colour, dashes and markers in charts
     path: str  # the folder or URL that was given
     summary: RunSummary  # whether it is in progress, and how it ended
-    known: RunFacts  # steps, batch size and model, as far as known
     recorded: RecordedRun | Absent  # the settings and what they resolved to
     curves: Curves | Absent  # the losses
     evaluations: Evaluations | Absent  # the evaluations during the run
     events: tuple[ControlEvent, ...] | Absent  # the requests that took effect
     runtime: RuntimeReport | Absent  # what the runtime did in each launch
-    profile: tuple[ProfileEntry, ...] | Absent  # the rows of the profiler
+    profile: tuple[dict[str, Any], ...] | Absent  # the rows of the profiler
     card: tuple[str, tuple[SplitCard, ...]] | Absent = _UNKNOWN  # its data set: the place, and the splits
     weights: EvaluatedWeights | Absent = _UNKNOWN  # the evaluation of its weights
 
@@ -147,12 +132,41 @@ class RunOnPage:
     @property
     def state(self) -> str:
         """What the run does, or how it ended, as a sentence without its full stop."""
-        return _describe_state(self.summary)
+        summary, end, steps = self.summary, self.summary.result, "an unknown number of steps"
+        if summary.step is not None:
+            steps = quantity(summary.step, "step")
+        match summary.state:
+            case "done" if end.get("stopped_by") == "top1":
+                return f"the run reached the accuracy that it was to stop at, after {steps}"
+            case "done" if end.get("stopped_by") == "patience":
+                return f"the run's evaluations did not become better in time (--stop-patience), after {steps}"
+            case "done":
+                return f"the run is complete, with {steps}"
+            case "failed":
+                return f"the run failed after {steps}: {end.get('error')}"
+            case "stopped":
+                planned = "" if summary.steps is None else f" of {summary.steps:,}"
+                return f"the run was stopped by {end.get('stopped_by')} after {steps}{planned}"
+            case "starting" | "running":
+                return "the run is in progress"
+            case "killed":
+                return "the run was killed: its process has ended, or written nothing for 10 minutes, without a result"
+            case "damaged" | "foreign":
+                return f"the run folder is damaged: {summary.fault}"
 
     @property
     def spent(self) -> Spent | Absent:
         """What the wall time was spent on."""
-        return _spent_time(self.runtime)
+        if isinstance(self.runtime, Absent):
+            return self.runtime
+        goodput, notes = self.runtime.goodput, []
+        if not goodput.total > 0:
+            return Absent("the run has just started")
+        if goodput.lost_steps:
+            notes.append(f"{quantity(goodput.lost_steps, 'step')} were made again after a resume.")
+        if goodput.gaps:
+            notes.append(f"Between the launches, {goodput.gaps:,.0f} s passed in which nothing ran.")
+        return Spent(quantity(len(self.runtime.launches), "launch"), goodput.seconds(), " ".join(notes))
 
     @property
     def decisions(self) -> Decisions | Absent:
@@ -199,12 +213,11 @@ def read_run(index: int, folder: Path, path: str, most_points: int) -> RunOnPage
         index=index,
         path=path,
         summary=summarise_run(folder, time.time(), path),
-        known=read_run_facts(folder),
         recorded=_or_absent(lambda: read_recorded(folder)),
         curves=read_curves(folder, most_points),
         evaluations=_read_evaluations(folder, most_points),
         events=_or_absent(lambda: read_events(folder / CONTROL_LOG_NAME)),
-        runtime=_read_runtime(folder),
+        runtime=_or_absent(lambda: read_runtime(folder) or _NO_RUNTIME),
         profile=read_profile(folder),
     )
 
@@ -216,30 +229,6 @@ def _or_absent[T](read: Callable[[], T]) -> T | Absent:
         return Absent(f"{error.filename} cannot be read ({error.strerror or error})")
     except ValueError as error:
         return Absent(str(error))
-
-
-def _describe_state(summary: RunSummary) -> str:
-    end, steps = summary.result, "an unknown number of steps"
-    if summary.step is not None:
-        steps = quantity(summary.step, "step")
-    match summary.state:
-        case "done" if end.get("stopped_by") == "top1":
-            return f"the run reached the accuracy that it was to stop at, after {steps}"
-        case "done" if end.get("stopped_by") == "patience":
-            return f"the run's evaluations did not become better in time (--stop-patience), after {steps}"
-        case "done":
-            return f"the run is complete, with {steps}"
-        case "failed":
-            return f"the run failed after {steps}: {end.get('error')}"
-        case "stopped":
-            planned = "" if summary.steps is None else f" of {summary.steps:,}"
-            return f"the run was stopped by {end.get('stopped_by')} after {steps}{planned}"
-        case "starting" | "running":
-            return "the run is in progress"
-        case "killed":
-            return "the run was killed: its process has ended, or written nothing for 10 minutes, without a result"
-        case "damaged" | "foreign":
-            return f"the run folder is damaged: {summary.fault}"
 
 
 def _read_evaluations(folder: Path, most: int) -> Evaluations | Absent:
@@ -255,22 +244,3 @@ def _read_evaluations(folder: Path, most: int) -> Evaluations | Absent:
     every = -(-len(steps) // most)
     best = max(steps, key=lambda step: (not math.isnan(by_step[step].top1), by_step[step].top1))
     return Evaluations(tuple(by_step[step] for step in sorted({*steps[::every], best, steps[-1]})), every)
-
-
-def _read_runtime(folder: Path) -> RuntimeReport | Absent:
-    found = _or_absent(lambda: read_runtime(folder))
-    return Absent("the run has written no runtime.json, as runs of earlier releases") if found is None else found
-
-
-def _spent_time(report: RuntimeReport | Absent) -> Spent | Absent:
-    if isinstance(report, Absent):
-        return report
-    goodput = report.goodput
-    if not goodput.total > 0:
-        return Absent("the run has just started")
-    notes = []
-    if goodput.lost_steps:
-        notes.append(f"{quantity(goodput.lost_steps, 'step')} were made again after a resume.")
-    if goodput.gaps:
-        notes.append(f"Between the launches, {goodput.gaps:,.0f} s passed in which nothing ran.")
-    return Spent(quantity(len(report.launches), "launch"), goodput.seconds(), " ".join(notes))
