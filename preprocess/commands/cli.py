@@ -6,8 +6,9 @@ Only click is imported at the top, so that ``--help`` responds immediately.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -48,39 +49,6 @@ _GROUPS = {
 
 
 _SQUARE = "square"
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The command-line arguments as parsed by click."""
-
-    source: str | None
-    dest: str | None
-    split: tuple[str, ...]
-    labels: str | None
-    holdout: float
-    limit: int | None
-    demo: bool
-    size: int
-    resize: int | None
-    canvas: str | None
-    resample: str
-    levels: str | None
-    truncated: str
-    on_error: str
-    shard_images: int | None
-    layout: str
-    codec: str
-    checksum: bool
-    part: str | None
-    finish: bool
-    executor: str
-    scheduler: str | None
-    workers: int | None
-    storage_option: tuple[str, ...]
-    overwrite: bool
-    dry_run: bool
-    traceback: bool
 
 
 @click.command(cls=GroupedCommand, option_groups=_GROUPS, epilog=_EPILOG)
@@ -225,7 +193,7 @@ def main(ctx: click.Context, /, **values: Any) -> None:
     ImageNet archives, the folder tree of Kaggle's ImageNet, or a tar archive. With --labels, SOURCE is any folder or
     tar archive of images. DEST is a folder or a URL such as gs://bucket/imagenet.
     """
-    options = _Options(**values)
+    options = SimpleNamespace(**values)
     stopped = "Stopped. Run the same command again to continue."
     remedy = "; use fewer --workers or a smaller --shard-images"
     with reporting("preprocess-imagenet", stopped, remedy, with_traceback=options.traceback):
@@ -234,7 +202,7 @@ def main(ctx: click.Context, /, **values: Any) -> None:
         _run(options)
 
 
-def _run(options: _Options) -> None:
+def _run(options: SimpleNamespace) -> None:
     if options.demo:
         _pack_demo(options)
         return
@@ -296,7 +264,7 @@ def _warn_about_other_splits(source: Source, dest: str, stored: dict[str, str]) 
         )
 
 
-def _pack_demo(options: _Options) -> None:
+def _pack_demo(options: SimpleNamespace) -> None:
     if options.dest is not None or options.source is None:
         raise click.UsageError("--demo draws its own images; give only DEST")
     from loopfeed.preprocess.commands.progress import ImageProgress
