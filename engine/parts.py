@@ -204,12 +204,7 @@ def _check_user_model(config: TrainConfig, model: Any) -> None:
                 f"a model must have the functions init and apply, got {type(model).__name__}: "
                 "define both, or choose a model from the registry with TrainConfig(model=…)"
             )
-        if config.model != "auto":
-            raise SettingError(
-                "model",
-                "the setting {setting} must not be given with a model of your own, got {found!r}: leave it out",
-                found=config.model,
-            )
+        _refuse_setting(config, "model", "auto", "a model")
         if config.precision != "float32":
             raise SettingError(
                 "precision",
@@ -249,13 +244,19 @@ def _check_user_batches(config: TrainConfig, batches: Any) -> None:
                 f"got {type(batches).__name__}, which cannot return the batch of a given step again"
             )
         _check_fills("batches", batches)
-        for name in ("data", "synthetic"):
-            if value := getattr(config, name):
-                raise SettingError(
-                    name,
-                    "the setting {setting} must not be given with batches of your own, got {value!r}: leave it out",
-                    value=value,
-                )
+        _refuse_setting(config, "data", None, "batches")
+        _refuse_setting(config, "synthetic", False, "batches")
+
+
+def _refuse_setting(config: TrainConfig, name: str, default: Any, part: str) -> None:
+    """Raise SettingError if a setting has not its default, although a user's own part takes its place."""
+    if (found := getattr(config, name)) != default:
+        raise SettingError(
+            name,
+            "the setting {setting} must not be given with {part} of your own, got {found!r}: leave it out",
+            part=part,
+            found=found,
+        )
 
 
 def _check_fills(name: str, source: Any) -> None:
@@ -290,12 +291,8 @@ def _check_user_loss(config: TrainConfig, loss: Any) -> None:
             f"loss must be a function of (outputs, labels, weights), got {type(loss).__name__}: define one, or choose "
             "a ready-made loss with TrainConfig(loss=…)"
         )
-    if loss is not None and config.loss != "cross-entropy":
-        raise SettingError(
-            "loss",
-            "the setting {setting} must not be given with a loss of your own, got {found!r}: leave it out",
-            found=config.loss,
-        )
+    if loss is not None:
+        _refuse_setting(config, "loss", "cross-entropy", "a loss")
     if config.label_smoothing and (loss is not None or config.loss != "cross-entropy"):
         raise SettingError(
             "label_smoothing",

@@ -10,7 +10,7 @@ from loopfeed.engine.evaluation.trained_run import check_has_weights, read_run
 from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG
 from loopfeed.engine.records.stored.reading import local_copy, with_weights
 from loopfeed.engine.records.weights import weights_file
-from loopfeed.engine.records.whole_file import write_whole
+from loopfeed.engine.records.whole_file import check_can_write, write_whole
 
 
 class ExportedWeights(NamedTuple):
@@ -53,18 +53,16 @@ def export_weights(
     path = Path(out)
     with local_copy(run, storage_options, with_weights(snapshot)) as folder:
         check_has_weights(folder)
-        _check_out(folder, path, overwrite)
+        _check_is_elsewhere(folder, path)
+        check_can_write(path, "OUT", overwrite=overwrite)
         step = find_best(folder, metric, notify) if snapshot == "best" else snapshot
         content, digest = weights_file(*read_run(folder, step).weights[:2])
     write_whole(path, content)
     return ExportedWeights(path, step, digest)
 
 
-def _check_out(run: Path, path: Path, overwrite: bool) -> None:
-    """Raise ValueError if a file must not be written at `path`."""
-    if not path.parent.is_dir():
-        found, remedy = ("a file", "choose another path") if path.parent.exists() else ("missing", "create it")
-        raise ValueError(f"OUT must be in an existing folder, but {path.parent} is {found}: {remedy}")
+def _check_is_elsewhere(run: Path, path: Path) -> None:
+    """Raise ValueError if a file would be in the folder of a run."""
     # Not Path.resolve, which raises RuntimeError for symbolic links that form a loop.
     place, own = Path(os.path.realpath(path)), Path(os.path.realpath(run))
     for each in (Path(os.path.realpath(path.parent)), *place.parents):
@@ -73,9 +71,3 @@ def _check_out(run: Path, path: Path, overwrite: bool) -> None:
                 f"OUT must not be in the folder of a run, which must contain only its run, but {path} is in {each}: "
                 "choose another folder"
             )
-    if path.is_dir():
-        raise ValueError(f"OUT must be a file, but {path} is a folder: choose another path")
-    if os.path.lexists(path) and not path.is_file():
-        raise ValueError(f"OUT must be a regular file, but {path} is not: choose another path")
-    if path.exists() and not overwrite:
-        raise ValueError(f"OUT must be a new file, but {path} exists: choose another path, or replace it (--overwrite)")

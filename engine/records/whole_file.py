@@ -28,6 +28,21 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
+def check_can_write(path: Path, name: str, *, overwrite: bool) -> None:
+    """Raise ValueError if a file, called `name` in messages, must not or cannot be written at `path`."""
+    if not path.parent.is_dir():
+        found, remedy = ("a file", "choose another path") if path.parent.exists() else ("missing", "create it")
+        raise ValueError(f"{name} must be in an existing folder, but {path.parent} is {found}: {remedy}")
+    if path.is_dir():
+        raise ValueError(f"{name} must be a file, but {path} is a folder: choose another path")
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"{name} must be a regular file, but {path} is not: choose another path")
+    if path.exists() and not overwrite:
+        raise ValueError(
+            f"{name} must be a new file, but {path} exists: choose another path, or replace it (--overwrite)"
+        )
+
+
 def _write_beside(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     # Not tempfile.mkstemp: it makes files private to their owner, and undoing that needs the umask, which can

@@ -109,46 +109,36 @@ def replay_parts(
     named = {"data": data, STORAGE: as_text(storage_options)}
     given = {name: value for name, value in named.items() if value is not None}
     with local_copy(run, storage_options) as folder:
-        return _replay_folder(folder, steps, parts, naming_in(notify, folder, run), given, display)
-
-
-def _replay_folder(
-    run: Path,
-    steps: tuple[int | None, int | None],
-    parts: UserParts,
-    notify: Callable[[str], None],
-    given: Mapping[str, str],
-    display: Callable[[int, int], Sink] | None,
-) -> ReplayReport:
-    try:
-        stretch = _read_stretch(run, *steps)
-    except ValueError as error:
-        for fault in _check_files(run, (), notify).faults:
-            if fault not in str(error):
-                error.add_note(f"not as written: {fault}")
-        raise
-    ends = [snapshot for snapshot in (stretch.start.snapshot, stretch.snapshot) if snapshot is not None]
-    files = _check_files(run, ends, notify)
-    resolved = stretch.recorded.resolved
-    _check_user(stretch, parts)
-    # A launch handles signals while it is open; before the first launch and between two, they stop the replay at once.
-    with StopSignals(ControlBoard(), ignore_message):
-        begin = stretch.start.step
-        origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
-        notify(f"replaying {_steps(begin + 1, stretch.to_step)} of {run} from {origin}")
-        others = [*compare_named(resolved, parts.named), *changed_sources(resolved, parts)]
-        doubts = ["another source of its own parts"] if others else []
-        if (other_versions := versions_warning(stretch.recorded)) is not None:
-            others.append(other_versions)
-            doubts.append("other versions")
-        for warning in others:
-            notify(warning)
-        doubts = _check_places(stretch, doubts, notify)
-        config = with_given(stretch.recorded.config, given)
-        if line := stretch.recorded.describe_replaced(config, OF_AN_EVALUATION, (STORAGE,)):
-            notify(line)
-        report = _replay(stretch, parts, notify, given, display)
-    return replace(report, file_faults=files.faults, doubts=tuple(doubts))
+        notify = naming_in(notify, folder, run)
+        try:
+            stretch = _read_stretch(folder, *steps)
+        except ValueError as error:
+            for fault in _check_files(folder, (), notify).faults:
+                if fault not in str(error):
+                    error.add_note(f"not as written: {fault}")
+            raise
+        ends = [snapshot for snapshot in (stretch.start.snapshot, stretch.snapshot) if snapshot is not None]
+        files = _check_files(folder, ends, notify)
+        resolved = stretch.recorded.resolved
+        _check_user(stretch, parts)
+        # A launch handles signals while it is open; before the first and between two, they stop the replay at once.
+        with StopSignals(ControlBoard(), ignore_message):
+            begin = stretch.start.step
+            origin = f"the snapshot of step {begin:,}" if begin else "the state before the first step"
+            notify(f"replaying {_steps(begin + 1, stretch.to_step)} of {folder} from {origin}")
+            others = [*compare_named(resolved, parts.named), *changed_sources(resolved, parts)]
+            doubts = ["another source of its own parts"] if others else []
+            if (other_versions := versions_warning(stretch.recorded)) is not None:
+                others.append(other_versions)
+                doubts.append("other versions")
+            for warning in others:
+                notify(warning)
+            doubts = _check_places(stretch, doubts, notify)
+            config = with_given(stretch.recorded.config, given)
+            if line := stretch.recorded.describe_replaced(config, OF_AN_EVALUATION, (STORAGE,)):
+                notify(line)
+            report = _replay(stretch, parts, notify, given, display)
+        return replace(report, file_faults=files.faults, doubts=tuple(doubts))
 
 
 def _check_places(stretch: RecordedStretch, doubts: Sequence[str], notify: Callable[[str], None]) -> list[str]:

@@ -27,7 +27,7 @@ from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.machine import version_of
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
-from loopfeed.engine.records.whole_file import write_whole
+from loopfeed.engine.records.whole_file import check_can_write, write_whole
 from loopfeed.engine.report_page import number_text
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.data_card import read_data_card
@@ -287,7 +287,7 @@ def report_run(
     if not 1 <= len(given) <= MOST_RUNS:
         raise ValueError(f"runs must be 1 to {MOST_RUNS} run folders, got {len(given)}: make several pages")
     out = Path(path)
-    check_out(out, overwrite=overwrite)
+    check_can_write(out, "the page", overwrite=overwrite)
     own, place = {"model": model, "loss": loss, "metrics": metrics}, None if data is None else os.fspath(data)
     found_runs = []
     for index, run in enumerate(given):
@@ -304,18 +304,6 @@ def report_run(
             found_runs.append(found)
     write_whole(out, page(found_runs).encode())
     return out
-
-
-def check_out(out: Path, *, overwrite: bool) -> None:
-    """Raise ValueError if the page must not or cannot be written to a file."""
-    if not out.parent.is_dir():
-        raise ValueError(f"the page must be in an existing folder, but {out.parent} is none: create it")
-    if out.is_dir():
-        raise ValueError(f"the page must be a file, but {out} is a folder: choose another path (--out)")
-    if os.path.lexists(out) and not (overwrite and out.is_file()):
-        raise ValueError(
-            f"the page must be a new file, but {out} exists: choose another path (--out), or replace it (--overwrite)"
-        )
 
 
 def _reached(
