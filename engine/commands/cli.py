@@ -40,7 +40,6 @@ from loopfeed.preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
     from loopfeed.engine.parts import UserParts
-    from loopfeed.engine.records.recorded_run import RecordedRun
     from loopfeed.engine.run.run import Run
     from loopfeed.engine.stream.sinks import Sink
 
@@ -137,7 +136,10 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
             f"location of {recipe.unnamed_data}: give --data"
         )
     if recipe.recorded is not None:
-        _say_what_is_not_used(recipe.recorded, merged)
+        # Settings of the record that are the user's or the machine's, and so are not used unless they are given.
+        line = recipe.recorded.describe_replaced(TrainConfig(**merged.settings), options=SETTINGS)
+        if line is not None and this_process().index == 0:
+            say_to_stderr(line)
     changed = ", ".join(merged.overrides)
     click.echo(f"recipe {recipe.name}" + f": the command line overrides {changed}" * bool(changed))
     return merged
@@ -171,13 +173,6 @@ def _resumed_options(context: click.Context, recipe: LoadedRecipe | None) -> Mer
         for name, origin in merged.origins.items()
     }
     return replace(merged, origins=origins)
-
-
-def _say_what_is_not_used(recorded: "RecordedRun", merged: MergedOptions) -> None:
-    """Say which settings of a record are the user's or the machine's, and so are not used unless they are given."""
-    line = recorded.describe_replaced(TrainConfig(**merged.settings), options=SETTINGS)
-    if line is not None and this_process().index == 0:
-        say_to_stderr(line)
 
 
 def _supervise(context: click.Context) -> int | None:

@@ -4,7 +4,6 @@ Owns waiting, withdrawing and the messages. Must not know: jax, or how the run h
 The modules that read the log load numpy, so they are imported where they are first needed: `--help` answers at once.
 """
 
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from loopfeed.engine.records.folder_lock import is_locked
 from loopfeed.preprocess.commands.completion import complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
+from loopfeed.preprocess.commands.suggesting import refuse_nan
 from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.stop_signals import install, stop_signals, uninstall
 from loopfeed.preprocess.storage_options import is_url
@@ -64,12 +64,6 @@ def _checked_factor(_context: click.Context, parameter: click.Parameter, value: 
     return value
 
 
-def _checked_timeout(_context: click.Context, parameter: click.Parameter, value: float) -> float:
-    if math.isnan(value):
-        raise click.BadParameter("must be a number, got nan; leave it out to use the default", param=parameter)
-    return value
-
-
 @click.command(cls=GroupedCommand, option_groups=_GROUPS, epilog=_EPILOG)
 @click.argument("run", shell_complete=complete_folder)
 @click.option(
@@ -81,7 +75,7 @@ def _checked_timeout(_context: click.Context, parameter: click.Parameter, value:
 @click.option("--evaluate", is_flag=True, help="Evaluate after the next step.")
 @click.option("--stop", is_flag=True, help="Stop before the next step.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), default=60.0, metavar="S", callback=_checked_timeout,
+    "--timeout", type=click.FloatRange(min=0, min_open=True), default=60.0, metavar="S", callback=refuse_nan,
     help="Withdraw the request if the run has not accepted it within S seconds; 'inf' waits forever.",
 )  # fmt: skip
 def main(

@@ -137,9 +137,18 @@ def main(
     """
     with ending("run-eval", "stopped before there was a result", traceback=traceback):
         result = _evaluate(run, weights, options)
-        _write_predictions(result, options["predictions"])
+        if options["predictions"] is not None and result.predictions is not None:
+            from loopfeed.engine.evaluation.result import write_predictions
+
+            write_predictions(options["predictions"], result.predictions)
+            num_images = quantity(len(result.predictions.labels), "image")
+            say_to_stderr(f"predictions: {options['predictions']}, {num_images}")
         click.echo(_json_line(result) if as_json else _result_text(result, weights))
-        _say_speed(result)
+        seconds, num_images = result.evaluate_s, quantity(result.record.num_images, "image")
+        say_to_stderr(
+            f"{num_images} in {seconds:.1f} s: {result.record.num_images / seconds:,.1f} images/s, "
+            f"infeed wait {100 * result.wait_s / seconds:.1f} % of the time"
+        )
 
 
 def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> "EvaluationResult":
@@ -219,14 +228,6 @@ def _evaluate_run(
         )
 
 
-def _write_predictions(result: "EvaluationResult", path: str | None) -> None:
-    if path is not None and result.predictions is not None:
-        from loopfeed.engine.evaluation.result import write_predictions
-
-        write_predictions(path, result.predictions)
-        say_to_stderr(f"predictions: {path}, {quantity(len(result.predictions.labels), 'image')}")
-
-
 def _result_text(result: "EvaluationResult", weights: str | None) -> str:
     from loopfeed.engine.stream.sinks import evaluation_words
     from loopfeed.preprocess.printable import printable
@@ -270,12 +271,3 @@ def _json_line(result: "EvaluationResult") -> str:
         for each in result.classes
     ]
     return json.dumps(json.loads(result.record.to_json()) | {"classes": classes})
-
-
-def _say_speed(result: "EvaluationResult") -> None:
-    seconds = result.evaluate_s
-    say_to_stderr(
-        f"{quantity(result.record.num_images, 'image')} in {seconds:.1f} s: "
-        f"{result.record.num_images / seconds:,.1f} images/s, "
-        f"infeed wait {100 * result.wait_s / seconds:.1f} % of the time"
-    )

@@ -143,7 +143,11 @@ def main(
             write_data(_json(result) if as_json else _csv(result))
         else:
             click.echo(_text(result), nl=False)
-        _say_end(result)
+        num_images, num_failed = len(result.images), len(result.failures)
+        say_to_stderr(
+            f"{quantity(num_images - num_failed, 'image')} classified in {result.predict_s:.1f} s"
+            + (f", {num_failed:,} could not be decoded" if num_failed else "")
+        )
         end.code = FAILED if result.failures else DONE
 
 
@@ -230,11 +234,3 @@ def _csv_line(row: tuple[Any, ...]) -> str:
     # Only a field with a character of the line terminator is quoted: with "\r\n", a name with "\r" is.
     csv.writer(text, lineterminator="\r\n").writerow(row)
     return text.getvalue().removesuffix("\r\n") + "\n"
-
-
-def _say_end(result: "PredictionResult") -> None:
-    num_images, num_failed = len(result.images), len(result.failures)
-    say_to_stderr(
-        f"{quantity(num_images - num_failed, 'image')} classified in {result.predict_s:.1f} s"
-        + (f", {num_failed:,} could not be decoded" if num_failed else "")
-    )

@@ -95,7 +95,9 @@ def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *,
     lines = [line]
     if result.num_skipped:
         lines.append(f"skipped: {quantity(result.num_skipped, 'update')} with NaN or infinite gradients or weights")
-    place = _from_here(result.run_dir)
+    place, here = str(result.run_dir), Path.cwd()
+    if isinstance(result.run_dir, Path) and result.run_dir.is_relative_to(here):
+        place = os.fspath(result.run_dir.relative_to(here))
     lines.append(f"run folder: {place}")
     verdict = result.runtime.verdict
     # Of a run of a few steps there is nothing to say, and the report has it, too.
@@ -106,13 +108,6 @@ def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *,
     # The summary comes last, where it stays on the screen.
     text = "\n".join([*_tables(result, profile_format, runtime_report=runtime_report), *lines])
     say_in_time(text, _READER_S if result.stopped_by in ends else _STOPPED_S)
-
-
-def _from_here(run_dir: Path | str | None) -> str:
-    """Return the path of a run folder from the working directory, if it is inside; otherwise, and a URL, unchanged."""
-    if isinstance(run_dir, Path) and run_dir.is_relative_to(here := Path.cwd()):
-        return os.fspath(run_dir.relative_to(here))
-    return str(run_dir)
 
 
 def _tables(result: "TrainResult", profile_format: ProfileFormat, *, runtime_report: bool) -> Iterator[str]:

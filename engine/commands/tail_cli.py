@@ -33,6 +33,7 @@ from loopfeed.preprocess.commands.completion import complete_folder
 from loopfeed.preprocess.commands.guarded_output import GuardedCommand, terminal_of
 from loopfeed.preprocess.commands.output_stream import OutputStream
 from loopfeed.preprocess.commands.storage import storage_option
+from loopfeed.preprocess.commands.suggesting import refuse_nan
 from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.system_errors import describe_system_error, is_out_of_room, reading_remedy
 
@@ -50,12 +51,6 @@ class _WrongRunError(click.ClickException):
     exit_code = 2
 
 
-def _refuse_nan(_context: click.Context, parameter: click.Parameter, value: float) -> float:
-    if math.isnan(value):
-        raise click.BadParameter("must be a number, got nan; leave it out to use the default", param=parameter)
-    return value
-
-
 def _above(low: float, high: float | None = None) -> click.FloatRange:
     return click.FloatRange(min=low, min_open=True, max=high)
 
@@ -64,11 +59,11 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_folder)
 @click.option("--once", is_flag=True, help="Show the current state and exit.")
 @click.option(
-    "--interval", type=_above(0, 60), default=0.5, show_default=True, metavar="S", callback=_refuse_nan,
+    "--interval", type=_above(0, 60), default=0.5, show_default=True, metavar="S", callback=refuse_nan,
     help="Seconds between reads of the log.",
 )  # fmt: skip
 @click.option(
-    "--smoothing", type=click.FloatRange(0, 1, max_open=True), default=0.9, show_default=True, callback=_refuse_nan,
+    "--smoothing", type=click.FloatRange(0, 1, max_open=True), default=0.9, show_default=True, callback=refuse_nan,
     help="Weight of the past in the smoothed loss; 0 turns smoothing off.",
 )  # fmt: skip
 @click.option("--last", type=click.IntRange(min=1), metavar="STEPS", help="Show only the last STEPS steps.")
@@ -86,7 +81,7 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
     help="Height of the chart.  [default: the terminal's height]",
 )
 @click.option(
-    "--timeout-s", type=_above(0), default=600.0, show_default=True, metavar="S", callback=_refuse_nan,
+    "--timeout-s", type=_above(0), default=600.0, show_default=True, metavar="S", callback=refuse_nan,
     help="Give up if the run writes nothing for S seconds; 'inf' waits forever.",
 )  # fmt: skip
 @storage_option

@@ -23,6 +23,7 @@ _GAPS = 3
 # Show the mean of this many records, because the speed of a single step is noisy.
 _SMOOTHED_STEPS = 50
 _REDRAWN_PER_S = 5
+_MOST_MEANS = 512  # an even number, because they are merged in pairs
 
 
 class ProgressSink:
@@ -127,21 +128,12 @@ class ProgressSink:
 class LossHistory:
     """The loss history in bounded memory: means over equally long intervals, which are merged in pairs as needed.
 
-    Args:
-        capacity: an even number, 2 or more.
-
     Attributes:
-        means: fewer than `capacity` means, oldest first, without the last, incomplete interval.
-
-    Raises:
-        ValueError: if `capacity` is odd or less than 2, because the intervals are merged in pairs.
+        means: fewer than 512 means, oldest first, without the last, incomplete interval.
     """
 
-    def __init__(self, capacity: int = 512) -> None:
-        if capacity < 2 or capacity % 2:
-            raise ValueError(f"capacity must be even and at least 2, got {capacity}; the default is 512")
-        self._capacity, self._interval, self._pending = capacity, 1, 0
-        self._sum = 0.0
+    def __init__(self) -> None:
+        self._interval, self._pending, self._sum = 1, 0, 0.0
         self.means: list[float] = []
 
     def add(self, loss: float) -> None:
@@ -152,7 +144,7 @@ class LossHistory:
             return
         self.means.append(self._sum / self._interval)
         self._sum, self._pending = 0.0, 0
-        if len(self.means) >= self._capacity:
+        if len(self.means) >= _MOST_MEANS:
             pairs = zip(self.means[::2], self.means[1::2], strict=True)
             self.means = [(first + second) / 2 for first, second in pairs]
             self._interval *= 2

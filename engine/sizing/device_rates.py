@@ -43,16 +43,13 @@ class DeviceRates(NamedTuple):
         return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
 
 
-def measure_device(
-    device: jax.Device, dtype: DTypeLike = jnp.float32, *, kernels: str = XLA, limit_s: float = _MEASURE_S
-) -> DeviceRates:
-    """Measure a device for about twice `limit_s` seconds, and return the fastest that it was.
+def measure_device(device: jax.Device, dtype: DTypeLike = jnp.float32, *, kernels: str = XLA) -> DeviceRates:
+    """Measure a device for about twice `_MEASURE_S` seconds, and return the fastest that it was.
 
     Args:
         device: a device of this process.
         dtype: dtype of the matrices; sums are float32.
         kernels: whose product it is, `XLA` or `ONEDNN`, which multiplies float32 and, on some processors, bfloat16.
-        limit_s: seconds for each of the two measurements, beside compiling.
     """
     n, moved_bytes = _CPU_SIZES if device.platform == "cpu" else _GPU_SIZES
     matrix = jax.device_put(jnp.ones((n, n), dtype), device)
@@ -62,8 +59,8 @@ def measure_device(
     # In a loop, because the memory of a new result costs more on a CPU than writing to it.
     move = jax.jit(lambda x, turns: lax.fori_loop(0, turns, lambda _, x: 2 * x + 1, x))
     return DeviceRates(
-        flops_per_s=2 * n**3 / _shortest_s(lambda: product(matrix), limit_s),
-        bytes_per_s=8 * count * _TURNS / _shortest_s(lambda: move(numbers, _TURNS), limit_s),
+        flops_per_s=2 * n**3 / _shortest_s(lambda: product(matrix)),
+        bytes_per_s=8 * count * _TURNS / _shortest_s(lambda: move(numbers, _TURNS)),
         dtype=str(jnp.dtype(dtype)),
         device=str(device.device_kind),
     )
@@ -80,10 +77,10 @@ def onednn_product(x: jax.Array) -> jax.Array:
     return call_operation(product, [jax.ShapeDtypeStruct(x.shape, jnp.float32)], x, x)[0]
 
 
-def _shortest_s(work: Callable[[], jax.Array], limit_s: float) -> float:
+def _shortest_s(work: Callable[[], jax.Array]) -> float:
     work().block_until_ready()
     started, shortest = time.perf_counter(), float("inf")
-    while (begin := time.perf_counter()) < started + limit_s or shortest == float("inf"):
+    while (begin := time.perf_counter()) < started + _MEASURE_S or shortest == float("inf"):
         work().block_until_ready()
         shortest = min(shortest, time.perf_counter() - begin)
     return shortest

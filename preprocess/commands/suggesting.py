@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -42,6 +43,13 @@ def ascii_only[T: click.ParamType](kind: T) -> T:  # type: ignore[type-arg]
     made: T = object.__new__(type(type(kind).__name__, (_AsciiDigits, type(kind)), {}))
     vars(made).update(vars(kind))
     return made
+
+
+def refuse_nan(_context: click.Context, parameter: click.Parameter, value: float) -> float:
+    """Return the number of an option, of which nan is refused."""
+    if math.isnan(value):
+        raise click.BadParameter("must be a number, got nan; leave it out to use the default", param=parameter)
+    return value
 
 
 class SuggestingCommand(click.Command):

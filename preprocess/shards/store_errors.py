@@ -74,18 +74,17 @@ _RETRIES_OF_DRIVER = {"s3": "s3_request_retries", "gcs": "gcs_request_retries", 
 _CONNECTION = re.compile(r"CURL error [^:]*: (?P<reason>.*?) \[.*curl_code=", re.DOTALL)
 
 
-def contact_fault(spec: dict[str, Any], context: ts.Context, *, timeout_s: float | None = None) -> str | None:
+def contact_fault(spec: dict[str, Any], context: ts.Context) -> str | None:
     """Return why a store does not answer, or None if it answers (even with an error) or is not remote.
 
     Args:
         spec: TensorStore's JSON specification of the store.
         context: the store's shared resources, such as its credentials.
-        timeout_s: how long to wait, by default `CONTACT_TIMEOUT_S`.
     """
     retries = _RETRIES_OF_DRIVER.get(spec["driver"])
     if retries is None:
         return None
-    timeout_s = CONTACT_TIMEOUT_S if timeout_s is None else timeout_s
+    timeout_s = CONTACT_TIMEOUT_S
     deadline = time.monotonic() + timeout_s
     try:
         store = ts.KvStore.open({retries: _RETRIES, **spec}, context=context).result(timeout=timeout_s)
