@@ -29,6 +29,7 @@ from loopfeed.preprocess.packing.part import Part
 from loopfeed.preprocess.packing.parts import finish_parts, pack_part
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
+from loopfeed.preprocess.shards.arrays import words_digest
 from loopfeed.preprocess.shards.location import ShardError, open_location
 from loopfeed.preprocess.shards.manifest import WHOLE_VERSION, Manifest
 from loopfeed.preprocess.shards.targets import SplitTargets, pack_bits
@@ -245,6 +246,34 @@ def test_a_changed_place_is_no_place_to_a_reader(tmp_path):
         split.load_numbers(timeout_s=60)
 
 
+@pytest.mark.parametrize("word", [0, 5 << 15 | 8, 4 << 15 | 9, 1 << 31 | 4 << 15 | 4], ids=hex)
+def test_a_place_outside_the_canvas_is_refused_whatever_the_digests_say(tmp_path, word):
+    manifest = pack(pictures(), tmp_path).manifest
+    array: Any = zarr.open_array(str(tmp_path / "train/extents"), mode="r+")
+    array[3] = word
+    forged = replace(manifest, extent_digests=(words_digest([np.asarray(array[:])]),))
+    (tmp_path / "train/manifest.json").write_text(forged.to_json())
+    with (
+        open_split(str(tmp_path), "train") as split,
+        pytest.raises(
+            ShardError, match=r"extents: image 3 is not within its canvas of 8 × 4 pixels; run `inspect-shards"
+        ),
+    ):
+        split.read_into(np.arange(7), np.zeros((7, 4, 8), np.uint32), np.zeros((7, 2), np.int32), timeout_s=60)
+
+
+@pytest.mark.parametrize(("was", "now"), [(RULE, replace(RULE, canvas=None)), (replace(RULE, canvas=None), RULE)])
+def test_a_pack_begun_on_another_canvas_is_not_continued(tmp_path, was, now):
+    source, location = pictures(), open_location(str(tmp_path)).child("train")
+    with pytest.raises(KeyboardInterrupt):
+        pack_split(source.changed(raising={5: KeyboardInterrupt()}), location, PackSettings(rule=was, shard_images=3))
+    shown = ["square" if rule.canvas is None else "3:2" for rule in (was, now)]
+    for _ in range(2):  # unfinished, then finished
+        with pytest.raises(ShardError, match=f"--canvas was {shown[0]}, is now {shown[1]}. Use the same source and op"):
+            pack_split(source.changed(), location, PackSettings(rule=now, shard_images=3))
+        pack_split(source.changed(), location, PackSettings(rule=was, shard_images=3))
+
+
 def on_canvas(images, height, width, noise=None):
     """Return the words and the extents of pictures on canvases, what is beside them black or noise."""
     words = np.zeros((len(images), height, width), np.uint32) if noise is None else noise.copy()
@@ -443,6 +472,21 @@ def test_whole_pictures_are_evaluated_at_another_size(packs):
     )
     with pytest.raises(SettingError, match="eval_image_size must be at most the shorter side of the stored"):
         run_of("whole", eval_image_size=5, run_dir="run-larger")
+
+
+def test_crops_of_squares_with_a_margin_say_what_they_leave_out(packs):
+    source = pictures()
+    pack_split(source, open_location("margin").child("train"), PackSettings(rule=ResizeRule(3, 4)))
+    for data, crop, expected in (
+        ("margin", "resized", ["crops: from packed squares, which keep 42% of a 4:3 photograph; published accuracies"]),
+        ("margin", "centre", []),
+        ("square", "resized", []),
+        ("whole", "resized", []),
+    ):
+        said: list[str] = []
+        values = {"image_size": 3, "eval_split": "off", "steps": 1, "overwrite": True}
+        run_of(data, crop=crop, notify=said.append, **values)
+        assert [line[: len(expected[0])] if expected else line for line in said if "crops:" in line] == expected
 
 
 def test_a_photograph_is_classified_as_its_stored_picture(packs):

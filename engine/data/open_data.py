@@ -30,6 +30,7 @@ from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.extents import share_of_square
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.location import open_location
@@ -341,6 +342,11 @@ def _warn_of_split(
         notify(
             f"warning: a batch has {config.batch:,} images, but {where} has only {split.num_images:,}, so each batch "
             f"repeats some of them: give --batch {split.num_images} or less"
+        )
+    if config.crop == "resized" and (share := share_of_square(split.manifest.resize_rule)):
+        notify(
+            f"crops: from packed squares, which keep {share:.0%} of a 4:3 photograph; published accuracies crop whole "
+            "pictures (preprocess-imagenet --canvas 3:2)"
         )
 
 

@@ -96,7 +96,7 @@ _SQUARE = "square"
     type=click.IntRange(1, MAX_SIZE),
     metavar="PIXELS",
     show_default=f"8/7 of --size (e.g. 256 for 224), or --size itself if it is at most {LARGEST_SIZE_WITHOUT_MARGIN}",
-    help="Resize the shorter side to this length before the central crop.",
+    help="Resize the shorter side to this length before the central crop, or before a picture is packed whole.",
 )
 @click.option(
     "--canvas",
@@ -104,7 +104,8 @@ _SQUARE = "square"
     default=_SQUARE,
     callback=lambda _context, _parameter, value: None if value == _SQUARE else value,
     help="Pack whole pictures, each on a canvas of this width and height, such as 3:2; portraits are transposed, and "
-    "longer pictures are made smaller. square: pack only the central crop.",
+    "longer pictures are made smaller. Give 3:2 for a training with --crop resized, as the recipes of ImageNet are: it "
+    "takes twice the disk. square: pack only the central crop, which is all that --crop centre and evaluations use.",
 )
 @click.option(
     "--resample",
@@ -143,7 +144,7 @@ _SQUARE = "square"
     type=SuggestingChoice(["packed", "dense"]),
     default="packed",
     help="packed: one 32-bit word per pixel. dense: four pixels in three words, a quarter smaller; --size must be a "
-    "multiple of 4.",
+    "multiple of 4 (a --canvas always is).",
 )
 @click.option(
     "--codec",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from loopfeed.preprocess.extents import share_of_square
 from loopfeed.preprocess.packing.part import describe_parts
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
@@ -58,6 +59,8 @@ def announce(source: Source, location: Location, settings: PackSettings) -> None
         )
     height, width = rule.stored_shape
     kept = f"central crop of {width} x {height} px"
+    if share := share_of_square(rule.to_json()):
+        kept += f" ({share:.0%} of a 4:3 photograph; --canvas 3:2 packs all of it)"
     if rule.canvas is not None:
         kept = f"whole on a canvas of {width} x {height} px, portraits transposed"
     click.echo(

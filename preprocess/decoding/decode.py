@@ -92,7 +92,7 @@ class ResizeRule:
         if self.resize < self.size:
             raise ValueError(
                 f"resize must be at least size ({self.size}) so that the crop fits into the image, got "
-                f"{self.resize}; use a resize of {self.size} or more"
+                f"{self.resize}; use a resize of {self.size} or more, or a smaller size"
             )
         if self.resample not in RESAMPLERS:
             raise ValueError(f"resample must be one of {', '.join(RESAMPLERS)}, got {self.resample!r}")

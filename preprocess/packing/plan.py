@@ -56,6 +56,9 @@ _DIFFERENCES = {
     _LABELS_FILE: "the file of labels changed (--labels)",
 }
 
+# The value of an option whose entry a rule leaves out.
+_LEFT_OUT = {"canvas": "square"}
+
 _SHARD_BYTES = 64 << 20
 _MAX_SHARD_IMAGES = 1 << 14
 _MAX_SHARD_BYTES = 4 << 30
@@ -243,7 +246,8 @@ def _differences(keys: Iterable[str], found: dict[str, Any], wanted: dict[str, A
         if key == _RESIZE_RULE and isinstance(was, dict) and isinstance(now, dict):
             # Its entries have the names of the options that set them.
             differences += [
-                f"--{name} was {was.get(name, 'not given')}, is now {now.get(name, 'not given')}"
+                f"--{name} was {was.get(name, _LEFT_OUT.get(name, 'not given'))}, is now "
+                f"{now.get(name, _LEFT_OUT.get(name, 'not given'))}"
                 for name in sorted(was.keys() | now.keys(), key=[*now, *was].index)
                 if was.get(name) != now.get(name)
             ]

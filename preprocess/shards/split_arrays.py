@@ -11,6 +11,7 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
+from loopfeed.preprocess.extents import are_outside
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
@@ -222,11 +223,29 @@ def open_checksums(location: Location, manifest: Manifest) -> ImageNumbers | Non
     )
 
 
-def open_extents(location: Location, manifest: Manifest) -> ImageNumbers | None:
-    """Open the uint32 places of whole pictures of the split at ``location``; return None if it has none."""
-    if not manifest.is_whole:
-        return None
-    return ImageNumbers(location, EXTENTS, extents_metadata(manifest.num_images), np.uint32, manifest.extent_digests)
+class SplitExtents(ImageNumbers):
+    """The places of whole pictures of the split at ``location``, uint32; see `loopfeed.preprocess.extents`."""
+
+    def __init__(self, location: Location, manifest: Manifest) -> None:
+        metadata = extents_metadata(manifest.num_images)
+        super().__init__(location, EXTENTS, metadata, np.uint32, manifest.extent_digests)
+        self._canvas = manifest.height, manifest.width
+
+    def read(self, indices: NDArray[np.int64], deadline: float) -> NDArray[np.uint32]:
+        """Read as `ImageNumbers.read`; raise ShardError if a picture is not within its canvas too."""
+        found = super().read(indices, deadline)
+        if (outside := are_outside(found, *self._canvas)).any():
+            height, width = self._canvas
+            raise ShardError(
+                f"{self._location.display}{EXTENTS}: image {indices[int(outside.argmax())]} is not within its canvas "
+                f"of {width} × {height} pixels; {self._location.remedy}"
+            )
+        return found
+
+
+def open_extents(location: Location, manifest: Manifest) -> SplitExtents | None:
+    """Open the places of whole pictures of the split at ``location``; return None if it has none."""
+    return SplitExtents(location, manifest) if manifest.is_whole else None
 
 
 class SplitLabels(ImageNumbers):
