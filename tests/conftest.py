@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from tests.fake_cuda import FakeCuda
 
 
-# Only scripts/gpu-check runs tests on a GPU, and it sets this variable beforehand.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Only scripts/gpu-check runs tests on a GPU, and it sets this variable beforehand. Elsewhere, here and in the processes
+# that tests start, programs compile in two thirds of the time: without LLVM's optimiser.
+if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 # Tests have no deadline of their own: pytest's limit ends one that hangs. The GPU tests run without hypothesis.
 with suppress(ModuleNotFoundError):
@@ -50,6 +53,15 @@ def _no_waits_for_the_disk():
     """Let `os.fsync` only check its descriptor: tests kill processes, whose files stay, but never the machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cached_replays(_own_caches):
+    """Let replays take compiled programs from the cache; by themselves they compile anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "jax" in sys.modules:  # else no collected test replays a run
+            patch.setattr("loopfeed.engine.replay.replay.OFF", None)
         yield
 
 
@@ -119,23 +131,32 @@ def _small_resnets():
 
 
 @pytest.fixture(scope="module")
-def without_llvms_optimiser():
-    """Compile faster, in all tests of a module whose subject is what the engine asks of a program, not its speed."""
+def llvms_optimiser():
+    """Compile as users do, in all tests of a module whose subject is arithmetic or speed."""
     import jax
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # in the processes that they start
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
+        patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)  # in the processes that they start
+        before = jax.config.read("jax_disable_most_optimizations")
         jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(scope="module")
-def cached_replays():
-    """Let the replays of a module take compiled programs from the cache; by themselves they compile anew."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("loopfeed.engine.replay.replay.OFF", None, raising=False)
         yield
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="session")
+def without_llvms_optimiser():
+    """Ask for what is the rule now."""
+
+
+@pytest.fixture(scope="session")
+def cached_replays():
+    """Ask for what is the rule now."""
+
+
+@pytest.fixture
+def uncached_replays(monkeypatch):
+    """Let replays compile anew, as they do outside of tests."""
+    monkeypatch.setattr("loopfeed.engine.replay.replay.OFF", "off")
 
 
 @pytest.fixture

@@ -101,7 +101,6 @@ def expected_order(chunk: int) -> list[list[Any]]:
 
 
 def main(number: int, folder: Path) -> None:
-    jax.config.update("jax_disable_most_optimizations", True)  # compiles faster
     orders = [recorded_order(folder / str(chunk), devices=f"cpu:{number}", chunk_batches=chunk) for chunk in CHUNKS]
     print(json.dumps(orders))
 

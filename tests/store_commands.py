@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 def environment_of(folder, server):
     """Return the environment of a command; without a server, it finds none."""
     found = {} if server is None else server.environment
-    return os.environ | found | {"HOME": str(folder), "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return os.environ | found | {"HOME": str(folder), "PYTHONPATH": str(ROOT)}
 
 
 def start(folder, server, *arguments):

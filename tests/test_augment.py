@@ -20,6 +20,8 @@ from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
 from tests.augment_batch import augment_batch
 from tests.threefry_reference import index, words_at
 
+pytestmark = pytest.mark.usefixtures("llvms_optimiser")
+
 K = 7
 SCALE = PixelScale(
     mean=jnp.array([0.485, 0.456, 0.406], jnp.float32), std=jnp.array([0.229, 0.224, 0.225], jnp.float32)

@@ -30,6 +30,8 @@ from tests.test_resample import photograph
 from tests.threefry_reference import index, words_at
 from tests.toy import Linear, toy_batch, toy_config
 
+pytestmark = pytest.mark.usefixtures("llvms_optimiser")
+
 HEIGHT, WIDTH = 21, 26
 AUTO_AUGMENT = 11
 # In the order of torchvision's tables, which is that of the numbers of the operations.

@@ -11,8 +11,6 @@ from loopfeed import replay_run, train
 from loopfeed.engine.updates.update import init_average, update_average
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 
 def drawn(seed, dtype=np.float32):
     random = np.random.default_rng(seed)

@@ -7,14 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopfeed.models.layers.batch_norm import EPSILON, SAMPLED, RunningStats, batch_norm, stored_relu
+from loopfeed.models.layers import batch_norm as module
+from loopfeed.models.layers.batch_norm import EPSILON, SAMPLED, RunningStats, stored_relu
 from loopfeed.models.layers.convolution import convolution
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("llvms_optimiser")]
 
 
 def normal(seed, shape, dtype=np.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def batch_norm(x, scale, bias, running, **options):
+    """Compile each call as one program, for the platform of the test."""
+    return jax.jit(lambda *arrays: module.batch_norm(*arrays, **options))(x, scale, bias, running)
 
 
 def plain_batch_norm(x, scale, bias):
@@ -38,17 +44,21 @@ def test_batch_norm_and_its_gradient_are_the_papers(shape, relu, platform):
     x, scale, bias, gradient = normal(0, shape) * 3 + 2, normal(1, (5,)), normal(2, (5,)), normal(3, shape)
 
     def ours(x, scale, bias):
-        return batch_norm(x, scale, bias, FRESH, train=True, relu=relu)[0]
+        return module.batch_norm(x, scale, bias, FRESH, train=True, relu=relu)[0]
 
     def plain(x, scale, bias):
         y = plain_batch_norm(x, scale, bias)
         return jnp.where(y > 0, y, 0) if relu else y
 
-    y, pullback = jax.vjp(ours, x, scale, bias)
-    wanted, plain_pullback = jax.vjp(plain, x, scale, bias)
+    @jax.jit
+    def both(operands, gradient):
+        (y, pullback), (wanted, plain_pullback) = jax.vjp(ours, *operands), jax.vjp(plain, *operands)
+        return (y, pullback(gradient)), (wanted, plain_pullback(gradient))
+
+    (y, gradients), (wanted, references) = both((x, scale, bias), gradient)
     # float32 sums in another order; with two values a channel the input's gradient cancels to almost nothing
     np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5)
-    for found, reference in zip(pullback(gradient), plain_pullback(gradient), strict=True):
+    for found, reference in zip(gradients, references, strict=True):
         np.testing.assert_allclose(found, reference, rtol=1e-4, atol=1e-5)
 
 
@@ -68,7 +78,11 @@ def test_batch_norm_keeps_its_digits_far_from_zero(platform, offset):
 
 
 @settings(max_examples=30, derandomize=True)
-@given(st.integers(1, 400), st.integers(0, 99), st.sampled_from(["first", "last", "any", "none"]))
+@given(
+    st.sampled_from([1, 2, SAMPLED - 1, SAMPLED, SAMPLED + 1, 5 * SAMPLED, 400]),
+    st.integers(0, 99),
+    st.sampled_from(["first", "last", "any", "none"]),
+)
 def test_variance_keeps_its_digits_wherever_the_outliers_lie(count, seed, where):
     """The part whose mean the sums are taken about may be nothing like the rest: all of it outliers, or one of it."""
     rng = np.random.default_rng(seed)
@@ -77,7 +91,8 @@ def test_variance_keeps_its_digits_wherever_the_outliers_lie(count, seed, where)
     places = {"first": slice(sampled), "last": slice(-1, None), "any": rng.integers(count, size=3), "none": slice(0)}
     values[places[where]] += 1e4
     x = jnp.asarray(values.reshape(1, 1, count, 1), jnp.float32)
-    _, running = batch_norm(x, jnp.ones(1), jnp.zeros(1), RunningStats(jnp.zeros(1), jnp.zeros(1)), train=True)
+    zero = jnp.zeros(1)
+    _, running = module.batch_norm(x, jnp.ones(1), zero, RunningStats(zero, zero), train=True)
     exact = np.asarray(x, np.float64)
     unbiased = exact.var() * (count / max(count - 1, 1))
     # Some roundings of 6e-8; 64 times as much where the part is all outliers, as the sums cancel to one in 64.
@@ -112,17 +127,21 @@ def test_on_a_card_the_loss_of_digits_matches_the_size_of_the_outlier(deviations
 @pytest.mark.usefixtures("platform")
 def test_a_stored_relu_and_its_gradient_are_jaxs():
     x, gradient = normal(0, (3, 4)).at[0, 0].set(0).at[0, 1].set(jnp.nan).at[0, 2].set(-0.0), normal(1, (3, 4))
-    y, pullback = jax.vjp(stored_relu, x)
-    wanted, plain_pullback = jax.vjp(jax.nn.relu, x)
-    np.testing.assert_array_equal(y, wanted)
-    np.testing.assert_array_equal(*pullback(gradient), *plain_pullback(gradient))
+    found, wanted = (
+        jax.jit(lambda x, gradient, relu=relu: (relu(x), jax.vjp(relu, x)[1](gradient)[0]))(x, gradient)
+        for relu in (stored_relu, jax.nn.relu)
+    )
+    for each, expected in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(each, expected)
 
 
 @pytest.mark.usefixtures("platform")
 def test_the_gradient_of_relu_at_zero_is_zero():
     """Scale 0 makes every value 0, where the ReLU's derivative is 0, as `jax.nn.relu` has it."""
     x = normal(0, (2, 3, 3, 5))
-    bias_gradient = jax.grad(lambda bias: batch_norm(x, jnp.zeros(5), bias, FRESH, train=True, relu=True)[0].sum())
+    bias_gradient = jax.jit(
+        jax.grad(lambda bias: module.batch_norm(x, jnp.zeros(5), bias, FRESH, train=True, relu=True)[0].sum())
+    )
     np.testing.assert_array_equal(bias_gradient(jnp.zeros(5)), 0)
     np.testing.assert_array_equal(bias_gradient(jnp.ones(5)), 18)
 
@@ -161,7 +180,7 @@ def test_the_norm_of_few_values_is_not_computed_from_an_array_that_is_being_over
 
     def norm(y):
         one, zero = jnp.ones(32, jnp.float32), jnp.zeros(32, jnp.float32)
-        return batch_norm(y, one, zero, RunningStats(zero, one), train=True, relu=True)[0]
+        return module.batch_norm(y, one, zero, RunningStats(zero, one), train=True, relu=True)[0]
 
     def plain_norm(y):
         centred = y - y.mean((0, 1, 2))
@@ -180,6 +199,7 @@ def test_the_norm_of_few_values_is_not_computed_from_an_array_that_is_being_over
 
     found = np.asarray(jax.jit(loop if in_loop else step)(kernel, x, gradient))
     with jax.enable_x64(True):
-        expected = np.asarray(jax.grad(loss)(*(each.astype(np.float64) for each in (kernel, x, gradient)), plain_norm))
+        wide = (each.astype(np.float64) for each in (kernel, x, gradient))
+        expected = np.asarray(jax.jit(jax.grad(loss), static_argnums=3)(*wide, plain_norm))
     # Rounding of float32 through three norms of four values each gave 3e-6.
     assert np.linalg.norm(found - expected) <= 1e-4 * np.linalg.norm(expected)

@@ -24,8 +24,6 @@ from loopfeed.engine.objective.metrics import (
 from loopfeed.engine.objective.objective import Objective
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 BITS = LabelForm.of(np.zeros((2, 3), bool), 2, "these labels")
 
 

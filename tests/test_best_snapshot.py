@@ -21,8 +21,6 @@ from loopfeed.engine.stream.sinks import EvaluationRecord
 from tests.test_tally import evaluation_set
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 
 def record(step, **values):
     return EvaluationRecord(**({"step": step, "num_images": 1, "top1": 0.5, "top5": 1, "loss": 1, "time": 0} | values))

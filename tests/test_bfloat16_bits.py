@@ -25,6 +25,7 @@ def _lacks_kernels() -> bool:
 
 
 pytestmark = [
+    pytest.mark.usefixtures("llvms_optimiser"),
     pytest.mark.kernels,
     pytest.mark.skipif(_lacks_kernels(), reason="oneDNN's kernels do not run here"),
 ]

@@ -9,6 +9,8 @@ import pytest
 from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, BoxRule, draw_boxes
 from tests.threefry_reference import index, unit
 
+pytestmark = pytest.mark.usefixtures("llvms_optimiser")
+
 
 def random_words(num, seed=0):
     return np.random.default_rng(seed).integers(2**32, size=(num, BLOCKS_OF_BOX, 2), dtype=np.uint32)

@@ -17,8 +17,6 @@ from loopfeed.engine.run.epochs import steps_of_epochs
 from loopfeed.engine.run.run import Run
 from tests.toy import BATCH, CountedBatches, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 
 class Log(Callback):
     """A callback that lists its calls and the threads on which they were made."""

@@ -20,8 +20,6 @@ from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
 from loopfeed.engine.run.run import NonFiniteError
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 EVALUATED = toy_batch(100, batch=16)
 SETTINGS: dict[str, Any] = {
     "steps": 11,

@@ -22,8 +22,6 @@ from loopfeed.preprocess.stop_signals import BURST_S
 from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 TINY = ["--synthetic", "--model", "resnet8", "--image-size", "8", "--num-classes", "3", "--batch", "4"]
 # Compiles in a tenth of the time, for tests of what does not depend on the model.
 TOY_MODEL = ["--model", "tests.toy:Linear", "--batch", "4"]

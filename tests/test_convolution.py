@@ -20,7 +20,7 @@ from loopfeed.models.layers.convolution import convolution
 from loopfeed.models.layers.convolution_forms import Geometry
 from tests.kernels import needs_onednn
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("llvms_optimiser")]
 
 # Sums of at most a few thousand float32 products, in another order.
 RTOL = 1e-5

@@ -24,7 +24,7 @@ from loopfeed.engine.stream.loss_stream import LossStream
 from tests.fake_xla import fake_transport
 from tests.toy import BATCH, Linear, toy_batch, toy_config
 
-pytestmark = [pytest.mark.usefixtures("without_llvms_optimiser"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 RESULTS = (jax.ShapeDtypeStruct((3,), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
 

@@ -19,7 +19,6 @@ from tests.toy import Linear, toy_batch, toy_config
 
 ROOT = Path(__file__).parents[1]
 PULLS = {"pull", "evaluation pull"}
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
 
 
 @pytest.mark.parametrize(("transport", "chunk"), [("inplace", 1), ("callback", 4), ("cuda", 4)])

@@ -17,8 +17,6 @@ from loopfeed.engine.run.cycles import append_cycle, describe_rate_change, rate_
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 PEAK, NUM_IMAGES, BATCH = 0.01, 20, 4  # five steps an epoch
 
 

@@ -22,8 +22,6 @@ from loopfeed.engine.replay.checked_files import check_files
 from tests.chained_run import EVALUATED, LOGS, Untraced, holding, make_older, refusal, resume, run, without_digest
 from tests.toy import Linear, toy_batch
 
-pytestmark = pytest.mark.usefixtures("cached_replays")
-
 
 @pytest.mark.parametrize("name", LOGS)
 def test_every_line_of_a_log_is_checked(copied_run, name):

@@ -17,8 +17,6 @@ from loopfeed.preprocess.shards.reader import list_splits, open_split
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):

@@ -5,13 +5,18 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from loopfeed import TrainConfig
+from loopfeed.engine.data.open_data import open_data
+from loopfeed.engine.parts import UserParts
 from loopfeed.engine.recipes import load_recipe
+from loopfeed.engine.recipes.expected import expected_accuracy
 from loopfeed.preprocess.demo.demo_set import SHAPES, draw_demo, draw_image
 from loopfeed.preprocess.sources.open_source import open_source
 
@@ -80,16 +85,24 @@ def test_existing_files_are_not_overwritten(tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("llvms_optimiser")
 def test_the_demo_reaches_the_accuracy_that_its_recipe_promises(tmp_path):
+    """In six tenths of its steps, which reach it with less time at a low rate; that accuracy ends the run."""
     recipe = load_recipe("demo")
+    floor = re.match(r"at least ([\d.]+) % top-1", recipe.expected)
+    assert floor is not None
+    top1 = float(floor[1]) / 100
+    shorter = ["--steps", str(recipe.settings["steps"] * 6 // 10), "--stop-at-top1", str(top1), "--run-dir", "run"]
     for line in recipe.command.strip().splitlines():
         name, *arguments = line.split()
-        own = ["--run-dir", "run"] if name == "run-train" else []
+        own = shorter if name == "run-train" else []
         command = [str(Path(sys.executable).parent / name), *arguments, *own]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500)
         assert done.returncode == 0, done.stderr
-    assert f"expected: {recipe.expected}" in done.stdout.splitlines()
-    floor = re.match(r"at least ([\d.]+) % top-1", recipe.expected)
-    assert floor is not None
     last = json.loads((tmp_path / "run/eval.jsonl").read_text().splitlines()[-1])
-    assert 100 * last["top1"] >= float(floor[1])
+    assert last["top1"] >= top1
+    # The recipe's own run on these images is told what to expect.
+    config = TrainConfig.from_json({**recipe.settings, "data": str(tmp_path / "data/demo")})
+    with ExitStack() as stack:
+        digest = open_data(config, UserParts(), stack, lambda _: None).contents_digest
+    assert expected_accuracy(recipe, config, digest) == (f"expected: {recipe.expected}",)

@@ -21,8 +21,6 @@ from loopfeed.preprocess.shards.verify import verify_split
 from tests.fake_source import fake_source, pack
 from tests.toy import CLASSES, Linear
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 NUM_IMAGES, SHARD_IMAGES = 22, 8
 
 

@@ -16,12 +16,11 @@ from loopfeed.engine.crossing.devices import choose_devices, settle_devices
 from loopfeed.engine.crossing.infeed import SharedWords
 from loopfeed.engine.replicas import AXIS, norm_groups
 from loopfeed.models.layers.batch_norm import NormGroups, RunningStats, batch_norm, normalising_over
-from tests.device_runs import AGAIN
 from tests.double_runs import RUNS
 from tests.toy import toy_config
 
 ROOT = Path(__file__).parents[1]
-NUMBERS = (1, 2, 4)  # tests/double_runs.py has eight
+SEVERAL = 4  # tests/double_runs.py has two and eight, tests/test_processes.py three, and two of two
 
 
 def in_process(*arguments: str) -> str:
@@ -38,35 +37,28 @@ def found(tmp_path_factory):
     """What `tests/device_runs.py` prints, by number of devices."""
     folder = tmp_path_factory.mktemp("runs")
     printed = {
-        number: in_process("-m", "tests.device_runs", str(number), str(folder / str(number))) for number in NUMBERS
+        number: in_process("-m", "tests.device_runs", str(number), str(folder / str(number))) for number in (1, SEVERAL)
     }
     return {number: json.loads(text.splitlines()[-1]) for number, text in printed.items()}, folder
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("number", NUMBERS[1:])
-def test_every_number_of_devices_trains_on_the_same_bits_to_the_same_losses(found, number):
-    one, several = (found[0][each]["everything"] for each in (1, number))
+def test_several_devices_train_on_the_same_bits_to_the_same_losses(found):
+    one, several = (found[0][each]["everything"] for each in (1, SEVERAL))
     assert several["inputs"] == one["inputs"]
     np.testing.assert_allclose(several["losses"], one["losses"], rtol=1e-6)
     # AdamW divides by the size of a gradient: where that is small, so are the digits that are left.
     np.testing.assert_allclose(several["weights"], one["weights"], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(several["seen"], one["seen"], rtol=1e-4)
     np.testing.assert_allclose(several["evaluations"], one["evaluations"], rtol=1e-5)
-    assert found[0][number]["devices"] == ["cpu"] * number
+    assert found[0][SEVERAL]["devices"] == ["cpu"] * SEVERAL
+    assert several["again"] == several["losses"]
 
 
 @pytest.mark.integration
-def test_the_same_devices_give_the_same_bits_again(found):
-    everything = found[0][AGAIN]["everything"]
-    assert everything["again"] == everything["losses"]
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("number", NUMBERS[1:])
 @pytest.mark.parametrize("norms", ["whole", "four"])
-def test_norms_over_a_stated_number_of_images_do_not_depend_on_the_devices(found, number, norms):
-    one, several = (found[0][each]["networks"] for each in (1, number))
+def test_norms_over_a_stated_number_of_images_do_not_depend_on_the_devices(found, norms):
+    one, several = (found[0][each]["networks"] for each in (1, SEVERAL))
     np.testing.assert_allclose(several[norms], one[norms], rtol=1e-6)
     assert one["whole"] != one["four"]
 
@@ -83,7 +75,7 @@ def test_fifty_steps_in_float64_do_not_depend_on_the_devices(tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, SEVERAL), (SEVERAL, 2)])
 def test_a_failed_run_goes_on_with_another_number_of_devices_and_is_replayed(found, tmp_path, before, after):
     results, folder = found
     assert results[before]["interrupted"]["failure"] == "cut off"
@@ -100,9 +92,8 @@ result = train(config, **parts)
 report = replay_run(run, from_step=0, **parts)
 print(json.dumps([result.losses.tolist(), str(report)]))
 """
-    # The replay needs the larger of both numbers from the beginning, and the optimiser as in `tests/device_runs.py`.
-    jax_settings = {"jax_num_cpu_devices": 4, "jax_disable_most_optimizations": True}
-    start = f"import jax\nfor setting in {jax_settings}.items(): jax.config.update(*setting)"
+    # The replay needs the larger of both numbers from the beginning.
+    start = f"import jax\njax.config.update('jax_num_cpu_devices', {SEVERAL})"
     found_losses, report = json.loads(in_process("-c", f"{start}\n{program}").splitlines()[-1])
     assert report.startswith("the same bits: 10 losses")
     losses = [json.loads(line) for line in (tmp_path / "run/loss.jsonl").read_text().splitlines()]

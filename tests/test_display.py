@@ -26,13 +26,11 @@ from tests.pseudo_terminal import Terminal
 from tests.test_loss_stream import RecordingSink, pushed
 from tests.toy import Linear, toy_batch
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 TRAIN = [sys.executable, "-c", "from loopfeed.engine.commands.cli import main; main(prog_name='run-train')"]
 TOY = ["--model", "tests.toy:Linear", "--batches", "tests.toy:toy_batch", "--num-classes", "3", "--batch", "8"]
 RUN = [*TRAIN, *TOY, "--run-dir", "run"]
 LIMIT_S = 120
-HERE = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+HERE = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 def end_of(folder):

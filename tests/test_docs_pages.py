@@ -18,8 +18,6 @@ from PIL import Image
 
 from tests.command_options import COMMAND_OPTIONS
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 PACKAGES = ("engine", "preprocess", "models")

@@ -15,7 +15,7 @@ from loopfeed.engine.stream.sinks import evaluation_words
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "small_resnets")
+pytestmark = pytest.mark.usefixtures("small_resnets")
 
 SMALL = f"""
 import sys

@@ -29,7 +29,7 @@ from loopfeed.preprocess.pixels import unpack_rgb
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "small_resnets", "cached_replays")
+pytestmark = pytest.mark.usefixtures("small_resnets")
 
 NUM_EVALUATED = 11
 

@@ -22,7 +22,7 @@ from tests.fake_source import fake_source, pack
 from tests.test_tally import evaluation_set
 from tests.toy import BATCH, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("small_resnets", "without_llvms_optimiser")
+pytestmark = pytest.mark.usefixtures("small_resnets")
 
 NUM_IMAGES = 2 * BATCH + 3
 NUM_EVALUATED = 11

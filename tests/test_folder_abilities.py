@@ -21,8 +21,6 @@ from loopfeed.engine.records.snapshot_writer import SnapshotWriter, UnwritableFo
 from tests.chained_run import STEPS, run
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 NOT_UTF8 = os.fsdecode(b"r\xe9sultats")
 
 

@@ -27,8 +27,6 @@ from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 HERE = Path(__file__).parent
 
 

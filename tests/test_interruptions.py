@@ -10,8 +10,6 @@ from loopfeed import train
 from loopfeed.engine.records.folder_lock import FolderLock, is_locked
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 STEPS = 10**7
 
 

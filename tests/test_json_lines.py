@@ -17,8 +17,6 @@ from loopfeed.engine.records.run_folder import LOSS_LOG, RunFolder
 from loopfeed.engine.runtime.goodput import _last_line
 from tests.chained_run import STEPS, run
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 LINES = b"".join(b'{"step": %d, "time": %d}\n' % (step, step) for step in range(1, 400))
 
 

@@ -1,7 +1,6 @@
 """A program that calls oneDNN is loaded from the compilation cache by another process, and gives the same losses."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +38,6 @@ def train(folder, names):
     done = subprocess.run(
         [sys.executable, "-c", RUNS, json.dumps(every)],
         cwd=ROOT,
-        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
         capture_output=True,
         text=True,
         timeout=240,

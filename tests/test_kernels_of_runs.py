@@ -36,7 +36,7 @@ from loopfeed.models.kernels.onednn.library import Isa, load_library
 from tests.kernels import NO_LIBRARY, needs_onednn, onednn_for_all_shapes, without_library
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
-pytestmark = [pytest.mark.usefixtures("without_llvms_optimiser"), pytest.mark.kernels]
+pytestmark = pytest.mark.kernels
 
 RATES = DeviceRates(flops_per_s=1e11, bytes_per_s=1e10, dtype="float32", device="a device")
 IMAGES = toy_batch(99)

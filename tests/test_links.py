@@ -26,8 +26,6 @@ from loopfeed.preprocess.shards.shard_cache import ShardCache
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 PACK = "a" * 64
 
 

@@ -22,8 +22,6 @@ from loopfeed.engine.objective.metrics import confusion_matrix
 from loopfeed.engine.stream.sinks import LossRecord, RunDescription
 from tests.toy import CLASSES, CountedBatches, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 STEPS = 6
 
 

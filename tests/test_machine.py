@@ -12,8 +12,6 @@ from loopfeed.engine.records.recorded_run import read_recorded
 from loopfeed.models import xla_threads
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 XEON = "vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nmodel name : Xeon\nflags : {}\n"
 AVX2 = "sse4_2 avx avx2 fma"
 AMX = f"{AVX2} avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8"

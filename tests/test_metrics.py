@@ -20,8 +20,6 @@ from loopfeed.engine.objective.metrics import (
     top_k,
 )
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 K, N = 5, 203
 
 

@@ -14,6 +14,8 @@ from loopfeed.engine.images.mixing import (
 from loopfeed.engine.images.positions import Purpose, image_keys, positions
 from tests.threefry_reference import index, unit, words_at
 
+pytestmark = pytest.mark.usefixtures("llvms_optimiser")
+
 SEED = 11
 beta_of = jax.jit(draw_beta, static_argnums=1)
 

@@ -14,8 +14,6 @@ import pytest
 from loopfeed import train
 from tests.toy import BATCH, SIZE, CountedBatches, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 ROOT = Path(__file__).parents[1]
 PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0, "learning_rate": 0.5}
 

@@ -29,8 +29,6 @@ from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
 
 LOGS = ("loss.jsonl", "eval.jsonl", "control.jsonl")
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):

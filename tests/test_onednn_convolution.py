@@ -24,7 +24,7 @@ from tests.direct_operations import DTYPES, PARTS, Problem, normal, run_part, ru
 from tests.kernels import choosing_for
 from tests.test_convolution import problems, value_and_gradients
 
-pytestmark = [pytest.mark.usefixtures("without_llvms_optimiser"), pytest.mark.kernels]
+pytestmark = pytest.mark.kernels
 
 try:
     load_library()

@@ -22,8 +22,6 @@ from loopfeed.engine.updates.optim import (
     make_optimizer,
 )
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 NAMES = get_args(OptimizerName)
 SHAPES = {"kernel": (3, 4), "bias": (4,), "scale": ()}
 sgd = partial(make_optimizer, "sgd", decay_mask=every_leaf)  # PyTorch decays every parameter

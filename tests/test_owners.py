@@ -36,8 +36,6 @@ from tests.delayed_store import DelayedStore
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 # A value that is not the default, for each setting of which nothing is taken from elsewhere.
 FOREIGN: dict[str, Any] = {
     "compilation_cache": "gift/cache",
@@ -266,6 +264,7 @@ def caches(monkeypatch):
     return found
 
 
+@pytest.mark.usefixtures("uncached_replays")
 def test_no_command_loads_programs_from_a_cache_that_the_record_names(place, monkeypatch, caches):
     run, photo, said = place / "run", place / "photo.png", list[str]()
     how: dict[str, Any] = {"notify": said.append, "model": Linear()}

@@ -31,8 +31,6 @@ from loopfeed.preprocess.shards.verify import verify_split
 from tests.fake_source import fake_source, pack, packed_words
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 SMALL, LARGE = 4, 64
 
 

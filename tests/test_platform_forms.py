@@ -17,8 +17,6 @@ from loopfeed.engine.run import compiling
 from loopfeed.models.layers.platform_forms import on_platform, tracing_for
 from tests.small_resnets import small_resnets
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 SETTINGS: dict[str, Any] = {
     "batch": 4,
     "transport": "callback",

@@ -23,7 +23,7 @@ from loopfeed.models.registry import build_model
 from tests.toy import Linear, toy_batch, toy_config
 
 # Whole programs, or large networks. LLVM's optimiser moves no rounding to bfloat16, and would take half of the time.
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("without_llvms_optimiser")]
+pytestmark = pytest.mark.integration
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 # Half a unit in the last of eight bits: the largest relative error of rounding to bfloat16.

@@ -31,7 +31,7 @@ DEEP = 4  # the number of a photograph with 12 bits in a 16-bit file
 NUM_VAL = 11
 
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "small_resnets")
+pytestmark = pytest.mark.usefixtures("small_resnets")
 
 
 @pytest.fixture(scope="module")

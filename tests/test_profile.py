@@ -236,6 +236,7 @@ def time_of_the_first_stage(depth):
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("llvms_optimiser")
 def test_doubling_a_stage_of_a_model_doubles_its_rows_and_no_others():
     # Both stages are measured in the same steps, so that other work on the machine slows both of them, mostly. Where it
     # does not, another try tells: if rows belonged to other stages, no try would come near to 2.

@@ -11,8 +11,6 @@ from loopfeed import train
 from tests.lax_resnet8 import step as lax_step
 from tests.toy import SIZE, CountedBatches, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 
 def coloured_batch(step, batch=16, size=16):
     random = np.random.default_rng(step)

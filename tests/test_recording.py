@@ -16,7 +16,7 @@ from loopfeed.engine.records import control_log
 from loopfeed.engine.records.control_log import ControlLog, read_events
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = [pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 class Disk:

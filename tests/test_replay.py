@@ -21,8 +21,6 @@ from tests.fake_source import fake_source, files_of, pack
 from tests.small_resnets import small_resnets
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 STEPS, PULLS = 9, 2
 SETTINGS: dict[str, Any] = {
     "optimizer": "nesterov",

@@ -35,8 +35,6 @@ from tests.report_pages import parse, points, rows_of, section, table
 from tests.report_runs import CLASSES, HOSTILE, NUM_EVALUATED, make_runs
 from tests.toy import Linear
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 SECTIONS = [
     "results", "loss", "evaluations", "rate", "speed", "goodput", "profile", "weights", "confusion", "classes",
     "mistakes", "settings", "data", "environment",

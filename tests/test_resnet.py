@@ -15,8 +15,6 @@ from loopfeed.models.families.resnet import ResNet
 from loopfeed.models.layers.platform_forms import tracing_for
 from loopfeed.models.registry import build_model, find_network, model_names
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 
 def normal(seed, shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)

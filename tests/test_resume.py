@@ -41,8 +41,6 @@ from loopfeed.engine.run.train import plan_run
 from tests.fake_source import fake_source, leave_unfinished_split, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 STEPS = 8
 EVERYTHING: dict[str, Any] = {
     "optimizer": "nesterov",

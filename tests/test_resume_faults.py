@@ -25,8 +25,6 @@ from tests.fake_source import files_of
 from tests.test_resume import EVALUATED, StoppingEvaluation, run
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 SOON_S = 60.0
 
 

@@ -28,8 +28,6 @@ from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 
 class FailingSink:
     """A sink that accepts records up to `full_after`, and then fails."""

@@ -219,6 +219,7 @@ def test_a_replay_reports_what_it_checks_and_reads_the_snapshots_at_its_ends_onc
     assert told[1] == "files: 9 match their digests (a snapshot counts as one file)"
 
 
+@pytest.mark.usefixtures("uncached_replays")
 def test_a_replay_takes_its_program_from_no_cache(chained_run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert replay_run(chained_run, model=Linear(), batches=toy_batch, evaluation=EVALUATED).is_same

@@ -20,8 +20,6 @@ from loopfeed.engine.run.train import plan_run
 from tests.fake_source import fake_source, files_of, pack
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 IMAGE_BYTES = 4 * SIZE * SIZE
 LABEL_BYTES = 4
 

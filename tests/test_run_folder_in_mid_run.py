@@ -22,8 +22,6 @@ from loopfeed.engine.records.weights import read_weights
 from tests.chained_run import STEPS, run
 from tests.toy import toy_batch
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 
 class Emptying:
     """Toy batches in whose midst something happens to the run folder."""

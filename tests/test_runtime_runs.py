@@ -36,7 +36,7 @@ from loopfeed.preprocess.shards.mapped_images import MappedImages
 from tests.fake_source import fake_source, pack
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = [pytest.mark.usefixtures("without_llvms_optimiser"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 STEPS, SLOW_S = 60, 0.02
 
 

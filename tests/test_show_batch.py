@@ -21,8 +21,6 @@ from loopfeed.engine.inspection.show_batch import captions_of
 from loopfeed.preprocess.shards.classes import ImageClass
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 AUGMENTED: dict[str, Any] = {"crop": "random", "crop_padding": 1, "flip": 0.5, "cutmix": 0.4, "seed": 3}
 # In each program the normalisation, (level / 255 - mean) / std, is fused with what follows, which may change its last
 # bits; levels are exact.

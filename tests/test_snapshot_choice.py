@@ -16,8 +16,6 @@ from loopfeed.engine.records.snapshot import read_snapshot, snapshot_steps
 from loopfeed.engine.run.epochs import SnapshotChoice
 from tests.toy import CLASSES, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 STEPS = 24
 
 

@@ -16,8 +16,6 @@ from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 
 def rates(run_dir):
     return [json.loads(line)["lr"] for line in (run_dir / "loss.jsonl").read_text().splitlines()]

@@ -23,8 +23,6 @@ from loopfeed.engine.program.random_rounding import RandomRounding, switches
 from loopfeed.models.layers.pooling import global_max_pool, max_pool
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 # --- planted faults
 
 

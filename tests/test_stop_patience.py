@@ -27,7 +27,7 @@ from loopfeed.engine.settings import SettingError
 from tests.fake_source import fake_source, pack
 from tests.toy import CLASSES, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays", "small_resnets")
+pytestmark = pytest.mark.usefixtures("small_resnets")
 
 NAN, INF = math.nan, math.inf
 # What the evaluation after each step finds.
@@ -81,7 +81,7 @@ def end_of(records, metric, patience):
 
 
 @pytest.fixture(scope="module")
-def everything(without_llvms_optimiser):
+def everything():
     """The evaluations of a run without a rule."""
     return run().evaluations
 

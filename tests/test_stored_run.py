@@ -33,7 +33,7 @@ from tests.fake_source import files_of
 from tests.toy import Linear, toy_batch, toy_config
 
 EVALUATED = toy_batch(10_000, batch=20)
-pytestmark = [pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

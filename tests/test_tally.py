@@ -20,8 +20,6 @@ from tests.fake_source import fake_source, pack
 from tests.small_resnets import small_resnets
 from tests.toy import BATCH, CLASSES, CountedBatches, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 # Places of a batch, and few numbers of classes: each shape is compiled anew.
 PLACES = 12
 tally_compiled = jax.jit(tally_batch)

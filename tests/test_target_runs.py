@@ -32,8 +32,6 @@ from tests.labelled_photographs import draw_photographs, pack_labelled, read_ind
 from tests.small_resnets import small_resnets
 from tests.toy import BATCH, Linear
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 LOSSES = {"classes": "binary-cross-entropy", "numbers": "mean-squared-error"}
 NUM_IMAGES, STEPS, RATE = 26, 8, 0.05
 

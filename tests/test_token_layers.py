@@ -19,7 +19,7 @@ from tests.block_references import norm as numpy_norm
 from tests.kernels import needs_onednn
 from tests.test_precision import operations
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("llvms_optimiser")]
 
 
 def normal(seed, shape):

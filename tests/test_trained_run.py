@@ -14,8 +14,6 @@ from loopfeed.engine.evaluation.trained_run import read_run
 from loopfeed.engine.records.digests import sealed
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 
 @pytest.fixture
 def run(tmp_path):

@@ -26,8 +26,6 @@ from loopfeed.engine.updates.update import (
     update_weights,
 )
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 NAMES = get_args(OptimizerName)
 # Every optimiser and every schedule: which of them meet does not matter.
 SCHEDULE_OF = dict(zip(NAMES, reversed(get_args(ScheduleName)), strict=True))

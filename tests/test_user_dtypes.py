@@ -23,7 +23,6 @@ NARROW = ["bfloat16", "int2", "int4", "uint2", "uint4", "float4_e2m1fn"]
 NARROW += [f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz")]
 NARROW += [f"float8_{kind}" for kind in ("e5m2", "e5m2fnuz", "e8m0fnu")]
 PLAIN = ["bool", "int8", "uint16", "float16", "float32", "complex64"]
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
 EVALUATED = toy_batch(100, batch=2 * BATCH)
 
 

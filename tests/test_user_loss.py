@@ -14,8 +14,6 @@ from loopfeed import TrainConfig, evaluate, replay_run, train
 from loopfeed.engine.objective.metrics import Metric, confusion_matrix, mean_of, top_k
 from tests.toy import BATCH, SIZE, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 STEPS = 30
 RATE = 0.001
 

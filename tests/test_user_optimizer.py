@@ -22,8 +22,6 @@ from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.skipping import clip_by_global_norm, clip_gradient
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 STEPS = 30
 BARE = optax.chain(optax.clip_by_global_norm(1.0), optax.adabelief(optax.cosine_decay_schedule(0.001, STEPS)))
 FAST_AND_SLOW = optax.lookahead(optax.sgd(0.01), sync_period=5, slow_step_size=0.5)

@@ -23,8 +23,6 @@ from loopfeed.engine.parts import UserParts
 from loopfeed.engine.records.digests import SEAL, sealed
 from tests.small_resnets import small_resnets
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 ROOT = Path(__file__).parents[1]
 MINE = """
 import jax.numpy as jnp

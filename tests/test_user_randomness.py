@@ -14,8 +14,6 @@ from tests.test_user_loss import images_of
 from tests.threefry_reference import words_at
 from tests.toy import BATCH, Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 KEEP, RATE = 0.75, 0.01
 OWN_AUGMENTATION, MODEL = 12, 13
 

@@ -15,7 +15,7 @@ from loopfeed.engine.commands.verify_cli import main
 from tests.fake_source import fake_source, files_of, pack
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "small_resnets", "cached_replays")
+pytestmark = pytest.mark.usefixtures("small_resnets")
 
 SMALL = f"""
 import sys

@@ -15,8 +15,6 @@ from loopfeed.engine.feed.order import WindowedOrder
 from tests.fake_source import fake_source, pack, packed_words
 from tests.toy import Linear, toy_batch, toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser", "cached_replays")
-
 ROOT = Path(__file__).parents[1]
 PROGRAM = "from loopfeed.engine.commands.cli import main; main(prog_name='run-train')"
 NUM_IMAGES, BATCH, STEPS, WINDOW = 29, 6, 6, 13
