@@ -10,6 +10,7 @@ import platform as system
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -144,6 +145,7 @@ def _read_processor() -> tuple[str, str]:
     return " ".join(model.split()), found[-1] if found else system.machine()
 
 
+@cache
 def version_of(package: str) -> str:
     """Return the version of a package, or `NOT_INSTALLED` if it is not installed."""
     try:
