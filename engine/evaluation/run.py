@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -46,7 +46,6 @@ from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_w
 from loopfeed.engine.records.weights_metadata import classes_of
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stream.sinks import EvaluationRecord
-from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.models.registry import find_network
 from loopfeed.models.torchvision_names import num_classes_of
 
@@ -198,6 +197,7 @@ def _count(
     num_images = int(tally.num_images)
     num_top1, num_top5 = (None if each is None else int(each) for each in (tally.top1, tally.top5))
     num_top5 = count_top5(num_top5)
+    finish = jax.jit(counted.settings.evaluated_objective.finish_metrics)
     return EvaluationResult(
         record=EvaluationRecord(
             step=subject.step,
@@ -206,7 +206,7 @@ def _count(
             top5=mean_of_images(num_top5, num_images),
             loss=mean_of_images(float(tally.loss_sum), num_images),
             time=time.time(),
-            metrics=_metric_values(counted.settings, tally),
+            metrics={name: np.asarray(value).tolist() for name, value in finish(tally.metrics).items()},
         ),
         num_top1=num_top1,
         num_top5=num_top5,
@@ -219,12 +219,6 @@ def _count(
         wait_s=counted.wait_s,
         predictions=predictions_of(tally),
     )
-
-
-def _metric_values(settings: CompiledSettings, tally: Tally) -> dict[str, Any]:
-    """Return the values of the metrics by name, as numbers and nested lists."""
-    finish = jax.jit(settings.evaluated_objective.finish_metrics)
-    return {name: np.asarray(value).tolist() for name, value in finish(tally.metrics).items()}
 
 
 def _class_results(tally: Tally, data: EvaluationData) -> tuple[ClassResult, ...]:

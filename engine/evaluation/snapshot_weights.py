@@ -3,13 +3,11 @@
 Owns which arrays of a training state are the weights. Must not know: programs, data.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from loopfeed.engine.images.unpack import LEAST_STD
 from loopfeed.engine.objective.best_metric import parse_metric
@@ -83,16 +81,12 @@ def _read(run: Path, recorded: RecordedRun, step: int) -> StoredWeights:
     if snapshot.folder is not None:
         by = f"the snapshot of step {step}"
         check_config_digest(run / CONFIG, recorded.digest, recorded.continued, snapshot.folder, by)
-    tensors = _weights_among(snapshot.leaves)
+    prefix = _AVERAGE if any(name.startswith(_AVERAGE) for name in snapshot.leaves) else ""
+    found = {name.removeprefix(prefix): leaf for name, leaf in snapshot.leaves.items() if name.startswith(prefix)}
+    tensors: Tensors = {name: leaf for name, leaf in found.items() if part_of(name) is not None}
     if "model" not in recorded_user_parts(recorded.resolved):
         tensors = _with_torchvision_names(recorded, tensors, f"{run / SNAPSHOTS}/{step}")
     return StoredWeights(tensors, {**_metadata(recorded), STEPS_DONE: str(step)})
-
-
-def _weights_among(leaves: Mapping[str, NDArray[Any]]) -> Tensors:
-    prefix = _AVERAGE if any(name.startswith(_AVERAGE) for name in leaves) else ""
-    found = {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
-    return {name: leaf for name, leaf in found.items() if part_of(name) is not None}
 
 
 def _with_torchvision_names(recorded: RecordedRun, leaves: Tensors, where: str) -> Tensors:

@@ -192,7 +192,9 @@ class FolderLock:
             raise self._in_use()
 
     def _in_use(self) -> FolderInUseError:
-        return FolderInUseError(f"{self._folder} is in use by {_holder(self._path)}: wait for it to end, or stop it")
+        record = _read_record(self._path)
+        holder = "another process" if record is None else f"process {record[0]} on host {record[1]}"
+        return FolderInUseError(f"{self._folder} is in use by {holder}: wait for it to end, or stop it")
 
     def _unusable(self, error: OSError) -> ValueError:
         return ValueError(
@@ -305,12 +307,6 @@ def _write_record(file: int, more: Mapping[str, Any]) -> None:
     with suppress(OSError):
         os.ftruncate(file, 0)
         os.pwrite(file, record, 0)
-
-
-def _holder(path: Path) -> str:
-    """Return a description of the lock's holder, or "another process" if the lock file does not identify it."""
-    record = _read_record(path)
-    return "another process" if record is None else f"process {record[0]} on host {record[1]}"
 
 
 def _read_record(path: Path) -> tuple[Any, Any] | None:

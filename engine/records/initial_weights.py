@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopfeed.engine.records.given_weights import local_file, read_given_weights, rename_head
-from loopfeed.engine.records.weights import StoredWeights, Tensors, name_tensors, place_tensors
+from loopfeed.engine.records.weights import Tensors, name_tensors, place_tensors
 from loopfeed.engine.records.weights_metadata import classes_of
 from loopfeed.engine.updates.update import Weights
 from loopfeed.models.model import get_at, replace_at
@@ -93,7 +93,9 @@ def load_initial_weights(
     try:
         placed = place_tensors(registry_name, stored.tensors, like)
     except ValueError as error:
-        raise ValueError(f"--init-from {file}: {error}{_hint(stored, registry_name)}") from None
+        model = stored.metadata.get("model")
+        hint = f" (the file was saved from the model {model!r})" if model not in (None, registry_name) else ""
+        raise ValueError(f"--init-from {file}: {error}{hint}") from None
     named = name_tensors(registry_name, *placed)
     _check_finite(file, named)
     notes, in_file = [*changes, *_conversions(stored.tensors, named)], classes_of(stored.metadata, file)
@@ -164,12 +166,6 @@ def _fit_size(registry_name: str, params: Any, like: Any) -> tuple[Any, list[str
         f"have {of_data} × {of_data} px"
     )
     return resize_params(registry_name, params, of_data), [note]
-
-
-def _hint(stored: StoredWeights, registry_name: str | None) -> str:
-    """Return a hint for an error message if the file was saved from another model, else an empty string."""
-    named = stored.metadata.get("model")
-    return f" (the file was saved from the model {named!r})" if named not in (None, registry_name) else ""
 
 
 def _conversions(stored: Tensors, placed: Tensors) -> list[str]:

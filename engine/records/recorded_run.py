@@ -217,7 +217,10 @@ def read_record(path: Path) -> RecordedRun:
         # In older runs, labels of another form than class numbers were trusted.
         of_older_runs = _OF_OLDER_RUNS | ({"labels_are_invariant": True} if values["resolved"].get("labels") else {})
         config = TrainConfig.from_json(of_older_runs | values["config"])
-        config, replaced = take_recorded(config, has_no_place=_has_no_place(config, values["resolved"]))
+        # Data of which the record does not name the place are searched for.
+        is_elsewhere = config.synthetic or values["resolved"].get("data") == OWN_BATCHES
+        is_known = is_elsewhere or config.data is not None or values["resolved"].get("data_location") is not None
+        config, replaced = take_recorded(config, has_no_place=not is_known)
         return RecordedRun(
             config=config,
             resolved=dict(values["resolved"]),
@@ -277,12 +280,6 @@ def _is_triple(value: Any) -> bool:
 
 def _are_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-
-
-def _has_no_place(config: TrainConfig, resolved: Mapping[str, Any]) -> bool:
-    """Return whether a record does not name the place of its data, which are then searched for."""
-    is_elsewhere = config.synthetic or resolved.get("data") == OWN_BATCHES
-    return config.data is None and resolved.get("data_location") is None and not is_elsewhere
 
 
 def _check_seal(path: Path, values: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from loopfeed.engine.records.digests import SEAL, is_as_sealed
 from loopfeed.engine.records.evaluation_log import EvaluationLog
 from loopfeed.engine.records.folder_lock import is_locked, was_killed
 from loopfeed.engine.records.limits import MOST_JSON_BYTES
-from loopfeed.engine.records.loss_log import NO_ROWS, LossRows, read_last_rows, read_run_end
+from loopfeed.engine.records.loss_log import NO_ROWS, read_last_rows, read_run_end
 from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, RUNTIME
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.regular_file import read_regular
@@ -118,7 +118,7 @@ def _summarise(folder: Path, now_s: float, name: str, changed_s: float | None) -
         state = "damaged" if is_ours else "foreign"
     settings, resolved = (_object(recorded.get(key)) for key in ("config", "resolved"))
     best = max((each for each in evaluations if not math.isnan(each.top1)), key=lambda each: each.top1, default=None)
-    steps = settings.get("steps")
+    steps, speeds = settings.get("steps"), sorted(each for each in rows.images_per_s.tolist() if math.isfinite(each))
     return RunSummary(
         run=name,
         state=state,
@@ -128,7 +128,7 @@ def _summarise(folder: Path, now_s: float, name: str, changed_s: float | None) -
         step=step if end is None or end.steps_done is None else end.steps_done,
         steps=steps if type(steps) is int else None,
         loss=float(rows.loss[-1]) if len(rows) and math.isfinite(rows.loss[-1]) else None,
-        images_per_s=_speed(rows),
+        images_per_s=speeds[len(speeds) // 2] if speeds else None,
         best_top1=None if best is None else best.top1,
         best_step=None if best is None else best.step,
         evaluation=evaluations[-1] if evaluations else None,
@@ -190,11 +190,6 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _speed(rows: LossRows) -> float | None:
-    known = sorted(each for each in rows.images_per_s.tolist() if math.isfinite(each))
-    return known[len(known) // 2] if known else None
 
 
 def _changed_s(folder: Path) -> float | None:

@@ -13,7 +13,7 @@ from typing import Unpack
 import jax
 import numpy as np
 
-from loopfeed.engine.config import OFF, TrainConfig
+from loopfeed.engine.config import OFF
 from loopfeed.engine.control.board import ControlBoard, ControlWords
 from loopfeed.engine.control.signals import StopSignals, ignore_message
 from loopfeed.engine.crossing.choice import this_platform
@@ -26,7 +26,7 @@ from loopfeed.engine.parts import PartArguments, UserParts, changed_sources, tak
 from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.records.machine import describe_promise, machine_differences
-from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.recorded_run import read_recorded
 from loopfeed.engine.records.run_folder import CONFIG, SNAPSHOTS
 from loopfeed.engine.records.snapshot import Snapshot, snapshot_steps
 from loopfeed.engine.records.stored.reading import local_copy, naming_in
@@ -212,7 +212,9 @@ def _replay(
     """Replay a range of updates piece by piece, keeping the state in memory, and return the comparison."""
     comparison, state, start = Comparison(stretch), None, stretch.start
     for piece in stretch.pieces:
-        config = _with_places_of_now(piece.config, stretch.recorded, given)
+        config = with_given(piece.config, given)
+        if (found_at := stretch.recorded.resolved.get(DATA_LOCATION)) is not None:
+            config = replace(config, data=data_of_record(config.data, found_at))
         config = settle_kernels(config, this_platform(), is_kept=True)
         check_arguments(config, parts)
         board = _StopAfterPieceBoard(piece)
@@ -233,14 +235,6 @@ def _replay(
     if start.step == stretch.to_step and start.batch_index == stretch.pieces[-1].stop_batch and state is not None:
         comparison.compare_state(jax.tree.map(np.asarray, plain_keys(state)))
     return comparison.report(board.stop_reason if board.was_stopped else None)
-
-
-def _with_places_of_now(config: TrainConfig, recorded: RecordedRun, given: Mapping[str, str]) -> TrainConfig:
-    """Return recorded settings with what the caller gives, and the current location of the data."""
-    config = with_given(config, given)
-    if (found_at := recorded.resolved.get(DATA_LOCATION)) is None:
-        return config
-    return replace(config, data=data_of_record(config.data, found_at))
 
 
 class _StopAfterPieceBoard(ControlBoard):

@@ -88,9 +88,15 @@ def _of_reading(launch: LaunchRuntime, about: Circumstances, share: float) -> Ve
     if main == "source" and about.location is None and not is_of_evaluation:
         num = max(1, launch.pulls.count + launch.pulls.evaluation_count)
         each_ms = 1e3 * launch.reader.source_s / num
-        what = "synthetic batches" if about.config.synthetic else "your own batches"
+        what = "your own batches"
+        advice = (
+            "make the function faster, give a BatchSource with thread_safe = True, which several threads call, or pack "
+            "the images (preprocess-imagenet)"
+        )
+        if about.config.synthetic:
+            what, advice = "synthetic batches", f"raise --reader-threads, now {about.config.reader_threads}"
         evidence = f"the loop waited {_percent(share)} of the time for {what}, which take {each_ms:,.1f} ms each"
-        return Verdict("source", evidence, _advice_on_source(about))
+        return Verdict("source", evidence, advice)
     detail = f" ({', '.join(parts)})" if parts else ""
     evidence = f"the loop waited {_percent(share)} of the time for {where}{detail}"
     return Verdict(_NOUNS[main], evidence, _advice_on_reading(launch, about, main))
@@ -111,15 +117,6 @@ def _file_at_fault(launch: LaunchRuntime) -> str | None:
         return None
     file = max(seconds, key=seconds.__getitem__)
     return file if seconds[file] >= _LEAST_OF_FILE * sum(launch.pulls.all_wait_s_by_stage.values()) else None
-
-
-def _advice_on_source(about: Circumstances) -> str:
-    if about.config.synthetic:
-        return f"raise --reader-threads, now {about.config.reader_threads}"
-    return (
-        "make the function faster, give a BatchSource with thread_safe = True, which several threads call, or pack the "
-        "images (preprocess-imagenet)"
-    )
 
 
 def _advice_on_reading(launch: LaunchRuntime, about: Circumstances, stage: str) -> str:

@@ -24,9 +24,7 @@ from loopfeed.preprocess.pixels import words_of_row
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import PIXELS
 from loopfeed.preprocess.shards.checksum import CHECKSUM_BYTES, ENTRY
-from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.reader import ShardSplit
-from loopfeed.preprocess.shards.targets import num_words
 from loopfeed.preprocess.workers import Worker, wait_for
 
 # ILSVRC 2012: Russakovsky et al. (2015), arXiv:1409.0575, table 2.
@@ -79,21 +77,12 @@ def split_volume(split: ShardSplit) -> Volume:
             _size_of(folder.rglob("*")),
             "the files of the pack",
         )
-    pixels = sum(_most_bytes(manifest, shard) for shard in range(manifest.num_shards))
+    pixels = sum(manifest.shard_bytes(shard) or manifest.max_shard_bytes for shard in range(manifest.num_shards))
+    # Of several classes or numbers, which an image has instead of a label.
+    target_bytes = 4 * manifest.target_words
     source = "the manifest" if manifest.codec == "raw" else "the manifest: at most, because the shards are compressed"
-    disk_bytes = pixels + manifest.num_images * (_OTHER_BYTES + _target_bytes(manifest))
+    disk_bytes = pixels + manifest.num_images * (_OTHER_BYTES + target_bytes)
     return Volume(manifest.num_images, manifest.image_bytes, pixels / manifest.num_images, disk_bytes, source)
-
-
-def _target_bytes(manifest: Manifest) -> int:
-    """Return the bytes of an image's targets, which several classes or numbers have instead of a label."""
-    targets = manifest.targets
-    return 0 if targets is None else 4 * num_words(targets.kind, manifest.num_classes)
-
-
-def _most_bytes(manifest: Manifest, shard: int) -> int:
-    size = manifest.shard_bytes(shard)
-    return manifest.max_shard_bytes if size is None else size
 
 
 def _size_of(paths: Iterable[Path]) -> int:

@@ -165,15 +165,21 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
     mean, std = (
         ", ".join(f"{part:.4f}" for part in figure) for figure in (manifest.channel_mean, manifest.channel_std)
     )
+    from loopfeed.preprocess.commands.pack_report import describe_targets
+
     kind = "whole pictures on canvases " if manifest.is_whole else ""
+    labels = describe_targets(manifest.num_classes, None if manifest.targets is None else manifest.targets.kind)
+    # Damage that reading does not detect.
+    undetected = ": only --verify detects swapped shard files" if manifest.format_version == 1 else ""
+    if not manifest.checksum:
+        undetected = ": without checksums, only --verify detects damage"
     lines = [
         f"{name}",
-        f"  images     {manifest.num_images:,} {kind}of {manifest.width} x {manifest.height} pixels, "
-        f"{_labels_of(manifest)}",
+        f"  images     {manifest.num_images:,} {kind}of {manifest.width} x {manifest.height} pixels, {labels}",
         f"  shards     {quantity(manifest.num_shards, 'file')} of up to "
         f"{quantity(manifest.shard_images, 'image')}, layout "
         f"{manifest.pixel_layout}, codec {manifest.codec}, {'with' if manifest.checksum else 'without'} checksums",
-        f"  format     version {manifest.format_version}{_undetected_damage(manifest)}",
+        f"  format     version {manifest.format_version}{undetected}",
         f"  resizing   {', '.join(f'{key} {value}' for key, value in rule.items())}",
         f"  channels   mean {mean}; std {std} (red, green, blue on 0..1)",
         f"  left out   {manifest.num_failures:,}" + (", see failures.jsonl" if manifest.num_failures else ""),
@@ -184,12 +190,6 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
         return lines + _balance(manifest)
     lines.append(f"  labels     {manifest.targets.labels_file}")
     return lines + (_balance(manifest) if manifest.targets.kind == "classes" else _ranges_of_numbers(manifest))
-
-
-def _labels_of(manifest: Manifest) -> str:
-    from loopfeed.preprocess.commands.pack_report import describe_targets
-
-    return describe_targets(manifest.num_classes, None if manifest.targets is None else manifest.targets.kind)
 
 
 def _ranges_of_numbers(manifest: Manifest) -> list[str]:
@@ -203,15 +203,6 @@ def _ranges_of_numbers(manifest: Manifest) -> list[str]:
     if (more := manifest.num_classes - len(names)) > 0:
         lines.append(f"    and {quantity(more, 'more number')}")
     return ["  numbers", *lines]
-
-
-def _undetected_damage(manifest: Manifest) -> str:
-    """Return a note on damage that reading does not detect, or an empty string if reading detects all damage."""
-    if not manifest.checksum:
-        return ": without checksums, only --verify detects damage"
-    if manifest.format_version == 1:
-        return ": only --verify detects swapped shard files"
-    return ""
 
 
 def _balance(manifest: Manifest) -> list[str]:

@@ -316,7 +316,8 @@ class Location:
 
     def list_keys(self, prefix: str = "") -> list[str]:
         """Return, in sorted order, all keys in this folder that start with ``prefix``."""
-        found: Iterable[bytes] = self._wait("list it", lambda store: store.list(_prefix_range(prefix)))
+        last = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""  # "" for the end of all keys
+        found: Iterable[bytes] = self._wait("list it", lambda store: store.list(ts.KvStore.KeyRange(prefix, last)))
         return sorted(key.decode("utf-8", "surrogateescape") for key in found)
 
     def outage(self, error: BaseException) -> str | None:
@@ -484,9 +485,3 @@ def _with_resources(location: Location, options: Mapping[str, str], *, context: 
         timeout_s=timeout_of(driver, options) or STORE_TIMEOUT_S,
         is_conditional=driver == "s3" and options.get("conditional-writes", "true") == "true",
     )
-
-
-def _prefix_range(prefix: str) -> ts.KvStore.KeyRange:
-    if not prefix:
-        return ts.KvStore.KeyRange()
-    return ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))

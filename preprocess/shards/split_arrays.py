@@ -309,9 +309,10 @@ def check_buffer(split: str, name: str, buffer: NDArray[Any], dtype: type[np.gen
     """Raise ShardError, which names the split and the buffer, unless a buffer can be filled as it is."""
     # An unaligned buffer would be copied, and the copy filled instead.
     if buffer.shape != shape or buffer.dtype != dtype or not (buffer.flags.writeable and buffer.flags.aligned):
+        lacks = "".join(f", not {flag}" for flag in ("writeable", "aligned") if not getattr(buffer.flags, flag))
         raise ShardError(
-            f"{split}: {name} must be a writeable, aligned {np.dtype(dtype).name} {list(shape)}, "
-            f"got {_described(buffer)}; allocate it with the split's height and row_words, or its label_row"
+            f"{split}: {name} must be a writeable, aligned {np.dtype(dtype).name} {list(shape)}, got {buffer.dtype} "
+            f"{list(buffer.shape)}{lacks}; allocate it with the split's height and row_words, or its label_row"
         )
 
 
@@ -322,8 +323,3 @@ def check_indices(split: str, indices: NDArray[np.int64], num_images: int) -> No
     if len(indices) and (indices.min() < 0 or indices.max() >= num_images):
         bad = indices.min() if indices.min() < 0 else indices.max()
         raise ShardError(f"{split}: image {bad} is outside 0..{num_images - 1}; give indices of images in this split")
-
-
-def _described(buffer: NDArray[np.generic]) -> str:
-    lacks = [name for name in ("writeable", "aligned") if not getattr(buffer.flags, name)]
-    return f"{buffer.dtype} {list(buffer.shape)}" + "".join(f", not {name}" for name in lacks)

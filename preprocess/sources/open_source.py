@@ -130,21 +130,17 @@ def open_source(
         for each in found.values():
             each.store.close()
         raise
+    ignored = describe_ignored(sum((each.ignored for each in found.values()), layout.ignored))
+    of_classes = dict.fromkeys(note for each in found.values() for note in each.notes)
     return Source(
         layout.description,
         {name: opened[name] for name in wanted},
         next((each.subfolder for each in found.values() if each.subfolder is not None), None),
         {} if table is None else {name: _targets_of(found, opened[name], table) for name in wanted},
         _describe_unread(found),
-        _notes(layout, found),
+        (*([] if ignored is None else [ignored]), *of_classes),
         [each.store.close for each in found.values()],
     )
-
-
-def _notes(layout: Layout, found: dict[str, FoundSplit]) -> tuple[str, ...]:
-    ignored = describe_ignored(sum((each.ignored for each in found.values()), layout.ignored))
-    of_classes = dict.fromkeys(note for each in found.values() for note in each.notes)
-    return (*([] if ignored is None else [ignored]), *of_classes)
 
 
 def _check_has_images(

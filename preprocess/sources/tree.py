@@ -228,7 +228,11 @@ def _entries_below(top: str, place: str, ignored: Counter[str] | None = None) ->
     visits: Counter[tuple[int, int]] = Counter()
     while waiting:
         folder = waiting.pop()
-        here = _identity(folder.path)
+        try:
+            status = Path(folder.path).stat()
+        except OSError as error:
+            raise _refused(folder.path, "listed", error, "check its path") from error
+        here = status.st_dev, status.st_ino  # the same whichever link leads to it
         visits[here] += 1
         _check_reached(folder, here, visits[here], place)
         folders, others = list_folder(Path(folder.path), ignored)
@@ -237,15 +241,6 @@ def _entries_below(top: str, place: str, ignored: Counter[str] | None = None) ->
         above = (*folder.above, here)
         # Reversed, because the last folder of the list is visited first: folders are then visited in name order.
         waiting += [_Folder(each.path, f"{folder.below}{each.name}/", above) for each in reversed(folders)]
-
-
-def _identity(folder: str) -> tuple[int, int]:
-    """Return the device and inode numbers of a folder, which are the same whichever link leads to it."""
-    try:
-        status = Path(folder).stat()
-    except OSError as error:
-        raise _refused(folder, "listed", error, "check its path") from error
-    return status.st_dev, status.st_ino
 
 
 def _check_reached(folder: _Folder, here: tuple[int, int], num_visits: int, place: str) -> None:
