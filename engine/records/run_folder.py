@@ -33,6 +33,7 @@ from loopfeed.engine.records.folder_lock import (
     check_can_hold_snapshots,
     check_path_is_text,
 )
+from loopfeed.engine.records.loss_log import CONFIG_NAME, EVALUATION_LOG_NAME, LOSS_LOG_NAME, RESULT_NAME
 from loopfeed.engine.records.machine import versions_of
 from loopfeed.engine.records.whole_file import remove_unfinished, write_whole
 from loopfeed.preprocess.regular_file import LinkedPathError, check_unlinked, is_regular, remove_tree
@@ -41,10 +42,7 @@ from loopfeed.preprocess.synced_folders import sync_folder
 from loopfeed.preprocess.system_errors import remedy_of, status_of
 from loopfeed.preprocess.workers import Worker, call_within, wait_for
 
-LOSS_LOG = "loss.jsonl"
-EVALUATION_LOG = "eval.jsonl"
-RESULT = "result.json"
-CONFIG = "config.json"
+LOSS_LOG, EVALUATION_LOG, RESULT, CONFIG = LOSS_LOG_NAME, EVALUATION_LOG_NAME, RESULT_NAME, CONFIG_NAME
 SNAPSHOTS = "snapshots"
 WEIGHTS = "model.safetensors"
 PROFILE = "profile.csv"
