@@ -177,6 +177,17 @@ def test_an_interrupted_pack_and_one_in_parts_have_the_same_bytes(tmp_path):
     assert files_of(tmp_path / "cut") == files_of(tmp_path / "parts") == expected
 
 
+def test_another_pack_in_its_place_leaves_none_of_its_files_and_follows_no_link(tmp_path):
+    location, squares = open_location(str(tmp_path)).child("train"), PackSettings(rule=ResizeRule(4, 4))
+    pack(pictures(), tmp_path)
+    pack_split(pictures(), location, squares, overwrite=True)
+    assert verify_split(str(tmp_path), "train") == ()
+    assert not (tmp_path / "train/extents").exists()
+    (tmp_path / "train/extents").symlink_to(tmp_path)
+    with pytest.raises(ShardError, match="train/extents is a link, and nothing is written through links"):
+        pack_split(pictures(), location, squares, overwrite=True)
+
+
 def changed_place(path):
     """Move the first picture's place with a valid checksum, as another program may."""
     array = zarr.open_array(str(path), mode="r+")

@@ -16,13 +16,14 @@ from loopfeed.preprocess.shards.location import LOCK_SUFFIX, Location
 from loopfeed.preprocess.synced_folders import can_sync_folders, sync_tree
 
 _FILE = re.compile(
-    r"manifest\.json|failures\.jsonl|(pixels|labels|checksums|targets)/zarr\.json|pixels/c/\d+/0/0"
-    r"|(labels|checksums)/c/\d+|targets/c/\d+/0"
+    r"manifest\.json|failures\.jsonl|(pixels|labels|checksums|targets|extents)/zarr\.json|pixels/c/\d+/0/0"
+    r"|(labels|checksums|extents)/c/\d+|targets/c/\d+/0"
     r"|journal/(plan\.json|owner|lock|(shards|blocks)/\d+\.json|parts/\d+-of-\d+\.(owner|lock))"
 )
 _FOLDER = re.compile(
-    r"pixels(/c(/\d+(/0)?)?)?|(labels|checksums)(/c)?|targets(/c(/\d+)?)?|journal(/(shards|blocks|parts))?"
+    r"pixels(/c(/\d+(/0)?)?)?|(labels|checksums|extents)(/c)?|targets(/c(/\d+)?)?|journal(/(shards|blocks|parts))?"
 )
+_FOLDERS = ("pixels", "labels", "checksums", "targets", "extents", "journal")
 # Exists while a split is being packed.
 JOURNAL = "journal/"
 PLAN_KEY = f"{JOURNAL}plan.json"
@@ -56,7 +57,7 @@ def check_has_no_links(location: Location) -> None:
         return
     root = _root(location)
     location.check_unlinked()
-    for name in ("", "pixels", "labels", "checksums", "targets", "journal"):
+    for name in ("", *_FOLDERS):
         for folder, folders, files in os.walk(root / name):
             below = [Path(folder, each).relative_to(root).as_posix() for each in (*folders, *files)]
             location.check_unlinked(
@@ -80,7 +81,7 @@ def _own_folders(location: Location) -> Iterator[tuple[Path, str]]:
     if location.local_path is None:
         return
     root = _root(location)
-    for name in ("pixels", "labels", "checksums", "targets", "journal"):
+    for name in _FOLDERS:
         # Links to folders are not followed.
         for folder, _, _ in os.walk(root / name, topdown=False):
             path = Path(folder)
