@@ -23,6 +23,15 @@ print(getattr(sys, "_base_executable", "") or sys.executable)
 
 lowest_minors='12 13' # the oldest supported numpy has no wheels for a newer Python
 
+answer_help() { # ARGUMENT…; prints what the function `usage` says, and exits, if an argument asks for it
+  local argument
+  for argument in "$@"; do
+    case "$argument" in
+      -h | --help) usage && exit 0 ;;
+    esac
+  done
+}
+
 case "${PYTHON:-}" in
   '' | /*) ;;
   */*) PYTHON=$PWD/$PYTHON ;; # the scripts change to the root of the repository before they use it
