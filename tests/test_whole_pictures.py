@@ -489,7 +489,11 @@ def test_crops_of_squares_with_a_margin_say_what_they_leave_out(packs):
     source = pictures()
     pack_split(source, open_location("margin").child("train"), PackSettings(rule=ResizeRule(3, 4)))
     for data, crop, expected in (
-        ("margin", "resized", ["crops: from packed squares, which keep 42% of a 4:3 photograph; published accuracies"]),
+        (
+            "margin",
+            "resized",
+            ["crops: from packed squares, which keep 42 % of a 4:3 photograph; published accuracies"],
+        ),
         ("margin", "centre", []),
         ("square", "resized", []),
         ("whole", "resized", []),

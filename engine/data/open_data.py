@@ -345,8 +345,8 @@ def _warn_of_split(
         )
     if config.crop == "resized" and (share := share_of_square(split.manifest.resize_rule)):
         notify(
-            f"crops: from packed squares, which keep {share:.0%} of a 4:3 photograph; published accuracies crop whole "
-            "pictures (preprocess-imagenet --canvas 3:2)"
+            f"crops: from packed squares, which keep {100 * share:.0f} % of a 4:3 photograph; published accuracies "
+            "crop whole pictures (preprocess-imagenet --canvas 3:2)"
         )
 
 

@@ -60,7 +60,7 @@ def announce(source: Source, location: Location, settings: PackSettings) -> None
     height, width = rule.stored_shape
     kept = f"central crop of {width} x {height} px"
     if share := share_of_square(rule.to_json()):
-        kept += f" ({share:.0%} of a 4:3 photograph; --canvas 3:2 packs all of it)"
+        kept += f" ({100 * share:.0f} % of a 4:3 photograph; --canvas 3:2 packs all of it)"
     if rule.canvas is not None:
         kept = f"whole on a canvas of {width} x {height} px, portraits transposed"
     click.echo(
