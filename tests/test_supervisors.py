@@ -69,19 +69,7 @@ def test_a_process_that_fails_is_named_by_the_others_with_its_message(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_scheduler_that_signals_every_process_of_one_of_two_commands_stops_both(tmp_path):
-    with separately(tmp_path / "run") as (commands, logs):
-        # The supervisor passes it on to its child, which so gets it twice.
-        for pid in (commands[1].pid, *own_processes(tmp_path / "run", 1)):
-            os.kill(pid, signal.SIGTERM)
-        assert [command.wait(60) for command in commands] == [130, 130], [log.read_text() for log in logs]
-    result = json.loads((tmp_path / "run/result.json").read_text())
-    assert result["stopped_by"] == "another process"
-    assert result["snapshot_step"] == result["steps_done"] == len(records(tmp_path / "run"))
-
-
-@pytest.mark.integration
-def test_a_job_that_was_suspended_goes_on(tmp_path):
+def test_a_suspended_job_goes_on_and_a_scheduler_that_signals_all_of_one_of_two_commands_stops_both(tmp_path):
     with separately(tmp_path / "run", "--peer-timeout", "5") as (commands, logs):
         processes = [pid for number in (0, 1) for pid in own_processes(tmp_path / "run", number)]
         processes += [command.pid for command in commands]
@@ -92,6 +80,13 @@ def test_a_job_that_was_suspended_goes_on(tmp_path):
             time.sleep(7 if number == signal.SIGSTOP else 1)
         assert [command.poll() for command in commands] == [None, None], [log.read_text() for log in logs]
         assert len(records(tmp_path / "run")) > steps
+        # The supervisor passes it on to its child, which so gets it twice.
+        for pid in (commands[1].pid, *own_processes(tmp_path / "run", 1)):
+            os.kill(pid, signal.SIGTERM)
+        assert [command.wait(60) for command in commands] == [130, 130], [log.read_text() for log in logs]
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["stopped_by"] == "another process"
+    assert result["snapshot_step"] == result["steps_done"] == len(records(tmp_path / "run"))
 
 
 @pytest.mark.integration

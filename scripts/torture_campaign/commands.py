@@ -129,7 +129,8 @@ def set_environment(shim: Path | None) -> None:
     for name in [name for name in os.environ if name.startswith(("LOOPFEED_", "XLA_", "JAX_"))]:
         del os.environ[name]
     os.environ |= {
-        "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8:strict", "OPENBLAS_NUM_THREADS": "1", "TERM": "dumb",
+        "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles faster
+        "PYTHONIOENCODING": "utf-8:strict", "OPENBLAS_NUM_THREADS": "1", "TERM": "dumb",
         **({} if shim is None else {"LD_PRELOAD": os.fspath(shim)}),
     }  # fmt: skip
 
