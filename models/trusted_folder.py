@@ -7,7 +7,6 @@ loaded. Imports nothing heavy.
 
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 MOST_FILE_BYTES = 1 << 30
@@ -39,7 +38,7 @@ def folder_fault(folder: Path) -> str | None:
         OSError: a folder cannot be looked at.
     """
     place = folder.absolute()
-    for each in _folders_above(place):
+    for each in folders_above(place):
         try:
             status = each.stat()
         except FileNotFoundError:
@@ -77,14 +76,10 @@ def file_fault(path: Path, folder: os.stat_result, *, most_bytes: int = MOST_FIL
     return None
 
 
-def _folders_above(place: Path) -> Iterator[Path]:
-    """Yield a folder and all above it, both as it is named and without links."""
-    seen = set()
-    for start in (place, Path(os.path.realpath(place))):
-        for each in (start, *start.parents):
-            if each not in seen:
-                seen.add(each)
-                yield each
+def folders_above(place: Path) -> tuple[Path, ...]:
+    """Return a folder and all above it, both as it is named, by an absolute path, and without links."""
+    real = Path(os.path.realpath(place))
+    return tuple(dict.fromkeys((place, *place.parents, real, *real.parents)))
 
 
 def _is_own(status: os.stat_result) -> bool:

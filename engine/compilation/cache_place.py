@@ -6,7 +6,6 @@ is refused, also if the user names it.
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -14,6 +13,7 @@ from loopfeed.engine.config import OFF, TrainConfig
 from loopfeed.engine.records.limits import MOST_JSON_BYTES
 from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG, SNAPSHOTS, WEIGHTS
 from loopfeed.engine.settings import SettingError
+from loopfeed.models.trusted_folder import folders_above
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.shards.arrays import PIXELS
@@ -45,7 +45,7 @@ def check_cache_place(name: str, folder: str | None, run_dir: str | None = None)
     if folder is None or folder == OFF or is_url(folder := local_folder(folder)):
         return
     own = None if run_dir is None or is_url(run_dir) else Path(os.path.realpath(run_dir))
-    for each in _folders_above(folder):
+    for each in folders_above(Path(os.path.normpath(Path(folder).expanduser().absolute()))):
         if each == own or _is_run(each) or _is_pack(each):
             raise SettingError(
                 name,
@@ -54,13 +54,6 @@ def check_cache_place(name: str, folder: str | None, run_dir: str | None = None)
                 folder=printable(folder),
                 found=printable(each),
             )
-
-
-def _folders_above(folder: str) -> Iterator[Path]:
-    """Yield a folder and those that contain it, by its name and by where links lead."""
-    named = Path(os.path.normpath(Path(folder).expanduser().absolute()))
-    real = Path(os.path.realpath(named))
-    yield from dict.fromkeys((named, *named.parents, real, *real.parents))
 
 
 def _is_run(folder: Path) -> bool:

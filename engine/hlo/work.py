@@ -73,7 +73,8 @@ def own_flops(program: HloProgram, instruction: Instruction) -> int:
         return results[0].size
     operands = program.operands_of(instruction)
     if instruction.opcode == "reduce" and operands:
-        return len(results) * max(_size(operands[0]) - results[0].size, 0)
+        size = operands[0].results[0].size if operands[0].results else 0
+        return len(results) * max(size - results[0].size, 0)
     if instruction.opcode in ("reduce-window", "select-and-scatter"):
         return results[0].size * max(math.prod(_window(instruction, "size")) - 1, 0)
     return 0
@@ -204,10 +205,6 @@ def _window(instruction: Instruction, name: str) -> tuple[int, ...]:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(each) for each in re.findall(r"\d+", text))
-
-
-def _size(instruction: Instruction) -> int:
-    return instruction.results[0].size if instruction.results else 0
 
 
 # Outside of loops XLA rewrites most convolutions into the canonical form that has one. Products were measured inside

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from loopfeed.engine.feed.batches import PADDING_LABEL
 from loopfeed.engine.objective.losses import cross_entropy_loss
@@ -200,21 +200,18 @@ def tally_batch(tally: Tally, logits: Float[Array, "B K"], labels: Int32[Array, 
     in_five = (is_image & (rank < 5)).sum(dtype=jnp.int32) if logits.shape[1] > 5 else jnp.int32(-1)
     assert tally.top1 is not None
     assert tally.top5 is not None
+    if (counts := tally.classes) is not None:
+        belongs = labels[:, None] == jnp.arange(len(counts.num_images))  # labels out of range are ignored
+        counts = ClassCounts(
+            num_images=counts.num_images + belongs.sum(axis=0, dtype=jnp.int32),
+            top1=counts.top1 + (belongs & is_first[:, None]).sum(axis=0, dtype=jnp.int32),
+        )
     return Tally(
         num_images=tally.num_images + is_image.sum(dtype=jnp.int32),
         top1=tally.top1 + is_first.sum(dtype=jnp.int32),
         top5=tally.top5 + in_five,
         loss_sum=loss_sum,
         loss_lost=loss_lost,
-        classes=None if tally.classes is None else _count_classes(tally.classes, is_first, labels),
+        classes=counts,
         metrics=tally.metrics,
-    )
-
-
-def _count_classes(counts: ClassCounts, is_first: Bool[Array, "B"], labels: Int32[Array, "B"]) -> ClassCounts:
-    """Return the counts with a batch added; ignore out-of-range labels."""
-    belongs = labels[:, None] == jnp.arange(len(counts.num_images))
-    return ClassCounts(
-        num_images=counts.num_images + belongs.sum(axis=0, dtype=jnp.int32),
-        top1=counts.top1 + (belongs & is_first[:, None]).sum(axis=0, dtype=jnp.int32),
     )

@@ -143,20 +143,15 @@ class ControlMailbox:
     def _claim(self, name: str) -> ControlRequest | None:
         """Read and remove a request file; return the request, or None if it is invalid or was withdrawn meanwhile."""
         path = self._folder / name
-        content = _read_start(path)
+        # Does not block if the file is a pipe.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            content = file.read(_LONGEST_REQUEST_BYTES + 1) or b""
         try:
             path.unlink()
         except FileNotFoundError:
             return None
         try:
-            request = ControlRequest.from_json(content)
+            request = ControlRequest.from_json(content if len(content) <= _LONGEST_REQUEST_BYTES else b"")
         except ValueError:
             return None
         return request if _path_of(self._folder, request.id) == path else None
-
-
-def _read_start(path: Path) -> bytes:
-    """Return a file's content, or `b""` if it is longer than any valid request; do not block if the file is a pipe."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        content = file.read(_LONGEST_REQUEST_BYTES + 1) or b""
-    return content if len(content) <= _LONGEST_REQUEST_BYTES else b""

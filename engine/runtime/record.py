@@ -299,14 +299,11 @@ class Verdict:
     @property
     def line(self) -> str:
         """The verdict as one line of text."""
-        named = "" if self.bound_by in ("nothing", "unknown") else f"the run was bound by {_bound(self.bound_by)}: "
+        by = {"source": "the source of its batches", "sink": "a sink"}
+        by |= {name: f"the {name}" for name in ("device", "terminal")}
+        bound = by.get(self.bound_by, self.bound_by)
+        named = "" if self.bound_by in ("nothing", "unknown") else f"the run was bound by {bound}: "
         return named + self.evidence + (f"; {self.advice}" if self.advice else "")
-
-
-def _bound(by: str) -> str:
-    if by == "source":
-        return "the source of its batches"
-    return f"the {by}" if by in ("device", "terminal") else "a sink" if by == "sink" else by
 
 
 @dataclass(frozen=True)

@@ -212,8 +212,9 @@ def find_largest_batch(
         unit: number of images of which a batch must be a multiple.
         most_compilations: the largest number of calls of `need_of`.
     """
-    counts = range(1, -(-batch // unit))
-    sizes = [0, *(count * unit for count in counts if count % _distance(count) == 0), batch]
+    # Eight an octave: 96, 104, 112, …, 192, 208, …
+    counts = [count for count in range(1, -(-batch // unit)) if count % max(1, (1 << count.bit_length()) // 16) == 0]
+    sizes = [0, *(count * unit for count in counts), batch]
     needs = {batch: need_bytes}
     low, high = 0, len(sizes) - 1
     for _ in range(most_compilations):
@@ -227,11 +228,6 @@ def find_largest_batch(
         needs[sizes[guess]] = need_of(sizes[guess])
         low, high = (guess, high) if needs[sizes[guess]] <= limit_bytes else (low, guess)
     return LargestBatch(sizes[low], sizes[high], is_settled=high - low == 1)
-
-
-def _distance(count: int) -> int:
-    """Return the distance between considered multiples: 96, 104, 112, …, 192, 208, … are eight an octave."""
-    return max(1, (1 << count.bit_length()) // 16)
 
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400

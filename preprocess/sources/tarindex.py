@@ -160,7 +160,11 @@ def members(tar: TarBytes, start: int = 0, stop: int | None = None, inside: str 
         data = position + BLOCK
         if kind in (_LONG_NAME, _PAX_MEMBER, _PAX_ALL):
             num_extensions += 1
-            _check_extensions_in_a_row(num_extensions, position, where)
+            if num_extensions > _MAX_EXTENSIONS_IN_A_ROW:
+                raise SourceError(
+                    f"{where} is damaged: it has more than {_MAX_EXTENSIONS_IN_A_ROW} extension headers in a row, "
+                    f"the last at byte {position}; download the archive again"
+                )
             if kind != _PAX_ALL:
                 extended |= _extension(tar, kind, data, size, where)
         else:
@@ -202,14 +206,6 @@ def _header(block: bytes, extended: dict[str, str], position: int, stop: int, wh
             f"{position} and needs {missing} more bytes; download the archive again"
         )
     return block[156], name, size
-
-
-def _check_extensions_in_a_row(num_extensions: int, position: int, where: str) -> None:
-    if num_extensions > _MAX_EXTENSIONS_IN_A_ROW:
-        raise SourceError(
-            f"{where} is damaged: it has more than {_MAX_EXTENSIONS_IN_A_ROW} extension headers in a row, "
-            f"the last at byte {position}; download the archive again"
-        )
 
 
 def _read_block(tar: TarBytes, position: int, stop: int, where: str) -> bytes:

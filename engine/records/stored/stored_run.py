@@ -92,7 +92,14 @@ def stored_run(
     try:
         _prepare(location, copy, marker, mirror, resume=resume, overwrite=overwrite, notify=notify)
         is_prepared = is_stored = True
-        _report(copy, notify)
+        notify(f"working copy: {copy.run}, uploaded at each snapshot, every {UPLOAD_EVERY_S:g} s, and at the end")
+        count, num_bytes = kept_copies(copy)
+        if count:
+            which = "working copy of another run that was" if count == 1 else "working copies of other runs that were"
+            notify(
+                f"{count} {which} not uploaded completely: {num_bytes / 1e6:,.0f} MB in {working_copies()}; resume "
+                "these runs, or remove the folders"
+            )
         yield run
         _finish(mirror, url, notify)
     except BaseException as error:
@@ -190,17 +197,6 @@ def _check_is_free(location: Location, copy: WorkingCopy, marker: bytes | None) 
         raise StoredRunError(
             f"the run folder must be new, but {found}: choose another URL (--run-dir), continue the run (--resume) or "
             "overwrite it (--overwrite)"
-        )
-
-
-def _report(copy: WorkingCopy, notify: Callable[[str], None]) -> None:
-    notify(f"working copy: {copy.run}, uploaded at each snapshot, every {UPLOAD_EVERY_S:g} s, and at the end")
-    count, num_bytes = kept_copies(copy)
-    if count:
-        which = "working copy of another run that was" if count == 1 else "working copies of other runs that were"
-        notify(
-            f"{count} {which} not uploaded completely: {num_bytes / 1e6:,.0f} MB in {working_copies()}; resume these "
-            "runs, or remove the folders"
         )
 
 
