@@ -28,6 +28,8 @@ def lose(path, how):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     elif how == "longer":
         path.write_bytes(path.read_bytes() + b"x")
+    elif how == "changed":
+        path.write_bytes(path.read_bytes()[:5] + b"\x7f" + path.read_bytes()[6:])
     elif how == "empty":
         path.write_bytes(b"")
     else:
@@ -46,6 +48,10 @@ LOST = (
     ("labels/zarr.json", "empty"),
     ("checksums/c/0", "gone"),
     ("checksums/zarr.json", "shorter"),
+    ("labels/c/0", "changed"),
+    ("checksums/c/0", "changed"),
+    ("pixels/zarr.json", "changed"),
+    ("failures.jsonl", "changed"),
 )
 
 

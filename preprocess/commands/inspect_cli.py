@@ -235,8 +235,9 @@ def _print_damages(damages: dict[str, tuple[Damage, ...]], manifests: dict[str, 
         if damaged := [each for each in found if not each.remedy]:
             click.echo(
                 f"{name}: damaged in {_places(damaged)}. Restore the files below, or pack again with --overwrite and "
-                "the original options (--size, --holdout, …). Without --overwrite, only files that are missing or "
-                "truncated are packed again."
+                "the original options (--size, --holdout, …). Without --overwrite, whatever is missing or truncated is "
+                "packed again, and changed labels, checksums, extents, failures and metadata are too, but not changed "
+                "images."
             )
             _print_lines(name, damaged)
         if refused := [each for each in found if each.remedy]:

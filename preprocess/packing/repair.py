@@ -1,4 +1,4 @@
-"""Packs again what a finished split has lost: missing or truncated files.
+"""Packs again what a finished split has lost: missing or truncated files, and changed ones of few bytes.
 
 A file is only written if its content is that which the manifest records, so the split is byte-identical to the one that
 was packed, or a ShardError says why it cannot be.
