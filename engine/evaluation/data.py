@@ -133,7 +133,12 @@ def open_evaluation_split(
         label_of = _match_classes(split.manifest, f"{data}/{name}", trained_on.classes, notify)
         source = SequentialBatches(split, batch=config.batch, label_of=label_of)
         return EvaluationData(source, description, trained_on.classes)
-    _check_num_classes(split.manifest, f"{data}/{name}", trained_on, is_subset_allowed=is_known)
+    found, expected = split.manifest.num_classes, trained_on.num_classes
+    if expected is not None and found != expected and not (is_known and found < expected):
+        raise ValueError(
+            f"the data must have {quantity(expected, 'class')}, as the weights do, but {data}/{name} has {found:,}: "
+            "choose the data that the weights were trained for (--data)"
+        )
     if trained_on.manifest_digest is None:
         notify("the weights do not record their classes: they are taken to be those of the data, in order")
     return EvaluationData(SequentialBatches(split, batch=config.batch), description, split.manifest.classes)
@@ -222,14 +227,3 @@ def _compare(
             f"{data}/{config.split}: pack both splits from the same source, or choose another split (--split)"
         )
     return True
-
-
-def _check_num_classes(manifest: Manifest, where: str, trained_on: TrainedOn, *, is_subset_allowed: bool) -> None:
-    found, expected = manifest.num_classes, trained_on.num_classes
-    if expected is None or found == expected or (is_subset_allowed and found < expected):
-        return
-    raise ValueError(
-        f"the data must have {quantity(expected, 'class')}, as the weights do, but {where} has {found:,}: "
-        "choose the data that "
-        "the weights were trained for (--data)"
-    )

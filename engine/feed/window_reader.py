@@ -199,7 +199,13 @@ class WindowReader:
                 if self._closed:
                     raise ShardError(f"{self._name()}: the reader was closed while a batch waited for its window")
                 if time.monotonic() >= deadline:
-                    raise ShardError(self._timeout_message(window, timeout_s))
+                    num_unread = None if window is None else quantity(window.num_unread, "part")
+                    done = "before it could be read" if num_unread is None else f"with {num_unread} unread"
+                    raise ShardError(
+                        f"{self._name()}: a window of {quantity(self._capacity, 'image')} was not ready within "
+                        f"{timeout_s:g} s, {done}: check the storage, raise --infeed-timeout, or start the run with a "
+                        "smaller --window-gb"
+                    )
                 self._changed.wait(min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
 
     def _return(self, window: _Window, num_taken: int) -> None:
@@ -311,14 +317,6 @@ class WindowReader:
                 # Without a time limit, because a window may be used for hours; `close` ends the wait.
                 self._changed.wait()
         return None
-
-    def _timeout_message(self, window: _Window | None, timeout_s: float) -> str:
-        size = quantity(self._capacity, "image")
-        done = "before it could be read" if window is None else f"with {quantity(window.num_unread, 'part')} unread"
-        return (
-            f"{self._name()}: a window of {size} was not ready within {timeout_s:g} s, {done}: check the storage, "
-            "raise --infeed-timeout, or start the run with a smaller --window-gb"
-        )
 
     def _name(self) -> str:
         return self._split.location.display.rstrip("/")

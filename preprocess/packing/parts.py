@@ -177,7 +177,10 @@ def pack_blocks(
     done = sum(len(job.block_range(block)) for block in blocks if block in recorded)
     failed = sum(len(recorded[block].failures) for block in blocks if block in recorded)
     progress = _Progress(on_progress, sum(len(job.block_range(block)) for block in blocks), done, failed)
-    _delete_unfinished(job.location, wanted)
+    # Unfinished files of a killed process; those of other parts may be in use.
+    if (folder := job.location.local_path) is not None:
+        for block in wanted:
+            (folder / f"{image_key(block)}{LOCK_SUFFIX}").unlink(missing_ok=True)
     settings, ranges = job.settings, [job.block_range(block) for block in wanted]
     outcomes = decode_in_order(
         job.source,
@@ -207,14 +210,6 @@ class _Progress:
         self._failed += failed
         if self._on_progress is not None:
             self._on_progress(PackProgress(self._done, self._total, self._failed))
-
-
-def _delete_unfinished(location: Location, blocks: Sequence[int]) -> None:
-    """Delete the unfinished files of a killed process; other parts may be writing theirs."""
-    if location.local_path is not None:
-        for block in blocks:
-            key = f"{image_key(block)}{LOCK_SUFFIX}"
-            (location.local_path / key).unlink(missing_ok=True)
 
 
 def finish_parts(

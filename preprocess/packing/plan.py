@@ -141,7 +141,7 @@ def make_plan(source: SourceSplit, settings: PackSettings, targets: SplitTargets
             f"the source has {len(source.classes)} classes, more than the {MAX_CLASSES} that a 16-bit label can "
             "represent; remove some classes"
         )
-    plan = {
+    plan: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "num_candidates": len(source),
         "classes": [[each.id, each.name] for each in source.classes],
@@ -151,9 +151,12 @@ def make_plan(source: SourceSplit, settings: PackSettings, targets: SplitTargets
         "shard_images": settings.resolved_shard_images,
         _RESIZE_RULE: settings.rule.to_json(),
         "source_digest": source.digest(),
-        "tool_versions": tool_versions() | holdout_version(settings.holdout_rule),
+        "tool_versions": tool_versions(),
         _DECODING: DECODING_VERSION,
     }
+    # Rule 1 is not recorded, as in packs of earlier versions.
+    if settings.holdout_rule not in (None, 1):
+        plan["tool_versions"] |= {_VERSION: str(settings.holdout_rule)}
     if targets is not None:
         plan |= {"format_version": TARGETS_VERSION} | _target_plan(targets.kind, targets.labels_file)
     if settings.rule.canvas is not None:
@@ -298,11 +301,6 @@ HELD_OUT_SPLITS = ("train", "val")
 """The splits that are made from one by holding out images."""
 
 _VERSION = "holdout"
-
-
-def holdout_version(rule: int | None) -> dict[str, str]:
-    """Return the entry of a plan's `tool_versions`; rule 1 and no rule have none, as in packs of earlier versions."""
-    return {} if rule is None or rule == 1 else {_VERSION: str(rule)}
 
 
 def choose_holdout_rule(location: Location, *, replaced: Collection[str] = ()) -> int:

@@ -54,7 +54,7 @@ class CachedImages:
     ) -> None:
         digest = hashlib.sha256(manifest.to_json().encode()).hexdigest()
         self.copies = ShardCopies(cache, split, manifest, digest)
-        self._folder, self._manifest = cache.pack_folder(digest), manifest
+        self._folder, self._manifest = cache.folder / digest, manifest
         self._images: MappedImages | _DecodedImages
         if MappedImages.is_mappable(manifest) and can_map_files(cache.folder):
             self._images = MappedImages(self._folder, manifest, expected, meter)

@@ -75,10 +75,6 @@ class ShardCache:
         self._ungranted -= granted
         return granted
 
-    def pack_folder(self, pack: str) -> Path:
-        """Return the folder of a pack, laid out like its split."""
-        return self.folder / pack
-
     def place(self, pack: str, shard: int) -> Path:
         """Return the path of a shard file's copy, which may not exist."""
         return self.folder / pack / image_key(shard)

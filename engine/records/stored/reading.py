@@ -38,11 +38,6 @@ def settings_only(names: Sequence[str]) -> Sequence[str]:
     return [name for name in names if name == CONFIG]
 
 
-def without_snapshots(names: Sequence[str]) -> Sequence[str]:
-    """Return the names of all files except those of snapshots."""
-    return [name for name in names if not name.startswith(f"{SNAPSHOTS}/")]
-
-
 def with_weights(snapshot: int | Literal["best"] | None) -> Wanted:
     """Return what chooses the files from which weights are read: of the snapshots, only one that is needed.
 
@@ -54,7 +49,7 @@ def with_weights(snapshot: int | Literal["best"] | None) -> Wanted:
         return every_file
 
     def wanted(names: Sequence[str]) -> Sequence[str]:
-        others = without_snapshots(names)
+        others = [name for name in names if not name.startswith(f"{SNAPSHOTS}/")]
         steps = {int(name.split("/")[1]) for name in names if name not in others}
         if snapshot is not None and steps and snapshot not in steps:
             found = ", ".join(map(str, sorted(steps)))

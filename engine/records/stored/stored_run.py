@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.records.folder_lock import is_locked
 from loopfeed.engine.records.run_folder import CONFIG
 from loopfeed.engine.records.stored.lease import Lease, StoredRunInUseError
 from loopfeed.engine.records.stored.mirror import UPLOAD_EVERY_S, Mirror
@@ -134,7 +135,7 @@ def _prepare(
     Raises:
         ShardError, ValueError: if there is no run to resume, or one that may not be overwritten.
     """
-    if copy.is_in_use():
+    if is_locked(copy.run):
         raise StoredRunInUseError(
             f"the working copy {copy.run} of {location.display} is in use by another process: stop it"
         )

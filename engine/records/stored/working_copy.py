@@ -49,10 +49,6 @@ class WorkingCopy:
         """
         return (self.run / CONFIG).is_file() and _digest(marker) in self._markers()
 
-    def is_in_use(self) -> bool:
-        """Return whether a run is still writing to it."""
-        return is_locked(self.run)
-
     def prepare(self) -> None:
         """Create the folders that are missing."""
         make_folders(self.run)
