@@ -2,7 +2,7 @@
 
     python -m tests.crossing_order NUMBER FOLDER
 
-Runs on NUMBER devices, with run folders in FOLDER, and prints the order for each chunk length as one line of JSON.
+Runs on NUMBER devices, with the run folder FOLDER, and prints the order as one line of JSON.
 """
 
 import json
@@ -22,7 +22,7 @@ from loopfeed.engine.crossing.pushed import PushedLosses
 from loopfeed.engine.stream.loss_stream import LossStream
 from tests.toy import BATCH, Linear, toy_batch, toy_config
 
-STEPS, EVAL_BATCHES, CHUNKS = 12, 2, (1, 4)
+STEPS, EVAL_BATCHES, CHUNK = 12, 2, 4
 CADENCES = {"eval_every_steps": 3, "snapshot_every_steps": 2, "histogram_every_steps": 6, "log_images_every_steps": 4}
 EVALUATED = toy_batch(100, batch=EVAL_BATCHES * BATCH)
 
@@ -101,8 +101,7 @@ def expected_order(chunk: int) -> list[list[Any]]:
 
 
 def main(number: int, folder: Path) -> None:
-    orders = [recorded_order(folder / str(chunk), devices=f"cpu:{number}", chunk_batches=chunk) for chunk in CHUNKS]
-    print(json.dumps(orders))
+    print(json.dumps(recorded_order(folder, devices=f"cpu:{number}", chunk_batches=CHUNK)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from loopfeed import train
 from loopfeed.engine.feed.feeder import _LEAST_DEPTH
 from loopfeed.engine.records.snapshot import snapshot_steps
 from loopfeed.engine.run.recorder import Recorder
-from tests.crossing_order import CHUNKS, EVALUATED, METRICS, expected_order, recorded_order
+from tests.crossing_order import CHUNK, EVALUATED, METRICS, expected_order, recorded_order
 from tests.killed_run import wait_for
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -39,7 +39,7 @@ def in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_crossings_of_the_first_of_two_devices_come_in_the_order_of_the_program(tmp_path):
     done = in_process("-m", "tests.crossing_order", "2", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [expected_order(chunk) for chunk in CHUNKS]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected_order(CHUNK)
 
 
 EVERY = _LEAST_DEPTH + 2
