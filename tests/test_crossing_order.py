@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,19 +43,6 @@ def test_the_crossings_of_the_first_of_two_devices_come_in_the_order_of_the_prog
 
 EVERY = _LEAST_DEPTH + 2
 EVALUATED_AT = [EVERY * number for number in range(1, 5)]
-KILLED = f"""
-import os, signal, sys
-from unittest import mock
-from tests.test_crossing_order import run
-from loopfeed.engine.run.recorder import Recorder
-
-def note(launch, step, path):
-    if step == {EVALUATED_AT[1]}:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-with mock.patch.object(Recorder, "_note_snapshot", note):
-    run(sys.argv[1])
-"""
 
 
 def run(run_dir, **values):
@@ -101,9 +87,3 @@ def test_a_run_killed_at_any_snapshot_keeps_each_evaluation_once_and_the_best_sn
     for copied in killed:
         run(copied, resume=True)
         assert_complete(copied)
-
-
-def test_a_process_killed_by_a_signal_at_a_snapshot_loses_no_evaluation(tmp_path):
-    assert in_process("-c", KILLED, str(tmp_path / "run")).returncode == -signal.SIGKILL
-    run(tmp_path / "run", resume=True)
-    assert_complete(tmp_path / "run")

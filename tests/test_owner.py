@@ -47,8 +47,7 @@ def packing(tmp_path):
         process.wait()
 
 
-@pytest.mark.parametrize("is_suspended", [False, True])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("is_suspended", "overwrite"), [(False, True), (True, False)])
 def test_a_second_process_is_kept_out_until_the_first_one_dies(tmp_path, packing, is_suspended, overwrite):
     if is_suspended:
         packing.send_signal(signal.SIGSTOP)
