@@ -8,8 +8,9 @@ replaces settings that are None (model, image size, classes) once the data are o
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from loopfeed.engine.images.settings import MAX_AUTO_AUGMENT_OPS, NUM_MAGNITUDES, AutoAugmentName, CropName, PaddingName
@@ -22,15 +23,17 @@ from loopfeed.engine.settings import (
     Owner,
     Setting,
     SettingError,
-    Stage,
+    TakesEffect,
     attributes_section,
     check_local_paths,
     check_writable_location,
     setting,
     settings_of,
+    suggest_setting,
     table_of,
     unknown_setting,
 )
+from loopfeed.engine.stages import Stage, StageRanges, Stages
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.preprocess.storage_options import STORAGE_OPTIONS, StorageOptionError, check_no_user
 from loopfeed.preprocess.storage_options import parse_text as parse_storage_options
@@ -67,7 +70,7 @@ _RATE_PER_IMAGE = 0.1 / 256
 DATA, TRAINING, OPTIMISER, AUGMENTATION = "Data", "Training", "Optimiser", "Augmentation"
 INFEED, OUTPUT, MONITORING, COMPILATION = "Infeed", "Output", "Monitoring", "Compilation"
 
-_PROGRAM, _RUNTIME, _HOST = Stage.PROGRAM, Stage.RUNTIME, Stage.HOST
+_PROGRAM, _RUNTIME, _HOST = TakesEffect.PROGRAM, TakesEffect.RUNTIME, TakesEffect.HOST
 # Whose a setting is (see `Owner`), and whether a resume may change it.
 _KEPT, _CHANGES = Belongs(Owner.RUN, OnResume.KEPT), Belongs(Owner.RUN, OnResume.CHANGES)
 _CHANGES_IF_SET, _GROWS = Belongs(Owner.RUN, OnResume.CHANGES_IF_SET), Belongs(Owner.RUN, OnResume.GROWS)
@@ -125,7 +128,7 @@ class TrainConfig:
     )
     batch: int = setting(
         128, TRAINING, _PROGRAM, _KEPT, "Images per step.", between=(1, 2**20), unit="IMAGES",
-        details="In total, over all devices.",
+        details="In total, over all devices.", by_stage=True,
     )
     devices: str | None = setting(
         None, TRAINING, _PROGRAM, _CHANGES,
@@ -172,6 +175,15 @@ class TrainConfig:
         default_text="that of {keep_best}, else loss",
         details="The metric is top1, top5, loss, or a metric of your own as NAME:max or NAME:min.",
     )
+    stages: Sequence[Stage] | None = setting(
+        None, TRAINING, _PROGRAM, _KEPT,
+        "TOML file of stages: spans of steps in one launch, each with values of its own for {image_size}, {batch}, "
+        "{freeze}, {label_smoothing}, {learning_rate}, crop and augmentation.",
+        unit="FILE", default_text="none", completion="file", parsed_by=Stages,
+        details="In Python a list of `loopfeed.Stage`, in a recipe a list of tables. The learning rate of a stage of "
+        "another batch is that of the schedule, multiplied as the batch is, unless the stage gives a {learning_rate}, "
+        "the peak of the schedule there. Evaluations keep the settings of the run.",
+    )
     model: str = setting(
         "auto", TRAINING, _PROGRAM, _KEPT,
         f"Network to train: {', '.join(MODEL_NAMES)}; auto is resnet50 for images of at least 128 px, else resnet8.",
@@ -203,7 +215,7 @@ class TrainConfig:
     )
     label_smoothing: float = setting(
         0.0, TRAINING, _RUNTIME, _CHANGES, "Fraction of each label that is spread evenly over all classes.",
-        between=(0, 1),
+        between=(0, 1), by_stage=True,
     )
     ema_decay: float | None = setting(
         None, TRAINING, _RUNTIME, _CHANGES_IF_SET,
@@ -245,6 +257,7 @@ class TrainConfig:
     image_size: int | None = setting(
         None, DATA, _PROGRAM, _KEPT, "Height and width of the network's input; at most the size of the packed images.",
         between=(1, 2**14), unit="PX", default_text=f"from the data; {SYNTHETIC_IMAGE_SIZE} with {{synthetic}}",
+        by_stage=True,
     )
     eval_image_size: int | None = setting(
         None, DATA, _PROGRAM, _KEPT,
@@ -278,7 +291,7 @@ class TrainConfig:
         None, OPTIMISER, _RUNTIME, _CHANGES,
         "Peak learning rate of the schedule. The default suits sgd; the adaptive optimizers need a lower rate.",
         between=_RATE,
-        unit="RATE", option=("--learning-rate", "--lr"), default_text="0.1 · images per update / 256",
+        unit="RATE", option=("--learning-rate", "--lr"), default_text="0.1 · images per update / 256", by_stage=True,
     )
     schedule: ScheduleName = setting(
         "constant", OPTIMISER, _PROGRAM, _KEPT,
@@ -362,6 +375,7 @@ class TrainConfig:
         "Regular expressions, separated by commas, that match whole dotted paths of parameters, which are not trained, "
         "and of batch statistics, which stay as they are.", unit="REGEX", default_text="nothing is frozen",
         joined_by=",", details="The option can be repeated. A normalisation still uses the statistics of the batch.",
+        by_stage=True,
     )
     groups: str | None = setting(
         None, OPTIMISER, _PROGRAM, _KEPT,
@@ -379,62 +393,66 @@ class TrainConfig:
     crop: CropName = setting(
         "centre", AUGMENTATION, _PROGRAM, _KEPT,
         "Training crop: centre, random (random position), or resized (random area and aspect ratio, then resized); of "
-        "whole pictures, see preprocess-imagenet --canvas.",
+        "whole pictures, see preprocess-imagenet --canvas.", by_stage=True,
     )
     crop_padding: int = setting(
         0, AUGMENTATION, _PROGRAM, _KEPT, "Pixels added on every side before a random crop.", between=(0, 2**14),
-        unit="PX",
+        unit="PX", by_stage=True,
     )
     padding_mode: PaddingName = setting(
         "zeros", AUGMENTATION, _PROGRAM, _KEPT,
-        "Content of the padding: black (zeros), or the image reflected at its border (reflect).",
+        "Content of the padding: black (zeros), or the image reflected at its border (reflect).", by_stage=True,
     )
     crop_area: float = setting(
         0.08, AUGMENTATION, _PROGRAM, _KEPT, "Smallest fraction of the image's area that a resized crop covers.",
-        between=(0, 1),
+        between=(0, 1), by_stage=True,
     )
     flip: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of flipping an image horizontally.", between=(0, 1)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of flipping an image horizontally.", between=(0, 1),
+        by_stage=True,
     )
     brightness: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change in brightness.", between=(0, 1)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change in brightness.", between=(0, 1), by_stage=True,
     )
     contrast: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change in contrast.", between=(0, 1)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change in contrast.", between=(0, 1), by_stage=True,
     )
     saturation: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change in saturation.", between=(0, 1)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change in saturation.", between=(0, 1), by_stage=True,
     )
     hue: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest change in hue, in turns of the colour circle.", between=(0, 0.5)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest change in hue, in turns of the colour circle.", between=(0, 0.5),
+        by_stage=True,
     )
     mixup: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT,
         "Alpha of the Beta distribution from which the weights for mixing adjacent images in the batch are drawn; 0 "
         "disables mixup.",
-        between=(0, 1000), unit="ALPHA",
+        between=(0, 1000), unit="ALPHA", by_stage=True,
     )
     cutmix: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT,
         "Alpha of the Beta distribution that determines how large a patch is pasted from the adjacent image in the "
         "batch; 0 disables cutmix.",
-        between=(0, 1000), unit="ALPHA",
+        between=(0, 1000), unit="ALPHA", by_stage=True,
     )
     erasing: float = setting(
-        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of blanking a rectangle of an image.", between=(0, 1)
+        0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of blanking a rectangle of an image.", between=(0, 1),
+        by_stage=True,
     )
     auto_augment: AutoAugmentName = setting(
         "off", AUGMENTATION, _PROGRAM, _KEPT,
         "Random operations on shape, colour and contrast: randaugment ({auto_augment_ops} operations of equal "
         "strength), trivialaugment (one operation of random strength), or off.",
-        details="The operations and ranges of torchvision's RandAugment and TrivialAugmentWide.",
+        details="The operations and ranges of torchvision's RandAugment and TrivialAugmentWide.", by_stage=True,
     )
     auto_augment_ops: int = setting(
         2, AUGMENTATION, _PROGRAM, _KEPT, "Number of operations that randaugment applies to each image.",
-        between=(1, MAX_AUTO_AUGMENT_OPS), unit="N",
+        between=(1, MAX_AUTO_AUGMENT_OPS), unit="N", by_stage=True,
     )
     auto_augment_magnitude: int = setting(
         9, AUGMENTATION, _PROGRAM, _KEPT, "Strength of the operations of randaugment.", between=(0, NUM_MAGNITUDES - 1),
+        by_stage=True,
     )
     labels_are_invariant: bool = setting(
         False, AUGMENTATION, _HOST, _CHANGES,
@@ -627,13 +645,53 @@ class TrainConfig:
             raise SettingError("storage_options", "{setting}: {fault}", fault=error) from None
         check_local_paths(dump_hlo=self.dump_hlo, cache=self.cache)
         check_writable_location("run_dir", self.run_dir)
+        if self.stages is not None:
+            object.__setattr__(
+                self,
+                "stages",
+                Stages(
+                    stage.with_settings({name: getattr(own, name) for name in stage.settings})
+                    for stage, own in zip(self.stages, self.by_stage, strict=True)
+                ),
+            )
+
+    @cached_property
+    def by_stage(self) -> "tuple[TrainConfig, ...]":
+        """The settings of each stage, in order; of a run without stages, its own."""
+        if self.stages is None:
+            return (self,)
+        return tuple(_of_stage(self, number, stage) for number, stage in enumerate(self.stages, 1))
+
+    @property
+    def step_ranges(self) -> StageRanges:
+        """The updates of each stage, once the ends of the stages are counted in steps."""
+        stages = self.stages or Stages([Stage()])
+        # The last stage ends with the run, also with one that was resumed with more steps.
+        stops = [*(each.until_step or 0 for each in stages[:-1]), self.steps]
+        return StageRanges.of(stops, [each.images_per_step for each in self.by_stage])
+
+    @property
+    def batch_ranges(self) -> StageRanges:
+        """The batches of each stage, once the ends of the stages are counted in steps."""
+        stops = [each.stop * self.accumulate_steps for each in self.step_ranges]
+        return StageRanges.of(stops, [each.batch for each in self.by_stage])
+
+    @property
+    def changes_batch(self) -> bool:
+        """Whether a stage has another batch than the run."""
+        return any(each.batch != self.batch for each in self.by_stage)
+
+    @property
+    def images_per_step(self) -> int:
+        """The images of an update, over all devices and accumulated batches; a stage may have its own."""
+        return self.batch * self.accumulate_steps
 
     @property
     def peak_learning_rate(self) -> float:
         """The peak learning rate, or its default if `learning_rate` is None."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return self.batch * self.accumulate_steps * _RATE_PER_IMAGE
+        return self.images_per_step * _RATE_PER_IMAGE
 
     @property
     def snapshot_cadence(self) -> int:
@@ -658,7 +716,8 @@ class TrainConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as a dictionary of JSON values."""
-        return dataclasses.asdict(self)
+        values = {name: getattr(self, name) for name in SETTINGS}
+        return values | {"stages": None if self.stages is None else [each.to_json() for each in self.stages]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "TrainConfig":
@@ -673,8 +732,58 @@ _FIELDS = inspect.signature(TrainConfig.__init__)
 TrainConfig.__signature__ = _FIELDS.replace(parameters=list(_FIELDS.parameters.values())[1:])  # type: ignore[attr-defined]
 TrainConfig.__doc__ = f"{TrainConfig.__doc__}\n{attributes_section(SETTINGS)}"
 
+STAGED = {name: each for name, each in SETTINGS.items() if each.by_stage}
+"""The settings of which a stage of a run may have a value of its own."""
 COUNTED_IN_EPOCHS = tuple((each.name, each.in_place_of) for each in SETTINGS.values() if each.in_place_of is not None)
 """Pairs of settings (epochs, steps) with the same meaning; if the first is given, the second is computed from it."""
+
+
+# What a setting takes along if a stage turns it off.
+_DETAILS = {"auto_augment": ("auto_augment_ops", "auto_augment_magnitude"), "crop": ("crop_padding", "padding_mode")}
+
+
+def stage_error(number: int, config: TrainConfig, fault: object) -> SettingError:
+    """Return the error that a stage, counted from 1, is at fault."""
+    of = f"stage {number} of {len(config.stages or ())}"
+    return SettingError("stages", f"{{setting}}, {of}: {{fault}}", fault=fault)
+
+
+def check_stages(config: TrainConfig, check: Callable[[TrainConfig], object]) -> None:
+    """Check the settings of each stage, those of the run if it has none; an error of `check` names the stage."""
+    for number, stage in enumerate(config.by_stage, 1):
+        try:
+            check(stage)
+        except ValueError as error:
+            if config.stages is None:
+                raise
+            raise stage_error(number, config, error) from error
+
+
+def _of_stage(config: TrainConfig, number: int, stage: Stage) -> TrainConfig:
+    """Return the settings of a stage; raise SettingError for a setting that it must not or cannot have."""
+
+    def error(fault: object) -> SettingError:
+        return stage_error(number, config, fault)
+
+    for name in stage.settings:
+        if name not in SETTINGS:
+            raise error(f"a stage has no setting {name!r}{suggest_setting(name, STAGED.values()) or ': remove it'}")
+        if name not in STAGED:
+            raise error(f"{name} belongs to the whole run, not to a stage: a stage may have {', '.join(STAGED)}")
+    details = {
+        detail: SETTINGS[detail].default
+        for name in stage.settings.keys() & _DETAILS.keys()
+        if stage.settings[name] != getattr(config, name)
+        for detail in _DETAILS[name]
+    }
+    # TOML has no word for None.
+    own = {
+        name: None if value == "" and SETTINGS[name].is_optional else value for name, value in stage.settings.items()
+    }
+    try:
+        return dataclasses.replace(config, stages=None, **(details | own))
+    except SettingError as fault:
+        raise error(fault) from None
 
 
 def epochs_in(value: Any) -> float | None:
@@ -711,6 +820,8 @@ def settings_table() -> list[dict[str, str]]:
 
 def describe_value(value: Any) -> str:
     """Return the value of a setting as text for messages; None becomes `default`."""
+    if isinstance(value, Stages):
+        return ", ".join(map(str, value))
     if isinstance(value, tuple):
         return " ".join(f"{each:g}" for each in value)
     return NO_VALUE if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -23,7 +23,7 @@ _MOST_SHOWN_BITS = 1024
 _WRITABLE = ("s3://", "gs://", "file://")
 
 
-class Stage(Enum):
+class TakesEffect(Enum):
     """The place where a setting takes effect; the values are the words used in the settings reference."""
 
     PROGRAM = "compiled into the program"
@@ -72,7 +72,7 @@ class Declaration:
 
     Attributes:
         group: its heading in `--help` and in the settings reference.
-        stage: where it takes effect.
+        takes_effect: where it takes effect.
         belongs: whose it is, and whether a resume may change it.
         help_text: one or two sentences for `--help`; the name of a setting in braces is replaced by its option.
         between: the smallest and largest value, None if it is not a number.
@@ -84,10 +84,12 @@ class Declaration:
         in_place_of: the setting that is computed from this one if this one is given.
         set_by: the setting that this one is computed from, if it has no option of its own.
         joined_by: what joins the values of an option that may be repeated; None for an option that is given once.
+        parsed_by: a class whose `of` checks and converts a value, if the type has no check of its own.
+        by_stage: whether each stage of a run may have a value of its own.
     """
 
     group: str
-    stage: Stage
+    takes_effect: TakesEffect
     belongs: Belongs
     help_text: str
     between: tuple[float, float] | None = None
@@ -99,11 +101,15 @@ class Declaration:
     in_place_of: str | None = None
     set_by: str | None = None
     joined_by: str | None = None
+    parsed_by: type[Any] | None = None
+    by_stage: bool = False
 
 
-def setting[T](default: T, group: str, stage: Stage, belongs: Belongs, help_text: str, /, **declared: Any) -> T:
+def setting[T](
+    default: T, group: str, takes_effect: TakesEffect, belongs: Belongs, help_text: str, /, **declared: Any
+) -> T:
     """Return a dataclass field that declares a setting; the arguments are those of `Declaration`."""
-    declaration = Declaration(group=group, stage=stage, belongs=belongs, help_text=help_text, **declared)
+    declaration = Declaration(group=group, takes_effect=takes_effect, belongs=belongs, help_text=help_text, **declared)
     field: Any = dataclasses.field(default=default, metadata={_KEY: declaration})
     return field
 
@@ -186,14 +192,14 @@ class Setting(Declaration):
 
     Attributes:
         name: its name in Python and in JSON.
-        kind: bool, int, float, str, or tuple for three floats, one for each channel.
+        kind: bool, int, float, str, tuple for three floats, one for each channel, or the class that it is parsed by.
         is_optional: whether it may be None.
         choices: its allowed values if it is a choice among strings, else empty.
         default: its default.
     """
 
     name: str
-    kind: type[bool] | type[int] | type[float] | type[str] | type[tuple[float, ...]]
+    kind: type[Any]
     is_optional: bool
     choices: tuple[str, ...]
     default: Any
@@ -256,6 +262,8 @@ class Setting(Declaration):
             return None
         if self.kind is tuple:
             return self._checked_channels(value)
+        if self.parsed_by is not None:
+            return self.parsed_by.of(value)
         value = self._of_kind(value)
         if self.between is not None:
             low, high = self.between
@@ -357,12 +365,12 @@ def settings_of(declared: type) -> Mapping[str, Setting]:
 
 
 def _setting_of(field: "dataclasses.Field[Any]", kind: Any) -> Setting:
-    is_choice = get_origin(kind) is Literal
+    is_choice, declared = get_origin(kind) is Literal, field.metadata[_KEY]
     kinds = () if is_choice else get_args(kind)
     return Setting(
-        **vars(field.metadata[_KEY]),
+        **vars(declared),
         name=field.name,
-        kind=str if is_choice else get_origin(kinds[0]) or kinds[0] if kinds else kind,
+        kind=declared.parsed_by or (str if is_choice else get_origin(kinds[0]) or kinds[0] if kinds else kind),
         is_optional=type(None) in kinds,
         choices=get_args(kind) if is_choice else (),
         default=field.default,
@@ -381,7 +389,7 @@ def table_of(settings: Mapping[str, Setting]) -> list[dict[str, str]]:
             "unit": each.unit or "",
             "group": each.group,
             "help": f"{each.render_help(str)} {each.details}".strip(),
-            "stage": each.stage.value,
+            "stage": each.takes_effect.value,
             "on_resume": (each.owner if each.owner in (Owner.USER, Owner.LAUNCH) else each.on_resume).value,
         }
         for each in settings.values()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loopfeed import replay_run, train
-from loopfeed.engine.updates.update import init_average, update_average
+from loopfeed.engine.updates.averages import init_average, update_average
 from tests.toy import Linear, toy_batch, toy_config
 
 

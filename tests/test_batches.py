@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from loopfeed.engine.feed import shard_batches as shard_batches_module
-from loopfeed.engine.feed.batches import FunctionBatches, SyntheticBatches
+from loopfeed.engine.feed.batches import FunctionBatches
 from loopfeed.engine.feed.order import EpochOrder
+from loopfeed.engine.feed.resizable_batches import SyntheticBatches
 from loopfeed.engine.feed.shard_batches import ShardBatches
 from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack, packed_words

@@ -34,7 +34,8 @@ from loopfeed.engine.config import (
     parse_profile_steps,
     settings_table,
 )
-from loopfeed.engine.settings import OnResume, Stage
+from loopfeed.engine.settings import OnResume, TakesEffect
+from loopfeed.engine.stages import Stage, Stages
 
 TEXT = st.text(min_size=1, max_size=20)
 FORMATTED = {
@@ -43,6 +44,7 @@ FORMATTED = {
     "groups": st.sampled_from(["fc=learning_rate:10x", ".*bias=weight_decay:0;a[;]=learning_rate:.5"]),
     "devices": st.sampled_from(["1", "8", "cpu:4"]),
     "profile_steps": st.sampled_from(["0:1", "10:40"]),
+    "stages": st.sampled_from([Stages([Stage()]), Stages([Stage(until="2e", flip=0.5), Stage(batch=4)])]),
     "cache": st.sampled_from(["off", "here/cache"]),
     "crop_area": st.floats(2.0**-126, 1),
     "storage_options": st.sampled_from(["endpoint=http://127.0.0.1:9000,region=eu", "profile=mine"]),
@@ -93,7 +95,7 @@ def test_golden_defaults():
     """The defaults stand in the record of every run: to change one is to change what a command without it does."""
     text = json.dumps(TrainConfig().to_json(), sort_keys=True, allow_nan=False)
     assert (
-        hashlib.sha256(text.encode()).hexdigest() == "2bce3ef7284a7d088b8cfd783583ccca6d862d3a8d0fddc7f06c02bbac50627a"
+        hashlib.sha256(text.encode()).hexdigest() == "57180520e55b50f8cfb12510960c6a5722d127e0148c0ff003fa5f6bb74cd5ce"
     ), text
 
 
@@ -241,7 +243,7 @@ def test_every_setting_is_declared_whole(name):
     assert declared.help_text.endswith(".")
     assert declared.help_text[0].isupper()
     assert declared.group in {DATA, TRAINING, OPTIMISER, AUGMENTATION, INFEED, OUTPUT, MONITORING, COMPILATION}
-    assert isinstance(declared.stage, Stage)
+    assert isinstance(declared.takes_effect, TakesEffect)
     assert isinstance(declared.on_resume, OnResume)
     assert declared.default == getattr(TrainConfig(), name)
     assert (declared.default is None) <= declared.is_optional

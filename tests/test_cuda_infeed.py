@@ -57,7 +57,7 @@ def give(infeed, transport, fake):
     places = [fake.new_memory(size) for size in sizes]
     stream = next(number for number, each in fake._streams.items() if each.is_prompt)
     with fake.as_xla():
-        infeed._give(stream, [], places)
+        infeed._give(BATCH * SIZE**2, BATCH, stream, [], places)
     pixels, labels, is_there = (np.frombuffer(fake.peek(*each), np.uint32) for each in zip(places, sizes, strict=True))
     return pixels, labels.view(np.int32), bool(is_there[0])
 

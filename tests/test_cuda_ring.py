@@ -13,8 +13,9 @@ from loopfeed.engine.crossing.cuda import ring
 from loopfeed.engine.crossing.cuda.arena import Arena
 from loopfeed.engine.crossing.cuda.driver import CudaDriver
 from loopfeed.engine.crossing.cuda.ring import DeviceRing, Places, Stopwatch
-from loopfeed.engine.feed.batches import FunctionBatches, SyntheticBatches
+from loopfeed.engine.feed.batches import FunctionBatches
 from loopfeed.engine.feed.feeder import Feeder, FeederError
+from loopfeed.engine.feed.resizable_batches import SyntheticBatches
 from tests.fake_cuda import FakeCuda
 
 BATCH, SIZE = 4, 3
@@ -56,7 +57,7 @@ class Rig:
             num_threads=2,
             timeout_s=timeout_s,
         )
-        self.ring = DeviceRing(self.driver, self.feeder, pixel_bytes=PIXEL_BYTES, label_bytes=LABEL_BYTES)
+        self.ring = DeviceRing(self.driver, self.feeder, num_bytes=PIXEL_BYTES + LABEL_BYTES)
         self.stream = fake.new_stream()
         # XLA has one buffer for all steps: what is taken up late is lost.
         self.pixels, self.labels = fake.new_memory(PIXEL_BYTES), fake.new_memory(LABEL_BYTES)
@@ -75,7 +76,9 @@ class Rig:
 
     def give(self, step, **options):
         with self.fake.as_xla():
-            is_given = self.ring.give(step, Places(self.pixels, self.labels), self.stream, **options)
+            is_given = self.ring.give(
+                step, Places(self.pixels, self.labels, PIXEL_BYTES, LABEL_BYTES), self.stream, **options
+            )
             if is_given:
                 self.fake.compute(self.stream, self._take_up)
         return is_given

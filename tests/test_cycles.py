@@ -173,8 +173,8 @@ def test_a_run_stopped_within_an_appended_cycle_resumes_and_replays_to_the_bit(p
 def test_a_cycle_compiles_nothing(packed, tmp_path):
     values = {"schedule": "cosine", "compilation_cache": str(tmp_path / "cache")}
     train(settings_of(packed, tmp_path / "run", **values), model=Linear())
-    config = replace(run_settings(tmp_path / "run"), resume=True, append_epochs=1, learning_rate=None)
-    assert train(config, model=Linear()).from_cache
+    cached = replace(run_settings(tmp_path / "run"), compilation_cache=values["compilation_cache"])
+    assert train(replace(cached, resume=True, append_epochs=1, learning_rate=None), model=Linear()).from_cache
 
 
 def test_a_run_with_a_cycle_is_not_resumed_from_before_it(packed, unhurried, tmp_path):

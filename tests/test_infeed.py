@@ -198,7 +198,8 @@ def test_a_stop_is_seen_between_the_batches_of_a_chunk_though_none_is_long_in_co
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_a_failure_keeps_no_memory_of_the_program_alive(num_before):
     infeed, feeder, _, _ = make_infeed(CountedBatches(raise_at=1), chunk=2)
-    results = [np.ones(shape.shape, shape.dtype) for shape in infeed._results]
+    pixels, labels = feeder.shard_shapes()
+    results = [np.ones((2, *pixels), np.uint32), np.ones((2, *labels), np.int32), np.ones(3, np.uint32)]
     memory = [weakref.ref(array) for array in results]
     infeed._answer([np.array([1 - num_before, 0, 2], np.int32)], results)
     assert isinstance(infeed.failure, ConnectionResetError)

@@ -68,7 +68,7 @@ def test_each_setting_has_an_owner_and_a_new_one_needs_one():
     assert texts <= FOREIGN.keys() | OF_DATA | TEXTS_OF_A_RUN
     undeclared: Any = setting
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        undeclared(None, "Output", SETTINGS["data"].stage, "Upload to this account.")
+        undeclared(None, "Output", SETTINGS["data"].takes_effect, "Upload to this account.")
 
 
 def record(folder: Path, config: TrainConfig, resolved: Any = (), **changes: Any) -> Path:

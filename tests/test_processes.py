@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from loopfeed import join_processes, this_process
 from loopfeed.engine.commands.cli import main
 from loopfeed.engine.commands.supervisor import _PROGRAM, without_option
-from loopfeed.engine.feed.batches import ArrayBatches, FunctionBatches, SyntheticBatches, label_words
+from loopfeed.engine.feed.batches import ArrayBatches, FunctionBatches, label_words
+from loopfeed.engine.feed.resizable_batches import SyntheticBatches
 from loopfeed.engine.records.machine import Topology, describe_promise
 from tests.device_runs import rows_alone
 from tests.process_runs import MODULE, OWN, ROOT, TOY, going, own_processes, records, run, words

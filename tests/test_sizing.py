@@ -186,7 +186,7 @@ def a_plan(**changes) -> Plan:
         "memory": Memory({"arguments": 200_000_000, "temporaries": 1_500_000_000}, ["fits: jax takes 63.7 GB"]),
         "flow": Flow(stages, 24_000),
         "num_steps": 14_076,
-        "images_per_step": 8192,
+        "train_images": 14_076 * 8192,
         "num_evaluations": 3,
         "eval_images": 50_000,
         "volumes": [("train", imagenet_volume(224))],

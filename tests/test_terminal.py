@@ -24,7 +24,7 @@ def make_sink(width=80, steps=1000, batch=128):
     console = Console(
         file=drawn, force_terminal=True, color_system=None, width=width, legacy_windows=False, _environ={}
     )
-    return ProgressSink(console, steps=steps, batch=batch), drawn
+    return ProgressSink(console, steps=steps, image_at=lambda step: step * batch), drawn
 
 
 def lines_of(drawn):

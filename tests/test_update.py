@@ -14,15 +14,14 @@ from jax import lax
 from loopfeed.engine.config import OptimizerName, ScheduleName, TrainConfig
 from loopfeed.engine.images.unpack import PixelScale
 from loopfeed.engine.run.program_settings import runtime_settings
+from loopfeed.engine.updates.averages import init_average, update_average
 from loopfeed.engine.updates.optim import Hyperparams
 from loopfeed.engine.updates.schedules import schedule_values
 from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.engine.updates.update import (
     Microbatch,
     Weights,
-    init_average,
     init_update,
-    update_average,
     update_weights,
 )
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from loopfeed.engine.sizing.device_rates import DeviceRates
 
 _RECORDED = "the recorded run"
-_REPORT = ("compare", "ir", "report_format", "depth", "top", "traceback")
+_REPORT = ("stage", "compare", "ir", "report_format", "depth", "top", "traceback")
 # Where a run goes does not change its program.
 _SETTINGS = tuple(name for name, each in SETTINGS.items() if each.owner is not Owner.LAUNCH or name == "dump_hlo")
 # Click keeps the line breaks of a paragraph that begins with a backspace.
@@ -101,6 +101,9 @@ def _groups() -> dict[str, tuple[str, ...]]:
 @click.option(
     "--depth", type=click.IntRange(1, 9), default=1, metavar="N", help="Levels of the model's layers in a row's name."
 )
+@click.option(
+    "--stage", type=click.IntRange(min=1), default=1, metavar="N", help="Stage of a run with stages (--stages) to show."
+)
 @click.option("--top", type=click.IntRange(min=1), default=10, metavar="N", help="Rows of a list, the largest first.")
 @describing_options(_SETTINGS)
 @click.pass_context
@@ -112,6 +115,7 @@ def main(
     ir: str | None,
     report_format: str,
     depth: int,
+    stage: int,
     top: int,
     traceback: bool,
     **_options: Any,
@@ -128,11 +132,19 @@ def main(
     """
     with ending("explain-program", "stopped", traceback=traceback):
         _check_options(compare, ir, report_format, context.params["run"])
+        view = _View(depth, stage)
         if compare is not None:
-            text = _comparison(context, compare, report_format, depth)
+            text = _comparison(context, compare, report_format, view)
         else:
-            text = _explanation(_described(context, _take_part_names(context)), ir, report_format, depth, top)
+            text = _explanation(_described(context, _take_part_names(context)), ir, report_format, view, top)
         click.echo(text)
+
+
+class _View(NamedTuple):
+    """How many levels of layers a report distinguishes, and the stage that it shows."""
+
+    depth: int
+    stage: int
 
 
 @dataclass(frozen=True)
@@ -153,11 +165,11 @@ def _check_options(compare: tuple[str, str] | None, ir: str | None, report_forma
         raise ValueError("--ir prints text, got --format json as well: leave one out")
 
 
-def _explanation(described: _Described, ir: str | None, report_format: str, depth: int, top: int) -> str:
+def _explanation(described: _Described, ir: str | None, report_format: str, view: _View, top: int) -> str:
     from loopfeed.engine.inspection.plain import hlo_lines, report_lines, stablehlo_lines
     from loopfeed.engine.inspection.steps import Steps
 
-    report = _explain(described, depth, None)
+    report = _explain(described, view, None)
     if ir == "hlo":
         lines = hlo_lines(Steps(report.program))
     elif ir == "stablehlo":
@@ -169,7 +181,7 @@ def _explanation(described: _Described, ir: str | None, report_format: str, dept
     return "\n".join(map(printable_line, lines))
 
 
-def _comparison(context: click.Context, texts: tuple[str, str], report_format: str, depth: int) -> str:
+def _comparison(context: click.Context, texts: tuple[str, str], report_format: str, view: _View) -> str:
     from loopfeed.engine.crossing.devices import split_processor
     from loopfeed.engine.inspection.plain import compare_reports, comparison_lines
 
@@ -184,8 +196,8 @@ def _comparison(context: click.Context, texts: tuple[str, str], report_format: s
         found.append(_described(inner, kept | own, both))
     one, other = found
     split_processor([one.config, other.config])
-    first = _explain(one, depth, None)
-    rows = compare_reports(first, _explain(other, depth, first.rates))
+    first = _explain(one, view, None)
+    rows = compare_reports(first, _explain(other, view, first.rates))
     if report_format == "json":
         return json.dumps([row._asdict() for row in rows], indent=2, allow_nan=False)
     return "\n".join(map(printable_line, comparison_lines(rows, (one.name, other.name))))
@@ -266,7 +278,8 @@ def _recorded(run: str, context: click.Context, parts: "UserParts") -> "Recorded
     return recorded
 
 
-def _explain(described: _Described, depth: int, rates: "DeviceRates | None") -> "ProgramReport":
+def _explain(described: _Described, view: _View, rates: "DeviceRates | None") -> "ProgramReport":
     from loopfeed.engine.inspection.explain import explain_parts
 
-    return explain_parts(described.config, described.parts, partial(say_to_stderr), rates=rates, depth=depth)
+    what = described.config, described.parts, partial(say_to_stderr)
+    return explain_parts(*what, rates=rates, depth=view.depth, stage=view.stage)

@@ -50,7 +50,7 @@ class LossDisplay:
             return PlainSink(sys.stdout or io.StringIO(), steps=config.steps)
         from loopfeed.engine.commands.terminal import ProgressSink
 
-        return ProgressSink(self._console, steps=config.steps, batch=config.batch)
+        return ProgressSink(self._console, steps=config.steps, image_at=config.step_ranges.image_at)
 
 
 def _terminal() -> "Console":

@@ -11,7 +11,8 @@ import click
 from loopfeed.engine.commands.option_sources import CountedSteps, OptionalNumber
 from loopfeed.engine.config import COUNTED_IN_EPOCHS, SETTINGS
 from loopfeed.engine.named_parts import OWN_PARTS
-from loopfeed.engine.settings import Setting
+from loopfeed.engine.settings import Setting, SettingError
+from loopfeed.engine.stages import Stages, read_stages
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.preprocess.commands.completion import Complete, complete_file, complete_folder, complete_word
 from loopfeed.preprocess.commands.suggesting import SuggestingChoice, ascii_only
@@ -107,7 +108,24 @@ class _ChoiceOrUserPart(SuggestingChoice):
         return value if isinstance(value, str) and ":" in value else super().convert(value, param, ctx)
 
 
+class _StagesFile(click.types.StringParamType):
+    """The path of a file of stages, which is read at once."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the stages in the file."""
+        if isinstance(value, Stages):
+            return value
+        try:
+            return read_stages(value)
+        except SettingError as error:
+            self.fail(error.render(lambda _: "stages"), param, ctx)
+
+
 def _click_type(setting: Setting) -> Any:
+    if setting.kind is Stages:
+        return _StagesFile()
     if setting.choices:
         return (_ChoiceOrUserPart if setting.name in OWN_PARTS else SuggestingChoice)(setting.choices)
     number = _NUMBERS.get(setting.kind)

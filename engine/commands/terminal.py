@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -32,12 +32,12 @@ class ProgressSink:
     Args:
         console: where to draw.
         steps: the number of steps of the whole run.
-        batch: images per step.
+        image_at: returns how many images come before a step.
     """
 
     is_display = True
 
-    def __init__(self, console: "Console", *, steps: int, batch: int) -> None:
+    def __init__(self, console: "Console", *, steps: int, image_at: Callable[[int], int]) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
         from rich.table import Column
 
@@ -50,7 +50,7 @@ class ProgressSink:
             def render(self, task: Task) -> "Text":  # noqa: ARG002 - the sink knows more than the task
                 return sink.summary(console.width - taken)
 
-        self._batch = batch
+        self._image_at = image_at
         self._evaluation: EvaluationProgress | None = None
         self._recent: deque[LossRecord] = deque(maxlen=_SMOOTHED_STEPS)
         self._history = LossHistory()
@@ -109,7 +109,8 @@ class ProgressSink:
         if not recent:
             return Text("waiting for the first step", style="dim")
         elapsed_s = recent[-1].time - recent[0].time
-        images_per_s = self._batch * (len(recent) - 1) / elapsed_s if elapsed_s > 0 else recent[-1].images_per_s
+        images = self._image_at(recent[-1].step) - self._image_at(recent[0].step)
+        images_per_s = images / elapsed_s if elapsed_s > 0 else recent[-1].images_per_s
         loss = math.fsum(record.loss for record in recent) / len(recent)
         wait_ms = math.fsum(record.wait_ms for record in recent) / len(recent)
         number = f"{loss:z.4f}"

@@ -103,6 +103,6 @@ def _progress() -> "tuple[Callable[[int, int], Sink] | None, Callable[[str], Non
     console = Console(file=terminal_of(sys.stderr))
 
     def display(steps: int, batch: int) -> "Sink":
-        return ProgressSink(console, steps=steps, batch=batch)
+        return ProgressSink(console, steps=steps, image_at=lambda step: step * batch)
 
     return display, partial(say_on_terminal, console)

@@ -95,7 +95,12 @@ class BatchInfeed(Protocol):
     feeder: Feeder
 
     def pull(
-        self, token: Token, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array
+        self,
+        token: Token,
+        batch_index: jax.Array,
+        shard: jax.Array,
+        num_batches: jax.Array,
+        num_rows: int | None = None,
     ) -> tuple[Token, Pulled]:
         """Pull one shard of each of several batches; called while tracing.
 
@@ -104,6 +109,7 @@ class BatchInfeed(Protocol):
             batch_index: int32 [], index of the first batch, from 0.
             shard: int32 [], index of the shard.
             num_batches: int32 [], number of batches wanted, at most n.
+            num_rows: images of a shard of these batches; None is that of the largest batch.
         """
         ...
 
@@ -180,11 +186,6 @@ class Infeed:
         self.feeder, self._board, self._transport = feeder, board, transport
         self._words_of = words_of if num_shards == 1 else SharedWords(words_of, num_shards)
         self.chunk = self.num_together = chunk
-        self._results = (
-            jax.ShapeDtypeStruct((chunk, *feeder.shard_shape), jnp.uint32),
-            jax.ShapeDtypeStruct((chunk, *feeder.label_shape), jnp.int32),
-            jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),
-        )
         self._wait_s: dict[int, float] = {}
         self.failure: BaseException | None = None
 
@@ -197,11 +198,21 @@ class Infeed:
         self.feeder.close()
 
     def pull(
-        self, token: Token, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array
+        self,
+        token: Token,
+        batch_index: jax.Array,
+        shard: jax.Array,
+        num_batches: jax.Array,
+        num_rows: int | None = None,
     ) -> tuple[Token, Pulled]:
         """Pull one shard of each of several batches; see `BatchInfeed.pull`."""
-        address = jnp.stack([batch_index, shard, num_batches])
-        token, (pixels, labels, words) = self._transport.call(self._answer, self._results, token, address)
+        address, shapes = jnp.stack([batch_index, shard, num_batches]), self.feeder.shard_shapes(num_rows)
+        results = (
+            jax.ShapeDtypeStruct((self.chunk, *shapes[0]), jnp.uint32),
+            jax.ShapeDtypeStruct((self.chunk, *shapes[1]), jnp.int32),
+            jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),
+        )
+        token, (pixels, labels, words) = self._transport.call(self._answer, results, token, address)
         return token, Pulled(decode_control(words), Batch(pixels, labels))
 
     def take_wait_s(self, batch_index: int) -> float:

@@ -71,11 +71,12 @@ def unmoved_labels_warning(config: TrainConfig, form: LabelForm | None, *, is_na
 def _moving_settings(config: TrainConfig, *, is_trained: bool) -> list[str]:
     """Return the names of the settings by which pixels move to other places, or mix with those of other images."""
     are_set = {
-        "crop": config.crop != "centre",
-        "flip": config.flip > 0,
-        "mixup": config.mixup > 0,
-        "cutmix": config.cutmix > 0,
-        "auto_augment": config.auto_augment != "off",
+        "crop": any(stage.crop != "centre" for stage in config.by_stage),
+        "flip": any(stage.flip > 0 for stage in config.by_stage),
+        "mixup": any(stage.mixup > 0 for stage in config.by_stage),
+        "cutmix": any(stage.cutmix > 0 for stage in config.by_stage),
+        "auto_augment": any(stage.auto_augment != "off" for stage in config.by_stage),
+        "stages": any(stage.image_size != config.image_size for stage in config.by_stage),
     }
     return [name for name, is_set in are_set.items() if is_set and is_trained] + ["eval_mirror"] * config.eval_mirror
 

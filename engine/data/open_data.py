@@ -21,10 +21,10 @@ from loopfeed.engine.feed.batches import (
     EvaluationSource,
     FunctionBatches,
     LabelKind,
-    SyntheticBatches,
     takes_rows,
     whole_of,
 )
+from loopfeed.engine.feed.resizable_batches import SyntheticBatches
 from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches, WindowedBatches
 from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.parts import UserParts
@@ -272,7 +272,7 @@ def _once(notify: Callable[[str], None]) -> Callable[[str], None]:
 
 def mixes_pairs(config: TrainConfig) -> bool:
     """Return whether the images at the rows 2k and 2k + 1 of a batch are mixed with each other."""
-    return config.mixup > 0 or config.cutmix > 0
+    return any(stage.mixup > 0 or stage.cutmix > 0 for stage in config.by_stage)
 
 
 def _order_batches(
@@ -338,12 +338,15 @@ def _warn_of_split(
     """Warn about a training split that is allowed but probably not intended."""
     if num_classes == 1 and split.manifest.targets is None:
         notify(f"warning: {where} has only one class, so there is nothing to learn")
-    if config.batch > split.num_images:
+    largest = max(stage.batch for stage in config.by_stage)
+    if largest > split.num_images:
         notify(
-            f"warning: a batch has {config.batch:,} images, but {where} has only {split.num_images:,}, so each batch "
+            f"warning: a batch has {largest:,} images, but {where} has only {split.num_images:,}, so each batch "
             f"repeats some of them: give --batch {split.num_images} or less"
         )
-    if config.crop == "resized" and (share := share_of_square(split.manifest.resize_rule)):
+    if any(stage.crop == "resized" for stage in config.by_stage) and (
+        share := share_of_square(split.manifest.resize_rule)
+    ):
         notify(
             f"crops: from packed squares, which keep {100 * share:.0f} % of a 4:3 photograph; published accuracies "
             "crop whole pictures (preprocess-imagenet --canvas 3:2)"

@@ -5,7 +5,6 @@ as an uninterrupted one. Does not depend on rings, threads or devices.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -62,6 +61,15 @@ class BatchSource(Protocol):
         must have these attributes too.
         """
         ...
+
+
+def batch_of(source: BatchSource, batch_index: int) -> int:
+    """Return the number of images of a batch: of a source whose batches differ, its `batch_of`, otherwise its `batch`.
+
+    The `batch` of such a source is the largest.
+    """
+    found = getattr(source, "batch_of", None)
+    return source.batch if found is None else int(found(batch_index))
 
 
 def label_words(source: BatchSource) -> int | None:
@@ -207,28 +215,6 @@ class ArrayBatches:
             part = self.label_form.take(self._labels, found)
             self.label_form.pack(part, np.ones(count, np.float32), labels[:count], "the evaluation set")
             labels[count:] = 0
-
-
-class SyntheticBatches:
-    """Random pixels and labels, determined by (seed, batch index), for measuring the loop without a data set."""
-
-    thread_safe = True
-
-    def __init__(self, *, batch: int, height: int, width: int, num_classes: int, seed: int) -> None:
-        self.batch, self.height, self.width = batch, height, width
-        self._num_classes, self._seed = num_classes, seed
-
-    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Draw the whole batch, of which the rows are a part; this never waits, so `timeout_s` is ignored."""
-        # Always pass the seed as two words: SeedSequence concatenates the words of its integers and pads them with
-        # zeros, so that [2**32, 0] and [0, 1] would otherwise draw the same batch.
-        words = [self._seed & 0xFFFFFFFF, self._seed >> 32, batch_index]
-        random = np.random.Generator(np.random.SFC64(words))
-        found = slice(rows.start, rows.stop)
-        labels[...] = random.integers(self._num_classes, size=self.batch, dtype=np.int32)[found]
-        shape = self.batch, self.height, self.width
-        drawn = np.frombuffer(random.bytes(4 * math.prod(shape)), np.uint32).reshape(shape)[found]
-        np.bitwise_and(drawn, np.uint32(0xFFFFFF00), out=pixels)
 
 
 class FunctionBatches:

@@ -20,6 +20,7 @@ from loopfeed.engine.feed.batches import (
     LendingSource,
     Lent,
     Pixels,
+    batch_of,
     label_form_of,
     label_words,
     read_meter_of,
@@ -74,19 +75,27 @@ class _Slot:
     """The memory of one batch, pixels followed by labels in one block, and its state."""
 
     def __init__(self, shape: tuple[int, int, int], label_shape: tuple[int, ...], allocate: Allocate) -> None:
-        num_words = math.prod(shape)
-        self.block = allocate(4 * (num_words + math.prod(label_shape)))
-        self.pixels: Pixels = self.block[: 4 * num_words].view(np.uint32).reshape(shape)
-        self.labels: Labels = self.block[4 * num_words :].view(np.int32).reshape(label_shape)
+        self._memory = allocate(4 * (math.prod(shape) + math.prod(label_shape)))
+        self._shape, self._label_shape = shape, label_shape
+        self.fit(shape[0])
         self.lent: Lent | None = None  # the images, if they are not in `pixels`
         self.batch_index = -1  # the batch in this slot; -1 while empty or being filled
         self.failure: BaseException | None = None
         self.shards_to_take = 0
         self.profile = NO_PROFILE  # of reading the batch
 
+    def fit(self, num_rows: int) -> None:
+        """Divide the memory among the pixels and labels of a batch of so many images, at most those of the largest."""
+        shape, label_shape = (num_rows, *self._shape[1:]), (num_rows, *self._label_shape[1:])
+        num_words = math.prod(shape)
+        self.block = self._memory[: 4 * (num_words + math.prod(label_shape))]
+        self.pixels: Pixels = self.block[: 4 * num_words].view(np.uint32).reshape(shape)
+        self.labels: Labels = self.block[4 * num_words :].view(np.int32).reshape(label_shape)
+
     def release_memory(self) -> None:
         """Release the memory and the batch in it."""
-        self.batch_index, self.block = -1, self.block[:0].copy()
+        self.batch_index = -1
+        self._memory = self.block = self.block[:0].copy()
         self.pixels, self.labels = self.pixels[:0].copy(), self.labels[:0].copy()
 
 
@@ -95,7 +104,8 @@ class Feeder:
 
     Args:
         source: fills a slot with a batch.
-        rows: the consecutive rows of each batch that are read, those of this process; None reads all.
+        rows: the consecutive rows of the largest batch that are read, those of this process; None reads all. Of a
+            smaller batch, the same share is read.
         start_index, stop_index: the half-open range of batches to read, counted from 0.
         depth: slots of the ring, each the size of a batch.
         num_threads: threads that fill slots, and threads that copy a large batch in `take`. A source that is not
@@ -105,14 +115,15 @@ class Feeder:
         name_batch: batch index → name of the batch in messages.
 
     Attributes:
-        shard_batch: b, number of images in a shard.
-        shard_shape: shape of a shard's pixels, [b, H, words per row].
-        label_shape: shape of a shard's labels, [b], or [b, words per label] if they are not class numbers.
+        shard_batch: b, number of images in a shard of the largest batch.
+        shard_shape: shape of that shard's pixels, [b, H, words per row].
+        label_shape: shape of its labels, [b], or [b, words per label] if they are not class numbers.
         is_dense: whether the pixels are in the dense layout.
         has_extents: whether the words of each label have the picture's extent, behind the weight if `has_weights`.
         depth: number of slots, at most the number of batches.
         most_borrowed: batches that may be between `borrow` and `give_back` while the next is filled.
-        batch_bytes: the size of these rows of a batch in host memory, in bytes.
+        batch_bytes: the size of these rows of the largest batch in host memory, in bytes.
+        bytes_taken: the size of the batches that were taken completely, in bytes.
         meter: what the batches were waited for.
         start_index, stop_index, timeout_s: as given.
     """
@@ -167,6 +178,7 @@ class Feeder:
         self._emptied = threading.Condition(self._guard)  # workers wait for a free slot or the close
         self._next_fill = start_index  # guarded by _guard, as are the following
         self._next_release = start_index
+        self.bytes_taken = 0
         self._num_waiting = 0
         self._closed = False
 
@@ -187,6 +199,15 @@ class Feeder:
         self._slots = [_Slot(shape, label_shape, allocate) for _ in range(self.depth)]
         for number in range(self._num_threads):
             self._workers.append(Worker(self._work, f"feeder-{number}").start(is_attended=False))
+
+    def shard_shapes(self, num_rows: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a shard's pixels and labels: of `num_rows` images, or of the largest batch."""
+        rows = self.shard_batch if num_rows is None else num_rows
+        return (rows, *self.shard_shape[1:]), (rows, *self.label_shape[1:])
+
+    def _rows_of(self, batch_index: int) -> range:
+        batch, largest = batch_of(self._source, batch_index), self._source.batch
+        return range(self._rows.start * batch // largest, self._rows.stop * batch // largest)
 
     def _lender(self) -> LendingSource | None:
         return self._source if self._allocate is None and isinstance(self._source, LendingSource) else None
@@ -246,7 +267,8 @@ class Feeder:
         lent = slot.lent
         images, classes = slot.pixels if lent is None else lent.images, slot.labels
         if self._num_shards > 1:
-            rows = slice(shard * self.shard_batch, (shard + 1) * self.shard_batch)
+            each = len(classes) // self._num_shards
+            rows = slice(shard * each, (shard + 1) * each)
             images, classes = images[rows], classes[rows]
         # The shards are copied at the same time.
         is_timed = self._times_copies and shard == 0
@@ -320,6 +342,7 @@ class Feeder:
             if slot.shards_to_take == 0:
                 slot.batch_index = -1
                 self._next_release += 1
+                self.bytes_taken += slot.block.nbytes
                 num_free = self.depth - (self._next_fill - self._next_release)
                 if num_free >= self._least_free:
                     self._emptied.notify(num_free)
@@ -379,13 +402,16 @@ class Feeder:
 
     def _work(self) -> None:
         """Claim batches and fill their slots until all are read or the ring closes; runs on each worker thread."""
-        lender, rows = self._lender(), self._rows
+        lender = self._lender()
         reading = self.meter.readings.join()
         while (claimed := self._claim()) is not None:
             batch_index, slot = claimed
             self._filling[batch_index] = threading.get_ident()
             reading.begin(batch_index)
             try:
+                rows = self._rows_of(batch_index)
+                if len(rows) != len(slot.labels):
+                    slot.fit(len(rows))
                 slot.lent = (
                     None if lender is None else lender.lend(batch_index, rows, slot.labels, timeout_s=self.timeout_s)
                 )

@@ -7,8 +7,10 @@ from numpy.typing import NDArray
 
 from loopfeed.engine.feed.batches import PADDING_LABEL, Labels, Lent, Pixels
 from loopfeed.engine.feed.order import EpochOrder, WindowedOrder
+from loopfeed.engine.feed.resizable_batches import ResizableBatches
 from loopfeed.engine.feed.window_reader import NUM_WINDOWS, WindowReader, stored_bytes
 from loopfeed.engine.settings import SettingError
+from loopfeed.engine.stages import StageRanges
 from loopfeed.preprocess.extents import Extent
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.reader import ShardSplit
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 _POSITIONS_AT_ONCE = 2048
 
 
-class ShardBatches:
+class ShardBatches(ResizableBatches):
     """Batches of a packed split, shuffled with `seed`; every epoch contains every image once.
 
     Attributes:
@@ -30,7 +32,7 @@ class ShardBatches:
     thread_safe = True
 
     def __init__(self, split: ShardSplit, *, batch: int, seed: int) -> None:
-        self.split = split
+        self.split, self._ranges = split, StageRanges.of([0], [batch])
         self._order = EpochOrder(split.num_images, seed)
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
@@ -60,10 +62,14 @@ class ShardBatches:
         """Return a batch's image indices, computed 2048 at a time, which takes as long as a few hundred (90 µs)."""
         first, images = self._ordered
         if not first <= batch_index < first + len(images):
-            num_batches = max(1, _POSITIONS_AT_ONCE // self.batch)
-            group = batch_index // num_batches
-            images = self._order.batch(group, num_batches * self.batch).reshape(num_batches, self.batch)
-            first = group * num_batches
+            span = self._ranges[self._ranges.stage_of(batch_index)]
+            num_batches = max(1, _POSITIONS_AT_ONCE // span.size)
+            first = batch_index - (batch_index - span.first) % num_batches
+            if span is not self._ranges[-1]:
+                num_batches = min(num_batches, span.stop - first)
+            start = span.image_at(first)
+            positions = np.arange(start, start + num_batches * span.size, dtype=np.int64)
+            images = self._order.images_at(positions).reshape(num_batches, span.size)
             self._ordered = first, images
         return images[batch_index - first]
 

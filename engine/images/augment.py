@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.images.auto_augment import auto_augment
-from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, BoxRule, draw_boxes, mask_boxes
+from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, Boxes, BoxRule, draw_boxes, mask_boxes
 from loopfeed.engine.images.crops import (
     centre_crop,
     crop_pictures,
@@ -177,15 +177,20 @@ def _crop(
     if augmentation.whole is not None:
         return _crop_pictures(augmentation, augmentation.whole, pixels, extents, keys)
     height, width = pixels.shape[1:]
-    shape = augmentation.output_shape(height, width)
-    if augmentation.crop == "random":
-        words = draw_words(keys, Purpose.CROP)[:, 0]
-        return random_crop(pixels, words, shape, augmentation.crop_padding, augmentation.padding_mode)
     if augmentation.crop == "resized":
         words = draw_words(keys, Purpose.CROP, BLOCKS_OF_BOX)
         boxes = draw_crop_boxes(words, height, width, augmentation.area_range, augmentation.ratio_range)
-        return resize_boxes(pixels, boxes, shape)
-    return centre_crop(pixels, shape)
+        return resize_boxes(pixels, boxes, augmentation.output_shape(height, width))
+    shape = augmentation.crop_shape(height, width)
+    if augmentation.crop == "random":
+        words = draw_words(keys, Purpose.CROP)[:, 0]
+        pixels = random_crop(pixels, words, shape, augmentation.crop_padding, augmentation.padding_mode)
+    else:
+        pixels = centre_crop(pixels, shape)
+    if augmentation.resized_to is None:
+        return pixels
+    zeros, ones = jnp.zeros(len(pixels), jnp.int32), jnp.ones(len(pixels), jnp.int32)
+    return resize_boxes(pixels, Boxes(zeros, zeros, shape[0] * ones, shape[1] * ones), (augmentation.resized_to,) * 2)
 
 
 def jitter_colours(

@@ -45,7 +45,11 @@ class Positions(NamedTuple):
 
 
 def positions(
-    step: Int32[Array, ""] | UInt32[Array, ""], batch: int, start: int | Int[Array, ""], count: int
+    step: Int32[Array, ""] | UInt32[Array, ""],
+    batch: int,
+    start: int | Int[Array, ""],
+    count: int,
+    first: tuple[UInt32[Array, ""], UInt32[Array, ""]] | None = None,
 ) -> Positions:
     """Return a device's exact image positions at a step: `count` consecutive numbers starting at step · batch + start.
 
@@ -54,6 +58,7 @@ def positions(
         batch: images per step over all devices, 1 … 2**31 - 1.
         start: first row of this device in the batch; start + count ≤ batch.
         count: b, number of rows of this device.
+        first: the position of the first image of step 0 in two words, high and low; None is 0.
 
     Raises:
         ValueError: if `batch` or `count` is out of range.
@@ -64,6 +69,8 @@ def positions(
         raise ValueError(f"a device's share of a batch of {batch} must be 1 … {batch} images, got {count}")
     high, low = _multiply(jnp.asarray(step).astype(jnp.uint32), jnp.uint32(batch))
     rows = jnp.asarray(start).astype(jnp.uint32) + jnp.arange(count, dtype=jnp.uint32)
+    if first is not None:
+        high, low = high + first[0] + (low + first[1] < low).astype(jnp.uint32), low + first[1]
     sums = low + rows
     return Positions(high + (sums < rows).astype(jnp.uint32), sums)
 

@@ -67,6 +67,8 @@ class Augmentation:
             arXiv:2103.10158) or "off", with the operations and ranges of torchvision.
         auto_augment_ops: operations that RandAugment applies to each image, 1 … 16.
         auto_augment_magnitude: magnitude of RandAugment's operations, 0 … 30.
+        resized_to: height and width to which the crop is resized, in pixels; a resized crop has this size at once. None
+            keeps the size of the crop.
         whole: the geometry of whole pictures on canvases; None for images that fill their pixels. A random crop then is
             a square of the side of the central crop at a random place, which is resized to `size`; None for `size` is
             that side.
@@ -92,14 +94,16 @@ class Augmentation:
     auto_augment: AutoAugmentName = "off"
     auto_augment_ops: int = 2
     auto_augment_magnitude: int = 9
+    resized_to: int | None = None
     whole: Whole | None = None
 
     def __post_init__(self) -> None:
         for name, declared in (("crop", CropName), ("padding_mode", PaddingName), ("auto_augment", AutoAugmentName)):
             if getattr(self, name) not in get_args(declared):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(declared))}, got {getattr(self, name)!r}")
-        if self.size is not None:
-            object.__setattr__(self, "size", _whole("size", self.size, 1, MAX_SIDE))
+        for name in ("size", "resized_to"):
+            if (side := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _whole(name, side, 1, MAX_SIDE))
         object.__setattr__(self, "crop_padding", _whole("crop_padding", self.crop_padding, 0, MAX_SIDE))
         for name, (least, most) in _AUTO_AUGMENT_RANGES.items():
             object.__setattr__(self, name, _whole(name, getattr(self, name), least, most))
@@ -154,6 +158,11 @@ class Augmentation:
         Raises:
             ValueError: if the crop does not fit such images.
         """
+        shape = self.crop_shape(height, width)
+        return shape if self.resized_to is None else (self.resized_to, self.resized_to)
+
+    def crop_shape(self, height: int, width: int) -> tuple[int, int]:
+        """Return the (height, width) of a crop before it is `resized_to` another size; see `output_shape`."""
         if self.whole is not None:
             side = self.size or self.whole.size
             return side, side

@@ -35,6 +35,7 @@ def explain_program(
     *,
     rates: DeviceRates | None = None,
     depth: int = 1,
+    stage: int = 1,
     notify: Callable[[str], None] = lambda _: None,
     **parts: Unpack[PartArguments],
 ) -> ProgramReport:
@@ -47,17 +48,18 @@ def explain_program(
         model, batches, evaluation, loss, metrics, optimizer, schedule, augment: as for `train`.
         rates: the device's rates for the least times; None measures the device for about a second.
         depth: how many levels of the model's layers to distinguish.
+        stage: the stage of a run with stages, from 1, whose steps are reported.
         notify: called with a line of text about what is done.
 
     Raises:
-        ValueError: as `train` before its first step; or `depth` is below 1.
+        ValueError: as `train` before its first step; or `depth` is below 1, or there is no such stage.
 
     Example:
         >>> rates = DeviceRates(flops_per_s=1e12, bytes_per_s=1e11, dtype="float32", device="an example")
         >>> explain_program(TrainConfig(data="data", batch=4), model=model, rates=rates).num_params  # 3 · 2 + 2
         8
     """
-    return explain_parts(config, take_parts(parts), notify, rates=rates, depth=depth)
+    return explain_parts(config, take_parts(parts), notify, rates=rates, depth=depth, stage=stage)
 
 
 def explain_parts(
@@ -67,13 +69,20 @@ def explain_parts(
     *,
     rates: DeviceRates | None = None,
     depth: int = 1,
+    stage: int = 1,
 ) -> ProgramReport:
     """Return the report on a run with the user's own parts; see `explain_program`."""
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
+    num_stages = len(config.stages or (None,))
+    if not 1 <= stage <= num_stages:
+        raise ValueError(f"stage must lie in 1 … {num_stages}, the stages of the run, got {stage}: choose one of them")
     # A new run without a folder has the same program.
     config = replace(config, run_dir=None, resume=False, overwrite=False, init_from=None)
     with open_run(config, parts, notify, is_dry=True) as run:
+        if config.stages is not None:
+            run.keep_stage(stage - 1)
+            notify(f"showing stage {stage} of {num_stages} (--stage)")
         planned = plan_program(run, is_explained=True)
     if rates is None:
         notify("measuring the device for a second")
@@ -101,7 +110,7 @@ def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
         device=str(this_device().device_kind),
         platform=platform,
         num_devices=len(run.team.devices),
-        batch=run.config.batch // len(run.team.devices),
+        batch=run.stages[0].num_rows,
         image_size=_image_size(run),
         num_params=run.num_params,
         settings=run.config.to_json(),
@@ -128,6 +137,8 @@ def _report(planned: DryRun, rates: DeviceRates, depth: int) -> ProgramReport:
 
 def _image_size(run: Run) -> tuple[int, int]:
     config, source = run.config, run.data.source
+    if (size := run.stages[0].settings.augmentation.resized_to) is not None:
+        return size, size
     return (config.image_size,) * 2 if config.image_size else image_shape(source)
 
 

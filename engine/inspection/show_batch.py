@@ -59,7 +59,7 @@ class OneBatch(NamedTuple):
 
 
 def pull_one_batch(infeed: BatchInfeed, replicas: Replicas, shapes: Batch, batch_index: Int32[Array, ""]) -> OneBatch:
-    """Pull the batch with number `pulls` as the training loop does.
+    """Pull the batch with number `batch_index` as the training loop does.
 
     Args:
         infeed: the training infeed, from which nothing has been pulled.
@@ -67,7 +67,7 @@ def pull_one_batch(infeed: BatchInfeed, replicas: Replicas, shapes: Batch, batch
         shapes: the shapes and dtypes of this device's part.
         batch_index: the number of the batch, from 0.
     """
-    token, pulled = pull_part(infeed, first_token(), batch_index, jnp.ones((), jnp.int32), replicas)
+    token, pulled = pull_part(infeed, first_token(), batch_index, jnp.ones((), jnp.int32), replicas, len(shapes.labels))
     empty: Batch = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
     none = jnp.zeros((), jnp.bool)
     _, (batch, is_there), _ = for_each(
@@ -98,7 +98,7 @@ def look_at_first_batch(run: Run, look: LookAt) -> Any:
     """
     config, infeed, transport, devices = run.config, run.infeed, run.transport, run.team.devices
     replicas, source, form = run.settings.replicas, run.data.source, run.settings.objective.label_form
-    rows = config.batch // replicas.count
+    rows = run.stage.num_rows
     label_shape = (rows,) if form is None else (rows, form.num_words)
     extents = jnp.zeros(rows, jnp.int32) if whole_of(source) else None
     pixel_shape = rows, source.height, source.width
@@ -116,7 +116,7 @@ def look_at_first_batch(run: Run, look: LookAt) -> Any:
         replayed=run.start.events,
         record=lambda _: None,
     )
-    arguments = jnp.int32(run.start.batch_index), run.values()
+    arguments = jnp.int32(run.start.batch_index), run.values().in_stage(run.stage_number)
     traced = trace_ahead(replicate(program, devices), *arguments, platform=traced_platform(devices[0]))
     compiled = compile_traced(traced, deterministic=config.deterministic, keeps=transport)
     with transport.running(), ExitStack() as stack:
@@ -244,7 +244,7 @@ def show_batch(
 
 def first_batch_of(run: Run) -> ShownBatch:
     """Return the batch that an open run would train on next; see `show_batch`."""
-    settings, data = run.settings, run.data
+    settings, data = run.stage.settings, run.data
 
     def look(one: OneBatch, batch_index: jax.Array, values: RuntimeSettings) -> Any:
         images, mix_weight, _ = augment_batch(settings, one.batch, batch_index, values)

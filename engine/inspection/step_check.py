@@ -24,9 +24,9 @@ from loopfeed.engine.inspection.show_batch import look_at_first_batch
 from loopfeed.engine.keys import is_key
 from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.program.flat_program import FlatProgram, flatten_program
-from loopfeed.engine.program.loop import train_step
 from loopfeed.engine.program.random_rounding import RandomRounding, switches
 from loopfeed.engine.program.train_state import TrainModel, TrainState
+from loopfeed.engine.program.train_step import train_step
 from loopfeed.engine.run.compiling import compiling, prepare, starting_state, trace_program
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.train import open_run
@@ -223,7 +223,8 @@ def _step_program(run: Run) -> StepProgram:
     """Return the next step of a run, with the batch that it would take."""
     batch, factor = look_at_first_batch(run, lambda one, *_: (one.batch, one.learning_rate_factor))
     state = starting_state(run)
-    return StepProgram(run.checked_model(), run.settings, state, Batch(*batch), factor, run.values())
+    values = run.values().in_stage(run.stage_number)
+    return StepProgram(run.checked_model(), run.stage.settings, state, Batch(*batch), factor, values)
 
 
 type _Parts = dict[str, list[Any]]

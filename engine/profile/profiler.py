@@ -13,6 +13,7 @@ from loopfeed.engine.profile.formats import describe_seconds
 from loopfeed.engine.profile.rows import Measured, make_profile
 from loopfeed.engine.profile.table import STEP, STEP_OF_SEVERAL, Profile
 from loopfeed.engine.scopes import TRAIN, VALID
+from loopfeed.engine.stages import StageRanges
 from loopfeed.preprocess.quantities import quantity
 
 _SKIPPED_STEPS, _TRACED_STEPS = 10, 30
@@ -36,6 +37,7 @@ class Course:
         runs_ahead: whether the host runs ahead of the device.
         steps: the steps to trace, counted from 0; None chooses them.
         chunk: batches of a pull.
+        ranges: the batches of each stage, if their sizes differ; `batch` is then that of none.
     """
 
     first_batch: int
@@ -50,10 +52,22 @@ class Course:
     runs_ahead: bool = False
     steps: range | None = None
     chunk: int = 1
+    ranges: StageRanges | None = None
+
+    @property
+    def mean_batch(self) -> float:
+        """The mean number of images of the training batches."""
+        num_batches = self.stop_batch - self.first_batch
+        if self.ranges is None or num_batches <= 0:
+            return self.batch
+        return (self.ranges.image_at(self.stop_batch) - self.ranges.image_at(self.first_batch)) / num_batches
 
     def epoch_of(self, batch_index: int) -> int | None:
         """Return the epoch of a training batch, that of its first image; None if there are no epochs."""
-        return None if self.epoch_images is None else batch_index * self.batch // self.epoch_images
+        if self.epoch_images is None:
+            return None
+        image = batch_index * self.batch if self.ranges is None else self.ranges.image_at(batch_index)
+        return image // self.epoch_images
 
     @property
     def step_name(self) -> str:
@@ -148,7 +162,7 @@ class Profiler:
         traced, first = self._read(hlo_text)
         course = self._course
         per_batch = eval_images / course.eval_batches if eval_images and course.eval_batches else course.eval_batch
-        samples = {TRAIN: float(course.batch), VALID: float(per_batch)}
+        samples = {TRAIN: course.mean_batch, VALID: float(per_batch)}
         profile = make_profile(Measured(self._clock, fit_s, traced, first, samples, course.step_name), _NOTES)
         return Profile(profile.rows, profile.scopes, profile.traced, (*self._describe(profile), *profile.notes))
 

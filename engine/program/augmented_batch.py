@@ -24,9 +24,13 @@ def augment_batch(
     Returns:
         The images; the share of each image's own label as `augment_images` returns it; and the positions of the images.
     """
-    num_images, replicas = len(batch.labels), settings.replicas
+    num_images, replicas, origin = len(batch.labels), settings.replicas, values.origin
     with jax.named_scope(AUGMENT):
-        at = positions(batch_index, num_images * replicas.count, replicas.this_device() * num_images, num_images)
+        rows = num_images * replicas.count, replicas.this_device() * num_images, num_images
+        if origin is None:
+            at = positions(batch_index, *rows)
+        else:
+            at = positions(batch_index - origin.batch_index, *rows, (origin.high, origin.low))
     images, mix_weight = augment_images(
         settings.augmentation, batch.pixels, at, values.seed_words, values.scale, batch.extents
     )

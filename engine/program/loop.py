@@ -1,10 +1,10 @@
 """The training program: loops over updates, evaluations and snapshots, compiled as one function.
 
-Owns the loops' carries and the training step. Reads batches through the infeed, emits losses through the outfeed, and
+Owns the loops' carries. Reads batches through the infeed, emits losses through the outfeed, and
 does not depend on files, threads or terminals.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -20,20 +20,18 @@ from loopfeed.engine.crossing.outfeed import Outfeed
 from loopfeed.engine.crossing.token import Token, first_token
 from loopfeed.engine.objective.patience import count_evaluation
 from loopfeed.engine.objective.tally import Tally, empty_tally
-from loopfeed.engine.program.augmented_batch import augment_batch
-from loopfeed.engine.program.checked_model import model_keys
 from loopfeed.engine.program.evaluate_split import evaluate_split
 from loopfeed.engine.program.histograms import compute_histograms
-from loopfeed.engine.program.observed import Observed, SeenImages, init_observed, named_leaves, observe_images
+from loopfeed.engine.program.observed import Observed, SeenImages, init_observed, named_leaves
 from loopfeed.engine.program.pulls import for_each, pull_part
 from loopfeed.engine.program.train_state import TrainModel, TrainState
-from loopfeed.engine.scopes import FORWARD, LOSS, OPT_STEP, PUSH, SNAPSHOT, TRAIN, VALID
+from loopfeed.engine.program.train_step import train_step
+from loopfeed.engine.scopes import LOSS, PUSH, SNAPSHOT, TRAIN, VALID
 from loopfeed.engine.updates.reach import UNKNOWN, Reach
-from loopfeed.engine.updates.selection import join_frozen, keep_frozen, split_frozen
+from loopfeed.engine.updates.selection import join_frozen, split_frozen
 from loopfeed.engine.updates.settings import Cadence, CompiledSettings, RuntimeSettings
 from loopfeed.engine.updates.skipping import choose
-from loopfeed.engine.updates.update import Microbatch, Outcome, Weights, update_weights
-from loopfeed.models.layers.batch_norm import normalising_over
+from loopfeed.engine.updates.update import Weights
 from loopfeed.models.layers.bfloat16_bits import to_float32
 
 
@@ -44,7 +42,8 @@ class _Carry(NamedTuple):
         state: the training state.
         stopped: whether to leave the loops.
         snapshot: whether the host requested a snapshot after the current update.
-        observed: what the last update showed.
+        gradients: the gradient of the last update, None if it is not observed; where a stage trained nothing, older.
+        images: what the last batch of each stage showed.
         reach: bounds of the weights.
         token: the token of the last crossing; all crossings are one chain, in the order of this file.
     """
@@ -52,7 +51,8 @@ class _Carry(NamedTuple):
     state: TrainState
     stopped: Bool[Array, ""]
     snapshot: Bool[Array, ""]
-    observed: Observed
+    gradients: Any
+    images: tuple[SeenImages | None, ...]
     reach: Reach
     token: Token
 
@@ -77,9 +77,17 @@ class _ChunkCarry(NamedTuple):
     reach: Reach
 
 
+class ProgramStage(NamedTuple):
+    """What is compiled for one stage: its settings, and the images of its batches on each device."""
+
+    settings: CompiledSettings
+    num_rows: int
+
+
 def make_program(
     model: TrainModel,
     settings: CompiledSettings,
+    stages: Sequence[ProgramStage],
     infeed: BatchInfeed,
     outfeed: Outfeed,
     evaluation_infeed: BatchInfeed | None = None,
@@ -88,20 +96,25 @@ def make_program(
 
     Args:
         model: the model to train.
-        settings: the compiled settings.
+        settings: the compiled settings of the run, with which it is evaluated.
+        stages: its stages, at least one.
         infeed, outfeed: the crossings.
         evaluation_infeed: infeed of the validation batches, addressed by evaluation · batches + batch; None disables
             evaluation.
     """
-    return _Program(model, settings, infeed, outfeed, evaluation_infeed).train
+    return _Program(model, settings, tuple(stages), infeed, outfeed, evaluation_infeed).train
 
 
 @dataclass(frozen=True)
 class _Program:
-    """The nested loops, outermost first: segments (ending at an evaluation or a snapshot), pulls, and their batches."""
+    """The nested loops, outermost first: segments (ending at an evaluation or a snapshot), pulls, and their batches.
+
+    A segment has one loop over pulls for each stage, one after the other; those of other stages have no iterations.
+    """
 
     model: TrainModel
     settings: CompiledSettings
+    stages: tuple[ProgramStage, ...]
     infeed: BatchInfeed
     outfeed: Outfeed
     evaluation_infeed: BatchInfeed | None
@@ -112,9 +125,9 @@ class _Program:
 
         no = jnp.zeros((), jnp.bool)
         reach = jax.tree.map(jnp.asarray, UNKNOWN)
-        start = _Carry(
-            self._split_accumulated(state), no, no, init_observed(self.settings, state.params), reach, first_token()
-        )
+        gradients = init_observed(self.settings, state.params).gradients
+        images = tuple(init_observed(stage.settings, state.params).images for stage in self.stages)
+        start = _Carry(self._split_accumulated(state), no, no, gradients, images, reach, first_token())
         return self._join_accumulated(lax.while_loop(continues, partial(self._segment, values), start).state)
 
     def _split_accumulated(self, state: TrainState) -> TrainState:
@@ -146,12 +159,24 @@ class _Program:
         step_before = carry.state.step
         boundary = self._next_boundary(carry.state.step, values)
 
+        for number in range(len(self.stages)):
+            carry = self._train_stage(number, values, boundary, carry)
+        return self._push_snapshot(values, self._evaluate(values, self._push_observed(values, step_before, carry)))
+
+    def _train_stage(self, number: int, values: RuntimeSettings, boundary: jax.Array, carry: _Carry) -> _Carry:
+        """Train up to update `boundary`, or to the end of the stage; in any other stage, do nothing."""
+        if number + 1 < len(self.stages):
+            boundary = jnp.minimum(boundary, values.stages[number].stop_step)
+        if self.settings.frozen_by_stage:
+            # The bounds are those of the weights that the stage before trained.
+            begins = carry.state.step == values.stages[number].first_step
+            carry = carry._replace(reach=choose(begins, jax.tree.map(jnp.asarray, UNKNOWN), carry.reach))
+
         def continues(carry: _Carry) -> jax.Array:
             requested = (carry.state.owes_evaluation | carry.snapshot) & _is_between_updates(carry.state)
             return (carry.state.step < boundary) & ~carry.stopped & ~requested
 
-        carry = lax.while_loop(continues, partial(self._one_pull, values, boundary), carry)
-        return self._push_snapshot(values, self._evaluate(values, self._push_observed(values, step_before, carry)))
+        return lax.while_loop(continues, partial(self._one_pull, number, values.in_stage(number), boundary), carry)
 
     def _next_boundary(self, step: Int32[Array, ""], values: RuntimeSettings) -> Int32[Array, ""]:
         """Return the number of the update after which something is evaluated or pushed next."""
@@ -161,18 +186,19 @@ class _Program:
         return reduce(jnp.minimum, (cadence.next_after(step, values.stop_step) for cadence in cadences))
 
     @jax.named_scope(TRAIN)
-    def _one_pull(self, values: RuntimeSettings, boundary: jax.Array, carry: _Carry) -> _Carry:
+    def _one_pull(self, number: int, values: RuntimeSettings, boundary: jax.Array, carry: _Carry) -> _Carry:
         """Train on one pull's batches, up to update `boundary`, and emit the losses of the updates that were due."""
+        infeed, (settings, num_rows) = self.infeed, self.stages[number]
         requested = carry.state.owes_evaluation | carry.snapshot
-        num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values, self.infeed.chunk)
-        token, pulled = pull_part(self.infeed, carry.token, carry.state.batch_index, num_wanted, self.settings.replicas)
+        num_wanted = _num_to_pull(jnp.where(requested, 0, boundary), carry.state, values, infeed.chunk)
+        token, pulled = pull_part(infeed, carry.token, carry.state.batch_index, num_wanted, settings.replicas, num_rows)
         control = pulled.control
         token, chunk, num_taken = for_each(
-            self.infeed,
+            infeed,
             token,
             pulled,
-            partial(self._train_on_batch, values, control),
-            _empty_chunk(carry, self.infeed.num_together, len(self.settings.objective.metrics)),
+            partial(self._train_on_batch, settings, values, control),
+            _empty_chunk(carry, number, infeed.num_together, len(self.settings.objective.metrics)),
             is_over=lambda chunk: chunk.gives_up,
             emit=self._push_losses,
         )
@@ -183,28 +209,36 @@ class _Program:
             state = state._replace(owes_evaluation=state.owes_evaluation | (control.evaluate & is_heeded))
         stopped = control.stop | chunk.gives_up | (num_taken < control.num_batches)
         snapshot = carry.snapshot | (control.snapshot & is_heeded)
-        return _Carry(state, stopped, snapshot, chunk.observed, chunk.reach, token)
+        gradients, seen = chunk.observed
+        images = tuple(seen if each == number else own for each, own in enumerate(carry.images))
+        return _Carry(state, stopped, snapshot, gradients, images, chunk.reach, token)
 
     def _train_on_batch(
-        self, values: RuntimeSettings, control: ControlWord, chunk: _ChunkCarry, batch: Batch
+        self,
+        settings: CompiledSettings,
+        values: RuntimeSettings,
+        control: ControlWord,
+        chunk: _ChunkCarry,
+        batch: Batch,
     ) -> _ChunkCarry:
         """Train on the next batch of a pull."""
         state, outcome, metrics, images = train_step(
-            self.model, self.settings, chunk.state, batch, control.learning_rate_factor, values, chunk.reach
+            self.model, settings, chunk.state, batch, control.learning_rate_factor, values, chunk.reach
         )
         with jax.named_scope(PUSH):
             numbers = jnp.stack([outcome.loss, outcome.learning_rate, *metrics.values()]).astype(jnp.float32)
             num_updates = chunk.num_updates + outcome.due.astype(jnp.int32)
             # If no update was due, the next one overwrites these numbers, or they are never emitted.
             numbers = lax.dynamic_update_index_in_dim(chunk.numbers, numbers, chunk.num_updates, axis=0)
+        gradients = jax.tree.map(to_float32, outcome.gradients) if settings.histograms else None
+        if settings.frozen_by_stage and settings.histograms:
+            gradients = join_frozen(gradients, chunk.observed.gradients)
         return _ChunkCarry(
             state=state,
             num_updates=num_updates,
             numbers=numbers,
             gives_up=outcome.gives_up,
-            observed=Observed(
-                jax.tree.map(to_float32, outcome.gradients) if self.settings.histograms else None, images
-            ),
+            observed=Observed(gradients, images),
             reach=outcome.reach,
         )
 
@@ -221,27 +255,32 @@ class _Program:
     @jax.named_scope(PUSH)
     def _push_observed(self, values: RuntimeSettings, step_before: jax.Array, carry: _Carry) -> _Carry:
         """Emit histograms and images if they are due after the last update since `step_before`."""
-        state, (gradients, images), token = carry.state, carry.observed, carry.token
+        state, token = carry.state, carry.token
 
-        def is_due(cadence: Cadence) -> jax.Array:
-            return (state.step > step_before) & cadence.is_due(state.step)
+        def is_due(cadence: Cadence, number: int) -> jax.Array:
+            due = (state.step > step_before) & cadence.is_due(state.step)
+            if number and values.stages:
+                due = due & (state.step > values.stages[number - 1].stop_step)
+            if number + 1 < len(self.stages):
+                due = due & (state.step <= values.stages[number].stop_step)
+            return due
 
-        if gradients is not None:
-            leaves = named_leaves("weights", state.params) | named_leaves("gradients", gradients)
-            token = self.settings.replicas.on_first(
-                lambda token: self.outfeed.push_histograms(
-                    token, state.step, list(leaves), compute_histograms(list(leaves.values()))
-                ),
-                token,
-                is_due(values.histograms),
-            )
-        if images is not None:
-            token = self.settings.replicas.on_first(
-                lambda token: self.outfeed.push_images(token, state.step, *images),
-                token,
-                is_due(values.images),
-            )
+        for number, images in enumerate(carry.images):
+            if carry.gradients is not None:
+                gradients, _ = split_frozen(carry.gradients, self.stages[number].settings.frozen)
+                leaves = named_leaves("weights", state.params) | named_leaves("gradients", gradients)
+                push = partial(self._push_histograms, state.step, leaves)
+                token = self.settings.replicas.on_first(push, token, is_due(values.histograms, number))
+            if images is not None:
+                push = partial(self._push_images, state.step, images)
+                token = self.settings.replicas.on_first(push, token, is_due(values.images, number))
         return carry._replace(token=token)
+
+    def _push_histograms(self, step: jax.Array, leaves: dict[str, jax.Array], token: Token) -> Token:
+        return self.outfeed.push_histograms(token, step, list(leaves), compute_histograms(list(leaves.values())))
+
+    def _push_images(self, step: jax.Array, images: SeenImages, token: Token) -> Token:
+        return self.outfeed.push_images(token, step, *images)
 
     @jax.named_scope(VALID)
     def _evaluate(self, values: RuntimeSettings, carry: _Carry) -> _Carry:
@@ -294,10 +333,12 @@ class _Program:
         return carry._replace(snapshot=jnp.zeros((), jnp.bool), token=token)
 
 
-def _empty_chunk(carry: _Carry, num_together: int, num_metrics: int) -> _ChunkCarry:
+def _empty_chunk(carry: _Carry, stage: int, num_together: int, num_metrics: int) -> _ChunkCarry:
     none = jnp.zeros((), jnp.int32)
     numbers = jnp.zeros((num_together, 2 + num_metrics), jnp.float32)
-    return _ChunkCarry(carry.state, none, numbers, jnp.zeros((), jnp.bool), carry.observed, carry.reach)
+    return _ChunkCarry(
+        carry.state, none, numbers, jnp.zeros((), jnp.bool), Observed(carry.gradients, carry.images[stage]), carry.reach
+    )
 
 
 def _num_to_pull(
@@ -328,85 +369,3 @@ def _is_done(state: TrainState, values: RuntimeSettings) -> Bool[Array, ""]:
 def _is_between_updates(state: TrainState) -> jax.Array:
     accumulated = state.update.accumulated
     return jnp.ones((), jnp.bool) if accumulated is None else accumulated.num_batches == 0
-
-
-def train_step(
-    model: TrainModel,
-    settings: CompiledSettings,
-    state: TrainState,
-    batch: Batch,
-    learning_rate_factor: Float32[Array, ""],
-    values: RuntimeSettings,
-    reach: Reach = UNKNOWN,
-) -> tuple[TrainState, Outcome, dict[str, jax.Array], SeenImages | None]:
-    """Train on one batch: augment it, run the forward and backward passes, and make an update if one is due.
-
-    Args:
-        model: the model to train.
-        settings: the compiled settings.
-        state: the state before the batch.
-        batch: the images and their labels.
-        learning_rate_factor: multiplies the schedule's learning rate.
-        values: the runtime settings.
-        reach: bounds of the weights, see `update_weights`.
-
-    Returns:
-        The new state, the outcome of the batch, the metrics over the batches of the update so far, and the images that
-        are observed.
-    """
-    images, mix_weight, at = augment_batch(settings, batch, state.batch_index, values)
-    keys = {"key": model_keys(values.seed_words, at)} if settings.takes_key else {}
-
-    trained, frozen = split_frozen(state.params, settings.frozen)
-
-    def loss_of(trained: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        params = join_frozen(trained, frozen)
-        with jax.named_scope(FORWARD), normalising_over(settings.norm_groups):
-            outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True, **keys)
-        with jax.named_scope(LOSS):
-            loss = settings.objective.training_loss(outputs, batch.labels, mix_weight, values.smoothing)
-        return loss, (batch_stats, outputs)
-
-    (loss, (batch_stats, outputs)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)
-    with jax.named_scope(LOSS):
-        metrics = settings.objective.training_metrics(outputs, batch.labels)
-    batch_stats = keep_frozen(batch_stats, state.batch_stats, settings.frozen)
-    hyperparams = values.hyperparams
-    factor = hyperparams.learning_rate * learning_rate_factor
-    with jax.named_scope(OPT_STEP):
-        (params, batch_stats), update, outcome = update_weights(
-            settings,
-            Weights(state.params, state.batch_stats),
-            state.update,
-            Microbatch(loss, gradients, batch_stats),
-            state.step,
-            values._replace(hyperparams=hyperparams._replace(learning_rate=factor)),
-            reach,
-        )
-    step = state.step + outcome.due.astype(jnp.int32)
-    accumulated, finished = _finish_metrics(settings, state.metrics, metrics, outcome.due)
-    state = state._replace(
-        batch_index=state.batch_index + 1,
-        step=step,
-        params=params,
-        batch_stats=batch_stats,
-        update=update,
-        metrics=accumulated,
-    )
-    labels = batch.labels if settings.objective.has_classes else None
-    with jax.named_scope(PUSH):
-        seen = observe_images(settings, images, labels, mix_weight, values.scale)
-    return state, outcome, finished, seen
-
-
-@jax.named_scope(LOSS)
-def _finish_metrics(
-    settings: CompiledSettings, accumulated: Any, metrics: dict[str, Any], due: Bool[Array, ""]
-) -> tuple[Any, dict[str, jax.Array]]:
-    """Return the states of the metrics to keep for the next batch, and the metrics over the update's batches so far."""
-    objective = settings.objective
-    if accumulated is not None:
-        metrics = objective.merge_metrics(accumulated, metrics)
-        accumulated = choose(due, objective.init_metrics(), metrics)
-    metrics = settings.replicas.merge_if(due, objective.merge_metrics, metrics)
-    return accumulated, objective.finish_metrics(metrics)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt8
 
 from loopfeed.engine.images.unpack import PixelScale, to_levels
-from loopfeed.engine.updates.selection import dotted_path, split_frozen
+from loopfeed.engine.updates.selection import StagedParts, dotted_path, split_frozen
 from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.models.layers.bfloat16_bits import to_float32
 
@@ -48,6 +48,8 @@ def init_observed(settings: CompiledSettings, params: Any) -> Observed:
     gradients = images = None
     if settings.histograms:
         trained, _ = split_frozen(params, settings.frozen)
+        if settings.frozen_by_stage:
+            trained = StagedParts.of(params, settings.frozen_by_stage).take(params)
         gradients = jax.tree.map(lambda leaf: jnp.zeros_like(to_float32(leaf)), trained)
     if settings.shown_images is not None:
         none = jnp.zeros(settings.shown_images[:1], jnp.int32)

@@ -32,13 +32,19 @@ MOST_TOGETHER = 48
 
 @jax.named_scope(DRAW)
 def pull_part(
-    infeed: BatchInfeed, token: Token, batch_index: Int32[Array, ""], num_batches: Int32[Array, ""], replicas: Replicas
+    infeed: BatchInfeed,
+    token: Token,
+    batch_index: Int32[Array, ""],
+    num_batches: Int32[Array, ""],
+    replicas: Replicas,
+    num_rows: int | None = None,
 ) -> tuple[Token, Pulled]:
     """Pull this device's rows of several batches, with a control word that is the same on all devices.
 
     A stop of any device stops all of them, after the batches that all of them have; requests are the first device's.
+    `num_rows` are the rows of a batch on each device, as `BatchInfeed.pull` takes them.
     """
-    token, pulled = infeed.pull(token, batch_index, replicas.this_device(), num_batches)
+    token, pulled = infeed.pull(token, batch_index, replicas.this_device(), num_batches, num_rows)
     if replicas.count == 1:
         return token, pulled
     control, is_first = pulled.control, replicas.this_device() == 0

@@ -225,8 +225,7 @@ def _replay(
             for message in describe_run(run):
                 notify(message)
             check_is_as_recorded(run)
-            images_per_step = config.batch * config.accumulate_steps
-            sinks = [comparison, *([] if display is None else [display(piece.stop_step, images_per_step)])]
+            sinks = [comparison, *([] if display is None else [display(piece.stop_step, config.images_per_step)])]
             state = _replay_piece(run, state, sinks)
         step, batch_index, num_evaluations = map(int, (state.step, state.batch_index, state.num_evaluations))
         start = replace(start, step=step, batch_index=batch_index, num_evaluations=num_evaluations, snapshot=None)

@@ -35,6 +35,7 @@ from loopfeed.engine.report_page.evaluated import evaluate_weights_of
 from loopfeed.engine.report_page.number_text import duration, number, percent
 from loopfeed.engine.report_page.run_on_page import RunOnPage, read_run
 from loopfeed.engine.report_page.training_charts import MOST_METRICS, TrainingCharts, metric_of
+from loopfeed.engine.run.run_stages import describe_stages
 from loopfeed.engine.settings import Owner
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.printable import printable_text
@@ -87,7 +88,7 @@ def open_templates() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.tests["absent"] = lambda value: isinstance(value, Absent)
-    environment.globals |= {"quantity": quantity, "results": results, "evaluations": evaluations}
+    environment.globals |= {"quantity": quantity, "results": results, "evaluations": evaluations, "stages": stages}
     names = ("number", "whole", "percent", "duration", "brief", "moment")
     environment.filters |= {name: getattr(number_text, name) for name in names}
     environment.filters |= {"commas": "{:,}".format, "base64": _base64, "shades": _shades, "path": _path}
@@ -169,6 +170,24 @@ def evaluations(records: Sequence[EvaluationRecord]) -> tuple[list[str], list[li
         for index, record in enumerate(records)
     ]
     return ["step", *columns, "images"], rows, [name for name in own if name not in scalar]
+
+
+def stages(run: RunOnPage) -> list[list[str]]:
+    """Return a row for each stage of a run with several: its steps, what it has of its own, and its images/s so far."""
+    if isinstance(run.recorded, Absent) or not run.recorded.config.stages:
+        return []
+    config = run.recorded.config
+    made = [
+        each for launch in ([] if isinstance(run.runtime, Absent) else run.runtime.launches) for each in launch.stages
+    ]
+    rows = []
+    for index, line in enumerate(describe_stages(config)):
+        times = [each for each in made if config.step_ranges.stage_of(each.start_step) == index]
+        seconds, num_images = (sum(getattr(each, name) for each in times) for name in ("seconds", "num_images"))
+        name, _, own = line.partition(": ")
+        first = duration(times[0].first_step_s) if times else "–"
+        rows.append([name, own, number(num_images / seconds) if seconds else "–", first])
+    return rows
 
 
 class Settings:

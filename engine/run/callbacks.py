@@ -232,7 +232,7 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback], run: RunHandle) -> None:
         self._callbacks, self._run = tuple(callbacks), run
-        self._images_per_step = run.config.batch * run.config.accumulate_steps
+        self._image_at = run.config.step_ranges.image_at
         self._written: queue.SimpleQueue[tuple[int, Path]] = queue.SimpleQueue()
         # That of the step from which a run is resumed was reported by the earlier launch.
         self._last_snapshot = run.step
@@ -277,7 +277,7 @@ class Callbacks:
 
     def _epochs_done(self, step: int) -> int:
         num_images = self._run.num_images
-        return 0 if num_images is None else step * self._images_per_step // num_images
+        return 0 if num_images is None else self._image_at(step) // num_images
 
     def _report_snapshots(self) -> None:
         while not self._written.empty():

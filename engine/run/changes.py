@@ -20,20 +20,20 @@ from loopfeed.engine.records.machine import MACHINE, ThreadRule, Topology, descr
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.run_folder import recorded_versions
 from loopfeed.engine.run.resolve import recorded_user_parts
-from loopfeed.engine.settings import OnResume, Owner, SettingError, Stage
+from loopfeed.engine.settings import OnResume, Owner, SettingError, TakesEffect
 from loopfeed.models.kernels import ONEDNN
 from loopfeed.preprocess.quantities import listed
 
 RUNTIME_SETTINGS = frozenset(
     name
     for name, declared in SETTINGS.items()
-    if declared.stage is not Stage.HOST and declared.on_resume is not OnResume.KEPT
+    if declared.takes_effect is not TakesEffect.HOST and declared.on_resume is not OnResume.KEPT
 )
 """Settings that a resume may change although results depend on them, so that both values are recorded."""
 HOST_SETTINGS = frozenset(
     name
     for name, declared in SETTINGS.items()
-    if declared.stage is Stage.HOST and declared.on_resume is not OnResume.KEPT
+    if declared.takes_effect is TakesEffect.HOST and declared.on_resume is not OnResume.KEPT
 )
 """Settings that a resume may change because they concern only the host, or record where another setting came from."""
 

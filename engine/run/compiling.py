@@ -123,7 +123,7 @@ def compile_program(run: Run, traced: Traced) -> Compiled:
 
 def _whole_program(run: Run, model: CheckedModel) -> tuple[Callable[..., Any], Any]:
     """Return the training program on all devices, and the shapes of its arguments."""
-    program = make_program(model, run.settings, run.infeed, run.outfeed, run.evaluation_infeed)
+    program = make_program(model, run.settings, run.stages, run.infeed, run.outfeed, run.evaluation_infeed)
     arguments: Any = (run.state_shape, run.values())
     devices = run.team.devices
     return replicate(program, devices), arguments if run.place.is_here else shapes_on(arguments, devices)

@@ -6,7 +6,7 @@ Owns what `append_epochs` makes of the settings. `loopfeed.engine.updates.schedu
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
-from functools import partial
+from fractions import Fraction
 from math import floor, log10
 from typing import Any
 
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopfeed.engine.config import TrainConfig, describe_value
-from loopfeed.engine.run.epochs import steps_of_epochs
 from loopfeed.engine.run.program_settings import schedule_of
+from loopfeed.engine.run.run_stages import rate_factor
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.schedules import learning_rate_at
 from loopfeed.preprocess.quantities import quantity
@@ -37,6 +37,15 @@ def rate_at(config: TrainConfig, step: int) -> float:
     return float(_rate_at(config.schedule, jnp.int32(step), schedule_of(config)))
 
 
+def _rate_in_stage(config: TrainConfig, step: int) -> float:
+    """Return the learning rate of one update, with what its stage changes."""
+    if config.stages is None:
+        return rate_at(config, step)
+    stage = config.stages[config.step_ranges.stage_of(step)]
+    peak = stage.settings.get("learning_rate", config.learning_rate)
+    return rate_factor(config, stage) * rate_at(replace(config, learning_rate=peak, stages=None), step)
+
+
 def describe_rate_change(config: TrainConfig, recorded: TrainConfig, step: int, factor: float = 1.0) -> str | None:
     """Return a message that names the learning rate before and after a resume that changes the schedule, else None.
 
@@ -49,7 +58,8 @@ def describe_rate_change(config: TrainConfig, recorded: TrainConfig, step: int, 
     changed = [name for name in _OF_THE_SCHEDULE if getattr(config, name) != getattr(recorded, name)]
     if not step or not changed:
         return None
-    before, planned, now = rate_at(recorded, step - 1), rate_at(recorded, step), rate_at(config, step)
+    before, planned = _rate_in_stage(recorded, step - 1), _rate_in_stage(recorded, step)
+    now = _rate_in_stage(config, step)
     is_appended = config.cycle_start_steps != recorded.cycle_start_steps
     if rate_text(planned) == rate_text(now) and not is_appended:
         return None
@@ -116,10 +126,22 @@ def append_cycle(
             found=config.append_epochs,
         )
     _check_length_is_kept(config, recorded)
-    in_steps = partial(steps_of_epochs, num_images=num_images, images_per_step=config.batch * config.accumulate_steps)
+    if any("learning_rate" in stage.settings for stage in recorded.stages or ()):
+        raise SettingError(
+            "append_epochs",
+            "{setting} appends a cycle of the run's learning rate, but stages of the run have rates of their own, got "
+            "{found:g}: give more {steps} to go on in the last stage, or start a run from its weights ({init_from})",
+            found=config.append_epochs,
+        )
+    ranges = recorded.step_ranges
+
+    def in_steps(epochs: float, since: int = 0) -> int:
+        """Return the updates after step `since` that take so many passes."""
+        return ranges.number_at(ranges.image_at(since) + Fraction(repr(epochs)) * num_images) - since
+
     if steps_done < recorded.steps:
-        return _go_on(config, recorded, steps_done, in_steps(config.append_epochs), notify)
-    steps, epochs = recorded.steps + in_steps(config.append_epochs), None
+        return _go_on(config, recorded, steps_done, in_steps(config.append_epochs, recorded.steps), notify)
+    steps, epochs = recorded.steps + in_steps(config.append_epochs, recorded.steps), None
     if recorded.epochs is not None:
         # As decimal numbers: the binary fractions of 0.1 and 0.2 have another sum than 0.3.
         epochs = float(Decimal(repr(recorded.epochs)) + Decimal(repr(config.append_epochs)))

@@ -25,6 +25,7 @@ from loopfeed.engine.records.machine import MACHINE, Topology
 from loopfeed.engine.run.changes import check_data, check_given_weights, machine_of
 from loopfeed.engine.run.infeeds import depth_of
 from loopfeed.engine.run.run import Run
+from loopfeed.engine.run.run_stages import describe_stages
 from loopfeed.models.families.pooled_convnet import PooledConvNet
 from loopfeed.models.registry import model_names, networks
 from loopfeed.preprocess.quantities import quantity
@@ -76,14 +77,15 @@ def rules_of(
         config, parts, model, data: of the launch.
         given: the initial weights that it read, None if it read none.
     """
+    stages = config.by_stage
     used = {
         "the local rate of lars": config.optimizer == "lars" and parts.optimizer is None,
         "the gradient of binary-cross-entropy": config.loss == "binary-cross-entropy",
         "the gradient of the global maximum": (
             parts.model is None and isinstance(networks().get(name_of_model(model)), PooledConvNet)
         ),
-        "the translation of trivialaugment": config.auto_augment == "trivialaugment",
-        "the translation of randaugment": _has_moved_randaugment(config, data),
+        "the translation of trivialaugment": any(stage.auto_augment == "trivialaugment" for stage in stages),
+        "the translation of randaugment": any(_has_moved_randaugment(stage, data) for stage in stages),
         "the windowed order of images that are mixed": (
             config.order == "windowed" and data.location is not None and mixes_pairs(config)
         ),
@@ -123,12 +125,14 @@ def describe_run(run: Run) -> Iterator[str]:
     noun = "number" if data.targets == "numbers" else "class"
     classes = f", {quantity(data.num_classes, noun)}" if data.num_classes else ""
     yield f"model: {run.model_name}, {quantity(run.num_params, 'parameter')}{classes}"
+    yield from describe_stages(config)
     yield from filter(None, (run.selection, run.profiling.warning))
     if not place.is_here:
         return
     source, transport, depth = data.source, place.transport, depth_of(config, data.source, place, chunk)
     at_once = f", {chunk} {'steps enqueued ' * transport.runs_ahead}at once" if chunk > 1 else ""
     images = quantity(source.batch, "image" if whole_of(source) is None else "whole picture")
+    images = f"up to {images}" if config.changes_batch else images
     yield (
         f"infeed: batches of {images} of {source.height} × {source.width} px "
         f"from {data.description}; {depth} batch{'es' * (depth > 1)} read ahead; {transport.name} transport"

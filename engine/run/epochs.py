@@ -1,7 +1,7 @@
 """Conversion of epochs (passes over the training split) to steps (updates), and cadences that the settings leave open.
 
-The only module that counts a run in images; everything after it reads `steps`, `warmup_steps` and the like. A snapshot
-changes no bit of the training, so why it was taken need not be recorded. Needs no jax.
+Counts a run in images, as `loopfeed.engine.stages` does for stages; everything after it reads `steps`, `warmup_steps`
+and the like. A snapshot changes no bit of the training, so why it was taken need not be recorded. Needs no jax.
 """
 
 import math
@@ -14,9 +14,12 @@ from math import ceil
 from loopfeed.engine.config import COUNTED_IN_EPOCHS, MOST_EVALUATIONS, SETTINGS, TrainConfig
 from loopfeed.engine.control.request import ControlEvent
 from loopfeed.engine.settings import SettingError
+from loopfeed.engine.stages import settle_ends
 from loopfeed.preprocess.quantities import quantity
 
 _UNCOUNTED = TrainConfig()
+# Counted by the batches of the stages, since the beginning of the cycle; a cadence is one number of steps.
+_FROM_THE_START = ("epochs", "warmup_epochs")
 
 
 def settle_epochs(
@@ -36,9 +39,10 @@ def settle_epochs(
         ValueError: epochs are given for an endless source of batches, or together with a different number of steps, or
             they are more steps than a run may have.
     """
+    config = _settle_stages(config, num_images, batches)
     given = [(epochs, steps) for epochs, steps in COUNTED_IN_EPOCHS if getattr(config, epochs) is not None]
     if not given:
-        return config
+        return _with_checked_end(config)
     if num_images is None:
         name, counted = given[0]
         raise SettingError(
@@ -51,7 +55,50 @@ def settle_epochs(
     settled = TrainConfig.from_json(config.to_json() | counts)
     if settled != config:
         _notify_of_length(settled, num_images, notify)
-    return settled
+    return _with_checked_end(settled)
+
+
+def _settle_stages(config: TrainConfig, num_images: int | None, batches: str) -> TrainConfig:
+    """Return the settings with the end of each stage counted in steps."""
+    if config.stages is None:
+        return config
+    images_per_step = [each.images_per_step for each in config.by_stage]
+    return replace(config, stages=settle_ends(config.stages, num_images, images_per_step, batches))
+
+
+def _with_checked_end(config: TrainConfig) -> TrainConfig:
+    """Return the settings of stages that end before the run; the end of the last, if given, is that of the run.
+
+    Raises:
+        SettingError: a stage does not end before the run, or the last one does not end with it.
+    """
+    if not config.stages or not config.steps:
+        return config
+    *before, last = config.stages
+    if last.until_step is not None:
+        if config.epochs is None and config.steps == _UNCOUNTED.steps:
+            config = replace(config, steps=last.until_step)
+        # A run that is resumed with more steps goes on in its last stage.
+        elif config.steps != last.until_step and not config.resume:
+            raise SettingError(
+                "stages",
+                "{setting}: the last stage must end with the run, at step {end:,}, got step {last:,}: leave its until "
+                "out",
+                end=config.steps,
+                last=last.until_step,
+            )
+        config = replace(config, stages=[*before, last.ending(None, None)])
+    for number, stage in enumerate(before, 1):
+        if stage.until_step is not None and stage.until_step >= config.steps:
+            raise SettingError(
+                "stages",
+                "{setting}: stage {number} must end before the run, at step {end:,}, got step {until:,}: give fewer "
+                "steps in until, or more {steps}",
+                number=number,
+                end=config.steps,
+                until=stage.until_step,
+            )
+    return config
 
 
 def settle_evaluations(config: TrainConfig, num_images: int | None, *, is_evaluated: bool) -> TrainConfig:
@@ -71,7 +118,7 @@ def settle_evaluations(config: TrainConfig, num_images: int | None, *, is_evalua
     if config.eval_every_steps is not None or num_images is None or not is_evaluated:
         return config
     epochs = _epochs_between_evaluations(config, num_images)
-    every = steps_of_epochs(epochs, num_images=num_images, images_per_step=config.batch * config.accumulate_steps)
+    every = steps_of_epochs(epochs, num_images=num_images, images_per_step=config.images_per_step)
     if every > SETTINGS["eval_every_steps"].largest:
         return config  # the run ends before
     return replace(config, eval_every_steps=every)
@@ -81,7 +128,7 @@ def _epochs_between_evaluations(config: TrainConfig, num_images: int) -> float:
     """Return the least whole number of epochs that makes at most `MOST_EVALUATIONS` evaluations."""
     # As many epochs as have at least `fewest` steps, where a part of a step counts as one.
     fewest = ceil(config.steps / MOST_EVALUATIONS)
-    return float(max((fewest - 1) * config.batch * config.accumulate_steps // num_images + 1, 1))
+    return float(max((fewest - 1) * config.images_per_step // num_images + 1, 1))
 
 
 def describe_cadence(
@@ -132,7 +179,11 @@ def _notify_of_length(settled: TrainConfig, num_images: int, notify: Callable[[s
 
 def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int) -> int:
     epochs, count = getattr(config, name), getattr(config, counted)
-    settled = steps_of_epochs(epochs, num_images=num_images, images_per_step=config.batch * config.accumulate_steps)
+    if name in _FROM_THE_START:
+        ranges, since = config.step_ranges, config.cycle_start_steps if name == "warmup_epochs" else 0
+        settled = ranges.number_at(ranges.image_at(since) + Fraction(repr(epochs)) * num_images) - since
+    else:
+        settled = steps_of_epochs(epochs, num_images=num_images, images_per_step=config.images_per_step)
     if settled > SETTINGS[counted].largest:
         raise SettingError(
             name,

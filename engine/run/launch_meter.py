@@ -126,6 +126,7 @@ class LaunchMeter:
             memory=self._memory(),
             slow_operations=self._slow,
             goodput=self._goodput(),
+            stages=tuple(launch.stream.stages.values()) if launch.config.stages else (),
         )
         return found if state == "running" else replace(found, verdict=judge(found, self._circumstances()))
 
@@ -198,7 +199,7 @@ class LaunchMeter:
         feeder, meter, evaluation = self._training, self._meters["train"], self._meters["evaluation"]
         return Pulls(
             count=feeder.num_taken,
-            bytes=feeder.num_taken * feeder.batch_bytes,
+            bytes=feeder.bytes_taken,
             waits=self._spans[STEP_WAIT].summary(),
             copy_s=meter.copy_s,
             wait_s_by_stage=_by_stage(meter),
@@ -246,8 +247,7 @@ class LaunchMeter:
             check_s=totals[CHECK],
             copy_s=totals[COPY],
             # A user's source does not say what it reads.
-            bytes=sum(each.num_bytes for each in readings)
-            or sum(each.num_taken * each.batch_bytes for each in self._feeders),
+            bytes=sum(each.num_bytes for each in readings) or sum(each.bytes_taken for each in self._feeders),
             num_threads=self._training.num_threads,
         )
 

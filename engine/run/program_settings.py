@@ -1,5 +1,6 @@
 """Conversion of a run's settings to those that are compiled into its program, and to its runtime values."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt32
 
-from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.config import TrainConfig, stage_error
 from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.feed.batches import label_form_of, whole_of
 from loopfeed.engine.feed.label_form import LabelForm
@@ -24,9 +25,10 @@ from loopfeed.engine.program.checked_model import takes_key
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.replicas import Replicas, norm_groups
 from loopfeed.engine.run.resolve import DEFAULT_STOP_METRIC
+from loopfeed.engine.run.run_stages import rate_factor
 from loopfeed.engine.updates.optim import Hyperparams
 from loopfeed.engine.updates.schedules import ONE_CYCLE_DIVISOR, ScheduleValues, schedule_values
-from loopfeed.engine.updates.settings import Cadence, CompiledSettings, RuntimeSettings
+from loopfeed.engine.updates.settings import BatchOrigin, Cadence, CompiledSettings, RuntimeSettings, StageValues
 from loopfeed.models.model import Model
 from loopfeed.preprocess.extents import Whole
 
@@ -82,6 +84,33 @@ def compiled_settings(
     )
 
 
+def compiled_settings_of_stages(
+    config: TrainConfig, parts: UserParts, model: TrainModel, data: RunData, num_devices: int
+) -> tuple[CompiledSettings, ...]:
+    """Return what is compiled into the program of a run for each of its stages; the arguments are those of the run.
+
+    A stage of another image size crops as the run does and resizes the result; a resized crop is drawn at that size.
+
+    Raises:
+        SettingError: the settings of a stage do not fit each other or the data.
+    """
+    found = []
+    frozen = tuple(parse_freeze(stage.freeze) for stage in config.by_stage)
+    for number, stage in enumerate(config.by_stage, 1):
+        cropped = replace(stage, image_size=config.image_size)
+        resized_to = None if stage.image_size == config.image_size else stage.image_size
+        try:
+            settings = compiled_settings_of_run(cropped, parts, model, data, num_devices, resized_to)
+            settings.augmentation.output_shape(data.source.height, data.source.width)
+            settings.augmentation.check_batch(stage.batch // num_devices)
+        except ValueError as error:
+            if config.stages is None:
+                raise
+            raise stage_error(number, config, error) from error
+        found.append(replace(settings, frozen_by_stage=frozen if len(set(frozen)) > 1 else ()))
+    return tuple(found)
+
+
 def _augmentation(config: TrainConfig, whole: Whole | None) -> Augmentation:
     return Augmentation(
         crop=config.crop,
@@ -105,9 +134,14 @@ def _augmentation(config: TrainConfig, whole: Whole | None) -> Augmentation:
 
 
 def compiled_settings_of_run(
-    config: TrainConfig, parts: UserParts, model: TrainModel, data: RunData, num_devices: int
+    config: TrainConfig,
+    parts: UserParts,
+    model: TrainModel,
+    data: RunData,
+    num_devices: int,
+    resized_to: int | None = None,
 ) -> CompiledSettings:
-    """Return what is compiled into the program of a run.
+    """Return what is compiled into the program of a run; its training images are `resized_to` another size.
 
     Raises:
         ValueError: the metrics have too many numbers for the log.
@@ -115,6 +149,8 @@ def compiled_settings_of_run(
     evaluated = None if data.evaluation is None else label_form_of(data.evaluation)
     settings = compiled_settings(config, parts, label_form_of(data.source), evaluated, whole_of(data.source))
     settings.evaluated_objective.check_metrics()
+    if resized_to is not None:
+        settings = replace(settings, augmentation=replace(settings.augmentation, resized_to=resized_to))
     shown_images = None
     if config.log_images_every_steps:
         height, width = settings.augmentation.output_shape(data.source.height, data.source.width)
@@ -164,7 +200,24 @@ def runtime_settings(config: TrainConfig, num_eval_batches: int, scale: PixelSca
         histograms=_cadence(config.histogram_every_steps),
         images=_cadence(config.log_images_every_steps),
         stop_patience=None if config.stop_patience is None else jnp.int32(config.stop_patience),
+        stages=() if config.stages is None else tuple(_stage_values(config)),
     )
+
+
+def _stage_values(config: TrainConfig) -> Iterator[StageValues]:
+    spans = zip(config.stages or (), config.by_stage, config.step_ranges, config.batch_ranges, strict=True)
+    for stage, own, steps, batches in spans:
+        origin = BatchOrigin(
+            jnp.int32(batches.first), *(jnp.uint32(each) for each in divmod(batches.first_image, 2**32))
+        )
+        yield StageValues(
+            first_step=jnp.int32(steps.first),
+            stop_step=jnp.int32(steps.stop),
+            peak=jnp.float32(stage.settings.get("learning_rate", config.peak_learning_rate)),
+            learning_rate=jnp.float32(rate_factor(config, stage)),
+            smoothing=jnp.float32(own.label_smoothing),
+            origin=origin if config.changes_batch else None,
+        )
 
 
 def _cadence(every_steps: int | None) -> Cadence:

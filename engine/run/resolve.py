@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from loopfeed.engine.config import OWN_BATCHES, SETTINGS, TrainConfig, describe_value
+from loopfeed.engine.config import OWN_BATCHES, SETTINGS, TrainConfig, check_stages, describe_value
 from loopfeed.engine.data.label_fit import check_labels_stay, unmoved_labels_warning
 from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.feed.batches import BatchSource, image_shape, label_form_of, largest_size, whole_of
@@ -105,6 +106,7 @@ def check_arguments(config: Any, parts: UserParts) -> None:
         )
     _check_best_metrics(config, parts.metrics)
     check_parts(config, parts)
+    check_stages(config, partial(check_parts, parts=parts))
 
 
 def settle_stop_metric(config: TrainConfig) -> TrainConfig:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from loopfeed.engine.keys import plain_keys
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.program.checked_model import CheckedModel, size_refusal
 from loopfeed.engine.program.kernels import kernels_on
+from loopfeed.engine.program.loop import ProgramStage
 from loopfeed.engine.program.train_state import TrainModel, TrainState, name_of_model
 from loopfeed.engine.records.run_folder import RunFolder
 from loopfeed.engine.records.stored.stored_run import StoredRun
@@ -39,9 +41,15 @@ from loopfeed.engine.records.weights import check_names
 from loopfeed.engine.replicas import device_put_replicated, unreplicate
 from loopfeed.engine.run.infeeds import bytes_ahead, infeed_of_evaluations, infeed_of_training
 from loopfeed.engine.run.profiling import Profiling
-from loopfeed.engine.run.program_settings import compiled_settings_of_run, runtime_settings, seed_words
+from loopfeed.engine.run.program_settings import (
+    compiled_settings_of_run,
+    compiled_settings_of_stages,
+    runtime_settings,
+    seed_words,
+)
 from loopfeed.engine.run.resolve import choose_model
 from loopfeed.engine.run.resume import Resume, draw_state, read_weights_of_run
+from loopfeed.engine.run.run_stages import check_sizes, describe_selections, size_batches
 from loopfeed.engine.runtime.goodput import recording_compilations
 from loopfeed.engine.runtime.record import ProgramTimes
 from loopfeed.engine.settings import SettingError
@@ -49,7 +57,7 @@ from loopfeed.engine.spans import EVALUATION, LOOP, Spans
 from loopfeed.engine.stream.loss_stream import LossStream
 from loopfeed.engine.stream.notices import Notices
 from loopfeed.engine.stream.sinks import Sink
-from loopfeed.engine.updates.checks import check_user_rate, describe_selection
+from loopfeed.engine.updates.checks import check_user_rate
 from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
 from loopfeed.engine.updates.update import Weights
 from loopfeed.models.registry import count_params
@@ -164,6 +172,7 @@ class Run:
         self.programs: list[ProgramTimes] = []
         self.train_s, self.has_changed_data = 0.0, False
         self._program: Worker[TrainState] | None = None
+        self._kept_stage: int | None = None
         self.paused_collector = ExitStack()
 
     def open_data(self) -> RunData:
@@ -180,6 +189,7 @@ class Run:
         self.model: TrainModel = choose_model(config, self.parts, data)
         self.profiling = Profiling(config, data, self.place, self.chunk, start.batch_index, self.notices.say)
         profiler = self.profiling.profiler
+        size_batches(config, data, self.team)
         self.infeed = infeed_of_training(config, data.source, self.place, self.chunk, self.board, start, profiler)
         self.evaluation_infeed = None
         if data.evaluation is not None:
@@ -187,7 +197,8 @@ class Run:
                 config, data.evaluation, self.place, self.board, start, self._note_evaluation, profiler
             )
         self.stream = LossStream(
-            batch=config.batch * config.accumulate_steps,
+            batch=config.images_per_step,
+            ranges=config.step_ranges,
             step=start.step,
             wait_of=self._wait_of,
             board=self.board,
@@ -203,14 +214,22 @@ class Run:
         self.outfeed = Outfeed(
             self.stream.receive, self.board, self.transport, step=start.step, spans=self.spans, on_push=on_push
         )
-        self.settings: CompiledSettings = compiled_settings_of_run(
-            config, self.parts, self.model, data, len(self.team.devices)
-        )
+        num_devices = len(self.team.devices)
+        settings = compiled_settings_of_stages(config, self.parts, self.model, data, num_devices)
+        self.stages = [
+            ProgramStage(each, stage.batch // num_devices)
+            for each, stage in zip(settings, config.by_stage, strict=True)
+        ]
+        self.settings: CompiledSettings = settings[0]
+        if config.stages is not None:
+            of_run = compiled_settings_of_run(config, self.parts, self.model, data, num_devices)
+            self.settings = replace(of_run, frozen_by_stage=settings[0].frozen_by_stage)
         self.draw = partial(draw_state, self.model, self.settings)
         self.state_shape = shape = jax.eval_shape(self.draw, seed_words(0))
         self._check_evaluated_size()
-        self.selection = describe_selection(config, shape.params, shape.batch_stats)
+        self.selection = describe_selections(config, shape, has_user_optimizer=self.parts.optimizer is not None)
         check_user_rate(self.settings, shape.params)
+        check_sizes(config, data, self.checked_model(), self.stages, shape)
         self.given = read_weights_of_run(config, self.registry_name, start, shape, self.notify, data.classes)
         self.num_params = count_params(shape.params)
         if self.registry_name is None:
@@ -235,6 +254,20 @@ class Run:
             )
 
     # What is known of the run before its program is compiled.
+
+    @property
+    def stage_number(self) -> int:
+        """The stage in which the launch begins, from 0."""
+        return self.config.step_ranges.stage_of(self.start.step)
+
+    def keep_stage(self, number: int) -> None:
+        """Let the program have one stage alone, so that it can be analysed; the run can then not be executed."""
+        self._kept_stage, self.stages = number, [self.stages[number]]
+
+    @property
+    def stage(self) -> ProgramStage:
+        """What is compiled for the stage in which the launch begins."""
+        return self.stages[self.stage_number]
 
     @property
     def model_name(self) -> str:
@@ -271,7 +304,8 @@ class Run:
         """Return the runtime settings of the program."""
         num_eval_batches = self.data.evaluation.num_batches if self.data.evaluation else 0
         scale = PixelScale(mean=jnp.array(self.data.mean, jnp.float32), std=jnp.array(self.std, jnp.float32))
-        return runtime_settings(self.config, num_eval_batches, scale)
+        values = runtime_settings(self.config, num_eval_batches, scale)
+        return values if self._kept_stage is None else values._replace(stages=(values.stages[self._kept_stage],))
 
     def checked_model(self, notify: Callable[[str], None] = lambda _: None) -> CheckedModel:
         """Return the model as the programs of the run apply it."""

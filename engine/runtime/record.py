@@ -3,7 +3,7 @@
 Times are in seconds. Needs neither jax nor files; `loopfeed.engine.runtime.runtime_file` reads and writes the file.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from loopfeed.engine.spans import Times
@@ -235,6 +235,33 @@ class SlowOperation:
 
 
 @dataclass(frozen=True)
+class StageTimes:
+    """The steps that a launch made in one stage of its run.
+
+    Attributes:
+        start_step, end_step: updates done before and after.
+        num_images: images of these steps.
+        seconds: from the event before each step to its loss, without evaluations.
+        first_step_s: of the first loss of the stage: at a border, how long it took after the last of the stage before.
+    """
+
+    start_step: int
+    end_step: int
+    num_images: int = 0
+    seconds: float = 0.0
+    first_step_s: float = 0.0
+
+    def add(self, num_steps: int, num_images: int, seconds: float) -> "StageTimes":
+        """Return the times with those of further steps."""
+        return replace(
+            self,
+            end_step=self.end_step + num_steps,
+            num_images=self.num_images + num_images,
+            seconds=self.seconds + seconds,
+        )
+
+
+@dataclass(frozen=True)
 class Goodput:
     """The wall time of a launch by what it was spent on, in seconds.
 
@@ -320,6 +347,7 @@ class LaunchRuntime:
         programs, compilations, pulls, pushes, ring, reader, snapshots, memory, slow_operations, goodput: see their
             types.
         stalls: the longest waits, at most 20, longest first.
+        stages: the stages of a run with several, in which this launch made steps.
         verdict: what bound the launch, None while it runs.
     """
 
@@ -343,6 +371,7 @@ class LaunchRuntime:
     memory: MemoryPeaks = field(default_factory=MemoryPeaks)
     slow_operations: tuple[SlowOperation, ...] = ()
     goodput: Goodput = field(default_factory=Goodput)
+    stages: tuple[StageTimes, ...] = ()
     verdict: Verdict | None = None
 
     @property

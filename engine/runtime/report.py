@@ -26,6 +26,7 @@ def describe_runtime(report: RuntimeReport) -> str:
     for part in (
         _goodput(report),
         _programs(launch),
+        _stages(launch),
         _times(launch),
         _reading(launch),
         _stalls(launch),
@@ -65,6 +66,15 @@ def _programs(launch: LaunchRuntime) -> Iterator[str]:
         f"  in all: {quantity(every.num_traces, 'trace')}, {quantity(every.num_programs, 'program')}, "
         f"{quantity(every.cache_hits, 'cache hit')}, {every.cache_misses} missed"
     )
+
+
+def _stages(launch: LaunchRuntime) -> Iterator[str]:
+    if launch.stages:
+        yield "stages               steps    images/s  first step"
+    for stage in launch.stages:
+        steps = f"{stage.start_step + 1} to {stage.end_step}"
+        speed = stage.num_images / stage.seconds if stage.seconds else 0
+        yield f"  {steps:>24}{speed:>12,.1f}{_seconds(stage.first_step_s):>12}"
 
 
 def _times(launch: LaunchRuntime) -> Iterator[str]:

@@ -79,12 +79,13 @@ class Plan:
     Attributes:
         subject: the model and the batch, in words.
         place, memory, flow: the devices, the memory of one, and the images per second of a host.
-        num_steps, images_per_step: updates that are left, and images of each over all devices and accumulated batches.
+        num_steps, train_images: updates that are left, and their images.
         num_evaluations, eval_images: evaluations that are left, and images of each.
         volumes: the sizes of the packed splits by name.
         num_snapshots, snapshot_bytes: how many snapshots are kept at most, and the size of one.
         weights_bytes: size of the trained weights.
         num_lines: number of lines of the log of losses.
+        stages: a line for each stage of a run with stages.
         is_imagenet: whether synthetic batches stand for ImageNet-1k.
     """
 
@@ -93,7 +94,7 @@ class Plan:
     memory: Memory
     flow: Flow
     num_steps: int
-    images_per_step: int
+    train_images: int
     num_evaluations: int
     eval_images: int
     volumes: Sequence[tuple[str, Volume]]
@@ -101,12 +102,8 @@ class Plan:
     snapshot_bytes: int
     weights_bytes: int
     num_lines: int
+    stages: Sequence[str] = ()
     is_imagenet: bool = False
-
-    @property
-    def train_images(self) -> int:
-        """Images to train on."""
-        return self.num_steps * self.images_per_step
 
     @property
     def other_bytes(self) -> int:
@@ -306,6 +303,7 @@ def _work_lines(plan: Plan) -> Iterator[str]:
         else "; no evaluation"
     )
     yield f"run: {quantity(plan.num_steps, 'step')}, {quantity(plan.train_images, 'image')}{evaluations}"
+    yield from (f"  {each}" for each in plan.stages)
     is_measured = any(each.images_per_s for each in flow.stages if each.name in (READ, DECODE))
     if flow.bound is None or (flow.wanted is None and not is_measured):
         yield "  how long it takes is not known: give --rate, the images/s that one device trains on"

@@ -4,7 +4,7 @@ The program is compiled here for the devices of this machine, or by another proc
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loopfeed.engine.config import COUNTED_IN_EPOCHS, SYNTHETIC_IMAGE_SIZE, TrainConfig
@@ -17,6 +17,7 @@ from loopfeed.engine.processes import this_process
 from loopfeed.engine.run.compiling import plan_program
 from loopfeed.engine.run.epochs import settle_epochs, settle_evaluations
 from loopfeed.engine.run.run import Run
+from loopfeed.engine.run.run_stages import describe_stages
 from loopfeed.engine.run.train import open_run
 from loopfeed.engine.sizing.absent_cards import CardCompilerError, card_placement, compile_for_cards, stand_ins
 from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
@@ -40,6 +41,7 @@ from loopfeed.engine.sizing.plan import (
     find_largest_batch,
     program_parts,
 )
+from loopfeed.engine.stages import in_steps
 from loopfeed.preprocess.control_groups import host_memory_bytes, process_memory_bytes
 from loopfeed.preprocess.quantities import quantity
 
@@ -81,8 +83,22 @@ def plan_here(config: TrainConfig, parts: UserParts, notify: Notify, device_rate
         # What the host needs beside the program: Python, the compiler and its results.
         name = "this process so far" if place.num_sharing == 1 else "each process so far"
         beside = {name: process_memory_bytes() or 0} if place.is_host_memory else {}
-        memory = _judge(place, run, first, analyse, beside, has_user_batches=given.batches is not None)
-        return _complete(run, place, memory, device_rate)
+        has_fixed_batch = given.batches is not None or config.changes_batch
+        memory = _judge(place, run, first, analyse, beside, has_fixed_batch=has_fixed_batch)
+        plan = _complete(run, place, memory, device_rate)
+    return plan if config.stages is None else replace(plan, stages=_with_work(plan.stages, config, parts, notify))
+
+
+def _with_work(stages: Sequence[str], config: TrainConfig, parts: UserParts, notify: Notify) -> tuple[str, ...]:
+    """Return the lines about stages with the work of a batch of each; each is compiled alone."""
+    found = []
+    for number, line in enumerate(stages):
+        notify(f"compiling stage {number + 1} alone")
+        with open_run(config, parts, _ignore, is_dry=True) as run:
+            run.keep_stage(number)
+            flops = plan_program(run).compiled.step_flops
+        found.append(line if flops is None else f"{line}; {flops / 1e9:,.2f} GFLOP a batch")
+    return tuple(found)
 
 
 def plan_for_cards(
@@ -132,7 +148,8 @@ def plan_for_cards(
         except CardCompilerError as error:
             memory = Memory({}, [f"not known: {error}"])
         else:
-            memory = _judge(place, run, first, analyse, {}, has_user_batches=parts.batches is not None)
+            has_fixed_batch = parts.batches is not None or config.changes_batch
+            memory = _judge(place, run, first, analyse, {}, has_fixed_batch=has_fixed_batch)
         return _complete(run, place, memory, device_rate, card.link_bytes_per_s * place.devices_per_host)
 
 
@@ -176,7 +193,7 @@ def _judge(
     analyse: Callable[[int], Analysed],
     beside: Mapping[str, int],
     *,
-    has_user_batches: bool,
+    has_fixed_batch: bool,
 ) -> Memory:
     """Compare what the run needs with what there is; if it is more, look for the largest batch that fits."""
     parts, limit = _need(place, run, first, beside), place.limit_bytes
@@ -187,7 +204,7 @@ def _judge(
         verdict = [f"{'fits' if total <= limit else 'does not fit'}: {place.limit_note} {limit / 1e9:,.1f} GB"]
     if limit is not None and total > limit:
         batch, unit = run.config.batch, batch_unit(run.config, place.num_devices)
-        if has_user_batches or unit is None:
+        if has_fixed_batch or unit is None:
             found = "no smaller batch was tried: the batch of this run cannot be changed"
         elif batch < 2 * unit:
             found = "no smaller batch was tried: it is already the smallest that can be divided among the devices"
@@ -203,7 +220,8 @@ def _judge(
 
             found = _search(need_of, limit, batch, total, fixed_bytes, unit)
         verdict.append(found)
-    return Memory(parts, verdict, first.step_flops)
+    # XLA counts the loops of all stages.
+    return Memory(parts, verdict, first.step_flops if run.config.stages is None else None)
 
 
 def _search(need_of: Callable[[int], int], limit: int, batch: int, need_bytes: int, fixed_bytes: int, unit: int) -> str:
@@ -249,7 +267,8 @@ def _complete(
         memory=memory,
         flow=flow,
         num_steps=max(config.steps - run.start.step, 0),
-        images_per_step=config.batch * config.accumulate_steps,
+        train_images=config.step_ranges.image_at(config.steps) - config.step_ranges.image_at(run.start.step),
+        stages=tuple(describe_stages(config)),
         num_evaluations=count_evaluations(run.start.step, config.steps, config.eval_every_steps or 0)
         * bool(eval_images),
         eval_images=eval_images,
@@ -305,6 +324,8 @@ def stand_for_imagenet(
         parts = replace(parts, evaluation=BlackImages(config))
     config = settle_epochs(config, IMAGENET_TRAIN, notify=notify)
     config = settle_evaluations(config, IMAGENET_TRAIN, is_evaluated=parts.evaluation is not None)
+    if config.stages is not None:
+        config = replace(config, stages=in_steps(config.stages))
     return TrainConfig.from_json(config.to_json() | {epochs: None for epochs, _ in COUNTED_IN_EPOCHS}), parts
 
 

@@ -25,7 +25,9 @@ from loopfeed.engine.crossing.pushed import (
     mean_of_images,
 )
 from loopfeed.engine.profile.table import Profile
+from loopfeed.engine.runtime.record import StageTimes
 from loopfeed.engine.spans import CLOSE, SINK, STEP_WAIT, Spans
+from loopfeed.engine.stages import StageRanges
 from loopfeed.engine.stream.lane import Lane, Record
 from loopfeed.engine.stream.sinks import (
     EvaluationProgress,
@@ -62,6 +64,7 @@ class LossStream:
 
     Args:
         batch: images per step.
+        ranges: the steps of each stage; None is one stage.
         step: updates done before the launch.
         wait_of: returns the seconds that the program waited for the batch of a step (from 0).
         board: asked to stop the run if a sink fails.
@@ -72,6 +75,7 @@ class LossStream:
 
     Attributes:
         first_nonfinite_step: the first step (updates done, from 1) whose loss is NaN or infinite, or None.
+        stages: the steps and times of each stage that this launch has made steps of, by number from 0.
         evaluations: every evaluation so far, in order; the oldest without the lists among their metrics, if the lists
             of all have more than `MOST_LISTED_NUMBERS` numbers.
         num_evaluation_pulls: how often the program asked for batches of an evaluation.
@@ -83,6 +87,7 @@ class LossStream:
         self,
         *,
         batch: int,
+        ranges: StageRanges | None = None,
         step: int = 0,
         wait_of: Callable[[int], float],
         board: ControlBoard,
@@ -91,7 +96,9 @@ class LossStream:
         on_nonfinite: Callable[[int], None] | None = None,
     ) -> None:
         self._lanes: list[Lane] = []
-        self._batch, self._wait_of, self._board = batch, wait_of, board
+        self._wait_of, self._board = wait_of, board
+        self._ranges = ranges or StageRanges.of([0], [batch])
+        self.stages: dict[int, StageTimes] = {}
         self._last_step = step
         self.num_evaluation_pulls = 0
         self._on_nonfinite, self._warn = on_nonfinite, warn
@@ -316,10 +323,14 @@ class LossStream:
             self._first_listed += 1
 
     def _loss_records(self, pushed: PushedLosses) -> list[LossRecord]:
-        num_images = self._batch * len(pushed.losses)
+        first = pushed.first_step - 1
+        num_images = self._ranges.image_at(first + len(pushed.losses)) - self._ranges.image_at(first)
         started, elapsed_s = self._last_time, pushed.time - self._last_time
         if num_images:
             self._last_time = pushed.time
+            stage = self._ranges.stage_of(first)
+            before = self.stages.get(stage) or StageTimes(first, first, first_step_s=elapsed_s)
+            self.stages[stage] = before.add(len(pushed.losses), num_images, elapsed_s)
         images_per_s = num_images / elapsed_s if elapsed_s > 0 else math.nan
         records = []
         for number, (loss, learning_rate) in enumerate(zip(pushed.losses, pushed.learning_rates, strict=True), start=1):

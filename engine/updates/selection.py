@@ -6,6 +6,8 @@ gradients nor moments. Does not depend on how patterns are written in settings.
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax
@@ -60,6 +62,51 @@ def keep_frozen(new: Any, before: Any, patterns: Sequence[str]) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, old: old if matches(patterns, dotted_path(path)) else leaf, new, before
     )
+
+
+@dataclass(frozen=True)
+class StagedParts:
+    """The parts of the parameters that the same stages of a run train; each part has an optimizer state of its own.
+
+    So a parameter that is trained from a later stage on begins there as if it were new, as in PyTorch: with the moments
+    and the bias correction of its own first update.
+
+    Attributes:
+        frozen_by_stage: the patterns of the parameters that each stage does not train.
+        stages: for each part, whether each stage trains it. Parameters that no stage trains are in no part.
+    """
+
+    frozen_by_stage: tuple[tuple[str, ...], ...]
+    stages: tuple[tuple[bool, ...], ...]
+
+    @classmethod
+    def of(cls, params: Any, frozen_by_stage: tuple[tuple[str, ...], ...]) -> "StagedParts":
+        """Return the parts of parameters, those that are trained first in front."""
+        found = {_stages_that_train(path, frozen_by_stage) for path in dotted_paths(params)}
+        return cls(frozen_by_stage, tuple(sorted((each for each in found if any(each)), reverse=True)))
+
+    def take(self, tree: Any, part: int | None = None) -> Any:
+        """Return one part of a pytree, or all; None stands for the other leaves. A leaf may be None already."""
+
+        def keep(path: Any, leaf: Any) -> Any:
+            stages = _stages_that_train(dotted_path(path), self.frozen_by_stage)
+            return leaf if (any(stages) if part is None else stages == self.stages[part]) else None
+
+        return jax.tree_util.tree_map_with_path(keep, tree)
+
+    def trained_with(self, frozen: tuple[str, ...]) -> list[int]:
+        """Return the numbers of the parts that a stage with these patterns trains."""
+        stage = self.frozen_by_stage.index(frozen)
+        return [number for number, stages in enumerate(self.stages) if stages[stage]]
+
+
+def _stages_that_train(path: str, frozen_by_stage: Sequence[Sequence[str]]) -> tuple[bool, ...]:
+    return tuple(not matches(patterns, path) for patterns in frozen_by_stage)
+
+
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Return the tree of all leaves of parts, in each of which None stands for the leaves of the others."""
+    return reduce(join_frozen, parts)
 
 
 def groups_of(params: Any, groups: Sequence[Group]) -> list[Group]:

@@ -41,6 +41,7 @@ class CompiledSettings:
         clip_order: the order of the norm that is clipped, at least 1; inf is the largest magnitude.
         clips_value: whether to clip each element to `Hyperparams.clip_value`.
         frozen: patterns of the dotted paths of parameters that are not trained.
+        frozen_by_stage: those of each stage of the run, if they differ.
         groups: factors on the learning rate and the weight decay of some parameters.
         augmentation: augmentation of the images.
         user_augmentation: a user-defined one, applied after `augmentation`.
@@ -69,6 +70,7 @@ class CompiledSettings:
     clip_order: float = 2
     clips_value: bool = False
     frozen: tuple[str, ...] = ()
+    frozen_by_stage: tuple[tuple[str, ...], ...] = ()
     groups: tuple[Group, ...] = ()
     augmentation: Augmentation = field(default_factory=Augmentation)
     user_augmentation: UserAugmentation | None = None
@@ -110,6 +112,33 @@ class Cadence(NamedTuple):
         return jnp.where(multiple > step, jnp.minimum(multiple, stop_step), stop_step)
 
 
+class BatchOrigin(NamedTuple):
+    """The batch from which the positions of images are counted, and the position of its first image in two words."""
+
+    batch_index: Int32[Array, ""]
+    high: UInt32[Array, ""]
+    low: UInt32[Array, ""]
+
+
+class StageValues(NamedTuple):
+    """The runtime settings that a stage has of its own.
+
+    Attributes:
+        first_step, stop_step: number of updates before it, and after its last; that of the last stage is not used.
+        peak: of the schedule.
+        learning_rate: multiplies the schedule's learning rate.
+        smoothing: label smoothing.
+        origin: None if no stage changes the batch.
+    """
+
+    first_step: Int32[Array, ""]
+    stop_step: Int32[Array, ""]
+    peak: Float32[Array, ""]
+    learning_rate: Float32[Array, ""]
+    smoothing: Float32[Array, ""]
+    origin: BatchOrigin | None
+
+
 class RuntimeSettings(NamedTuple):
     """The settings that are arguments of the program, which can change without recompilation.
 
@@ -130,6 +159,8 @@ class RuntimeSettings(NamedTuple):
         histograms, images: when to push histograms, or images; used if that is compiled into the program.
         stop_patience: leave the loop after so many evaluations in a row that are not better than the best before; None
             if they are not compared.
+        origin: of the positions of images; None counts from the first batch.
+        stages: what each stage has of its own; empty in a run without stages.
     """
 
     stop_step: Int32[Array, ""]
@@ -148,3 +179,17 @@ class RuntimeSettings(NamedTuple):
     histograms: Cadence
     images: Cadence
     stop_patience: Int32[Array, ""] | None = None
+    origin: BatchOrigin | None = None
+    stages: tuple[StageValues, ...] = ()
+
+    def in_stage(self, number: int) -> "RuntimeSettings":
+        """Return the settings of a stage; `stop_step` stays that of the run."""
+        if not self.stages:
+            return self
+        stage = self.stages[number]
+        return self._replace(
+            hyperparams=self.hyperparams._replace(learning_rate=stage.learning_rate),
+            schedule=self.schedule._replace(peak=stage.peak),
+            smoothing=stage.smoothing,
+            origin=stage.origin,
+        )

@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from loopfeed.engine.settings import SettingError
-from loopfeed.engine.updates.optim import Hyperparams, every_leaf, kernels_only, make_optimizer
+from loopfeed.engine.updates.averages import init_average, update_average
+from loopfeed.engine.updates.optim import Hyperparams, every_leaf, in_float32, kernels_only, make_optimizer
 from loopfeed.engine.updates.reach import UNKNOWN, Reach, check_reach, following, keeps_finite
 from loopfeed.engine.updates.schedules import learning_rate_at, momentum_at
-from loopfeed.engine.updates.selection import dotted_path, join_frozen, split_frozen
+from loopfeed.engine.updates.selection import StagedParts, dotted_path, join_frozen, join_parts, split_frozen
 from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
 from loopfeed.engine.updates.skipping import (
     Skips,
@@ -42,47 +43,6 @@ from loopfeed.engine.updates.skipping import (
 from loopfeed.engine.updates.user_optimizer import has_user_rate, make_user_optimizer
 from loopfeed.models.layers.bfloat16_bits import to_float32, wide_dtype
 from loopfeed.models.layers.platform_forms import materialize
-
-
-def init_average(tree: Any) -> Any:
-    """Return an average that starts at `tree`; its leaves are copies, which can be donated separately.
-
-    Floating-point leaves become float32; others, such as counts, booleans and PRNG keys, have no average and keep their
-    dtype.
-    """
-    return jax.tree.map(lambda leaf: jnp.array(leaf, wide_dtype(leaf) if _is_averaged(leaf) else None, copy=True), tree)
-
-
-def update_average(
-    average: Any, new: Any, decay: Float32[Array, ""], step: Int32[Array, ""], *, ramp: bool = True
-) -> Any:
-    """Move an average towards new values with the decay d: average ← average + (1 - d) · (new - average).
-
-    Kept in float32, because 1 - d is below the precision of bfloat16. An average that starts at the first weights
-    remembers them for about 1 / (1 - decay) updates; `ramp` shortens that memory early on, d = min(decay, (1 + t) /
-    (10 + t)), as TensorFlow's `ExponentialMovingAverage` does with its number of updates.
-
-    Args:
-        average: pytree from `init_average`.
-        new: pytree of the same structure and shapes; its floating-point leaves are averaged, others copied.
-        decay: in 0 … 1, a runtime value; 0 copies `new`, 1 without a ramp never changes.
-        step: the t of the ramp: number of averages before this one.
-        ramp: whether to use the ramp, static.
-
-    Returns:
-        The new average, of the dtypes of `average`.
-    """
-    taken = step.astype(jnp.float32)
-    kept = jnp.minimum(decay, (1 + taken) / (10 + taken)) if ramp else decay
-
-    def move(average: Shaped[Array, "*shape"], new: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
-        return average + (1 - kept) * (to_float32(new) - average) if _is_averaged(new) else new
-
-    return jax.tree.map(move, average, new)
-
-
-def _is_averaged(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
 class Accumulation(NamedTuple):
@@ -144,7 +104,8 @@ class UpdateState(NamedTuple):
     """The state of the updates, a part of the loop's carry; all of it is needed to resume.
 
     Attributes:
-        opt_state: the optimizer's moments, float32.
+        opt_state: the optimizer's moments, float32; a tuple of them, one for each part of `StagedParts`, if the stages
+            of the run freeze different parameters.
         skips: number of skipped updates.
         accumulated: sums since the last update, or None if gradients are not accumulated.
         average: average of the weights in float32, or None if none is kept.
@@ -198,15 +159,33 @@ def init_update(settings: CompiledSettings, weights: Weights) -> UpdateState:
         ValueError: a parameter that is not frozen is not floating-point, or a user-defined optimizer does not fit.
     """
     trained, _ = split_frozen(weights.params, settings.frozen)
+    parts = _parts_of(settings, weights.params)
+    if parts is not None:
+        trained = parts.take(weights.params)
     _check_trainable(trained)
     zero = jnp.zeros((), jnp.float32)
     optimizer = optimizer_of(settings, Hyperparams(zero, zero, zero), np.True_)
+    opt_state = (
+        optimizer.init(trained)
+        if parts is None
+        else tuple(optimizer.init(parts.take(trained, number)) for number in range(len(parts.stages)))
+    )
     return UpdateState(
-        opt_state=optimizer.init(trained),
+        opt_state=opt_state,
         skips=init_skips(),
         accumulated=init_accumulation((jnp.zeros(()), trained)) if settings.accumulates else None,
         average=init_average(weights) if settings.averages else None,
     )
+
+
+def _parts_of(settings: CompiledSettings, params: Any) -> StagedParts | None:
+    """Return the parts of the parameters with optimizer states of their own; None if there is one state."""
+    return StagedParts.of(params, settings.frozen_by_stage) if settings.frozen_by_stage else None
+
+
+def _like(tree: Any, part: Any) -> Any:
+    """Return the leaves of a tree that a part of it has too; None stands for the others."""
+    return jax.tree.map(lambda own, leaf: None if own is None else leaf, part, tree, is_leaf=lambda leaf: leaf is None)
 
 
 def _check_trainable(trained: Any) -> None:
@@ -252,17 +231,27 @@ def update_weights(
     Returns:
         The weights and the state after the batch, of the same structure and dtypes, and the outcome.
     """
-    replicas = settings.replicas
+    replicas, parts = settings.replicas, _parts_of(settings, weights.params)
     due, accumulated = jnp.ones((), jnp.bool), None
     loss, gradients = to_float32(microbatch.loss), microbatch.gradients
     if state.accumulated is not None:
-        (loss, gradients), due, accumulated = accumulate(state.accumulated, (loss, gradients), values.accumulate_steps)
+        gathered = state.accumulated
+        if parts is not None:
+            # The sums of what this stage does not train are zeros: a stage ends with an update.
+            gathered = gathered._replace(sums=_like(gathered.sums, (loss, gradients)))
+        (loss, gradients), due, accumulated = accumulate(gathered, (loss, gradients), values.accumulate_steps)
+        if parts is not None:
+            sums = join_frozen(accumulated.sums, state.accumulated.sums)
+            accumulated = accumulated._replace(sums=sums)
     batch_stats = microbatch.batch_stats
     if replicas.count > 1:
         own = choose(all_finite(batch_stats), batch_stats, weights.batch_stats)
         with jax.named_scope("reduce"):
             loss, gradients, batch_stats = replicas.mean_if(due, (loss, gradients, own))
-    move = _Move(settings, hyperparams_at(settings, step, values), loss, values.average_decay, step)
+    move = _Move(settings, hyperparams_at(settings, step, values), loss, values.average_decay, step, parts)
+    all_states = state.opt_state
+    if parts is not None:
+        state = state._replace(opt_state=tuple(all_states[each] for each in parts.trained_with(settings.frozen)))
     trained, frozen = split_frozen(weights.params, settings.frozen)
     average = None if state.average is None else split_frozen(state.average.params, settings.frozen)[0]
     before = trained, state.opt_state, average
@@ -277,6 +266,9 @@ def update_weights(
         finite = finite & materialize(move.fits(before, (moved, opt_state)))
         applied = due & finite
         opt_state = choose(applied, opt_state, state.opt_state)
+    if parts is not None:
+        moved_states = dict(zip(parts.trained_with(settings.frozen), opt_state, strict=True))
+        opt_state = tuple(moved_states.get(number, each) for number, each in enumerate(all_states))
     updated = Weights(
         join_frozen(choose(applied, moved, trained), frozen),
         choose(all_finite(batch_stats), batch_stats, weights.batch_stats),
@@ -298,6 +290,7 @@ class _Move:
         settings, hyperparams: those of the update.
         loss: which a user-defined optimizer may use.
         average_decay, step: as `update_average` takes them.
+        parts: the parts with optimizer states of their own, None if there is one state.
     """
 
     settings: CompiledSettings
@@ -305,15 +298,28 @@ class _Move:
     loss: Float[Array, ""]
     average_decay: Float32[Array, ""]
     step: Int32[Array, ""]
+    parts: StagedParts | None = None
 
     def make(
         self, trained: Any, opt_state: Any, gradients: Any, applied: Bool[Array, ""] | np.bool, *, clips: bool = True
     ) -> tuple[Any, Any]:
         """Return the parameters and the optimizer's state after the move; `applied` is as `make_optimizer` takes it."""
-        optimizer = optimizer_of(self.settings, self.hyperparams, applied, clips=clips)
+        optimizer = optimizer_of(self.settings, self.hyperparams, applied, clips=clips and self.parts is None)
         extra = {} if self.settings.user_optimizer is None else {"value": self.loss}
-        updates, opt_state = optimizer.update(gradients, opt_state, trained, **extra)
-        return optax.apply_updates(trained, updates), opt_state
+        if self.parts is None:
+            updates, opt_state = optimizer.update(gradients, opt_state, trained, **extra)
+            return optax.apply_updates(trained, updates), opt_state
+        if clips:
+            # The norm is that of all parts together.
+            clip = in_float32(_clip_of(self.settings, self.hyperparams))
+            gradients, _ = clip.update(gradients, clip.init(trained))
+        numbers = self.parts.trained_with(self.settings.frozen)
+        found = [
+            optimizer.update(self.parts.take(gradients, each), own, self.parts.take(trained, each), **extra)
+            for each, own in zip(numbers, opt_state, strict=True)
+        ]
+        updates = join_parts([updates for updates, _ in found])
+        return optax.apply_updates(trained, updates), tuple(own for _, own in found)
 
     def fits(self, before: tuple[Any, Any, Any], moved: tuple[Any, Any]) -> Bool[Array, ""]:
         """Return whether the move, and that of the average after it, keeps every finite number finite."""
@@ -342,8 +348,7 @@ def optimizer_of(
     settings: CompiledSettings, hyperparams: Hyperparams, applied: Bool[Array, ""] | np.bool, *, clips: bool = True
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer, which first clips the gradient; `applied` is as `make_optimizer` takes it."""
-    largest_value = hyperparams.clip_value if settings.clips_value else None
-    clip = clip_gradient(hyperparams.clip_norm, settings.clip_order, largest_value) if clips else optax.identity()
+    clip = _clip_of(settings, hyperparams) if clips else optax.identity()
     if settings.user_optimizer is not None:
         return make_user_optimizer(
             settings.user_optimizer, hyperparams.learning_rate, clip=clip, groups=settings.groups
@@ -358,6 +363,11 @@ def optimizer_of(
         clip=clip,
         groups=settings.groups,
     )
+
+
+def _clip_of(settings: CompiledSettings, hyperparams: Hyperparams) -> optax.GradientTransformation:
+    largest_value = hyperparams.clip_value if settings.clips_value else None
+    return clip_gradient(hyperparams.clip_norm, settings.clip_order, largest_value)
 
 
 def hyperparams_at(settings: CompiledSettings, step: Int32[Array, ""], values: RuntimeSettings) -> Hyperparams:

@@ -36,6 +36,15 @@ TRAINING = (
     "--crop random --crop-padding 4 --mixup 0.2 --brightness 0.2 --contrast 0.2 --saturation 0.2 --hue 0.05 "
     f"--erasing 0.25 --eval-every {EVAL_EVERY} --snapshot-every {SNAPSHOT_EVERY} --keep 3"
 ).split()
+STAGES = f"""
+[[stages]]
+until = {EVAL_EVERY - 3}
+image_size = 24
+batch = 16
+freeze = "layer1.*"
+
+[[stages]]
+"""
 CANVASES = ("square", "3:2")
 """What the packs that are killed store of an image."""
 _STEPS = 2 * EVAL_EVERY
@@ -77,6 +86,7 @@ class KillKind:
         cache: folder of compiled programs.
         data: the pack that is trained on; None for a sound one.
         source: the images that are packed.
+        stages: the stages of the training, in which batch, image size and frozen parameters differ.
         packed: the bytes of each file of the uninterrupted packs, by their canvas.
         runs: the uninterrupted runs.
         records: what they recorded.
@@ -86,6 +96,7 @@ class KillKind:
     cache: Path
     data: Path | None = None
     source: Path = Path()
+    stages: Path = Path()
     packed: dict[str, dict[str, bytes]] = field(default_factory=dict)
     runs: dict[str, Path] = field(default_factory=dict)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -102,6 +113,8 @@ class KillKind:
             shape = _SIDE + 40 * (number % 3), _SIDE + 30 * (number % 2)
             pixels = random_.integers(0, 256, (*shape, 3)).astype(np.uint8)
             Image.fromarray(pixels).save(path, compress_level=1)
+        (trial.folder / "stages.toml").write_text(STAGES)
+        self.stages = trial.folder / "stages.toml"
         self.data = self.data or make_sound_pack(trial, "raw").folder
         for number, canvas in enumerate(CANVASES):
             packing = pack_command(self.source, dest / f"{number}", canvas)
@@ -155,7 +168,7 @@ class KillKind:
 
     def _train(self, run: Path, cache: Path | None = None) -> list[str]:
         where = ["--data", str(self.data), "--run-dir", str(run), "--compilation-cache", str(cache or self.cache)]
-        return ["run-train", *where, "--steps", str(_STEPS), *TRAINING]
+        return ["run-train", *where, "--steps", str(_STEPS), "--stages", str(self.stages), *TRAINING]
 
     def _kill(self, running: Running, what: str, draw: random.Random, run: Path) -> str:
         """Kill a command at a drawn instant, which may be a short time after a shard, or after a step or an event."""

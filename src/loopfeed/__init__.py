@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from loopfeed.engine.runtime.runtime_file import read_runtime
     from loopfeed.engine.settings import ConfigError, SettingError
     from loopfeed.engine.sizing.device_rates import DeviceRates
+    from loopfeed.engine.stages import Stage, read_stages
     from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, Sink
     from loopfeed.models.layers.batch_norm import RunningStats, batch_norm
     from loopfeed.models.layers.convolution import convolution
@@ -99,6 +100,7 @@ _HOME = {
     "ShardSplit": "loopfeed.preprocess.shards.reader",
     "ShownBatch": "loopfeed.engine.inspection.show_batch",
     "Sink": "loopfeed.engine.stream.sinks",
+    "Stage": "loopfeed.engine.stages",
     "StepCheck": "loopfeed.engine.inspection.step_check",
     "TensorBoardSink": "loopfeed.engine.loggers.tensorboard",
     "ThisProcess": "loopfeed.engine.processes",
@@ -135,6 +137,7 @@ _HOME = {
     "pack_demo": "loopfeed.preprocess.demo.demo_set",
     "pack_rgb": "loopfeed.preprocess.pixels",
     "predict": "loopfeed.engine.evaluation.predict",
+    "read_stages": "loopfeed.engine.stages",
     "read_runtime": "loopfeed.engine.runtime.runtime_file",
     "read_weights": "loopfeed.engine.records.saved_weights",
     "recipe_names": "loopfeed.engine.recipes",
@@ -183,6 +186,7 @@ __all__ = [
     "ShardSplit",
     "ShownBatch",
     "Sink",
+    "Stage",
     "StepCheck",
     "TensorBoardSink",
     "ThisProcess",
@@ -220,6 +224,7 @@ __all__ = [
     "pack_rgb",
     "predict",
     "read_runtime",
+    "read_stages",
     "read_weights",
     "recipe_names",
     "replay_run",

@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -61,15 +62,7 @@ class StreamedInfeed:
         self.feeder = feeder
         self._board, self._transport, self._words_of = board, transport, words_of
         self.chunk = chunk
-        self._results = (
-            jax.ShapeDtypeStruct(feeder.shard_shape, jnp.uint32),
-            jax.ShapeDtypeStruct(feeder.label_shape, jnp.int32),
-            jax.ShapeDtypeStruct((), jnp.uint32),
-        )
-        self._pixel_words, self._label_words = math.prod(feeder.shard_shape), math.prod(feeder.label_shape)
-        self._ring = DeviceRing(
-            transport.driver, feeder, pixel_bytes=4 * self._pixel_words, label_bytes=4 * self._label_words
-        )
+        self._ring = DeviceRing(transport.driver, feeder, num_bytes=4 * sum(map(math.prod, feeder.shard_shapes())))
         self._next = self._stop = feeder.start_index  # half-open range of the chunk's remaining batches
         self._times_waits = times_waits
         self._running: dict[int, Stopwatch] = {}
@@ -91,13 +84,18 @@ class StreamedInfeed:
         self._read_stopwatches()
 
     def pull(
-        self, token: Token, batch_index: jax.Array, shard: jax.Array, num_batches: jax.Array
+        self,
+        token: Token,
+        batch_index: jax.Array,
+        shard: jax.Array,
+        num_batches: jax.Array,
+        num_rows: int | None = None,
     ) -> tuple[Token, Pulled]:
         """Pull only the control words of a chunk; see `BatchInfeed.pull`."""
         address = jnp.stack([batch_index, shard, num_batches])
         results = (jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),)
         token, (words,) = self._transport.call(self._answer, results, token, address)
-        return token, Pulled(decode_control(words), self._next_batch)
+        return token, Pulled(decode_control(words), partial(self._next_batch, self.feeder.shard_shapes(num_rows)))
 
     def take_wait_s(self, batch_index: int) -> float:
         """Return how long the stream waited for a batch, by the device's clock; see `BatchInfeed.take_wait_s`."""
@@ -111,12 +109,24 @@ class StreamedInfeed:
             self.feeder.meter.attribute(batch_index, wait_s)
         return wait_s
 
-    def _next_batch(self, token: Token, control: ControlWord, num_taken: jax.Array) -> tuple[Token, Batch, jax.Array]:
-        """Return the next batch of the chunk, and whether it exists (bool []), after the token of this crossing."""
+    def _next_batch(
+        self,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        token: Token,
+        control: ControlWord,
+        num_taken: jax.Array,
+    ) -> tuple[Token, Batch, jax.Array]:
+        """Return the next batch of the chunk, and whether it exists (bool []), after the token of this crossing.
+
+        `shapes` are those of the pixels and labels of these batches.
+        """
+        dtypes = jnp.uint32, jnp.int32, jnp.uint32
+        results = tuple(map(jax.ShapeDtypeStruct, (*shapes, ()), dtypes))
+        give = partial(self._give, math.prod(shapes[0]), math.prod(shapes[1]))
         # The operands too keep XLA from moving the call out of the loop.
         operands = control.num_batches, num_taken
         with jax.named_scope(DRAW):
-            token, (pixels, labels, exists) = self._transport.enqueue(self._give, self._results, token, *operands)
+            token, (pixels, labels, exists) = self._transport.enqueue(give, results, token, *operands)
         with jax.named_scope(UNPACK):
             return token, make_batch(self.feeder, pixels, labels), exists != 0
 
@@ -137,7 +147,7 @@ class StreamedInfeed:
         self._next, self._stop = batch_index, batch_index + words[2]
         results[0][...] = words
 
-    def _give(self, stream: int, _: Sequence[int], results: Sequence[int]) -> None:
+    def _give(self, pixel_words: int, label_words: int, stream: int, _: Sequence[int], results: Sequence[int]) -> None:
         """Enqueue work that gives the program the iteration's batch, or zeros if there is none; runs on the host."""
         pixels, labels, exists = results
         batch_index, driver, is_given = self._next, self._transport.driver, False
@@ -146,7 +156,7 @@ class StreamedInfeed:
                 stopwatch = self._stopwatch() if self._times_waits else None
                 is_given = self._ring.give(
                     batch_index,
-                    Places(pixels, labels),
+                    Places(pixels, labels, 4 * pixel_words, 4 * label_words),
                     stream,
                     is_cancelled=self._board.is_stop_requested,
                     stopwatch=stopwatch,
@@ -158,8 +168,8 @@ class StreamedInfeed:
         self._next, self._stop = (batch_index + 1, self._stop) if is_given else (batch_index, batch_index)
         driver.fill_words(exists, int(is_given), 1, stream)
         if not is_given:
-            driver.fill_words(pixels, 0, self._pixel_words, stream)
-            driver.fill_words(labels, 0, self._label_words, stream)
+            driver.fill_words(pixels, 0, pixel_words, stream)
+            driver.fill_words(labels, 0, label_words, stream)
 
     def _keep(self, error: BaseException) -> None:
         if self.failure is None:

@@ -34,10 +34,13 @@ class Places(NamedTuple):
 
     Attributes:
         pixels, labels: addresses in device memory.
+        pixel_bytes, label_bytes: their sizes.
     """
 
     pixels: int
     labels: int
+    pixel_bytes: int
+    label_bytes: int
 
 
 class Stopwatch(NamedTuple):
@@ -58,6 +61,7 @@ class _Slot:
         self.address = arena.device(num_bytes)
         self.arrived, self.taken = arena.event(), arena.event()
         self.batch_index = -1  # the batch whose copy was enqueued last
+        self.num_bytes = num_bytes  # of that batch
 
 
 class DeviceRing:
@@ -66,12 +70,11 @@ class DeviceRing:
     Args:
         driver: driver of the device.
         feeder: started, with page-locked memory; only this ring may read from it.
-        pixel_bytes, label_bytes: sizes of a batch's pixels and labels.
+        num_bytes: the size of the largest batch, pixels and labels.
     """
 
-    def __init__(self, driver: CudaDriver, feeder: Feeder, *, pixel_bytes: int, label_bytes: int) -> None:
-        self._driver, self._feeder = driver, feeder
-        self._pixel_bytes, self._label_bytes = pixel_bytes, label_bytes
+    def __init__(self, driver: CudaDriver, feeder: Feeder, *, num_bytes: int) -> None:
+        self._driver, self._feeder, self._num_bytes = driver, feeder, num_bytes
         self._slots: list[_Slot] = []
         self._stream = 0
         self._worker = Worker(self._work, "cuda-copies")
@@ -82,7 +85,7 @@ class DeviceRing:
 
     def start(self, arena: Arena) -> None:
         """Allocate the slots and start copying; call this method once, inside the driver's `current`."""
-        num_bytes = self._pixel_bytes + self._label_bytes
+        num_bytes = self._num_bytes
         count = max(1, min(num_slots(num_bytes), self._feeder.stop_index - self._feeder.start_index))
         self._slots = [_Slot(arena, num_bytes) for _ in range(count)]
         self._stream = arena.stream()
@@ -122,8 +125,11 @@ class DeviceRing:
         driver.wait_for(stream, slot.arrived)
         if stopwatch is not None:
             driver.record(stopwatch.after, stream)
-        driver.copy_on_device(places.pixels, slot.address, self._pixel_bytes, stream)
-        driver.copy_on_device(places.labels, slot.address + self._pixel_bytes, self._label_bytes, stream)
+        if places.pixel_bytes + places.label_bytes != slot.num_bytes:
+            wanted = places.pixel_bytes + places.label_bytes
+            raise FeederError(f"batch {batch_index} has {slot.num_bytes} bytes, but the program takes {wanted}")
+        driver.copy_on_device(places.pixels, slot.address, places.pixel_bytes, stream)
+        driver.copy_on_device(places.labels, slot.address + places.pixel_bytes, places.label_bytes, stream)
         driver.record(slot.taken, stream)
         with self._changed:
             self._next_given = batch_index + 1
@@ -175,6 +181,7 @@ class DeviceRing:
             self._driver.wait_for(self._stream, slot.taken)
             self._driver.copy_to_device(slot.address, block.ctypes.data, block.nbytes, self._stream)
             self._driver.record(slot.arrived, self._stream)
+            slot.num_bytes = block.nbytes
             with self._changed:
                 slot.batch_index = batch_index
                 self._changed.notify_all()
