@@ -143,16 +143,6 @@ def llvms_optimiser():
         jax.config.update("jax_disable_most_optimizations", before)
 
 
-@pytest.fixture(scope="session")
-def without_llvms_optimiser():
-    """Ask for what is the rule now."""
-
-
-@pytest.fixture(scope="session")
-def cached_replays():
-    """Ask for what is the rule now."""
-
-
 @pytest.fixture
 def uncached_replays(monkeypatch):
     """Let replays compile anew, as they do outside of tests."""

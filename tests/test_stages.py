@@ -44,8 +44,6 @@ from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
 from tests.toy import toy_config
 
-pytestmark = pytest.mark.usefixtures("without_llvms_optimiser")
-
 NUM_IMAGES, SIZE = 22, 8
 
 
