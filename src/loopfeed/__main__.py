@@ -9,7 +9,6 @@ from loopfeed.preprocess.commands.guarded_output import GuardedCommand
 
 
 @click.command(cls=GuardedCommand)
-@click.version_option(package_name="loopfeed")
 def main() -> None:
     """Name the commands of Loopfeed, with a line each; `COMMAND --help` explains one."""
     try:
