@@ -126,17 +126,18 @@ def open_evaluation_split(
         )
     name = name or config.split  # if there is no split at all, opening this one raises the error
     split = open_cached_split(config, data, name, open_cache(config, data, notify), stack, notify)
-    check_loss_fits(config, split.manifest, f"{data}/{name}", has_user_loss=has_user_loss)
+    where = f"{data}/{name}"
+    check_loss_fits(config, split.manifest, where, has_user_loss=has_user_loss)
     is_known = _compare(config, data, trained_on, split.manifest, name, notify)
-    description = f"{data}/{name}, {quantity(split.num_images, 'image')}"
+    description = f"{where}, {quantity(split.num_images, 'image')}"
     if trained_on.classes:
-        label_of = _match_classes(split.manifest, f"{data}/{name}", trained_on.classes, notify)
+        label_of = _match_classes(split.manifest, where, trained_on.classes, notify)
         source = SequentialBatches(split, batch=config.batch, label_of=label_of)
         return EvaluationData(source, description, trained_on.classes)
     found, expected = split.manifest.num_classes, trained_on.num_classes
     if expected is not None and found != expected and not (is_known and found < expected):
         raise ValueError(
-            f"the data must have {quantity(expected, 'class')}, as the weights do, but {data}/{name} has {found:,}: "
+            f"the data must have {quantity(expected, 'class')}, as the weights do, but {where} has {found:,}: "
             "choose the data that the weights were trained for (--data)"
         )
     if trained_on.manifest_digest is None:
