@@ -5,7 +5,7 @@ The record of a launch, its verdict, the watchdog and the profile read them.
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import frexp
 from time import perf_counter
 
@@ -116,6 +116,33 @@ class Span:
         """Return the durations so far in short."""
         p50_s, p90_s, p99_s = (self.percentile_s(percent) for percent in (50, 90, 99))
         return Times(self.count, self.total_s, p50_s, p90_s, p99_s, self.max_s)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """The steps that a launch made in one stage of its run.
+
+    Attributes:
+        start_step, end_step: updates done before and after.
+        num_images: images of these steps.
+        seconds: from the event before each step to its loss, without evaluations.
+        first_step_s: of the first loss of the stage: at a border, how long it took after the last of the stage before.
+    """
+
+    start_step: int
+    end_step: int
+    num_images: int = 0
+    seconds: float = 0.0
+    first_step_s: float = 0.0
+
+    def add(self, num_steps: int, num_images: int, seconds: float) -> "StageTimes":
+        """Return the times with those of further steps."""
+        return replace(
+            self,
+            end_step=self.end_step + num_steps,
+            num_images=self.num_images + num_images,
+            seconds=self.seconds + seconds,
+        )
 
 
 class Spans:

@@ -1,28 +1,25 @@
 """Stages of a run: spans of steps, one after the other in one launch, each with other values of some settings.
 
-Owns the form of a stage, in Python and in files, and the map between steps and images where stages change the batch.
+Owns the form of a stage and the map between steps and images where stages change the batch.
 `loopfeed.engine.config` checks the settings of a stage. Must not import jax, so that the commands start fast.
 """
 
 import numbers
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from math import ceil
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from loopfeed.engine.settings import SettingError, is_number, shown
+from loopfeed.engine.settings import SettingError, is_number
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.regular_file import read_regular
-from loopfeed.preprocess.system_errors import reading_remedy
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 UNTIL, STEP = "until", "until_step"
 # Each is compiled, which takes seconds to minutes.
 _MOST_STAGES = 32
-_MAX_BYTES = 1 << 15
 
 
 class Stage:
@@ -153,43 +150,13 @@ def _steps_of(until: Any) -> int | None:
     return int(until) if is_number(until, numbers.Integral) and 0 < until < 2**31 - 1 else None
 
 
-def epochs_of(until: Any) -> Fraction | None:
+def epochs_of(until: Any) -> "Fraction | None":
     """Return the passes that the end of a stage, such as "6e", stands for; None if it is counted otherwise."""
+    # Here, because it delays `--help` by 5 ms, which needs no fraction.
+    from fractions import Fraction
+
     match = re.fullmatch(r"([0-9]{1,10}(?:\.[0-9]{1,10})?)e", until) if isinstance(until, str) else None
-    epochs = Fraction(match[1]) if match else Fraction(0)
-    return epochs or None
-
-
-def read_stages(path: str | os.PathLike[str]) -> Stages:
-    """Read stages from a TOML file with a list of tables `stages`, each with the settings of a stage.
-
-    Raises:
-        SettingError: the file cannot be read, is no such file, or its stages are invalid.
-    """
-    try:
-        document = tomllib.loads(read_regular(Path(path), max_bytes=_MAX_BYTES).decode("utf-8"))
-    except OSError as error:
-        remedy = reading_remedy(error, "check the path")
-        raise SettingError(
-            "stages",
-            "{setting}: {path} must be a readable file ({fault}): {remedy}",
-            path=str(path),
-            fault=error.strerror,
-            remedy=remedy,
-        ) from error
-    except (ValueError, RecursionError) as error:  # invalid syntax or encoding
-        raise SettingError(
-            "stages", "{setting}: {path} must be TOML in UTF-8: {fault}", path=str(path), fault=error
-        ) from error
-    if others := [name for name in document if name != "stages"]:
-        raise SettingError(
-            "stages",
-            "{setting}: {path} must have tables [[stages]] and nothing else, got {found!r}: settings of the "
-            "whole run belong into a recipe (--recipe)",
-            path=str(path),
-            found=shown(others[0]),
-        )
-    return Stages.of(document.get("stages", ()))
+    return (Fraction(match[1]) or None) if match else None
 
 
 class StageRange(NamedTuple):
@@ -242,10 +209,11 @@ class StageRanges(tuple[StageRange, ...]):
         """Return the position of the first image of an update or batch: how many images come before it."""
         return self[self.stage_of(number)].image_at(number)
 
-    def number_at(self, images: Fraction | int) -> int:
+    def number_at(self, images: "Fraction | int") -> int:
         """Return how many updates or batches take at least so many images; a part of one counts as one."""
         span = next((each for each in self[:-1] if images <= each.stop_image), self[-1])
-        return span.first + ceil((images - span.first_image) / Fraction(span.size))
+        # Of fractions too, the quotient of this division is an exact integer.
+        return span.first - int((span.first_image - images) // span.size)
 
 
 def in_steps(stages: Sequence[Stage]) -> Stages:

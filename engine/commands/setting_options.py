@@ -11,8 +11,9 @@ import click
 from loopfeed.engine.commands.option_sources import CountedSteps, OptionalNumber
 from loopfeed.engine.config import COUNTED_IN_EPOCHS, SETTINGS
 from loopfeed.engine.named_parts import OWN_PARTS
+from loopfeed.engine.recipes.stages_file import read_stages
 from loopfeed.engine.settings import Setting, SettingError
-from loopfeed.engine.stages import Stages, read_stages
+from loopfeed.engine.stages import Stages
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.preprocess.commands.completion import Complete, complete_file, complete_folder, complete_word
 from loopfeed.preprocess.commands.suggesting import SuggestingChoice, ascii_only

@@ -3,10 +3,10 @@
 Times are in seconds. Needs neither jax nor files; `loopfeed.engine.runtime.runtime_file` reads and writes the file.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
-from loopfeed.engine.spans import Times
+from loopfeed.engine.spans import StageTimes, Times
 
 type LaunchState = Literal["running", "done", "stopped", "failed"]
 type Phase = Literal["train", "evaluation"]
@@ -232,33 +232,6 @@ class SlowOperation:
     shape: str
     why: str
     count: int = 1
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """The steps that a launch made in one stage of its run.
-
-    Attributes:
-        start_step, end_step: updates done before and after.
-        num_images: images of these steps.
-        seconds: from the event before each step to its loss, without evaluations.
-        first_step_s: of the first loss of the stage: at a border, how long it took after the last of the stage before.
-    """
-
-    start_step: int
-    end_step: int
-    num_images: int = 0
-    seconds: float = 0.0
-    first_step_s: float = 0.0
-
-    def add(self, num_steps: int, num_images: int, seconds: float) -> "StageTimes":
-        """Return the times with those of further steps."""
-        return replace(
-            self,
-            end_step=self.end_step + num_steps,
-            num_images=self.num_images + num_images,
-            seconds=self.seconds + seconds,
-        )
 
 
 @dataclass(frozen=True)

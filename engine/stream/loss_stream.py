@@ -25,8 +25,7 @@ from loopfeed.engine.crossing.pushed import (
     mean_of_images,
 )
 from loopfeed.engine.profile.table import Profile
-from loopfeed.engine.runtime.record import StageTimes
-from loopfeed.engine.spans import CLOSE, SINK, STEP_WAIT, Spans
+from loopfeed.engine.spans import CLOSE, SINK, STEP_WAIT, Spans, StageTimes
 from loopfeed.engine.stages import StageRanges
 from loopfeed.engine.stream.lane import Lane, Record
 from loopfeed.engine.stream.sinks import (

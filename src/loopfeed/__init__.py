@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from loopfeed.engine.profile.table import Profile
     from loopfeed.engine.program.train_state import TrainModel
     from loopfeed.engine.recipes import LoadedRecipe, load_recipe, recipe_names
+    from loopfeed.engine.recipes.stages_file import read_stages
     from loopfeed.engine.records.saved_weights import read_weights
     from loopfeed.engine.replay.replay import replay_run
     from loopfeed.engine.replay.report import Difference, ReplayReport
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from loopfeed.engine.runtime.runtime_file import read_runtime
     from loopfeed.engine.settings import ConfigError, SettingError
     from loopfeed.engine.sizing.device_rates import DeviceRates
-    from loopfeed.engine.stages import Stage, read_stages
+    from loopfeed.engine.stages import Stage
     from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, Sink
     from loopfeed.models.layers.batch_norm import RunningStats, batch_norm
     from loopfeed.models.layers.convolution import convolution
@@ -137,7 +138,7 @@ _HOME = {
     "pack_demo": "loopfeed.preprocess.demo.demo_set",
     "pack_rgb": "loopfeed.preprocess.pixels",
     "predict": "loopfeed.engine.evaluation.predict",
-    "read_stages": "loopfeed.engine.stages",
+    "read_stages": "loopfeed.engine.recipes.stages_file",
     "read_runtime": "loopfeed.engine.runtime.runtime_file",
     "read_weights": "loopfeed.engine.records.saved_weights",
     "recipe_names": "loopfeed.engine.recipes",
