@@ -170,7 +170,7 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize(("more", "steps"), [({}, (4, 5, 6)), ({"chunk_batches": 3, "accumulate_steps": 2}, (5, 8, 9))])
+@pytest.mark.parametrize(("more", "steps"), [({}, (4, 5)), ({"chunk_batches": 3, "accumulate_steps": 2}, (6, 8))])
 def test_a_run_goes_on_from_any_step_as_if_it_had_not_stopped(data, tmp_path, more, steps):
     check_resumes(config_of(data, stages=STAGES, snapshot_every_steps=1, optimizer="adamw", **more), tmp_path, steps)
 
