@@ -221,6 +221,7 @@ class TrainConfig:
         None, TRAINING, _RUNTIME, _CHANGES_IF_SET,
         "Decay of a moving average of the weights; if set, the average is evaluated and saved instead of the weights.",
         between=(0, 1), default_text="no average",
+        details="The average follows faster at first: after t updates its decay is at most (1 + t) / (10 + t).",
     )
     skip_nonfinite: int = setting(
         0, TRAINING, _RUNTIME, _CHANGES,

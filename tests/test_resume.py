@@ -298,6 +298,7 @@ OTHERS: dict[str, Any] = {
     "clip_order": "inf",
     "freeze": "bias",
     "groups": "bias=weight_decay:0",
+    "stages": [{"until": 1}, {}],
     "order": "windowed",
     "window_gb": 2.0,
 }

@@ -17,6 +17,11 @@ def read_stages(path: str | os.PathLike[str]) -> Stages:
 
     Raises:
         SettingError: the file cannot be read, is no such file, or its stages are invalid.
+
+    Example:
+        >>> _ = Path("sizes.toml").write_text('[[stages]]\\nuntil = "6e"\\nimage_size = 128\\n[[stages]]\\n')
+        >>> read_stages("sizes.toml")
+        (Stage(until='6e', image_size=128), Stage())
     """
     try:
         document = tomllib.loads(read_regular(Path(path), max_bytes=_MAX_BYTES).decode("utf-8"))

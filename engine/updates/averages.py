@@ -31,7 +31,7 @@ def update_average(
         average: pytree from `init_average`.
         new: pytree of the same structure and shapes; its floating-point leaves are averaged, others copied.
         decay: in 0 … 1, a runtime value; 0 copies `new`, 1 without a ramp never changes.
-        step: the t of the ramp: number of averages before this one.
+        step: the t of the ramp: number of updates before this one, skipped ones too.
         ramp: whether to use the ramp, static.
 
     Returns:
