@@ -52,7 +52,7 @@ def test_a_batch_larger_than_the_data_causes_a_warning(tmp_path, batch, num_warn
     ]
     assert warnings == num_warnings * [
         f"warning: a batch has 10 images, but {tmp_path}/train has only 9, so each batch repeats some of them: "
-        "give --batch 9 or less"
+        "choose a batch of 9 or fewer"
     ]
 
 

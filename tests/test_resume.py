@@ -38,6 +38,7 @@ from loopfeed.engine.run.descriptions import rules_of
 from loopfeed.engine.run.resume import Resume, find_cuts
 from loopfeed.engine.run.run import NonFiniteError
 from loopfeed.engine.run.train import plan_run
+from loopfeed.engine.stages import Stage, Stages
 from tests.fake_source import fake_source, leave_unfinished_split, pack
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
@@ -298,7 +299,7 @@ OTHERS: dict[str, Any] = {
     "clip_order": "inf",
     "freeze": "bias",
     "groups": "bias=weight_decay:0",
-    "stages": [{"until": 1}, {}],
+    "stages": Stages([Stage(until=1), Stage()]),
     "order": "windowed",
     "window_gb": 2.0,
 }

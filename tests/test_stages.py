@@ -35,10 +35,12 @@ from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.feed.order import EpochOrder
 from loopfeed.engine.feed.shard_batches import ShardBatches
 from loopfeed.engine.images.positions import positions
+from loopfeed.engine.parts import take_parts
 from loopfeed.engine.run.epochs import settle_epochs
 from loopfeed.engine.runtime.report import describe_runtime
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.sizing.device_rates import DeviceRates
+from loopfeed.engine.sizing.planning import plan_here
 from loopfeed.engine.stages import StageRanges, Stages
 from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
@@ -335,6 +337,13 @@ def test_what_is_said_of_stages(data, tmp_path):
     assert "stage 3 of 3, steps 9 to 12" in page
 
 
+def test_the_plan_has_the_work_of_each_stage(data):
+    config = config_of(data, stages=[Stage(until=4, image_size=4), Stage(batch=8)])
+    plan = plan_here(config, take_parts({"model": Pooled()}), lambda _: None)
+    assert (plan.num_steps, plan.train_images, plan.memory.step_flops) == (12, 4 * 4 + 8 * 8, None)
+    assert [line.partition("; ")[2] for line in plan.stages] == ["0.00 GFLOP a batch", "0.00 GFLOP a batch"]
+
+
 def test_recipes_have_stages(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[settings]\nepochs = 3\n[[settings.stages]]\nuntil = "1e"\nflip = 0.5\n[[settings.stages]]\n')
@@ -433,7 +442,9 @@ def test_files_of_stages(tmp_path):
     for text, fault in [
         ("batch = 3", "must have tables \\[\\[stages\\]\\] and nothing else, got 'batch'"),
         ("x = ", "must be TOML in UTF-8"),
-        ("", "must be a list of stages"),
+        ("", r"must have tables \[\[stages\]\], in double brackets, one for each stage, got none"),
+        ("[stages]\nbatch = 3", "in double brackets, one for each stage, got a table"),
+        ("[[stages]]\nuntil = 4e", "epochs are quoted, as in until"),
         ("stages = [3]", "must be a list of stages"),
     ]:
         path.write_text(text)

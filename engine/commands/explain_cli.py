@@ -187,7 +187,8 @@ def _comparison(context: click.Context, texts: tuple[str, str], report_format: s
 
     names, outer = _take_part_names(context), command_line(context)
     found = []
-    for inner in [_parsed(context, text) for text in texts]:
+    parsed = [_parsed(context, text) for text in texts]
+    for inner in parsed:
         own = _take_part_names(inner)
         replaced = {*own, *command_line(inner).settings}
         inner.params["recipe"] = inner.params["recipe"] or context.params["recipe"]
@@ -196,8 +197,11 @@ def _comparison(context: click.Context, texts: tuple[str, str], report_format: s
         found.append(_described(inner, kept | own, both))
     one, other = found
     split_processor([one.config, other.config])
-    first = _explain(one, view, None)
-    rows = compare_reports(first, _explain(other, view, first.rates))
+    # Each may be another stage of the same run.
+    stages = [inner.params["stage"] for inner in parsed]
+    views = [view._replace(stage=view.stage if stage == 1 else stage) for stage in stages]
+    first = _explain(one, views[0], None)
+    rows = compare_reports(first, _explain(other, views[1], first.rates))
     if report_format == "json":
         return json.dumps([row._asdict() for row in rows], indent=2, allow_nan=False)
     return "\n".join(map(printable_line, comparison_lines(rows, (one.name, other.name))))

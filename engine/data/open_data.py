@@ -342,7 +342,7 @@ def _warn_of_split(
     if largest > split.num_images:
         notify(
             f"warning: a batch has {largest:,} images, but {where} has only {split.num_images:,}, so each batch "
-            f"repeats some of them: give --batch {split.num_images} or less"
+            f"repeats some of them: choose a batch of {split.num_images:,} or fewer"
         )
     if any(stage.crop == "resized" for stage in config.by_stage) and (
         share := share_of_square(split.manifest.resize_rule)

@@ -13,13 +13,13 @@ _MAX_BYTES = 1 << 15
 
 
 def read_stages(path: str | os.PathLike[str]) -> Stages:
-    """Read stages from a TOML file with a list of tables `stages`, each with the settings of a stage.
+    r"""Read stages from a TOML file with a list of tables `stages`, each with the settings of a stage.
 
     Raises:
         SettingError: the file cannot be read, is no such file, or its stages are invalid.
 
     Example:
-        >>> _ = Path("sizes.toml").write_text('[[stages]]\\nuntil = "6e"\\nimage_size = 128\\n[[stages]]\\n')
+        >>> _ = Path("sizes.toml").write_text('[[stages]]\nuntil = "6e"\\nimage_size = 128\n[[stages]]\n')
         >>> read_stages("sizes.toml")
         (Stage(until='6e', image_size=128), Stage())
     """
@@ -36,7 +36,10 @@ def read_stages(path: str | os.PathLike[str]) -> Stages:
         ) from error
     except (ValueError, RecursionError) as error:  # invalid syntax or encoding
         raise SettingError(
-            "stages", "{setting}: {path} must be TOML in UTF-8: {fault}", path=str(path), fault=error
+            "stages",
+            '{setting}: {path} must be TOML in UTF-8: {fault}; epochs are quoted, as in until = "6e"',
+            path=str(path),
+            fault=error,
         ) from error
     if others := [name for name in document if name != "stages"]:
         raise SettingError(
@@ -46,4 +49,11 @@ def read_stages(path: str | os.PathLike[str]) -> Stages:
             path=str(path),
             found=shown(others[0]),
         )
-    return Stages.of(document.get("stages", ()))
+    if not isinstance(document.get("stages"), list):
+        raise SettingError(
+            "stages",
+            "{setting}: {path} must have tables [[stages]], in double brackets, one for each stage, got {found}",
+            path=str(path),
+            found="a table [stages]" if "stages" in document else "none",
+        )
+    return Stages.of(document["stages"])

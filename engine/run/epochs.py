@@ -92,8 +92,8 @@ def _with_checked_end(config: TrainConfig) -> TrainConfig:
         if stage.until_step is not None and stage.until_step >= config.steps:
             raise SettingError(
                 "stages",
-                "{setting}: stage {number} must end before the run, at step {end:,}, got step {until:,}: give fewer "
-                "steps in until, or more {steps}",
+                "{setting}: stage {number} must end before the run, at step {end:,}, got step {until:,}: "
+                + ("give more {steps}" if config.resume else "give fewer steps in until, or more {steps}"),
                 number=number,
                 end=config.steps,
                 until=stage.until_step,
@@ -147,19 +147,21 @@ def describe_cadence(
     if epochs is None and given.eval_every_steps is None and num_images is not None:
         epochs = _epochs_between_evaluations(config, num_images)
     if epochs is not None and config.eval_every_steps and is_evaluated:
-        cadences.append(f"an evaluation {_describe_epochs(epochs, config.eval_every_steps)}")
+        cadences.append(f"an evaluation {_describe_epochs(epochs, config.eval_every_steps, config)}")
     elif given.resume and config.eval_every_steps and is_evaluated:
         cadences.append(f"an evaluation every {quantity(config.eval_every_steps, 'step')}")
     if has_folder and config.snapshot_every_epochs is not None and config.snapshot_every_steps:
-        cadences.append(f"a snapshot {_describe_epochs(config.snapshot_every_epochs, config.snapshot_every_steps)}")
+        every = _describe_epochs(config.snapshot_every_epochs, config.snapshot_every_steps, config)
+        cadences.append(f"a snapshot {every}")
     elif has_folder and config.snapshot_every_steps is None:
         best = " after each evaluation that is the best so far, and" if config.keeps_best_evaluation else ""
         cadences.append(f"a snapshot{best} every {MINUTES_BETWEEN_SNAPSHOTS} minutes")
     return f"cadence: {', '.join(cadences)}" if cadences else None
 
 
-def _describe_epochs(epochs: float, steps: int) -> str:
-    return f"every {'epoch' if epochs == 1 else f'{epochs:g} epochs'} ({quantity(steps, 'step')})"
+def _describe_epochs(epochs: float, steps: int, config: TrainConfig) -> str:
+    counted = f", counted in batches of {config.batch:,}" if config.changes_batch else ""
+    return f"every {'epoch' if epochs == 1 else f'{epochs:g} epochs'} ({quantity(steps, 'step')}{counted})"
 
 
 def steps_of_epochs(epochs: float, *, num_images: int, images_per_step: int) -> int:

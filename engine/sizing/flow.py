@@ -173,8 +173,9 @@ def measure_flow(
 
 
 def _storage_stages(config: TrainConfig, source: BatchSource, volume: Volume, spare_bytes: int | None) -> list[Stage]:
-    if isinstance(source, WindowedBatches):
-        # Each order reads the same shards; one that looks ahead cannot be asked for the same batches again.
+    if isinstance(source, WindowedBatches | ShardBatches):
+        # Each order reads the same shards. One that looks ahead cannot be asked for the same batches again; the batches
+        # of stages may differ in size.
         source = ShardBatches(source.split, batch=source.batch, seed=config.seed)
     read_rate, read_note, decode_rate, decode_note, fits = None, "no shards are here", None, "no shards are here", False
     if isinstance(source, ShardBatches):

@@ -96,6 +96,7 @@ def _with_work(stages: Sequence[str], config: TrainConfig, parts: UserParts, not
         notify(f"compiling stage {number + 1} alone")
         with open_run(config, parts, _ignore, is_dry=True) as run:
             run.keep_stage(number)
+            run.evaluation_infeed = None  # whose work XLA would count too
             flops = plan_program(run).compiled.step_flops
         found.append(line if flops is None else f"{line}; {flops / 1e9:,.2f} GFLOP a batch")
     return tuple(found)
