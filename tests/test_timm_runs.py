@@ -12,8 +12,9 @@ from loopfeed import TrainConfig, evaluate, evaluate_weights, read_weights, trai
 from loopfeed.engine.records.initial_weights import load_initial_weights
 from loopfeed.engine.records.weights import name_tensors
 from loopfeed.engine.run import run as run_module
-from loopfeed.engine.run.program_settings import compiled_settings_of_run
+from loopfeed.engine.run.program_settings import compiled_settings_of_stages
 from loopfeed.engine.updates.optim import kernels_only
+from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.models import registry
 from loopfeed.models.families.convnext import ConvNeXt
 from loopfeed.models.families.vision_transformer import VisionTransformer
@@ -142,13 +143,14 @@ def config_of(name, data, run, **settings):
 
 
 def test_a_vision_transformer_is_trained_evaluated_and_resumed(data, tmp_path, monkeypatch):
-    made = []
+    made: list[CompiledSettings] = []
 
     def spy(*given):
-        made.append(compiled_settings_of_run(*given))
-        return made[-1]
+        stages = compiled_settings_of_stages(*given)
+        made.extend(stages)
+        return stages
 
-    monkeypatch.setattr(run_module, "compiled_settings_of_run", spy)
+    monkeypatch.setattr(run_module, "compiled_settings_of_stages", spy)
     config = config_of(VIT, data, tmp_path / "run", snapshot_every_steps=1)
     (found,) = train(config).evaluations
     assert {each.undecayed for each in made} == {("cls_token", "pos_embed")}

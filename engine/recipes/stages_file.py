@@ -19,7 +19,7 @@ def read_stages(path: str | os.PathLike[str]) -> Stages:
         SettingError: the file cannot be read, is no such file, or its stages are invalid.
 
     Example:
-        >>> _ = Path("sizes.toml").write_text('[[stages]]\nuntil = "6e"\\nimage_size = 128\n[[stages]]\n')
+        >>> _ = Path("sizes.toml").write_text('[[stages]]\nuntil = "6e"\nimage_size = 128\n[[stages]]\n')
         >>> read_stages("sizes.toml")
         (Stage(until='6e', image_size=128), Stage())
     """
