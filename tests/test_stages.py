@@ -344,6 +344,13 @@ def test_the_plan_has_the_work_of_each_stage(data):
     assert [line.partition("; ")[2] for line in plan.stages] == ["0.00 GFLOP a batch", "0.00 GFLOP a batch"]
 
 
+def test_a_profile_says_which_stage_was_traced(data, tmp_path):
+    config = config_of(data, stages=STAGES, run_dir=str(tmp_path / "run"), profile=True, profile_steps="6:8")
+    profile = train(config, model=Pooled()).profile
+    assert profile is not None
+    assert any("of stage 2 of 3, steps 6 to 8;" in note for note in profile.notes)
+
+
 def test_recipes_have_stages(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[settings]\nepochs = 3\n[[settings.stages]]\nuntil = "1e"\nflip = 0.5\n[[settings.stages]]\n')

@@ -37,7 +37,7 @@ class Course:
         runs_ahead: whether the host runs ahead of the device.
         steps: the steps to trace, counted from 0; None chooses them.
         chunk: batches of a pull.
-        ranges: the batches of each stage, if their sizes differ; `batch` is then that of none.
+        ranges: the batches of each stage, None in a run without stages.
     """
 
     first_batch: int
@@ -206,12 +206,24 @@ class Profiler:
                 + "."
             )
             if traced.phase == TRAIN:
+                yield from self._describe_stage(first)
                 yield from self._describe_window(first, traced.count)
         for phase in (TRAIN, VALID):
             if profile.row(phase, names[phase]) and not any(each.phase == phase for each in profile.traced):
                 yield f"No batch of the phase {phase} was traced, so what it consists of is unknown."
         if self._course.num_devices > 1:
             yield f"The operations are those of the first of {self._course.num_devices} devices."
+
+    def _describe_stage(self, first: int) -> Iterator[str]:
+        """Yield in which stage of a run with several the traced batches are, from `first` on."""
+        ranges = self._course.ranges
+        if ranges is not None and len(ranges) > 1:
+            number = ranges.stage_of(first)
+            steps = [each // self._course.batches_per_step for each in (ranges[number].first, ranges[number].stop)]
+            yield (
+                f"The traced steps are of stage {number + 1} of {len(ranges)}, steps {steps[0] + 1:,} to {steps[1]:,}; "
+                "other stages may be divided otherwise (--profile-steps)."
+            )
 
     def _describe_window(self, first: int, count: int) -> Iterator[str]:
         """Yield which steps the user chose, if the traced batches, `count` from `first` on, are others."""

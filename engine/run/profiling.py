@@ -99,7 +99,7 @@ def _course(config: TrainConfig, data: RunData, place: Placement, chunk: int, fi
         stop_batch=config.steps * config.accumulate_steps,
         batches_per_step=config.accumulate_steps,
         batch=config.batch,
-        ranges=config.batch_ranges if config.changes_batch else None,
+        ranges=None if config.stages is None else config.batch_ranges,
         epoch_images=data.num_images,
         eval_every_steps=None if evaluated is None else config.eval_every_steps or 0,
         eval_batches=0 if evaluated is None else evaluated.num_batches,
