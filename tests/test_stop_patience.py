@@ -142,7 +142,8 @@ class StopAt(Callback):
         self._run = run
 
     def on_step(self, record):
-        if record.step == self._step:
+        # The step itself may have been the last of the launch before.
+        if record.step >= self._step and not self._asked.is_set():
             self._run.request(stop=True)
             self._asked.set()
 
