@@ -106,7 +106,8 @@ def check_arguments(config: Any, parts: UserParts) -> None:
         )
     _check_best_metrics(config, parts.metrics)
     check_parts(config, parts)
-    check_stages(config, partial(check_parts, parts=parts))
+    if config.stages is not None:
+        check_stages(config, partial(check_parts, parts=parts))
 
 
 def settle_stop_metric(config: TrainConfig) -> TrainConfig:
