@@ -35,12 +35,17 @@ class FakeSource:
     raising: dict[int, BaseException] = field(default_factory=dict)
     forms: dict[int, str] = field(default_factory=dict)
     reads: list[int] = field(default_factory=list)
+    weights: np.ndarray | None = None
+    groups: np.ndarray | None = None
 
     def __len__(self):
         return len(self.images)
 
     def image(self, index):
         return SourceImage(f"{self.classes[self.labels[index]].id}/{index}.png", self.labels[index])
+
+    def key(self, index):
+        return self.image(index).name
 
     def num_bytes(self, index):
         return self.images[index].nbytes

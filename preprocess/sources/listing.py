@@ -4,20 +4,23 @@ To avoid one Python object for each of ImageNet's 1.28 million images, a listing
 integer columns (about 75 bytes per image); a `SourceImage` is created on demand.
 
 Each image has a name and a key. Its *name* is its location, which messages show. Its *key* is the class id and the path
-below the class ("n01440764/n01440764_18.JPEG"). The key is the same in a folder, in an archive of any name and in
-Kaggle's tree, whichever of the enclosing folders is given as the source. The pack order, the choice of held-out images
-and the digest depend on the keys.
+below the class ("n01440764/n01440764_18.JPEG") or, where folders are no classes, the path below its split. The key is
+the same in a folder, in an archive of any name and in Kaggle's tree, whichever of the enclosing folders is given as the
+source, and in a table or container with the same paths. The pack order, the choice of held-out images and the digest
+depend on the keys, and a pack keeps them as the names of its images.
 """
 
 import hashlib
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
@@ -26,6 +29,8 @@ from loopfeed.preprocess.shards.classes import MAX_CLASSES, ImageClass
 MAX_FILE_BYTES = 512 * 2**20
 MAX_IMAGES = 100_000_000  # a split of ImageNet-21k has 14 million
 MAX_NAMES_BYTES = 8 * 2**30
+# A whole number in canonical decimal form, such as "0", "12" and "-1", but not "01", "+1" and "1.0".
+_WHOLE_NUMBER = re.compile("0|-?[1-9][0-9]{0,17}")
 
 
 class SourceError(ValueError):
@@ -60,6 +65,20 @@ class SourceSplit(Protocol):
     def image(self, index: int) -> SourceImage:
         """Return the name and the label of the image at position `index` in the pack order."""
 
+    def key(self, index: int) -> str:
+        """Return the key of the image at position `index` in the pack order, without a leading slash.
+
+        A pack keeps it as the image's name.
+        """
+
+    @property
+    def weights(self) -> NDArray[np.float32] | None:
+        """How often each image is drawn, float32 `[n]` in pack order; None if the source does not say."""
+
+    @property
+    def groups(self) -> NDArray[np.uint32] | None:
+        """The group of each image, uint32 `[n]` in pack order; None if the source has no groups."""
+
     def num_bytes(self, index: int) -> int:
         """Return the length in bytes of the encoded image at position `index` in the pack order."""
 
@@ -70,7 +89,7 @@ class SourceSplit(Protocol):
         """
 
     def digest(self) -> str:
-        """Return the hexadecimal SHA-256 of the class ids and of the key and size of each image."""
+        """Return the hexadecimal SHA-256 of the class ids and of each image's key, size, class, weight and group."""
 
 
 class ByteStore(Protocol):
@@ -88,10 +107,13 @@ class Listing:
 
     Args:
         classes: the classes of the labels; may be empty if no keys are needed.
+        keys: whether the key of an image is its class id + "/" + its member, or, with "path", its member alone, which
+            is then its path below its split.
     """
 
-    def __init__(self, classes: Iterable[ImageClass] = ()) -> None:
+    def __init__(self, classes: Iterable[ImageClass] = (), keys: Literal["class", "path"] = "class") -> None:
         self._class_ids = [each.id.encode("utf-8", "surrogateescape") for each in classes]
+        self._keys = keys
         self._names = bytearray()
         self._name_stops = array("q")
         self._folder_lengths = array("I")
@@ -103,11 +125,11 @@ class Listing:
         return len(self._labels)
 
     def add(self, folder: str, member: str, label: int, size: int, offset: int = 0) -> None:
-        """Append an image. Its name is `folder` + `member`, and its key is its class id + "/" + `member`.
+        """Append an image. Its name is `folder` + `member`, and its key is as `keys` says.
 
         Args:
             folder: the enclosing folder or archive, ending with a separator: "train/n01440764/", "set.tar!n01440764/".
-            member: path of the image below its class.
+            member: path of the image below its class or, with `keys` "path", below its split.
             label: 0-based class.
             size: length of the encoded image in bytes.
             offset: offset of the image in its archive, in bytes.
@@ -134,11 +156,19 @@ class Listing:
         return bytes(self._names[start : self._name_stops[index]])
 
     def key_bytes(self, index: int) -> bytes:
-        """Return the key of an image (its class id and its path below the class) as UTF-8."""
-        return self._class_ids[self._labels[index]] + b"/" + self.name_bytes(index)[self._folder_lengths[index] :]
+        """Return the key of an image as UTF-8: its class id and its path below the class, or that below its split."""
+        member = self.name_bytes(index)[self._folder_lengths[index] :]
+        return member if self._keys == "path" else self._class_ids[self._labels[index]] + b"/" + member
+
+    def digest_line(self, index: int) -> bytes:
+        """Return the key and the size of an image, and its class unless that is the first folder of the key."""
+        key, size, class_id = self.key_bytes(index), self._sizes[index], self._class_ids[self._labels[index]]
+        if key.startswith(class_id + b"/") and b"/" not in class_id:
+            return b"%s\0%d\n" % (key, size)
+        return b"%s\0%d\0%s\n" % (key, size, class_id)
 
     def member(self, index: int) -> str:
-        """Return the path of an image below its class."""
+        """Return the path of an image below its class or, with `keys` "path", below its split."""
         return self.name_bytes(index)[self._folder_lengths[index] :].decode("utf-8", "surrogateescape")
 
     def name(self, index: int) -> str:
@@ -161,13 +191,18 @@ class Listing:
 
 @dataclass(frozen=True, eq=False)
 class ListedSplit:
-    """A split: a listing, the store of its images, and the pack order (int64 `[n]`, indices into the listing)."""
+    """A split: a listing, the store of its images, and the pack order (int64 `[n]`, indices into the listing).
+
+    Weights (float32 `[n]`) and groups (uint32 `[n]`) are in pack order; None if the source has none.
+    """
 
     name: str
     classes: tuple[ImageClass, ...]
     listing: Listing
     store: ByteStore
     order: np.ndarray
+    weights: NDArray[np.float32] | None = None
+    groups: NDArray[np.uint32] | None = None
 
     def __len__(self) -> int:
         return len(self.order)
@@ -176,6 +211,10 @@ class ListedSplit:
         """Return the name and the label of the image at position `index` in the pack order."""
         entry = self._entry(index)
         return SourceImage(self.listing.name(entry), int(self._labels[entry]))
+
+    def key(self, index: int) -> str:
+        """Return the key of the image at position `index` in the pack order, without a leading slash."""
+        return self.listing.key_bytes(self._entry(index)).removeprefix(b"/").decode("utf-8", "surrogateescape")
 
     def num_bytes(self, index: int) -> int:
         """Return the length in bytes of the encoded image at position `index` in the pack order."""
@@ -197,7 +236,7 @@ class ListedSplit:
         return self.store.read(self.listing.name(entry), self.listing.offset(entry), size)
 
     def digest(self) -> str:
-        """Return the hexadecimal SHA-256 of the class ids and of the key and size of each image, in pack order."""
+        """Return the hexadecimal SHA-256 of the class ids and of each image's key, size, class, weight and group."""
         return self._digest
 
     def _entry(self, index: int) -> int:
@@ -217,7 +256,10 @@ class ListedSplit:
         for each in self.classes:
             digest.update(each.id.encode("utf-8", "surrogateescape") + b"\n")
         for entry in self.order.tolist():
-            digest.update(b"%s\0%d\n" % (self.listing.key_bytes(entry), self.listing.size(entry)))
+            digest.update(self.listing.digest_line(entry))
+        for name, values, dtype in ((b"weights", self.weights, "<f4"), (b"groups", self.groups, "<u4")):
+            if values is not None:
+                digest.update(name + b"\n" + values.astype(dtype).tobytes())
         return digest.hexdigest()
 
 
@@ -249,6 +291,10 @@ class FoundSplit:
         ignored: counts the hidden entries that were left out, by name.
         notes: one-line messages to the user about its classes.
         has_class_folders: whether its classes are folders, of which one may be empty.
+        weights: how often each image is drawn, float32, one per listed image in the order of the listing; None if the
+            source does not say.
+        groups: the group of each image, uint32, in the same order: its number among the sorted names of the groups of
+            the whole source; None if the source has no groups.
     """
 
     name: str
@@ -260,6 +306,8 @@ class FoundSplit:
     ignored: Counter[str] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()
     has_class_folders: bool = False
+    weights: NDArray[np.float32] | None = None
+    groups: NDArray[np.uint32] | None = None
 
 
 @dataclass(frozen=True)
@@ -277,13 +325,17 @@ class Layout:
     ignored: Counter[str] = field(default_factory=Counter)
 
 
-def index_classes(ids: Iterable[str], names: dict[str, str], where: str) -> tuple[ImageClass, ...]:
+def index_classes(
+    ids: Iterable[str], names: dict[str, str], where: str, *, numeric: bool = False
+) -> tuple[ImageClass, ...]:
     """Return the classes in index order, that is, sorted by the bytes of their ids (as in torchvision).
 
     Args:
         ids: one id per class.
         names: readable names of some or all classes.
         where: the location to show in an error message.
+        numeric: whether ids that are all whole numbers in canonical decimal form are in numerical order, so that "10"
+            comes after "2": those of tables and containers, but not those of folders.
 
     Raises:
         SourceError: there is no class, or there are more than labels can represent.
@@ -293,4 +345,6 @@ def index_classes(ids: Iterable[str], names: dict[str, str], where: str) -> tupl
         raise SourceError(
             f"{printable(where)} has {len(ordered)} classes; use a source with 1 to {MAX_CLASSES} classes"
         )
+    if numeric and all(map(_WHOLE_NUMBER.fullmatch, ordered)):
+        ordered.sort(key=int)
     return tuple(ImageClass(each, names.get(each) or each) for each in ordered)

@@ -340,7 +340,9 @@ def _select(
             parts = {"train": entries[~taken], "val": entries[taken]}
         for part, chosen in parts.items():
             order = pack_order(each.listing, chosen, limit)
-            opened[part] = ListedSplit(part, each.classes, each.listing, each.store, order)
+            weights = None if each.weights is None else each.weights[order]
+            groups = None if each.groups is None else each.groups[order]
+            opened[part] = ListedSplit(part, each.classes, each.listing, each.store, order, weights, groups)
     return opened
 
 
