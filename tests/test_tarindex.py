@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopfeed.preprocess.sources.listing import SourceError
-from loopfeed.preprocess.sources.tarindex import BLOCK, members, open_tar
+from loopfeed.preprocess.sources.source_file import open_source_file
+from loopfeed.preprocess.sources.tarindex import BLOCK, members
 
 
 def tar_bytes(entries, form=tarfile.PAX_FORMAT):
@@ -33,7 +34,7 @@ def listed(tmp_path):
     def list_it(content, **options):
         path = tmp_path / "some.tar"
         path.write_bytes(content)
-        opened.append(open_tar(path))
+        opened.append(open_source_file(path))
         return [(each.name, opened[-1].read(each.offset, each.size)) for each in members(opened[-1], **options)]
 
     yield list_it
@@ -64,7 +65,7 @@ def test_a_size_beyond_eight_gibibytes_is_understood(listed, tmp_path):
         with path.open("wb") as file:
             file.write(header)
             file.truncate(len(header) + info.size + 1024)
-        tar = open_tar(path)
+        tar = open_source_file(path)
         assert [(each.name, each.offset, each.size) for each in members(tar)] == [("huge.bin", len(header), 9 * 2**30)]
         os.close(tar.descriptor)
 
@@ -81,7 +82,7 @@ def test_any_name_is_what_tarfile_reads(tmp_path_factory, names, form):
     content = tar_bytes([(f"d/{name}", name.encode()) for name in names], form)
     path = tmp_path_factory.mktemp("names") / "n.tar"
     path.write_bytes(content)
-    tar = open_tar(path)
+    tar = open_source_file(path)
     found = [(each.name, each.offset) for each in members(tar)]
     os.close(tar.descriptor)
     with tarfile.open(path) as reference:
@@ -92,7 +93,7 @@ def test_an_inner_archive_is_read_at_its_place(tmp_path):
     inner = tar_bytes([("1.jpg", b"first"), ("2.jpg", b"second")])
     path = tmp_path / "outer.tar"
     path.write_bytes(tar_bytes([("x.tar", inner), ("y.tar", tar_bytes([]))]))
-    tar = open_tar(path)
+    tar = open_source_file(path)
     outer = list(members(tar))
     found = list(members(tar, outer[0].offset, outer[0].offset + outer[0].size, inside="x.tar"))
     content = path.read_bytes()
@@ -210,7 +211,7 @@ def test_truncation_names_the_file_and_the_offset(listed):
 def test_an_archive_cut_after_it_was_listed_fails_when_read(tmp_path):
     path = tmp_path / "some.tar"
     path.write_bytes(tar_bytes([("a/1.jpg", bytes(5000))]))
-    tar = open_tar(path)
+    tar = open_source_file(path)
     (member,) = members(tar)
     os.truncate(path, 1000)
     with pytest.raises(OSError, match=r"some\.tar ends at byte 1000"):
@@ -226,7 +227,7 @@ def test_damage_ends_in_members_or_a_reason(tmp_path_factory, data):
         content[place] = value
     path = tmp_path_factory.mktemp("damage") / "d.tar"
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
-    tar = open_tar(path)
+    tar = open_source_file(path)
     try:
         assert all(each.offset + each.size <= tar.num_bytes for each in members(tar))
     except SourceError:

@@ -13,11 +13,10 @@ import numpy as np
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.sources.archives import kept_open, opened, visible_members
 from loopfeed.preprocess.sources.labels_file import LabelTable
 from loopfeed.preprocess.sources.listing import ByteStore, FoundSplit, LabelMatch, Layout, Listing, SourceError
 from loopfeed.preprocess.sources.selection import TopFolder, choose_splits, is_image_name, split_of
-from loopfeed.preprocess.sources.tarindex import open_tar
-from loopfeed.preprocess.sources.tars import TarStore, visible_members
 from loopfeed.preprocess.sources.tree import FolderStore, files_below, list_folder, split_folders
 from loopfeed.preprocess.suggestions import describe_forms, is_same_text
 
@@ -53,16 +52,14 @@ def labelled_folder(root: Path, table: LabelTable) -> Layout:
 
 
 def labelled_archive(path: Path, table: LabelTable) -> Layout:
-    """Return the layout of a tar archive of images.
+    """Return the layout of a tar or zip archive of images.
 
     Raises:
         SourceError: the archive is damaged or unsafe, has two folders for a split, or images beside those of splits.
     """
-    store, ignored = TarStore(open_tar(path)), Counter[str]()
-    try:
-        names = [each.name for each in visible_members(store.tar, ignored)]
-    finally:
-        store.close()
+    ignored: Counter[str] = Counter()
+    with opened(path) as archive:
+        names = [each.name for each in visible_members(archive, ignored)]
     wrapper = _wrapper(names)
     tops: dict[str, str | None] = {}
     for name in names:
@@ -74,9 +71,9 @@ def labelled_archive(path: Path, table: LabelTable) -> Layout:
     )
     if not folders:
         openers = {"train": partial(_list_archive, path, wrapper, "train", table)}
-        return Layout("a tar archive of images", dict(openers), ignored)
+        return Layout(f"a {archive.kind} of images", dict(openers), ignored)
     openers = {name: partial(_list_archive, path, f"{wrapper}{top}/", name, table) for name, top in folders.items()}
-    return Layout(f"a tar archive with {' and '.join(folders)} folders of images", dict(openers), ignored)
+    return Layout(f"a {archive.kind} with {' and '.join(folders)} folders of images", dict(openers), ignored)
 
 
 def check_lines(found: Iterable[FoundSplit], table: LabelTable, root: Path) -> None:
@@ -159,17 +156,13 @@ def _is_same(path: Path, table: LabelTable) -> bool:
 
 
 def _list_archive(path: Path, folder: str, split: str, table: LabelTable) -> FoundSplit:
-    store = TarStore(open_tar(path))
-    try:
-        images = _Split(split, store, table)
-        for member in visible_members(store.tar):
+    with kept_open(path) as archive:
+        images = _Split(split, archive, table)
+        for member in visible_members(archive):
             if member.name.startswith(folder):
                 below = member.name[len(folder) :]
                 images.add(member.name, f"{path.name}!{folder}", below, member.size, member.offset)
         return images.found(Counter())  # they were counted when the archive was recognised
-    except BaseException:
-        store.close()
-        raise
 
 
 def _wrapper(names: list[str]) -> str:

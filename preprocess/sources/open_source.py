@@ -1,11 +1,10 @@
 """Opens a set of labelled, encoded images and detects its layout.
 
 Supported layouts: class folders, directly in a folder or in `train/`, `val/`, `test/`; the official ImageNet archives,
-read in place; Kaggle's ImageNet tree; a plain tar archive of class folders; with a file of labels, any folder or tar
-archive of images. `data/README.md` shows each.
+read in place; Kaggle's ImageNet tree; a tar or zip archive of class folders; with a file of labels, any folder, tar or
+zip archive of images. `data/README.md` shows each.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,18 +15,18 @@ from typing import Self
 
 import numpy as np
 
-from loopfeed.preprocess.file_kinds import UNPACK, kind_of
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.targets import SplitTargets
+from loopfeed.preprocess.sources.archive_tree import archive_layout
+from loopfeed.preprocess.sources.archives import TarArchive, ZipArchive
 from loopfeed.preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
 from loopfeed.preprocess.sources.labelled import check_lines, labelled_archive, labelled_folder
 from loopfeed.preprocess.sources.labels_file import LabelTable, read_labels
 from loopfeed.preprocess.sources.listing import FoundSplit, Layout, ListedSplit, SourceError, SourceImage, SourceSplit
 from loopfeed.preprocess.sources.selection import HOLDOUT_RULE, SPLIT_ORDER, held_out, pack_order
-from loopfeed.preprocess.sources.tarindex import BLOCK, is_tar, open_tar
-from loopfeed.preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, TarStore, imagenet_openers, tar_layout
+from loopfeed.preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers
 from loopfeed.preprocess.sources.tree import list_folder, split_folders, split_openers
 from loopfeed.preprocess.suggestions import describe_forms
 from loopfeed.preprocess.system_entries import describe_ignored
@@ -83,7 +82,7 @@ def open_source(
     """Detect the layout of a data set and list its images.
 
     Args:
-        path: a folder or a tar archive.
+        path: a folder, or a tar or zip archive.
         splits: the splits to open; by default all.
         holdout: the fraction (0 ≤ holdout < 1) of the training images to use as the split `val`, if the source has
             none. They are chosen in each class by hashes of the keys (see
@@ -103,7 +102,7 @@ def open_source(
     """
     if "://" in str(path):
         raise SourceError(
-            f"SOURCE must be a folder or tar archive on this machine, got {printable(path)}; copy it here first"
+            f"SOURCE must be a folder or archive on this machine, got {printable(path)}; copy it here first"
         )
     root = Path(path)
     if limit is not None and limit < 1:
@@ -166,8 +165,7 @@ def _check_has_images(
 def _recognise(root: Path) -> Layout:
     _check_exists(root)
     if not root.is_dir():
-        _check_is_tar(root)
-        return tar_layout(root)
+        return archive_layout(root)
     _refuse_shards(root)
     archives = imagenet_openers(root)
     if archives:
@@ -202,7 +200,6 @@ def _recognise_labelled(root: Path, table: LabelTable) -> Layout:
     if root.is_dir():
         _refuse_shards(root)
         return labelled_folder(root, table)
-    _check_is_tar(root)
     return labelled_archive(root, table)
 
 
@@ -235,29 +232,6 @@ def _check_exists(root: Path) -> None:
     if status is None:
         fault = "is a link that leads nowhere" if root.is_symlink() else "does not exist"
         raise SourceError(f"{printable(root)} {fault}; give the folder or archive that contains the images")
-
-
-def _check_is_tar(path: Path) -> None:
-    tar = open_tar(path)
-    try:
-        head = tar.read(0, min(BLOCK, tar.num_bytes))
-    except OSError as error:
-        raise SourceError(
-            f"{printable(path)} cannot be read: {error.strerror}; {reading_remedy(error, 'check the disk')}"
-        ) from error
-    finally:
-        os.close(tar.descriptor)
-    if is_tar(head):
-        return
-    kind, given = kind_of(head), "give the folder or archive that contains the images"
-    if kind is None:
-        raise SourceError(f"{printable(path)} is neither a folder nor a tar archive; {given}")
-    if kind.remedy == UNPACK:
-        raise SourceError(
-            f"{printable(path)} is {kind.name}, so its images cannot be read in place; unpack it and give the folder"
-        )
-    remedy = kind.remedy if kind.is_lost else given
-    raise SourceError(f"{printable(path)} is {kind.name}, neither a folder nor a tar archive; {remedy}")
 
 
 def _shown(names: list[str]) -> str:
@@ -320,7 +294,7 @@ def _remedy_for_classes(only: list[str], has: FoundSplit, lacks: FoundSplit) -> 
             )
     if lacks.has_class_folders:
         return "give all splits the same classes (an empty folder is enough for a class without images)"
-    if isinstance(lacks.store, TarStore):
+    if isinstance(lacks.store, TarArchive | ZipArchive):
         return (
             "an archive has no class without images, so write it again with at least one image of each class, or "
             f"without these classes in {has.name}"

@@ -11,16 +11,13 @@ as long (18 instead of 5 µs per member).
 Format: POSIX.1-1988 (ustar), POSIX.1-2001 (pax) and GNU long names.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.regular_file import IrregularFileError, open_regular, read_at
-from loopfeed.preprocess.sources.listing import ChangedSourceError, SourceError
+from loopfeed.preprocess.sources.listing import SourceError
 from loopfeed.preprocess.system_errors import reading_remedy
 
 BLOCK = 512
@@ -61,74 +58,17 @@ class TarBytes(Protocol):
         """Return the `size` bytes that start at `offset`, or raise OSError."""
 
 
-@dataclass(frozen=True)
-class TarFile:
-    """An open archive file.
-
-    Attributes:
-        descriptor: the descriptor of the file, which is only read with `pread`.
-        path: the path of the file.
-        num_bytes: its length in bytes when it was opened.
-        modified_ns: its modification time in ns when it was opened.
-    """
-
-    descriptor: int
-    path: Path
-    num_bytes: int
-    modified_ns: int
-
-    def check_unchanged(self) -> None:
-        """Check that the archive is unchanged, so that offsets found earlier are still valid.
-
-        Raises:
-            ChangedSourceError: the archive was modified after it was opened.
-        """
-        status = os.fstat(self.descriptor)
-        if (status.st_size, status.st_mtime_ns) != (self.num_bytes, self.modified_ns):
-            raise ChangedSourceError(f"{printable(self.path)} has changed since it was listed")
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Return the `size` bytes that start at `offset`. May be called from any thread.
-
-        Raises:
-            OSError: the archive cannot be read, or is too short.
-        """
-        content = read_at(self.descriptor, size, offset)
-        if len(content) < size:
-            raise OSError(
-                f"{printable(self.path)} ends at byte {offset + len(content)}, "
-                f"{quantity(size - len(content), 'byte')} too early; download it again"
-            )
-        return content
-
-
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file in an archive: its name, and the offset and size of its content in the outermost archive."""
+    """A file in an archive: its name, its size in bytes, and where it is.
+
+    In a tar archive, `offset` is that of its content in the outermost archive; in a zip archive, that of its entry in
+    the directory at the end.
+    """
 
     name: str
     offset: int
     size: int
-
-
-def open_tar(path: Path) -> TarFile:
-    """Open an archive to list its `members`. The caller must close the descriptor.
-
-    Raises:
-        SourceError: the file cannot be opened, or is not a regular file.
-    """
-    try:
-        descriptor = open_regular(path)
-    except IrregularFileError as error:
-        raise SourceError(
-            f"{printable(path)} is not a file; give the folder or archive that contains the images"
-        ) from error
-    except OSError as error:
-        raise SourceError(
-            f"{printable(path)} cannot be opened: {error.strerror}; {reading_remedy(error, 'check its path')}"
-        ) from error
-    status = os.fstat(descriptor)
-    return TarFile(descriptor, path, status.st_size, status.st_mtime_ns)
 
 
 def is_tar(head: bytes) -> bool:

@@ -1,0 +1,148 @@
+"""Reads class folders in a tar or zip archive without unpacking it.
+
+Opening a tar archive reads its headers, and opening a zip archive its directory. Reading an image is then one
+`pread` at a known offset, or three in a zip archive.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.shards.classes import MAX_CLASSES
+from loopfeed.preprocess.sources.archives import Archive, open_archive, opened, visible_members
+from loopfeed.preprocess.sources.class_names import (
+    MAX_NAME_FILE_BYTES,
+    NAME_FILES,
+    NameFile,
+    name_classes,
+    parse_name_file,
+)
+from loopfeed.preprocess.sources.listing import FoundSplit, Layout, Listing, SourceError, index_classes
+from loopfeed.preprocess.sources.selection import SPLIT_ORDER, TopFolder, choose_splits, is_image_name, split_of
+from loopfeed.preprocess.sources.tars import imagenet_archive
+
+
+def archive_layout(path: Path) -> Layout:
+    """Detect the layout of an archive from its members.
+
+    Raises:
+        SourceError: the archive is empty, damaged or unsafe, or its members are not in class folders.
+    """
+    with opened(path) as archive:
+        first = next(visible_members(archive), None)
+        if first is None:
+            raise SourceError(f"{printable(path)} is an empty archive; give one with images")
+        if (layout := imagenet_archive(path, first.name)) is not None:
+            return layout
+        ignored: Counter[str] = Counter()
+        tree = _read_tree(path, archive, ignored)
+    openers = {split: partial(_read_folders, path, split, tree, classes) for split, classes in tree.splits.items()}
+    unread = f" (not read: {tree.unread})" if tree.unread else ""
+    return Layout(f"a {archive.kind} of class folders" + unread, dict(openers), ignored)
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """The members of an archive of class folders.
+
+    Attributes:
+        splits: the members of each class of each split, all with the placeholder label 0.
+        name_files: the files of class names.
+        unread: the folders that are not read, for messages; "" without any.
+    """
+
+    splits: dict[str, dict[str, Listing]]
+    name_files: tuple[NameFile, ...]
+    unread: str
+
+
+def _read_tree(path: Path, archive: Archive, ignored: Counter[str]) -> _Tree:
+    """Return the members by split and class. A single folder that encloses everything is skipped.
+
+    Raises:
+        SourceError: images are outside class folders, or in folders that are neither splits nor classes.
+    """
+    everything = Listing()
+    for member in visible_members(archive, ignored):
+        everything.add("", member.name, 0, member.size, member.offset)
+    depth = _wrapping_depth(everything)
+    tops = _top_folders(everything, depth)
+    folders = choose_splits(tops, str(path))
+    splits: dict[str, dict[str, Listing]] = {}
+    name_files, split_of_top = [], {name: split for split, name in folders.items()}
+    for entry in range(len(everything)):
+        name = everything.name(entry)
+        parts = name.split("/")[depth:]
+        if len(parts) > 1 and folders and parts[0] not in split_of_top:
+            continue
+        split = split_of_top[parts.pop(0)] if len(parts) > 1 and folders else "train"
+        if len(parts) > 1:
+            _add(path, splits.setdefault(split, {}), parts, everything, entry)
+        elif is_image_name(name):
+            raise SourceError(
+                f"{printable(path)} contains the image {printable(name)} outside any class folder; "
+                "move it into the folder of its class"
+            )
+        elif parts[0] in NAME_FILES and everything.size(entry) <= MAX_NAME_FILE_BYTES:
+            content = archive.read(name, everything.offset(entry), everything.size(entry))
+            name_files.append(parse_name_file(content, f"{path}!{name}"))
+    if not splits:
+        raise SourceError(
+            f"{printable(path)} contains no class folders (its first file is {printable(everything.name(0))}); "
+            "put each image into the folder of its class"
+        )
+    unread = sorted(f"{printable(each.name)}/" for each in tops if folders and each.name not in split_of_top)
+    return _Tree(
+        {split: splits[split] for split in SPLIT_ORDER if split in splits}, tuple(name_files), ", ".join(unread)
+    )
+
+
+def _top_folders(everything: Listing, depth: int) -> list[TopFolder]:
+    """Return the folders at the top of an archive."""
+    have_folders: dict[str, bool] = {}
+    images: dict[str, str] = {}
+    for entry in range(len(everything)):
+        name = everything.name(entry)
+        parts = name.split("/")[depth:]
+        if len(parts) > 1:
+            have_folders[parts[0]] = have_folders.get(parts[0], False) or len(parts) > 2
+            if parts[0] not in images and is_image_name(name):
+                images[parts[0]] = name
+    return [TopFolder(top, has_folders, partial(images.get, top)) for top, has_folders in have_folders.items()]
+
+
+def _add(path: Path, classes: dict[str, Listing], parts: list[str], everything: Listing, entry: int) -> None:
+    """Add a member, whose path below its split is `parts`, to its class."""
+    if len(classes) == MAX_CLASSES and parts[0] not in classes:
+        raise SourceError(f"{printable(path)} has more than {MAX_CLASSES} classes; use fewer classes")
+    below = "/".join(parts[1:])
+    folder = f"{path.name}!{everything.name(entry).removesuffix(below)}"
+    listing = classes.setdefault(parts[0], Listing())
+    listing.add(folder, below, 0, everything.size(entry), everything.offset(entry))
+
+
+def _wrapping_depth(everything: Listing) -> int:
+    """Return how many folders enclose everything: each is the only one, and has no image beside its folders."""
+    for depth in range(8):
+        tops, has_folders = set(), False
+        for parts in (everything.name(entry).split("/") for entry in range(len(everything))):
+            is_loose = len(parts) == depth + 1 or (len(parts) == depth + 2 and is_image_name(parts[-1]))
+            tops.add("" if is_loose else parts[depth])
+            has_folders = has_folders or len(parts) > depth + 2
+        if len(tops) != 1 or "" in tops or not has_folders or split_of(tops.pop()) is not None:
+            return depth
+    return 8
+
+
+def _read_folders(path: Path, split: str, tree: _Tree, members_of: dict[str, Listing]) -> FoundSplit:
+    named = name_classes(tree.name_files, members_of)
+    classes = index_classes(members_of, named.names, str(path))
+    listing = Listing(classes)
+    for label, each in enumerate(classes):
+        found = members_of[each.id]
+        for entry in range(len(found)):
+            member = found.member(entry)
+            listing.add(found.name(entry).removesuffix(member), member, label, found.size(entry), found.offset(entry))
+    return FoundSplit(split, classes, listing, open_archive(path), notes=named.notes)

@@ -1,0 +1,93 @@
+"""An open file of a source, read at any offset by any thread, and checked for changes since it was opened.
+
+Owns how such a file is opened. Must not know: formats.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.regular_file import IrregularFileError, open_regular, read_at
+from loopfeed.preprocess.sources.listing import ChangedSourceError, SourceError
+from loopfeed.preprocess.system_errors import reading_remedy
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """An open file.
+
+    Attributes:
+        descriptor: the descriptor of the file, which is only read with `pread`. A mapped file that is cut while it is
+            read would end the process.
+        path: the path of the file.
+        num_bytes: its length in bytes when it was opened.
+        modified_ns: its modification time in ns when it was opened.
+    """
+
+    descriptor: int
+    path: Path
+    num_bytes: int
+    modified_ns: int
+
+    def check_unchanged(self) -> None:
+        """Check that the file is unchanged, so that offsets found earlier are still valid.
+
+        Raises:
+            ChangedSourceError: the file was modified after it was opened.
+        """
+        status = os.fstat(self.descriptor)
+        if (status.st_size, status.st_mtime_ns) != (self.num_bytes, self.modified_ns):
+            raise ChangedSourceError(f"{printable(self.path)} has changed since it was listed")
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return the `size` bytes that start at `offset`. May be called from any thread.
+
+        Raises:
+            OSError: the file cannot be read, or is too short.
+        """
+        content = read_at(self.descriptor, size, offset)
+        if len(content) < size:
+            raise OSError(
+                f"{printable(self.path)} ends at byte {offset + len(content)}, "
+                f"{quantity(size - len(content), 'byte')} too early; download it again"
+            )
+        return content
+
+    def head(self, size: int) -> bytes:
+        """Return the first `size` bytes, or all of a shorter file.
+
+        Raises:
+            SourceError: the file cannot be read.
+        """
+        try:
+            return read_at(self.descriptor, size, 0)
+        except OSError as error:
+            raise SourceError(
+                f"{printable(self.path)} cannot be read: {error.strerror}; {reading_remedy(error, 'check the disk')}"
+            ) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.descriptor)
+
+
+def open_source_file(path: Path) -> SourceFile:
+    """Open a file of a source. The caller must close it.
+
+    Raises:
+        SourceError: the file cannot be opened, or is not a regular file.
+    """
+    try:
+        descriptor = open_regular(path)
+    except IrregularFileError as error:
+        raise SourceError(
+            f"{printable(path)} is not a file; give the folder or archive that contains the images"
+        ) from error
+    except OSError as error:
+        raise SourceError(
+            f"{printable(path)} cannot be opened: {error.strerror}; {reading_remedy(error, 'check its path')}"
+        ) from error
+    status = os.fstat(descriptor)
+    return SourceFile(descriptor, path, status.st_size, status.st_mtime_ns)
