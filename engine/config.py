@@ -57,6 +57,10 @@ NO_VALUE = "default"
 OFF = "off"
 """The value of `cache` that disables it."""
 
+NATURAL, BALANCED, SQRT = "natural", "balanced", "sqrt"
+SAMPLINGS = (NATURAL, BALANCED, SQRT)
+"""The words of the setting `sampling`; any other value is a file."""
+
 OWN_BATCHES = "batches of your own"
 """The value of `data` in `config.json` for a run on user-defined batches."""
 
@@ -251,6 +255,15 @@ class TrainConfig:
     eval_split: str | None = setting(
         None, DATA, _HOST, _KEPT, "Split to evaluate on; off disables evaluation.", unit="NAME|off",
         default_text="val, else test, else off",
+    )
+    sampling: str = setting(
+        NATURAL, DATA, _HOST, _DATA_KEPT,
+        "How often each training image is drawn: natural (once an epoch), balanced (each class equally often), sqrt "
+        "(each class in proportion to the square root of its images), or a CSV table class,weight or name,weight.",
+        unit="WORD|FILE", completion="file",
+        details="An epoch stays as many draws as the split has images. Each image and each class is drawn its expected "
+        "number of times an epoch, rounded down or up. What a table does not list has the weight 1, and the weights of "
+        "classes are those of each of their images. A resumed run needs the same table.",
     )
     synthetic: bool = setting(
         False, DATA, _HOST, _KEPT, "Train on random batches drawn on the host; needs no data set."
@@ -644,7 +657,7 @@ class TrainConfig:
             parse_storage_options(self.storage_options)
         except StorageOptionError as error:
             raise SettingError("storage_options", "{setting}: {fault}", fault=error) from None
-        check_local_paths(dump_hlo=self.dump_hlo, cache=self.cache)
+        check_local_paths(dump_hlo=self.dump_hlo, cache=self.cache, sampling=self.sampling)
         check_writable_location("run_dir", self.run_dir)
         if self.stages is not None:
             object.__setattr__(

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from loopfeed.engine.config import OFF, SETTINGS, TrainConfig, describe_value
+from loopfeed.engine.config import OFF, SAMPLINGS, SETTINGS, TrainConfig, describe_value
 from loopfeed.engine.settings import OnResume, Owner
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import listed
@@ -27,7 +27,7 @@ DATA_VARIABLE = "LOOPFEED_DATA"
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return the settings with `data`, `init_from` and `cache` made absolute, independent of the working directory.
+    """Return the settings with `data`, `init_from`, `cache` and tables made absolute, whatever the working directory.
 
     If one of the first two, or `run_dir`, is an ``s3://`` URL, `storage_options` then contains what came from the
     environment.
@@ -36,6 +36,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         config,
         data=absolute_location(config.data),
         init_from=absolute_location(config.init_from),
+        sampling=_absolute_table(config.sampling, SAMPLINGS),
         cache=config.cache if config.cache == OFF else absolute_location(config.cache),
         storage_options=recorded_storage_options(config),
     )
@@ -53,6 +54,11 @@ def recorded_storage_options(config: TrainConfig) -> str | None:
     for location in (data, config.init_from, config.run_dir):
         options = with_environment(options, location or "")
     return as_text(options)
+
+
+def _absolute_table(choice: str, words: tuple[str, ...]) -> str:
+    """Return one of the words of a setting unchanged, and any other value, a file, made absolute."""
+    return choice if choice in words else absolute_location(choice) or choice
 
 
 def absolute_location(location: str | None) -> str | None:

@@ -302,6 +302,7 @@ OTHERS: dict[str, Any] = {
     "stages": Stages([Stage(until=1), Stage()]),
     "order": "windowed",
     "window_gb": 2.0,
+    "sampling": "balanced",
 }
 
 

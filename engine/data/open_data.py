@@ -7,13 +7,14 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.config import OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
 from loopfeed.engine.data.dataset import choose_data, make_demo, open_cache, open_cached_split
+from loopfeed.engine.data.drawn_images import DrawnImages, SplitLabels, choose_drawn
 from loopfeed.engine.data.label_fit import check_loss_fits, check_num_targets
 from loopfeed.engine.feed.batches import (
     ArrayBatches,
@@ -54,7 +55,8 @@ class RunData:
         source: the source of training batches.
         description: the data in words, for messages.
         num_classes: K, None if only a user-defined model knows it.
-        num_images: N of the training split, None for an endless source of batches.
+        num_images: the draws of an epoch: N of the training split, or of what is drawn from it. None for an endless
+            source of batches.
         evaluation: the source of evaluation batches, None without evaluation.
         mean, std: by which the pixels are normalised, per channel, on the scale 0 … 1: the settings, else those of
             the packed split.
@@ -66,6 +68,7 @@ class RunData:
         classes: the classes by label, or the columns of numbers, empty if they have no names.
         resize_rule: how the images were resized and cropped when they were packed, None if unknown.
         targets: whether each image of a packed split has several classes, or numbers; None if it has one class.
+        digests: what identifies the images that are drawn, beside the settings and the manifest, by name.
     """
 
     source: BatchSource
@@ -82,6 +85,7 @@ class RunData:
     classes: tuple[ImageClass, ...] = ()
     resize_rule: Mapping[str, int | str] | None = None
     targets: TargetKind | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_data(
@@ -224,12 +228,15 @@ def _open_packed(
     check_loss_fits(config, manifest, where, has_user_loss=has_user_loss)
     check_num_targets(config.num_classes, manifest, where)
     num_classes = _num_classes(config, manifest, where)
+    drawn = choose_drawn(config, SplitLabels(split, where, config.infeed_timeout_s))
     _warn_of_split(config, split, num_classes, where, notify)
+    for message in drawn.messages:
+        notify(message)
     data = RunData(
-        _order_batches(config, split, first_batch, stack, notify),
+        _order_batches(config, split, drawn, first_batch, stack, notify),
         f"{where}, {quantity(split.num_images, 'image')}",
         num_classes,
-        split.num_images,
+        drawn.num_images,
         mean=manifest.channel_mean,
         std=manifest.channel_std,
         manifest_digest=manifest_digest_of(manifest),
@@ -238,6 +245,7 @@ def _open_packed(
         classes=manifest.classes,
         resize_rule=manifest.resize_rule,
         targets=None if manifest.targets is None else manifest.targets.kind,
+        digests=drawn.digests,
     )
     name = choose_eval_split(config, choice.data, is_new=is_new)
     if name is None:
@@ -276,11 +284,16 @@ def mixes_pairs(config: TrainConfig) -> bool:
 
 
 def _order_batches(
-    config: TrainConfig, split: ShardSplit, first_batch: int, stack: ExitStack, notify: Callable[[str], None]
+    config: TrainConfig,
+    split: ShardSplit,
+    drawn: DrawnImages,
+    first_batch: int,
+    stack: ExitStack,
+    notify: Callable[[str], None],
 ) -> BatchSource:
     """Return the training batches of a split in the order that the settings name; `stack` closes their reader."""
     if config.order == "random":
-        return ShardBatches(split, batch=config.batch, seed=config.seed)
+        return ShardBatches(split, batch=config.batch, seed=config.seed, order=drawn.order)
     source = WindowedBatches(
         split,
         batch=config.batch,

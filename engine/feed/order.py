@@ -65,13 +65,17 @@ class EpochOrder:
         images = np.empty_like(offsets)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            keys = draw_words(self.seed, int(epoch), b"feedloop-order")
-            images[here] = permute(offsets[here], self.num_images, keys)
+            images[here] = permute(offsets[here], self.num_images, epoch_keys(self.seed, int(epoch)))
         return images
 
     def batch(self, batch_index: int, batch: int) -> NDArray[np.int64]:
         """Return the image indices, int64 [batch], of the batch that begins at position batch_index · batch."""
         return self.images_at(np.arange(batch_index * batch, (batch_index + 1) * batch, dtype=np.int64))
+
+
+def epoch_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+    """Return the keys, uint64 [8], of the permutation of an epoch."""
+    return draw_words(seed, epoch, b"feedloop-order")
 
 
 def permute(offsets: NDArray[np.int64], count: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.feed.batches import PADDING_LABEL, Labels, Lent, Pixels
+from loopfeed.engine.feed.draws import ImageOrder
 from loopfeed.engine.feed.order import EpochOrder, WindowedOrder
 from loopfeed.engine.feed.resizable_batches import ResizableBatches
 from loopfeed.engine.feed.window_reader import NUM_WINDOWS, WindowReader, stored_bytes
@@ -24,6 +25,12 @@ _POSITIONS_AT_ONCE = 2048
 class ShardBatches(ResizableBatches):
     """Batches of a packed split, shuffled with `seed`; every epoch contains every image once.
 
+    Args:
+        split: the split.
+        batch: images per batch.
+        seed: seed of the order.
+        order: another order of the images, which has a seed of its own; None for that of the seed.
+
     Attributes:
         split: the split.
         label_form: the form of the labels, float32 [K] targets; None for class numbers.
@@ -31,9 +38,9 @@ class ShardBatches(ResizableBatches):
 
     thread_safe = True
 
-    def __init__(self, split: ShardSplit, *, batch: int, seed: int) -> None:
+    def __init__(self, split: ShardSplit, *, batch: int, seed: int, order: ImageOrder | None = None) -> None:
         self.split, self._ranges = split, StageRanges.of([0], [batch])
-        self._order = EpochOrder(split.num_images, seed)
+        self._order: ImageOrder = EpochOrder(split.num_images, seed) if order is None else order
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
         self.whole, self.read_meter = split.manifest.whole, split.meter

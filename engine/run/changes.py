@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from loopfeed.engine.config import SETTINGS, TrainConfig, describe_value
+from loopfeed.engine.data.drawn_images import DRAWN_BY
 from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
 from loopfeed.engine.owners import with_absolute_paths
@@ -77,14 +78,17 @@ def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
     return rule not in (OnResume.KEPT, OnResume.COMPUTED)
 
 
-def check_same_everywhere(config: TrainConfig, manifest_digest: str | None) -> None:
+def check_same_everywhere(
+    config: TrainConfig, manifest_digest: str | None, digests: Mapping[str, str] | None = None
+) -> None:
     """Raise SettingError if this process has other settings, data or versions than the first one.
 
-    Settings of the host alone may differ, such as where its data are.
+    Settings of the host alone may differ, such as where its data are. The `digests` are those of `RunData`.
     """
     names = [name for name in SETTINGS if name not in HOST_SETTINGS and name != "init_from"]
     values = config.to_json()
-    others = {"data (the digest of the manifest)": manifest_digest, **recorded_versions()}
+    drawn = {f"{what} (their digest)": (digests or {}).get(name) for name, what in DRAWN_BY.items()}
+    others = {"data (the digest of the manifest)": manifest_digest, **drawn, **recorded_versions()}
     text = json.dumps({"settings": {name: values[name] for name in names}, "others": others})
     first, own = json.loads(exchange("settings", text)[0]), json.loads(text)
     if first == own:
@@ -204,10 +208,25 @@ def check_user(recorded: RecordedRun, run: Path, parts: UserParts) -> None:
         )
 
 
+def check_digests(now: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
+    """Raise ValueError if a file that says how images are drawn has changed since a run recorded it.
+
+    Args:
+        now, recorded: the resolved values of the launch and of the run.
+    """
+    for name, what in DRAWN_BY.items():
+        if (before := recorded.get(name)) != (found := now.get(name)):
+            raise ValueError(
+                f"a resumed or replayed run must keep {what}, which have changed since (their digest was "
+                f"{_short(before)}, is now {_short(found)}): restore them, or start another run"
+            )
+
+
 def check_data(resolved: Mapping[str, Any], data: RunData, recorded: RecordedRun) -> None:
     """Raise ValueError if the data or the model, which `resolved` describes, are not those of the recorded run."""
     check_manifest(data, recorded)
     now = json.loads(json.dumps(resolved))
+    check_digests(now, recorded.resolved)
     for name in _KEPT_PROPERTIES:
         if now.get(name) != recorded.resolved.get(name) and not (
             name == _USER_PARTS and _have_same_parts(recorded.resolved, now)

@@ -172,6 +172,7 @@ def resolved_of(run: Run) -> dict[str, Any]:
         "std": data.std,
         "eval_manifest_sha256": data.eval_manifest_digest,
         "num_eval_batches": data.evaluation.num_batches if data.evaluation else 0,
+        **data.digests,
         **({} if (form := label_form_of(data.source)) is None else {"labels": form.describe()}),
         **({"own_parts": own} if own else {}),
         **({USER_SOURCES: sources} if (sources := parts.sources()) else {}),

@@ -223,7 +223,7 @@ def _settle_steps(run: Run, *, is_dry: bool) -> tuple[TrainConfig, str | None]:
     is_kept = exchange("run folder", str(config.run_dir is not None or is_dry))[0] == str(True)
     is_compared = config.stop_patience is not None
     config = settle_evaluations(config, num_images, is_evaluated=is_evaluated and (is_kept or is_compared))
-    check_same_everywhere(config, data.manifest_digest)
+    check_same_everywhere(config, data.manifest_digest, data.digests)
     if recorded is None:
         warn_of_settings(config, data, notify, has_user_loss=run.parts.loss is not None)
     else:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.read_meter import CHECK, READ, ReadMeter
-from loopfeed.preprocess.shards.arrays import PIXELS, damage, image_key, shard_key
+from loopfeed.preprocess.shards.arrays import NUMBERS_PER_SHARD, PIXELS, damage, image_key, shard_key
 from loopfeed.preprocess.shards.cached_images import CachedImages
 from loopfeed.preprocess.shards.decoded_checks import DecodedChecks
 from loopfeed.preprocess.shards.file_maps import WatchedFolder
@@ -251,6 +251,24 @@ class ShardSplit:
             raise ShardError(self._closed_message())
         with self._naming_changed_files():
             return self._labels.read_targets(self._checked_indices(indices), time.monotonic() + timeout_s)
+
+    def read_classes(self, *, timeout_s: float = STORE_TIMEOUT_S) -> NDArray[np.int32]:
+        """Return the class of every image, int32 ``[N]``, of a split without targets.
+
+        Args:
+            timeout_s: how long to wait for the store, in seconds.
+
+        Raises:
+            ShardError: as `read_into`, or the split is closed.
+        """
+        if self._labels is None:
+            raise ShardError(self._closed_message())
+        classes, deadline = np.empty(self.num_images, np.int32), time.monotonic() + timeout_s
+        with self._naming_changed_files():
+            for start in range(0, self.num_images, NUMBERS_PER_SHARD):
+                indices = np.arange(start, min(start + NUMBERS_PER_SHARD, self.num_images), dtype=np.int64)
+                self._labels.read_into(indices, classes[indices[0] : indices[-1] + 1], deadline)
+        return classes
 
     def load_numbers(self, *, timeout_s: float) -> None:
         """Read the first shard file of the labels and of the checksums to report any damage before other work begins.

@@ -1,0 +1,200 @@
+"""Reads a table of weights, CSV: of classes, or of images by name. Owns its form, and weights as whole numbers.
+
+The header decides: `class,weight` or `name,weight`, separated by commas, semicolons or tabs. A weight is a decimal
+number of at least 0. What is not listed has the weight 1.
+"""
+
+import csv
+import hashlib
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.storage_options import expand_home
+from loopfeed.preprocess.suggestions import did_you_mean
+from loopfeed.preprocess.system_errors import error_text, reading_remedy
+
+_MOST_BYTES = 2**30
+_KEYS: dict[str, Literal["class", "name"]] = {
+    "class": "class",
+    "label": "class",
+    **dict.fromkeys(("name", "path", "file", "filename", "image"), "name"),
+}
+_WEIGHT = "weight"
+_NUMBER = re.compile(r"[0-9]{1,30}([.,][0-9]{1,30})?([eE][+-]?[0-9]{1,2})?")
+# More different weights than this are rounded to 52 bits.
+_MOST_EXACT = 1 << 16
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A table of weights.
+
+    Attributes:
+        path: the file.
+        digest: SHA-256 of its bytes, hexadecimal.
+        kind: whether the weights are those of classes, or of images by name.
+        weights: the weights by class or name, ≥ 0.
+    """
+
+    path: str
+    digest: str
+    kind: Literal["class", "name"]
+    weights: Mapping[str, Fraction]
+
+    def of_classes(self, classes: Sequence[ImageClass], setting: str, where: str) -> list[Fraction]:
+        """Return the weight of each class by identifier or else readable name; raise SettingError for an unknown one.
+
+        Args:
+            classes: the classes of a split.
+            setting: the setting that gives the file.
+            where: the name of the split.
+        """
+        if self.kind != "class":
+            raise SettingError(
+                setting,
+                "{setting} must be a table class,weight, got {path}, which has names",
+                path=printable(self.path),
+            )
+        index_of = {each.name: index for index, each in enumerate(classes)}
+        index_of |= {each.id: index for index, each in enumerate(classes)}
+        found = [Fraction(1)] * len(classes)
+        for name, weight in self.weights.items():
+            if name not in index_of:
+                raise self.unknown(setting, name, f"a class of {where}", index_of)
+            found[index_of[name]] = weight
+        return found
+
+    def unknown(self, setting: str, name: str, what: str, known: Sequence[str] | Mapping[str, int]) -> SettingError:
+        """Return the error that a line of the file names what there is not."""
+        return SettingError(
+            setting,
+            "{setting}: {path} has a weight of {name!r}, which is not {what}{near}: correct or remove that line",
+            path=printable(self.path),
+            name=name,
+            what=what,
+            near=did_you_mean(name, known) if len(known) <= _MOST_EXACT else "",
+        )
+
+
+def read_weight_file(path: str, setting: str, words: Sequence[str]) -> WeightFile:
+    """Read a table of weights.
+
+    Args:
+        path: the file.
+        setting: the setting that gives it.
+        words: what the setting may be instead.
+
+    Raises:
+        SettingError: it cannot be read, or has another form; the message names the line.
+    """
+    content = _read(path, setting, words)
+    fault = partial(_fault, setting, path)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise fault(content[: error.start].count(b"\n") + 1, "it is not UTF-8", "save the file as UTF-8") from error
+    delimiter = max(",;\t", key=text.partition("\n")[0].count)
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        header = [each.strip().lower() for each in next(rows, [])]
+        keys = [column for column, name in enumerate(header) if name in _KEYS]
+        if len(keys) != 1 or header.count(_WEIGHT) != 1:
+            found = printable(",".join(header)[:80])
+            raise fault(1, f"the header is {found!r}", "begin with class,weight or name,weight")
+        weights = _weights_in(rows, len(header), keys[0], header.index(_WEIGHT), fault, has_commas=delimiter != ",")
+    except csv.Error as error:
+        raise fault(rows.line_num, f"it is not CSV ({error})", "correct it") from error
+    return WeightFile(path, hashlib.sha256(content).hexdigest(), _KEYS[header[keys[0]]], weights)
+
+
+def _read(path: str, setting: str, words: Sequence[str]) -> bytes:
+    try:
+        return read_regular(expand_home(path), max_bytes=_MOST_BYTES)
+    except OSError as error:
+        otherwise = f"give a table class,weight or name,weight, or one of {', '.join(words)}{did_you_mean(path, words)}"
+        raise SettingError(
+            setting,
+            "{setting}: {path} cannot be read ({fault}): {remedy}",
+            path=printable(path),
+            fault=error_text(error),
+            remedy=reading_remedy(error, otherwise),
+        ) from error
+
+
+def _fault(setting: str, path: str, line: int, found: str, remedy: str) -> SettingError:
+    """Return the error that a line of a file is at fault."""
+    message = "{setting}: {path}, line {line}: {found}: {remedy}"
+    return SettingError(setting, message, path=printable(path), line=line, found=found, remedy=remedy)
+
+
+def _weights_in(
+    rows: Any,
+    num_columns: int,
+    key: int,
+    weight: int,
+    fault: Callable[[int, str, str], SettingError],
+    *,
+    has_commas: bool,
+) -> dict[str, Fraction]:
+    """Return the weights of the rows behind the header by class or name; `has_commas`: a comma may be decimal."""
+    weights: dict[str, Fraction] = {}
+    for row in filter(None, rows):
+        if len(row) != num_columns:
+            raise fault(rows.line_num, f"it has {len(row)} of {quantity(num_columns, 'column')}", "complete it")
+        number = row[weight].strip()
+        if not _NUMBER.fullmatch(number) or ("," in number and not has_commas):
+            raise fault(rows.line_num, f"the weight is {number[:40]!r}", "give a number of at least 0")
+        if row[key] in weights:
+            raise fault(rows.line_num, f"{row[key]!r} has a weight already", "remove one of the two lines")
+        weights[row[key]] = Fraction(number.replace(",", "."))
+    return weights
+
+
+def whole_weights(weights: Sequence[Fraction], counts: Sequence[int], most: int) -> list[int]:
+    """Return whole numbers in the proportions of weights; rounded only if they would be larger than `most` together.
+
+    Args:
+        weights: each ≥ 0, not all 0.
+        counts: how often each occurs.
+        most: the largest sum, each number as often as it occurs.
+    """
+    least = math.lcm(*(each.denominator for each in weights))
+    numbers = [each.numerator * (least // each.denominator) for each in weights]
+    common = math.gcd(*numbers)
+    numbers = [each // common for each in numbers]
+    total = sum(number * count for number, count in zip(numbers, counts, strict=True))
+    if total <= most:
+        return numbers
+    # A weight above 0 stays above 0, for which a quarter of the sum is left.
+    scaled = [number * (3 * most // 4) // total for number in numbers]
+    return [max(part, 1) if number else 0 for part, number in zip(scaled, numbers, strict=True)]
+
+
+def whole_weights_of(weights: NDArray[np.float32], most: int) -> NDArray[np.int64]:
+    """Return whole numbers, int64 [n], in the proportions of weights, of which each counts as its shortest decimal.
+
+    Args:
+        weights: float32 [n], each ≥ 0 and finite, not all 0.
+        most: the largest sum, at least 4 · n.
+    """
+    values, inverse, counts = np.unique(weights, return_inverse=True, return_counts=True)
+    if len(values) <= _MOST_EXACT:
+        exact = [Fraction(str(each)) for each in values]
+        return np.array(whole_weights(exact, counts.tolist(), most), np.int64)[inverse]
+    scale = (3 * most // 4) / float(np.sum(values.astype(np.float64) * counts))
+    scaled = np.maximum(np.floor(values.astype(np.float64) * scale), values > 0)
+    return scaled.astype(np.int64)[inverse]

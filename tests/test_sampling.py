@@ -1,0 +1,218 @@
+"""`--sampling`: what runs see, on any devices and after resumes; tables of weights; what is refused."""
+
+import itertools
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loopfeed import replay_run, train
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.data.weight_file import whole_weights_of
+from loopfeed.engine.feed.draws import Arcs, DrawnOrder, EpochImages
+from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.preprocess.shards.reader import open_split
+from tests.fake_source import fake_source, pack
+from tests.process_runs import records, run
+from tests.toy import SIZE, Linear, toy_batch, toy_config
+
+NUM_IMAGES, BATCH = 24, 6
+# A long tail: 16, 6 and 2 images; every image has a colour of its own.
+LABELS = [0] * 16 + [1] * 6 + [2] * 2
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("balance")
+    pack(long_tail(), folder)
+    return folder
+
+
+def long_tail(name="train"):
+    source = fake_source(NUM_IMAGES, size=SIZE, name=name)
+    source.images[:] = (10 * np.arange(NUM_IMAGES, dtype=np.uint8))[:, None, None, None]
+    source.labels[:] = LABELS
+    return source
+
+
+def shows(index):
+    """Return a metric: the share of a batch that is the image `index`, by its colour."""
+    return lambda outputs, _: (jnp.abs(outputs["colour"] - 10 * index) < 1).astype(jnp.float32)
+
+
+METRICS = {f"image{index}": shows(index) for index in range(NUM_IMAGES)}
+
+
+class Colours(Linear):
+    """The linear model, which also returns the colour of each image on the scale 0 … 255."""
+
+    def apply(self, params, batch_stats, images, train):
+        logits, batch_stats = super().apply(params, batch_stats, images, train)
+        return {"logits": logits, "colour": 255 * images.mean((1, 2, 3))}, batch_stats
+
+
+def config(data, **values) -> TrainConfig:
+    how = {"data": str(data), "eval_split": "off", "batch": BATCH, "num_classes": None, "mean": (0, 0, 0)}
+    return toy_config(**({"steps": 8, "seed": 4, "std": (1, 1, 1)} | how | values))
+
+
+def seen(config, **parts: Any) -> tuple[list[Counter[int]], Any]:
+    """Return how often each image was seen in each epoch of a run, and its losses."""
+    records: list[Any] = []
+    result = train(config, model=Colours(), metrics=METRICS, sinks=[records.append], **parts)
+    counts: list[Counter[int]] = []
+    for record in records:
+        shares = [record.metrics[f"image{index}"] for index in range(NUM_IMAGES)]
+        counts.append(Counter({index: round(share * BATCH) for index, share in enumerate(shares) if share}))
+    steps = NUM_IMAGES // BATCH
+    return [sum(counts[at : at + steps], Counter()) for at in range(0, len(counts), steps)], result.losses
+
+
+def by_class(epoch):
+    found = [0, 0, 0]
+    for index, count in epoch.items():
+        found[LABELS[index]] += count
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ("natural", {0: 16, 1: 6, 2: 2}),
+        ("balanced", {0: 8, 1: 8, 2: 8}),
+        # 24 · √n / (√16 + √6 + √2) is 12.21, 7.48 and 4.32.
+        ("sqrt", {0: 12.21, 1: 7.48, 2: 4.32}),
+        ("a table", None),
+    ],
+)
+def test_each_class_and_image_is_seen_its_share_of_every_epoch(data, tmp_path, sampling, expected):
+    if expected is None:
+        path = tmp_path / "weights.csv"
+        # As a spreadsheet writes it: 6 images of weight 1 and 2 of weight 2.5, of 11 together.
+        path.write_bytes('\ufeffclass;weight\r\nn1;0\r\n"great white shark";2,5\r\n'.encode())
+        sampling, expected = str(path), {0: 0, 1: 24 * 6 / 11, 2: 24 * 5 / 11}
+    epochs, _ = seen(config(data, sampling=sampling))
+    assert len(epochs) == 2
+    for epoch in epochs:
+        for label, mean in expected.items():
+            assert abs(by_class(epoch)[label] - mean) < 1
+            own = [epoch[index] for index in range(NUM_IMAGES) if LABELS[index] == label]
+            assert max(own) - min(own) <= 1
+
+
+def test_a_run_that_is_resumed_sees_the_same_images_and_is_replayed(data, tmp_path):
+    given = config(data, sampling="balanced", run_dir=tmp_path / "whole")
+    _, losses = seen(given)
+    # In the first epoch, at its end, and in the second.
+    for step in (2, 4, 5, 8):
+        resumed = seen(replace(given, steps=step, run_dir=tmp_path / "parts", resume=step > 2))[1]
+        np.testing.assert_array_equal(resumed[-1], losses[step - 1])
+    assert replay_run(tmp_path / "parts", from_step=5, model=Colours(), metrics=METRICS).is_same
+    with pytest.raises(ValueError, match="sampling was 'balanced', got 'sqrt'"):
+        seen(replace(given, steps=9, run_dir=tmp_path / "parts", resume=True, sampling="sqrt"))
+
+
+def test_processes_that_take_rows_of_a_batch_take_what_one_takes(data):
+    """A stage may have another batch; each process asks for its own rows, in any order."""
+    classes = np.array(LABELS, np.int32)
+    images = EpochImages(arcs=Arcs.of_classes(classes, np.ones(3, np.int64)))
+    order = DrawnOrder(NUM_IMAGES, 4, lambda _: images)
+    with open_split(str(data), "train") as split:
+        found = []
+        for num_processes in (1, 2, 3):
+            sources = [ShardBatches(split, batch=BATCH, seed=0, order=order) for _ in range(num_processes)]
+            pixels, labels = np.zeros((20, BATCH, SIZE, SIZE), np.uint32), np.zeros((20, BATCH), np.int32)
+            for number, step in itertools.product(range(num_processes), reversed(range(20))):
+                rows = range(BATCH * number // num_processes, BATCH * (number + 1) // num_processes)
+                part = slice(rows.start, rows.stop)
+                sources[number].fill(step, rows, pixels[step, part], labels[step, part], timeout_s=60)
+            found.append((pixels, labels))
+    for pixels, labels in found[1:]:
+        np.testing.assert_array_equal(pixels, found[0][0])
+        np.testing.assert_array_equal(labels, found[0][1])
+    assert np.bincount(found[0][1].reshape(-1)).tolist() == [40, 40, 40]
+
+
+@pytest.mark.integration
+def test_devices_and_processes_see_the_images_of_one(data, tmp_path):
+    parts = ["--model", "tests.device_runs:Showing", "--metrics", "tests.device_runs:METRICS"]
+    options = [*parts, "--data", str(data), "--batch", "6", "--steps", "9", "--sampling", "balanced"]
+    found = []
+    for name, more in {"one": [], "devices": ["--devices", "cpu:3"], "two": ["--spawn", "2"]}.items():
+        run(*options, *more, "--run-dir", str(tmp_path / name), "--learning-rate", "0.05")
+        found.append([each["metrics"] for each in records(tmp_path / name)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_table_that_changed_is_refused_by_a_resume(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.csv").write_text("label\tweight\nn3\t4\n")
+    said: list[str] = []
+    given = config(data, sampling="own.csv", steps=3, run_dir=tmp_path / "run")
+    train(given, model=Linear(), notify=said.append)
+    # 22 images of weight 1 and 2 of weight 4: 24 · 8 / 30 draws of the class.
+    line = "sampling: own.csv: 24 draws an epoch, an image 0.8 to 3.2 times, a class 5 to 13 times"
+    assert line in said
+    again = replace(given, steps=5, resume=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    train(replace(again, sampling=str(tmp_path / "own.csv")), model=Linear())
+    (tmp_path / "own.csv").write_text("label\tweight\nn3\t5\n")
+    with pytest.raises(ValueError, match=r"must keep the weights in the file of --sampling, which have changed since"):
+        train(replace(again, steps=6, sampling=str(tmp_path / "own.csv")), model=Linear())
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (
+            None,
+            "cannot be read (No such file or directory): give a table class,weight or name,weight, or one of natural,",
+        ),
+        ("class,count\nn1,2\n", "line 1: the header is 'class,count': begin with class,weight or name,weight"),
+        ("class,weight\nn1,-2\n", "line 2: the weight is '-2': give a number of at least 0"),
+        ("class,weight\nn1,nan\n", "line 2: the weight is 'nan': give a number of at least 0"),
+        ("class,weight\nn1,2\nn1,2\n", "line 3: 'n1' has a weight already: remove one of the two lines"),
+        ("class,weight\nn1,2\nn2\n", "line 3: it has 1 of 2 columns: complete it"),
+        (
+            "class,weight\ngoldfisch,2\n",
+            "has a weight of 'goldfisch', which is not a class of DATA/train: did you mean",
+        ),
+        ("class,weight\nn1,0\nn2,0\nn3,0\n", "must leave images to draw, but all of"),
+        (b"class,weight\nn\xff,0\n", "line 2: it is not UTF-8: save the file as UTF-8"),
+    ],
+)
+def test_a_faulty_table_is_refused_by_its_line(data, tmp_path, content, fault):
+    path = tmp_path / "weights.csv"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=re.escape(fault.replace("DATA", str(data)))) as caught:
+        train(config(data, sampling=str(path)), model=Linear())
+    assert str(caught.value).startswith("sampling")
+
+
+def test_what_has_no_classes_or_no_windows_is_refused(data):
+    with pytest.raises(ValueError, match="order windowed reads each image once an epoch, so it needs sampling natural"):
+        train(config(data, sampling="balanced", order="windowed"), model=Linear())
+    with pytest.raises(ValueError, match="sampling chooses among the images of a packed data set, got 'sqrt'"):
+        train(toy_config(sampling="sqrt"), model=Linear(), batches=toy_batch)
+
+
+def test_a_misspelt_word_is_taken_for_a_file_and_answered_with_the_word(data):
+    with pytest.raises(ValueError, match=r"balnced cannot be read .* natural, balanced, sqrt: did you mean balanced\?"):
+        train(config(data, sampling="balnced"), model=Linear())
+
+
+def test_weights_count_as_their_decimals():
+    weights = np.array([0.1, 0.3, 0, 0.2], np.float32)
+    assert whole_weights_of(weights, 1 << 40).tolist() == [1, 3, 0, 2]
+    tiny = np.array([1e-30, 1, 0], np.float32)
+    assert whole_weights_of(tiny, 1 << 20).tolist() == [1, (3 << 18) - 1, 0]
+    many = np.random.default_rng(0).uniform(size=70_000).astype(np.float32)
+    whole = whole_weights_of(many, 1 << 45)
+    assert whole.sum() <= 1 << 45
+    assert np.abs(whole - many * (3 * 2**43 / many.astype(float).sum())).max() <= 1
