@@ -24,6 +24,9 @@ class UserPart(NamedTuple):
 OWN_PARTS = {
     "model": UserPart("a model", "Your own model, with init and apply."),
     "batches": UserPart("batches", "Your own batches: a function from the step to (pixels, labels), or a BatchSource."),
+    "indices": UserPart(
+        "indices", "Your own part of the data: indices of training images, or a function from the epoch to them."
+    ),
     "loss": UserPart("a loss", "Your own loss: a function of (outputs, labels, weights)."),
     "optimizer": UserPart(
         "an optimizer", "Your own optimizer: an optax transformation, or a function from a learning rate to one."

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from loopfeed.engine.feed.subsets import Indices
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.images.augment import UserAugmentation
 from loopfeed.engine.named_parts import NamedPart, recorded_named_parts
@@ -42,6 +43,7 @@ class PartArguments(TypedDict, total=False):
     optimizer: UserOptimizer | None
     schedule: Schedule | None
     augment: UserAugmentation | None
+    indices: Indices | None
 
 
 def take_parts(arguments: PartArguments) -> "UserParts":
@@ -58,8 +60,8 @@ class UserParts:
     """The user-defined parts of a run; None stands for the part selected by the settings.
 
     Attributes:
-        model, batches, evaluation, loss, metrics, optimizer, schedule, augment: as `loopfeed.engine.run.train.train`
-            takes them.
+        model, batches, evaluation, loss, metrics, optimizer, schedule, augment, indices: as
+            `loopfeed.engine.run.train.train` takes them.
         named: the names and sources of the parts that were named on a command line.
     """
 
@@ -71,13 +73,14 @@ class UserParts:
     optimizer: UserOptimizer | None = None
     schedule: Schedule | None = None
     augment: UserAugmentation | None = None
+    indices: Indices | None = None
     named: Mapping[str, NamedPart] = field(default_factory=dict)
 
     @property
     def determine_nothing(self) -> bool:
         """Whether the trained weights and their evaluation are those without user-defined parts."""
         own = (self.model, self.batches, self.evaluation, self.loss, self.optimizer, self.schedule, self.augment)
-        return all(each is None for each in own)
+        return all(each is None for each in (*own, self.indices))
 
     @property
     def has_user_source(self) -> bool:
@@ -87,9 +90,12 @@ class UserParts:
     def names(self) -> dict[str, Any]:
         """Return what identifies the user-defined functions in the record of a run: their names, by part."""
         loss = {} if self.loss is None else {"loss": name_of(self.loss)}
-        functions = {"optimizer": self.optimizer, "schedule": self.schedule, "augment": self.augment}
+        functions: dict[str, Any] = {"optimizer": self.optimizer, "schedule": self.schedule, "augment": self.augment}
+        if callable(self.indices):
+            functions["indices"] = self.indices
         return (
-            loss
+            ({} if self.indices is None else {"indices": "indices"})
+            | loss
             | ({"metrics": sorted(self.metrics)} if self.metrics else {})
             | {part: name_of(own) for part, own in functions.items() if own is not None}
         )
@@ -103,6 +109,7 @@ class UserParts:
             "optimizer": self.optimizer,
             "schedule": self.schedule,
             "augment": self.augment,
+            "indices": self.indices,
         }
         found = {part: _source_digest(_named(own)) for part, own in parts.items() if own is not None}
         return {part: digest for part, digest in found.items() if digest is not None}
@@ -187,6 +194,7 @@ def check_parts(config: TrainConfig, parts: UserParts) -> None:
     """
     _check_user_model(config, parts.model)
     _check_user_batches(config, parts.batches)
+    _check_user_indices(config, parts)
     _check_user_evaluation(parts.evaluation)
     _check_user_loss(config, parts.loss)
     _check_user_metrics(parts.metrics)
@@ -246,6 +254,14 @@ def _check_user_batches(config: TrainConfig, batches: Any) -> None:
         _check_fills("batches", batches)
         _refuse_setting(config, "data", None, "batches")
         _refuse_setting(config, "synthetic", False, "batches")
+
+
+def _check_user_indices(config: TrainConfig, parts: "UserParts") -> None:
+    if parts.indices is not None and (parts.batches is not None or config.synthetic):
+        raise ValueError(
+            "indices choose among the images of a packed data set, and must not be given with other batches: leave "
+            "them out, or give a data set (TrainConfig(data=…))"
+        )
 
 
 def _refuse_setting(config: TrainConfig, name: str, default: Any, part: str) -> None:

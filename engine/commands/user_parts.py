@@ -25,7 +25,7 @@ OWN_GROUP = "Your own parts"
 """The heading of these options in the help."""
 
 # The parts that may be functions, and those that are never classes.
-_FUNCTIONS = ("optimizer", "schedule", "loss", "augment", "batches")
+_FUNCTIONS = ("optimizer", "schedule", "loss", "augment", "batches", "indices")
 _NEVER_CLASSES = ("model", "batches", "metrics", "evaluation")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

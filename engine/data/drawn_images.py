@@ -6,23 +6,29 @@ Owns what the settings mean for the labels of a split. `loopfeed.engine.feed.dra
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.engine.config import BALANCED, NATURAL, SAMPLINGS, SQRT, TrainConfig
-from loopfeed.engine.data.weight_file import WeightFile, read_weight_file, whole_weights
+from loopfeed.engine.config import BALANCED, NATURAL, SAMPLINGS, TrainConfig
+from loopfeed.engine.data.weight_file import read_weight_file, whole_weights
 from loopfeed.engine.feed.draws import Arcs, DrawnOrder, EpochImages, ImageOrder, most_weight
+from loopfeed.engine.feed.subsets import Indices, Subsets
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.reader import ShardSplit
 
 SAMPLING_DIGEST = "sampling_sha256"
-DRAWN_BY = {SAMPLING_DIGEST: "the weights in the file of --sampling"}
+INDICES_DIGEST = "indices_sha256"
+DRAWN_BY = {
+    SAMPLING_DIGEST: "the weights in the file of --sampling",
+    INDICES_DIGEST: "the indices of the images that it draws (indices=…)",
+}
 """What the digests in the record of a run identify, by their keys."""
 # Of sqrt, a class has this many bits behind the point, unless all roots are whole numbers.
 _ROOT_BITS = 16
+_KEPT_EPOCHS = 4
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,11 @@ class DrawnImages:
 
 
 class SplitLabels:
-    """The classes of a split's images, read once when they are first needed."""
+    """The classes of a split's images, read once when they are first needed.
+
+    Attributes:
+        has_classes: whether each image has one class.
+    """
 
     def __init__(self, split: ShardSplit, where: str, timeout_s: float) -> None:
         self.split, self.where, self._timeout_s = split, where, timeout_s
@@ -54,62 +64,127 @@ class SplitLabels:
         """The class of each image, int32 [N]."""
         return self.split.read_classes(timeout_s=self._timeout_s)
 
+    def classes_of(self, subset: NDArray[np.int32] | None) -> NDArray[np.int32]:
+        """Return the class of each entry of a subset, int32 [n]; None stands for all images."""
+        return self.classes if subset is None else self.classes[subset]
 
-def choose_drawn(config: TrainConfig, labels: SplitLabels) -> DrawnImages:
+
+def choose_drawn(config: TrainConfig, indices: Indices | None, labels: SplitLabels) -> DrawnImages:
     """Return what an epoch of a run draws from a split.
 
+    Args:
+        config: the settings.
+        indices: the part of the split that the user chose; None for all of it.
+        labels: the labels of the split.
+
     Raises:
-        SettingError: a setting does not fit the labels, or the order.
+        ValueError: the indices are not of the split, or a setting does not fit the labels or the order.
     """
-    num_images = labels.split.num_images
-    _check_order(config)
-    if config.sampling == NATURAL:
+    num_images, where = labels.split.num_images, labels.where
+    _check_order(config, indices)
+    subsets = None if indices is None else Subsets(indices, num_images, where)
+    sampler = None if config.sampling == NATURAL else Sampler(config.sampling, labels)
+    if subsets is None and sampler is None:
         return DrawnImages(None, num_images)
-    arcs, digests, described = _arcs(config, labels)
-    every = EpochImages(arcs=arcs)
-    order = DrawnOrder(num_images, config.seed, lambda _: every)
-    return DrawnImages(order, num_images, digests, _messages(arcs, labels, described))
+
+    @lru_cache(maxsize=_KEPT_EPOCHS)
+    def images_of(epoch: int) -> EpochImages:
+        subset = None if subsets is None else subsets.of_epoch(epoch)
+        return EpochImages(subset, None if sampler is None else sampler.arcs(subset))
+
+    changes = subsets is not None and subsets.changes
+    first = images_of(0)
+    num_drawn = num_images if subsets is None else subsets.num_drawn
+    messages: tuple[str, ...] = ()
+    if sampler is not None and first.arcs is not None:
+        messages = sampler.describe(first.arcs, labels.classes_of(first.subset) if labels.has_classes else None)
+    digests = {} if subsets is None else {INDICES_DIGEST: subsets.digest}
+    order = DrawnOrder(num_drawn, config.seed, images_of if changes else lambda _: first, is_by_epoch=changes)
+    return DrawnImages(order, num_drawn, digests | ({} if sampler is None else sampler.digests), messages)
 
 
-def _check_order(config: TrainConfig) -> None:
-    if config.order == "windowed" and config.sampling != NATURAL:
+def _check_order(config: TrainConfig, indices: Indices | None) -> None:
+    """Raise SettingError if the windowed order, which has every image in some window, is given with another choice."""
+    if config.order != "windowed":
+        return
+    sampling = "" if config.sampling == NATURAL else f"{{sampling}} {config.sampling}"
+    if other := sampling or ("" if indices is None else "indices of your own"):
         raise SettingError(
             "order",
-            "{setting} windowed reads each image once an epoch, so it needs {sampling} natural, got {found}: leave out "
-            "{setting} or {sampling}",
-            found=config.sampling,
+            "{setting} windowed reads each image of the split once an epoch, so it must not be given with "
+            f"{other}: leave out one of the two",
         )
 
 
-def _arcs(config: TrainConfig, labels: SplitLabels) -> tuple[Arcs, dict[str, str], str]:
-    """Return how often each image is drawn, what identifies that beside the settings, and a word for messages."""
-    split, sampling = labels.split, config.sampling
-    if sampling in (BALANCED, SQRT):
-        _check_has_classes(labels, sampling)
-        counts = np.bincount(labels.classes, minlength=split.num_classes)
-        weights = (counts > 0).astype(np.int64) if sampling == BALANCED else _roots(counts)
-        return Arcs.of_classes(labels.classes, weights), {}, sampling
-    file = read_weight_file(sampling, "sampling", SAMPLINGS)
-    if file.kind == "class":
-        _check_has_classes(labels, f"a table of classes, {file.path}")
-    return _arcs_of_file(file, labels), {SAMPLING_DIGEST: file.digest}, file.path
+class Sampler:
+    """How often images are drawn, by the setting `sampling`.
 
+    Args:
+        sampling: any value of the setting but natural.
+        labels: the labels of the split.
 
-def _check_has_classes(labels: SplitLabels, found: str) -> None:
-    if labels.has_classes:
-        return
-    targets = labels.split.manifest.targets
-    assert targets is not None
-    has = "have any number of classes each" if targets.kind == "classes" else "have numbers, not classes"
-    other = ", or weigh the loss with {class_weights} balanced" if targets.kind == "classes" else ""
-    raise SettingError(
-        "sampling",
-        "{setting} must fit the labels, but the images of {where} {has}, which {found} does not fit: give weights of "
-        "images (name,weight)" + other,
-        where=labels.where,
-        has=has,
-        found=found,
-    )
+    Attributes:
+        digests: what identifies the weights, beside settings and data.
+
+    Raises:
+        SettingError: the setting does not fit the labels, or its file cannot be used.
+    """
+
+    def __init__(self, sampling: str, labels: SplitLabels) -> None:
+        self._sampling, self._labels = sampling, labels
+        self._file = None if sampling in SAMPLINGS else read_weight_file(sampling, "sampling", SAMPLINGS)
+        self.digests = {} if self._file is None else {SAMPLING_DIGEST: self._file.digest}
+        if self._file is None or self._file.kind == "class":
+            self._check_has_classes()
+
+    def arcs(self, subset: NDArray[np.int32] | None) -> Arcs:
+        """Return how often each entry of a subset, int32 [n], is drawn; None stands for all images."""
+        split, file = self._labels.split, self._file
+        if file is not None and file.kind == "name":
+            raise SettingError("sampling", "{setting}: the images of {where} have no names", where=self._labels.where)
+        classes = self._labels.classes_of(subset)
+        counts = np.bincount(classes, minlength=split.num_classes)
+        if file is None:
+            weights = (counts > 0).astype(np.int64) if self._sampling == BALANCED else _roots(counts)
+            return Arcs.of_classes(classes, weights)
+        own = file.of_classes(split.manifest.classes, "sampling", self._labels.where)
+        _check_any(any(weight and count for weight, count in zip(own, counts.tolist(), strict=True)), file.path)
+        whole = np.array(whole_weights(own, counts.tolist(), most_weight(len(classes))), np.int64)
+        return Arcs.of_classes(classes, whole * counts)
+
+    def _check_has_classes(self) -> None:
+        targets = self._labels.split.manifest.targets
+        if targets is None:
+            return
+        has, other = "have numbers, not classes", ""
+        if targets.kind == "classes":
+            has = "have any number of classes each"
+            other = ", or weigh the loss with {class_weights} balanced"
+        raise SettingError(
+            "sampling",
+            "{setting} must fit the labels, but the images of {where} {has}, which {found} does not fit: give weights "
+            "of images (name,weight)" + other,
+            where=self._labels.where,
+            has=has,
+            found=self._sampling,
+        )
+
+    def describe(self, arcs: Arcs, classes: NDArray[np.int32] | None) -> tuple[str, ...]:
+        """Return lines about how often images are drawn, and about those that never are."""
+        weights = np.diff(arcs.edges)
+        sizes = np.ones(len(weights), np.int64) if arcs.starts is None else np.diff(arcs.starts)
+        drawn, num_draws = weights > 0, len(arcs.entries)
+        often = num_draws * weights[drawn] / sizes[drawn] / arcs.total
+        times = f"an image {often.min():.3g} to {often.max():.3g} times"
+        found = [f"sampling: {self._sampling}: {quantity(num_draws, 'draw')} an epoch, {times}"]
+        if classes is not None:
+            shares = num_draws * arcs.shares(classes, self._labels.split.num_classes)
+            found[0] += f", a class {shares[shares > 0].min():,.0f} to {shares.max():,.0f} times"
+            if num_none := int((shares == 0).sum()):
+                found.append(f"sampling: {quantity(num_none, 'class')} without images or weight: never drawn")
+        if num_left := int(sizes[~drawn].sum()):
+            found.append(f"sampling: {quantity(num_left, 'image')} with the weight 0: never drawn")
+        return tuple(found)
 
 
 def _roots(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -122,44 +197,8 @@ def _roots(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.array([math.isqrt(each << shift) for each in squares], np.int64)
 
 
-def _arcs_of_file(file: WeightFile, labels: SplitLabels) -> Arcs:
-    split, where, most = labels.split, labels.where, most_weight(labels.split.num_images)
-    if file.kind == "class":
-        counts = np.bincount(labels.classes, minlength=split.num_classes)
-        weights = file.of_classes(split.manifest.classes, "sampling", where)
-        _check_any(
-            bool(sum(map(bool, weights)) and any(w and n for w, n in zip(weights, counts, strict=True))), file.path
-        )
-        own = np.array(whole_weights(weights, counts.tolist(), most), np.int64)
-        return Arcs.of_classes(labels.classes, own * counts)
-    raise SettingError("sampling", "{setting}: the images of {where} have no names", where=where)
-
-
 def _check_any(has_any: bool, found: str) -> None:
     if not has_any:
         raise SettingError(
             "sampling", "{setting} must leave images to draw, but all of {found} have the weight 0", found=found
         )
-
-
-def _messages(arcs: Arcs, labels: SplitLabels, described: str) -> tuple[str, ...]:
-    """Return lines about how often images are drawn, and about those that never are."""
-    split = labels.split
-    num_images = split.num_images
-    weights = np.diff(arcs.edges)
-    sizes = np.ones(len(weights), np.int64) if arcs.starts is None else np.diff(arcs.starts)
-    drawn = weights > 0
-    often = num_images * weights[drawn] / sizes[drawn] / arcs.total
-    num_left = int(sizes[~drawn].sum())
-    found = [
-        f"sampling: {described}: {quantity(num_images, 'draw')} an epoch, an image {often.min():.3g} to "
-        f"{often.max():.3g} times"
-    ]
-    if labels.has_classes:
-        shares = num_images * arcs.shares(labels.classes, split.num_classes)
-        found[0] += f", a class {shares[shares > 0].min():,.0f} to {shares.max():,.0f} times"
-        if num_none := int((shares == 0).sum()):
-            found.append(f"sampling: {quantity(num_none, 'class')} without images or weight: never drawn")
-    if num_left:
-        found.append(f"sampling: {quantity(num_left, 'image')} with the weight 0: never drawn")
-    return tuple(found)

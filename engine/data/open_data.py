@@ -116,9 +116,7 @@ def open_data(
     elif config.synthetic:
         data = _synthesise(config)
     else:
-        data = _open_packed(
-            config, stack, notify, first_batch=first_batch, is_new=is_new, has_user_loss=parts.loss is not None
-        )
+        data = _open_packed(config, parts, stack, notify, first_batch=first_batch, is_new=is_new)
     data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     evaluation = parts.evaluation
     if isinstance(evaluation, tuple):
@@ -204,12 +202,12 @@ def _synthesise(config: TrainConfig) -> RunData:
 
 def _open_packed(
     config: TrainConfig,
+    parts: UserParts,
     stack: ExitStack,
     notify: Callable[[str], None],
     *,
     first_batch: int,
     is_new: bool,
-    has_user_loss: bool,
 ) -> RunData:
     choice, notify = choose_data(config.data), _once(notify)
     # The data of a resumed run may be those of its record.
@@ -225,16 +223,16 @@ def _open_packed(
             f"{choice.data} has format version 1, so training cannot detect swapped shard files: "
             "check them with `inspect-shards --verify`"
         )
-    check_loss_fits(config, manifest, where, has_user_loss=has_user_loss)
+    check_loss_fits(config, manifest, where, has_user_loss=parts.loss is not None)
     check_num_targets(config.num_classes, manifest, where)
     num_classes = _num_classes(config, manifest, where)
-    drawn = choose_drawn(config, SplitLabels(split, where, config.infeed_timeout_s))
-    _warn_of_split(config, split, num_classes, where, notify)
+    drawn = choose_drawn(config, parts.indices, SplitLabels(split, where, config.infeed_timeout_s))
+    _warn_of_split(config, split, drawn.num_images, num_classes, where, notify)
     for message in drawn.messages:
         notify(message)
     data = RunData(
         _order_batches(config, split, drawn, first_batch, stack, notify),
-        f"{where}, {quantity(split.num_images, 'image')}",
+        f"{where}, {_describe_count(drawn.num_images, split.num_images)}",
         num_classes,
         drawn.num_images,
         mean=manifest.channel_mean,
@@ -345,17 +343,28 @@ def _num_classes(config: TrainConfig, manifest: Manifest, where: str) -> int:
     return num_classes
 
 
+def _describe_count(num_drawn: int, num_images: int) -> str:
+    images = quantity(num_images, "image")
+    return images if num_drawn == num_images else f"{num_drawn:,} of {images}"
+
+
 def _warn_of_split(
-    config: TrainConfig, split: ShardSplit, num_classes: int, where: str, notify: Callable[[str], None]
+    config: TrainConfig,
+    split: ShardSplit,
+    num_images: int,
+    num_classes: int,
+    where: str,
+    notify: Callable[[str], None],
 ) -> None:
     """Warn about a training split that is allowed but probably not intended."""
     if num_classes == 1 and split.manifest.targets is None:
         notify(f"warning: {where} has only one class, so there is nothing to learn")
     largest = max(stage.batch for stage in config.by_stage)
-    if largest > split.num_images:
+    if largest > num_images:
+        where = where if num_images == split.num_images else f"the part of {where} that is drawn"
         notify(
-            f"warning: a batch has {largest:,} images, but {where} has only {split.num_images:,}, so each batch "
-            f"repeats some of them: choose a batch of {split.num_images:,} or fewer"
+            f"warning: a batch has {largest:,} images, but {where} has only {num_images:,}, so each batch "
+            f"repeats some of them: choose a batch of {num_images:,} or fewer"
         )
     if any(stage.crop == "resized" for stage in config.by_stage) and (
         share := share_of_square(split.manifest.resize_rule)

@@ -34,6 +34,11 @@ class ImageOrder(Protocol):
         """The number of draws of an epoch."""
         ...
 
+    @property
+    def is_by_epoch(self) -> bool:
+        """Whether each epoch has images of its own, which must not be asked for before it comes."""
+        ...
+
     def images_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index of the image at each position, int64 of any shape; positions may span epochs."""
         ...
@@ -117,11 +122,11 @@ class EpochImages(NamedTuple):
     """What an epoch draws from.
 
     Attributes:
-        subset: the images, int [n]; None for all.
+        subset: the images, int32 [n]; None for all.
         arcs: how often each entry of the subset is drawn; None for each once.
     """
 
-    subset: NDArray[np.integer] | None = None
+    subset: NDArray[np.int32] | None = None
     arcs: Arcs | None = None
 
 
@@ -133,11 +138,13 @@ class DrawnOrder:
         num_images: n ≥ 1, the draws of an epoch, as many as its subset has entries.
         seed: 0 ≤ seed < 2**63.
         images_of: returns what an epoch draws from; a pure function, called from several threads.
+        is_by_epoch: whether that differs from epoch to epoch.
     """
 
     num_images: int
     seed: int
     images_of: Callable[[int], EpochImages]
+    is_by_epoch: bool = False
 
     def images_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index of the image at each position, int64 of any shape; positions may span epochs."""

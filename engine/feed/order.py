@@ -21,6 +21,7 @@ different blocks: with neighbouring lanes, 96 % of them were of one block. A pro
 
 import hashlib
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ class EpochOrder:
     Attributes:
         num_images: N ≥ 1, the number of images in the set.
         seed: 0 ≤ seed < 2**63; (seed, epoch) is hashed as a pair, so seed 0 epoch 1 differs from seed 1 epoch 0.
+        is_by_epoch: False; see `loopfeed.engine.feed.draws.ImageOrder`.
 
     Raises:
         ValueError: if either is out of range.
@@ -45,6 +47,7 @@ class EpochOrder:
 
     num_images: int
     seed: int
+    is_by_epoch: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.num_images < 1:

@@ -66,11 +66,14 @@ class ShardBatches(ResizableBatches):
         self.split.check_unchanged()
 
     def _images_of(self, batch_index: int) -> NDArray[np.int64]:
-        """Return a batch's image indices, computed 2048 at a time, which takes as long as a few hundred (90 µs)."""
+        """Return a batch's image indices, computed 2048 at a time, which takes as long as a few hundred (90 µs).
+
+        Of an order by epoch, they are computed batch by batch: a user's function knows no epochs that never come.
+        """
         first, images = self._ordered
         if not first <= batch_index < first + len(images):
             span = self._ranges[self._ranges.stage_of(batch_index)]
-            num_batches = max(1, _POSITIONS_AT_ONCE // span.size)
+            num_batches = 1 if self._order.is_by_epoch else max(1, _POSITIONS_AT_ONCE // span.size)
             first = batch_index - (batch_index - span.first) % num_batches
             if span is not self._ranges[-1]:
                 num_batches = min(num_batches, span.stop - first)

@@ -296,7 +296,8 @@ def _check_user(stretch: RecordedStretch, parts: UserParts) -> None:
     """Raise ValueError if a user-defined part that the run used is missing, or if one that it did not use is given."""
     resolved = stretch.recorded.resolved
     own = recorded_user_parts(resolved)
-    needed = {name: name in own for name in ("model", "batches", "loss", "metrics", "optimizer", "schedule", "augment")}
+    names = ("model", "batches", "indices", "loss", "metrics", "optimizer", "schedule", "augment")
+    needed = {name: name in own for name in names}
     needed["evaluation"] = stretch.is_evaluated and resolved.get("eval_manifest_sha256") is None
     missing = [name for name, is_needed in needed.items() if is_needed and getattr(parts, name) is None]
     if missing:

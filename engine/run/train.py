@@ -74,6 +74,9 @@ def train(
             function of (step, rows) returns only these rows, a range; of several processes, each asks for its own. A
             resumed run asks only for the remaining steps. The cross entropy also takes target distributions, float
             [B, K]; every other loss takes labels that are any pytree of arrays [B, …] of fixed shapes and dtypes.
+        indices: a part of the training split: indices of images, integers [n], or a pure function from the epoch (from
+            0) to them, the same number for each epoch. An epoch is n draws; an index that is given twice is drawn
+            twice. A function is called once an epoch, from another thread.
         evaluation: user-defined evaluation images instead of a split of the data set: a tuple of all of them (uint32
             [N, H, W] packed pixels, integer [N] labels, or labels as those of `batches`), or an `EvaluationSource`.
         loss: a user-defined loss instead of that of the setting `loss`: (outputs of the model, labels, float32 [B]
