@@ -7,7 +7,7 @@ import pytest
 
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.location import ShardError
-from loopfeed.preprocess.shards.manifest import WHOLE_VERSION, Manifest, is_manifest
+from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, Manifest, is_manifest
 
 MANIFEST = Manifest(
     format_version=2,
@@ -51,8 +51,8 @@ def changed(**changes):
 
 def test_a_newer_version_asks_for_a_newer_loopfeed():
     # Whatever else a newer version holds: its version is what the reader is told.
-    with pytest.raises(ShardError, match=r"here/manifest.json: format version 5 is newer than 4.*install a newer"):
-        Manifest.from_json(changed(format_version=WHOLE_VERSION + 1, colour="oklab"), where="here/manifest.json")
+    with pytest.raises(ShardError, match=r"here/manifest.json: format version 6 is newer than 5.*install a newer"):
+        Manifest.from_json(changed(format_version=FORMAT_VERSION + 1, colour="oklab"), where="here/manifest.json")
 
 
 def test_an_unknown_and_a_missing_key_are_named():
@@ -67,8 +67,8 @@ def test_an_unknown_and_a_missing_key_are_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": "1"}, "format_version must be 1, 2, 3 or 4, found '1'"),
-        ({"format_version": True}, "format_version must be 1, 2, 3 or 4, found True"),
+        ({"format_version": "1"}, "format_version must be 1, 2, 3, 4 or 5, found '1'"),
+        ({"format_version": True}, "format_version must be 1, 2, 3, 4 or 5, found True"),
         ({"num_images": 0}, "num_images must be a whole number from 1 to 1,099,511,627,776, found 0"),
         (
             {"num_images": 2**64},

@@ -95,11 +95,19 @@ def test_golden_bytes_of_a_tiny_split(tmp_path):
     assert manifest["label_digests"] == [manifest["labels_digest"]]
     assert manifest["checksum_digests"] == [hashlib.sha256(checksums[:12]).hexdigest()]
     assert manifest["metadata_digests"] == {
-        name: hashlib.sha256(files[f"{name}/zarr.json"]).hexdigest() for name in ("pixels", "labels", "checksums")
+        name: hashlib.sha256(files.pop(f"{name}/zarr.json")).hexdigest()
+        for name in ("pixels", "labels", "checksums", "names", "name_offsets")
     }
+    # Compressed, so of no certain bytes.
+    names, offsets = b"n3/0.pngn1/1.pngn2/2.png", struct.pack("<QQQQ", 0, 8, 16, 24)
+    assert manifest["column_digests"] == {
+        "names": [hashlib.sha256(names).hexdigest()],
+        "name_offsets": [hashlib.sha256(offsets).hexdigest()],
+    }
+    assert (manifest["name_bytes"], manifest["num_groups"]) == (24, 0)
     digest = manifest.pop("manifest_digest")
     assert digest == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    assert sorted(files) == ["checksums/zarr.json", "labels/zarr.json", "manifest.json", "pixels/zarr.json"]
+    assert sorted(files) == ["manifest.json", "name_offsets/c/0", "names/c/0"]
 
 
 @pytest.mark.parametrize("codec", ["raw", "blosc"])
@@ -173,7 +181,9 @@ def test_a_flipped_bit_names_shard_and_image(tmp_path, source, codec):
     damaged[3] ^= 1
     shard.write_bytes(damaged)
     with open_split(str(tmp_path), "train") as split:
-        with pytest.raises(ShardError, match=r"train: image 4 in pixels/c/1/0/0: .*checksum.*inspect-shards --verify"):
+        with pytest.raises(
+            ShardError, match=r"train: image 4 \(.+\) in pixels/c/1/0/0: .*checksum.*inspect-shards --verify"
+        ):
             read(split, [9, 4, 0])
         read(split, [9, 5, 0])
 
@@ -181,7 +191,7 @@ def test_a_flipped_bit_names_shard_and_image(tmp_path, source, codec):
 def test_a_missing_shard_is_an_error_not_a_black_image(data):
     (data / "train/pixels/c/2/0/0").unlink()
     with open_split(str(data), "train") as split:
-        with pytest.raises(ShardError, match=r"image 8 in pixels/c/2/0/0: .*missing"):
+        with pytest.raises(ShardError, match=r"image 8 \(.+\) in pixels/c/2/0/0: .*missing"):
             read(split, [0, 8])
         read(split, [0, 7])
 
@@ -195,7 +205,10 @@ def test_missing_labels_or_checksums_are_an_error(data, name):
 
 def test_a_label_without_a_class_is_an_error(data):
     rewrite_manifest(data, classes=CLASSES[:2], class_counts=(7, 3))
-    with open_split(str(data), "train") as split, pytest.raises(ShardError, match="label 2 of image 5 is not one of"):
+    with (
+        open_split(str(data), "train") as split,
+        pytest.raises(ShardError, match=r"label 2 of image 5 \(n3/5.png\) is not one of"),
+    ):
         read(split, [0, 5])
 
 

@@ -31,7 +31,7 @@ from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
 from loopfeed.preprocess.shards.arrays import words_digest
 from loopfeed.preprocess.shards.location import ShardError, open_location
-from loopfeed.preprocess.shards.manifest import WHOLE_VERSION, Manifest
+from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, Manifest
 from loopfeed.preprocess.shards.targets import SplitTargets, pack_bits
 from loopfeed.preprocess.shards.verify import verify_split
 from tests.fake_source import FakeSource, files_of
@@ -140,7 +140,7 @@ def test_a_pack_of_whole_pictures_has_their_words_places_and_mean(tmp_path, valu
     source = pictures(broken=frozenset({2}))
     manifest = pack(source, tmp_path, **values).manifest
     images = [image for index, image in enumerate(source.images) if index != 2]
-    assert (manifest.format_version, manifest.height, manifest.width) == (WHOLE_VERSION, 4, 8)
+    assert (manifest.format_version, manifest.height, manifest.width) == (FORMAT_VERSION, 4, 8)
     together = np.concatenate([image.reshape(-1, 3) for image in images]) / 255
     np.testing.assert_allclose(manifest.channel_mean, together.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(manifest.channel_std, together.std(axis=0), rtol=1e-12)
@@ -267,7 +267,8 @@ def test_a_place_outside_the_canvas_is_refused_whatever_the_digests_say(tmp_path
     with (
         open_split(str(tmp_path), "train") as split,
         pytest.raises(
-            ShardError, match=r"extents: image 3 is not within its canvas of 8 × 4 pixels; run `inspect-shards"
+            ShardError,
+            match=r"extents: image 3 \(n1/3.png\) is not within its canvas of 8 × 4 pixels; run `inspect-shards",
         ),
     ):
         split.read_into(np.arange(7), np.zeros((7, 4, 8), np.uint32), np.zeros((7, 2), np.int32), timeout_s=60)
@@ -453,7 +454,7 @@ def test_targets_and_windows_and_the_dense_layout_of_whole_pictures(packs):
     targets = SplitTargets("classes", "0" * 64, bits)
     location = open_location("targets").child("train")
     manifest = pack_split(source, location, PackSettings(rule=RULE, shard_images=3), targets=targets).manifest
-    assert (manifest.format_version, manifest.label_array) == (WHOLE_VERSION, "targets")
+    assert (manifest.format_version, manifest.label_array) == (FORMAT_VERSION, "targets")
     with open_split("targets", "train") as split:
         words = np.zeros((14, *split.label_row), np.int32)
         split.read_into(np.arange(14), np.zeros((14, 4, 8), np.uint32), words, timeout_s=60)

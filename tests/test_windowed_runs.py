@@ -78,7 +78,7 @@ def test_damage_ends_the_run_with_the_name_of_the_shard(tmp_path):
     pack(fake_source(NUM_IMAGES), tmp_path)
     path = tmp_path / "train/pixels/c/3/0/0"
     path.write_bytes(b"\1" + path.read_bytes()[1:])
-    with pytest.raises(ValueError, match=r"image 12 in pixels/c/3/0/0: the checksum does not match"):
+    with pytest.raises(ValueError, match=r"image 12 \(.+\) in pixels/c/3/0/0: the checksum does not match"):
         train(config(tmp_path), model=Linear())
 
 

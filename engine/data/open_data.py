@@ -33,6 +33,7 @@ from loopfeed.engine.processes import this_process
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.extents import share_of_square
 from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.arrays import GROUPS, WEIGHTS
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.location import open_location
 from loopfeed.preprocess.shards.manifest import Manifest
@@ -376,12 +377,13 @@ def _warn_of_split(
 
 
 def _contents_digest(*manifests: Manifest) -> str | None:
-    """Return the digest of the images and labels of splits, None if not all have checksums."""
+    """Return the digest of the images, labels, weights and groups of splits, None if not all have checksums."""
     if not all(each.checksum_digests for each in manifests):
         return None
     lists = [
         (each.height, each.width, each.checksum_digests, each.label_digests)
         + ((each.whole, each.extent_digests) if each.is_whole else ())
+        + tuple((name, each.column_digests[name]) for name in (WEIGHTS, GROUPS) if name in each.column_digests)
         for each in manifests
     ]
     return hashlib.sha256(json.dumps(lists).encode()).hexdigest()

@@ -186,6 +186,9 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
         f"  source     {manifest.source_digest}",
         f"  made with  {', '.join(f'{tool} {version}' for tool, version in manifest.tool_versions.items())}",
     ]
+    numbered = f"groups (numbered below {manifest.num_groups:,})"
+    if columns := ["weights"] * ("weights" in manifest.column_digests) + [numbered] * bool(manifest.num_groups):
+        lines.append(f"  also       {' and '.join(columns)} of the images")
     if manifest.targets is None:
         return lines + _balance(manifest)
     lines.append(f"  labels     {manifest.targets.labels_file}")
@@ -236,8 +239,8 @@ def _print_damages(damages: dict[str, tuple[Damage, ...]], manifests: dict[str, 
             click.echo(
                 f"{name}: damaged in {_places(damaged)}. Restore the files below, or pack again with --overwrite and "
                 "the original options (--size, --holdout, …). Without --overwrite, whatever is missing or truncated is "
-                "packed again, and changed labels, checksums, extents, failures and metadata are too, but not changed "
-                "images."
+                "packed again, and changed labels, checksums, extents, names, weights, groups, failures and metadata "
+                "are too, but not changed images."
             )
             _print_lines(name, damaged)
         if refused := [each for each in found if each.remedy]:

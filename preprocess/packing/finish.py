@@ -1,7 +1,9 @@
 """Finishes a split whose shards are all written: its labels, checksums and failures, and at last its manifest."""
 
+from __future__ import annotations
+
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,24 +21,34 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
     EXTENTS,
+    GROUPS,
     LABELS,
     METADATA_KEY,
+    NAME_OFFSET_SHARDS,
+    NAME_OFFSETS,
+    NAME_SHARDS,
+    NAMES,
     NUMBERS,
     PIXELS,
     TARGETS,
+    WEIGHTS,
     NumberShards,
     checksums_metadata,
     create_array,
     extents_metadata,
+    groups_metadata,
     labels_metadata,
+    name_offsets_metadata,
+    names_metadata,
     row_shards,
     shard_key,
     targets_metadata,
+    weights_metadata,
     words_digest,
     write_array,
 )
 from loopfeed.preprocess.shards.location import Location, ShardError
-from loopfeed.preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
+from loopfeed.preprocess.shards.manifest import FAILURES_KEY, FORMAT_VERSION, MANIFEST_KEY, Manifest
 from loopfeed.preprocess.shards.split_files import sync_written
 from loopfeed.preprocess.shards.targets import SplitTargets, Targets, count_classes, dtype_of, num_words
 from loopfeed.preprocess.sources.listing import SourceSplit
@@ -51,7 +63,7 @@ def write_manifest(
     settings: PackSettings,
     records: list[ShardRecord],
 ) -> Manifest:
-    """Write the metadata, the labels or targets, the checksums, ``failures.jsonl`` and the manifest; return the latter.
+    """Write the metadata, all arrays beside the pixels, ``failures.jsonl`` and the manifest; return the latter.
 
     Raises:
         ShardError: no image could be packed, or the store can't be written.
@@ -64,31 +76,26 @@ def write_manifest(
             "source. The first "
             f"failure is {printable(failures[0].path)}: {failures[0].reason}"
         )
+    packed = np.delete(np.arange(len(source)), np.array([failure.index for failure in failures], np.int64))
     if targets is None:
         numbers = label_numbers(labels, len(source.classes))
     else:
-        packed = np.delete(np.arange(len(source)), np.array([failure.index for failure in failures], np.int64))
         numbers = target_numbers(targets, packed, len(source.classes))
-    checksums = None
-    if settings.checksum and plan["format_version"] > 1:
-        checksums = checksum_numbers(np.concatenate([record.checksums for record in records]))
-    extents = None
-    if settings.rule.canvas is not None:
-        extents = extent_numbers(np.concatenate([record.extents for record in records]))
+    others = _other_numbers(source, plan, settings, records, packed)
     noted = failures_text(failures)
     journal.check_owner()
     metadata_digests = {PIXELS: create_metadata(location, PIXELS, metadata_for(len(labels), settings))}
-    metadata_digests[numbers.name] = numbers.write(location)
-    if checksums is not None:
-        metadata_digests[CHECKSUMS] = checksums.write(location)
-    if extents is not None:
-        metadata_digests[EXTENTS] = extents.write(location)
+    metadata_digests |= {each.name: each.write(location) for each in (numbers, *others)}
+    digests = {each.name: each.digests for each in others}
     fields = numbers.manifest_fields | {
         "failures_digest": hashlib.sha256(noted).hexdigest(),
-        "checksum_digests": () if checksums is None else checksums.digests,
-        "extent_digests": () if extents is None else extents.digests,
+        "checksum_digests": digests.pop(CHECKSUMS, ()),
+        "extent_digests": digests.pop(EXTENTS, ()),
         "metadata_digests": metadata_digests,
+        "column_digests": digests,
     }
+    for each in others:
+        fields |= each.described
     if plan["format_version"] == 1:
         del fields["label_digests"], fields["metadata_digests"]
     manifest = _manifest_of(source, plan, settings, records, len(labels), fields)
@@ -98,6 +105,22 @@ def write_manifest(
     location.write(MANIFEST_KEY, manifest.to_json().encode())
     sync_written(location)
     return manifest
+
+
+def _other_numbers(
+    source: SourceSplit,
+    plan: dict[str, Any],
+    settings: PackSettings,
+    records: list[ShardRecord],
+    packed: NDArray[np.int64],
+) -> list[Numbers]:
+    """Return the arrays of a split beside the pixels and its labels or targets."""
+    found = []
+    if settings.checksum and plan["format_version"] > 1:
+        found.append(checksum_numbers(np.concatenate([record.checksums for record in records])))
+    if settings.rule.canvas is not None:
+        found.append(extent_numbers(np.concatenate([record.extents for record in records])))
+    return found + (column_numbers(source, packed) if plan["format_version"] >= FORMAT_VERSION else [])
 
 
 def _manifest_of(
@@ -156,27 +179,31 @@ class Numbers:
     name: str
     metadata: dict[str, Any]
     shards: NumberShards
-    values: NDArray[Any]
+    values: NDArray[Any] | NameBytes
     described: dict[str, Any]
 
     @property
     def digests(self) -> tuple[str, ...]:
         """The SHA-256 of the numbers of each shard file."""
-        return tuple(words_digest([self.values[start:stop]]) for start, stop in self.shards.ranges(len(self.values)))
+        return tuple(words_digest([each]) for each in self._parts())
 
     @property
     def manifest_fields(self) -> dict[str, Any]:
         """The fields of the manifest for labels or targets."""
-        return self.described | {"labels_digest": words_digest([self.values]), "label_digests": self.digests}
+        return self.described | {"labels_digest": words_digest(self._parts()), "label_digests": self.digests}
+
+    def _parts(self) -> Iterator[NDArray[Any]]:
+        for start, stop in self.shards.ranges(len(self.values)):
+            yield self.values[start:stop]
 
     def write(self, location: Location) -> str:
         """Write the array, and return the hexadecimal SHA-256 of its metadata file; raise ShardError on failure."""
         digest = create_metadata(location, self.name, self.metadata)
         array = write_array(location, self.name, self.metadata)
-        timeout_s = transfer_timeout_s(location, self.values.nbytes)
         for part, (start, stop) in enumerate(self.shards.ranges(len(self.values))):
             location.make_folder(f"{self.name}/{shard_key(part, self.shards.rank)}")
             values = self.values[start:stop]
+            timeout_s = transfer_timeout_s(location, values.nbytes)
             with naming_writes(location, self.name, timeout_s), ts.Transaction() as transaction:
                 array.with_transaction(transaction)[start:stop].write(values).result(timeout=timeout_s)
         return digest
@@ -196,6 +223,61 @@ def checksum_numbers(checksums: NDArray[np.uint32]) -> Numbers:
 def extent_numbers(extents: NDArray[np.uint32]) -> Numbers:
     """Return the places of whole pictures, uint32 ``[N]``, to be written; see `loopfeed.preprocess.extents`."""
     return Numbers(EXTENTS, extents_metadata(len(extents)), NUMBERS, extents, {})
+
+
+def column_numbers(source: SourceSplit, packed: NDArray[np.int64]) -> list[Numbers]:
+    """Return what a split has since version 5, to be written: the names of its images, and weights and groups, if any.
+
+    Args:
+        source: the images.
+        packed: int64 ``[N]``, the indices of the images in the pack order.
+    """
+    lengths = (len(encoded_key(source, index)) for index in packed.tolist())
+    offsets = np.zeros(len(packed) + 1, np.uint64)
+    np.cumsum(np.fromiter(lengths, np.uint64, len(packed)), out=offsets[1:])
+    text, num_bytes = NameBytes(source, packed, offsets), int(offsets[-1])
+    found = [
+        Numbers(NAMES, names_metadata(num_bytes), NAME_SHARDS, text, {"name_bytes": num_bytes}),
+        Numbers(NAME_OFFSETS, name_offsets_metadata(len(packed)), NAME_OFFSET_SHARDS, offsets, {}),
+    ]
+    if source.weights is not None:
+        weights = source.weights[packed].astype(np.float32)
+        found.append(Numbers(WEIGHTS, weights_metadata(len(packed)), NUMBERS, weights, {}))
+    if source.groups is not None:
+        groups, described = source.groups[packed].astype(np.uint32), {"num_groups": int(source.groups.max()) + 1}
+        found.append(Numbers(GROUPS, groups_metadata(len(packed)), NUMBERS, groups, described))
+    return found
+
+
+def encoded_key(source: SourceSplit, index: int) -> bytes:
+    """Return the name that a pack keeps of an image: its key as UTF-8, with the bytes of a file name as they are."""
+    return source.key(index).encode("utf-8", "surrogateescape")
+
+
+@dataclass(frozen=True, eq=False)
+class NameBytes:
+    """The names of images one after another, like a uint8 array, of which only a part is in memory at a time.
+
+    Attributes:
+        source: the images.
+        packed: int64 ``[N]``, the indices of the images in the pack order.
+        offsets: uint64 ``[N + 1]``, where each name begins.
+    """
+
+    source: SourceSplit
+    packed: NDArray[np.int64]
+    offsets: NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def __getitem__(self, places: slice) -> NDArray[np.uint8]:
+        """Return the bytes from ``places.start`` to ``places.stop``."""
+        first = int(np.searchsorted(self.offsets, places.start, "right")) - 1
+        last = int(np.searchsorted(self.offsets, places.stop, "left"))
+        text = b"".join(encoded_key(self.source, index) for index in self.packed[first:last].tolist())
+        begin = int(self.offsets[first])
+        return np.frombuffer(text, np.uint8)[places.start - begin : places.stop - begin]
 
 
 def target_numbers(targets: SplitTargets, packed: NDArray[np.int64], num_targets: int) -> Numbers:

@@ -98,9 +98,8 @@ def pack_split(
     """
     if not overwrite and settings.shard_images is None:
         settings = with_existing_shard_images(location, settings)
-    plan = make_plan(source, settings, targets)
-    if not overwrite and plan["format_version"] == FORMAT_VERSION:
-        plan["format_version"] = version_to_pack(location)
+    version = FORMAT_VERSION if overwrite else version_to_pack(location)
+    plan = make_plan(source, settings, targets, format_version=version)
     manifest = None if overwrite else find_complete(location, plan)
     if manifest is not None and is_whole(location, manifest):
         return complete_result(location, manifest)

@@ -21,7 +21,13 @@ from loopfeed.preprocess.packing.pipeline import DecodeBudgets, decode_in_order
 from loopfeed.preprocess.packing.plan import PackSettings, check_same_plan, decoding_version, describe_count, make_plan
 from loopfeed.preprocess.packing.recut import recut
 from loopfeed.preprocess.packing.shard_writer import ShardWriter
-from loopfeed.preprocess.packing.split_state import CLEARING, check_ours, find_complete, with_existing_shard_images
+from loopfeed.preprocess.packing.split_state import (
+    CLEARING,
+    check_ours,
+    find_complete,
+    version_to_pack,
+    with_existing_shard_images,
+)
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import image_key
 from loopfeed.preprocess.shards.location import LOCK_SUFFIX, Location, ShardError
@@ -107,7 +113,8 @@ def open_job(
     """Return the job of packing ``source`` into ``location`` in parts; raise ShardError as `make_plan` does."""
     if settings.shard_images is None:
         settings = with_existing_shard_images(location, settings)
-    return SplitJob(source, location, settings, targets, make_plan(source, settings, targets))
+    plan = make_plan(source, settings, targets, format_version=version_to_pack(location))
+    return SplitJob(source, location, settings, targets, plan)
 
 
 def pack_part(

@@ -21,7 +21,7 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import CODECS, Codec
 from loopfeed.preprocess.shards.classes import MAX_CLASSES
 from loopfeed.preprocess.shards.location import Location, ShardError
-from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, TARGETS_VERSION, WHOLE_VERSION, Manifest
+from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest
 from loopfeed.preprocess.shards.split_files import PARTS, PLAN_KEY
 from loopfeed.preprocess.sources.selection import HOLDOUT_RULE
 
@@ -126,10 +126,17 @@ class PackSettings:
         return min(_MAX_SHARD_IMAGES, 1 << (fitting.bit_length() - 1))
 
 
-def make_plan(source: SourceSplit, settings: PackSettings, targets: SplitTargets | None = None) -> dict[str, Any]:
+def make_plan(
+    source: SourceSplit,
+    settings: PackSettings,
+    targets: SplitTargets | None = None,
+    *,
+    format_version: int = FORMAT_VERSION,
+) -> dict[str, Any]:
     """Return the plan, which contains everything that determines the bytes of the split, as JSON values.
 
-    With ``targets``, those are packed instead of the classes of the images.
+    With ``targets``, those are packed instead of the classes of the images. The version is that of an unfinished pack
+    if there is one (`loopfeed.preprocess.packing.split_state.version_to_pack`).
 
     Raises:
         ShardError: the split is empty or has more classes than a label can represent.
@@ -142,7 +149,7 @@ def make_plan(source: SourceSplit, settings: PackSettings, targets: SplitTargets
             "represent; remove some classes"
         )
     plan: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
+        "format_version": format_version,
         "num_candidates": len(source),
         "classes": [[each.id, each.name] for each in source.classes],
         "layout": LAYOUTS[settings.layout],
@@ -158,9 +165,7 @@ def make_plan(source: SourceSplit, settings: PackSettings, targets: SplitTargets
     if settings.holdout_rule not in (None, 1):
         plan["tool_versions"] |= {_VERSION: str(settings.holdout_rule)}
     if targets is not None:
-        plan |= {"format_version": TARGETS_VERSION} | _target_plan(targets.kind, targets.labels_file)
-    if settings.rule.canvas is not None:
-        plan["format_version"] = WHOLE_VERSION
+        plan |= _target_plan(targets.kind, targets.labels_file)
     return dict(json.loads(json.dumps(plan)))
 
 

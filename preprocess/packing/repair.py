@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from loopfeed.preprocess.packing.finish import (
     Numbers,
     checksum_numbers,
+    column_numbers,
     create_metadata,
     extent_numbers,
     label_numbers,
@@ -90,7 +91,10 @@ def repair_split(
         _pack_shards(source, location, journal, settings, manifest, packed, shards, on_image)
     if any(each.split("/")[0] == manifest.label_array for each in files):
         _write_labels(source, targets, location, journal, manifest, packed, files)
-    if any(each.split("/")[0] == CHECKSUMS for each in files):
+    arrays = {each.split("/")[0] for each in files}
+    if arrays & manifest.column_digests.keys():
+        _write_columns(source, location, journal, manifest, packed, files)
+    if CHECKSUMS in arrays:
         numbers = checksum_numbers(_checksums(location, manifest))
         if numbers.digests != manifest.checksum_digests:
             raise _lost(location, CHECKSUMS, "the images in the shard files are not those that were packed")
@@ -120,6 +124,23 @@ def _write_labels(
     if numbers.manifest_fields["labels_digest"] != manifest.labels_digest:
         raise _lost(location, manifest.label_array, "the source now has others")
     _write_numbers(location, journal, numbers, files)
+
+
+def _write_columns(
+    source: SourceSplit,
+    location: Location,
+    journal: Journal,
+    manifest: Manifest,
+    packed: NDArray[np.int64],
+    files: set[str],
+) -> None:
+    """Write the names, weights and groups again, as far as they were lost."""
+    arrays = {each.split("/")[0] for each in files}
+    for numbers in column_numbers(source, packed):
+        if numbers.name in arrays:
+            if numbers.digests != manifest.digests_of(numbers.name):
+                raise _lost(location, numbers.name, "the source now has others")
+            _write_numbers(location, journal, numbers, files)
 
 
 def _write_outcomes(

@@ -11,7 +11,7 @@ from loopfeed.preprocess.packing.owner import LOCK_KEY, OWNER_KEY
 from loopfeed.preprocess.packing.plan import PackSettings, check_same_plan, is_plan, plan_of
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.location import Location, ShardError
-from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, Manifest, is_manifest
+from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY, READABLE_VERSIONS, Manifest, is_manifest
 from loopfeed.preprocess.shards.split_files import PLAN_KEY, split_files
 
 CLEARING = {"clearing": True}
@@ -34,7 +34,7 @@ def with_existing_shard_images(location: Location, settings: PackSettings) -> Pa
 def version_to_pack(location: Location) -> int:
     """Return the format version to write: the version of the unfinished pack if there is one, otherwise the newest."""
     found = (Journal(location).plan() or {}).get("format_version")
-    return 1 if found == 1 else FORMAT_VERSION
+    return found if found in READABLE_VERSIONS else FORMAT_VERSION
 
 
 def find_complete(location: Location, plan: dict[str, Any], *, can_overwrite: bool = True) -> Manifest | None:

@@ -1,9 +1,9 @@
-"""A split's arrays ``pixels/``, ``labels/`` or ``targets/``, ``checksums/`` and ``extents/``, stored as Zarr 3.
+"""A split's arrays: ``pixels/``, and those of numbers and of names, stored as Zarr 3.
 
 One shard file of ``pixels/`` contains ``shard_images`` images and one inner chunk is one image, so any image can be
 read separately while a shard is written as one file (codec ``sharding_indexed``). The other arrays have one number per
-image, or, in ``targets/``, one row of numbers. Any Zarr 3 reader can open them. Knows the metadata, not the meaning of
-the numbers.
+image, or, in ``targets/``, one row of numbers; ``names/`` has the bytes of all names one after another, and
+``name_offsets/`` where each begins. Any Zarr 3 reader can open them. Knows the metadata, not the meaning of numbers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ LABELS = "labels"
 CHECKSUMS = "checksums"
 TARGETS = "targets"
 EXTENTS = "extents"
+NAMES = "names"
+NAME_OFFSETS = "name_offsets"
+WEIGHTS = "weights"
+GROUPS = "groups"
+NUMBER_ARRAYS = (LABELS, TARGETS, CHECKSUMS, EXTENTS, NAMES, NAME_OFFSETS, WEIGHTS, GROUPS)
+"""The names of all arrays beside ``pixels/``, of which a split has some."""
 METADATA_KEY = "zarr.json"
 
 # The value that a Zarr reader returns for a missing shard file. Its low byte is not 0, so it is not a packed pixel: a
@@ -48,6 +54,9 @@ NUMBERS_PER_CHUNK = 1 << 10
 NUMBERS_PER_SHARD = 1 << 20
 MAX_NUMBERS_BYTES = 5 << 20
 """Maximum size of such a shard file: 4 MiB of checksums, plus a thirty-second of that for inner checksums and index."""
+
+MAX_NAME_BYTES = 1 << 14
+"""The longest name of an image in bytes; a path has at most 4,096."""
 
 _MAX_METADATA_BYTES = 1 << 20
 
@@ -82,7 +91,12 @@ class NumberShards:
 
 
 NUMBERS = NumberShards()
-"""The shards of ``labels/``, ``checksums/`` and ``extents/``."""
+"""The shards of ``labels/``, ``checksums/``, ``extents/``, ``weights/`` and ``groups/``."""
+# Files of 4 MiB, chunks of 64 KiB, because these two are compressed.
+NAME_SHARDS = NumberShards(per_shard=1 << 22, per_chunk=1 << 16)
+"""The shards of ``names/``."""
+NAME_OFFSET_SHARDS = NumberShards(per_shard=1 << 19, per_chunk=1 << 13)
+"""The shards of ``name_offsets/``."""
 
 
 def row_shards(num_words: int) -> NumberShards:
@@ -106,8 +120,7 @@ def pixels_metadata(
     """
     codecs: list[dict[str, Any]] = [_LITTLE_ENDIAN]
     if codec == "blosc":
-        blosc = {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}
-        codecs.append({"name": "blosc", "configuration": blosc})
+        codecs.append(_blosc("lz4", 4))
     return _metadata(
         [num_images, height, row_words],
         dtype="uint32",
@@ -142,6 +155,44 @@ def targets_metadata(num_images: int, num_words: int, dtype: type[np.generic]) -
     )
 
 
+def names_metadata(num_bytes: int) -> dict[str, Any]:
+    """Return the Zarr metadata of the ``uint8 [num_bytes]`` array of all names, compressed."""
+    return _compressed_metadata(num_bytes, NAME_SHARDS, dtype="uint8", name="byte")
+
+
+def name_offsets_metadata(num_images: int) -> dict[str, Any]:
+    """Return the Zarr metadata of the ``uint64 [num_images + 1]`` array of the starts of names, compressed."""
+    return _compressed_metadata(num_images + 1, NAME_OFFSET_SHARDS, dtype="uint64", name="image")
+
+
+def weights_metadata(num_images: int) -> dict[str, Any]:
+    """Return the Zarr metadata of the ``float32 [num_images]`` array of weights."""
+    return _numbers_metadata(num_images, NUMBERS, dtype="float32", fill_value="NaN")
+
+
+def groups_metadata(num_images: int) -> dict[str, Any]:
+    """Return the Zarr metadata of the ``uint32 [num_images]`` array of groups."""
+    return _numbers_metadata(num_images, NUMBERS, dtype="uint32", fill_value=0xFFFFFFFF)
+
+
+def _compressed_metadata(length: int, shards: NumberShards, *, dtype: str, name: str) -> dict[str, Any]:
+    return _metadata(
+        [length],
+        dtype=dtype,
+        fill_value=0,
+        names=[name],
+        shard=[shards.per_shard],
+        chunk=[shards.per_chunk],
+        codecs=[_LITTLE_ENDIAN, _blosc("zstd", np.dtype(dtype).itemsize), _CHECKSUM],
+    )
+
+
+def _blosc(cname: str, typesize: int) -> dict[str, Any]:
+    shuffle = "shuffle" if typesize > 1 else "noshuffle"
+    values = {"cname": cname, "clevel": 5, "shuffle": shuffle, "typesize": typesize, "blocksize": 0}
+    return {"name": "blosc", "configuration": values}
+
+
 def _numbers_metadata(num_images: int, shards: NumberShards, *, dtype: str, fill_value: int | str) -> dict[str, Any]:
     """Return the metadata of an array with a number or a row per image. Each chunk (about 4 KiB) has a checksum."""
     return _metadata(
@@ -173,7 +224,7 @@ def read_array(location: Location, name: str, metadata: dict[str, Any] | None = 
 
     Args:
         location: the split's folder.
-        name: ``pixels``, ``labels``, ``targets``, ``checksums`` or ``extents``.
+        name: ``pixels``, or one of `NUMBER_ARRAYS`.
         metadata: the required metadata (shape, type, shards, codecs, fill value), as returned by `pixels_metadata`.
 
     Raises:

@@ -22,10 +22,16 @@ from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
     CODECS,
     EXTENTS,
+    GROUPS,
     LABELS,
+    NAME_OFFSET_SHARDS,
+    NAME_OFFSETS,
+    NAME_SHARDS,
+    NAMES,
     NUMBERS,
     PIXELS,
     TARGETS,
+    WEIGHTS,
     Codec,
     NumberShards,
     row_shards,
@@ -35,14 +41,14 @@ from loopfeed.preprocess.shards.classes import MAX_CLASSES, ImageClass
 from loopfeed.preprocess.shards.location import ShardError
 from loopfeed.preprocess.shards.targets import Targets, num_words
 
-FORMAT_VERSION = 2
-"""The format version of packs with one class per image. Version 1, still readable, has no ``checksums/``, and its
-manifest has no digests of the checksums, of the labels' shard files and of the arrays' metadata."""
-TARGETS_VERSION = 3
-"""The format version of packs with ``targets/`` instead of ``labels/``."""
-WHOLE_VERSION = 4
-"""The format version of packs of whole pictures, with ``extents/`` and perhaps ``targets/``, and the newest one."""
-_READABLE_VERSIONS = (1, 2, 3, 4)
+FORMAT_VERSION = 5
+"""The format version of new packs: with the names of the images, and whatever other arrays the manifest says.
+
+Earlier versions, still readable, have no names. Version 1 has no ``checksums/``, and its manifest has no digests of the
+checksums, of the labels' shard files and of the arrays' metadata; version 2 has one class per image, version 3
+``targets/`` instead of ``labels/``, and version 4 whole pictures, with ``extents/`` and perhaps ``targets/``."""
+_CHECKSUMS_VERSION, TARGETS_VERSION, WHOLE_VERSION = 2, 3, 4
+READABLE_VERSIONS = (1, 2, 3, 4, 5)
 MANIFEST_KEY = "manifest.json"
 FAILURES_KEY = "failures.jsonl"
 NO_MANIFEST_REMEDY = "restore that file, or clear the split's folder by hand and pack again"
@@ -50,10 +56,11 @@ NO_MANIFEST_REMEDY = "restore that file, or clear the split's folder by hand and
 it may not be a pack."""
 
 # The format versions from which on fields are on disk.
-_SINCE = dict.fromkeys(("label_digests", "checksum_digests", "metadata_digests"), FORMAT_VERSION) | {
-    "targets": TARGETS_VERSION,
-    "extent_digests": WHOLE_VERSION,
-}
+_SINCE = (
+    dict.fromkeys(("label_digests", "checksum_digests", "metadata_digests"), _CHECKSUMS_VERSION)
+    | {"targets": TARGETS_VERSION, "extent_digests": WHOLE_VERSION}
+    | dict.fromkeys(("column_digests", "name_bytes", "num_groups"), FORMAT_VERSION)
+)
 # Blosc adds 16 bytes to incompressible data, the checksum 4, the index 16.
 _MAX_ADDED_BYTES = 64
 # Python converts no integer of many digits to text.
@@ -72,7 +79,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 # No image, shard file or split is larger: more would take memory for what no pack can hold.
 _COUNTS = (
     *(("num_images", 1, 1 << 40), ("height", 1, MAX_SIDE), ("width", 1, MAX_SIDE), ("shard_images", 1, 1 << 30)),
-    ("num_failures", 0, 1 << 40),
+    *(("num_failures", 0, 1 << 40), ("name_bytes", 0, 1 << 50), ("num_groups", 0, 1 << 32)),
 )
 # The keys that distinguish a split's manifest from other files of that name.
 _IDENTIFYING_KEYS = frozenset({"format_version", "num_images", "source_digest"})
@@ -83,8 +90,7 @@ class Manifest:
     """A description of the contents of a split, validated on creation.
 
     Attributes:
-        format_version: version of the on-disk format: 2, 1 for an older pack, 3 for a pack with targets, or 4 for whole
-            pictures.
+        format_version: version of the on-disk format: 5, or 1 to 4 for an older pack.
         num_images: number of images packed, N ≥ 1.
         height: height of an image in pixels.
         width: width of an image in pixels.
@@ -108,11 +114,17 @@ class Manifest:
         label_digests: SHA-256 of the labels in each shard file of ``labels/`` or ``targets/``; none in version 1.
         checksum_digests: the same for ``checksums/``; none in version 1, or if ``checksum`` is false.
         metadata_digests: SHA-256 of each array's ``zarr.json``, by the array's name; none in version 1.
-        targets: the targets of a pack of version 3, perhaps of one of version 4, None in other versions.
-        extent_digests: as ``label_digests``, for ``extents/``; none before version 4.
+        targets: the targets of a pack with ``targets/``, None in others.
+        extent_digests: as ``label_digests``, for ``extents/``; none without whole pictures.
+        column_digests: as ``label_digests``, for each of ``names``, ``name_offsets``, ``weights`` and ``groups`` that
+            the split has: always the first two from version 5 on, none before.
+        name_bytes: the number of bytes of all names.
+        num_groups: all groups of the split have lower numbers; the numbers are those of the groups of all splits. 0
+            without ``groups/``.
 
     On disk there is one more field, ``manifest_digest``, the SHA-256 of all others; ``targets`` exists on disk from
-    version 3 on, ``extent_digests`` in version 4, and the three attributes before them do not exist in version 1.
+    version 3 on, ``extent_digests`` from version 4 on and what follows it from version 5 on, and the three attributes
+    before ``targets`` do not exist in version 1.
     """
 
     format_version: int
@@ -139,6 +151,9 @@ class Manifest:
     metadata_digests: Mapping[str, str] = field(default_factory=dict)
     targets: Targets | None = None
     extent_digests: tuple[str, ...] = ()
+    column_digests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    name_bytes: int = 0
+    num_groups: int = 0
 
     def __post_init__(self) -> None:
         _check_version(self.format_version)
@@ -154,8 +169,10 @@ class Manifest:
         _require(is_divisible, "the width must be a multiple of 4 in the dense layout", self.width)
         _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}", self.codec)
         _require(type(self.checksum) is bool, "checksum must be true or false", self.checksum)
-        rule = f"resize_rule must have {'a' if self.is_whole else 'no'} canvas in version {self.format_version}"
-        _require(("canvas" in self.resize_rule) == self.is_whole, rule, dict(self.resize_rule))
+        must_be_whole = self.format_version == WHOLE_VERSION
+        rule = f"resize_rule must have {'a' if must_be_whole else 'no'} canvas in version {self.format_version}"
+        is_valid = self.is_whole == must_be_whole or self.format_version > WHOLE_VERSION
+        _require(is_valid, rule, dict(self.resize_rule))
         if self.is_whole:
             size, resize = self.resize_rule.get("size"), self.resize_rule.get("resize")
             is_valid = type(size) is int and 1 <= size <= self.height == resize
@@ -170,13 +187,13 @@ class Manifest:
 
     def _check_digests(self) -> None:
         is_first = self.format_version == 1
-        named = [*[CHECKSUMS] * self.checksum, *[EXTENTS] * self.is_whole, self.label_array, PIXELS]
-        names = [] if is_first else sorted(named)
+        self._check_columns()
+        names = [] if is_first else sorted((PIXELS, *self.number_arrays))
         for name, count in (
             ("shard_digests", self.num_shards),
-            ("label_digests", 0 if is_first else self.label_shards.num_parts(self.num_images)),
-            ("checksum_digests", 0 if is_first else NUMBERS.num_parts(self.num_images) * self.checksum),
-            ("extent_digests", NUMBERS.num_parts(self.num_images) * self.is_whole),
+            ("label_digests", 0 if is_first else self.num_parts(self.label_array)),
+            ("checksum_digests", 0 if is_first else self.num_parts(CHECKSUMS) * self.checksum),
+            ("extent_digests", self.num_parts(EXTENTS) * self.is_whole),
         ):
             _require(
                 len(getattr(self, name)) == count,
@@ -185,7 +202,7 @@ class Manifest:
             )
         found = sorted(self.metadata_digests)
         _require(found == names, f"the keys of metadata_digests must be {', '.join(names) or 'none'}", found)
-        lists = (self.shard_digests, self.label_digests, self.checksum_digests, self.extent_digests)
+        lists = (self.shard_digests, *(self.digests_of(name) for name in self.number_arrays))
         digests = (*chain(*lists), *self.metadata_digests.values())
         source = () if self.targets is None else (self.targets.labels_file,)
         for digest in (*digests, *source, self.labels_digest, self.failures_digest):
@@ -193,10 +210,22 @@ class Manifest:
                 type(digest) is str and _DIGEST.fullmatch(digest) is not None, "a digest must be a SHA-256", digest
             )
 
+    def _check_columns(self) -> None:
+        required = (NAMES, NAME_OFFSETS) if self.has_names else ()
+        allowed = (*required, WEIGHTS, GROUPS) if self.has_names else ()
+        found = self.column_digests.keys()
+        rule = f"the keys of column_digests must be {', '.join(allowed) or 'none'}"
+        _require(found <= {*allowed} and found >= {*required}, rule, sorted(found))
+        for name, digests in self.column_digests.items():
+            count = self.num_parts(name)
+            rule = f"{name} of column_digests must have {quantity(count, 'entry')}"
+            _require(len(digests) == count, rule, len(digests))
+        _require((GROUPS in found) == (self.num_groups > 0), "num_groups must be 0 without groups", self.num_groups)
+
     def _check_targets(self) -> None:
         has_targets = self.format_version == TARGETS_VERSION
         rule = f"targets must {'be an object' if has_targets else 'be absent'} in version {self.format_version}"
-        _require(self.is_whole or (self.targets is not None) == has_targets, rule, self.targets)
+        _require(self.format_version >= WHOLE_VERSION or (self.targets is not None) == has_targets, rule, self.targets)
         if self.targets is not None and (fault := self.targets.faults(len(self.classes))) is not None:
             raise ShardError(f"{fault}; restore the file or pack the split again with --overwrite")
 
@@ -226,7 +255,12 @@ class Manifest:
     @property
     def is_whole(self) -> bool:
         """Whether the images are whole pictures on a canvas, whose places are in ``extents/``."""
-        return self.format_version == WHOLE_VERSION
+        return "canvas" in self.resize_rule
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the names of the images are in ``names/`` and ``name_offsets/``."""
+        return self.format_version >= FORMAT_VERSION
 
     @property
     def whole(self) -> Whole | None:
@@ -240,9 +274,30 @@ class Manifest:
         return LABELS if self.targets is None else TARGETS
 
     @property
-    def label_shards(self) -> NumberShards:
-        """How the array with the labels is divided into shard files."""
-        return NUMBERS if self.targets is None else row_shards(self.target_words)
+    def number_arrays(self) -> tuple[str, ...]:
+        """The names of all arrays of the split beside ``pixels/``."""
+        has_checksums = self.checksum and self.format_version > 1
+        extents = [EXTENTS] * self.is_whole
+        return (self.label_array, *[CHECKSUMS] * has_checksums, *extents, *sorted(self.column_digests))
+
+    def digests_of(self, name: str) -> tuple[str, ...]:
+        """Return the SHA-256 of the numbers in each shard file of one of `number_arrays`."""
+        known = {CHECKSUMS: self.checksum_digests, EXTENTS: self.extent_digests, self.label_array: self.label_digests}
+        return known[name] if name in known else self.column_digests[name]
+
+    def length_of(self, name: str) -> int:
+        """Return the number of numbers or rows of one of `number_arrays`: N, but for the names."""
+        return {NAMES: self.name_bytes, NAME_OFFSETS: self.num_images + 1}.get(name, self.num_images)
+
+    def shards_of(self, name: str) -> NumberShards:
+        """Return how one of `number_arrays` is divided into shard files."""
+        if name == TARGETS:
+            return row_shards(self.target_words)
+        return {NAMES: NAME_SHARDS, NAME_OFFSETS: NAME_OFFSET_SHARDS}.get(name, NUMBERS)
+
+    def num_parts(self, name: str) -> int:
+        """Return the number of shard files of one of `number_arrays`."""
+        return self.shards_of(name).num_parts(self.length_of(name))
 
     @property
     def target_words(self) -> int:
@@ -345,7 +400,7 @@ class Manifest:
         lists = [name for name in _LISTS if name in known]
         for name in ("classes", *lists):
             _require(isinstance(values[name], list), f"{name} must be a list", values[name])
-        for name in ("resize_rule", "tool_versions", *({"metadata_digests"} & known)):
+        for name in ("resize_rule", "tool_versions", *({"metadata_digests", "column_digests"} & known)):
             _require(isinstance(values[name], dict), f"{name} must be an object", values[name])
         for name in ("layout", "codec", "source_digest"):
             _require(isinstance(values[name], str), f"{name} must be a string", values[name])
@@ -354,6 +409,11 @@ class Manifest:
         values["classes"] = tuple(_image_class(entry) for entry in values["classes"])
         for name in lists:
             values[name] = tuple(values[name])
+        if "column_digests" in known:
+            columns = values["column_digests"]
+            for name, digests in columns.items():
+                _require(isinstance(digests, list), f"{name} of column_digests must be a list", digests)
+            values["column_digests"] = {name: tuple(digests) for name, digests in columns.items()}
         manifest = cls(**values)
         if stored_digest != json_digest(manifest._document()):
             raise ShardError(
@@ -401,11 +461,11 @@ def _require(is_satisfied: bool, rule: str, found: object) -> None:
 
 
 def _check_version(version: object) -> None:
-    if type(version) is int and version in _READABLE_VERSIONS:
+    if type(version) is int and version in READABLE_VERSIONS:
         return
-    if type(version) is int and version > WHOLE_VERSION:
+    if type(version) is int and version > FORMAT_VERSION:
         raise ShardError(
-            f"format version {version} is newer than {WHOLE_VERSION}, the newest supported; install a newer loopfeed"
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest supported; install a newer loopfeed"
         )
-    known = ", ".join(map(str, _READABLE_VERSIONS[:-1])) + f" or {_READABLE_VERSIONS[-1]}"
+    known = ", ".join(map(str, READABLE_VERSIONS[:-1])) + f" or {READABLE_VERSIONS[-1]}"
     raise ShardError(f"format_version must be {known}, found {version!r}; pack the split again with --overwrite")

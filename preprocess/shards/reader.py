@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import tensorstore as ts
@@ -20,7 +20,16 @@ from numpy.typing import NDArray
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.read_meter import CHECK, READ, ReadMeter
-from loopfeed.preprocess.shards.arrays import NUMBERS_PER_SHARD, PIXELS, damage, image_key, shard_key
+from loopfeed.preprocess.shards.arrays import (
+    CHECKSUMS,
+    GROUPS,
+    NUMBERS_PER_SHARD,
+    PIXELS,
+    WEIGHTS,
+    damage,
+    image_key,
+    shard_key,
+)
 from loopfeed.preprocess.shards.cached_images import CachedImages
 from loopfeed.preprocess.shards.decoded_checks import DecodedChecks
 from loopfeed.preprocess.shards.file_maps import WatchedFolder
@@ -33,10 +42,12 @@ from loopfeed.preprocess.shards.shard_copies import ShardCopies
 from loopfeed.preprocess.shards.shard_sizes import check_plausible, describe_truncated
 from loopfeed.preprocess.shards.split_arrays import (
     SplitLabels,
+    SplitNames,
     check_buffer,
     check_indices,
-    open_checksums,
+    describe_image,
     open_extents,
+    open_numbers,
 )
 from loopfeed.preprocess.shards.splits import list_splits, read_manifest
 from loopfeed.preprocess.shards.stored_pixels import StoredPixels, without_maps
@@ -133,8 +144,9 @@ class ShardSplit:
         # Decoded images are not cached: a cache only adds a copy (measured), and the page cache already has the file.
         self._pixels: StoredPixels | None = StoredPixels(location, manifest, notify)
         self._labels: SplitLabels | None = SplitLabels(without_maps(location), manifest)
-        self._checksums = open_checksums(without_maps(location), manifest)
+        self._checksums = open_numbers(without_maps(location), manifest, CHECKSUMS)
         self._extents = open_extents(without_maps(location), manifest)
+        self._names: SplitNames | None = None
         self._decoded = DecodedChecks(location, manifest)
         self._mapped: MappedImages | CachedImages | None = None
         folder = location.local_path
@@ -158,6 +170,7 @@ class ShardSplit:
         if isinstance(self._mapped, CachedImages):
             self._mapped.close()
         self._pixels = self._labels = self._checksums = self._extents = self._mapped = self._watch = None
+        self._names = None
 
     def read_into(
         self, indices: NDArray[np.int64], pixels: NDArray[np.uint32], labels: NDArray[np.int32], *, timeout_s: float
@@ -270,6 +283,59 @@ class ShardSplit:
                 self._labels.read_into(indices, classes[indices[0] : indices[-1] + 1], deadline)
         return classes
 
+    def names(self, indices: NDArray[np.int64], *, timeout_s: float = STORE_TIMEOUT_S) -> list[str] | None:
+        """Return the names of images: their paths below the split, such as "n01440764/n01440764_18.JPEG".
+
+        They are those of the source, with the class that the source's folder states, whether it was a folder or an
+        archive. Bytes that are not UTF-8 are as `os.fsdecode` returns them on Linux (surrogate escapes), so that
+        `os.fsencode` gives the name of the file back; show names with `loopfeed.preprocess.printable.printable`. Only
+        the shard files with these names are read.
+
+        Args:
+            indices: int64 ``[b]``, 0 ≤ index < N, any order, repeats allowed.
+            timeout_s: how long to wait for the store, in seconds.
+
+        Returns:
+            A name for each index; None if the pack has no names, because an earlier release made it.
+
+        Raises:
+            ShardError: as `read_into`, for names.
+        """
+        if self._pixels is None:
+            raise ShardError(self._closed_message())
+        indices = self._checked_indices(indices)
+        if not self.manifest.has_names:
+            return None
+        if self._names is None:
+            self._names = SplitNames(without_maps(self.location), self.manifest)
+        return self._names.read(indices, time.monotonic() + timeout_s)
+
+    def weights(self, *, timeout_s: float = STORE_TIMEOUT_S) -> NDArray[np.float32] | None:
+        """Return how often each image is to be drawn, float32 ``[N]``, ≥ 0; None if the pack does not say.
+
+        Raises:
+            ShardError: as `read_into`, for weights.
+        """
+        return self._column(WEIGHTS, timeout_s)
+
+    def groups(self, *, timeout_s: float = STORE_TIMEOUT_S) -> NDArray[np.uint32] | None:
+        """Return the number of each image's group, uint32 ``[N]``; None if the pack has no groups.
+
+        A group has the same number in all splits of a pack.
+
+        Raises:
+            ShardError: as `read_into`, for groups.
+        """
+        return self._column(GROUPS, timeout_s)
+
+    def _column(self, name: str, timeout_s: float) -> NDArray[Any] | None:
+        if self._pixels is None:
+            raise ShardError(self._closed_message())
+        numbers = open_numbers(without_maps(self.location), self.manifest, name)
+        if numbers is None:
+            return None
+        return numbers.read(np.arange(self.num_images), time.monotonic() + timeout_s)
+
     def load_numbers(self, *, timeout_s: float) -> None:
         """Read the first shard file of the labels and of the checksums to report any damage before other work begins.
 
@@ -346,8 +412,8 @@ class ShardSplit:
         reading.enter(READ)
         if index is not None:
             raise ShardError(
-                f"{self._name()}: image {index} in {image_key(index // self.manifest.shard_images)} is not the one "
-                f"that was packed there; {self._remedy()}"
+                f"{self._name()}: {self._describe(index)} in {image_key(index // self.manifest.shard_images)} is not "
+                f"the one that was packed there; {self._remedy()}"
             )
 
     def _take_labels(self, indices: NDArray[np.int64], labels: NDArray[np.int32], deadline: float) -> None:
@@ -383,7 +449,7 @@ class ShardSplit:
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         for index in np.unique(indices).tolist():
             shard = index // self.manifest.shard_images
-            where = f"{self._name()}: image {index} in {image_key(shard)}"
+            where = f"{self._name()}: {self._describe(index)} in {image_key(shard)}"
             if (truncation := describe_truncated(self.location, self.manifest, shard)) is not None:
                 return f"{where}: {truncation}; {self._remedy()}"
             try:
@@ -403,6 +469,9 @@ class ShardSplit:
             f"{PIXELS}/{first}{more}; "
             "check the disk or the network, or allow more time"
         )
+
+    def _describe(self, index: int) -> str:
+        return describe_image(without_maps(self.location), self.manifest, index)
 
     def _name(self) -> str:
         return self.location.display.rstrip("/")

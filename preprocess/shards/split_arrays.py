@@ -1,9 +1,10 @@
-"""Opens the arrays of a split as its manifest describes them: pixels and checksums, and its labels or targets."""
+"""Opens the arrays of a split as its manifest describes them: its pixels, its labels or targets, and what is beside."""
 
 from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +13,33 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from loopfeed.preprocess.extents import are_outside
+from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
     EXTENTS,
+    GROUPS,
+    LABELS,
+    MAX_NAME_BYTES,
     MAX_NUMBERS_BYTES,
-    NUMBERS,
+    NAME_OFFSETS,
+    NAMES,
     NUMBERS_PER_SHARD,
     PIXELS,
-    NumberShards,
+    TARGETS,
+    WEIGHTS,
     checksums_metadata,
     damage,
     extents_metadata,
+    groups_metadata,
     labels_metadata,
+    name_offsets_metadata,
+    names_metadata,
     pixels_metadata,
     read_array,
     shard_key,
     targets_metadata,
+    weights_metadata,
     words_digest,
 )
 from loopfeed.preprocess.shards.location import Location, ShardError
@@ -40,6 +51,10 @@ from loopfeed.preprocess.system_errors import reading_remedy
 HELD_NUMBERS = 1 << 24
 """Splits of up to this many images keep their labels and checksums in memory (96 MiB); of targets, up to this many
 words."""
+_NAMES_AT_ONCE = 1 << 10
+_DESCRIBE_TIMEOUT_S = 10.0
+_HELD_COMPRESSED_FILES = 4
+"""How many shard files of names, and of their offsets, are kept in memory (4 MiB each)."""
 
 
 # The numbers stay in memory, 2 bytes per image for labels, 4 for checksums, and 4 per word for targets. For very large
@@ -60,45 +75,43 @@ class _MappedPart:
 class ImageNumbers:
     """An array with one number or one row of numbers per image, readable from any number of threads.
 
+    ``names/`` and ``name_offsets/``, which are compressed, have one number per byte and one more than images.
+
     Args:
         location: the split's folder.
+        manifest: its manifest.
         name: name of the array.
-        metadata: metadata of the array, see `loopfeed.preprocess.shards.arrays`.
-        dtype: type of the numbers.
-        digests: SHA-256 of the numbers of each shard file; None if the split has none.
-        shards: how the array is divided into shard files.
+        digests: SHA-256 of the numbers of each shard file; None for those of the manifest, if it has any.
 
     Raises:
         ShardError: the array can't be opened.
     """
 
     def __init__(
-        self,
-        location: Location,
-        name: str,
-        metadata: dict[str, Any],
-        dtype: type[np.generic],
-        digests: tuple[str, ...] | None,
-        shards: NumberShards = NUMBERS,
+        self, location: Location, manifest: Manifest, name: str, digests: tuple[str, ...] | None = None
     ) -> None:
-        self._location, self._name, self._digests, self._dtype = location, name, digests, dtype
-        self._shards = shards
-        self._num_images: int = metadata["shape"][0]
-        num_numbers = self._num_images * int(np.prod(shards.row))
+        self._location, self._name, self._shards = location, name, manifest.shards_of(name)
+        self._digests = digests or manifest.digests_of(name) or None
+        metadata = number_metadata(manifest, name)
+        self._dtype = np.dtype(metadata["data_type"])
+        self._num_images = manifest.length_of(name)
+        num_numbers, shards = self._num_images * int(np.prod(self._shards.row)), self._shards
         self._array = read_array(location, name, metadata)
         self._held: dict[int, NDArray[Any]] = {}
+        self._most_held = _HELD_COMPRESSED_FILES if name in (NAMES, NAME_OFFSETS) else None
         self._compared: dict[int, _MappedPart] = {}
         self._lock = threading.Lock()
         self._mapped: MappedShards | None = None
         folder = location.local_path
-        if folder is not None and MappedShards.is_possible() and num_numbers > HELD_NUMBERS:
+        is_mappable = self._most_held is None and MappedShards.is_possible()
+        if folder is not None and is_mappable and num_numbers > HELD_NUMBERS:
             self._mapped = MappedShards(
                 folder / name,
                 rank=shards.rank,
                 num_chunks=-(-self._num_images // shards.per_chunk),
                 shard_chunks=shards.per_shard // shards.per_chunk,
                 chunk_shape=(shards.per_chunk, *shards.row),
-                dtype=dtype,
+                dtype=self._dtype.type,
                 checksum=True,
             )
 
@@ -172,6 +185,8 @@ class ImageNumbers:
                 raise ShardError(
                     f"{self._file(part)}: the {self._name} differ from those that were packed; {self._location.remedy}"
                 )
+            if self._most_held is not None and len(self._held) >= self._most_held:
+                del self._held[next(iter(self._held))]
             self._held[part] = found
             return found
         finally:
@@ -207,29 +222,80 @@ def pixel_metadata(manifest: Manifest) -> dict[str, Any]:
     )
 
 
-def label_metadata(manifest: Manifest) -> dict[str, Any]:
-    """Return the Zarr metadata of the array with the labels, ``labels/`` or ``targets/``."""
-    if manifest.targets is None:
-        return labels_metadata(manifest.num_images)
-    return targets_metadata(manifest.num_images, manifest.target_words, dtype_of(manifest.targets.kind))
+def number_metadata(manifest: Manifest, name: str) -> dict[str, Any]:
+    """Return the Zarr metadata of one of the manifest's `number_arrays`."""
+    if name == TARGETS:
+        assert manifest.targets is not None
+        return targets_metadata(manifest.num_images, manifest.target_words, dtype_of(manifest.targets.kind))
+    if name == NAMES:
+        return names_metadata(manifest.name_bytes)
+    makers = {
+        **{LABELS: labels_metadata, CHECKSUMS: checksums_metadata, EXTENTS: extents_metadata},
+        **{NAME_OFFSETS: name_offsets_metadata, WEIGHTS: weights_metadata, GROUPS: groups_metadata},
+    }
+    return makers[name](manifest.num_images)
 
 
-def open_checksums(location: Location, manifest: Manifest) -> ImageNumbers | None:
-    """Open the uint32 image checksums of the split at ``location``; return None if the split has none."""
-    if not manifest.checksum_digests:
-        return None
-    return ImageNumbers(
-        location, CHECKSUMS, checksums_metadata(manifest.num_images), np.uint32, manifest.checksum_digests
-    )
+def open_numbers(location: Location, manifest: Manifest, name: str) -> ImageNumbers | None:
+    """Open one of the arrays of the split at ``location``; return None if the split does not have it."""
+    return ImageNumbers(location, manifest, name) if name in manifest.number_arrays else None
+
+
+class SplitNames:
+    """The names of the images of the split at ``location``, readable from any number of threads, not mapped.
+
+    Only the shard files with the wanted names are read, and only a few of them are kept in memory.
+
+    Raises:
+        ShardError: the arrays can't be opened.
+    """
+
+    def __init__(self, location: Location, manifest: Manifest) -> None:
+        self._location, self._num_bytes = location, manifest.name_bytes
+        self._bytes = ImageNumbers(location, manifest, NAMES)
+        self._offsets = ImageNumbers(location, manifest, NAME_OFFSETS)
+
+    def read(self, indices: NDArray[np.int64], deadline: float) -> list[str]:
+        """Return the names of the images ``indices``, int64 ``[b]``, as UTF-8; see `ShardSplit.names`.
+
+        Raises:
+            ShardError: as `ImageNumbers.read`, or the offsets are not those of names.
+        """
+        found: dict[int, str] = {}
+        wanted = np.unique(indices)
+        for first in range(0, len(wanted), _NAMES_AT_ONCE):
+            some = wanted[first : first + _NAMES_AT_ONCE]
+            starts, stops = (self._offsets.read(each, deadline).astype(np.int64) for each in (some, some + 1))
+            lengths = stops - starts
+            are_names = (starts >= 0) & (lengths >= 0) & (lengths <= MAX_NAME_BYTES) & (stops <= self._num_bytes)
+            if not are_names.all():
+                raise ShardError(
+                    f"{self._location.display}{NAME_OFFSETS}: the names overlap or are longer than "
+                    f"{MAX_NAME_BYTES:,} bytes; {self._location.remedy}"
+                )
+            places = np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+            text = self._bytes.read(places, deadline).tobytes() if len(places) else b""
+            ends = np.cumsum(lengths).tolist()
+            for index, start, stop in zip(some.tolist(), [0, *ends], ends, strict=False):
+                found[index] = text[start:stop].decode("utf-8", "surrogateescape")
+        return [found[index] for index in indices.tolist()]
+
+
+def describe_image(location: Location, manifest: Manifest, index: int) -> str:
+    """Return "image 17 (cat/1.jpg)" for a message, or "image 17" if the pack has no names or they can't be read."""
+    if manifest.has_names:
+        with suppress(ShardError):
+            (name,) = SplitNames(location, manifest).read(np.array([index]), time.monotonic() + _DESCRIBE_TIMEOUT_S)
+            return f"image {index} ({printable(name)})"
+    return f"image {index}"
 
 
 class SplitExtents(ImageNumbers):
     """The places of whole pictures of the split at ``location``, uint32; see `loopfeed.preprocess.extents`."""
 
     def __init__(self, location: Location, manifest: Manifest) -> None:
-        metadata = extents_metadata(manifest.num_images)
-        super().__init__(location, EXTENTS, metadata, np.uint32, manifest.extent_digests)
-        self._canvas = manifest.height, manifest.width
+        super().__init__(location, manifest, EXTENTS)
+        self._manifest, self._canvas = manifest, (manifest.height, manifest.width)
 
     def read(self, indices: NDArray[np.int64], deadline: float) -> NDArray[np.uint32]:
         """Read as `ImageNumbers.read`; raise ShardError if a picture is not within its canvas too."""
@@ -237,8 +303,9 @@ class SplitExtents(ImageNumbers):
         if (outside := are_outside(found, *self._canvas)).any():
             height, width = self._canvas
             raise ShardError(
-                f"{self._location.display}{EXTENTS}: image {indices[int(outside.argmax())]} is not within its canvas "
-                f"of {width} × {height} pixels; {self._location.remedy}"
+                f"{self._location.display}{EXTENTS}: "
+                f"{describe_image(self._location, self._manifest, int(indices[int(outside.argmax())]))} is not within "
+                f"its canvas of {width} × {height} pixels; {self._location.remedy}"
             )
         return found
 
@@ -262,10 +329,8 @@ class SplitLabels(ImageNumbers):
         digests = manifest.label_digests or None
         if digests is None and manifest.num_images <= NUMBERS_PER_SHARD:
             digests = (manifest.labels_digest,)  # version 1; for a single file the digest is the same
-        dtype = np.uint16 if manifest.targets is None else dtype_of(manifest.targets.kind)
-        metadata, shards = label_metadata(manifest), manifest.label_shards
-        super().__init__(location, manifest.label_array, metadata, dtype, digests, shards)
-        self._manifest, self.row = manifest, shards.row
+        super().__init__(location, manifest, manifest.label_array, digests)
+        self._manifest, self.row = manifest, self._shards.row
 
     def read_into(self, indices: NDArray[np.int64], labels: NDArray[np.int32], deadline: float) -> None:
         """Read the labels of the images ``indices`` into ``labels``, int32 ``[b, *row]``.
@@ -283,7 +348,8 @@ class SplitLabels(ImageNumbers):
         if found.max() >= num_classes:
             index = int(indices[int(found.argmax())])
             raise ShardError(
-                f"{self._where}: label {found.max()} of image {index} is not one of the "
+                f"{self._where}: label {found.max()} of {describe_image(self._location, self._manifest, index)} is "
+                "not one of the "
                 f"{quantity(num_classes, 'class')}; "
                 f"{self._location.remedy}"
             )

@@ -12,18 +12,20 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from loopfeed.preprocess.shards.arrays import NUMBER_ARRAYS, PIXELS, TARGETS
 from loopfeed.preprocess.shards.location import LOCK_SUFFIX, Location
 from loopfeed.preprocess.synced_folders import can_sync_folders, sync_tree
 
+_ONE_PER_IMAGE = "|".join(name for name in NUMBER_ARRAYS if name != TARGETS)
 _FILE = re.compile(
-    r"manifest\.json|failures\.jsonl|(pixels|labels|checksums|targets|extents)/zarr\.json|pixels/c/\d+/0/0"
-    r"|(labels|checksums|extents)/c/\d+|targets/c/\d+/0"
+    rf"manifest\.json|failures\.jsonl|(pixels|targets|{_ONE_PER_IMAGE})/zarr\.json|pixels/c/\d+/0/0"
+    rf"|({_ONE_PER_IMAGE})/c/\d+|targets/c/\d+/0"
     r"|journal/(plan\.json|owner|lock|(shards|blocks)/\d+\.json|parts/\d+-of-\d+\.(owner|lock))"
 )
 _FOLDER = re.compile(
-    r"pixels(/c(/\d+(/0)?)?)?|(labels|checksums|extents)(/c)?|targets(/c(/\d+)?)?|journal(/(shards|blocks|parts))?"
+    rf"pixels(/c(/\d+(/0)?)?)?|({_ONE_PER_IMAGE})(/c)?|targets(/c(/\d+)?)?|journal(/(shards|blocks|parts))?"
 )
-_FOLDERS = ("pixels", "labels", "checksums", "targets", "extents", "journal")
+_FOLDERS = (PIXELS, *NUMBER_ARRAYS, "journal")
 # Exists while a split is being packed.
 JOURNAL = "journal/"
 PLAN_KEY = f"{JOURNAL}plan.json"

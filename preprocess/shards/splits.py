@@ -14,7 +14,7 @@ from pathlib import Path
 import tensorstore as ts
 
 from loopfeed.preprocess.regular_file import is_regular
-from loopfeed.preprocess.shards.arrays import CHECKSUMS, EXTENTS, LABELS, METADATA_KEY, PIXELS, TARGETS
+from loopfeed.preprocess.shards.arrays import METADATA_KEY, NUMBER_ARRAYS, PIXELS
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from loopfeed.preprocess.shards.manifest import MANIFEST_KEY, NO_MANIFEST_REMEDY, Manifest
 from loopfeed.preprocess.shards.split_files import PARTS, PLAN_KEY, is_split_file
@@ -24,7 +24,7 @@ from loopfeed.preprocess.system_errors import status_of
 # Any one of these shows that a folder contains a split or its remains.
 _MARKS = (
     MANIFEST_KEY,
-    *(f"{array}/{part}" for array in (PIXELS, LABELS, CHECKSUMS, TARGETS, EXTENTS) for part in (METADATA_KEY, "c")),
+    *(f"{array}/{part}" for array in (PIXELS, *NUMBER_ARRAYS) for part in (METADATA_KEY, "c")),
 )
 
 

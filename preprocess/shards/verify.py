@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,14 @@ from loopfeed.preprocess.regular_file import check_regular
 from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
     EXTENTS,
+    GROUPS,
     MAX_NUMBERS_BYTES,
     METADATA_KEY,
-    NUMBERS,
+    NAME_OFFSETS,
+    NAMES,
     PIXELS,
-    NumberShards,
-    checksums_metadata,
+    WEIGHTS,
     damage,
-    extents_metadata,
     image_key,
     read_array,
     shard_key,
@@ -38,7 +38,7 @@ from loopfeed.preprocess.shards.arrays import (
 from loopfeed.preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError, open_location
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
 from loopfeed.preprocess.shards.shard_sizes import describe_truncated, describe_wrong_end, describe_wrong_size
-from loopfeed.preprocess.shards.split_arrays import label_metadata, open_pixels
+from loopfeed.preprocess.shards.split_arrays import number_metadata, open_pixels
 from loopfeed.preprocess.shards.split_files import JOURNAL
 from loopfeed.preprocess.shards.splits import read_manifest
 from loopfeed.preprocess.shards.targets import has_excess_bits
@@ -113,9 +113,7 @@ def verify_split(
     unreadable = {each.file for each in files if each.is_unreadable}
     contents = (
         *_check_failures(location, manifest, unreadable),
-        *check_numbers(location, manifest, manifest.label_array, unreadable),
-        *check_numbers(location, manifest, CHECKSUMS, unreadable),
-        *check_numbers(location, manifest, EXTENTS, unreadable),
+        *chain.from_iterable(check_numbers(location, manifest, name, unreadable) for name in manifest.number_arrays),
         *_check_pixels(location, manifest, unreadable, on_progress or (lambda _done, _total: None)),
     )
     # A missing file is reported once, with its images if it has any.
@@ -145,9 +143,7 @@ def find_lost_files(location: Location, manifest: Manifest) -> tuple[Damage, ...
             found[file] = Damage(file, what)
     for each in (
         *_check_failures(location, manifest, unreadable),
-        *check_numbers(location, manifest, manifest.label_array, unreadable),
-        *check_numbers(location, manifest, CHECKSUMS, unreadable),
-        *check_numbers(location, manifest, EXTENTS, unreadable),
+        *chain.from_iterable(check_numbers(location, manifest, name, unreadable) for name in manifest.number_arrays),
         *_check_metadata(location, manifest, unreadable),
     ):
         found.setdefault(each.file, each)
@@ -166,14 +162,13 @@ def _check_required(location: Location, manifest: Manifest, found: set[str]) -> 
 
 def _max_bytes(manifest: Manifest) -> dict[str, int]:
     """Return the keys of all files that a split must have, and the largest size of each in bytes."""
-    expected = {MANIFEST_KEY, FAILURES_KEY, *(f"{name}/{METADATA_KEY}" for name in _arrays(manifest))}
+    expected = {MANIFEST_KEY, FAILURES_KEY, *(f"{name}/{METADATA_KEY}" for name in (PIXELS, *manifest.number_arrays))}
     max_bytes = dict.fromkeys(expected, MAX_VALUE_BYTES)
     images = [image_key(shard) for shard in range(manifest.num_shards)]
     max_bytes |= dict.fromkeys(images, manifest.max_shard_bytes)
-    for name in _arrays(manifest)[1:]:
-        shards = _shards_of(manifest, name)
-        parts = range(shards.num_parts(manifest.num_images))
-        max_bytes |= dict.fromkeys([f"{name}/{shard_key(part, shards.rank)}" for part in parts], MAX_NUMBERS_BYTES)
+    for name in manifest.number_arrays:
+        rank, parts = manifest.shards_of(name).rank, range(manifest.num_parts(name))
+        max_bytes |= dict.fromkeys([f"{name}/{shard_key(part, rank)}" for part in parts], MAX_NUMBERS_BYTES)
     return max_bytes
 
 
@@ -188,15 +183,6 @@ def _check_files(location: Location, manifest: Manifest) -> Iterator[Damage]:
         )
     for key in sorted(key for key in found - _max_bytes(manifest).keys() if not key.startswith(JOURNAL)):
         yield Damage(printable(key), "the file does not belong to the split")
-
-
-def _arrays(manifest: Manifest) -> tuple[str, ...]:
-    others = [*[CHECKSUMS] * bool(manifest.checksum_digests), *[EXTENTS] * manifest.is_whole]
-    return (PIXELS, manifest.label_array, *others)
-
-
-def _shards_of(manifest: Manifest, name: str) -> NumberShards:
-    return manifest.label_shards if name == manifest.label_array else NUMBERS
 
 
 def _file_damage(location: Location, key: str, max_bytes: int, *, is_listed: bool) -> Damage | None:
@@ -235,21 +221,19 @@ def _check_metadata(location: Location, manifest: Manifest, unreadable: set[str]
 
 
 def check_numbers(location: Location, manifest: Manifest, name: str, unreadable: set[str]) -> Iterator[Damage]:
-    """Check the labels or targets or, if the split has any, the checksums or the places of whole pictures.
+    """Check one of the `number_arrays` of a manifest.
 
     Yields the damage of each file except those named ``unreadable``, which are known to be damaged.
     """
-    if name not in _arrays(manifest):
-        return
-    others = {CHECKSUMS: checksums_metadata, EXTENTS: extents_metadata}
-    metadata = others[name](manifest.num_images) if name in others else label_metadata(manifest)
+    metadata = number_metadata(manifest, name)
     array = yield from _opened(location, name, lambda: read_array(location, name, metadata), unreadable)
     if array is None:
         return
-    whole: list[NDArray[Any]] = []
+    digests: list[str] = []
+    together = hashlib.sha256()
     has_invalid = False
-    shards = _shards_of(manifest, name)
-    for part, (start, stop) in enumerate(shards.ranges(manifest.num_images)):
+    shards = manifest.shards_of(name)
+    for part, (start, stop) in enumerate(shards.ranges(manifest.length_of(name))):
         file = f"{name}/{shard_key(part, shards.rank)}"
         if file in unreadable:
             continue
@@ -258,23 +242,33 @@ def check_numbers(location: Location, manifest: Manifest, name: str, unreadable:
         except _READ_ERRORS as error:
             yield Damage(file, damage(error), remedy=reading_remedy(error, ""))
             continue
-        whole.append(numbers)
+        digests.append(words_digest([numbers]))
+        if name == manifest.label_array:
+            together.update(np.ascontiguousarray(numbers, numbers.dtype.newbyteorder("<")).data)
         if (wrong := describe_wrong_end(location, file, shards.per_shard // shards.per_chunk)) is not None:
             yield Damage(file, wrong)
         if (found := _invalid_numbers(manifest, name, numbers)) is not None:
             has_invalid = True
             what, rows = found
             yield Damage(file, what, tuple((rows + start).tolist()))
-    is_whole = sum(map(len, whole)) == manifest.num_images
-    if is_whole and not has_invalid and not _are_as_packed(whole, manifest, name):
+    are_as_packed = tuple(digests) == (manifest.digests_of(name) or tuple(digests))
+    if name == manifest.label_array:
+        are_as_packed &= together.hexdigest() == manifest.labels_digest
+    if len(digests) == manifest.num_parts(name) and not has_invalid and not are_as_packed:
         yield Damage(name, f"the {name} differ from those that were packed")
 
 
 def _invalid_numbers(manifest: Manifest, name: str, numbers: NDArray[Any]) -> tuple[str, NDArray[np.intp]] | None:
     """Return what is wrong with numbers that no image can have, and their rows; None if all are possible."""
-    if name == CHECKSUMS:
+    if name in (CHECKSUMS, NAMES):
         return None
-    if name == EXTENTS:
+    if name == NAME_OFFSETS:
+        what, are_invalid = "offsets beyond the bytes of the names", numbers > manifest.name_bytes
+    elif name == WEIGHTS:
+        what, are_invalid = "weights that are negative or not finite", ~((numbers >= 0) & np.isfinite(numbers))
+    elif name == GROUPS:
+        what, are_invalid = f"groups outside 0..{manifest.num_groups - 1}", numbers >= manifest.num_groups
+    elif name == EXTENTS:
         what = f"places outside the canvas of {manifest.width} × {manifest.height} pixels"
         are_invalid = are_outside(numbers, manifest.height, manifest.width)
     elif manifest.targets is None:
@@ -286,16 +280,6 @@ def _invalid_numbers(manifest: Manifest, name: str, numbers: NDArray[Any]) -> tu
         what, are_invalid = "targets that are not finite", ~np.isfinite(numbers).all(axis=1)
     rows = np.flatnonzero(are_invalid)
     return (what, rows) if len(rows) else None
-
-
-def _are_as_packed(parts: list[NDArray[Any]], manifest: Manifest, name: str) -> bool:
-    if name != manifest.label_array:
-        digests = manifest.checksum_digests if name == CHECKSUMS else manifest.extent_digests
-    elif words_digest(parts) == manifest.labels_digest:
-        digests = manifest.label_digests
-    else:
-        return False
-    return not digests or tuple(words_digest([part]) for part in parts) == digests
 
 
 def _check_pixels(

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.arrays import MAX_NAME_BYTES
 from loopfeed.preprocess.shards.classes import MAX_CLASSES, ImageClass
 
 MAX_FILE_BYTES = 512 * 2**20
@@ -135,14 +136,19 @@ class Listing:
             offset: offset of the image in its archive, in bytes.
 
         Raises:
-            SourceError: the listing has more images, or more bytes of names, than allowed.
+            SourceError: the listing has more images, or more bytes of names, than allowed, or the name is too long.
         """
-        around = folder.encode("utf-8", "surrogateescape")
-        self._names += around + member.encode("utf-8", "surrogateescape")
+        around, encoded = folder.encode("utf-8", "surrogateescape"), member.encode("utf-8", "surrogateescape")
+        self._names += around + encoded
         if len(self._names) > MAX_NAMES_BYTES or len(self._labels) >= MAX_IMAGES:
             raise SourceError(
                 f"with {printable(folder)}, the split has more than {MAX_IMAGES:,} images or {MAX_NAMES_BYTES:,} bytes "
                 "of names; use fewer images"
+            )
+        if len(self._class_ids[label] if self._class_ids else b"") + 1 + len(encoded) > MAX_NAME_BYTES:
+            raise SourceError(
+                f"{printable(folder + member)} is longer than the {MAX_NAME_BYTES:,} bytes allowed for the name of an "
+                "image; give it a shorter name"
             )
         self._name_stops.append(len(self._names))
         self._folder_lengths.append(len(around))

@@ -24,9 +24,9 @@ from loopfeed.preprocess.pixels import Layout
 from loopfeed.preprocess.shards import arrays
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.location import Location, open_location
-from loopfeed.preprocess.shards.manifest import FORMAT_VERSION, MANIFEST_KEY
+from loopfeed.preprocess.shards.manifest import MANIFEST_KEY
 from loopfeed.preprocess.shards.reader import read_manifest
-from loopfeed.preprocess.shards.split_arrays import open_checksums
+from loopfeed.preprocess.shards.split_arrays import open_numbers
 from loopfeed.preprocess.sources.listing import ListedSplit, Listing
 from scripts.benchmarks.bench import Settings
 
@@ -37,6 +37,8 @@ SPLIT = "train"
 NUMBERS = arrays.NUMBERS_PER_SHARD
 """Images whose labels are in one file. Sparse splits have multiples of so many images."""
 
+# Without names, which cannot be the same in all files, and which training does not read.
+_SPARSE_VERSION, _SPARSE_ARRAYS = 2, (arrays.PIXELS, arrays.LABELS, arrays.CHECKSUMS)
 _JPEG_SIZE = (500, 375)
 _JPEG_QUALITY = 92
 _NUM_JPEGS = 1000
@@ -120,7 +122,7 @@ def _array_split(path: Path) -> ListedSplit:
 
 def sparse_folder(settings: Settings, num_images: int) -> Path:
     """Return the folder of the split that `ensure_sparse` creates, which may not exist yet."""
-    return settings.folder / "data" / f"sparse-{num_images}-by-{_SPARSE_SHARD}-v{FORMAT_VERSION}"
+    return settings.folder / "data" / f"sparse-{num_images}-by-{_SPARSE_SHARD}-v{_SPARSE_VERSION}"
 
 
 def ensure_sparse(settings: Settings, say: Say, nums_images: Sequence[int]) -> None:
@@ -141,7 +143,7 @@ def ensure_sparse(settings: Settings, say: Say, nums_images: Sequence[int]) -> N
 def _write_sparse(folder: Path, whole: Location, num_images: int) -> None:
     """Write a split that repeats the one shard of another."""
     split, manifest = open_location(str(folder)).child(SPLIT), read_manifest(whole, SPLIT)
-    stored = open_checksums(whole.child(SPLIT), manifest)
+    stored = open_numbers(whole.child(SPLIT), manifest, arrays.CHECKSUMS)
     assert stored is not None
     checksums = np.resize(stored.read(np.arange(_SPARSE_SHARD), time.monotonic() + 60), NUMBERS)
     labels = np.arange(NUMBERS, dtype=np.uint16) % _SPARSE_CLASSES
@@ -155,6 +157,10 @@ def _write_sparse(folder: Path, whole: Location, num_images: int) -> None:
     ]
     sparse = replace(
         manifest,
+        format_version=_SPARSE_VERSION,
+        column_digests={},
+        name_bytes=0,
+        metadata_digests={name: manifest.metadata_digests[name] for name in _SPARSE_ARRAYS},
         num_images=num_images,
         classes=manifest.classes[:_SPARSE_CLASSES],
         class_counts=tuple(counts),

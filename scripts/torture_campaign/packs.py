@@ -44,8 +44,8 @@ _TRIED_ON_OTHER_LAYOUTS = ("shards-swapped", "shards-of-splits-swapped", "splits
                            "labels-permuted")  # fmt: skip
 _SHARDS = tuple(f"train/pixels/c/{number}/0/0" for number in range(3))
 _VAL_SHARD = "val/pixels/c/0/0/0"
-_NAMES = ("manifest.json", "failures.jsonl", "zarr.json", "pixels", "labels", "checksums", "extents",
-          "train", "val")  # fmt: skip
+_ARRAYS = ("labels", "checksums", "extents", "names", "name_offsets")
+_NAMES = ("manifest.json", "failures.jsonl", "zarr.json", "pixels", *_ARRAYS, "train", "val")
 _WEAKER_CLAIM = "every pixel and label is as it was packed"
 # The message that a training must print about a val split that it cannot evaluate on.
 _WITHOUT_EVALUATION = re.compile(
@@ -127,6 +127,8 @@ PACK_FAULTS: dict[str, PackFault] = {
     "label-arrays-swapped": lambda pack, _: _swap(pack, "train/labels", "val/labels"),
     "manifests-swapped": lambda pack, _: _swap(pack, "train/manifest.json", "val/manifest.json"),
     "labels-permuted": _permute("train/labels"),
+    "names-swapped": lambda pack, _: _swap(pack, "train/names/c/0", "val/names/c/0"),
+    "names-permuted": _permute("train/names"),
     "folder-emptied": _put_folder(Path.mkdir, *_FOLDERS, "val"),
     "folder-as-file": _put_folder(lambda path: path.write_bytes(b""), *_FOLDERS),
     "folder-as-loop": _put_folder(lambda path: path.symlink_to(path.parents[1]), "train/labels", "train/pixels"),
@@ -368,7 +370,7 @@ def find_split_exemption(tree: Tree, sound: Tree) -> str:
     """Return the exemption for a changed pack that was found intact, or ""."""
     if _has_swapped_splits(tree, sound):
         return "a split under another name"
-    parts = ("manifest", "failures", "pixels", "labels", "checksums", "extents")
+    parts = ("manifest", "failures", "pixels", *_ARRAYS)
     gone = [split for split in SPLITS if not any(key.startswith(f"{split}/{part}") for key in tree for part in parts)]
     kept, whole = ({key: content for key, content in each.items() if key.split("/")[0] not in gone
                     and key.split("/")[0] in SPLITS} for each in (tree, sound))  # fmt: skip
