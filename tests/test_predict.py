@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +18,14 @@ from loopfeed.engine.commands import predict_cli
 from loopfeed.engine.commands.eval_cli import main as run_eval
 from loopfeed.engine.commands.predict_cli import main as predict_images
 from loopfeed.engine.evaluation.predict import PredictionResult
+from loopfeed.engine.evaluation.result import ImagePredictions, write_predictions
 from loopfeed.engine.records.weights import read_weights
 from loopfeed.preprocess.decoding.decode import ResizeRule, decode_image
 from loopfeed.preprocess.packing.pack import pack_split
 from loopfeed.preprocess.packing.plan import PackSettings
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.location import open_location
+from loopfeed.preprocess.shards.reader import open_split
 from loopfeed.preprocess.sources.open_source import open_source
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -244,16 +247,37 @@ def test_an_evaluation_writes_each_decision(place, monkeypatch, suffix):
     assert decided is not None
     code, out, err = invoke(run_eval, monkeypatch, folder, "run", "--predictions", f"p.{suffix}")
     text = (folder / f"p.{suffix}").read_text()
+    with open_split(str(folder / "data"), "val") as split:
+        names = split.names(np.arange(NUM_VAL))
     rows = list(csv.DictReader(io.StringIO(text))) if suffix == "csv" else list(map(json.loads, text.splitlines()))
     assert (code, out.count("\n")) == (0, 1)
     assert f"predictions: p.{suffix}, {NUM_VAL} images" in err
     assert [int(row["index"]) for row in rows] == list(range(NUM_VAL))
+    assert names is not None
+    assert [row["name"] for row in rows] == names == list(decided.names or ())
+    files = (folder / "photos/val").glob("*/*")
+    assert sorted(names) == sorted(str(each.relative_to(folder / "photos/val")) for each in files)
     assert [int(row["label"]) for row in rows] == decided.labels.tolist()
     assert [int(row["predicted"]) for row in rows] == decided.classes[:, 0].tolist()
     assert [np.float32(row["probability"]) for row in rows] == decided.probabilities[:, 0].tolist()
     assert [np.float32(row["loss"]) for row in rows] == decided.losses.tolist()
     code, _, err = invoke(run_eval, monkeypatch, folder, "run", "--predictions", "p.txt")
     assert (code, "must end in .csv or .jsonl, got p.txt" in err) == (2, True)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_the_file_of_predictions_has_names_as_they_are(tmp_path, suffix):
+    names = ("a,b\n.jpg", "=1+1.png", os.fsdecode(b"c/\xff.jpg"))
+    numbers = np.arange(3, dtype=np.int32)
+    found = ImagePredictions(numbers, numbers[:, None], np.ones((3, 1), np.float32), np.zeros(3, np.float32), names)
+    write_predictions(path := tmp_path / f"p.{suffix}", found)
+    text = path.read_bytes().decode("utf-8", "surrogateescape")
+    is_csv = suffix == "csv"
+    rows = list(csv.DictReader(io.StringIO(text, newline=""))) if is_csv else list(map(json.loads, text.splitlines()))
+    assert [row["name"] for row in rows] == [names[0], "'=1+1.png" if is_csv else names[1], names[2]]
+    # Of images without names, the file is as it was.
+    write_predictions(path, replace(found, names=None))
+    assert b"name" not in path.read_bytes()
 
 
 def test_weights_without_a_record_are_said_to_be_guessed(place, tmp_path):

@@ -148,8 +148,8 @@ def test_confusions_classes_and_mistakes_are_those_of_an_evaluation(page, run):
     wrong = [index for index in range(NUM_EVALUATED) if found.classes[index, 0] != found.labels[index]]
     wrong.sort(key=lambda index: -found.probabilities[index, 0])
     items = section(page, "mistakes").all("li")
-    assert [each.all("span")[2].text for each in items] == [f"image {index}" for index in wrong]
     source = fake_source(NUM_EVALUATED, seed=1)
+    assert [each.all("span")[2].text for each in items] == [f"image {index}: {source.key(index)}" for index in wrong]
     for index, item in zip(wrong, items, strict=True):
         label, taken = names[found.labels[index]], names[found.classes[index, 0]]
         assert item.all("span")[0].text == f"{label} taken for {taken}"

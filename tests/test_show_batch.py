@@ -19,6 +19,7 @@ import loopfeed
 from loopfeed.engine.commands import cli
 from loopfeed.engine.inspection.show_batch import captions_of
 from loopfeed.preprocess.shards.classes import ImageClass
+from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
 
 AUGMENTED: dict[str, Any] = {"crop": "random", "crop_padding": 1, "flip": 0.5, "cutmix": 0.4, "seed": 3}
@@ -85,6 +86,20 @@ def test_mixed_pictures_are_what_their_captions_say():
         if plain.captions[row] != plain.captions[row ^ 1]:
             share = mixed.mix_weight[row]
             assert caption == f"{share:.2f} {plain.captions[row]}\n{1 - share:.2f} {plain.captions[row ^ 1]}"
+
+
+@pytest.mark.parametrize("order", [{}, {"order": "windowed", "window_gb": 2 * 13 * (4 * 4 * 4 + 4) / 1e9}])
+def test_pictures_of_a_pack_have_the_names_of_their_images(tmp_path, order):
+    source = fake_source(29)
+    pack(source, tmp_path)
+    config = toy_config(data=str(tmp_path), eval_split="off", batch=6, num_classes=None, seed=4, **order)
+    shown = loopfeed.show_batch(config, model=Linear())
+    assert shown.names is not None
+    indices = [int(Path(name).stem) for name in shown.names]
+    assert list(shown.names) == [source.key(index) for index in indices]
+    np.testing.assert_array_equal(shown.pictures, source.images[indices])
+    # Each picture has a line more.
+    assert shown.draw().height > replace(shown, names=None).draw().height
 
 
 # --- captions

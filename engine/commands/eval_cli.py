@@ -115,7 +115,7 @@ def _or_default(name: str) -> str:
     "--predictions",
     metavar="FILE",
     shell_complete=complete_file,
-    help="Write index, label, predicted class, its probability and loss of each image to FILE (.csv or .jsonl).",
+    help="Write index, label, predicted class, its probability, loss and name of each image to FILE (.csv or .jsonl).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, as in eval.jsonl, instead of text.")
 @overriding_option("compilation_cache", default_text=SETTINGS["compilation_cache"].render_default())

@@ -110,7 +110,8 @@ def predictions_of(tally: Tally) -> ImagePredictions | None:
     """Return the decision on each image, without unused rows; None if the tally has none."""
     if tally.predictions is None:
         return None
-    return ImagePredictions(*(np.asarray(each)[: int(tally.num_images)] for each in tally.predictions))
+    labels, classes, probabilities, losses = (np.asarray(each)[: int(tally.num_images)] for each in tally.predictions)
+    return ImagePredictions(labels, classes, probabilities, losses)
 
 
 def _compile(

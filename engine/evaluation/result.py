@@ -6,6 +6,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from numpy.typing import NDArray
 
 from loopfeed.engine.records.whole_file import write_whole
 from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.preprocess.printable import spreadsheet_cell
 from loopfeed.preprocess.system_errors import status_of
 
 _COLUMNS = ("index", "label", "predicted", "probability", "loss")
+_NAME = "name"
 _SUFFIXES = (".csv", ".jsonl")
 
 
@@ -50,12 +53,14 @@ class ImagePredictions:
         classes: int32 [N, T], the first T classes of each image, -1 if a logit is NaN.
         probabilities: float32 [N, T], their softmax probabilities.
         losses: float32 [N], the loss of each image.
+        names: the name of each image in the pack (`ShardSplit.names`); None if the images have no names.
     """
 
     labels: NDArray[np.int32]
     classes: NDArray[np.int32]
     probabilities: NDArray[np.float32]
     losses: NDArray[np.float32]
+    names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,10 +106,11 @@ def check_prediction_file(path: str | os.PathLike[str]) -> None:
 
 
 def write_predictions(path: str | os.PathLike[str], predictions: ImagePredictions) -> None:
-    """Write the index in the split, the label, the predicted class, its probability and the loss of each image.
+    """Write the index in the split, label, predicted class, its probability, loss and, if it has one, name of images.
 
     The file is CSV with a header, or JSON lines, by its suffix. Numbers are the shortest decimals that are the same
-    float32; NaN and infinity are null, and empty in CSV.
+    float32; NaN and infinity are null, and empty in CSV. In CSV, bytes of names that are not UTF-8 are written as they
+    are, and a name that a spreadsheet would take for a formula after an apostrophe.
 
     Raises:
         ValueError: as `check_prediction_file`.
@@ -112,15 +118,21 @@ def write_predictions(path: str | os.PathLike[str], predictions: ImagePrediction
     """
     check_prediction_file(path)
     columns = (predictions.labels, predictions.classes[:, 0], predictions.probabilities[:, 0], predictions.losses)
-    rows = ((index, *map(_number, row)) for index, row in enumerate(zip(*columns, strict=True)))
+    is_csv, names = Path(path).suffix.lower() == ".csv", predictions.names
+    header = _COLUMNS if names is None else (*_COLUMNS, _NAME)
+    shown = repeat(()) if names is None else ((spreadsheet_cell(name) if is_csv else name,) for name in names)
+    rows = (
+        (index, *map(_number, row), *name)
+        for index, (row, name) in enumerate(zip(zip(*columns, strict=True), shown, strict=names is not None))
+    )
     text = io.StringIO(newline="")
-    if Path(path).suffix.lower() == ".csv":
+    if is_csv:
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(_COLUMNS)
+        writer.writerow(header)
         writer.writerows(rows)
     else:
-        text.writelines(json.dumps(dict(zip(_COLUMNS, row, strict=True))) + "\n" for row in rows)
-    write_whole(Path(path), text.getvalue().encode())
+        text.writelines(json.dumps(dict(zip(header, row, strict=True))) + "\n" for row in rows)
+    write_whole(Path(path), text.getvalue().encode("utf-8", "surrogateescape"))
 
 
 def _number(value: np.generic) -> int | float | None:

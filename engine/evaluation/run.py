@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Literal
 
 import jax
@@ -35,6 +36,7 @@ from loopfeed.engine.evaluation.subject import (
 )
 from loopfeed.engine.evaluation.trained_run import read_run
 from loopfeed.engine.feed.batches import EvaluationArrays, EvaluationSource, label_form_of
+from loopfeed.engine.feed.shard_batches import SequentialBatches
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.objective.tally import Tally, count_top5
@@ -193,7 +195,10 @@ def _count(
     source = data.source
     ranked = RankedClasses(1, source.num_batches * source.batch) if predictions else None
     counted = run_evaluation(subject, source, board, parts, per_class=per_class, ranked=ranked, notify=notify)
-    tally = counted.tally
+    tally, found = counted.tally, predictions_of(counted.tally)
+    if found is not None and isinstance(source, SequentialBatches):
+        names = source.split.names(np.arange(source.split.num_images))
+        found = replace(found, names=None if names is None else tuple(names))
     num_images = int(tally.num_images)
     num_top1, num_top5 = (None if each is None else int(each) for each in (tally.top1, tally.top5))
     num_top5 = count_top5(num_top5)
@@ -217,7 +222,7 @@ def _count(
         from_cache=counted.compiled.from_cache,
         evaluate_s=counted.evaluate_s,
         wait_s=counted.wait_s,
-        predictions=predictions_of(tally),
+        predictions=found,
     )
 
 

@@ -65,6 +65,10 @@ class ShardBatches(ResizableBatches):
         """Raise loopfeed.preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
         self.split.check_unchanged()
 
+    def images_of(self, batch_index: int) -> NDArray[np.int64]:
+        """Return the indices in the split of a batch's images, int64 [B]."""
+        return self._images_of(batch_index)
+
     def _images_of(self, batch_index: int) -> NDArray[np.int64]:
         """Return a batch's image indices, computed 2048 at a time, which takes as long as a few hundred (90 µs).
 
@@ -225,6 +229,11 @@ class WindowedBatches:
     def check_unchanged(self) -> None:
         """Raise loopfeed.preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""
         self.split.check_unchanged()
+
+    def images_of(self, batch_index: int) -> NDArray[np.int64]:
+        """Return the indices in the split of a batch's images, int64 [B]."""
+        start = batch_index * self.batch
+        return self.order.images_at(np.arange(start, start + self.batch, dtype=np.int64))
 
     def close(self) -> None:
         """Stop reading ahead."""

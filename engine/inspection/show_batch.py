@@ -27,6 +27,7 @@ from loopfeed.engine.crossing.choice import traced_platform
 from loopfeed.engine.crossing.infeed import Batch, BatchInfeed
 from loopfeed.engine.crossing.token import first_token
 from loopfeed.engine.feed.batches import whole_of
+from loopfeed.engine.feed.shard_batches import ShardBatches, WindowedBatches
 from loopfeed.engine.images.mixing import WHOLE
 from loopfeed.engine.parts import PartArguments, take_parts
 from loopfeed.engine.processes import this_process
@@ -159,6 +160,7 @@ class ShownBatch:
         captions: what the label of each image says.
         step: the update to which the batch belongs, from 1.
         title: what the sheet says at its top.
+        names: the name of each image in the pack (`ShardSplit.names`); None if the images have no names.
     """
 
     images: NDArray[np.float32]
@@ -168,6 +170,7 @@ class ShownBatch:
     captions: tuple[str, ...]
     step: int
     title: str
+    names: tuple[str, ...] | None = None
 
     @property
     def facts(self) -> str:
@@ -183,12 +186,16 @@ class ShownBatch:
         geometry = geometry_for(side)
         if count <= _MOST_LARGE_PICTURES and side > geometry.thumbnail:
             geometry = Geometry(thumbnail=min(side, _LARGEST_THUMBNAIL))
-        num_lines = max(caption.count("\n") for caption in self.captions)
+        captions = self.captions
+        if self.names is not None:
+            files = (printable_line(name.rpartition("/")[2]) for name in self.names)
+            captions = tuple(f"{caption}\n{file}" for caption, file in zip(captions, files, strict=True))
+        num_lines = max(caption.count("\n") for caption in captions)
         geometry = replace(geometry, caption=geometry.caption + num_lines * _LINE_HEIGHT, line=_LINE_HEIGHT)
         columns = max(_FEWEST_COLUMNS, int(np.ceil(np.sqrt(count))))
         return draw_sheet(
             self.pictures,
-            self.captions,
+            captions,
             [divmod(index, columns) for index in range(count)],
             title=self.title,
             facts=f"{self.facts.replace('×', 'x')}, as the model receives them",
@@ -254,7 +261,10 @@ def first_batch_of(run: Run) -> ShownBatch:
     labels, _ = settings.objective.read_labels(jnp.asarray(words))
     labels, images, mix_weight = jax.tree.map(np.asarray, (labels, images, mix_weight))
     levels = (images * np.asarray(run.std, np.float32) + np.asarray(data.mean, np.float32)) * 255
-    step = run.start.step + 1
+    step, source = run.start.step + 1, data.source
+    names = None
+    if isinstance(source, ShardBatches | WindowedBatches):
+        names = source.split.names(source.images_of(run.start.batch_index))
     return ShownBatch(
         images=images,
         pictures=np.clip(np.rint(np.nan_to_num(levels)), 0, 255).astype(np.uint8),
@@ -263,6 +273,7 @@ def first_batch_of(run: Run) -> ShownBatch:
         captions=tuple(captions_of(labels, mix_weight, data.classes, data.targets)),
         step=step,
         title=printable_line(f"step {step:,}: {data.description.partition(';')[0]}"),
+        names=None if names is None else tuple(names),
     )
 
 

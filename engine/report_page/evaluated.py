@@ -27,6 +27,7 @@ from loopfeed.engine.report_page.number_text import number, percent
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.extents import all_upright
 from loopfeed.preprocess.pixels import to_rgb
+from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.location import open_location
 from loopfeed.preprocess.shards.reader import ShardSplit, open_split, read_manifest
 
@@ -59,6 +60,7 @@ class Mistake:
     picture: bytes  # the file, PNG or JPEG
     media_type: str  # which of the two
     is_small: bool  # whether it is to be enlarged with sharp pixels
+    name: str | None  # its name in the pack; None in a pack without names
 
 
 @dataclass(frozen=True)
@@ -167,12 +169,15 @@ def _decisions(result: EvaluationResult, config: TrainConfig, num_pictures: int)
     with open_split(config.data, config.eval_split, storage_options=storage_options_of(config)) as images:
         num_classes = max(images.num_classes, int(predicted.max(initial=0)) + 1)
         pictures = _read_pictures(images, chosen)
-    found = zip(chosen, pictures, predictions.probabilities[chosen, 0].tolist(), strict=True)
+    names = [None if predictions.names is None else printable(predictions.names[at]) for at in chosen]
+    found = zip(chosen, pictures, names, predictions.probabilities[chosen, 0].tolist(), strict=True)
     return Decisions(
         matrix=count_matrix(labels, predicted, num_classes) if num_classes <= LARGEST_MATRIX else None,
         confusions=most_confused(labels, predicted, MOST_CONFUSIONS),
         num_undecided=int((predicted < 0).sum()),
-        mistakes=tuple(Mistake(at, int(labels[at]), int(predicted[at]), part, *picture) for at, picture, part in found),
+        mistakes=tuple(
+            Mistake(at, int(labels[at]), int(predicted[at]), part, *picture, name) for at, picture, name, part in found
+        ),
         num_mistakes=int(((predicted >= 0) & (labels != predicted)).sum()),
     )
 
