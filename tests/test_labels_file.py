@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from loopfeed.preprocess.shards.targets import unpack_bits
-from loopfeed.preprocess.sources import labels_file
-from loopfeed.preprocess.sources.labels_file import MAX_LINE_BYTES, read_labels
+from loopfeed.preprocess.sources import label_columns, labels_file, table_file
+from loopfeed.preprocess.sources.labels_file import read_labels
 from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources.table_file import MAX_LINE_BYTES
 
 
 def read(tmp_path, name, content):
@@ -19,7 +20,7 @@ def read(tmp_path, name, content):
 
 def classes_by_path(table):
     bits = unpack_bits(table.values, len(table.names))
-    return {path: [table.names[c] for c in np.flatnonzero(bits[row])] for path, row in table.rows.items()}
+    return {path: [table.names[c] for c in np.flatnonzero(bits[row])] for row, path in enumerate(table.paths)}
 
 
 def test_classes_are_sorted_by_bytes_and_blanks_around_them_do_not_count(tmp_path):
@@ -38,7 +39,7 @@ def test_numbers_are_rounded_to_float32_once(tmp_path):
     assert table.values.tobytes() == expected.tobytes()
     table = read(tmp_path, "a.jsonl", '{"path": "x", "targets": [0.1, 2]}\n{"path": "\\udcff", "targets": [1e0, -3]}\n')
     assert table.names == ("0", "1")
-    assert table.rows == {"x": 0, "\udcff": 1}
+    assert table.paths == ["x", "\udcff"]
     assert table.values.tolist() == [[float(np.float32(0.1)), 2], [1, -3]]
 
 
@@ -60,19 +61,19 @@ def test_more_classes_than_a_word_has_bits_and_more_rows_than_are_packed_at_once
 
 
 FAULTS = [
-    ("a.txt", "", r"must end with \.csv or \.jsonl, got .*a\.txt; rename it"),
+    ("a.txt", "", r"must end with \.csv, \.tsv, \.jsonl or \.ndjson, got .*a\.txt; rename it, or save it in one"),
     ("a.csv", "", r"a\.csv: the file is empty"),
     ("a.csv", "\n\n", r"a\.csv: the file is empty"),
     ("a.csv", "path,classes\n", r"a\.csv: no image has a line"),
     ("a.csv", "path,classes\nx,\n", r"a\.csv: no image has a class"),
-    ("a.csv", "x.jpg,cat\n", r"line 1: the header must be path,classes, or path and a name .*, found x\.jpg,cat"),
-    ("a.csv", "path\nx\n", r"line 1: the header must be"),
+    ("a.csv", "x.jpg,cat\n", r"line 1: no column of the header names the images; found x\.jpg, cat; name the column"),
+    ("a.csv", "path\nx\n", r"line 1: no column has a label; found path; add a column class for one class per image"),
     ("a.csv", "path,a,\n", r"line 1: column 3 of the header has no name"),
     ("a.csv", "path,a,b,a\n", r"line 1: the column a occurs twice"),
     (
         "a.csv",
         "path,classes\nx,a,b\n",
-        r"line 2: there are 3 fields, not a path and its classes; separate classes by \|",
+        r"line 2: there are 3 fields where the header names 2; .* and separate several classes by \|",
     ),
     ("a.csv", "path,classes\nx,a||b\n", r"line 2: the name of a class is empty"),
     ("a.csv", "path,classes\nx,a|b|a\n", r"line 2: the class a occurs twice"),
@@ -81,13 +82,17 @@ FAULTS = [
     ("a.csv", 'path,classes\nx,"a\ny,b\nz,"c\n', r"line 2: a quoted field does not end on its line"),
     ("a.csv", 'path,classes\nx,"a\ny,b\n', r"line 2: a quoted field does not end on its line"),
     ("a.csv", 'path,classes\nx,"a"b\n', r"line 2: ',' expected after"),
-    ("a.csv", "path,a\nx,one\n", r"line 2: one is not a number; correct it"),
-    ("a.csv", "path,a\nx,1_0\n", r"line 2: 1_0 is not a number"),
+    (
+        "a.csv",
+        "path,a\nx,one\n",
+        r"line 2: one in column a is not a number; correct it, or give --class-column a if it is the class",
+    ),
+    ("a.csv", "path,a\nx,1_0\n", r"line 2: 1_0 in column a is not a number"),
     ("a.csv", "path,a,b\nx,1,\n", r"line 2: a number is missing"),
     ("a.csv", "path,a\nx,nan\n", r"line 2: nan is not a finite number"),
     ("a.csv", "path,a\nx,-inf\n", r"line 2: -inf is not a finite number"),
     ("a.csv", "path,a\nx,3.5e38\n", r"line 2: 3\.5e\+38 is too large"),
-    ("a.csv", "path,a,b\nx,1,2\ny,1\n", r"line 3: there is 1 number where the header names 2"),
+    ("a.csv", "path,a,b\nx,1,2\ny,1\n", r"line 3: there are 2 fields where the header names 3"),
     ("a.csv", b"path,classes\nx,a\ny,\xff\n", r"line 3: byte 3 of the line is not UTF-8"),
     (
         "a.csv",
@@ -98,10 +103,10 @@ FAULTS = [
     ("a.csv", "path,classes\nx,\x1b[2J|\x1b[2J\n", r"line 2: the class '\\x1b\[2J' occurs twice"),
     ("a.jsonl", "", r"a\.jsonl: the file is empty"),
     ("a.jsonl", '{"path": "x", "classes": ["a"]\n', r"line 1: not valid JSON"),
-    ("a.jsonl", "\n[1]\n", r"line 2: a line must be an object with path and either classes or targets, found list"),
-    ("a.jsonl", '{"path": "x"}', r"line 1: a line must be an object .*, found path"),
-    ("a.jsonl", '{"path": "x", "classes": [], "targets": []}', r"found path, classes, targets"),
-    ("a.jsonl", '{"path": 3, "classes": []}', r"line 1: path must be a string, found int"),
+    ("a.jsonl", "\n[1]\n", r"line 2: a line must be an object, found list"),
+    ("a.jsonl", '{"path": "x"}', r"line 1: no column has a label; found path"),
+    ("a.jsonl", '{"path": "x", "classes": [], "targets": []}', r"columns classes and targets could all be the labels"),
+    ("a.jsonl", '{"path": true, "classes": []}', r"line 1: path must be text, found true"),
     ("a.jsonl", '{"path": "x", "classes": "cat"}', r'line 1: classes must be a list of strings, found "cat"'),
     ("a.jsonl", '{"path": "x", "classes": [""]}', r"line 1: the name of a class is empty"),
     ("a.jsonl", '{"path": "x", "classes": ["\\ud800"]}', r"line 1: the class '\\ud800' is not valid Unicode"),
@@ -119,7 +124,7 @@ FAULTS = [
     (
         "a.jsonl",
         '{"path": "x", "targets": [1]}\n\n{"path": "y", "classes": ["a"]}',
-        r"line 3: the line has classes, but line 1 has numbers; give the same to all images",
+        r"line 3: targets must be a list of numbers, found nothing",
     ),
     ("a.jsonl", "[" * 100_000, r"line 1: its values are nested too deeply|line 1: not valid JSON"),
 ]
@@ -138,13 +143,14 @@ def test_a_file_that_is_missing_too_large_or_a_pipe_is_an_error(tmp_path, monkey
     (tmp_path / "d.csv").mkdir()
     with pytest.raises(SourceError, match="it is a folder, not a file"):
         read_labels(tmp_path / "d.csv")
-    monkeypatch.setattr(labels_file, "MAX_FILE_BYTES", 20)
+    monkeypatch.setattr(table_file, "MAX_FILE_BYTES", 20)
     with pytest.raises(SourceError, match="larger than the 20 bytes allowed"):
         read(tmp_path, "a.csv", "path,classes\nlong.jpg,cat\n")
 
 
 def test_too_many_classes_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(labels_file, "MAX_CLASSES", 3)
+    monkeypatch.setattr(label_columns, "MAX_CLASSES", 3)
     assert read(tmp_path, "a.csv", "path,classes\nx,a|b\ny,c\n").names == ("a", "b", "c")
     with pytest.raises(SourceError, match=r"line 3: there are more than 3 classes"):
         read(tmp_path, "a.csv", "path,classes\nx,a|b\ny,c|d\n")

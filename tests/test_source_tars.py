@@ -190,7 +190,10 @@ def test_official_archives_and_their_folders_give_the_same_pack(archives, tmp_pa
         ({"notes.txt": b""}, r"contains no class folders \(its first file is notes\.txt\)"),
         ({"train/a/1.jpg": b"", "b/2.jpg": b""}, r"has images in b/ beside train/, for example b/2\.jpg"),
         ({"val/a/1.jpg": b"", "validation/a/1.jpg": b""}, "has both val/ and validation/ for the split val; keep one"),
-        ({"train/a/1.jpg": b"", "val/b/2.jpg": b""}, "train has 1 class that val lacks: a"),
+        (
+            {"train/a/1.jpg": b"", "val/b/2.jpg": b""},
+            "val has 1 class that train lacks: b; put images of each into train",
+        ),
     ],
 )
 def test_a_tar_in_no_known_order(tmp_path, entries, message):

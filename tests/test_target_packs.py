@@ -145,11 +145,15 @@ def test_a_pack_killed_three_times_ends_like_an_uninterrupted_one(tmp_path, phot
 
 def test_packs_with_and_without_labels_do_not_continue_each_other(tmp_path, photographs, packed):
     source = fake_source(8)
-    with pytest.raises(ShardError, match=r"was packed with --labels\. Use the same source and options, another DEST"):
+    with pytest.raises(
+        ShardError, match=r"was packed with any number of classes for each image, now there is one class\. Use"
+    ):
         pack(source, packed)
     pack(source, tmp_path / "plain")
     root, _ = photographs
-    with pytest.raises(ShardError, match=r"was packed without --labels"):
+    with pytest.raises(
+        ShardError, match=r"was packed with one class for each image, now there is any number of classes\. Use"
+    ):
         pack_labelled(root, tmp_path / "labels.csv", tmp_path / "plain")
     pack(source, packed, overwrite=True)
     assert files_of(packed) == files_of(tmp_path / "plain")
@@ -232,7 +236,9 @@ def test_lines_and_images_that_do_not_match_are_errors(tmp_path, photographs):
 
     lacking = fault(*paths[:-2])
     assert lacking.startswith(f"{labels} has no line for 2 images of {root}, for example ")
-    assert lacking.endswith("; add a line for each image, or remove the image")
+    assert lacking.endswith(
+        "; add a line for each image, remove the image, or leave such images out with --unlabelled skip"
+    )
     # The lines are in the reverse order.
     assert fault(*paths, "z.png") == f"{labels}, line 2: {root} has no image z.png; correct or remove the line"
     wrong = ["x/" + path for path in paths]

@@ -33,14 +33,15 @@ _EPILOG = """\b
 Examples:
   preprocess-imagenet ~/imagenet data/shards
   preprocess-imagenet cifar10 data/cifar --size 32
-  preprocess-imagenet photos data/photos --labels photos.csv
+  preprocess-imagenet photos data/photos --labels photos.csv --holdout 0.1
   preprocess-imagenet --demo data/demo
 
 To continue after an interruption, run the same command again.
 Exit codes: 0 done, 2 wrong usage or data, 130 stopped by SIGINT, SIGTERM or SIGHUP."""
 
+_TABLE_OPTIONS = ("labels", "class_column", "group_by", "weight_column", "unlabelled")
 _GROUPS = {
-    "What to pack": ("split", "labels", "holdout", "limit", "demo"),
+    "What to pack": ("split", "class_from", *_TABLE_OPTIONS, "holdout", "limit", "demo"),
     "Images": ("size", "resize", "canvas", "resample", "levels", "truncated", "on_error"),
     "Shards": ("shard_images", "layout", "codec", "checksum"),
     "Several machines": ("part", "finish", "executor", "scheduler"),
@@ -66,15 +67,39 @@ _SQUARE = "square"
     metavar="FILE",
     shell_complete=complete_file,
     show_default="the folder of each image is its class",
-    help="CSV file or JSON lines with several classes, or with numbers, for each image of SOURCE.",
+    help="Table (CSV, TSV or JSON lines) with a class, several classes, or numbers, for each image of SOURCE.",
+)
+@click.option(
+    "--class-from",
+    type=SuggestingChoice(["top", "leaf"]),
+    default="top",
+    help="top: the outermost folder below a split is the class. leaf: the folder that contains the image is.",
+)
+@click.option(
+    "--class-column",
+    metavar="COLUMN",
+    show_default="class or label",
+    help="Column of --labels with the one class of each image.",
+)
+@click.option(
+    "--group-by",
+    metavar="COLUMN",
+    help="Column of --labels, such as a patient or a camera, whose images --holdout keeps in the same split.",
+)
+@click.option("--weight-column", metavar="COLUMN", help="Column of --labels that says how often an image is drawn.")
+@click.option(
+    "--unlabelled",
+    type=SuggestingChoice(["fail", "skip"]),
+    default="fail",
+    help="fail: stop if an image has no line in --labels. skip: leave such images out.",
 )
 @click.option(
     "--holdout",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.0,
     metavar="FRACTION",
-    help="Fraction of each class of the train split (with --labels: of all its images) to hold out as val if SOURCE "
-    "has no val split.",
+    help="Fraction of each class of the train split (with several classes or numbers: of all its images) to hold out "
+    "as val if SOURCE has no val split.",
 )
 @click.option(
     "--limit",
@@ -233,7 +258,8 @@ def _run(options: SimpleNamespace) -> None:
         splits=options.split or None,
         holdout=options.holdout,
         limit=options.limit,
-        labels=options.labels,
+        class_from=options.class_from,
+        **{name: getattr(options, name) for name in _TABLE_OPTIONS},
     )
     if not options.dry_run:
         show_only_on_stdout()

@@ -36,8 +36,7 @@ def announce(source: Source, location: Location, settings: PackSettings) -> None
     if source.subfolder is not None:
         click.echo(
             f"warning: class folders contain folders, such as {printable(source.subfolder)}/, whose images get the "
-            "class of the outer folder. If the inner folders are the classes, put them side by side in one "
-            "folder and give that as SOURCE",
+            "class of the outer folder. If the inner folders are the classes, give --class-from leaf",
             err=True,
         )
     if source.unread is not None:

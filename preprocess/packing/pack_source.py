@@ -22,6 +22,11 @@ def pack(
     dest: str | Path,
     *,
     labels: str | Path | None = None,
+    class_column: str | None = None,
+    group_by: str | None = None,
+    weight_column: str | None = None,
+    unlabelled: Literal["fail", "skip"] = "fail",
+    class_from: Literal["top", "leaf"] = "top",
     size: int = 224,
     resize: int | None = None,
     resample: str = "bicubic",
@@ -45,7 +50,12 @@ def pack(
     Args:
         source: a folder or tar archive in one of the layouts of `preprocess-imagenet --help`.
         dest: a folder or a TensorStore URL.
-        labels: a file of labels for each image, in the place of class folders.
+        labels: a table of labels for each image, in the place of class folders.
+        class_column: the column of `labels` with the class of each image; None finds it by its name, such as "class".
+        group_by: a column of `labels`; images with the same value, such as of a patient, are never in two splits.
+        weight_column: a column of `labels` that says how often an image is drawn.
+        unlabelled: whether images without a line in `labels` "fail" or are left out ("skip").
+        class_from: whether the outermost folder below a split is the class ("top") or that of the file ("leaf").
         size: side of the square images, in pixels.
         resize: length of the shorter side before the crop, in pixels; None is 8/7 of `size` (`size` up to 64).
         resample: filter by its Pillow name, such as "bicubic", "bilinear" or "lanczos".
@@ -80,7 +90,19 @@ def pack(
     settings = pack_settings(size, resize, resample, levels, truncated, canvas, workers, **shards)
     location = prepare_for_writing(location)
     chosen = None if splits is None else (splits,) if isinstance(splits, str) else tuple(splits)
-    request = source_request(location, overwrite=overwrite, splits=chosen, holdout=holdout, limit=limit, labels=labels)
+    request = source_request(
+        location,
+        overwrite=overwrite,
+        splits=chosen,
+        holdout=holdout,
+        limit=limit,
+        labels=labels,
+        class_column=class_column,
+        group_by=group_by,
+        weight_column=weight_column,
+        unlabelled=unlabelled,
+        class_from=class_from,
+    )
     rule = request["holdout_rule"] if holdout else None
     with open_source(source, **request) as found:
         for note in found.notes:
@@ -120,12 +142,11 @@ def source_request(
     overwrite: bool,
     splits: Collection[str] | None,
     holdout: float,
-    limit: int | None,
-    labels: str | Path | None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return the arguments of `open_source` for a pack at `location`, from the arguments of `pack`."""
     rule = choose_holdout_rule(location, replaced=(splits or HELD_OUT_SPLITS) if overwrite else ())
-    return {"splits": splits, "holdout": holdout, "limit": limit, "holdout_rule": rule, "labels": labels}
+    return {"splits": splits, "holdout": holdout, "holdout_rule": rule, **options}
 
 
 def check_dest(source: str | Path, location: Location) -> None:

@@ -33,6 +33,7 @@ OnError = Literal["skip", "fail"]
 
 # Only in the plan of a pack with targets.
 _TARGETS, _LABELS_FILE = "targets", "labels_file"
+_LABEL_KINDS = {None: "one class", "classes": "any number of classes", "numbers": "numbers to predict"}
 _RESIZE_RULE = "resize_rule"
 _DECODING = "decoding"
 """Only in the plan of an unfinished pack: the version of the rules by which files are decoded (`decoding_version`)."""
@@ -51,7 +52,8 @@ _NAMES = {
 }
 _DIFFERENCES = {
     "source_digest": (
-        "the source's images changed (files were added, removed, renamed or resized, or --holdout or --limit changed)"
+        "the source's images changed (files were added, removed, renamed or resized, or --holdout or --limit changed, "
+        "or the classes, groups or weights of --labels)"
     ),
     _LABELS_FILE: "the file of labels changed (--labels)",
 }
@@ -232,8 +234,11 @@ def check_same_plan(found: dict[str, Any], wanted: dict[str, Any], where: str, *
     )
     if (found.keys() ^ wanted.keys()) & {_LABELS_FILE}:
         # Then the classes, the format and the order of the images differ too.
-        was = "with" if _LABELS_FILE in found else "without"
-        raise ShardError(f"{where} was packed {was} --labels. {remedy}")
+        was, now = (_LABEL_KINDS[plan.get(_TARGETS)] for plan in (found, wanted))
+        hint = ""
+        if found.get(_TARGETS) == "numbers":
+            hint = " (a column class or label is now the class, even of numbers; under another name it is a number)"
+        raise ShardError(f"{where} was packed with {was} for each image, now there is {now}{hint}. {remedy}")
     differences = _differences(differing, found, wanted)
     if differences:
         raise ShardError(

@@ -15,16 +15,21 @@ from loopfeed.preprocess.sources.archives import Archive, open_archive, opened, 
 from loopfeed.preprocess.sources.class_names import (
     MAX_NAME_FILE_BYTES,
     NAME_FILES,
+    ClassFrom,
     NameFile,
+    UnitedClasses,
+    describe_leaves,
+    leaf_folders,
     name_classes,
     parse_name_file,
+    unite_classes,
 )
 from loopfeed.preprocess.sources.listing import FoundSplit, Layout, Listing, SourceError, index_classes
 from loopfeed.preprocess.sources.selection import SPLIT_ORDER, TopFolder, choose_splits, is_image_name, split_of
 from loopfeed.preprocess.sources.tars import imagenet_archive
 
 
-def archive_layout(path: Path) -> Layout:
+def archive_layout(path: Path, class_from: ClassFrom = "top") -> Layout:
     """Detect the layout of an archive from its members.
 
     Raises:
@@ -37,8 +42,12 @@ def archive_layout(path: Path) -> Layout:
         if (layout := imagenet_archive(path, first.name)) is not None:
             return layout
         ignored: Counter[str] = Counter()
-        tree = _read_tree(path, archive, ignored)
-    openers = {split: partial(_read_folders, path, split, tree, classes) for split, classes in tree.splits.items()}
+        tree = _read_tree(path, archive, ignored, class_from)
+    united = unite_classes(tree.splits, tree.name_files, str(path))
+    openers = {
+        split: partial(_read_folders, path, split, tree, united, class_from, classes)
+        for split, classes in tree.splits.items()
+    }
     unread = f" (not read: {tree.unread})" if tree.unread else ""
     return Layout(f"a {archive.kind} of class folders" + unread, dict(openers), ignored)
 
@@ -51,14 +60,16 @@ class _Tree:
         splits: the members of each class of each split, all with the placeholder label 0.
         name_files: the files of class names.
         unread: the folders that are not read, for messages; "" without any.
+        notes: one-line messages about the classes of a split.
     """
 
     splits: dict[str, dict[str, Listing]]
     name_files: tuple[NameFile, ...]
     unread: str
+    notes: dict[str, list[str]]
 
 
-def _read_tree(path: Path, archive: Archive, ignored: Counter[str]) -> _Tree:
+def _read_tree(path: Path, archive: Archive, ignored: Counter[str], class_from: ClassFrom) -> _Tree:
     """Return the members by split and class. A single folder that encloses everything is skipped.
 
     Raises:
@@ -70,7 +81,10 @@ def _read_tree(path: Path, archive: Archive, ignored: Counter[str]) -> _Tree:
     depth = _wrapping_depth(everything)
     tops = _top_folders(everything, depth)
     folders = choose_splits(tops, str(path))
+    is_leaf = class_from == "leaf"
+    leaves = set(leaf_folders(map(everything.name, range(len(everything))))) if is_leaf else set()
     splits: dict[str, dict[str, Listing]] = {}
+    inside: dict[str, set[str]] = {}
     name_files, split_of_top = [], {name: split for split, name in folders.items()}
     for entry in range(len(everything)):
         name = everything.name(entry)
@@ -78,8 +92,12 @@ def _read_tree(path: Path, archive: Archive, ignored: Counter[str]) -> _Tree:
         if len(parts) > 1 and folders and parts[0] not in split_of_top:
             continue
         split = split_of_top[parts.pop(0)] if len(parts) > 1 and folders else "train"
-        if len(parts) > 1:
-            _add(path, splits.setdefault(split, {}), parts, everything, entry)
+        if len(parts) > 1 and is_leaf:
+            if name.rpartition("/")[0] in leaves:
+                _add(path, splits.setdefault(split, {}), parts[-2], "/".join(parts), everything, entry)
+                inside.setdefault(split, set()).add("/".join(parts[:-1]))
+        elif len(parts) > 1:
+            _add(path, splits.setdefault(split, {}), parts[0], "/".join(parts[1:]), everything, entry)
         elif is_image_name(name):
             raise SourceError(
                 f"{printable(path)} contains the image {printable(name)} outside any class folder; "
@@ -95,7 +113,10 @@ def _read_tree(path: Path, archive: Archive, ignored: Counter[str]) -> _Tree:
         )
     unread = sorted(f"{printable(each.name)}/" for each in tops if folders and each.name not in split_of_top)
     return _Tree(
-        {split: splits[split] for split in SPLIT_ORDER if split in splits}, tuple(name_files), ", ".join(unread)
+        {split: splits[split] for split in SPLIT_ORDER if split in splits},
+        tuple(name_files),
+        ", ".join(unread),
+        {split: describe_leaves(folders) for split, folders in inside.items()},
     )
 
 
@@ -113,13 +134,12 @@ def _top_folders(everything: Listing, depth: int) -> list[TopFolder]:
     return [TopFolder(top, has_folders, partial(images.get, top)) for top, has_folders in have_folders.items()]
 
 
-def _add(path: Path, classes: dict[str, Listing], parts: list[str], everything: Listing, entry: int) -> None:
-    """Add a member, whose path below its split is `parts`, to its class."""
-    if len(classes) == MAX_CLASSES and parts[0] not in classes:
+def _add(path: Path, classes: dict[str, Listing], of: str, below: str, everything: Listing, entry: int) -> None:
+    """Add a member to the class `of`; the end `below` of its path is what is kept as its member."""
+    if len(classes) == MAX_CLASSES and of not in classes:
         raise SourceError(f"{printable(path)} has more than {MAX_CLASSES} classes; use fewer classes")
-    below = "/".join(parts[1:])
     folder = f"{path.name}!{everything.name(entry).removesuffix(below)}"
-    listing = classes.setdefault(parts[0], Listing())
+    listing = classes.setdefault(of, Listing())
     listing.add(folder, below, 0, everything.size(entry), everything.offset(entry))
 
 
@@ -136,13 +156,17 @@ def _wrapping_depth(everything: Listing) -> int:
     return 8
 
 
-def _read_folders(path: Path, split: str, tree: _Tree, members_of: dict[str, Listing]) -> FoundSplit:
-    named = name_classes(tree.name_files, members_of)
-    classes = index_classes(members_of, named.names, str(path))
-    listing = Listing(classes)
+def _read_folders(
+    path: Path, split: str, tree: _Tree, united: UnitedClasses, class_from: ClassFrom, members_of: dict[str, Listing]
+) -> FoundSplit:
+    united.check(split)
+    named = name_classes(tree.name_files, united.ids)
+    classes = index_classes(united.ids, named.names, str(path))
+    listing = Listing(classes, "path" if class_from == "leaf" else "class")
     for label, each in enumerate(classes):
-        found = members_of[each.id]
+        found = members_of.get(each.id, Listing())
         for entry in range(len(found)):
             member = found.member(entry)
             listing.add(found.name(entry).removesuffix(member), member, label, found.size(entry), found.offset(entry))
-    return FoundSplit(split, classes, listing, open_archive(path), notes=named.notes)
+    notes = (*united.notes, *named.notes, *tree.notes.get(split, ()))
+    return FoundSplit(split, classes, listing, open_archive(path), notes=notes)

@@ -1,22 +1,32 @@
-"""The readable names of classes, from `classes.txt` or `LOC_synset_mapping.txt` beside the images.
+"""The classes of all splits, and their names, from `classes.txt` or `LOC_synset_mapping.txt` beside the images.
 
-Owns how a line names a class, whose identifier may contain blanks. Must not know: layouts.
+Owns how a line names a class, whose identifier may contain blanks, and which identifiers look alike. Must not know:
+layouts.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple
 
 from loopfeed.preprocess.printable import composed, printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources.selection import is_image_name
+from loopfeed.preprocess.suggestions import describe_forms
 from loopfeed.preprocess.system_errors import reading_remedy
 
 NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
 _REMEDY = "correct or remove it"
+_FEW = 5
+_NUMBER = re.compile(r"0*([0-9]+)(?:\.0*)?")
 MAX_NAME_FILE_BYTES = 16 * 2**20  # ImageNet's is 32 KB
+
+
+ClassFrom = Literal["top", "leaf"]
+"""Which folder is the class of an image: the outermost one below its split, or the one that contains it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,25 @@ class ClassNames(NamedTuple):
 
     names: dict[str, str]
     notes: tuple[str, ...]
+
+
+class UnitedClasses(NamedTuple):
+    """The identifiers of the classes of all splits, and one-line messages about them.
+
+    Attributes:
+        ids: the identifiers.
+        notes: the messages.
+        faults: what is wrong with a split that has other classes, by its name.
+    """
+
+    ids: tuple[str, ...]
+    notes: tuple[str, ...]
+    faults: dict[str, str]
+
+    def check(self, split: str) -> None:
+        """Raise SourceError if a split has a class that is not known."""
+        if split in self.faults:
+            raise SourceError(self.faults[split])
 
 
 def read_name_files(*folders: Path) -> list[NameFile]:
@@ -97,6 +126,117 @@ def name_classes(files: Iterable[NameFile], ids: Collection[str]) -> ClassNames:
             names[each] = names.get(each) or name
         notes += _describe(file, found, unmatched, ids)
     return ClassNames({each: name for each, name in names.items() if name}, tuple(notes))
+
+
+def unite_classes(ids_of: Mapping[str, Collection[str]], files: Collection[NameFile], where: str) -> UnitedClasses:
+    """Return the classes of all splits: those of the first, and those that a file names too.
+
+    A split may lack classes of the first one, usually `train`: labels are positions among the classes of all splits.
+    That another one has more is a fault of that split.
+
+    Args:
+        ids_of: the identifiers of the classes of each split, the first one first.
+        files: the files of class names.
+        where: the source, for messages.
+    """
+    (first, known), *others = ids_of.items()
+    ids, faults = dict.fromkeys(known), {}
+    notes = describe_alike(known, printable(where))
+    alike = {_alike(each): each for each in known}
+    for split, found in others:
+        only = sorted(set(found) - set(known))
+        named = name_lines(files, only)
+        pairs = [(alike[_alike(each)], each) for each in only if _alike(each) in alike]
+        unknown = [each for each in only if each not in named]
+        if pairs:
+            other, each = pairs[0]
+            faults[split] = (
+                f"{first} has {printable(other)}, which differs from {printable(each)} only in "
+                f"{_difference(other, each)}; rename it so that both splits have the same name"
+            )
+        elif unknown:
+            faults[split] = (
+                f"put images of each into {first}, remove it from {split}, or name it in {NAME_FILES[0]} if {first} "
+                "has no image of it"
+            )
+        if split in faults:
+            lacks = f"{quantity(len(only), 'class')} that {first} lacks: {_some([pairs[0][1]] if pairs else unknown)}"
+            faults[split] = f"the split {split} has {lacks}; {faults[split]}"
+        else:
+            ids |= dict.fromkeys(only)
+    for split, found in ids_of.items():
+        lacking = sorted(set(ids) - set(found))
+        if lacking and split not in faults:
+            notes.append(f"{split} has no image of {quantity(len(lacking), 'class')}: {_some(lacking)}")
+    return UnitedClasses(tuple(ids), tuple(notes), faults)
+
+
+def name_lines(files: Iterable[NameFile], ids: Collection[str]) -> set[str]:
+    """Return those of some identifiers that have a line in a file of class names."""
+    by_text = {composed(each): each for each in ids}
+    return {each for file in files for each in _match(file, by_text)[0]} if by_text else set()
+
+
+def leaf_folders(paths: Iterable[str]) -> list[str]:
+    """Return the folders of files that are classes by themselves: those that contain an image.
+
+    A folder that contains no folder is one too: images may have any suffix.
+    """
+    has_image: dict[str, bool] = {}
+    for inside, slash, name in (each.rpartition("/") for each in paths):
+        if slash:
+            has_image[inside] = has_image.get(inside, False) or is_image_name(name)
+    outer = {above.as_posix() for each in has_image for above in PurePosixPath(each).parents}
+    return [each for each, has in has_image.items() if has or each not in outer]
+
+
+def describe_leaves(folders: Iterable[str]) -> list[str]:
+    """Return a message if folders of the same name are one class; none if all have names of their own."""
+    by_name: dict[str, list[str]] = {}
+    for each in sorted(folders):
+        by_name.setdefault(each.rpartition("/")[2], []).append(each)
+    same = [each for each in by_name.values() if len(each) > 1]
+    if not same:
+        return []
+    more = f" (and {quantity(len(same) - 1, 'more name')} of several folders)" if same[1:] else ""
+    return [f"{printable(same[0][0])}/ and {printable(same[0][1])}/ are the same class{more}"]
+
+
+def describe_alike(ids: Iterable[str], where: str) -> list[str]:
+    """Return a message if identifiers look as if they meant the same class; none if there are no such two."""
+    by_look: dict[str, list[str]] = {}
+    for each in ids:
+        by_look.setdefault(_alike(each), []).append(each)
+    pairs = [sorted(each)[:2] for each in by_look.values() if len(each) > 1]
+    if not pairs:
+        return []
+    one, other = pairs[0]
+    more = f" (and {quantity(len(pairs) - 1, 'more pair')})" if pairs[1:] else ""
+    return [
+        f"warning: {where} has two classes that differ only in {_difference(one, other)}: {printable(one)} and "
+        f"{printable(other)}{more}; rename one if they are the same"
+    ]
+
+
+def _alike(identifier: str) -> str:
+    """Return what is the same for identifiers that people take for one: forms, case, blanks, and "01" and "1"."""
+    text = " ".join(composed(identifier).casefold().split())
+    return number[1] if (number := _NUMBER.fullmatch(text)) else text
+
+
+def _difference(one: str, other: str) -> str:
+    if forms := describe_forms(one, other):
+        return f"Unicode form ({forms})"
+    if " ".join(composed(one).split()) == " ".join(composed(other).split()):
+        return f"blanks ({one!r}, not {other!r})"
+    return (
+        "case" if composed(one).casefold().split() == composed(other).casefold().split() else "how a number is written"
+    )
+
+
+def _some(names: Collection[str]) -> str:
+    shown = ", ".join(map(printable, [*names][:_FEW]))
+    return shown + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
 
 
 def _match(file: NameFile, by_text: Mapping[str, str]) -> tuple[dict[str, str], list[str] | None]:

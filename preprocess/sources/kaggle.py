@@ -8,16 +8,22 @@ import csv
 import io
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import read_regular
-from loopfeed.preprocess.sources.class_names import name_classes, read_name_files
+from loopfeed.preprocess.sources.class_names import (
+    NameFile,
+    UnitedClasses,
+    name_classes,
+    read_name_files,
+    unite_classes,
+)
 from loopfeed.preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
-from loopfeed.preprocess.sources.tree import FolderStore, file_size, list_folder, read_class_folders
+from loopfeed.preprocess.sources.tree import FolderStore, class_ids, file_size, list_folder, read_class_folders
 from loopfeed.preprocess.system_errors import reading_remedy
 
 IMAGES = Path("ILSVRC/Data/CLS-LOC")
@@ -41,48 +47,61 @@ def find_kaggle_tree(root: Path) -> Path | None:
 
 
 def kaggle_openers(root: Path, images: Path) -> dict[str, Callable[[], FoundSplit]]:
-    """Return, for each labelled split, a function that lists its images, with names relative to `root`."""
+    """Return, for each labelled split, a function that lists its images, with names relative to `root`.
+
+    The validation images are either all in one folder, as in Kaggle's archive, or in class folders made by a script.
+    """
     top = Path(os.path.normpath(images.absolute())).parents[len(IMAGES.parts) - 1]
-    names_in = (top, images / "train", images / "val")
-    openers: dict[str, Callable[[], FoundSplit]] = {}
-    if (images / "train").is_dir():
-        openers["train"] = partial(read_class_folders, root, images / "train", "train", names_in=names_in)
-    if (images / "val").is_dir():
-        openers["val"] = partial(_read_val, root, images / "val", top, names_in)
+    folders = {split: images / split for split in ("train", "val") if (images / split).is_dir()}
+    files = read_name_files(top, *folders.values())
+    is_flat = "val" in folders and not list_folder(folders["val"])[0]
+    ids_of: dict[str, Collection[str]] = {
+        split: _ids_of_solution(top) if split == "val" and is_flat else class_ids(folder)
+        for split, folder in folders.items()
+    }
+    united = unite_classes(ids_of, files, str(root))
+    openers: dict[str, Callable[[], FoundSplit]] = {
+        split: partial(read_class_folders, root, folder, split, files, united) for split, folder in folders.items()
+    }
+    if is_flat:
+        openers["val"] = partial(_read_val, root, folders["val"], top, files, united)
     return openers
 
 
-def _read_val(root: Path, folder: Path, top: Path, names_in: tuple[Path, ...]) -> FoundSplit:
-    """List the validation images.
+def _ids_of_solution(top: Path) -> set[str]:
+    try:
+        return set(_read_solution(top / SOLUTION_FILE).values())
+    except SourceError:
+        return set()  # it is raised again if the split is listed
 
-    They are either all in one folder, as in Kaggle's archive, or in class folders made by a script.
+
+def _read_val(root: Path, folder: Path, top: Path, name_files: list[NameFile], united: UnitedClasses) -> FoundSplit:
+    """List the validation images of one folder.
 
     Raises:
         SourceError: the table of labels is missing or damaged, has no line for an image, or its classes differ from
-            those in the mapping of readable names.
+            those in the mapping of readable names, or from those of the training images.
     """
-    ignored: Counter[str] = Counter()
-    folders, files = list_folder(folder, ignored)
-    if folders:
-        return read_class_folders(root, folder, "val", names_in=names_in)
     id_of = _read_solution(top / SOLUTION_FILE)
+    ignored: Counter[str] = Counter()
+    _, files = list_folder(folder, ignored)
     for entry in files:
         if Path(entry.name).stem not in id_of:
             raise SourceError(
                 f"{printable(entry.path)} has no class in {printable(top / SOLUTION_FILE)}; "
                 "remove the image or add it to the table"
             )
-    ids, name_files = set(id_of.values()), read_name_files(top)
-    if in_mapping := {word for file in name_files for word in file.first_words}:
-        _check_ids(ids, in_mapping, top)
-    classes = index_classes(ids, name_classes(name_files, ids).names, str(folder))
+    if in_mapping := {word for file in read_name_files(top) for word in file.first_words}:
+        _check_ids(set(id_of.values()), in_mapping, top)
+    united.check("val")
+    classes = index_classes(united.ids, name_classes(name_files, united.ids).names, str(folder))
     label_of = {each.id: label for label, each in enumerate(classes)}
     listing = Listing(classes)
     prefix = folder.relative_to(root).as_posix()
     for entry in files:
         label = label_of[id_of[Path(entry.name).stem]]
         listing.add(f"{prefix}/", entry.name, label, file_size(entry))
-    return FoundSplit("val", classes, listing, FolderStore(root), ignored=ignored)
+    return FoundSplit("val", classes, listing, FolderStore(root), ignored=ignored, notes=united.notes)
 
 
 def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:

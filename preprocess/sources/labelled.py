@@ -1,151 +1,241 @@
-"""Lists the images of a folder or an archive whose labels are in a file; class folders play no role.
+"""Lists the images of a folder or an archive whose labels are in a table; class folders play no role.
 
-Owns which files of such a source are images, and the errors of images and lines that do not match.
+Owns which files of such a source are images, in which split each is, and the errors of images without a line.
 """
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
-from loopfeed.preprocess.sources.archives import kept_open, opened, visible_members
-from loopfeed.preprocess.sources.labels_file import LabelTable
-from loopfeed.preprocess.sources.listing import ByteStore, FoundSplit, LabelMatch, Layout, Listing, SourceError
-from loopfeed.preprocess.sources.selection import TopFolder, choose_splits, is_image_name, split_of
+from loopfeed.preprocess.sources.archives import open_archive, opened, visible_members
+from loopfeed.preprocess.sources.class_names import (
+    MAX_NAME_FILE_BYTES,
+    NAME_FILES,
+    NameFile,
+    describe_alike,
+    name_classes,
+    parse_name_file,
+    read_name_files,
+)
+from loopfeed.preprocess.sources.label_paths import NO_ROW, match_rows
+from loopfeed.preprocess.sources.labels_file import NO_CLASS, LabelTable
+from loopfeed.preprocess.sources.listing import ByteStore, FoundSplit, Layout, Listing, SourceError, index_classes
+from loopfeed.preprocess.sources.selection import SPLIT_ORDER, TopFolder, choose_splits, is_image_name, split_of
 from loopfeed.preprocess.sources.tree import FolderStore, files_below, list_folder, split_folders
-from loopfeed.preprocess.suggestions import describe_forms, is_same_text
 
-# The key of an image is its path below its split.
+# The key of an image with several classes or numbers is a slash and its path below its split.
 _NO_CLASS = (ImageClass("", ""),)
-_MISSING_KEPT = 10_000
 _MAX_WRAPPING_DEPTH = 8
 
 
-def labelled_folder(root: Path, table: LabelTable) -> Layout:
-    """Return the layout of a folder of images.
+@dataclass
+class _Files:
+    """All files of a source that may be images.
+
+    Attributes:
+        root: the source.
+        description: what the source is, for messages.
+        open_store: opens the store of the images.
+        place: what stands before a path in the name of an image: the name of the archive, or nothing.
+        outer: the folders that enclose everything in an archive, with a slash, or "".
+        folders: the folder of each split, with a slash; none if the source has no such folders.
+        listing: the files, whose names are their paths below the source.
+        name_files: the files of class names.
+        ignored: counts the hidden entries that were left out, by name.
+    """
+
+    root: Path
+    description: str
+    open_store: Callable[[], ByteStore]
+    place: str = ""
+    outer: str = ""
+    folders: dict[str, str] = field(default_factory=dict)
+    listing: Listing = field(default_factory=Listing)
+    name_files: list[NameFile] = field(default_factory=list)
+    ignored: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class _Split:
+    """The images of a split, as they are found: their listing, and the row of each."""
+
+    listing: Listing
+    rows: array[int] = field(default_factory=lambda: array("q"))
+
+
+def labelled_layout(root: Path, table: LabelTable) -> Layout:
+    """Return the layout of a folder, or a tar or zip archive, of images with a table of their labels.
 
     Raises:
-        SourceError: there are images beside the folders of the splits.
+        SourceError: the archive is damaged or unsafe, a split has two folders, there are images beside those of the
+            splits, an image has no line, a line no image, or a group is in two splits.
     """
+    files = _list_folder(root, table) if root.is_dir() else _list_archive(root, table)
+    row_of = match_rows(files.listing, table, root, files.folders)
+    if table.kind is None:
+        named = name_classes(files.name_files, table.names)
+        classes = index_classes(table.names, named.names, str(table.file), numeric=True)
+        notes = (*table.notes, *named.notes, *describe_alike(table.names, printable(table.file.name)))
+    else:
+        classes, notes = tuple(ImageClass(name, name) for name in table.names), table.notes
+    splits, unread, more = _divide(files, table, row_of, classes)
+    _check_groups(splits, table)
+    openers = {}
+    for name in sorted(splits, key=SPLIT_ORDER.index):
+        rows = np.array(splits[name].rows, np.int64)
+        openers[name] = partial(_open_split, files, name, classes, splits[name].listing, rows, table, (*notes, *more))
+    return Layout(files.description, dict(openers), files.ignored, unread)
+
+
+def _open_split(
+    files: _Files,
+    name: str,
+    classes: tuple[ImageClass, ...],
+    listing: Listing,
+    rows: NDArray[np.int64],
+    table: LabelTable,
+    notes: tuple[str, ...],
+) -> FoundSplit:
+    return FoundSplit(
+        name,
+        classes,
+        listing,
+        files.open_store(),
+        notes=notes,
+        rows=rows,
+        weights=None if table.weights is None else table.weights[rows],
+        groups=None if table.groups is None else table.groups[rows],
+    )
+
+
+def _divide(
+    files: _Files, table: LabelTable, row_of: NDArray[np.int64], classes: tuple[ImageClass, ...]
+) -> tuple[dict[str, _Split], str | None, list[str]]:
+    """Return the images of each split, what is not read, and notes on what is left out."""
+    number_of = {each.id: number for number, each in enumerate(classes)}
+    labels = [number_of[name] for name in table.names]
+    names = [*files.folders] or ["train"]
+    splits = {name: _new_split(table, classes) for name in names if table.splits is None}
+    left: list[str] = []
+    unlabelled: list[str] = []
+    test, is_test_used = files.folders.get("test", "\0"), False
+    for index, row in enumerate(row_of.tolist()):
+        path = files.listing.name(index)
+        if row == NO_ROW:
+            (unlabelled if is_image_name(path) else left).append(path)
+        elif table.kind is None and table.values[row] == NO_CLASS:
+            unlabelled.append(path)
+        else:
+            is_test_used = is_test_used or path.startswith(test)
+            split, folder = _place(files, table, row, path)
+            listed = splits.setdefault(split, _new_split(table, classes))
+            label = labels[table.values[row]] if table.kind is None else 0
+            size, offset = files.listing.size(index), files.listing.offset(index)
+            listed.listing.add(files.place + folder, path[len(folder) :], label, size, offset)
+            listed.rows.append(row)
+    notes = []
+    in_test = [] if is_test_used else [path for path in unlabelled if path.startswith(test)]
+    if in_test:
+        # As competitions publish it; beside class folders, such a folder is left out too.
+        unlabelled = [path for path in unlabelled if not path.startswith(test)]
+        notes.append(f"{printable(test)} is not read, because none of its {quantity(len(in_test), 'image')} has a line")
+        splits.pop("test", None)
+    notes += _describe_unlabelled(unlabelled, files, table)
+    if table.kind is None and files.name_files:
+        left = [path for path in left if path.rpartition("/")[2] not in NAME_FILES]
+    unread = f"{quantity(len(left), 'file')} without a line, such as {printable(left[0])}" if left else None
+    return splits, unread, notes
+
+
+def _describe_unlabelled(unlabelled: list[str], files: _Files, table: LabelTable) -> list[str]:
+    """Return a message on the images that are left out, or raise SourceError unless they may be."""
+    if not unlabelled:
+        return []
+    count, first = quantity(len(unlabelled), "image"), printable(unlabelled[0])
+    if table.unlabelled == "skip":
+        return [f"left out: {count} without a label, such as {first}"]
+    raise SourceError(
+        f"{printable(table.file)} has no line for {count} of {printable(files.root)}, for example {first}; add a line "
+        "for each image, remove the image, or leave such images out with --unlabelled skip"
+    )
+
+
+def _new_split(table: LabelTable, classes: tuple[ImageClass, ...]) -> _Split:
+    return _Split(Listing(classes, "path") if table.kind is None else Listing(_NO_CLASS))
+
+
+def _place(files: _Files, table: LabelTable, row: int, path: str) -> tuple[str, str]:
+    """Return the split of an image, and the folder below which its path is its key."""
+    given = None if table.splits is None else SPLIT_ORDER[table.splits[row]]
+    for split, folder in files.folders.items():
+        if path.startswith(folder) and given in (None, split):
+            return split, folder
+    return given or "train", files.outer
+
+
+def _check_groups(splits: dict[str, _Split], table: LabelTable) -> None:
+    """Check that no group is in two given splits, where images that are alike would be both learnt and tested."""
+    if table.groups is None:
+        return
+    of = {name: np.unique(table.groups[np.array(each.rows, np.int64)]) for name, each in splits.items()}
+    for one, other in combinations(of, 2):
+        both = np.intersect1d(of[one], of[other])
+        if len(both):
+            raise SourceError(
+                f"{printable(table.file)}: {quantity(len(both), 'group')} of --group-by in both {one} and {other}, for "
+                f"example {printable(table.group_names[both[0]])}; give each group one split, leave --group-by out, or "
+                "leave the splits out and use --holdout, which keeps groups together"
+            )
+
+
+def _list_folder(root: Path, table: LabelTable) -> _Files:
+    files = _Files(root, "a folder of images", partial(FolderStore, root))
+    folders = _folders_of_splits(root, table, files)
+    files.folders = {name: f"{each.relative_to(root).as_posix()}/" for name, each in folders.items()}
+    starts = [root] if table.splits is not None or not folders else [*folders.values()]
+    for folder in starts:
+        prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
+        # The entries beside the splits' folders were counted there.
+        for below, size in files_below(str(folder), printable(folder), files.ignored):
+            if below.rpartition("/")[2] != table.file.name or not _is_same(folder / below, table):
+                files.listing.add("", f"{prefix}{below}", 0, size)
+    if table.kind is None:
+        files.name_files = read_name_files(*dict.fromkeys((root, *folders.values())))
+    return files
+
+
+def _folders_of_splits(root: Path, table: LabelTable, files: _Files) -> dict[str, Path]:
+    """Return the folder of each split; a table with a column of splits decides itself which images are in one."""
+    if table.splits is not None:
+        found = {split: Path(each.path) for each in list_folder(root)[0] if (split := split_of(each.name))}
+        files.description = "a folder of images"
+        return found
     folders = split_folders(root, have_classes=False)
     if not folders:
-        return Layout("a folder of images", {"train": partial(_list_folder, root, root, "train", table)})
-    ignored: Counter[str] = Counter()
-    others, files = list_folder(root, ignored)
-    loose = [each.name for each in files if is_image_name(each.name)]
+        return {}
+    others, loose_entries = list_folder(root, files.ignored)
+    loose = [each.name for each in loose_entries if is_image_name(each.name)]
     if loose:
         raise SourceError(
             f"{printable(root)} has {quantity(len(loose), 'image')} outside the folders of its splits, for example "
             f"{printable(loose[0])}; move each into {' or '.join(f'{each.name}/' for each in folders.values())}"
         )
     unread = [each.name for each in others if Path(each.path) not in folders.values()]
-    description = "folders " + " and ".join(f"{each.name}/" for each in folders.values()) + " of images"
+    files.description = "folders " + " and ".join(f"{each.name}/" for each in folders.values()) + " of images"
     if unread:
-        description += f" (not read: {printable(unread[0])}/" + (f" and {len(unread) - 1} more)" if unread[1:] else ")")
-    openers = {name: partial(_list_folder, root, each, name, table) for name, each in folders.items()}
-    return Layout(description, dict(openers), ignored)
-
-
-def labelled_archive(path: Path, table: LabelTable) -> Layout:
-    """Return the layout of a tar or zip archive of images.
-
-    Raises:
-        SourceError: the archive is damaged or unsafe, has two folders for a split, or images beside those of splits.
-    """
-    ignored: Counter[str] = Counter()
-    with opened(path) as archive:
-        names = [each.name for each in visible_members(archive, ignored)]
-    wrapper = _wrapper(names)
-    tops: dict[str, str | None] = {}
-    for name in names:
-        top, slash, _ = name[len(wrapper) :].partition("/")
-        if slash:
-            tops[top] = tops.get(top) or (name if is_image_name(name) else None)
-    folders = choose_splits(
-        [TopFolder(top, False, partial(tops.get, top)) for top in tops], str(path), have_classes=False
-    )
-    if not folders:
-        openers = {"train": partial(_list_archive, path, wrapper, "train", table)}
-        return Layout(f"a {archive.kind} of images", dict(openers), ignored)
-    openers = {name: partial(_list_archive, path, f"{wrapper}{top}/", name, table) for name, top in folders.items()}
-    return Layout(f"a {archive.kind} with {' and '.join(folders)} folders of images", dict(openers), ignored)
-
-
-def check_lines(found: Iterable[FoundSplit], table: LabelTable, root: Path) -> None:
-    """Check that each line of a file of labels has an image, and each image a line.
-
-    Raises:
-        SourceError: a line or an image is left over; the message names the first.
-    """
-    matches = [each.match for each in found if each.match is not None]
-    is_used = np.zeros(len(table.rows), np.bool)
-    for match in matches:
-        is_used[np.array(match.rows, np.int64)] = True
-    missing = [path for match in matches for path in match.missing]
-    if not is_used.all():
-        row = int(np.argmin(is_used))
-        path = next(path for path, number in table.rows.items() if number == row)
-        base = path.rpartition("/")[2]
-        near = next((each for each in missing if is_same_text(each, path)), None)
-        near = near or next((each for each in missing if is_same_text(each.rpartition("/")[2], base)), None)
-        hint = "correct or remove the line" if near is None else f"did you mean {printable(near)}?"
-        if near is not None and (forms := describe_forms(path, near)):
-            hint = (
-                f"the image has this name in another Unicode form ({forms}): write the paths in the form that the "
-                "images' names have, or rename the images"
-            )
-        more = int((~is_used).sum()) - 1
-        also = f" (and {quantity(more, 'more line')} without an image)" if more else ""
-        raise SourceError(f"{table.where(row)}: {printable(root)} has no image {printable(path)}{also}; {hint}")
-    if missing:
-        num_missing = sum(match.num_missing for match in matches)
-        raise SourceError(
-            f"{printable(table.file)} has no line for {quantity(num_missing, 'image')} of {printable(root)}, for "
-            f"example {printable(missing[0])}; add a line for each image, or remove the image"
-        )
-
-
-class _Split:
-    """The images of a split, as they are found."""
-
-    def __init__(self, name: str, store: ByteStore, table: LabelTable) -> None:
-        self._name, self._store, self._table = name, store, table
-        self._listing, self._match = Listing(_NO_CLASS), LabelMatch()
-
-    def add(self, path: str, folder: str, member: str, size: int, offset: int = 0) -> None:
-        """Add a file if it has a line; `path` is its path in the file of labels."""
-        row, match = self._table.rows.get(path), self._match
-        if row is not None:
-            self._listing.add(folder, member, 0, size, offset)
-            match.rows.append(row)
-        elif is_image_name(member):
-            match.num_missing += 1
-            if len(match.missing) < _MISSING_KEPT:
-                match.missing.append(path)
-        else:
-            match.num_unread += 1
-            match.unread = match.unread or path
-
-    def found(self, ignored: Counter[str]) -> FoundSplit:
-        """Return the split with all added images; `ignored` counts the entries that were left out."""
-        classes = tuple(ImageClass(name, name) for name in self._table.names)
-        return FoundSplit(self._name, classes, self._listing, self._store, match=self._match, ignored=ignored)
-
-
-def _list_folder(root: Path, folder: Path, split: str, table: LabelTable) -> FoundSplit:
-    prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-    images, ignored = _Split(split, FolderStore(root), table), Counter[str]()
-    for below, size in files_below(str(folder), printable(folder), ignored):
-        path = f"{prefix}{below}"
-        if path not in table.rows and below.rpartition("/")[2] == table.file.name and _is_same(folder / below, table):
-            continue
-        images.add(path, prefix, below, size)
-    return images.found(ignored)
+        more = f" and {len(unread) - 1} more)" if unread[1:] else ")"
+        files.description += f" (not read: {printable(unread[0])}/{more}"
+    return folders
 
 
 def _is_same(path: Path, table: LabelTable) -> bool:
@@ -155,14 +245,33 @@ def _is_same(path: Path, table: LabelTable) -> bool:
         return False
 
 
-def _list_archive(path: Path, folder: str, split: str, table: LabelTable) -> FoundSplit:
-    with kept_open(path) as archive:
-        images = _Split(split, archive, table)
-        for member in visible_members(archive):
-            if member.name.startswith(folder):
-                below = member.name[len(folder) :]
-                images.add(member.name, f"{path.name}!{folder}", below, member.size, member.offset)
-        return images.found(Counter())  # they were counted when the archive was recognised
+def _list_archive(path: Path, table: LabelTable) -> _Files:
+    with opened(path) as archive:
+        files = _Files(path, f"a {archive.kind} of images", partial(open_archive, path), f"{path.name}!")
+        members = [*visible_members(archive, files.ignored)]
+        names = [each.name for each in members]
+        files.outer = outer = _wrapper(names)
+        tops: dict[str, str | None] = {}
+        for name in names:
+            top, slash, _ = name[len(outer) :].partition("/")
+            if slash:
+                tops[top] = tops.get(top) or (name if is_image_name(name) else None)
+        if table.splits is not None:
+            folders = {split: top for top in tops if (split := split_of(top))}
+        else:
+            found = [TopFolder(top, False, partial(tops.get, top)) for top in tops]
+            folders = choose_splits(found, str(path), have_classes=False)
+        if folders and table.splits is None:
+            files.description = f"a {archive.kind} with {' and '.join(folders)} folders of images"
+        files.folders = {name: f"{outer}{top}/" for name, top in folders.items()}
+        within = (outer,) if table.splits is not None or not folders else tuple(files.folders.values())
+        for member in members:
+            if member.name.startswith(within):
+                files.listing.add("", member.name, 0, member.size, member.offset)
+            if table.kind is None and member.name[len(outer) :] in NAME_FILES and member.size <= MAX_NAME_FILE_BYTES:
+                content = archive.read(member.name, member.offset, member.size)
+                files.name_files.append(parse_name_file(content, f"{path}!{member.name}"))
+    return files
 
 
 def _wrapper(names: list[str]) -> str:

@@ -1,369 +1,371 @@
-"""Reads a file of labels, CSV or JSON lines: several classes, or numbers, for each image of a source.
+"""Reads a table of labels: one class, several classes, or numbers, for each image of a source.
 
-Owns the rules of the file, which `data/README.md` states, and its errors, each of which names the file and the line.
+Owns the rules of its rows, which `data/README.md` states, and their errors, each of which names the file and the line.
 Does not know the images.
 """
 
 from __future__ import annotations
 
-import csv
-import hashlib
-import io
 import json
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, UNPACK, kind_of
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.quantities import parse_float
-from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.quantities import parse_float, quantity
 from loopfeed.preprocess.shards.classes import MAX_CLASSES
 from loopfeed.preprocess.shards.targets import TargetKind, TargetRows, pack_bits
-from loopfeed.preprocess.sources.listing import SourceError
-from loopfeed.preprocess.system_errors import reading_remedy
+from loopfeed.preprocess.sources.label_columns import Columns, LabelOptions, choose_columns, describe_columns
+from loopfeed.preprocess.sources.selection import SPLIT_FOLDERS, SPLIT_ORDER
+from loopfeed.preprocess.sources.table_file import OPEN_QUOTE, Cells, TableFile, open_table, repeated, shown
 
 SEPARATOR = "|"
 """Separates the classes of an image in CSV."""
-CLASSES_COLUMN, PATH_COLUMN = "classes", "path"
-SUFFIXES = (".csv", ".jsonl")
 
-MAX_FILE_BYTES = 2**30
-MAX_LINE_BYTES = 2**21
+NO_CLASS = -1
+"""The class of a row that has none, which leaves its image out."""
+
+_NO_OPTIONS = LabelOptions()
 _BITS_AT_ONCE = 1 << 24
-_SHOWN_CHARACTERS = 60
-
-type _Entry = tuple[int, str, list[str] | list[float]]
-"""Number of the line (from 1), path, and classes or numbers."""
+# The largest float32 is below this; larger numbers would become infinite.
+_BEYOND_FLOAT32 = 3.4028235677973366e38
+# What spreadsheets show for a formula that failed.
+_FAILED_FORMULAS = frozenset({"#n/a", "#ref!", "#name?", "#value!", "#div/0!", "#null!", "#num!"})
 
 
 @dataclass(frozen=True, eq=False)
 class LabelTable:
-    """The contents of a file of labels.
+    """The contents of a table of labels.
 
     Attributes:
         file: the file.
         digest: SHA-256 of its bytes, hexadecimal.
-        kind: whether it has classes or numbers.
+        kind: whether it has classes or numbers; None if each image has one class.
         names: the K classes, sorted by their bytes, or the K columns in their order.
-        rows: path → index of its row.
+        paths: the path or id of each row, as it is written.
         lines: int64 ``[n]``, the number of the line of each row, from 1.
-        values: the rows as they are stored, uint32 ``[n, words]`` of bits or float32 ``[n, K]``.
+        values: the rows as they are stored, uint32 ``[n, words]`` of bits or float32 ``[n, K]``; or, of one class each,
+            its number among ``names``, int64 ``[n]``, `NO_CLASS` without one.
+        splits: int64 ``[n]``, the number of the split of each row in `SPLIT_ORDER`; None if the table has no splits.
+        groups: uint32 ``[n]``, the number of each row's group among their sorted names; None without groups.
+        group_names: these names.
+        weights: float32 ``[n]``, how often an image is drawn; None without weights.
+        unlabelled: whether images without a label are an error, or left out (``skip``).
+        notes: what the columns mean, and what else is remarkable, each in a line.
     """
 
     file: Path
     digest: str
-    kind: TargetKind
+    kind: TargetKind | None
     names: tuple[str, ...]
-    rows: dict[str, int]
+    paths: list[str]
     lines: NDArray[np.int64]
-    values: TargetRows
+    values: TargetRows | NDArray[np.int64]
+    splits: NDArray[np.int64] | None
+    groups: NDArray[np.uint32] | None
+    group_names: tuple[str, ...]
+    weights: NDArray[np.float32] | None
+    unlabelled: str
+    notes: tuple[str, ...]
 
     def where(self, row: int) -> str:
         """Return the file and the line of a row, for messages."""
         return f"{printable(self.file)}, line {self.lines[row]}"
 
+    def differing(self, row: int, other: int) -> str | None:
+        """Return in what two rows for the same image differ, or None if one of them is enough."""
+        if self.kind is not None:
+            return "labels"
+        columns = {"classes": self.values, "splits": self.splits, "groups": self.groups, "weights": self.weights}
+        return next((name for name, each in columns.items() if each is not None and each[row] != each[other]), None)
 
-def read_labels(path: str | Path) -> LabelTable:
-    """Read a file of labels.
+
+def read_labels(path: str | Path, options: LabelOptions = _NO_OPTIONS) -> LabelTable:
+    """Read a table of labels.
 
     Args:
-        path: a file that ends with ``.csv`` or ``.jsonl``.
+        path: a file that ends with one of `table_file.SUFFIXES`.
+        options: which columns to use.
 
     Raises:
         SourceError: the file cannot be read or breaks a rule; the message names the line.
     """
-    file = Path(path)
-    suffix = file.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise SourceError(f"the file of labels must end with {' or '.join(SUFFIXES)}, got {printable(file)}; rename it")
-    reader = _Reader(file)
-    content = _read(file)
-    found = kind_of(content[:HEAD_BYTES])
-    if found is not None and found != JSON_TEXT and (found.is_lost or found.remedy == UNPACK):
-        reader.fail(None, f"it is {found.name}", found.remedy)
+    table = open_table(path)
+    columns = choose_columns(table, options)
+    gathered = _Rows(table, columns, options)
     try:
-        lines = _lines_of(reader, content)
-        kind, columns, entries = _read_csv(reader, lines) if suffix == ".csv" else _read_json(reader, lines)
-        gathered = _Gathered(reader, kind)
-        for entry in entries:
-            gathered.add(*entry)
+        for line, cells in table.cells:
+            gathered.add(line, cells)
     except RecursionError:
-        reader.fail(reader.line, "its values are nested too deeply", "give a flat object")
-    names, values = gathered.finish(columns)
-    numbers = np.array(gathered.lines, np.int64)
-    return LabelTable(file, hashlib.sha256(content).hexdigest(), kind, names, gathered.rows, numbers, values)
+        table.fail(table.line, "its values are nested too deeply", "give a flat object")
+    return gathered.finish()
 
 
-@dataclass
-class _Reader:
-    """The place in a file that is being read, and the form of its errors."""
+class _Rows:
+    """The rows of a table, gathered in compact arrays."""
 
-    file: Path
-    line: int = 0
+    def __init__(self, table: TableFile, columns: Columns, options: LabelOptions) -> None:
+        self._table, self._columns, self._options = table, columns, options
+        self._rows: dict[tuple[str, int], int] = {}
+        self._paths: list[str] = []
+        self._lines, self._splits, self._weights, self._values = array("q"), array("q"), array("f"), array("q")
+        self._groups, self._classes = _Names(), _Names()
+        self._stops, self._numbers, self._num_numbers = array("q"), array("f"), len(columns.values)
+        self._num_repeated = 0
+        self._add_values: Callable[[int, Cells], None] = {
+            None: self._add_class,
+            "classes": self._add_classes,
+            "numbers": self._add_numbers,
+        }[columns.kind]
 
-    def fail(self, line: int | None, fault: str, remedy: str) -> NoReturn:
-        """Raise SourceError for a fault in a line, or in the whole file."""
-        where = printable(self.file) + ("" if line is None else f", line {line}")
-        raise SourceError(f"{where}: {fault}; {remedy}")
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return read_regular(file, max_bytes=MAX_FILE_BYTES)
-    except OSError as error:
-        raise SourceError(
-            f"the file of labels {printable(file)} cannot be read: {error.strerror}; "
-            f"{reading_remedy(error, 'check --labels')}"
-        ) from error
-
-
-def _lines_of(reader: _Reader, content: bytes) -> Iterator[str]:
-    """Yield the lines of the file, each with its line break, and keep the number of the last one in ``reader``."""
-    for number, line in enumerate(io.BytesIO(content), start=1):
-        reader.line = number
-        if len(line) > MAX_LINE_BYTES:
-            reader.fail(
-                number, f"the line has {len(line):,} bytes, more than the {MAX_LINE_BYTES:,} allowed", "shorten it"
-            )
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            reader.fail(number, f"byte {error.start + 1} of the line is not UTF-8", "save the file as UTF-8")
-
-
-def _read_csv(reader: _Reader, lines: Iterator[str]) -> tuple[TargetKind, tuple[str, ...], Iterator[_Entry]]:
-    rows = _csv_rows(reader, lines)
-    first = next(rows, None)
-    if first is None:
-        reader.fail(None, "the file is empty", "begin with the line path,classes or path,NAME,…")
-    number, header = first
-    expected = f"the header must be {PATH_COLUMN},{CLASSES_COLUMN}, or {PATH_COLUMN} and a name for each number"
-    if header[0] != PATH_COLUMN or len(header) < 2:
-        reader.fail(number, f"{expected}, found {_shown(','.join(header))}", "add or correct it")
-    columns = tuple(header[1:])
-    if columns == (CLASSES_COLUMN,):
-        return "classes", (), _csv_classes(reader, rows)
-    _check_columns(reader, number, columns)
-    return "numbers", columns, _csv_numbers(reader, rows, len(columns))
-
-
-def _csv_rows(reader: _Reader, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number and the fields of each line that is not blank."""
-    rows = csv.reader(lines, strict=True)
-    while True:
-        before = reader.line
-        try:
-            fields = next(rows, None)
-        except csv.Error as error:
-            is_open = "unexpected end" in str(error) or reader.line > before + 1
-            fault = "a quoted field does not end on its line" if is_open else str(error)
-            reader.fail(before + 1, fault, "correct the line")
-        if fields is None:
-            return
-        if reader.line > before + 1:
-            reader.fail(before + 1, "a quoted field does not end on its line", "correct the line")
-        if fields:
-            yield reader.line, fields
-
-
-def _check_columns(reader: _Reader, line: int, columns: tuple[str, ...]) -> None:
-    if "" in columns:
-        reader.fail(line, f"column {columns.index('') + 2} of the header has no name", "name it")
-    if twice := _repeated(columns):
-        reader.fail(line, f"the column {_shown(twice)} occurs twice", "rename one of the two")
-    if len(columns) > MAX_CLASSES:
-        reader.fail(line, f"there are {len(columns):,} columns, more than the {MAX_CLASSES:,} allowed", "remove some")
-
-
-def _csv_classes(reader: _Reader, rows: Iterator[tuple[int, list[str]]]) -> Iterator[_Entry]:
-    for number, fields in rows:
-        if len(fields) != 2:
-            reader.fail(
-                number,
-                f"there are {len(fields)} fields, not a path and its classes",
-                f"separate classes by {SEPARATOR}, and quote fields that contain a comma",
-            )
-        path, text = fields
-        yield number, path, [each.strip() for each in text.split(SEPARATOR)] if text.strip() else []
-
-
-def _csv_numbers(reader: _Reader, rows: Iterator[tuple[int, list[str]]], count: int) -> Iterator[_Entry]:
-    for number, (path, *texts) in rows:
-        if len(texts) != count:
-            reader.fail(
-                number,
-                f"{_numbers(len(texts))} where the header names {count}",
-                "give one number for each column, and quote a path that contains a comma",
-            )
-        yield number, path, [_number(reader, number, text) for text in texts]
-
-
-def _number(reader: _Reader, line: int, text: str) -> float:
-    try:
-        return parse_float(text)
-    except ValueError:
-        reader.fail(line, f"{_shown(text)} is not a number" if text.strip() else "a number is missing", "correct it")
-
-
-def _read_json(reader: _Reader, lines: Iterator[str]) -> tuple[TargetKind, tuple[str, ...], Iterator[_Entry]]:
-    parsed = _json_lines(reader, lines)
-    first = next(parsed, None)
-    if first is None:
-        reader.fail(None, "the file is empty", 'give one line like {"path": "a.jpg", "classes": ["cat"]} per image')
-    (first_line, _, values), kind = first
-    columns = tuple(map(str, range(len(values)))) if kind == "numbers" else ()
-    if kind == "numbers" and not 1 <= len(columns) <= MAX_CLASSES:
-        reader.fail(first_line, f"{_numbers(len(columns))}", f"give 1 to {MAX_CLASSES:,}")
-
-    def entries() -> Iterator[_Entry]:
-        yield first[0]
-        for entry, found in parsed:
-            if found != kind:
-                reader.fail(
-                    entry[0], f"the line has {found}, but line {first_line} has {kind}", "give the same to all images"
-                )
-            if kind == "numbers" and len(entry[2]) != len(columns):
-                fault = f"{_numbers(len(entry[2]))}, but line {first_line} has {len(columns)}"
-                reader.fail(entry[0], fault, "give the same count to all images")
-            yield entry
-
-    return kind, columns, entries()
-
-
-def _json_lines(reader: _Reader, lines: Iterator[str]) -> Iterator[tuple[_Entry, TargetKind]]:
-    for line in lines:
-        if not line.strip():
-            continue
-        number = reader.line
-        try:
-            document = json.loads(line, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            reader.fail(number, f"not valid JSON ({_shown(str(error))})", "write one object per line")
-        if not isinstance(document, dict) or document.keys() not in ({"path", "classes"}, {"path", "targets"}):
-            found = ", ".join(map(_shown, document)) if isinstance(document, dict) else type(document).__name__
-            reader.fail(
-                number,
-                f"a line must be an object with path and either classes or targets, found {found or 'none'}",
-                "correct it",
-            )
-        path, values = document["path"], document.get("classes", document.get("targets"))
-        kind: TargetKind = "classes" if "classes" in document else "numbers"
-        if not isinstance(path, str):
-            reader.fail(number, f"path must be a string, found {type(path).__name__}", "correct it")
-        key, what, types = ("classes", "strings", [str]) if kind == "classes" else ("targets", "numbers", [int, float])
-        if not isinstance(values, list) or not all(type(each) in types for each in values):
-            reader.fail(number, f"{key} must be a list of {what}, found {_shown(json.dumps(values))}", "correct it")
-        yield (number, path, values if kind == "classes" else [_as_float(each) for each in values]), kind
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if twice := _repeated([key for key, _ in pairs]):
-        raise ValueError(f"the key {twice} occurs twice")
-    return dict(pairs)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a finite number")
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-class _Gathered:
-    """The rows of a file, gathered in compact arrays."""
-
-    def __init__(self, reader: _Reader, kind: TargetKind) -> None:
-        self._reader, self._kind = reader, kind
-        self.rows: dict[str, int] = {}
-        self.lines = array("q")
-        self._class_numbers: dict[str, int] = {}
-        self._classes, self._stops = array("q"), array("q")
-        self._numbers = array("f")
-
-    def add(self, line: int, path: str, values: Any) -> None:
+    def add(self, line: int, cells: Cells) -> None:
         """Add the row of a line."""
-        path = path.removeprefix("./")
-        if not path:
-            self._reader.fail(line, "the path is empty", "give the path of an image")
-        row = self.rows.setdefault(path, len(self.lines))
-        if row < len(self.lines):
-            fault = f"{_shown(path)} was on line {self.lines[row]} already"
-            self._reader.fail(line, fault, "give each image one line")
-        self.lines.append(line)
-        if self._kind == "numbers":
-            self._add_numbers(line, values)
+        columns, table = self._columns, self._table
+        path = self._text(line, cells, columns.path, "path").removeprefix("./")
+        if not path.strip():
+            table.fail(line, "the path is empty", "give the path of an image")
+        split = -1 if columns.split is None else self._split(line, cells, columns.split)
+        self._add_values(line, cells)
+        if columns.group is not None:
+            self._groups.add(self._name(line, cells, columns.group))
+        if columns.weight is not None:
+            self._weights.append(self._weight(line, cells, columns.weight))
+        self._splits.append(split)
+        self._lines.append(line)
+        self._paths.append(path)
+        before = self._rows.setdefault((path, split), len(self._paths) - 1)
+        if before < len(self._paths) - 1:
+            self._repeat(line, before)
+
+    def _repeat(self, line: int, before: int) -> None:
+        """Take back the last row if it says the same as another one about its image."""
+        path = self._paths.pop()
+        columns: list[array[Any]] = [self._lines, self._splits]
+        fault = f"{shown(path)} was on line {self._lines[before]} already"
+        if self._columns.kind is not None:
+            self._table.fail(line, fault, "give each image one line")
+        named: tuple[tuple[str, array[Any]], ...]
+        named = ("class", self._values), ("group", self._groups.numbers), ("weight", self._weights)
+        for name, values in named:
+            if values and values[before] != values[-1]:
+                self._table.fail(line, f"{fault}, with another {name}", "give each image one line")
+            columns += [values] if values else []
+        for each in columns:
+            each.pop()
+        self._num_repeated += 1
+
+    def _text(self, line: int, cells: Cells, place: int, what: str) -> str:
+        """Return a cell as text; "" for an empty one. A whole number of JSON lines is text in decimal form."""
+        value = cells[place]
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            self._table.fail(line, f"{what} must be text, found {shown(json.dumps(value))}", "correct it")
+        if "\n" in value and not self._table.is_json:
+            self._table.fail(line, OPEN_QUOTE, "correct the line")
+        return value
+
+    def _name(self, line: int, cells: Cells, place: int) -> str:
+        """Return the class or group in a cell."""
+        column = shown(self._table.columns[place])
+        name = self._text(line, cells, place, column).strip()
+        if not name or name.lower() == "nan":
+            self._table.fail(line, f"{column} is {name or 'empty'}", "fill it in, or remove the line")
+        self._check_name(line, name, column)
+        return name
+
+    def _check_name(self, line: int, name: str, column: str) -> None:
+        if name.startswith("=") or name.lower() in _FAILED_FORMULAS:
+            self._table.fail(
+                line, f"{shown(name)} in column {column} is a formula or its error", "write the value itself"
+            )
+        self._check_unicode(line, name)
+
+    def _check_unicode(self, line: int, name: str) -> None:
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            self._table.fail(line, f"the class {shown(name)} is not valid Unicode", "rename it")
+
+    def _split(self, line: int, cells: Cells, place: int) -> int:
+        name = self._text(line, cells, place, "split").strip()
+        split = SPLIT_FOLDERS.get(name.lower())
+        if split is None:
+            self._table.fail(line, f"the split is {shown(name) or 'empty'}", f"name {', '.join(SPLIT_FOLDERS)}")
+        return SPLIT_ORDER.index(split)
+
+    def _weight(self, line: int, cells: Cells, place: int) -> float:
+        weight = self._number(line, cells[place], place)
+        if weight < 0:
+            self._table.fail(line, f"the weight {weight!r} is negative", "give 0 or more")
+        return weight
+
+    def _add_class(self, line: int, cells: Cells) -> None:
+        (place,) = self._columns.values
+        column = shown(self._table.columns[place])
+        name = self._text(line, cells, place, column).strip()
+        if not name or name.lower() == "nan":  # as pandas writes a missing value
+            if self._options.unlabelled == "fail":
+                remedy = "name the class, or leave such images out with --unlabelled skip"
+                self._table.fail(line, f"the class in column {column} is {name or 'empty'}", remedy)
+            self._values.append(NO_CLASS)
+            return
+        self._check_name(line, name, column)
+        self._values.append(self._number_of_class(line, name))
+
+    def _add_classes(self, line: int, cells: Cells) -> None:
+        value = cells[self._columns.values[0]]
+        if self._table.is_json:
+            if not isinstance(value, list) or not all(type(each) is str for each in value):
+                self._fail_list(line, "classes", "strings", value)
+            names = value
         else:
-            self._add_classes(line, values)
-
-    def _add_numbers(self, line: int, values: list[float]) -> None:
-        for value in values:
-            # The largest float32 is below this; larger numbers would become infinite.
-            if not abs(value) < 3.4028235677973366e38:
-                fault = f"{value!r} is not a finite number" if not math.isfinite(value) else f"{value!r} is too large"
-                self._reader.fail(line, fault, "give numbers that fit into float32")
-            self._numbers.append(value)
-
-    def _add_classes(self, line: int, names: list[str]) -> None:
+            text = self._text(line, cells, self._columns.values[0], "classes")
+            names = [each.strip() for each in text.split(SEPARATOR)] if text.strip() else []
         if any(not name.strip() for name in names):
-            self._reader.fail(line, "the name of a class is empty", "name it, or give no class at all")
-        if twice := _repeated(names):
-            self._reader.fail(line, f"the class {_shown(twice)} occurs twice", "give it once")
+            self._table.fail(line, "the name of a class is empty", "name it, or give no class at all")
+        if twice := repeated(names):
+            self._table.fail(line, f"the class {shown(twice)} occurs twice", "give it once")
         for name in names:
-            if name not in self._class_numbers and not _is_unicode(name):
-                self._reader.fail(line, f"the class {_shown(name)} is not valid Unicode", "rename it")
-            self._classes.append(self._class_numbers.setdefault(name, len(self._class_numbers)))
-        if len(self._class_numbers) > MAX_CLASSES:
-            self._reader.fail(line, f"there are more than {MAX_CLASSES:,} classes", "use fewer classes")
-        self._stops.append(len(self._classes))
+            self._check_unicode(line, name)
+            self._values.append(self._number_of_class(line, name))
+        self._stops.append(len(self._values))
 
-    def finish(self, columns: tuple[str, ...]) -> tuple[tuple[str, ...], TargetRows]:
-        """Return the names of the targets and all rows as they are stored."""
-        if not self.rows:
-            self._reader.fail(None, "no image has a line", "give one line per image")
-        if self._kind == "numbers":
-            return columns, np.array(self._numbers, np.float32).reshape(-1, len(columns))
-        if not self._class_numbers:
-            self._reader.fail(None, "no image has a class", "name the classes of the images")
-        names = sorted(self._class_numbers, key=str.encode)
+    def _number_of_class(self, line: int, name: str) -> int:
+        number = self._classes.number(name)
+        if number >= MAX_CLASSES:
+            self._table.fail(line, f"there are more than {MAX_CLASSES:,} classes", "use fewer classes")
+        return number
+
+    def _add_numbers(self, line: int, cells: Cells) -> None:
+        places = self._columns.values
+        if not self._columns.is_list:
+            self._numbers.extend([self._number(line, cells[place], place) for place in places])
+            return
+        values = cells[places[0]]
+        if not isinstance(values, list) or not all(type(each) in (int, float) for each in values):
+            self._fail_list(line, "targets", "numbers", values)
+        if not self._lines:
+            self._num_numbers = len(values)
+            if not 1 <= len(values) <= MAX_CLASSES:
+                self._table.fail(line, f"there are {len(values):,} numbers", f"give 1 to {MAX_CLASSES:,}")
+        if len(values) != self._num_numbers:
+            fault = f"there {'is' if len(values) == 1 else 'are'} {quantity(len(values), 'number')}, but line "
+            self._table.fail(
+                line, f"{fault}{self._lines[0]} has {self._num_numbers:,}", "give the same count to all images"
+            )
+        self._numbers.extend([self._number(line, value, places[0]) for value in values])
+
+    def _fail_list(self, line: int, key: str, what: str, value: Any) -> None:
+        found = "nothing" if value is None else shown(json.dumps(value))
+        self._table.fail(line, f"{key} must be a list of {what}, found {found}", "correct it")
+
+    def _number(self, line: int, value: Any, place: int) -> float:
+        """Return the number in a cell, which fits into float32."""
+        column = shown(self._table.columns[place])
+        try:
+            if self._table.is_json and type(value) not in (int, float):
+                raise ValueError("not a number")
+            number = parse_float(value) if isinstance(value, str) else float(value)
+        except OverflowError:
+            number = math.inf
+        except ValueError:
+            text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
+            if not text.strip():
+                self._table.fail(line, f"a number is missing in column {column}", "fill it in")
+            hint = "" if place in (self._columns.group, self._columns.weight) else self._hint(column)
+            self._table.fail(line, f"{shown(text)} in column {column} is not a number", f"correct it{hint}")
+        if not abs(number) < _BEYOND_FLOAT32:
+            fault = f"{number!r} is not a finite number" if not math.isfinite(number) else f"{number!r} is too large"
+            self._table.fail(line, fault, "give numbers that fit into float32")
+        return number
+
+    def _hint(self, column: str) -> str:
+        if self._lines:
+            return ""
+        return (
+            f", or give --class-column {column} if it is the class of each image, and name it classes if it has "
+            f"several, separated by {SEPARATOR}"
+        )
+
+    def finish(self) -> LabelTable:
+        """Return the table with all its rows."""
+        table, columns = self._table, self._columns
+        if not self._paths:
+            table.fail(None, "no image has a line", "give one line per image")
+        names = tuple(map(str, range(self._num_numbers))) if columns.is_list else ()
+        names = names or tuple(table.columns[place] for place in columns.values)
+        values: TargetRows | NDArray[np.int64] = np.array(self._numbers, np.float32).reshape(-1, len(names))
+        if columns.kind != "numbers":
+            names, places = self._classes.in_order()
+            if not names:
+                table.fail(None, "no image has a class", "name the classes of the images")
+            numbers = np.array(self._values, np.int64)
+            values = classes = np.append(places, NO_CLASS)[numbers]
+            if columns.kind == "classes":
+                values = _bits(classes, np.array([0, *self._stops], np.int64), len(names))
+        weights = None if columns.weight is None else np.array(self._weights, np.float32)
+        if weights is not None and not weights.any():
+            table.fail(None, f"all weights in column {shown(table.columns[columns.weight or 0])} are 0", "raise one")
+        group_names, group_places = self._groups.in_order()
+        notes = [describe_columns(table, columns)]
+        if self._num_repeated:
+            notes.append(f"{shown(table.file.name)}: {quantity(self._num_repeated, 'repeated line')} left out")
+        return LabelTable(
+            table.file,
+            table.digest,
+            columns.kind,
+            names,
+            self._paths,
+            np.array(self._lines, np.int64),
+            values,
+            None if columns.split is None else np.array(self._splits, np.int64),
+            None if columns.group is None else group_places[np.array(self._groups.numbers)].astype(np.uint32),
+            group_names,
+            weights,
+            self._options.unlabelled,
+            tuple(notes),
+        )
+
+
+class _Names:
+    """Names by number, in the order in which they were first found."""
+
+    def __init__(self) -> None:
+        self._number_of: dict[str, int] = {}
+        self.numbers = array("q")
+
+    def number(self, name: str) -> int:
+        """Return the number of a name, which is new if it was not found before."""
+        return self._number_of.setdefault(name, len(self._number_of))
+
+    def add(self, name: str) -> None:
+        """Append the number of a name."""
+        self.numbers.append(self.number(name))
+
+    def in_order(self) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+        """Return the names sorted by their bytes, and the place of each number among them, int64."""
+        names = sorted(self._number_of, key=lambda each: each.encode("utf-8", "surrogateescape"))
         places = np.empty(len(names), np.int64)
-        places[[self._class_numbers[name] for name in names]] = np.arange(len(names))
-        classes, stops = places[np.array(self._classes, np.int64)], np.array([0, *self._stops], np.int64)
-        step = max(1, _BITS_AT_ONCE // len(names))
-        parts = []
-        for start in range(0, len(self.rows), step):
-            bounds = stops[start : start + step + 1]
-            bits = np.zeros((len(bounds) - 1, len(names)), np.bool)
-            bits[np.repeat(np.arange(len(bits)), np.diff(bounds)), classes[bounds[0] : bounds[-1]]] = True
-            parts.append(pack_bits(bits))
-        return tuple(names), np.concatenate(parts)
+        places[[self._number_of[name] for name in names]] = np.arange(len(names))
+        return tuple(names), places
 
 
-def _repeated(names: list[str] | tuple[str, ...]) -> str | None:
-    """Return a name that occurs twice, or None."""
-    if len(set(names)) == len(names):
-        return None
-    return next(name for name, following in pairwise(sorted(names)) if name == following)
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _numbers(count: int) -> str:
-    return f"there {'is 1 number' if count == 1 else f'are {count:,} numbers'}"
-
-
-def _shown(text: str) -> str:
-    return printable(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…")
+def _bits(classes: NDArray[np.int64], stops: NDArray[np.int64], num_classes: int) -> NDArray[np.uint32]:
+    """Return the rows of bits whose classes are `classes[stops[row] : stops[row + 1]]`."""
+    step = max(1, _BITS_AT_ONCE // num_classes)
+    parts = []
+    for start in range(0, len(stops) - 1, step):
+        bounds = stops[start : start + step + 1]
+        bits = np.zeros((len(bounds) - 1, num_classes), np.bool)
+        bits[np.repeat(np.arange(len(bits)), np.diff(bounds)), classes[bounds[0] : bounds[-1]]] = True
+        parts.append(pack_bits(bits))
+    return np.concatenate(parts)

@@ -269,23 +269,6 @@ class ListedSplit:
         return digest.hexdigest()
 
 
-@dataclass
-class LabelMatch:
-    """How the files of a split match the lines of a file of labels.
-
-    Attributes:
-        rows: the index of each listed image's row.
-        num_missing, missing: the number of images without a line, and the paths of the first of them.
-        num_unread, unread: the number of other files without a line, which are not listed, and the first path.
-    """
-
-    rows: array[int] = field(default_factory=lambda: array("q"))
-    num_missing: int = 0
-    missing: list[str] = field(default_factory=list)
-    num_unread: int = 0
-    unread: str = ""
-
-
 @dataclass(frozen=True, eq=False)
 class FoundSplit:
     """A split as found in a source, before images are held out, the limit is applied and the order is determined.
@@ -293,10 +276,9 @@ class FoundSplit:
     Attributes:
         name, classes, listing, store: as of `ListedSplit`.
         subfolder: a subfolder of a class that contains images, below the source root; None if there is none.
-        match: how it matches a file of labels; None without one.
+        rows: the row of each listed image in a table of labels, int64; None without one.
         ignored: counts the hidden entries that were left out, by name.
         notes: one-line messages to the user about its classes.
-        has_class_folders: whether its classes are folders, of which one may be empty.
         weights: how often each image is drawn, float32, one per listed image in the order of the listing; None if the
             source does not say.
         groups: the group of each image, uint32, in the same order: its number among the sorted names of the groups of
@@ -308,10 +290,9 @@ class FoundSplit:
     listing: Listing
     store: ByteStore
     subfolder: str | None = None
-    match: LabelMatch | None = None
+    rows: NDArray[np.int64] | None = None
     ignored: Counter[str] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()
-    has_class_folders: bool = False
     weights: NDArray[np.float32] | None = None
     groups: NDArray[np.uint32] | None = None
 
@@ -324,11 +305,13 @@ class Layout:
         description: what was found, for messages.
         openers: for each split, a function that lists its images.
         ignored: counts the hidden entries that were left out beside the splits, by name.
+        unread: what is not read because it has no line in a table of labels; None if there is nothing.
     """
 
     description: str
     openers: dict[str, Callable[[], FoundSplit]]
     ignored: Counter[str] = field(default_factory=Counter)
+    unread: str | None = None
 
 
 def index_classes(

@@ -1,7 +1,7 @@
 """Opens a set of labelled, encoded images and detects its layout.
 
 Supported layouts: class folders, directly in a folder or in `train/`, `val/`, `test/`; the official ImageNet archives,
-read in place; Kaggle's ImageNet tree; a tar or zip archive of class folders; with a file of labels, any folder, tar or
+read in place; Kaggle's ImageNet tree; a tar or zip archive of class folders; with a table of labels, any folder, tar or
 zip archive of images. `data/README.md` shows each.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 
@@ -20,15 +20,15 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.targets import SplitTargets
 from loopfeed.preprocess.sources.archive_tree import archive_layout
-from loopfeed.preprocess.sources.archives import TarArchive, ZipArchive
+from loopfeed.preprocess.sources.class_names import ClassFrom
 from loopfeed.preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
-from loopfeed.preprocess.sources.labelled import check_lines, labelled_archive, labelled_folder
+from loopfeed.preprocess.sources.label_columns import LabelOptions
+from loopfeed.preprocess.sources.labelled import labelled_layout
 from loopfeed.preprocess.sources.labels_file import LabelTable, read_labels
 from loopfeed.preprocess.sources.listing import FoundSplit, Layout, ListedSplit, SourceError, SourceImage, SourceSplit
 from loopfeed.preprocess.sources.selection import HOLDOUT_RULE, SPLIT_ORDER, held_out, pack_order
 from loopfeed.preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers
 from loopfeed.preprocess.sources.tree import list_folder, split_folders, split_openers
-from loopfeed.preprocess.suggestions import describe_forms
 from loopfeed.preprocess.system_entries import describe_ignored
 from loopfeed.preprocess.system_errors import reading_remedy, status_of
 
@@ -78,6 +78,11 @@ def open_source(
     limit: int | None = None,
     holdout_rule: int = HOLDOUT_RULE,
     labels: str | Path | None = None,
+    class_column: str | None = None,
+    group_by: str | None = None,
+    weight_column: str | None = None,
+    unlabelled: Literal["fail", "skip"] = "fail",
+    class_from: ClassFrom = "top",
 ) -> Source:
     """Detect the layout of a data set and list its images.
 
@@ -89,8 +94,13 @@ def open_source(
             `loopfeed.preprocess.sources.selection.held_out`).
         limit: maximum number of images per split, spread evenly over the classes.
         holdout_rule: the rule by which they are chosen, 1 for a pack that was begun with an earlier version.
-        labels: a file of labels (`loopfeed.preprocess.sources.labels_file`), which replaces class folders. Held-out
-            images are then those of all images whose keys have the smallest hashes.
+        labels: a table of labels (`loopfeed.preprocess.sources.labels_file`), which replaces class folders. With
+            several classes or numbers an image, held-out images are those of all images whose keys have the smallest
+            hashes.
+        class_column, group_by, weight_column, unlabelled: what the table's columns mean, and whether images without a
+            label are left out; as in `loopfeed.preprocess.sources.label_columns.LabelOptions`.
+        class_from: whether the class of an image is the outermost folder below its split, or the one that contains it
+            (``leaf``).
 
     Returns:
         The source, which the caller must close. All splits have the same classes in the same order, sorted by the
@@ -107,8 +117,10 @@ def open_source(
     root = Path(path)
     if limit is not None and limit < 1:
         raise SourceError(f"limit must be at least 1 image per split, got {limit}")
-    table = None if labels is None else read_labels(labels)
-    layout = _recognise(root) if table is None else _recognise_labelled(root, table)
+    options = LabelOptions(class_column, group_by, weight_column, unlabelled)
+    _check_options(options, labels, class_from)
+    table = None if labels is None else read_labels(labels, options)
+    layout = _recognise(root, class_from) if table is None else _recognise_labelled(root, table)
     _check_holdout(holdout, root, layout)
     available = tuple(sorted({*layout.openers, *(["val"] if holdout else [])}, key=SPLIT_ORDER.index))
     wanted = _wanted_splits(root, available, splits)
@@ -121,8 +133,6 @@ def open_source(
                 found[name] = layout.openers[name]()
         if table is None:
             _check_classes(found)
-        else:
-            check_lines(found.values(), table, root)
         opened = _select(found, holdout=holdout, limit=limit, holdout_rule=holdout_rule)
         _check_has_images(opened, wanted, found, layout, root, holdout=holdout, table=table)
     except BaseException:
@@ -135,8 +145,8 @@ def open_source(
         layout.description,
         {name: opened[name] for name in wanted},
         next((each.subfolder for each in found.values() if each.subfolder is not None), None),
-        {} if table is None else {name: _targets_of(found, opened[name], table) for name in wanted},
-        _describe_unread(found),
+        {name: _targets_of(found, opened[name], table) for name in wanted} if table is not None and table.kind else {},
+        layout.unread,
         (*([] if ignored is None else [ignored]), *of_classes),
         [each.store.close for each in found.values()],
     )
@@ -162,10 +172,10 @@ def _check_has_images(
         )
 
 
-def _recognise(root: Path) -> Layout:
+def _recognise(root: Path, class_from: ClassFrom) -> Layout:
     _check_exists(root)
     if not root.is_dir():
-        return archive_layout(root)
+        return archive_layout(root, class_from)
     _refuse_shards(root)
     archives = imagenet_openers(root)
     if archives:
@@ -180,7 +190,7 @@ def _recognise(root: Path) -> Layout:
         others = [printable(each.name) + "/" for each in classes if Path(each.path) not in folders.values()]
         description = "folders " + " and ".join(each.name + "/" for each in folders.values()) + " of class folders"
         description += f" (not read: {_shown(others)})" if others else ""
-        return Layout(description, split_openers(root, folders), ignored)
+        return Layout(description, split_openers(root, folders, class_from), ignored)
     if not classes:
         raise SourceError(
             f"{printable(root)} is not a data set: expected class folders, train/ and val/ with class folders, "
@@ -192,15 +202,26 @@ def _recognise(root: Path) -> Layout:
                 f"{printable(root)} is not a folder of class folders: {printable(each.name)}/ has a train/ folder; "
                 f"give {printable(each.path)}"
             )
-    return Layout("a folder of class folders", split_openers(root, {"train": root}))
+    return Layout("a folder of class folders", split_openers(root, {"train": root}, class_from))
 
 
 def _recognise_labelled(root: Path, table: LabelTable) -> Layout:
     _check_exists(root)
     if root.is_dir():
         _refuse_shards(root)
-        return labelled_folder(root, table)
-    return labelled_archive(root, table)
+    return labelled_layout(root, table)
+
+
+def _check_options(options: LabelOptions, labels: str | Path | None, class_from: str) -> None:
+    if class_from not in ("top", "leaf"):
+        raise SourceError(f"--class-from must be top or leaf, got {class_from!r}")
+    if options.unlabelled not in ("fail", "skip"):
+        raise SourceError(f"--unlabelled must be fail or skip, got {options.unlabelled!r}")
+    if labels is not None and class_from != "top":
+        raise SourceError("--class-from is about class folders, but --labels gives the labels; leave one of them out")
+    given = [f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value not in (None, "fail")]
+    if labels is None and given:
+        raise SourceError(f"{given[0]} is about a table of labels; give the table with --labels")
 
 
 def _refuse_shards(root: Path) -> None:
@@ -253,11 +274,17 @@ def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
 
 
 def _nothing_held_out(train: FoundSplit, holdout: float, root: Path, table: LabelTable | None) -> str:
-    if table is not None:
-        return f"holdout {holdout} holds out no image of {printable(root)}, which has only one image; add images to it"
+    nothing = f"holdout {holdout} holds out no image of {printable(root)}"
+    if train.groups is not None:
+        return (
+            f"{nothing}, because each of its {quantity(len(np.unique(train.groups)), 'group')} has the last images of "
+            "a class; leave --group-by out, or add groups"
+        )
+    if table is not None and table.kind is not None:
+        return f"{nothing}, which has only one image; add images to it"
     most = int(np.bincount(train.listing.labels, minlength=1).max())
     return (
-        f"holdout {holdout} holds out no image of {printable(root)}, because every class keeps one training image "
+        f"{nothing}, because every class keeps one training image "
         f"and the largest of its {quantity(len(train.classes), 'class')} has {most}; give a folder with val/"
     )
 
@@ -272,7 +299,7 @@ def _wanted_splits(root: Path, available: tuple[str, ...], splits: tuple[str, ..
 
 
 def _check_classes(found: dict[str, FoundSplit]) -> None:
-    """Check that a label means the same class in every split."""
+    """Check that a label means the same class in every split, as the layouts that unite their classes have it."""
     for left, right in combinations(found.values(), 2):
         for has, lacks in ((left, right), (right, left)):
             known = {each.id for each in lacks.classes}
@@ -280,26 +307,8 @@ def _check_classes(found: dict[str, FoundSplit]) -> None:
             if only:
                 raise SourceError(
                     f"the split {has.name} has {quantity(len(only), 'class')} that {lacks.name} lacks: {_shown(only)}; "
-                    f"{_remedy_for_classes(only, has, lacks)}"
+                    f"give all splits the same classes, or leave these out of {has.name}"
                 )
-
-
-def _remedy_for_classes(only: list[str], has: FoundSplit, lacks: FoundSplit) -> str:
-    """Return what to do about the classes `only` of the split `has`, which the split `lacks` does not have."""
-    for other in (each.id for each in lacks.classes):
-        if forms := describe_forms(only[0], other):
-            return (
-                f"{lacks.name} has {printable(only[0])} in another Unicode form ({forms}); rename it so that both "
-                "splits have the same name"
-            )
-    if lacks.has_class_folders:
-        return "give all splits the same classes (an empty folder is enough for a class without images)"
-    if isinstance(lacks.store, TarArchive | ZipArchive):
-        return (
-            "an archive has no class without images, so write it again with at least one image of each class, or "
-            f"without these classes in {has.name}"
-        )
-    return f"give all splits the same classes, or leave these out of {has.name}"
 
 
 def _select(
@@ -310,7 +319,7 @@ def _select(
         entries = np.arange(len(each.listing))
         parts = {name: entries}
         if holdout and name == "train":
-            taken = held_out(each.listing, holdout, rule=holdout_rule)
+            taken = held_out(each.listing, holdout, rule=holdout_rule, groups=each.groups)
             parts = {"train": entries[~taken], "val": entries[taken]}
         for part, chosen in parts.items():
             order = pack_order(each.listing, chosen, limit)
@@ -323,14 +332,7 @@ def _select(
 def _targets_of(found: dict[str, FoundSplit], split: SourceSplit, table: LabelTable) -> SplitTargets:
     """Return the targets of a split in its pack order."""
     assert isinstance(split, ListedSplit)
-    match = next(each.match for each in found.values() if each.listing is split.listing)
-    assert match is not None
-    return SplitTargets(table.kind, table.digest, table.values[np.array(match.rows, np.int64)[split.order]])
-
-
-def _describe_unread(found: dict[str, FoundSplit]) -> str | None:
-    matches = [each.match for each in found.values() if each.match is not None and each.match.num_unread]
-    if not matches:
-        return None
-    count = sum(match.num_unread for match in matches)
-    return f"{quantity(count, 'file')} without a line, such as {printable(matches[0].unread)}"
+    assert table.kind is not None
+    rows = next(each.rows for each in found.values() if each.listing is split.listing)
+    assert rows is not None
+    return SplitTargets(table.kind, table.digest, table.values[rows[split.order]])

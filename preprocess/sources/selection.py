@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.sources.listing import Listing, SourceError
@@ -33,7 +34,9 @@ def key_hashes(listing: Listing, purpose: bytes) -> np.ndarray:
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
 
-def held_out(listing: Listing, fraction: float, *, rule: int = HOLDOUT_RULE) -> np.ndarray:
+def held_out(
+    listing: Listing, fraction: float, *, rule: int = HOLDOUT_RULE, groups: NDArray[np.uint32] | None = None
+) -> np.ndarray:
     """Return a bool mask `[N]` of the images to hold out for the validation split.
 
     Under rule 2, each class loses `fraction` of its images, rounded to a whole number: at least one image, and never
@@ -43,6 +46,10 @@ def held_out(listing: Listing, fraction: float, *, rule: int = HOLDOUT_RULE) -> 
     Rule 1 is that of earlier packs: an image is held out if the hash of its key is in the first `fraction` of all
     hashes, unless it has the largest hash of its class. A class loses `fraction` of its images only on average, and a
     small class may lose none.
+
+    With groups (uint32 `[N]`, one per image), a group is held out as a whole or not at all. Under rule 2, groups take
+    turns in the order of the hashes of their first keys: first those that hold out of no class more than the count
+    above, then those that bring the counts nearer. No group is held out that has all images that are left of a class.
 
     Raises:
         SourceError: the rule is unknown.
@@ -59,10 +66,60 @@ def held_out(listing: Listing, fraction: float, *, rule: int = HOLDOUT_RULE) -> 
         return taken
     counts = np.bincount(labels)
     num_taken = np.minimum(np.maximum(np.floor(fraction * counts + 0.5).astype(np.int64), 1), counts - 1)
+    if groups is not None:
+        return np.isin(groups, _held_out_groups(labels, groups, _in_turn(listing, groups, hashes), num_taken))
     ranks = np.arange(len(labels)) - (np.cumsum(counts) - counts)[labels[by_class]]
     taken = np.zeros(len(labels), bool)
     taken[by_class] = ranks < num_taken[labels[by_class]]
     return taken
+
+
+def _in_turn(listing: Listing, groups: NDArray[np.uint32], hashes: np.ndarray) -> list[int]:
+    """Return the groups in the order of the hash of the first of the sorted keys of each.
+
+    The smallest hash would put large groups first, and hold out fewer groups than is typical.
+    """
+    first: dict[int, tuple[bytes, int]] = {}
+    for index, group in enumerate(groups.tolist()):
+        entry = listing.key_bytes(index), index
+        first[group] = min(first.get(group, entry), entry)
+    return sorted(first, key=lambda group: (hashes[first[group][1]], first[group]))
+
+
+def _held_out_groups(
+    labels: np.ndarray, groups: NDArray[np.uint32], in_turn: list[int], num_wanted: np.ndarray
+) -> list[int]:
+    """Return the groups to hold out, so that class c loses about `num_wanted[c]` images."""
+    counts = np.bincount(labels)
+    sizes: dict[int, list[tuple[int, int]]] = {}  # of each group: its classes, and how many images of each
+    pairs, numbers = np.unique(np.stack([groups, labels], axis=1), axis=0, return_counts=True)
+    for (group, label), number in zip(pairs.tolist(), numbers.tolist(), strict=True):
+        sizes.setdefault(group, []).append((label, number))
+    wanted, left = num_wanted.tolist(), counts.tolist()
+    taken: dict[int, None] = {}
+
+    def distance(group: int) -> int:
+        """Return by how much less the counts are missed if a group is held out too."""
+        return sum(abs(wanted[label]) - abs(wanted[label] - number) for label, number in sizes[group])
+
+    def take(group: int) -> None:
+        taken[group] = None
+        for label, number in sizes[group]:
+            wanted[label] -= number
+            left[label] -= number
+
+    for fits in (
+        lambda group: all(number <= wanted[label] for label, number in sizes[group]),
+        lambda group: distance(group) > 0,
+    ):
+        for group in in_turn:
+            if group not in taken and fits(group) and all(number < left[label] for label, number in sizes[group]):
+                take(group)
+    if not taken:
+        # Every group has more images than are wanted: the nearest is better than none.
+        free = [group for group in in_turn if all(number < left[label] for label, number in sizes[group])]
+        taken = dict.fromkeys([max(free, key=distance)] if free else [])
+    return list(taken)
 
 
 def pack_order(listing: Listing, entries: np.ndarray, limit: int | None = None) -> np.ndarray:

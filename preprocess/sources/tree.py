@@ -9,7 +9,7 @@ Pipes, sockets and devices are refused.
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,17 @@ from pathlib import Path
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import IrregularFileError, open_regular, read_at
-from loopfeed.preprocess.sources.class_names import NAME_FILES, name_classes, read_name_files
+from loopfeed.preprocess.sources.class_names import (
+    NAME_FILES,
+    ClassFrom,
+    NameFile,
+    UnitedClasses,
+    describe_leaves,
+    leaf_folders,
+    name_classes,
+    read_name_files,
+    unite_classes,
+)
 from loopfeed.preprocess.sources.listing import ChangedSourceError, FoundSplit, Listing, SourceError, index_classes
 from loopfeed.preprocess.sources.selection import TopFolder, choose_splits, is_image_name, split_of
 from loopfeed.preprocess.system_entries import count_ignored, is_hidden
@@ -150,48 +160,104 @@ def _find_image(entry: os.DirEntry[str]) -> str | None:
         return None
 
 
-def split_openers(root: Path, folders: dict[str, Path]) -> dict[str, Callable[[], FoundSplit]]:
-    """Return, for each split, a function that lists its images, with names relative to `root`."""
-    names_in = tuple(dict.fromkeys((root, *folders.values())))
+def split_openers(
+    root: Path, folders: dict[str, Path], class_from: ClassFrom = "top"
+) -> dict[str, Callable[[], FoundSplit]]:
+    """Return, for each split, a function that lists its images, with names relative to `root`.
+
+    Raises:
+        SourceError: as `class_ids`.
+    """
+    files = read_name_files(*dict.fromkeys((root, *folders.values())))
+    ids_of = {split: class_ids(folder, class_from) for split, folder in folders.items()}
+    united = unite_classes(ids_of, files, str(root))
     return {
-        split: partial(read_class_folders, root, folder, split, names_in=names_in) for split, folder in folders.items()
+        split: partial(read_class_folders, root, folder, split, files, united, class_from)
+        for split, folder in folders.items()
     }
 
 
-def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[Path, ...]) -> FoundSplit:
-    """List the images of one split. Each direct subfolder of `folder` is a class that includes all files below it.
+def class_ids(folder: Path, class_from: ClassFrom = "top") -> list[str]:
+    """Return the classes of a split by names alone: no file is opened.
 
-    An empty class folder is a class without images. A link that leads nowhere, in place of a class folder, is a class
-    with one image of size 0, which cannot be read. Every file that is not hidden is listed, whatever its suffix.
-    Readable names are read from the folders `names_in`; the first name found for a class is used.
+    A link that leads nowhere, in place of a class folder, is a class too.
 
     Raises:
-        SourceError: there are images beside the class folders, a folder contains itself, or an entry is not a file.
+        SourceError: there are images beside the class folders.
     """
-    ignored: Counter[str] = Counter()
-    class_entries, loose = list_folder(folder, ignored)
+    folders, loose = list_folder(folder)
     outside = [each.name for each in loose if is_image_name(each.name)]
     if outside:
         raise SourceError(
             f"{printable(folder)} has {quantity(len(outside), 'image')} outside any class folder, for example "
             f"{printable(outside[0])}; move each into the folder of its class"
         )
-    broken = [each for each in loose if each.name not in NAME_FILES and _leads_nowhere(each)] if class_entries else []
-    ids = [each.name for each in (*class_entries, *broken)]
-    named = name_classes(read_name_files(*names_in), ids)
-    classes = index_classes(ids, named.names, str(folder))
+    if class_from == "leaf":
+        return list(dict.fromkeys(each.rpartition("/")[2] for each in _leaves(folder)))
+    return [each.name for each in (*folders, *_broken_classes(folders, loose))]
+
+
+def _broken_classes(folders: list[os.DirEntry[str]], loose: list[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
+    return [each for each in loose if each.name not in NAME_FILES and _leads_nowhere(each)] if folders else []
+
+
+def _leaves(folder: Path) -> list[str]:
+    return leaf_folders(below for below, _ in _entries_below(str(folder), f"the folder {printable(folder)}"))
+
+
+def read_class_folders(
+    root: Path,
+    folder: Path,
+    split: str,
+    name_files: Collection[NameFile],
+    united: UnitedClasses,
+    class_from: ClassFrom = "top",
+) -> FoundSplit:
+    """List the images of one split. Each direct subfolder of `folder` is a class that includes all files below it.
+
+    With `class_from` "leaf", the folder that contains an image is its class, and the keys of images are their paths
+    below the split.
+
+    An empty class folder is a class without images. A link that leads nowhere, in place of a class folder, is a class
+    with one image of size 0, which cannot be read. Every file that is not hidden is listed, whatever its suffix.
+
+    Args:
+        root: the source.
+        folder: the folder of the split.
+        split: its name.
+        name_files: the files of class names; the first name found for a class is used.
+        united: the classes of all splits.
+        class_from: which folder is the class.
+
+    Raises:
+        SourceError: a folder contains itself, an entry is not a file, or the split has a class that is not known.
+    """
+    united.check(split)
+    ignored: Counter[str] = Counter()
+    named = name_classes(name_files, united.ids)
+    classes = index_classes(united.ids, named.names, str(folder))
     label_of = {each.id: label for label, each in enumerate(classes)}
-    listing = Listing(classes)
     prefix = folder.relative_to(root).as_posix()
     prefix = "" if prefix == "." else prefix + "/"
+    notes = [*united.notes, *named.notes]
     subfolder = None
-    for entry in class_entries:
-        for below, size in files_below(entry.path, f"the class {printable(entry.path)}", ignored):
-            listing.add(f"{prefix}{entry.name}/", below, label_of[entry.name], size)
-            if subfolder is None and "/" in below:
-                subfolder = f"{prefix}{entry.name}/{below.partition('/')[0]}"
-    for entry in broken:
-        listing.add(f"{prefix}{entry.name}", "", label_of[entry.name], file_size(entry))
+    if class_from == "leaf":
+        listing = Listing(classes, "path")
+        notes += _list_leaves(folder, prefix, listing, label_of, ignored)
+    else:
+        listing = Listing(classes)
+        entries, loose = list_folder(folder, ignored)
+        for entry in entries:
+            if entry.name not in label_of:
+                raise SourceError(
+                    f"{printable(entry.path)} was added while its source was listed; run the command again"
+                )
+            for below, size in files_below(entry.path, f"the class {printable(entry.path)}", ignored):
+                listing.add(f"{prefix}{entry.name}/", below, label_of[entry.name], size)
+                if subfolder is None and "/" in below:
+                    subfolder = f"{prefix}{entry.name}/{below.partition('/')[0]}"
+        for entry in _broken_classes(entries, loose):
+            listing.add(f"{prefix}{entry.name}", "", label_of[entry.name], file_size(entry))
     return FoundSplit(
         split,
         classes,
@@ -199,9 +265,25 @@ def read_class_folders(root: Path, folder: Path, split: str, *, names_in: tuple[
         FolderStore(root),
         subfolder,
         ignored=ignored,
-        notes=named.notes,
-        has_class_folders=True,
+        notes=tuple(notes),
     )
+
+
+def _list_leaves(
+    folder: Path, prefix: str, listing: Listing, label_of: dict[str, int], ignored: Counter[str]
+) -> list[str]:
+    """List the images of a split by the folders that contain them, and return notes."""
+    leaves, num_unread, unread = set(_leaves(folder)), 0, ""
+    for below, size in files_below(str(folder), f"the folder {printable(folder)}", ignored):
+        inside = below.rpartition("/")[0]
+        if inside in leaves:
+            listing.add(prefix, below, label_of[inside.rpartition("/")[2]], size)
+        elif inside:
+            num_unread, unread = num_unread + 1, unread or f"{prefix}{below}"
+    notes = describe_leaves(leaves)
+    if num_unread:
+        notes.append(f"not read: {quantity(num_unread, 'file')} outside class folders, such as {printable(unread)}")
+    return notes
 
 
 @dataclass(frozen=True)
