@@ -14,11 +14,13 @@ from loopfeed.preprocess.packing.pack import PackProgress, PackResult, pack_spli
 from loopfeed.preprocess.packing.plan import HELD_OUT_SPLITS, PackSettings, choose_holdout_rule
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from loopfeed.preprocess.shards.split_files import prepare_for_writing
+from loopfeed.preprocess.sources.given import given_layout
+from loopfeed.preprocess.sources.given_items import ItemError
 from loopfeed.preprocess.sources.open_source import open_source
 
 
 def pack(
-    source: str | Path,
+    source: Any,
     dest: str | Path,
     *,
     labels: str | Path | None = None,
@@ -27,6 +29,8 @@ def pack(
     weight_column: str | None = None,
     unlabelled: Literal["fail", "skip"] = "fail",
     class_from: Literal["top", "leaf"] = "top",
+    classes: Iterable[str] | None = None,
+    names: Iterable[str] | Mapping[str, Iterable[str]] | None = None,
     size: int = 224,
     resize: int | None = None,
     resample: str = "bicubic",
@@ -45,17 +49,36 @@ def pack(
 ) -> dict[str, PackResult]:
     """Pack the images at `source` into shards at `dest`, as `preprocess-imagenet` does with the options of these names.
 
-    An interrupted pack is continued, and a finished one is left unchanged.
+    An interrupted pack is continued, and a finished one is left unchanged. Both need the same source: the same files,
+    by path and size; of arrays, lists and iterables, the same bytes; of a data set whose labels are known without
+    decoding its images, the same labels, and the same bytes of 16 images. An iterable is read from its start.
 
     Args:
-        source: a folder or tar archive in one of the layouts of `preprocess-imagenet --help`.
+        source: the path of a folder or tar archive in one of the layouts of `preprocess-imagenet --help`; or, of each
+            image and its label,
+
+            - a pair of arrays, or of lists, `(images, labels)`: uint8 or uint16 `[N, H, W]`, `[N, H, W, C]` or, where
+              that is not possible, `[N, C, H, W]`, of NumPy, PyTorch, JAX, or a file of HDF5 or Zarr,
+            - a list of `(image, label)`,
+            - a data set with `__len__` and `__getitem__` whose items are `(image, label)`, or dicts with `"image"` and
+              `"label"`, such as those of PyTorch, torchvision and Hugging Face; one thread at a time calls it, and
+              those whose labels are not known before are read as an iterable is,
+            - an iterable of these items that ends, such as a generator. It is read once, before packing, into a
+              temporary file beside `dest` as large as the files or arrays that it yields,
+            - a dict of splits, such as ``{"train": …, "val": …}``, of any of these.
+
+            An image is an array, an image of Pillow, the path of a file, or its bytes.
         dest: a folder or a TensorStore URL.
-        labels: a table of labels for each image, in the place of class folders.
+        labels: a table of labels for each image, in the place of class folders; for a path.
         class_column: the column of `labels` with the class of each image; None finds it by its name, such as "class".
         group_by: a column of `labels`; images with the same value, such as of a patient, are never in two splits.
         weight_column: a column of `labels` that says how often an image is drawn.
         unlabelled: whether images without a line in `labels` "fail" or are left out ("skip").
         class_from: whether the outermost folder below a split is the class ("top") or that of the file ("leaf").
+        classes: the names of the classes, of which labels in Python are the numbers; None takes those that a data set
+            knows (`classes`, `features`), else the labels themselves.
+        names: the name of each image of Python, or a dict of them for each split; None takes the path below the folder
+            that all files are in, else the number.
         size: side of the square images, in pixels.
         resize: length of the shorter side before the crop, in pixels; None is 8/7 of `size` (`size` up to 64).
         resample: filter by its Pillow name, such as "bicubic", "bilinear" or "lanczos".
@@ -79,14 +102,22 @@ def pack(
     Raises:
         ValueError: an argument is out of range; as SourceError, the source cannot be packed; as ShardError, `dest`
             contains something else, or cannot be written.
+        Exception: the data set's own code raised it; a note says for which item.
 
     Example:
         >>> results = pack("photographs", "data", size=8)  # photographs/train/red/0.png, …
         >>> {split: result.manifest.num_images for split, result in results.items()}
         {'train': 8, 'val': 8}
+        >>> images, labels = np.zeros((30, 8, 8, 3), np.uint8), np.arange(30) % 3
+        >>> pack((images, labels), "squares", size=8, classes=["circle", "line", "tile"])["train"].manifest.class_counts
+        (10, 10, 10)
     """
     location = open_location(str(dest), storage_options=storage_options)
-    check_dest(source, location)
+    is_path = isinstance(source, str | os.PathLike)
+    if is_path:
+        check_dest(source, location)
+    for_paths = {"labels": labels, "class_from": None if class_from == "top" else class_from}
+    check_given(is_path, for_paths, {"classes": classes, "names": names})
     settings = pack_settings(size, resize, resample, levels, truncated, canvas, workers, **shards)
     location = prepare_for_writing(location)
     chosen = None if splits is None else (splits,) if isinstance(splits, str) else tuple(splits)
@@ -104,21 +135,36 @@ def pack(
         class_from=class_from,
     )
     rule = request["holdout_rule"] if holdout else None
-    with open_source(source, **request) as found:
-        for note in found.notes:
-            notify(note)
-        return {
-            name: pack_split(
-                split,
-                location.child(name),
-                replace(settings, holdout_rule=rule if name in HELD_OUT_SPLITS else None),
-                overwrite=overwrite,
-                on_progress=partial(on_progress, name),
-                targets=found.targets.get(name),
-                notify=notify,
+    try:
+        if not is_path:
+            source = given_layout(
+                source, classes=classes, names=names, splits=chosen, dest=location.local_path, notify=notify
             )
-            for name, split in found.splits.items()
-        }
+        with open_source(source, **request) as found:
+            for note in found.notes:
+                notify(note)
+            return {
+                name: pack_split(
+                    split,
+                    location.child(name),
+                    replace(settings, holdout_rule=rule if name in HELD_OUT_SPLITS else None),
+                    overwrite=overwrite,
+                    on_progress=partial(on_progress, name),
+                    targets=found.targets.get(name),
+                    notify=notify,
+                )
+                for name, split in found.splits.items()
+            }
+    except ItemError as error:
+        raise error.cause from None
+
+
+def check_given(is_path: bool, for_paths: Mapping[str, Any], for_others: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument of `pack` that means nothing for a path, or for a data set in Python."""
+    for name, value in (for_others if is_path else for_paths).items():
+        if value is not None:
+            other = "a data set in Python, whose items have names" if is_path else "a path, such as that of a folder"
+            raise ValueError(f"{name}= is for {other}; omit it")
 
 
 def pack_settings(

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,14 @@ class ByteStore(Protocol):
 
     def close(self) -> None:
         """Close all open files."""
+
+
+@runtime_checkable
+class IdentifyingStore(ByteStore, Protocol):
+    """A store of images that names and sizes do not tell apart, such as those of an array."""
+
+    def identity(self, offset: int) -> bytes:
+        """Return what of the content of the image at `offset` belongs to the digest."""
 
 
 class Listing:
@@ -242,7 +250,10 @@ class ListedSplit:
         return self.store.read(self.listing.name(entry), self.listing.offset(entry), size)
 
     def digest(self) -> str:
-        """Return the hexadecimal SHA-256 of the class ids and of each image's key, size, class, weight and group."""
+        """Return the hexadecimal SHA-256 of the class ids and of each image's key, size, class, weight and group.
+
+        Of an `IdentifyingStore`, it covers content as well.
+        """
         return self._digest
 
     def _entry(self, index: int) -> int:
@@ -263,6 +274,9 @@ class ListedSplit:
             digest.update(each.id.encode("utf-8", "surrogateescape") + b"\n")
         for entry in self.order.tolist():
             digest.update(self.listing.digest_line(entry))
+        if isinstance(self.store, IdentifyingStore):
+            for entry in self.order.tolist():
+                digest.update(self.store.identity(self.listing.offset(entry)))
         for name, values, dtype in ((b"weights", self.weights, "<f4"), (b"groups", self.groups, "<u4")):
             if values is not None:
                 digest.update(name + b"\n" + values.astype(dtype).tobytes())

@@ -71,7 +71,7 @@ class Source:
 
 
 def open_source(
-    path: str | Path,
+    path: str | Path | Layout,
     *,
     splits: tuple[str, ...] | None = None,
     holdout: float = 0.0,
@@ -87,7 +87,7 @@ def open_source(
     """Detect the layout of a data set and list its images.
 
     Args:
-        path: a folder, or a tar or zip archive.
+        path: a folder, or a tar or zip archive; or a layout that is known.
         splits: the splits to open; by default all.
         holdout: the fraction (0 ≤ holdout < 1) of the training images to use as the split `val`, if the source has
             none. They are chosen in each class by hashes of the keys (see
@@ -110,17 +110,20 @@ def open_source(
         SourceError: the layout is not recognised, a split is missing or empty, the splits have different classes, an
             archive is damaged or unsafe, or an argument is out of range.
     """
+    root = Path(path.description if isinstance(path, Layout) else path)
     if "://" in str(path):
         raise SourceError(
-            f"SOURCE must be a folder or archive on this machine, got {printable(path)}; copy it here first"
+            f"SOURCE must be a folder or archive on this machine, got {printable(str(path))}; copy it here first"
         )
-    root = Path(path)
     if limit is not None and limit < 1:
         raise SourceError(f"limit must be at least 1 image per split, got {limit}")
     options = LabelOptions(class_column, group_by, weight_column, unlabelled)
     _check_options(options, labels, class_from)
     table = None if labels is None else read_labels(labels, options)
-    layout = _recognise(root, class_from) if table is None else _recognise_labelled(root, table)
+    if isinstance(path, Layout):
+        layout = path
+    else:
+        layout = _recognise(root, class_from) if table is None else _recognise_labelled(root, table)
     _check_holdout(holdout, root, layout)
     available = tuple(sorted({*layout.openers, *(["val"] if holdout else [])}, key=SPLIT_ORDER.index))
     wanted = _wanted_splits(root, available, splits)
