@@ -105,14 +105,14 @@ ensure_venv() { # VENV EXTRA [CONSTRAINTS]
   printf '%s\n' "$wanted" >"$stamp"
 }
 
-# The extra dev contains the extra kernels, each extra the core, and an installation of several extras each of them.
+# The extra dev contains the extras kernels and parquet, each extra the core, and an installation of several extras each of them.
 is_installed() { # VENV EXTRA WANTED
   local venv=$1 extra=$2 wanted=$3 stamp there each has_all
   for stamp in "$venv/.installed"*; do
     if ! stamp_says "$stamp" "$wanted"; then continue; fi
     there=,${stamp#"$venv/.installed"}, has_all=yes
     there=${there/,-/,}
-    case "$there" in *,dev,*) there=$there,kernels, ;; esac
+    case "$there" in *,dev,*) there=$there,kernels,parquet, ;; esac
     for each in ${extra//,/ }; do
       case "$there" in *,"$each",*) ;; *) has_all='' ;; esac
     done

@@ -21,6 +21,7 @@ from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.targets import SplitTargets
 from loopfeed.preprocess.sources.archive_tree import archive_layout
 from loopfeed.preprocess.sources.class_names import ClassFrom
+from loopfeed.preprocess.sources.containers import recognise_container
 from loopfeed.preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
 from loopfeed.preprocess.sources.label_columns import LabelOptions
 from loopfeed.preprocess.sources.labelled import labelled_layout
@@ -178,7 +179,7 @@ def _check_has_images(
 def _recognise(root: Path, class_from: ClassFrom) -> Layout:
     _check_exists(root)
     if not root.is_dir():
-        return archive_layout(root, class_from)
+        return _recognise_container(root, class_from) or archive_layout(root, class_from)
     _refuse_shards(root)
     archives = imagenet_openers(root)
     if archives:
@@ -186,6 +187,8 @@ def _recognise(root: Path, class_from: ClassFrom) -> Layout:
     kaggle = find_kaggle_tree(root)
     if kaggle is not None:
         return Layout("Kaggle's ImageNet tree", kaggle_openers(root, kaggle))
+    if (container := _recognise_container(root, class_from)) is not None:
+        return container
     folders = split_folders(root)
     ignored: Counter[str] = Counter()
     classes, files = list_folder(root, ignored)
@@ -206,6 +209,15 @@ def _recognise(root: Path, class_from: ClassFrom) -> Layout:
                 f"give {printable(each.path)}"
             )
     return Layout("a folder of class folders", split_openers(root, {"train": root}, class_from))
+
+
+def _recognise_container(root: Path, class_from: ClassFrom) -> Layout | None:
+    container = recognise_container(root)
+    if container is not None and class_from != "top":
+        raise SourceError(
+            f"--class-from is about class folders, but {printable(root)} is {container.description}; leave it out"
+        )
+    return container
 
 
 def _recognise_labelled(root: Path, table: LabelTable) -> Layout:

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from loopfeed.preprocess.file_kinds import kind_of
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import IrregularFileError, open_regular, read_at
@@ -91,3 +92,14 @@ def open_source_file(path: Path) -> SourceFile:
         ) from error
     status = os.fstat(descriptor)
     return SourceFile(descriptor, path, status.st_size, status.st_mtime_ns)
+
+
+def not_as_named(path: Path, head: bytes, what: str) -> SourceError:
+    """Return the error for a file that begins with the bytes `head`, and should be `what` ("a Parquet file")."""
+    shown, kind = printable(path), kind_of(head)
+    if not head:
+        return SourceError(f"{shown} is an empty file instead of {what}; download it again")
+    if kind is not None:
+        remedy = kind.remedy if kind.is_lost else "give it the name of what it is, or remove it"
+        return SourceError(f"{shown} is {kind.name}, not {what}; {remedy}")
+    return SourceError(f"{shown} is not {what}: it begins with {head[:8].hex(' ')}; download it again, or remove it")

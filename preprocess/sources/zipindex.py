@@ -9,7 +9,7 @@ Format: PKWARE's APPNOTE.TXT 6.3.10, with zip64.
 import stat
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from loopfeed.preprocess.printable import printable
@@ -249,3 +249,41 @@ def _unreadable(where: str, offset: int, error: OSError) -> SourceError:
         f"{where} cannot be read at byte {offset}: {error.strerror or error}; "
         f"{reading_remedy(error, 'download it again')}"
     )
+
+
+def member_pieces(file: SourceFile, offset: int, size: int, where: str) -> Iterator[bytes]:
+    """Yield the content of a member in pieces, and check their number and CRC-32.
+
+    Args:
+        file: the archive.
+        offset: the offset of the member's entry in the directory.
+        size: how many bytes the member declares.
+        where: the member, for messages.
+
+    Raises:
+        SourceError: the archive cannot be read, or the member is damaged.
+    """
+    entry, start = _locate(file, offset)
+    stop = start + entry.num_stored
+    pieces = (_read(file, at, min(_PIECE_BYTES, stop - at), where) for at in range(start, stop, _PIECE_BYTES))
+    crc = found = 0
+    try:
+        for content in pieces if entry.method == _STORED else _inflated(pieces):
+            crc, found = zlib.crc32(content, crc), found + len(content)
+            if found > size:
+                raise SourceError(f"{where} unpacks to more than the {size} bytes that it declares; {_AGAIN}")
+            yield content
+    except zlib.error as error:
+        raise SourceError(f"{where} is damaged: {error}; {_AGAIN}") from error
+    if found != size or crc != entry.crc:
+        raise SourceError(f"{where} is damaged: its length or CRC-32 differs from the one in the archive; {_AGAIN}")
+
+
+def _inflated(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    unpacker = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
+    for packed in pieces:
+        yield unpacker.decompress(packed, _PIECE_BYTES)
+        while unpacker.unconsumed_tail:
+            yield unpacker.decompress(unpacker.unconsumed_tail, _PIECE_BYTES)
+    while not unpacker.eof and (rest := unpacker.decompress(b"", _PIECE_BYTES)):
+        yield rest

@@ -1,0 +1,291 @@
+"""Reads Parquet files of encoded images and labels, as Hugging Face's `datasets` writes them, by pyarrow.
+
+A pack reads images in random order, but a value of a Parquet file can only be read with its whole page. So the encoded
+images of a split are copied once, in order, into a temporary file without a name: memory stays bounded, and each byte
+is decompressed once.
+Format of the metadata: the key `huggingface` of the schema, with the features of `datasets`.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.sources.contents import FileContent, TemporaryBytes, head_of
+from loopfeed.preprocess.sources.listing import MAX_FILE_BYTES, ByteStore, Layout, Listing, SourceError
+from loopfeed.preprocess.sources.samples import ArrayLabels, class_id, samples_layout, split_of_path
+from loopfeed.preprocess.sources.source_file import SourceFile, not_as_named
+
+MAGIC = b"PAR1"
+_LABEL_COLUMNS = ("label", "labels", "class", "cls", "category", "target", "class_name", "fine_label")
+_IMAGE_COLUMNS = ("image", "img", "jpg", "png", "bytes", "image_bytes", "pixels")
+_BATCH_ROWS = 32  # a page may repeat one large value, so that few rows need much memory
+_MAX_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The columns of images and labels, and the names of the classes, None if the file has none.
+
+    Attributes:
+        image: the column of images.
+        has_paths: whether it is a struct of `bytes` and `path` rather than bytes alone.
+        label: the column of labels.
+    """
+
+    image: str
+    has_paths: bool
+    label: str
+    names: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class _Temporary:
+    """A temporary file with the encoded images of a split."""
+
+    file: SourceFile
+
+    def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - the offset is sufficient
+        """Return the `size` bytes at `offset`."""
+        return self.file.read(offset, size)
+
+    def close(self) -> None:
+        """Close the file, which then no longer exists."""
+        self.file.close()
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The rows of the files of a split; `labels` are indices into `ids`."""
+
+    files: Sequence[Path]
+    columns: _Columns
+    ids: Sequence[str]
+    labels: np.ndarray
+
+    @property
+    def class_ids(self) -> Collection[str]:
+        """The identifiers of its classes."""
+        return self.ids
+
+    def list_images(self, listing: Listing, label_of: Mapping[str, int]) -> ByteStore:
+        """Copy its images into a temporary file, add them to a listing, and return the store that reads them."""
+        labels = np.array([label_of[each] for each in self.ids], np.int64)[self.labels].tolist()
+        has_keys = self.columns.has_paths and self._have_own_paths()
+        copied = TemporaryBytes(str(self.files[0].parent), sum(map(self._image_bytes, self.files)))
+        index = 0
+        try:
+            for path in self.files:
+                for batch in _batches(path, [self.columns.image]):
+                    column = batch.column(0)
+                    starts, sizes = _copy(column.field("bytes") if self.columns.has_paths else column, copied, path)
+                    keys = column.field("path").to_pylist() if has_keys else [None] * len(sizes)
+                    for start, size, key in zip(starts, sizes, keys, strict=True):
+                        member = f"{index:08d}" if key is None else key.lstrip("/")
+                        listing.add(f"{path.name}!", member, labels[index], size, start)
+                        index += 1
+            return _Temporary(copied.finished())
+        finally:
+            copied.close()
+
+    def _have_own_paths(self) -> bool:
+        """Return whether each image has a path, and no two the same."""
+        found = [
+            key
+            for path in self.files
+            for batch in _batches(path, [f"{self.columns.image}.path"])
+            for key in batch.column(0).field("path").to_pylist()
+        ]
+        return all(key and key.strip("/") and "\0" not in key for key in found) and len(set(found)) == len(found)
+
+    def _image_bytes(self, path: Path) -> int:
+        with _reading(path) as file:
+            metadata = file.metadata
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            columns = [group.column(number) for group in groups for number in range(metadata.num_columns)]
+            wanted = (self.columns.image, f"{self.columns.image}.bytes")
+            return sum(each.total_uncompressed_size for each in columns if each.path_in_schema in wanted)
+
+
+def parquet_layout(root: Path, files: Sequence[Path]) -> Layout:
+    """Return the layout of Parquet files, whose splits are in their names, such as `train-00000-of-00002.parquet`.
+
+    Raises:
+        SourceError: pyarrow is not installed, a file is damaged, or has no column of encoded images or of labels.
+    """
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        head = head_of(FileContent(path), 512)
+        if not head.startswith(MAGIC):
+            raise not_as_named(path, head, "a Parquet file")
+        by_split.setdefault(split_of_path(path, root), []).append(path)
+    for split, paths in by_split.items():
+        folders = list(dict.fromkeys(path.parent for path in paths))
+        if len(folders) > 1:
+            raise SourceError(
+                f"{printable(root)} has files of the split {split} in {printable(folders[0])} and "
+                f"{printable(folders[1])}; give one of them"
+            )
+    columns = _columns_of(files[0])
+    for path in files[1:]:
+        if _columns_of(path) != columns:
+            raise SourceError(
+                f"{printable(path)} has other columns or classes than {printable(files[0])}; give files of one set"
+            )
+    splits = {split: _read_labels(paths, columns) for split, paths in by_split.items()}
+    unlabelled = sorted(split for split, samples in splits.items() if samples is None)
+    labelled = {split: samples for split, samples in splits.items() if samples is not None}
+    if not labelled:
+        raise SourceError(
+            f"{printable(root)} has no label in the column {printable(columns.label)}; give labelled images"
+        )
+    shown = ", ".join(printable(each.name) for each in files[:2]) + (f" and {len(files) - 2} more" if files[2:] else "")
+    left = f" (not read: {', '.join(unlabelled)}, which has no labels)" if unlabelled else ""
+    names = None if columns.names is None else {str(number): name for number, name in enumerate(columns.names)}
+    return samples_layout(f"{quantity(len(files), 'Parquet file')}: {shown}{left}", root, labelled, names)
+
+
+def _reading(path: Path) -> Any:
+    """Return an open Parquet file, as a context manager."""
+    try:
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise SourceError(
+            f'{printable(path)} is a Parquet file, which pyarrow reads; install it with pip install "loopfeed[parquet]"'
+        ) from error
+    try:
+        # Without them, pyarrow reads a row group as a whole.
+        return pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
+    with _reading(path) as file:
+        try:
+            yield from file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False)
+        except (OSError, ValueError) as error:
+            if isinstance(error, SourceError):
+                raise
+            raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> SourceError:
+    line = str(error).partition("\n")[0]
+    return SourceError(
+        f"{printable(path)} is a damaged or truncated Parquet file: {printable(line)}; download it again"
+    )
+
+
+def _columns_of(path: Path) -> _Columns:
+    with _reading(path) as file:
+        schema = file.schema_arrow
+    features = _features(schema.metadata or {})
+    images = [each.name for each in schema if _is_image(each)]
+    declared = [each for each in images if features.get(each, {}).get("_type") == "Image"]
+    images = declared or images
+    shown = ", ".join(printable(each) for each in schema.names[:_MAX_SHOWN])
+    if not images:
+        raise SourceError(
+            f"{printable(path)} has no column of encoded images (found {shown}): paths and addresses are not followed, "
+            "so download the images and pack them as a folder with --labels"
+        )
+    if len(images) > 1:
+        raise SourceError(f"{printable(path)} has several columns of images, {', '.join(images)}; write one of them")
+    labels = [each for each in _LABEL_COLUMNS if each in schema.names] or [
+        each for each in schema.names if features.get(each, {}).get("_type") == "ClassLabel"
+    ]
+    if not labels:
+        raise SourceError(
+            f"{printable(path)} has no column of classes named {', '.join(_LABEL_COLUMNS)} (found {shown}); rename it"
+        )
+    found = features.get(labels[0], {}).get("names")
+    names = tuple(found) if isinstance(found, list) and all(isinstance(each, str) for each in found) else ()
+    has_paths = str(schema.field(images[0]).type).startswith("struct")
+    return _Columns(images[0], has_paths, labels[0], names or None)
+
+
+def _is_image(field: Any) -> bool:
+    """Return whether a column has encoded images: a struct with bytes, or bytes in a column of a usual name."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(field.type):
+        names = {field.type.field(number).name: field.type.field(number) for number in range(field.type.num_fields)}
+        return "bytes" in names and "path" in names and _is_binary(names["bytes"].type)
+    return field.name.lower() in _IMAGE_COLUMNS and _is_binary(field.type)
+
+
+def _is_binary(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _features(metadata: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
+    """Return what `datasets` says of each column; empty if it says nothing."""
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError, RecursionError):
+        return {}
+    return (
+        {name: each for name, each in features.items() if isinstance(each, dict)} if isinstance(features, dict) else {}
+    )
+
+
+def _read_labels(paths: Sequence[Path], columns: _Columns) -> _Split | None:
+    """Return the split with these files; None if none of its images has a label (-1 in `datasets`)."""
+    values: list[Any] = []
+    for path in paths:
+        for batch in _batches(path, [columns.label]):
+            values += batch.column(0).to_pylist()
+    if all(each is None or each == -1 for each in values):
+        return None
+    ids, labels = _index(values, paths[0], columns)
+    return _Split(paths, columns, ids, labels)
+
+
+def _index(values: list[Any], path: Path, columns: _Columns) -> ArrayLabels:
+    where = f"{printable(path.parent if path.parent.name else path)}: the column {printable(columns.label)}"
+    index_of: dict[Any, int] = {}
+    ids: dict[str, int] = {}
+    labels = np.empty(len(values), np.int64)
+    for row, value in enumerate(values):
+        if isinstance(value, list | dict):
+            raise SourceError(
+                f"{where} has several classes for an image; give one class for each image, or use --labels"
+            )
+        if value not in index_of:
+            text = class_id(value, f"{where}, row {row},")
+            if columns.names is not None and (not text.isdecimal() or int(text) >= len(columns.names)):
+                raise SourceError(
+                    f"{where}, row {row}, has the class {text}; its metadata name {len(columns.names)} classes"
+                )
+            index_of[value] = ids.setdefault(text, len(ids))
+        labels[row] = index_of[value]
+    return list(ids), labels
+
+
+def _copy(column: Any, copied: TemporaryBytes, path: Path) -> tuple[list[int], list[int]]:
+    """Append the values of a column of bytes to a file, and return where each starts, and its size."""
+    if column.null_count:
+        raise SourceError(
+            f"{printable(path)} has images without bytes, only with paths or addresses, which are not followed; write "
+            "it with its images, such as with datasets' push_to_hub or embed_external_files=True"
+        )
+    _, offsets_buffer, values = column.buffers()
+    form = np.int64 if str(column.type).startswith("large") else np.int32
+    offsets = np.frombuffer(offsets_buffer, form)[column.offset : column.offset + len(column) + 1].astype(np.int64)
+    sizes = np.diff(offsets).tolist()
+    if sizes and max(sizes) > MAX_FILE_BYTES:
+        raise SourceError(
+            f"{printable(path)} has an image of {max(sizes):,} bytes, more than {MAX_FILE_BYTES:,}; remove it"
+        )
+    starts = (offsets[:-1] - offsets[0] + copied.num_bytes).tolist()
+    if sizes and values is not None:
+        copied.write(memoryview(values)[int(offsets[0]) : int(offsets[-1])])
+    return starts, sizes

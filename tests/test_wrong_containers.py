@@ -1,0 +1,265 @@
+"""Files that are not what their names or their containers say: each is one error of one line, with its remedy."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources.open_source import open_source
+from tests import container_files as forms
+
+
+def folder(root: Path, contents: dict[str, bytes]) -> Path:
+    root.mkdir()
+    for name, content in contents.items():
+        (root / name).write_bytes(content)
+    return root
+
+
+def npz(path: Path, **found) -> Path:
+    np.savez(path, allow_pickle=True, **found)
+    return path
+
+
+def changed(root: Path, name: str, change) -> Path:
+    path = root / name
+    path.write_bytes(change(path.read_bytes()))
+    return root
+
+
+def parquet(root: Path, columns: dict[str, Any]) -> Path:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    root.mkdir()
+    pq.write_table(pa.table(columns), root / "train.parquet")
+    return root
+
+
+def two_tars(root: Path) -> Path:
+    for number, form in enumerate(("jpg", "png")):
+        forms.write_tar(root / f"train-{number}.tar", {f"1.{form}": b"1", "1.cls": b"1"})
+    return root
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) * 2 // 3]
+
+
+X, Y = np.zeros((4, 5, 6), np.uint8), np.arange(4)
+PAGE, POINTER = b"<!DOCTYPE html><html><body>404", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+    # WebDataset
+    "no class": (
+        lambda p: folder(p, {}) and forms.write_tar(p / "a.tar", {"1.jpg": b"1", "1.txt": b"a dog"}).parent,
+        r"a\.tar: the sample 1 has no class: expected \.cls, or one of label, class, .* found \.jpg, \.txt\.",
+    ),
+    "json without class": (
+        lambda p: forms.write_tar(p, {"1.jpg": b"1", "1.json": b'{"caption": "x"}'}),
+        r"the sample 1 has no class: .* found \.jpg, \.json",
+    ),
+    "no image": (
+        lambda p: forms.write_tar(p, {"1.jpg": b"1", "1.cls": b"1", "2.cls": b"1"}),
+        "the sample 2 has a class but no image",
+    ),
+    "two images": (
+        lambda p: forms.write_tar(p, {"1.jpg": b"1", "1.png": b"1", "1.cls": b"1"}),
+        r"the sample 1 has two images, \.jpg and \.png",
+    ),
+    "key twice": (lambda p: two_tars(p), r"the sample train-0\.tar!1\.jpg exists twice, as train-1\.tar!1\.png too"),
+    "truncated tar": (
+        lambda p: changed(forms.write_webdataset(p), "val-000000.tar", cut),
+        r"val-000000\.tar is truncated",
+    ),
+    "class of two lines": (
+        lambda p: forms.write_tar(p, {"1.jpg": b"1", "1.cls": b"1\n2"}),
+        r"the sample 1 has the class '1\\n2'; a class must be a number from 0, or a name",
+    ),
+    "class is a list": (
+        lambda p: forms.write_tar(p, {"1.jpg": b"1", "1.json": b'{"label": [1, 2]}'}),
+        "the sample 1 has the class list; a class must be",
+    ),
+    "no JSON": (lambda p: forms.write_tar(p, {"1.jpg": b"1", "1.json": b"{"}), r"1\.json is not JSON"),
+    "two splits in a name": (
+        lambda p: folder(p, {}) and forms.write_tar(p / "train-val.tar", {"1.jpg": b"1", "1.cls": b"1"}).parent,
+        "has the names of two splits, train and val",
+    ),
+    # Parquet
+    "page as parquet": (
+        lambda p: folder(p, {"train.parquet": PAGE}),
+        "train.parquet is an HTML page, such as .*, not a Pa",
+    ),
+    "pointer": (
+        lambda p: folder(p, {"train.parquet": POINTER}),
+        "is a Git LFS pointer .*, not a Parquet file; run `git lfs",
+    ),
+    "truncated parquet": (
+        lambda p: changed(forms.write_parquet(p), "data/train-00000-of-00002.parquet", cut),
+        "train-00000-of-00002.parquet is a damaged or truncated Parquet file: .*; download it again",
+    ),
+    "addresses": (
+        lambda p: parquet(p, {"url": ["http://x/1.jpg"], "label": [1]}),
+        r"has no column of encoded images \(found url, label\): paths and addresses are not followed",
+    ),
+    "no bytes": (
+        lambda p: parquet(
+            p, {"image": [{"bytes": None, "path": "1.jpg"}, {"bytes": b"1", "path": "2"}], "label": [1, 2]}
+        ),
+        "has images without bytes, only with paths or addresses",
+    ),
+    "no labels": (
+        lambda p: parquet(p, {"image": [{"bytes": b"1", "path": "1"}], "text": ["x"]}),
+        r"has no column of classes named label, .* \(found image, text\); rename it",
+    ),
+    "several classes": (
+        lambda p: parquet(p, {"image": [{"bytes": b"1", "path": "1"}], "labels": [[1, 2]]}),
+        "the column labels has several classes for an image",
+    ),
+    "two forms": (
+        lambda p: folder(p, {"train.parquet": b"", "x.npy": b""}),
+        "has files of several forms: 1 file such as ",
+    ),
+    # NumPy
+    "page as npz": (lambda p: changed(folder(p, {"set.npz": b""}), "set.npz", lambda _: PAGE), "is an HTML page"),
+    "empty npy": (
+        lambda p: folder(p, {"images.npy": b"", "labels.npy": b""}),
+        "images.npy is an empty file instead of",
+    ),
+    "truncated npz": (
+        lambda p: changed(npz(folder(p, {}) / "a.npz", x=X, y=Y).parent, "a.npz", cut),
+        "a.npz is truncated",
+    ),
+    "truncated npy": (
+        lambda p: changed(forms.write_npy(p), "train/images.npy", cut),
+        "images.npy is truncated: it has .* instead of",
+    ),
+    "floats": (
+        lambda p: npz(p.with_suffix(".npz"), x=X / 255, y=Y),
+        r"!x has images of float64; save them as uint8, with \(255 \* images\)\.round",
+    ),
+    "int64 images": (
+        lambda p: npz(p.with_suffix(".npz"), x=X.astype(int), y=Y),
+        "has images of int64; save them as uint8",
+    ),
+    "objects": (
+        lambda p: npz(p.with_suffix(".npz"), x=np.array([X[0], X[1], None, 1], object), y=Y),
+        "!x is an array of Python objects, which is never read",
+    ),
+    "labels of objects": (
+        lambda p: npz(p.with_suffix(".npz"), x=X, y=np.array([1, "a", None, 1], object)),
+        "!y is an array of Python objects, but labels must be whole numbers or text",
+    ),
+    "count": (lambda p: npz(p.with_suffix(".npz"), x=X, y=Y[:3]), "!y has 3 labels for 4 images"),
+    "one-hot": (
+        lambda p: npz(p.with_suffix(".npz"), x=X, y=np.eye(4, dtype=int)),
+        r"has labels of the shape \[4, 4\] instead of \[N\]; one-hot labels become numbers with \.argmax\(1\)",
+    ),
+    "negative": (
+        lambda p: npz(p.with_suffix(".npz"), x=X, y=Y - 1),
+        "has the label -1 for image 0; labels must be from 0",
+    ),
+    "float labels": (
+        lambda p: npz(p.with_suffix(".npz"), x=X, y=Y / 2),
+        "of the type float64, but labels must be whole",
+    ),
+    "channels first": (
+        lambda p: npz(p.with_suffix(".npz"), x=np.zeros((4, 3, 8, 8), np.uint8), y=Y),
+        r"its channels before height and width; save it with images\.transpose\(0, 2, 3, 1\)",
+    ),
+    "channels": (
+        lambda p: npz(p.with_suffix(".npz"), x=np.zeros((4, 8, 8, 5), np.uint8), y=Y),
+        r"has the shape \[4, 8, 8, 5\]; images must be",
+    ),
+    "names": (
+        lambda p: npz(p.with_suffix(".npz"), arr_0=X, arr_1=Y),
+        "found arr_0, arr_1; name them images and labels",
+    ),
+    "no labels array": (
+        lambda p: npz(p.with_suffix(".npz"), x_train=X, foo=Y),
+        r"!x_train, but no array of labels for train \(found foo\)",
+    ),
+    "Fortran": (lambda p: npz(p.with_suffix(".npz"), x=np.asfortranarray(X), y=Y), "is stored column by column"),
+    "records": (
+        lambda p: npz(p.with_suffix(".npz"), x=np.zeros(4, [("a", "u1")]), y=Y),
+        "or one of records: its header",
+    ),
+    "one npy": (
+        lambda p: changed(folder(p, {"images.npy": b""}), "images.npy", lambda _: b"\x93NUMPY\x01"),
+        "its header is not valid",
+    ),
+    # IDX and CIFAR
+    "page as IDX": (
+        lambda p: changed(forms.write_idx(p), "train-images-idx3-ubyte", lambda _: PAGE),
+        "not an IDX file",
+    ),
+    "truncated gzip": (
+        lambda p: changed(forms.write_idx(p, packed=True), "train-labels-idx1-ubyte.gz", cut),
+        "train-labels-idx1-ubyte.gz is a truncated gzip file",
+    ),
+    "truncated IDX": (
+        lambda p: changed(forms.write_idx(p), "t10k-images-idx3-ubyte", cut),
+        "t10k-images.* is truncated",
+    ),
+    "no labels of IDX": (
+        lambda p: folder(p, {"train-images-idx3-ubyte": forms.idx(X)}),
+        "has train-images-idx3-ubyte, but no file of labels for train; download it too",
+    ),
+    "two sets": (
+        lambda p: folder(p, {f"emnist-{name}-train-images-idx3-ubyte": forms.idx(X) for name in "ab"}),
+        "has the IDX files of several data sets",
+    ),
+    "IDX of floats": (
+        lambda p: changed(forms.write_idx(p), "train-images-idx3-ubyte", lambda c: c[:2] + b"\x0d" + c[3:]),
+        r"has values of the IDX type 0xd; save it as uint8",
+    ),
+    "counts of IDX": (
+        lambda p: changed(forms.write_idx(p), "train-labels-idx1-ubyte", lambda _: forms.idx(Y.astype("u1"))),
+        "has 4 labels for 8 images",
+    ),
+    "label of CIFAR": (
+        lambda p: changed(forms.write_cifar_binary(p), "data_batch_1.bin", lambda c: b"\x07" + c[1:]),
+        r"data_batch_1\.bin has the label 7 for image 0; labels must be from 0 to 2",
+    ),
+    "truncated CIFAR": (
+        lambda p: changed(forms.write_cifar_binary(p), "test_batch.bin", lambda c: c[:-9]),
+        r"test_batch\.bin is truncated: its 12283 bytes are no multiple of the 3073",
+    ),
+    "page as CIFAR": (lambda p: changed(forms.write_cifar_pickles(p), "test_batch", lambda _: PAGE), "is an HTML page"),
+    "truncated pickle": (
+        lambda p: changed(forms.write_cifar_pickles(p), "test_batch", cut),
+        "is not one of CIFAR's pickles",
+    ),
+    "both versions": (
+        lambda p: (
+            forms.write_cifar_binary(forms.write_cifar_pickles(p / "x").parent / "y")
+            and [(p / "y" / each.name).write_bytes(each.read_bytes()) for each in (p / "x").iterdir()]
+            and p / "y"
+        ),
+        "has both the binary and the Python version",
+    ),
+    # Files that are a part of a data set
+    "a single array": (
+        lambda p: folder(p, {"a": b"\x93NUMPY"}) / "a",
+        "is a NumPy array, which is a part of a data set",
+    ),
+    "a single IDX": (lambda p: folder(p, {"a": forms.idx(X)}) / "a", "is an IDX file, which is a part of a data set"),
+    "a pickle": (lambda p: folder(p, {"a": b"\x80\x04"}) / "a", "is a Python pickle, which is a part of a data set"),
+    "page as parquet file": (
+        lambda p: folder(p, {"a.npz": PAGE}) / "a.npz",
+        "is an HTML page, .*, not a NumPy archive",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_file_is_one_clear_error(tmp_path, case):
+    write, message = WRONG[case]
+    if "both" in case:
+        (tmp_path / "wrong").mkdir()
+    if "parquet" in case:
+        pytest.importorskip("pyarrow")
+    source = write(tmp_path / "wrong")
+    with pytest.raises(SourceError, match=message) as caught:
+        open_source(source)
+    assert "\n" not in str(caught.value)
