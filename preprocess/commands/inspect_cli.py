@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from loopfeed.preprocess.storage_options import parse_pairs
 from loopfeed.preprocess.system_errors import naming_file
 
 if TYPE_CHECKING:
+    from loopfeed.preprocess.shards.duplicates import SamePixels
     from loopfeed.preprocess.shards.location import Location
     from loopfeed.preprocess.shards.manifest import Manifest
     from loopfeed.preprocess.shards.splits import SplitNames
@@ -44,7 +46,12 @@ _BAR_WIDTH = 30
     show_default="all",
     help="Split to inspect. Repeat the option to inspect several splits.",
 )
-@click.option("--verify", is_flag=True, help="Read every byte and list all damaged files and images.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Read every byte and list all damaged files and images. Also compare all images that checksums do not tell "
+    "apart; without it, only up to 1,024 are compared, and none without checksums.",
+)
 @click.option(
     "--grid",
     metavar="FILE.png",
@@ -89,15 +96,19 @@ def _run(
             click.echo("\n".join(_describe(name, manifest)))
     damages = _verify(dest, names, stored) if verify else {}
     lost = {} if verify else _find_lost(location, manifests)
+    is_intact = not any(damages.values()) and not any(lost.values())
+    same = _find_same(dest, names, stored, verify=verify) if is_intact else None
     if as_json:
-        _print_json(dest, manifests, damages if verify else None)
+        _print_json(dest, manifests, damages if verify else None, same)
     elif verify:
         _print_damages(damages, manifests)
+    if not as_json:
+        _print_same(same, verify=verify)
     if grid is not None:
         _draw(dest, names[0], grid, stored, is_quiet=as_json)
     # Flush here, where a closed output pipe is distinguished from other errors.
     sys.stdout.flush()
-    return not any(damages.values()) and not any(lost.values()) and not broken
+    return is_intact and not broken
 
 
 def _complete_splits(dest: str, location: Location, found: SplitNames) -> tuple[str, ...]:
@@ -128,6 +139,32 @@ def _verify(dest: str, names: tuple[str, ...], stored: dict[str, str]) -> dict[s
 
             damages[name] = verify_split(dest, name, storage_options=stored, on_progress=show)
     return damages
+
+
+def _find_same(dest: str, names: tuple[str, ...], stored: dict[str, str], *, verify: bool) -> list[SamePixels] | None:
+    """Return the images with the same pixels; None, and a message, if they can't be compared."""
+    from loopfeed.preprocess.commands.progress import ImageProgress
+    from loopfeed.preprocess.shards.duplicates import MOST_COMPARED, find_same_pixels
+    from loopfeed.preprocess.shards.location import ShardError
+
+    most = None if verify else MOST_COMPARED
+    try:
+        with ImageProgress() as progress:
+
+            def show(name: str, done: int, total: int) -> None:
+                progress.show(f"compare {name}", done, total)
+
+            return find_same_pixels(dest, names, storage_options=stored, most_compared=most, on_progress=show)
+    except ShardError as error:
+        click.echo(f"not compared with each other: {error}", err=True)
+        return None
+
+
+def _print_same(same: list[SamePixels] | None, *, verify: bool) -> None:
+    for each in same or ():
+        click.echo(f"warning: {each}")
+    if verify and same == []:
+        click.echo("No image is in two splits, or twice in one under two labels, pixel for pixel.")
 
 
 def _find_lost(location: Location, manifests: dict[str, Manifest]) -> dict[str, tuple[Damage, ...]]:
@@ -257,7 +294,12 @@ def _print_lines(name: str, damages: Sequence[Damage]) -> None:
         click.echo(f"  {name}/{each}")
 
 
-def _print_json(dest: str, manifests: dict[str, Manifest], damages: dict[str, tuple[Damage, ...]] | None) -> None:
+def _print_json(
+    dest: str,
+    manifests: dict[str, Manifest],
+    damages: dict[str, tuple[Damage, ...]] | None,
+    same: list[SamePixels] | None,
+) -> None:
     splits: dict[str, Any] = {}
     for name, manifest in manifests.items():
         splits[name] = {"manifest": json.loads(manifest.to_json())}
@@ -265,4 +307,5 @@ def _print_json(dest: str, manifests: dict[str, Manifest], damages: dict[str, tu
             splits[name]["damages"] = [
                 {"file": each.file, "what": each.what, "images": list(each.images)} for each in damages[name]
             ]
-    click.echo(json.dumps({"data": dest, "splits": splits}, indent=1))
+    found = None if same is None else [asdict(each) for each in same]
+    click.echo(json.dumps({"data": dest, "splits": splits, "same_pixels": found}, indent=1))
