@@ -57,8 +57,8 @@ NO_VALUE = "default"
 OFF = "off"
 """The value of `cache` that disables it."""
 
-NATURAL, BALANCED, SQRT = "natural", "balanced", "sqrt"
-SAMPLINGS = (NATURAL, BALANCED, SQRT)
+NATURAL, BALANCED, SQRT, WEIGHTS = "natural", "balanced", "sqrt", "weights"
+SAMPLINGS = (NATURAL, BALANCED, SQRT, WEIGHTS)
 """The words of the setting `sampling`; any other value is a file."""
 
 OWN_BATCHES = "batches of your own"
@@ -86,6 +86,8 @@ _RATE = (0, LARGEST_FLOAT32)
 
 MOST_PARTS = 1024
 """The largest number of devices that the processor is divided into; jax takes minutes for twice as many."""
+
+_FEWEST_FOLDS = 2
 
 MOST_EVALUATIONS = 20
 """The largest number of evaluations that a run makes by default."""
@@ -256,10 +258,18 @@ class TrainConfig:
         None, DATA, _HOST, _KEPT, "Split to evaluate on; off disables evaluation.", unit="NAME|off",
         default_text="val, else test, else off",
     )
+    fold: str | None = setting(
+        None, DATA, _HOST, _KEPT,
+        "Cross-validation on one split: evaluate on fold K of N of the training split, and train on the others.",
+        unit="K/N", default_text="none",
+        details="Each class is divided evenly among the folds, and a group of the pack (--group-by) never is. The "
+        "folds depend on the images alone, not on the seed. No other split is evaluated.",
+    )
     sampling: str = setting(
         NATURAL, DATA, _HOST, _DATA_KEPT,
         "How often each training image is drawn: natural (once an epoch), balanced (each class equally often), sqrt "
-        "(each class in proportion to the square root of its images), or a CSV table class,weight or name,weight.",
+        "(each class in proportion to the square root of its images), weights (in proportion to those of the pack), or "
+        "a CSV table class,weight or name,weight.",
         unit="WORD|FILE", completion="file",
         details="An epoch stays as many draws as the split has images. Each image and each class is drawn its expected "
         "number of times an epoch, rounded down or up. What a table does not list has the weight 1, and the weights of "
@@ -641,10 +651,14 @@ class TrainConfig:
         for name, declared in SETTINGS.items():
             object.__setattr__(self, name, declared.checked(getattr(self, name)))
         parse_freeze(self.freeze), parse_groups(self.groups)
-        if self.devices is not None:
-            parse_devices(self.devices)
-        if self.profile_steps is not None:
-            parse_profile_steps(self.profile_steps)
+        parsers: dict[str, Callable[[str], Any]] = {
+            "devices": parse_devices,
+            "fold": parse_fold,
+            "profile_steps": parse_profile_steps,
+        }
+        for name, parse in parsers.items():
+            if (text := getattr(self, name)) is not None:
+                parse(text)
         _check_lower_bounds(self.clip_order, self.crop_area)
         _check_no_user(self)
         if self.synthetic and self.data is not None:
@@ -860,6 +874,17 @@ def parse_devices(text: str) -> tuple[str | None, int]:
             text=text,
         )
     return platform or None, int(count)
+
+
+def parse_fold(text: str) -> tuple[int, int]:
+    """Return K and N of a value K/N of the setting `fold`; raise SettingError if it has another form."""
+    found = re.fullmatch(r"([1-9][0-9]{0,3})/([1-9][0-9]{0,3})", text)
+    number, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= count or count < _FEWEST_FOLDS:
+        raise SettingError(
+            "fold", "{setting} must be K/N, fold K of N, counted from 1, with N of at least 2, got {text!r}", text=text
+        )
+    return number, count
 
 
 def parse_profile_steps(text: str) -> range:

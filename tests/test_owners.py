@@ -56,7 +56,7 @@ OF_DATA = {"data", "init_from", "storage_options", "sampling"}
 # Texts are what names a place, an account or code. None of these does: names within the data or the program.
 TEXTS_OF_A_RUN = {
     *("batch_norm_group", "model", "devices", "split", "eval_split", "keep_best", "clip_order", "freeze", "groups"),
-    "stop_metric",
+    *("stop_metric", "fold"),
 }
 
 

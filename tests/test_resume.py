@@ -303,6 +303,7 @@ OTHERS: dict[str, Any] = {
     "order": "windowed",
     "window_gb": 2.0,
     "sampling": "balanced",
+    "fold": "2/5",
 }
 
 

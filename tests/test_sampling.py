@@ -65,7 +65,7 @@ def seen(config, **parts: Any) -> tuple[list[Counter[int]], Any]:
     records: list[Any] = []
     result = train(config, model=Colours(), metrics=METRICS, sinks=[records.append], **parts)
     counts: list[Counter[int]] = []
-    for record in records:
+    for record in (each for each in records if not hasattr(each, "num_images")):
         shares = [record.metrics[f"image{index}"] for index in range(NUM_IMAGES)]
         counts.append(Counter({index: round(share * BATCH) for index, share in enumerate(shares) if share}))
     steps = NUM_IMAGES // BATCH
@@ -195,6 +195,28 @@ def test_a_faulty_table_is_refused_by_its_line(data, tmp_path, content, fault):
     assert str(caught.value).startswith("sampling")
 
 
+def test_the_weights_of_a_pack_and_a_table_of_names_draw_images(data, tmp_path):
+    weights = np.where(np.arange(NUM_IMAGES) % 2, 0.1, 0.3).astype(np.float32)
+    weights[0] = 0
+    pack(long_tail().changed(weights=weights), tmp_path)
+    said: list[str] = []
+    epochs, _ = seen(config(tmp_path, sampling="weights"), notify=said.append)
+    # 12 of 0.1 and 11 of 0.3, of 4.5 together: 0.53 and 1.6 times an epoch.
+    for epoch in epochs:
+        assert epoch[0] == 0
+        assert all(epoch[index] in ((0, 1) if index % 2 else (1, 2)) for index in range(1, NUM_IMAGES))
+    assert "sampling: 1 image with the weight 0: never drawn" in said
+    rows = "".join(f"n{LABELS[index] + 1}/{index}.png,0\n" for index in range(20))
+    (tmp_path / "names.csv").write_text(f"filename,weight\n{rows}")
+    epochs, _ = seen(config(tmp_path, sampling=str(tmp_path / "names.csv")))
+    assert [sorted(epoch.items()) for epoch in epochs] == [[(index, 6) for index in range(20, NUM_IMAGES)]] * 2
+    (tmp_path / "names.csv").write_text("filename,weight\nn1/99.png,2\n")
+    with pytest.raises(ValueError, match=r"has a weight of 'n1/99.png', which is not the name of an image of .*: did"):
+        train(config(tmp_path, sampling=str(tmp_path / "names.csv")), model=Linear())
+    with pytest.raises(ValueError, match=r"sampling weights needs those of the pack, but .*/train has none: pack it"):
+        train(config(data, sampling="weights"), model=Linear())
+
+
 def test_what_has_no_classes_or_no_windows_is_refused(data):
     with pytest.raises(ValueError, match=r"order windowed reads each image .* not be given with sampling balanced"):
         train(config(data, sampling="balanced", order="windowed"), model=Linear())
@@ -203,7 +225,9 @@ def test_what_has_no_classes_or_no_windows_is_refused(data):
 
 
 def test_a_misspelt_word_is_taken_for_a_file_and_answered_with_the_word(data):
-    with pytest.raises(ValueError, match=r"balnced cannot be read .* natural, balanced, sqrt: did you mean balanced\?"):
+    with pytest.raises(
+        ValueError, match=r"balnced cannot be read .* natural, balanced, sqrt, weights: did you mean balanced\?"
+    ):
         train(config(data, sampling="balnced"), model=Linear())
 
 

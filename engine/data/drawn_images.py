@@ -4,15 +4,17 @@ Owns what the settings mean for the labels of a split. `loopfeed.engine.feed.dra
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.engine.config import BALANCED, NATURAL, SAMPLINGS, TrainConfig
-from loopfeed.engine.data.weight_file import read_weight_file, whole_weights
+from loopfeed.engine.config import BALANCED, NATURAL, OFF, SAMPLINGS, WEIGHTS, TrainConfig, parse_fold
+from loopfeed.engine.data.folds import folds_of
+from loopfeed.engine.data.weight_file import read_weight_file, whole_weights, whole_weights_of
 from loopfeed.engine.feed.draws import Arcs, DrawnOrder, EpochImages, ImageOrder, most_weight
 from loopfeed.engine.feed.subsets import Indices, Subsets
 from loopfeed.engine.settings import SettingError
@@ -38,12 +40,14 @@ class DrawnImages:
     Attributes:
         order: the order of the images; None for the usual one, all images once an epoch.
         num_images: the number of draws of an epoch.
+        held_out: the images of the fold to evaluate on, int64 [n]; None without folds.
         digests: what identifies the choice in the record of a run, beside settings and data.
         messages: lines about the choice.
     """
 
     order: ImageOrder | None
     num_images: int
+    held_out: NDArray[np.int64] | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     messages: tuple[str, ...] = ()
 
@@ -82,6 +86,12 @@ def choose_drawn(config: TrainConfig, indices: Indices | None, labels: SplitLabe
     """
     num_images, where = labels.split.num_images, labels.where
     _check_order(config, indices)
+    held_out, messages = None, list[str]()
+    if config.fold is not None:
+        _check_fold(config, indices)
+        held_out = fold_of(config.fold, labels)
+        indices = np.setdiff1d(np.arange(num_images), held_out)
+        messages += _describe_fold(config.fold, held_out, labels)
     subsets = None if indices is None else Subsets(indices, num_images, where)
     sampler = None if config.sampling == NATURAL else Sampler(config.sampling, labels)
     if subsets is None and sampler is None:
@@ -95,25 +105,86 @@ def choose_drawn(config: TrainConfig, indices: Indices | None, labels: SplitLabe
     changes = subsets is not None and subsets.changes
     first = images_of(0)
     num_drawn = num_images if subsets is None else subsets.num_drawn
-    messages: tuple[str, ...] = ()
     if sampler is not None and first.arcs is not None:
-        messages = sampler.describe(first.arcs, labels.classes_of(first.subset) if labels.has_classes else None)
-    digests = {} if subsets is None else {INDICES_DIGEST: subsets.digest}
+        messages += sampler.describe(first.arcs, labels.classes_of(first.subset) if labels.has_classes else None)
+    # The images of a fold are known from the setting and the data.
+    digests = {} if subsets is None or held_out is not None else {INDICES_DIGEST: subsets.digest}
     order = DrawnOrder(num_drawn, config.seed, images_of if changes else lambda _: first, is_by_epoch=changes)
-    return DrawnImages(order, num_drawn, digests | ({} if sampler is None else sampler.digests), messages)
+    digests |= {} if sampler is None else sampler.digests
+    return DrawnImages(order, num_drawn, held_out, digests, tuple(messages))
 
 
 def _check_order(config: TrainConfig, indices: Indices | None) -> None:
     """Raise SettingError if the windowed order, which has every image in some window, is given with another choice."""
     if config.order != "windowed":
         return
-    sampling = "" if config.sampling == NATURAL else f"{{sampling}} {config.sampling}"
-    if other := sampling or ("" if indices is None else "indices of your own"):
+    choices = {
+        f"{{sampling}} {config.sampling}": config.sampling != NATURAL,
+        f"{{fold}} {config.fold}": config.fold is not None,
+        "indices of your own": indices is not None,
+    }
+    if other := next((choice for choice, is_given in choices.items() if is_given), None):
         raise SettingError(
             "order",
             "{setting} windowed reads each image of the split once an epoch, so it must not be given with "
             f"{other}: leave out one of the two",
         )
+
+
+def _check_fold(config: TrainConfig, indices: Indices | None) -> None:
+    if indices is not None:
+        raise SettingError(
+            "fold",
+            "{setting} {found} divides the split, so it must not be given with indices of your own: leave one out",
+            found=config.fold,
+        )
+    if config.eval_split not in (None, OFF):
+        raise SettingError(
+            "fold",
+            "{setting} {found} is the evaluation set, so it must not be given with {eval_split} {split}: leave one out",
+            found=config.fold,
+            split=config.eval_split,
+        )
+
+
+def fold_of(fold: str, labels: SplitLabels) -> NDArray[np.int64]:
+    """Return the images of a fold K/N of a split, int64 [n], ascending.
+
+    Raises:
+        SettingError: the fold, or the rest, has no images.
+    """
+    number, count = parse_fold(fold)
+    num_images = labels.split.num_images
+    classes = labels.classes if labels.has_classes else np.zeros(num_images, np.int32)
+    found = np.flatnonzero(folds_of(classes, labels.split.groups(), count) == number - 1)
+    if not 0 < len(found) < num_images:
+        raise SettingError(
+            "fold",
+            "{setting} must leave images on both sides, but fold {fold} of {where} has {found} of {images}: give fewer "
+            "folds",
+            fold=fold,
+            where=labels.where,
+            found=len(found),
+            images=quantity(num_images, "image"),
+        )
+    return found
+
+
+def _describe_fold(fold: str, held_out: NDArray[np.int64], labels: SplitLabels) -> Iterator[str]:
+    """Yield lines about a fold, and a warning about classes that it lacks."""
+    num_images = labels.split.num_images
+    yield (
+        f"fold {fold} of {labels.where}: evaluated on {quantity(len(held_out), 'image')}, trained on the other "
+        f"{num_images - len(held_out):,}; no other split is evaluated"
+    )
+    if not labels.has_classes:
+        yield "fold: without regard to classes, because the images have not one class each"
+        return
+    counts, own = (np.bincount(each, minlength=1) for each in (labels.classes, labels.classes[held_out]))
+    own = np.pad(own, (0, len(counts) - len(own)))
+    for lacks, part in ((own == 0, "evaluation"), (own == counts, "training")):
+        if num_lacking := int((lacks & (counts > 0)).sum()):
+            yield f"warning: fold {fold} has no {part} images of {quantity(num_lacking, 'class')}: give fewer folds"
 
 
 class Sampler:
@@ -134,23 +205,53 @@ class Sampler:
         self._sampling, self._labels = sampling, labels
         self._file = None if sampling in SAMPLINGS else read_weight_file(sampling, "sampling", SAMPLINGS)
         self.digests = {} if self._file is None else {SAMPLING_DIGEST: self._file.digest}
-        if self._file is None or self._file.kind == "class":
+        self._is_of_images = sampling == WEIGHTS or (self._file is not None and self._file.kind == "name")
+        if not self._is_of_images:
             self._check_has_classes()
 
     def arcs(self, subset: NDArray[np.int32] | None) -> Arcs:
         """Return how often each entry of a subset, int32 [n], is drawn; None stands for all images."""
-        split, file = self._labels.split, self._file
-        if file is not None and file.kind == "name":
-            raise SettingError("sampling", "{setting}: the images of {where} have no names", where=self._labels.where)
-        classes = self._labels.classes_of(subset)
-        counts = np.bincount(classes, minlength=split.num_classes)
-        if file is None:
+        classes = self._labels.classes_of(subset) if self._labels.has_classes else None
+        if self._is_of_images:
+            own = self._weights_of_images if subset is None else self._weights_of_images[subset]
+            _check_any(bool(own.any()), self._sampling)
+            return Arcs.of_weights(whole_weights_of(own, most_weight(len(own))), classes)
+        assert classes is not None
+        counts = np.bincount(classes, minlength=self._labels.split.num_classes)
+        if self._file is None:
             weights = (counts > 0).astype(np.int64) if self._sampling == BALANCED else _roots(counts)
             return Arcs.of_classes(classes, weights)
-        own = file.of_classes(split.manifest.classes, "sampling", self._labels.where)
-        _check_any(any(weight and count for weight, count in zip(own, counts.tolist(), strict=True)), file.path)
-        whole = np.array(whole_weights(own, counts.tolist(), most_weight(len(classes))), np.int64)
+        of_classes = self._weights_of_classes
+        _check_any(any(weight and count for weight, count in zip(of_classes, counts, strict=True)), self._sampling)
+        whole = np.array(whole_weights(of_classes, counts.tolist(), most_weight(len(classes))), np.int64)
         return Arcs.of_classes(classes, whole * counts)
+
+    @cached_property
+    def _weights_of_classes(self) -> list[Fraction]:
+        assert self._file is not None
+        return self._file.of_classes(self._labels.split.manifest.classes, "sampling", self._labels.where)
+
+    @cached_property
+    def _weights_of_images(self) -> NDArray[np.floating]:
+        split, where = self._labels.split, self._labels.where
+        if self._file is None:
+            if (weights := split.weights()) is None:
+                raise SettingError(
+                    "sampling",
+                    "{setting} weights needs those of the pack, but {where} has none: pack it with --weight-column, or "
+                    "give {setting} a table name,weight",
+                    where=where,
+                )
+            return weights
+        if (names := split.names(np.arange(split.num_images))) is None:
+            raise SettingError(
+                "sampling",
+                "{setting}: {file} has weights by name, but the images of {where} have no names, because an earlier "
+                "release packed them: pack them again",
+                file=self._sampling,
+                where=where,
+            )
+        return self._file.of_images(names, "sampling", where)
 
     def _check_has_classes(self) -> None:
         targets = self._labels.split.manifest.targets
@@ -163,7 +264,7 @@ class Sampler:
         raise SettingError(
             "sampling",
             "{setting} must fit the labels, but the images of {where} {has}, which {found} does not fit: give weights "
-            "of images (name,weight)" + other,
+            "of images, in the pack or a table name,weight" + other,
             where=self._labels.where,
             has=has,
             found=self._sampling,

@@ -12,7 +12,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from loopfeed.engine.config import OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from loopfeed.engine.config import OFF, OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
 from loopfeed.engine.data.dataset import choose_data, make_demo, open_cache, open_cached_split
 from loopfeed.engine.data.drawn_images import DrawnImages, SplitLabels, choose_drawn
 from loopfeed.engine.data.label_fit import check_loss_fits, check_num_targets
@@ -246,6 +249,8 @@ def _open_packed(
         targets=None if manifest.targets is None else manifest.targets.kind,
         digests=drawn.digests,
     )
+    if drawn.held_out is not None:
+        return data if config.eval_split == OFF else _with_fold(config, data, split, drawn.held_out)
     name = choose_eval_split(config, choice.data, is_new=is_new)
     if name is None:
         if is_new and config.eval_split is None and config.split not in _USUAL_EVAL_SPLITS:
@@ -262,6 +267,16 @@ def _open_packed(
         evaluation=SequentialBatches(eval_split, batch=config.batch),
         eval_manifest_digest=manifest_digest_of(eval_split.manifest),
         contents_digest=_contents_digest(manifest, eval_split.manifest),
+    )
+
+
+def _with_fold(config: TrainConfig, data: RunData, split: ShardSplit, held_out: NDArray[np.int64]) -> RunData:
+    """Return the data of a run that is evaluated on a fold of its training split."""
+    return replace(
+        data,
+        description=f"{data.description}; evaluated on fold {config.fold}, {quantity(len(held_out), 'image')}",
+        evaluation=SequentialBatches(split, batch=config.batch, images=held_out),
+        eval_manifest_digest=data.manifest_digest,
     )
 
 
@@ -402,7 +417,7 @@ def choose_eval_split(config: TrainConfig, data: str, *, is_new: bool = False) -
     Raises:
         ValueError: one of these two splits has lost its manifest, or, if `is_new`, is not completely packed.
     """
-    if config.eval_split == "off":
+    if config.eval_split == OFF:
         return None
     if config.eval_split is not None:
         return config.eval_split

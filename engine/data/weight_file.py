@@ -78,6 +78,19 @@ class WeightFile:
             found[index_of[name]] = weight
         return found
 
+    def of_images(self, names: Sequence[str], setting: str, where: str) -> NDArray[np.float64]:
+        """Return the weight of each image, float64 [N], by its name; raise SettingError for a name that there is not.
+
+        Args:
+            names: the names of the images.
+            setting: the setting that gives the file.
+            where: the name of the split.
+        """
+        if missing := self.weights.keys() - set(names):
+            name = next(name for name in self.weights if name in missing)
+            raise self.unknown(setting, name, f"the name of an image of {where}", names)
+        return np.array([self.weights.get(name, 1) for name in names], np.float64)
+
     def unknown(self, setting: str, name: str, what: str, known: Sequence[str] | Mapping[str, int]) -> SettingError:
         """Return the error that a line of the file names what there is not."""
         return SettingError(
@@ -184,11 +197,11 @@ def whole_weights(weights: Sequence[Fraction], counts: Sequence[int], most: int)
     return [max(part, 1) if number else 0 for part, number in zip(scaled, numbers, strict=True)]
 
 
-def whole_weights_of(weights: NDArray[np.float32], most: int) -> NDArray[np.int64]:
+def whole_weights_of(weights: NDArray[np.floating], most: int) -> NDArray[np.int64]:
     """Return whole numbers, int64 [n], in the proportions of weights, of which each counts as its shortest decimal.
 
     Args:
-        weights: float32 [n], each ≥ 0 and finite, not all 0.
+        weights: floats [n], each ≥ 0 and finite, not all 0.
         most: the largest sum, at least 4 · n.
     """
     values, inverse, counts = np.unique(weights, return_inverse=True, return_counts=True)

@@ -21,6 +21,7 @@ from loopfeed.engine.data.dataset import (
     open_cache,
     open_cached_split,
 )
+from loopfeed.engine.data.drawn_images import SplitLabels, fold_of
 from loopfeed.engine.data.label_fit import check_loss_fits
 from loopfeed.engine.data.open_data import choose_eval_split, have_same_classes, manifest_digest_of
 from loopfeed.engine.evaluation.trained_run import TrainedRun
@@ -32,7 +33,7 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass, lacking, places
 from loopfeed.preprocess.shards.location import open_location
 from loopfeed.preprocess.shards.manifest import Manifest
-from loopfeed.preprocess.shards.reader import list_splits, read_manifest
+from loopfeed.preprocess.shards.reader import ShardSplit, list_splits, read_manifest
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def open_evaluation_split(
     """
     data = _choose(config, trained_on, notify)
     stored = storage_options_of(config)
-    name = choose_eval_split(config, data)
+    is_fold = config.fold is not None and config.eval_split is None
+    name = config.split if is_fold else choose_eval_split(config, data)
     if name is None and (splits := list_splits(data, storage_options=stored)):
         raise ValueError(
             f"{data} has none of the usual evaluation splits: choose a split with --split ({', '.join(splits)})"
@@ -129,10 +131,13 @@ def open_evaluation_split(
     where = f"{data}/{name}"
     check_loss_fits(config, split.manifest, where, has_user_loss=has_user_loss)
     is_known = _compare(config, data, trained_on, split.manifest, name, notify)
+    images = _images_of_fold(config, trained_on, split, where) if is_fold else None
     description = f"{where}, {quantity(split.num_images, 'image')}"
+    if images is not None:
+        description = f"fold {config.fold} of {where}, {quantity(len(images), 'image')}"
     if trained_on.classes:
         label_of = _match_classes(split.manifest, where, trained_on.classes, notify)
-        source = SequentialBatches(split, batch=config.batch, label_of=label_of)
+        source = SequentialBatches(split, batch=config.batch, label_of=label_of, images=images)
         return EvaluationData(source, description, trained_on.classes)
     found, expected = split.manifest.num_classes, trained_on.num_classes
     if expected is not None and found != expected and not (is_known and found < expected):
@@ -142,7 +147,23 @@ def open_evaluation_split(
         )
     if trained_on.manifest_digest is None:
         notify("the weights do not record their classes: they are taken to be those of the data, in order")
-    return EvaluationData(SequentialBatches(split, batch=config.batch), description, split.manifest.classes)
+    source = SequentialBatches(split, batch=config.batch, images=images)
+    return EvaluationData(source, description, split.manifest.classes)
+
+
+def _images_of_fold(config: TrainConfig, trained_on: TrainedOn, split: ShardSplit, where: str) -> NDArray[np.int64]:
+    """Return the images of the fold that a run did not train on, int64 [n].
+
+    Raises:
+        ValueError: the split is another one than the run's, of which the fold may have trained images.
+    """
+    assert config.fold is not None
+    if manifest_digest_of(split.manifest) != trained_on.manifest_digest:
+        raise ValueError(
+            f"fold {config.fold} is a part of the split that the run was trained on, but {where} is another one: "
+            "choose a split to evaluate (--split)"
+        )
+    return fold_of(config.fold, SplitLabels(split, where, config.infeed_timeout_s))
 
 
 def _match_classes(

@@ -54,6 +54,7 @@ class ImagePredictions:
         probabilities: float32 [N, T], their softmax probabilities.
         losses: float32 [N], the loss of each image.
         names: the name of each image in the pack (`ShardSplit.names`); None if the images have no names.
+        images: int64 [N], the index of each image in the split if only a part was evaluated; None for all.
     """
 
     labels: NDArray[np.int32]
@@ -61,6 +62,11 @@ class ImagePredictions:
     probabilities: NDArray[np.float32]
     losses: NDArray[np.float32]
     names: tuple[str, ...] | None = None
+    images: NDArray[np.int64] | None = None
+
+    def index_of(self, row: int) -> int:
+        """Return the index in the split of the image of a row."""
+        return row if self.images is None else int(self.images[row])
 
 
 @dataclass(frozen=True)
@@ -122,8 +128,8 @@ def write_predictions(path: str | os.PathLike[str], predictions: ImagePrediction
     header = _COLUMNS if names is None else (*_COLUMNS, _NAME)
     shown = repeat(()) if names is None else ((spreadsheet_cell(name) if is_csv else name,) for name in names)
     rows = (
-        (index, *map(_number, row), *name)
-        for index, (row, name) in enumerate(zip(zip(*columns, strict=True), shown, strict=names is not None))
+        (predictions.index_of(at), *map(_number, row), *name)
+        for at, (row, name) in enumerate(zip(zip(*columns, strict=True), shown, strict=names is not None))
     )
     text = io.StringIO(newline="")
     if is_csv:

@@ -197,8 +197,9 @@ def _count(
     counted = run_evaluation(subject, source, board, parts, per_class=per_class, ranked=ranked, notify=notify)
     tally, found = counted.tally, predictions_of(counted.tally)
     if found is not None and isinstance(source, SequentialBatches):
-        names = source.split.names(np.arange(source.split.num_images))
-        found = replace(found, names=None if names is None else tuple(names))
+        images = source.images_in(0, source.num_images)
+        names = source.split.names(images)
+        found = replace(found, names=None if names is None else tuple(names), images=images)
     num_images = int(tally.num_images)
     num_top1, num_top5 = (None if each is None else int(each) for each in (tally.top1, tally.top5))
     num_top5 = count_top5(num_top5)

@@ -93,38 +93,52 @@ class SequentialBatches:
 
     Attributes:
         split: the split.
+        num_images: the number of images that are read.
         label_form: the form of the labels, float32 [K] targets; None for class numbers.
 
     Args:
         split: the split.
         batch: images per batch.
         label_of: the label to return for each class of the split, int32 [K]; None for its own labels.
+        images: the images to read in their order, int64 [n]; None for all.
     """
 
     thread_safe = True
 
-    def __init__(self, split: ShardSplit, *, batch: int, label_of: NDArray[np.int32] | None = None) -> None:
-        self.split, self._label_of = split, label_of
+    def __init__(
+        self,
+        split: ShardSplit,
+        *,
+        batch: int,
+        label_of: NDArray[np.int32] | None = None,
+        images: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.split, self._label_of, self._images = split, label_of, images
+        self.num_images = split.num_images if images is None else len(images)
         self.batch, self.height, self.width = batch, split.height, split.width
         self.row_words, self.label_form = split.row_words, label_form_of_split(split)
         self.whole, self.read_meter = split.manifest.whole, split.meter
-        self.num_batches = -(-split.num_images // batch)
+        self.num_batches = -(-self.num_images // batch)
 
     def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:
         """Read images of the batch; padding rows are black and have the label PADDING_LABEL, or targets of weight 0."""
         start = batch_index % self.num_batches * self.batch + rows.start
-        count = max(0, min(len(rows), self.split.num_images - start))
+        count = max(0, min(len(rows), self.num_images - start))
         pixels[count:], labels[count:] = 0, 0 if self.label_form else PADDING_LABEL
         if self.whole:
             labels[count:, 1 if self.label_form else 0] = Extent(self.height, self.width, is_transposed=False).to_word()
         if not count:
             return
-        images = np.arange(start, start + count, dtype=np.int64)
+        images = self.images_in(start, start + count)
         words = weighted(labels[:count]) if self.label_form else labels[:count]
         self.split.read_into(images, pixels[:count], words, timeout_s=timeout_s)
         if self._label_of is not None:
             classes = labels[:count, 1] if self.whole else labels[:count]
             classes[:] = self._label_of[classes]
+
+    def images_in(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the indices in the split of the images `start` … `stop` - 1 that are read, int64 [stop - start]."""
+        return np.arange(start, stop, dtype=np.int64) if self._images is None else self._images[start:stop]
 
     def check_unchanged(self) -> None:
         """Raise loopfeed.preprocess.shards.reader.ShardError if the files were changed; see `CheckedSource`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from loopfeed.engine.config import OFF, OWN_BATCHES
+from loopfeed.engine.config import OFF, OWN_BATCHES, TrainConfig
 from loopfeed.engine.data.dataset import DATA_LOCATION, choose_data, data_of_record
 from loopfeed.engine.data.open_data import choose_eval_split, manifest_digest_of
 from loopfeed.engine.owners import storage_options_of
@@ -83,7 +83,9 @@ def read_data_card(
         place = data_place(recorded, data)
         location = open_location(place, storage_options=storage_options_of(recorded.config))
         config = recorded.config
-        cards = [_card(location, config.split, "training", recorded.manifest_digest)]
+        fold = is_fold(config, split)
+        role = f"training, and evaluation on fold {config.fold}" if fold else "training"
+        cards = [_card(location, config.split, role, recorded.manifest_digest)]
         name = split or evaluated_split(recorded, place)
         if name is not None and name != config.split:
             cards.append(_card(location, name, "evaluation", recorded.resolved.get("eval_manifest_sha256")))
@@ -102,9 +104,16 @@ def data_place(recorded: RecordedRun, data: str | None) -> str:
 def evaluated_split(recorded: RecordedRun, place: str) -> str | None:
     """Return the split that the run was evaluated on or, if it never was, the one that an evaluation uses."""
     config = recorded.config
+    if is_fold(config, None):
+        return config.split
     if config.eval_split is not None and config.eval_split != OFF:
         return config.eval_split
     return choose_eval_split(replace(config, eval_split=None), place)
+
+
+def is_fold(config: TrainConfig, split: str | None) -> bool:
+    """Return whether a run is evaluated on a fold of its training split, unless another `split` is asked for."""
+    return config.fold is not None and split in (None, OFF)
 
 
 def _card(location: Location, name: str, role: str, recorded_digest: Any) -> SplitCard:

@@ -22,7 +22,7 @@ from loopfeed.engine.evaluation.run import evaluate
 from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.report_page.absent import Absent
-from loopfeed.engine.report_page.data_card import data_place, evaluated_split
+from loopfeed.engine.report_page.data_card import data_place, evaluated_split, is_fold
 from loopfeed.engine.report_page.number_text import number, percent
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.extents import all_upright
@@ -135,7 +135,8 @@ def evaluate_weights_of(
         if not (config.synthetic and data is None) and recorded.manifest_digest is not None:
             place = data_place(recorded, data)
         if place is not None:
-            config = replace(config, data=place, eval_split=split or evaluated_split(recorded, place), synthetic=False)
+            name = None if is_fold(recorded.config, split) else split or evaluated_split(recorded, place)
+            config = replace(config, data=place, eval_split=name, synthetic=False)
         elif config.eval_split == OFF:
             config = replace(config, eval_split=None)
         has_classes = place is not None and _has_classes(config, place)
@@ -151,24 +152,31 @@ def evaluate_weights_of(
 
 def _has_classes(config: TrainConfig, place: str) -> bool:
     """Return whether each image has one class, and the model was trained to choose it."""
-    if config.loss != "cross-entropy" or config.eval_split is None:
+    name = _split_of(config)
+    if config.loss != "cross-entropy" or name is None:
         return False
     with suppress(ValueError):  # the evaluation reports it
         location = open_location(place, storage_options=storage_options_of(config))
-        return read_manifest(location, config.eval_split).targets is None
+        return read_manifest(location, name).targets is None
     return False
+
+
+def _split_of(config: TrainConfig) -> str | None:
+    """Return the split that has the evaluated images, None if there is none."""
+    return config.split if is_fold(config, config.eval_split) else config.eval_split
 
 
 def _decisions(result: EvaluationResult, config: TrainConfig, num_pictures: int) -> Decisions:
     predictions = result.predictions
     assert predictions is not None
+    name = _split_of(config)
     assert config.data is not None
-    assert config.eval_split is not None
+    assert name is not None
     labels, predicted = predictions.labels.astype(np.int64), predictions.classes[:, 0].astype(np.int64)
     chosen = confident_mistakes(predictions, num_pictures)
-    with open_split(config.data, config.eval_split, storage_options=storage_options_of(config)) as images:
+    with open_split(config.data, name, storage_options=storage_options_of(config)) as images:
         num_classes = max(images.num_classes, int(predicted.max(initial=0)) + 1)
-        pictures = _read_pictures(images, chosen)
+        pictures = _read_pictures(images, [predictions.index_of(at) for at in chosen])
     names = [None if predictions.names is None else printable(predictions.names[at]) for at in chosen]
     found = zip(chosen, pictures, names, predictions.probabilities[chosen, 0].tolist(), strict=True)
     return Decisions(
@@ -176,7 +184,8 @@ def _decisions(result: EvaluationResult, config: TrainConfig, num_pictures: int)
         confusions=most_confused(labels, predicted, MOST_CONFUSIONS),
         num_undecided=int((predicted < 0).sum()),
         mistakes=tuple(
-            Mistake(at, int(labels[at]), int(predicted[at]), part, *picture, name) for at, picture, name, part in found
+            Mistake(predictions.index_of(at), int(labels[at]), int(predicted[at]), part, *picture, name)
+            for at, picture, name, part in found
         ),
         num_mistakes=int(((predicted >= 0) & (labels != predicted)).sum()),
     )

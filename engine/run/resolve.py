@@ -112,7 +112,7 @@ def check_arguments(config: Any, parts: UserParts) -> None:
 
 
 # Settings that choose among the images of a packed split, and their values without a choice.
-_OF_A_SPLIT = {"sampling": NATURAL}
+_OF_A_SPLIT = {"sampling": NATURAL, "fold": None}
 
 
 def _check_is_packed(config: TrainConfig, parts: UserParts) -> None:

@@ -301,7 +301,7 @@ def _volumes(run: Run) -> list[tuple[str, Volume]]:
 def _count_images(run: Run) -> int:
     evaluated = run.data.evaluation
     if isinstance(evaluated, SequentialBatches):
-        return evaluated.split.num_images
+        return evaluated.num_images
     if isinstance(evaluated, BlackImages):
         return IMAGENET_VAL
     return 0 if evaluated is None else evaluated.num_batches * evaluated.batch
