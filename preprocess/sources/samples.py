@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.sources.array_images import encode_array
-from loopfeed.preprocess.sources.class_names import NameFile, name_classes, read_name_files
+from loopfeed.preprocess.sources.class_names import (
+    ClassNames,
+    NameFile,
+    name_classes,
+    read_name_files,
+    unite_classes,
+)
 from loopfeed.preprocess.sources.listing import ByteStore, FoundSplit, Layout, Listing, SourceError, index_classes
 from loopfeed.preprocess.sources.selection import SPLIT_ORDER, split_of
 from loopfeed.preprocess.sources.source_file import SourceFile
@@ -60,24 +66,23 @@ def samples_layout(
     Raises:
         SourceError: there is no class, or there are too many.
     """
-    ids = {each for samples in splits.values() for each in samples.class_ids} | set(names or ())
-    notes: tuple[str, ...] = ()
-    if names is None:
-        files = read_name_files(root if root.is_dir() else root.parent)
-        names = _names_in_order(files, ids)
-        if names is None:
-            named = name_classes(files, ids)
-            names, notes = named.names, named.notes
-    classes = index_classes(ids, dict(names), str(root), numeric=True)
+    ids_of = {split: splits[split].class_ids for split in SPLIT_ORDER if split in splits}
+    ids = {each for found in ids_of.values() for each in found}
+    files = read_name_files(root if root.is_dir() else root.parent) if names is None else []
+    names = names or _names_in_order(files, ids)
+    named = ClassNames({}, ()) if names is not None else name_classes(files, ids)
+    # With names for all, each of these classes is known.
+    united = unite_classes(ids_of if names is None else {"names": {*names, *ids}, **ids_of}, files, str(root))
+    classes = index_classes(united.ids, dict(names or named.names), str(root), numeric=True)
     label_of = {each.id: label for label, each in enumerate(classes)}
 
-    def open_samples(split: str, samples: Samples) -> FoundSplit:
+    def open_samples(split: str) -> FoundSplit:
+        united.check(split)
         listing = Listing(classes, keys="path")
-        return FoundSplit(split, classes, listing, samples.list_images(listing, label_of), notes=notes)
+        store = splits[split].list_images(listing, label_of)
+        return FoundSplit(split, classes, listing, store, notes=(*united.notes, *named.notes))
 
-    return Layout(
-        description, {each: partial(open_samples, each, splits[each]) for each in SPLIT_ORDER if each in splits}
-    )
+    return Layout(description, {split: partial(open_samples, split) for split in ids_of})
 
 
 def _names_in_order(files: Sequence[NameFile], ids: Collection[str]) -> dict[str, str] | None:
