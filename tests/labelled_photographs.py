@@ -95,7 +95,9 @@ def pack_labelled(source: Path, labels: Path, dest: Path, **values) -> dict[str,
     location = open_location(str(dest))
     with open_source(source, labels=labels, **options) as opened:
         return {
-            name: pack_split(split, location.child(name), settings, targets=opened.targets[name], overwrite=overwrite)
+            name: pack_split(
+                split, location.child(name), settings, targets=opened.targets.get(name), overwrite=overwrite
+            )
             for name, split in opened.splits.items()
         }
 

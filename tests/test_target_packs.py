@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from click.testing import CliRunner
+from PIL import Image
 
 from loopfeed.preprocess.commands.cli import main as preprocess_imagenet
 from loopfeed.preprocess.commands.inspect_cli import main as inspect_shards
@@ -24,6 +25,7 @@ from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.reader import open_split
 from loopfeed.preprocess.shards.targets import count_classes, pack_bits, unpack_bits
 from loopfeed.preprocess.shards.verify import verify_split
+from loopfeed.preprocess.sources import label_columns
 from loopfeed.preprocess.sources.listing import SourceError
 from loopfeed.preprocess.sources.open_source import open_source
 from tests.fake_source import fake_source, files_of, pack
@@ -315,3 +317,66 @@ def test_a_plain_pack_has_no_targets(tmp_path):
     with open_split(str(tmp_path), "train") as split, pytest.raises(ShardError, match="one class each, not targets"):
         split.read_targets(np.arange(2))
     assert PackSettings().holdout_rule is None
+
+
+def test_a_class_that_an_earlier_version_took_for_a_number_opens_and_is_named_when_continued(
+    tmp_path, photographs, monkeypatch
+):
+    root, paths = photographs
+    labels = tmp_path / "labels.csv"
+    labels.write_text("path,label\n" + "".join(f"{path},{index % 3}\n" for index, path in enumerate(paths)))
+    with monkeypatch.context() as earlier:
+        earlier.setattr(label_columns, "CLASS_NAMES", ())
+        pack_labelled(root, labels, tmp_path / "data")
+    with open_split(str(tmp_path / "data"), "train") as split:
+        assert sorted(split.read_targets(np.arange(NUM_IMAGES)).ravel().tolist()) == sorted(
+            float(index % 3) for index in range(NUM_IMAGES)
+        )
+    with pytest.raises(
+        ShardError, match=r"packed with numbers to predict for each image, now there is one class \(a col"
+    ):
+        pack_labelled(root, labels, tmp_path / "data")
+    pack_labelled(root, labels, tmp_path / "data", overwrite=True)
+    with open_split(str(tmp_path / "data"), "train") as split:
+        assert [each.id for each in split.manifest.classes] == ["0", "1", "2"]
+        assert split.manifest.class_counts == (5, 5, 4)
+
+
+def test_the_command_packs_a_spreadsheet_of_classes_with_groups_and_weights(tmp_path, photographs):
+    root, paths = photographs
+    rows = [
+        (Path(path).stem, "dog" if index % 2 else "cat", f"p{index // 2}", index) for index, path in enumerate(paths)
+    ]
+    text = "ID;Breed;Patient;Draws\r\n" + "".join(";".join(map(str, row)) + "\r\n" for row in rows)
+    (tmp_path / "labels.csv").write_bytes(text.encode("utf-16"))
+    options = ["--labels", tmp_path / "labels.csv", "--class-column", "breed", "--group-by", "patient"]
+    options += ["--weight-column", "draws", "--holdout", 0.3, "--size", SIZE]
+    result = CliRunner().invoke(preprocess_imagenet, [str(each) for each in (root, tmp_path / "data", *options)])
+    assert result.exit_code == 0, result.output
+    assert "labels.csv: one class per image from column Breed, paths from ID, groups from Patient" in result.output
+    of_image: dict[bytes, tuple[str, str, float]] = {}
+    groups: dict[str, set[int]] = {}
+    for name, count in (("train", 10), ("val", 4)):
+        with open_split(str(tmp_path / "data"), name) as split:
+            assert (split.num_images, split.manifest.class_counts) == (count, (count // 2, count // 2))
+            every = np.arange(count)
+            names, weights, group_of = split.names(every), split.weights(), split.groups()
+            assert names is not None
+            assert weights is not None
+            assert group_of is not None
+            groups[name] = set(group_of.tolist())
+            pixels = np.empty((count, split.height, split.row_words), np.uint32)
+            labels = np.empty(count, np.int32)
+            split.read_into(every, pixels, labels, timeout_s=30)
+            rgb = to_rgb(pixels, split.manifest.pixel_layout)
+            classes = [split.manifest.classes[label].id for label in labels]
+            of_image |= {
+                each.tobytes(): (path, breed, float(weight))
+                for each, path, breed, weight in zip(rgb, names, classes, weights, strict=True)
+            }
+    assert of_image == {
+        np.asarray(Image.open(root / path)).tobytes(): (path, breed, float(draws))
+        for path, (_, breed, _, draws) in zip(paths, rows, strict=True)
+    }
+    assert len(groups["train"] | groups["val"]) == 7
+    assert not groups["train"] & groups["val"]
