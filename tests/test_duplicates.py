@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+import loopfeed
 from loopfeed.preprocess.commands.cli import main as preprocess_imagenet
 from loopfeed.preprocess.commands.inspect_cli import main as inspect_shards
 from loopfeed.preprocess.decoding.decode import ResizeRule
@@ -149,3 +150,12 @@ def test_both_commands_say_which_files_are_in_two_splits(tmp_path):
         ("val", "train", 1),
     ]
     assert {found[0]["first"][0][name] for name in ("name", "other_name")} == {"cat/0.png", "dog/copy.png"}
+
+
+def test_a_pack_from_python_is_warned_of_too(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
+    said: list[str] = []
+    source = {"train": (images, np.arange(6) % 3), "val": (images[4:], np.array([1, 2]))}
+    loopfeed.pack(source, tmp_path, size=8, notify=said.append)
+    (warning,) = [each for each in said if each.startswith("warning: ")]
+    assert warning.startswith("warning: 2 images of val are in train too, pixel for pixel: ")

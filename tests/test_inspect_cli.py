@@ -44,7 +44,8 @@ def test_verify_names_what_is_damaged_and_exits_2(data):
     (data / "val/labels/c/0").unlink()
     result = run(data, "--verify")
     assert result.exit_code == 2
-    assert "train/pixels/c/0/0/0: images 0–3: the shard file, or the image in it, is missing" in result.stdout
+    images = "images 0–3 (n1/0.png, n2/1.png, n3/2.png, …)"
+    assert f"train/pixels/c/0/0/0: {images}: the shard file, or the image in it, is missing" in result.stdout
     assert "val/labels/c/0: the shard file, or the image in it, is missing" in result.stdout
     lines = result.stdout[result.stdout.index("train: damaged") :].splitlines()
     assert [line.partition(". Restore")[0].partition(": images")[0] for line in lines] == [

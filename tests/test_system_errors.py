@@ -30,6 +30,7 @@ from loopfeed.preprocess.commands.inspect_cli import main as inspect_shards
 from loopfeed.preprocess.shards import location as location_module
 from loopfeed.preprocess.shards import split_arrays, stored_pixels, verify
 from loopfeed.preprocess.shards.arrays import create_array, damage, labels_metadata
+from loopfeed.preprocess.shards.damages import Damage
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from loopfeed.preprocess.shards.mapped_images import MappedImages
 from loopfeed.preprocess.shards.reader import open_split
@@ -338,7 +339,7 @@ def test_verification_does_not_call_damaged_what_it_could_not_read(tmp_path, mon
     monkeypatch.setattr(verify, "open_pixels", lambda *_: Refusing())
     (damage,) = verify.verify_split(str(tmp_path), "train")
     expected = "it can't be read (Input/output error); try again; if it fails again, check the disk or the network"
-    assert str(damage) == f"pixels/c/0/0/0: images 0–3: {expected}"
+    assert str(damage) == f"pixels/c/0/0/0: images 0–3 (n1/0.png, n2/1.png, n3/2.png, …): {expected}"
     result = CliRunner().invoke(inspect_shards, [str(tmp_path), "--verify"])
     assert result.exit_code == 2
     assert "train: not read in 1 place, so these files may be intact:\n" in result.output
@@ -358,7 +359,7 @@ def test_no_file_is_called_damaged_because_one_opening_failed(tmp_path, monkeypa
 
     monkeypatch.setattr(regular_file, "open_regular", partial(open_or_fail, 0))
     assert verify.verify_split(str(tmp_path), "train") == ()
-    found: list[verify.Damage] = []
+    found: list[Damage] = []
     for failing in range(1, len(opened) + 1):
         opened.clear()
         monkeypatch.setattr(regular_file, "open_regular", partial(open_or_fail, failing))

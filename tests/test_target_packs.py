@@ -193,7 +193,7 @@ def test_exchanged_and_impossible_targets_with_correct_checksums_are_found(tmp_p
     rows[2] |= 8
     array[...].write(rows).result()
     (damage,) = verify_split(str(packed), "train")
-    assert str(damage) == "targets/c/0/0: image 2: bits of classes outside 0..2"
+    assert str(damage) == "targets/c/0/0: image 2 (006.png): bits of classes outside 0..2"
 
 
 def test_an_earlier_release_refuses_the_pack_by_its_version(packed):

@@ -50,9 +50,11 @@ def test_all_damage_is_named(data):
         "pixels/c/9/stray: the file does not belong to the split",
         "failures.jsonl: the file has changed since it was written",
     ]
-    assert found[2] == "pixels/c/0/0/0: images 1, 3: the checksum does not match because the bytes have changed"
-    assert found[3] == "pixels/c/1/0/0: images 4–7: the shard file, or the image in it, is missing"
-    assert found[4].startswith("pixels/c/2/0/0: images 8–10: ")
+    changed = "the checksum does not match because the bytes have changed"
+    assert found[2] == f"pixels/c/0/0/0: images 1, 3 (n2/1.png, n2/4.png): {changed}"
+    missing = "the shard file, or the image in it, is missing"
+    assert found[3] == f"pixels/c/1/0/0: images 4–7 (n3/5.png, n1/6.png, n2/7.png, …): {missing}"
+    assert found[4].startswith("pixels/c/2/0/0: images 8–10 (")
     assert len(found) == 5
 
 
@@ -91,7 +93,7 @@ def test_a_truncated_shard_file_is_one_line(tmp_path, keep, num_images):
     count = min(num_images, 8)
     num_bytes = count * (64 + 4) + 8 * 16 + 4
     words = f"the shard file is truncated to {keep} of {num_bytes} bytes"
-    assert damages(tmp_path) == [f"pixels/c/0/0/0: images 0–{count - 1}: {words}"]
+    assert damages(tmp_path) == [f"pixels/c/0/0/0: images 0–{count - 1} (n1/0.png, n2/1.png, n3/2.png, …): {words}"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_what_a_pack_killed_at_its_end_leaves_is_explained(data):
 def test_without_checksums_a_nonzero_low_byte_is_detected(tmp_path):
     pack(fake_source(5), tmp_path, checksum=False)
     edit(tmp_path / "train/pixels/c/0/0/0", 2 * 64)
-    assert damages(tmp_path) == ["pixels/c/0/0/0: image 2: pixels whose low byte is not 0"]
+    assert damages(tmp_path) == ["pixels/c/0/0/0: image 2 (n3/2.png): pixels whose low byte is not 0"]
 
 
 def test_labels_are_checked_against_classes_and_counts(data):
@@ -125,7 +127,7 @@ def test_labels_are_checked_against_classes_and_counts(data):
     labels = ts.open(spec).result()
     labels[np.array([3, 4, 9])].write(np.array([7, 0, 3], np.uint16)).result()
     found = damages(data)
-    assert found[0] == "labels/c/0: images 3, 9: labels outside 0..2"
+    assert found[0] == "labels/c/0: images 3, 9 (n2/4.png, n2/10.png): labels outside 0..2"
     assert len(found) == 1
 
 

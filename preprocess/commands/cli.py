@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from loopfeed.preprocess.commands.completion import complete_file, complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.commands.guarded_output import reporting, show_only_on_stdout
-from loopfeed.preprocess.commands.pack_report import announce, announce_dry_run, warn_of_same_pixels
+from loopfeed.preprocess.commands.pack_report import announce, announce_dry_run
 from loopfeed.preprocess.commands.storage import open_given, storage_option
 from loopfeed.preprocess.commands.suggesting import SuggestingChoice
 from loopfeed.preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE
@@ -276,7 +276,10 @@ def _run(options: SimpleNamespace) -> None:
             if cluster is not None:
                 cluster.send_request(PackRequest.of(options.source, request, location, stored, settings))
             if pack_splits(source, location, settings, machines, cluster):
-                warn_of_same_pixels(options.dest, stored)
+                from loopfeed.preprocess.shards.duplicates import same_pixels_warnings
+
+                for warning in same_pixels_warnings(options.dest, storage_options=stored):
+                    click.echo(warning, err=True)
                 _suggest(options.dest, next((each.kind for each in source.targets.values()), None), stored)
 
 

@@ -23,11 +23,11 @@ from loopfeed.preprocess.storage_options import parse_pairs
 from loopfeed.preprocess.system_errors import naming_file
 
 if TYPE_CHECKING:
+    from loopfeed.preprocess.shards.damages import Damage
     from loopfeed.preprocess.shards.duplicates import SamePixels
     from loopfeed.preprocess.shards.location import Location
     from loopfeed.preprocess.shards.manifest import Manifest
     from loopfeed.preprocess.shards.splits import SplitNames
-    from loopfeed.preprocess.shards.verify import Damage
 
 _CLASSES_SHOWN = 20
 _BAR_WIDTH = 30
@@ -305,7 +305,8 @@ def _print_json(
         splits[name] = {"manifest": json.loads(manifest.to_json())}
         if damages is not None:
             splits[name]["damages"] = [
-                {"file": each.file, "what": each.what, "images": list(each.images)} for each in damages[name]
+                {"file": each.file, "what": each.what, "images": list(each.images), "names": list(each.names)}
+                for each in damages[name]
             ]
     found = None if same is None else [asdict(each) for each in same]
     click.echo(json.dumps({"data": dest, "splits": splits, "same_pixels": found}, indent=1))

@@ -6,8 +6,6 @@ Only click is imported at the top beside small modules, so that ``--help`` respo
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -173,18 +171,6 @@ def summarise_part(name: str, result: PartResult, part: Part, location: Location
         click.echo(f"  Not packed yet: {describe_parts(result.missing, part.count)}.")
     else:
         click.echo("  All parts are packed; another process is finishing the split. If it was killed, use --finish.")
-
-
-def warn_of_same_pixels(dest: str, stored: Mapping[str, str]) -> None:
-    """Warn of images that are in two splits of a pack, or twice in one under two labels, if checksums show some."""
-    from loopfeed.preprocess.shards.duplicates import MOST_COMPARED, find_same_pixels
-    from loopfeed.preprocess.shards.location import ShardError
-    from loopfeed.preprocess.shards.reader import list_splits
-
-    with suppress(ShardError):  # a command that reads the pack reports it
-        names = list_splits(dest, storage_options=stored)
-        for each in find_same_pixels(dest, names, storage_options=stored, most_compared=MOST_COMPARED):
-            click.echo(f"warning: {each}", err=True)
 
 
 def describe_targets(count: int, kind: TargetKind | None) -> str:

@@ -12,6 +12,7 @@ from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.decoding.default_resize import default_resize
 from loopfeed.preprocess.packing.pack import PackProgress, PackResult, pack_split
 from loopfeed.preprocess.packing.plan import HELD_OUT_SPLITS, PackSettings, choose_holdout_rule
+from loopfeed.preprocess.shards.duplicates import same_pixels_warnings
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from loopfeed.preprocess.shards.split_files import prepare_for_writing
 from loopfeed.preprocess.sources.given import given_layout
@@ -143,7 +144,7 @@ def pack(
         with open_source(source, **request) as found:
             for note in found.notes:
                 notify(note)
-            return {
+            results = {
                 name: pack_split(
                     split,
                     location.child(name),
@@ -155,6 +156,9 @@ def pack(
                 )
                 for name, split in found.splits.items()
             }
+            for warning in same_pixels_warnings(str(dest), storage_options=storage_options):
+                notify(warning)
+            return results
     except ItemError as error:
         raise error.cause from None
 

@@ -37,11 +37,12 @@ from loopfeed.preprocess.shards.arrays import (
     image_key,
 )
 from loopfeed.preprocess.shards.checksum import crc32c
+from loopfeed.preprocess.shards.damages import Damage
 from loopfeed.preprocess.shards.location import Location, ShardError
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, Manifest
 from loopfeed.preprocess.shards.split_arrays import open_pixels, pixel_metadata
 from loopfeed.preprocess.shards.split_files import sync_written
-from loopfeed.preprocess.shards.verify import Damage, check_numbers
+from loopfeed.preprocess.shards.verify import check_numbers
 from loopfeed.preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -19,7 +20,8 @@ from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import CHECKSUMS, EXTENTS
 from loopfeed.preprocess.shards.checksum import crc32c
-from loopfeed.preprocess.shards.reader import ShardSplit, open_split
+from loopfeed.preprocess.shards.location import ShardError
+from loopfeed.preprocess.shards.reader import ShardSplit, list_splits, open_split
 from loopfeed.preprocess.shards.split_arrays import open_numbers
 from loopfeed.preprocess.shards.stored_pixels import without_maps
 
@@ -118,6 +120,18 @@ def find_same_pixels(
     finally:
         for split in opened.values():
             split.close()
+
+
+def same_pixels_warnings(data: str, *, storage_options: Mapping[str, str] | None = None) -> list[str]:
+    """Return a warning for each two splits of a pack, and each split, that have the same images; a quick search.
+
+    A pack that can't be read has none: whoever reads it reports it.
+    """
+    with suppress(ShardError):
+        splits = list_splits(data, storage_options=storage_options)
+        found = find_same_pixels(data, splits, storage_options=storage_options, most_compared=MOST_COMPARED)
+        return [f"warning: {each}" for each in found]
+    return []
 
 
 def _same_pixels(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
@@ -35,6 +34,7 @@ from loopfeed.preprocess.shards.arrays import (
     shard_key,
     words_digest,
 )
+from loopfeed.preprocess.shards.damages import Damage, with_names
 from loopfeed.preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError, open_location
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
 from loopfeed.preprocess.shards.shard_sizes import describe_truncated, describe_wrong_end, describe_wrong_size
@@ -54,28 +54,6 @@ type Images = Iterable[NDArray[np.uint32] | Fault]
 """Images in order: the words ``uint32 [H, row_words]`` of each, or why it can't be read."""
 
 _READ_ERRORS = (ValueError, OSError, RuntimeError, TimeoutError)
-
-
-@dataclass(frozen=True)
-class Damage:
-    """One instance of damage in a split.
-
-    Attributes:
-        file: the file, relative to the split's folder.
-        what: description of the damage, in one line.
-        images: indices of the affected images; empty if the damage does not concern individual images.
-        is_unreadable: whether the path is not a regular file, or a file too large to be read at all.
-        remedy: what to do if the system or the store refused to read the file, which is then perhaps not damaged.
-    """
-
-    file: str
-    what: str
-    images: tuple[int, ...] = ()
-    is_unreadable: bool = False
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}: {_ranges(self.images)}{self.what}{f'; {self.remedy}' if self.remedy else ''}"
 
 
 def verify_split(
@@ -119,7 +97,8 @@ def verify_split(
     # A missing file is reported once, with its images if it has any.
     reported = {each.file for each in contents}
     rest = (*files, *_check_metadata(location, manifest, unreadable))
-    return (*(each for each in rest if each.file not in reported), *contents)
+    found = (*(each for each in rest if each.file not in reported), *contents)
+    return with_names(location, manifest, found)
 
 
 def find_lost_files(location: Location, manifest: Manifest) -> tuple[Damage, ...]:
@@ -380,15 +359,3 @@ def _opened(
         elif location.read(key) is not None:
             yield Damage(key, str(error).removeprefix(f"{location.display}{name}: "))
         return None
-
-
-def _ranges(images: tuple[int, ...]) -> str:
-    """Return image indices as text (e.g. ``images 3, 7–9: ``), or an empty string if there are none."""
-    if not images:
-        return ""
-    runs = []
-    for _, run in groupby(enumerate(images), key=lambda pair: pair[1] - pair[0]):
-        indices = [index for _, index in run]
-        runs.append(str(indices[0]) if len(indices) == 1 else f"{indices[0]}–{indices[-1]}")
-    shown = runs if len(runs) <= 12 else [*runs[:12], f"… {len(images)} in all"]
-    return f"image{'s' if len(images) > 1 else ''} {', '.join(shown)}: "

@@ -62,18 +62,19 @@ if TYPE_CHECKING:
     from loopfeed.preprocess.packing.pack import PackResult
     from loopfeed.preprocess.packing.pack_source import pack
     from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
+    from loopfeed.preprocess.shards.damages import Damage
     from loopfeed.preprocess.shards.location import ShardError
     from loopfeed.preprocess.shards.reader import ChangedShardError, ShardSplit, open_split
     from loopfeed.preprocess.shards.shard_cache import ShardCache
     from loopfeed.preprocess.shards.splits import list_splits
-    from loopfeed.preprocess.shards.verify import Damage, verify_split
+    from loopfeed.preprocess.shards.verify import verify_split
 
 _HOME = {
     "BatchSource": "loopfeed.engine.feed.batches",
     "Callback": "loopfeed.engine.run.callbacks",
     "ChangedShardError": "loopfeed.preprocess.shards.reader",
     "ConfigError": "loopfeed.engine.settings",
-    "Damage": "loopfeed.preprocess.shards.verify",
+    "Damage": "loopfeed.preprocess.shards.damages",
     "DeviceInfo": "loopfeed.engine.crossing.devices",
     "DeviceRates": "loopfeed.engine.sizing.device_rates",
     "Difference": "loopfeed.engine.replay.report",
