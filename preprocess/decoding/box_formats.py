@@ -1,4 +1,4 @@
-"""What AVIF and JPEG 2000 files say that Pillow does not: their depth, whether they are whole, and their true size.
+"""What AVIF, HEIC and JPEG 2000 files say that Pillow does not: their depth, whether they are whole, their true size.
 
 Both consist of boxes (ISO/IEC 14496-12, 15444-1). Pillow decodes them with libavif and OpenJPEG, and gives AVIF and
 colour of JPEG 2000 as 8 bits, and grey of JPEG 2000 as 8 or, shifted to the top, 16.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-AVIF, JPEG_2000 = "AVIF", "JPEG 2000"
+AVIF, HEIC, JPEG_2000, JPEG_XL = "AVIF", "HEIC", "JPEG 2000", "JPEG XL"
 
 _CODESTREAM = b"\xff\x4f\xff\x51"
 _SIGNATURE = b"\x00\x00\x00\x0cjP  \r\n\x87\n"
@@ -18,9 +18,11 @@ _END = b"\xff\xd9"
 _MAX_BOXES = 1_000
 _NEEDED_BOXES = frozenset({b"ftyp", b"jp2h", b"jp2c", b"meta", b"mdat"})
 _AVIF_BRANDS = (b"avif", b"avis")
-# Brands of containers, which hold AV1 only if one of the brands above is among the compatible ones.
+_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs")
+# Brands of containers, which hold AV1 or HEVC only if one of the brands above is among the compatible ones.
 _CONTAINER_BRANDS = (b"mif1", b"msf1")
 _TEN_BITS = 0x40
+_HEVC_DEPTH_AT = 4 + 17  # behind the kind of the box
 # OpenJPEG takes 12 kB for each tile, and up to 1 kB for each precinct, which may be one pixel.
 _MAX_TILES = 4096
 _MAX_PRECINCTS = 2**17
@@ -45,11 +47,20 @@ class Codestream(NamedTuple):
 
 def is_avif(head: bytes) -> bool:
     """Return whether a file that begins with the bytes `head` is an AVIF image."""
+    return _has_brand(head, _AVIF_BRANDS)
+
+
+def is_heic(head: bytes) -> bool:
+    """Return whether a file that begins with the bytes `head` is a HEIF image whose pixels are HEVC, as of phones."""
+    return _has_brand(head, _HEIC_BRANDS)
+
+
+def _has_brand(head: bytes, wanted: tuple[bytes, ...]) -> bool:
     if head[4:8] != b"ftyp":
         return False
     brands = head[16 : int.from_bytes(head[:4])]
-    return head[8:12] in _AVIF_BRANDS or (
-        head[8:12] in _CONTAINER_BRANDS and any(brands[at : at + 4] in _AVIF_BRANDS for at in range(0, len(brands), 4))
+    return head[8:12] in wanted or (
+        head[8:12] in _CONTAINER_BRANDS and any(brands[at : at + 4] in wanted for at in range(0, len(brands), 4))
     )
 
 
@@ -64,8 +75,14 @@ def has_deep_avif(encoded: bytes) -> bool:
     return 0 <= place < len(encoded) - 6 and bool(encoded[place + 6] & _TEN_BITS)
 
 
+def has_deep_heic(encoded: bytes) -> bool:
+    """Return whether the pixels of a HEIC file have more than 8 bits per channel, by the configuration of its codec."""
+    place = encoded.find(b"hvcC")
+    return 0 <= place < len(encoded) - _HEVC_DEPTH_AT and bool(encoded[place + _HEVC_DEPTH_AT] & 7)
+
+
 def check_avif(encoded: bytes, max_pixels: int) -> None:  # noqa: ARG001 - all checks take the same arguments
-    """Raise ValueError if an AVIF file ends within one of its boxes."""
+    """Raise ValueError if an AVIF or HEIC file ends within one of its boxes."""
     _check_whole(encoded)
 
 

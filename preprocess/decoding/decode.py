@@ -199,9 +199,9 @@ def decode_stored(
 ) -> tuple[Image.Image, Extent | None]:
     """Decode an image file, and resize it as a rule states. Several threads may call this at once.
 
-    The format (JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, AVIF, JPEG 2000) is detected from the first bytes, not from the
-    file name. Of an animation, the first frame is used. The orientation of EXIF or XMP is applied; colour profiles are
-    not. Transparent images are composited on white, and 16 bits are scaled to 8 (see
+    The format (one of `FORMATS`) is detected from the first bytes, not from the file name. Of an animation, the first
+    frame is used. The orientation of EXIF or XMP is applied, or of HEIC and JPEG XL that of the picture; colour
+    profiles are not. Transparent images are composited on white, and 16 bits are scaled to 8 (see
     `loopfeed.preprocess.decoding.colour`). Small images are enlarged.
 
     Args:
@@ -229,9 +229,11 @@ def decode_stored(
     if known is None:
         raise DecodeError(_describe_foreign(encoded))
     if not known.is_available:
+        what = "the installed Pillow cannot decode" if known.extra is None else "no package is installed that decodes"
+        package = "pillow" if known.extra is None else f"'loopfeed[{known.extra}]'"
         raise DecodeError(
-            f"the installed Pillow cannot decode {known.name}: install one that can (python -m pip install pillow), or "
-            "convert the image to PNG"
+            f"{what} {known.name}: python -m pip install {package}, and pack again with --overwrite; or convert the "
+            "image to PNG"
         )
     try:
         with ExitStack() as held:

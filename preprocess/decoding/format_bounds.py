@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000, check_avif, check_jpeg_2000
+from loopfeed.preprocess.decoding.box_formats import AVIF, HEIC, JPEG_2000, check_avif, check_jpeg_2000
 from loopfeed.preprocess.decoding.hidden_size import TiffTags
 from loopfeed.preprocess.decoding.levels import Levels
 
@@ -221,5 +221,6 @@ _CHECKS: Mapping[str, Callable[[bytes, int], None]] = {
     "WebP": _check_webp,
     "TIFF": _check_tiff,
     AVIF: check_avif,
+    HEIC: check_avif,
     JPEG_2000: check_jpeg_2000,
 }

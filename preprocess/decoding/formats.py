@@ -24,7 +24,15 @@ from PIL import Image, ImageFile, _imaging
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000, has_deep_avif, with_values_of_file
+from loopfeed.preprocess.decoding.box_formats import (
+    AVIF,
+    HEIC,
+    JPEG_2000,
+    JPEG_XL,
+    has_deep_avif,
+    has_deep_heic,
+    with_values_of_file,
+)
 from loopfeed.preprocess.decoding.colour import DeepValues
 from loopfeed.preprocess.decoding.depth import (
     check_alpha,
@@ -35,7 +43,8 @@ from loopfeed.preprocess.decoding.depth import (
 )
 from loopfeed.preprocess.decoding.format_bounds import bounded, check_jpeg_scans
 from loopfeed.preprocess.decoding.hidden_size import MOST_PIXELS, hidden_pixels
-from loopfeed.preprocess.decoding.known_formats import PNG_SIGNATURE, Format
+from loopfeed.preprocess.decoding.jpeg_xl import claimed_pixels, transcode_jpeg_xl
+from loopfeed.preprocess.decoding.known_formats import FORMATS, PNG_SIGNATURE, Format
 from loopfeed.preprocess.decoding.levels import Levels
 from loopfeed.preprocess.decoding.notes import DecodeNotes
 from loopfeed.preprocess.decoding.orientation import (
@@ -123,8 +132,14 @@ def open_pixels(
         ValueError: the image is too large, truncated, or has more parts than allowed.
         Exception: Pillow's error about damaged bytes.
     """
-    reader = _Reader(known, max_pixels, admit)
     name = known.name
+    if name == JPEG_XL:
+        admit(claimed_pixels(encoded, max_pixels) * known.memory)
+        note(DecodeNotes(added_in=known.added_in))
+        content = transcode_jpeg_xl(encoded)
+        inner = next(each for each in FORMATS if each.accepts(content))
+        return open_pixels(content, inner, max_pixels=max_pixels, levels=levels, note=note)
+    reader = _Reader(known, max_pixels, admit)
     load: Load = reader.load
     try:
         content, exif, xmp, is_turned_anew = _without_metadata(encoded, name, max_pixels, levels)
@@ -137,15 +152,15 @@ def open_pixels(
         load = partial(load_part, reader.load)
     if name == "PNG":
         _scale_transparent_grey(image, encoded)
-    if name in (AVIF, JPEG_2000):
+    if name in (AVIF, HEIC, JPEG_2000):
         image = _with_depth_of_file(image, encoded, name, levels)
     if name in ("WebP", "GIF", AVIF):
         exif, xmp = image.info.get("exif"), image.info.get("xmp")
         is_turned_anew = xmp is not None and _differ(exif, xmp, exif)
     if is_turned_anew or reader.is_corrected:
         note(DecodeNotes(num_changed=1))
-    if known.is_added:
-        note(DecodeNotes(num_added=1))
+    if known.added_in > 1:
+        note(DecodeNotes(added_in=known.added_in))
     deep = None if name == "PPM" and levels is not None else values_of_file(encoded, name, image)
     if deep is not None and name != "PPM" and needs_low_bytes(image, levels, deep.white):
         deep = replace(deep, low_bytes=read_low_bytes(content, load))
@@ -161,7 +176,7 @@ def _with_depth_of_file(image: Image.Image, encoded: bytes, name: str, levels: L
     """
     if name == JPEG_2000:
         return with_values_of_file(image, encoded)
-    if levels is not None and has_deep_avif(encoded):
+    if levels is not None and (has_deep_avif(encoded) if name == AVIF else has_deep_heic(encoded)):
         raise ValueError("--levels cannot be applied to its 10 or 12 bits, of which Pillow gives 8; convert it to PNG")
     return image
 

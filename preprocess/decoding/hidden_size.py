@@ -1,13 +1,13 @@
 """How many pixels a decoder makes of a file whose insides may be larger than the picture that its header describes.
 
-A TIFF of one pixel may consist of one tile of 20,000 × 20,000, and the frame in an AVIF file may have another size than
-its boxes say: the decoder takes memory for these. Does not decode anything.
+A TIFF of one pixel may consist of one tile of 20,000 × 20,000, and the frame in an AVIF or HEIC file may have another
+size than its boxes say: the decoder takes memory for these. Does not decode anything.
 """
 
 import struct
 from collections.abc import Iterator
 
-from loopfeed.preprocess.decoding.box_formats import AVIF, boxes
+from loopfeed.preprocess.decoding.box_formats import AVIF, HEIC, boxes
 
 MOST_PIXELS = 2**28
 """libavif's own limit, which holds where a file does not say in a simple way how large its frames are."""
@@ -20,6 +20,9 @@ _FRAMES = frozenset({_SEQUENCE_HEADER, 3, 4, 6, 8})
 # A frame of a header that is not reduced may be as large as its numbers of bits allow; up to this, it is counted so.
 _MOST_BY_BITS = 2**26
 _OBU_BYTES = 256
+
+_HEVC_BOX, _HEVC_ARRAYS_AT = b"hvcC", 23
+_HEVC_SEQUENCE, _HEVC_444 = 33, 3
 
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
 # The types of a tag's numbers: SHORT, LONG, and of a BigTIFF LONG8.
@@ -36,10 +39,11 @@ def hidden_pixels(encoded: bytes, name: str) -> int | None:
         encoded: the file.
         name: the name of its format, as in `loopfeed.preprocess.decoding.box_formats.FORMATS`.
     """
-    if name not in ("TIFF", AVIF):
+    find = {"TIFF": _tile_pixels, AVIF: _frame_pixels, HEIC: _picture_pixels}.get(name)
+    if find is None:
         return 0
     try:
-        return _tile_pixels(encoded) if name == "TIFF" else _frame_pixels(encoded)
+        return find(encoded)
     except (struct.error, IndexError):  # truncated: the decoder will refuse it
         return 0 if name == "TIFF" else None
 
@@ -187,3 +191,47 @@ def _size_of(header: bytes) -> int | None:
         return (take(width_bits) + 1) * (take(height_bits) + 1)
     bound = 1 << width_bits + height_bits
     return bound if bound <= _MOST_BY_BITS else None
+
+
+def _picture_pixels(encoded: bytes) -> int | None:
+    """Return the pixels of the largest HEVC picture of a HEIC file, such as a tile; None if it is not simply told.
+
+    Each configuration (hvcC, ISO/IEC 14496-15, 8.3.3.1) has the parameters of its pictures.
+    """
+    largest, place = 0, encoded.find(_HEVC_BOX)
+    for _ in range(_MAX_ITEMS):
+        if place < 0:
+            return largest or None
+        at, found = place + 4 + _HEVC_ARRAYS_AT, 0
+        for _ in range(encoded[at - 1]):
+            kind, count, at = encoded[at] & 63, int.from_bytes(encoded[at + 1 : at + 3]), at + 3
+            for _ in range(count):
+                size = int.from_bytes(encoded[at : at + 2])
+                if kind == _HEVC_SEQUENCE:
+                    found = max(found, _hevc_pixels(encoded[at + 2 : at + 2 + min(size, _OBU_BYTES)]))
+                at += 2 + size
+        if not found:
+            return None
+        largest, place = max(largest, found), encoded.find(_HEVC_BOX, place + 4)
+    return None
+
+
+def _hevc_pixels(unit: bytes) -> int:
+    """Return the pixels of the pictures of a sequence parameter set of HEVC (ITU-T H.265, 7.3.2.2)."""
+    content = unit.replace(b"\0\0\3", b"\0\0")  # bytes that only prevent a start code
+    bits = "".join(f"{byte:08b}" for byte in content[2:])
+    num_layers, at = int(bits[4:7], 2), 8 + 96  # the general profile, tier and level come first
+    if num_layers:
+        flags = [bits[at + 2 * layer : at + 2 * layer + 2] for layer in range(num_layers)]
+        at += 16 + sum(88 * (each[:1] == "1") + 8 * (each[1:] == "1") for each in flags)
+
+    def take() -> int:
+        nonlocal at
+        zeros = bits.index("1", at) - at
+        at += 2 * zeros + 1
+        return int(bits[at - zeros - 1 : at], 2) - 1
+
+    take()
+    if take() == _HEVC_444:
+        at += 1
+    return take() * take()

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from PIL import ImageFile, features
@@ -15,7 +17,8 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000, is_avif, is_jpeg_2000
+from loopfeed.preprocess.decoding.box_formats import AVIF, HEIC, JPEG_2000, JPEG_XL, is_avif, is_heic, is_jpeg_2000
+from loopfeed.preprocess.decoding.jpeg_xl import is_jpeg_xl
 from loopfeed.preprocess.file_kinds import HEAD_BYTES
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -31,8 +34,11 @@ class Format:
         opener: opens such a file.
         may_warn: whether its Pillow plugin can issue warnings.
         feature: the part of Pillow that not every Pillow has, and that its decoder needs.
+        module: the module of another package that its decoder needs.
+        extra: the extra of Loopfeed that installs this package.
         memory: how much memory a pixel takes while it is decoded, as a multiple of that of the other formats.
-        is_added: whether earlier versions left its files out.
+        added_in: the version of the decoding rules since which its files are packed, see
+            `loopfeed.preprocess.packing.plan.decoding_version`.
     """
 
     name: str
@@ -40,13 +46,27 @@ class Format:
     opener: Callable[[Any], ImageFile.ImageFile]
     may_warn: bool = False
     feature: str | None = None
+    module: str | None = None
+    extra: str | None = None
     memory: int = 1
-    is_added: bool = False
+    added_in: int = 1
 
     @property
     def is_available(self) -> bool:
-        """Whether the installed Pillow can decode it."""
+        """Whether the installed Pillow, or the package of its extra, can decode it."""
+        if self.module is not None:
+            return find_spec(self.module) is not None
         return self.feature is None or features.check(self.feature) is True
+
+
+# Imported when the first such file is decoded. Neither is registered with Pillow by Loopfeed.
+def _open_heic(file: Any) -> ImageFile.ImageFile:
+    opened: ImageFile.ImageFile = import_module("pillow_heif").HeifImageFile(file)
+    return opened
+
+
+def _open_jpeg_xl(_: Any) -> ImageFile.ImageFile:
+    raise AssertionError("a JPEG XL file is opened as what it is transcoded to")
 
 
 FORMATS = (
@@ -59,8 +79,10 @@ FORMATS = (
         "TIFF", lambda head: head.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")), TiffImageFile, may_warn=True
     ),
     Format("PPM", lambda head: head[:1] == b"P" and head[1:2] in b"123456" and head[2:3].isspace(), PpmImageFile),
-    Format(AVIF, is_avif, AvifImageFile, feature="avif", memory=2, is_added=True),
-    Format(JPEG_2000, is_jpeg_2000, Jpeg2KImageFile, feature="jpg_2000", memory=2, is_added=True),
+    Format(AVIF, is_avif, AvifImageFile, feature="avif", memory=2, added_in=3),
+    Format(JPEG_2000, is_jpeg_2000, Jpeg2KImageFile, feature="jpg_2000", memory=2, added_in=3),
+    Format(HEIC, is_heic, _open_heic, module="pillow_heif", extra="heic", memory=2, added_in=4),
+    Format(JPEG_XL, is_jpeg_xl, _open_jpeg_xl, module="pillow_jxl", extra="jxl", memory=3, added_in=4),
 )
 
 

@@ -19,7 +19,7 @@ class DecodeNotes:
         num_clipped: images with values beyond `--levels`.
         num_kept: truncated images that were packed (`--truncated keep`).
         num_changed: images that earlier versions decoded in another way.
-        num_added: images of formats that earlier versions left out.
+        added_in: the latest version of the decoding rules in which the format of an image was added; 0 for the first.
         num_fitted: pictures that were made smaller because they are longer than the canvas.
     """
 
@@ -31,7 +31,7 @@ class DecodeNotes:
     num_clipped: int = 0
     num_kept: int = 0
     num_changed: int = 0
-    num_added: int = 0
+    added_in: int = 0
     num_fitted: int = 0
 
     def __add__(self, other: DecodeNotes) -> DecodeNotes:
@@ -45,7 +45,7 @@ class DecodeNotes:
             self.num_clipped + other.num_clipped,
             self.num_kept + other.num_kept,
             self.num_changed + other.num_changed,
-            self.num_added + other.num_added,
+            max(self.added_in, other.added_in),
             self.num_fitted + other.num_fitted,
         )
 
@@ -56,7 +56,8 @@ class DecodeNotes:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Parse the output of `to_json`; raise TypeError for anything else."""
-        return cls(**document)
+        # Of earlier versions, and of use only while an image is packed.
+        return cls(**{name: value for name, value in document.items() if name != "num_added"})
 
 
 NOTHING = DecodeNotes()

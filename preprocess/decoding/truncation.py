@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
-from loopfeed.preprocess.decoding.box_formats import AVIF, JPEG_2000
+from loopfeed.preprocess.decoding.box_formats import AVIF, HEIC, JPEG_2000
 
 type Load = Callable[[bytes, Callable[[ImageFile.ImageFile], None]], Image.Image]
 """Opens a file, calls the function with the opened image, and decodes it."""
@@ -80,7 +80,7 @@ def is_cut(error: Exception, encoded: bytes, name: str) -> bool:
     """Return whether Pillow's error about a file of the format ``name`` means that the file ends too early."""
     if name == "WebP":
         return len(encoded) < _riff_bytes(encoded)
-    if name in (AVIF, JPEG_2000):
+    if name in (AVIF, HEIC, JPEG_2000):
         return False  # nothing of them can be kept, and `box_formats` says that they are truncated
     text = str(error).lower()
     if isinstance(error, (struct.error, IndexError)) or any(each in text for each in _ENDS_EARLY):

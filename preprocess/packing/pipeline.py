@@ -43,8 +43,8 @@ _MAX_BLOCK_IMAGES = 64
 _BLOCKS_PER_WORKER = 4
 _WINDOW_BYTES = 2**30
 _JOIN_TIMEOUT_S = 5.0
-# The versions of the decoding rules since which images were decoded in another way, and formats were added.
-_SINCE_CHANGED, _SINCE_ADDED = 2, 3
+# The version of the decoding rules since which images were decoded in another way.
+_SINCE_CHANGED = 2
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class _Decoder:
                 f"{printable(image.name)}: an earlier version began this pack, and decodes this image in another way "
                 f"(its orientation, its range of values, or a missing end marker); {AGAIN}"
             )
-        if self.decoding < _SINCE_ADDED and decoded.notes.num_added:
+        if self.decoding < decoded.notes.added_in:
             raise ShardError(
                 f"{printable(image.name)}: an earlier version began this pack, and leaves images of this format out; "
                 f"{AGAIN}"

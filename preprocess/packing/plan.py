@@ -37,7 +37,7 @@ _LABEL_KINDS = {None: "one class", "classes": "any number of classes", "numbers"
 _RESIZE_RULE = "resize_rule"
 _DECODING = "decoding"
 """Only in the plan of an unfinished pack: the version of the rules by which files are decoded (`decoding_version`)."""
-DECODING_VERSION = 3
+DECODING_VERSION = 4
 # What a user calls the entries of a plan.
 _NAMES = {
     "num_candidates": "the number of images",
@@ -184,7 +184,8 @@ def decoding_version(plan: Mapping[str, Any]) -> int:
     """Return the version of the rules by which the files of a pack are decoded.
 
     Version 1, which no plan states, ignored XMP orientations and the ranges that files name, scaled floats image by
-    image, and left out files that lack only their end marker. Version 2 left out AVIF and JPEG 2000.
+    image, and left out files that lack only their end marker. Version 2 left out AVIF and JPEG
+    2000, version 3 HEIC and JPEG XL.
     """
     found = plan.get(_DECODING, 1)
     return found if isinstance(found, int) else DECODING_VERSION

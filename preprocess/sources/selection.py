@@ -185,7 +185,25 @@ _CERTAIN = frozenset({"train", "val", "validation", "test"})
 
 # Only used to detect images outside class folders; inside a class folder every file is tried.
 IMAGE_SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jp2", ".j2k"}
+    {
+        ".jpg",
+        ".jpeg",
+        ".png",
+        ".webp",
+        ".gif",
+        ".bmp",
+        ".tif",
+        ".tiff",
+        ".ppm",
+        ".pgm",
+        ".avif",
+        ".heic",
+        ".heif",
+        ".hif",
+        ".jp2",
+        ".j2k",
+        ".jxl",
+    }
 )
 
 
