@@ -143,6 +143,7 @@ FAULTS = [
     ("path,class\na/1.jpg,cat\n1,dog\na/2.jpg,dog", {}, r"line 3: a/1\.jpg was on line 2 already, with other classes"),
     ("path,class\na/1.jpg,cat\n", {}, r"has no line for 1 image .*2\.jpg; .*--unlabelled skip"),
     ("path,class\na/3.jpg,cat\n", {}, r"line 2: .* has no image a/3\.jpg; correct or remove the line"),
+    ("path,class\na/1.PNG,cat\n", {}, r"line 2: .* has no image a/1\.PNG; did you mean a/1\.jpg\?"),
     ("path,class\n1.jpg,cat\n2.jpg,x\n", {"more": "b/1.jpg"}, r"line 2: 1\.jpg could be a/1\.jpg or b/1\.jpg"),
     ("id,class\n1,cat\n2,x\n", {"more": "a/1.png"}, r"line 2: 1 could be a/1\.(jpg|png) or a/1\.(jpg|png); write more"),
     (f"path,class\n{NFD}.jpg,cat\n", {"more": f"{NFC}.jpg"}, r"in another Unicode form \(NFC, not NFD\)"),
@@ -271,6 +272,13 @@ def test_a_hold_out_keeps_groups_together_and_classes_balanced(tmp_path):
 def test_a_single_group_cannot_be_held_out(tmp_path):
     with pytest.raises(SourceError, match=r"each of its 1 group has the last images of a class; leave --group-by out"):
         opened(tmp_path, TWO, "id,class,p\n1,a,p\n2,a,p\n", group_by="p", holdout=0.5)
+
+
+def test_numbers_that_are_no_whole_ones_are_doubted_as_classes(tmp_path):
+    with opened(tmp_path, TWO, "path,label\n1,23.5\n2,7\n") as source:
+        assert source.notes[1].startswith(
+            "warning: label has numbers such as 23.5, each of which is a class; to predict"
+        )
 
 
 def test_options_that_mean_nothing_are_refused(tmp_path):

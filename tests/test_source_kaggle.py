@@ -78,7 +78,7 @@ def test_no_table_format_shifts_a_label(top, mapping, mark):
     ("table", "message"),
     [
         (None, r"LOC_val_solution\.csv cannot be read: No such file"),
-        ("a,b\n1,2\n", r"is not Kaggle's table of ImageId and PredictionString: 'ImageId'"),
+        ("a,b\n1,2\n", r"is not Kaggle's table of ImageId and PredictionString; download it again"),
         ("ImageId,PredictionString\nILSVRC2012_val_00000001,\n", "is not Kaggle's table"),
         (
             "ImageId,PredictionString\nILSVRC2012_val_00000001,n01 1 2 3 4\n",
@@ -118,5 +118,12 @@ def huge_file(path):
 def test_a_hostile_table_is_refused(top, make, message):
     (top / "LOC_val_solution.csv").unlink()
     make(top / "LOC_val_solution.csv")
-    with pytest.raises(SourceError, match=rf"LOC_val_solution\.csv .*{message}"):
+    with pytest.raises(SourceError, match=rf"LOC_val_solution\.csv.* .*{message}"):
         open_source(top)
+
+
+def test_kaggles_tree_knows_its_own_classes(top):
+    with pytest.raises(
+        SourceError, match=r"--class-from is about class folders, but .* is Kaggle's ImageNet tree; leave"
+    ):
+        open_source(top, class_from="leaf")

@@ -18,6 +18,7 @@ from loopfeed.preprocess.sources.class_names import (
     ClassFrom,
     NameFile,
     UnitedClasses,
+    check_class_from,
     describe_leaves,
     leaf_folders,
     name_classes,
@@ -40,6 +41,7 @@ def archive_layout(path: Path, class_from: ClassFrom = "top") -> Layout:
         if first is None:
             raise SourceError(f"{printable(path)} is an empty archive; give one with images")
         if (layout := imagenet_archive(path, first.name)) is not None:
+            check_class_from(class_from, path, layout.description)
             return layout
         ignored: Counter[str] = Counter()
         tree = _read_tree(path, archive, ignored, class_from)

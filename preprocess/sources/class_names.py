@@ -29,6 +29,12 @@ ClassFrom = Literal["top", "leaf"]
 """Which folder is the class of an image: the outermost one below its split, or the one that contains it."""
 
 
+def check_class_from(class_from: ClassFrom, root: Path, description: str) -> None:
+    """Raise SourceError if a layout that knows its own classes should take them from other folders."""
+    if class_from != "top":
+        raise SourceError(f"--class-from is about class folders, but {printable(root)} is {description}; leave it out")
+
+
 @dataclass(frozen=True)
 class NameFile:
     """A file of class names.

@@ -4,8 +4,6 @@ Training images are in class folders, validation images in one folder with a tab
 labels and are not read.
 """
 
-import csv
-import io
 import os
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -14,7 +12,6 @@ from pathlib import Path
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.class_names import (
     NameFile,
     UnitedClasses,
@@ -23,8 +20,8 @@ from loopfeed.preprocess.sources.class_names import (
     unite_classes,
 )
 from loopfeed.preprocess.sources.listing import FoundSplit, Listing, SourceError, index_classes
+from loopfeed.preprocess.sources.table_file import open_table
 from loopfeed.preprocess.sources.tree import FolderStore, class_ids, file_size, list_folder, read_class_folders
-from loopfeed.preprocess.system_errors import reading_remedy
 
 IMAGES = Path("ILSVRC/Data/CLS-LOC")
 SOLUTION_FILE = "LOC_val_solution.csv"
@@ -33,6 +30,7 @@ MAPPING_FILE = "LOC_synset_mapping.txt"
 # The official table has 50,000 lines and is 2.7 MB in size.
 _MAX_TABLE_BYTES = 64 * 2**20
 _MAX_TABLE_ROWS = 1_000_000
+_COLUMNS = ("ImageId", "PredictionString")
 
 
 def find_kaggle_tree(root: Path) -> Path | None:
@@ -123,22 +121,16 @@ def _read_solution(path: Path) -> dict[str, str]:
 
     Each line has the form `ImageId,n01440764 x y x y [n01440764 …]`.
     """
-    shown = printable(path)
+    remedy = "restore the file, which contains the labels of the val split"
+    table = open_table(path, what="Kaggle's table", remedy=remedy, max_bytes=_MAX_TABLE_BYTES)
+    if not {*_COLUMNS} <= {*table.columns}:
+        table.fail(None, f"it is not Kaggle's table of {' and '.join(_COLUMNS)}", "download it again")
+    image, prediction = (table.columns.index(each) for each in _COLUMNS)
     id_of: dict[str, str] = {}
-    try:
-        text = read_regular(path, max_bytes=_MAX_TABLE_BYTES).decode("utf-8-sig")
-        for count, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True)):
-            if count == _MAX_TABLE_ROWS:
-                raise csv.Error(f"it has more than {_MAX_TABLE_ROWS:,} lines")
-            image_id = row["ImageId"]
-            id_of[image_id] = row["PredictionString"].split(None, 1)[0]
-    except OSError as error:
-        raise SourceError(
-            f"{shown} cannot be read: {error.strerror}; "
-            + reading_remedy(error, "restore the file, which contains the labels of the val split")
-        ) from error
-    except (csv.Error, KeyError, IndexError, AttributeError, UnicodeDecodeError) as error:
-        raise SourceError(
-            f"{shown} is not Kaggle's table of ImageId and PredictionString: {error}; download it again"
-        ) from error
+    for line, cells in table.cells:
+        if line > _MAX_TABLE_ROWS + 1:
+            table.fail(line, f"it has more than {_MAX_TABLE_ROWS:,} lines", "download it again")
+        if not cells[prediction].strip():
+            table.fail(line, f"{_COLUMNS[1]} is empty, so it is not Kaggle's table", "download it again")
+        id_of[cells[image]] = cells[prediction].split(None, 1)[0]
     return id_of

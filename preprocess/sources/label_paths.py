@@ -5,7 +5,6 @@ else the one image whose path ends with it, with or without its suffix.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -89,13 +88,18 @@ def _files_with_ends(files: Listing, ends: set[str]) -> dict[str, list[int]]:
     """Return the files whose path ends with each of some texts or, without any, whose path without suffix does."""
     whole: dict[str, list[int]] = {}
     without_suffix: dict[str, list[int]] = {}
+    depths = sorted({end.count("/") + 1 for end in ends})
     for index in range(len(files)):
         name = files.name(index)
-        for end in filter(ends.__contains__, _ends(name)):
-            whole.setdefault(end, []).append(index)
-        if is_image_name(name):
-            for end in filter(ends.__contains__, _ends(name[: name.rindex(".")])):
-                without_suffix.setdefault(end, []).append(index)
+        parts = name.split("/")
+        stem = parts[-1].rpartition(".")[0] if is_image_name(parts[-1]) else ""
+        for depth in depths:
+            if depth <= len(parts):
+                before = "".join(f"{each}/" for each in parts[-depth:-1])
+                if (end := before + parts[-1]) in ends:
+                    whole.setdefault(end, []).append(index)
+                if stem and (end := before + stem) in ends:
+                    without_suffix.setdefault(end, []).append(index)
     return without_suffix | whole
 
 
@@ -107,13 +111,9 @@ def _plain(path: str, bases: tuple[str, ...]) -> str:
     return plain
 
 
-def _ends(path: str) -> Iterator[str]:
-    """Yield a path and its ends: "a/b/c", "b/c" and "c"."""
-    yield path
-    at = path.find("/")
-    while at >= 0:
-        yield path[at + 1 :]
-        at = path.find("/", at + 1)
+def _loosely(path: str) -> str:
+    """Return the name of a file without its suffix, in small letters."""
+    return path.rpartition("/")[2].rpartition(".")[0].casefold()
 
 
 def _no_image(files: Listing, table: LabelTable, root: Path, found: NDArray[np.int64]) -> SourceError:
@@ -124,6 +124,7 @@ def _no_image(files: Listing, table: LabelTable, root: Path, found: NDArray[np.i
     missing = [files.name(index) for index, _ in zip(others, range(_SEARCHED), strict=False)]
     near = next((each for each in missing if is_same_text(each, path)), None)
     near = near or next((each for each in missing if is_same_text(each.rpartition("/")[2], base)), None)
+    near = near or next((each for each in missing if _loosely(each) == _loosely(path)), None)
     hint = "correct or remove the line" if near is None else f"did you mean {printable(near)}?"
     if near is not None and (forms := describe_forms(path, near)):
         hint = (

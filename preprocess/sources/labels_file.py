@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ NO_CLASS = -1
 """The class of a row that has none, which leaves its image out."""
 
 _NO_OPTIONS = LabelOptions()
+_DECIMAL = re.compile(r"[+-]?[0-9]*[.,][0-9]*[1-9][0-9]*")
 _BITS_AT_ONCE = 1 << 24
 # The largest float32 is below this; larger numbers would become infinite.
 _BEYOND_FLOAT32 = 3.4028235677973366e38
@@ -317,6 +319,12 @@ class _Rows:
             table.fail(None, f"all weights in column {shown(table.columns[columns.weight or 0])} are 0", "raise one")
         group_names, group_places = self._groups.in_order()
         notes = [describe_columns(table, columns)]
+        if columns.kind is None and (decimal := next(filter(_DECIMAL.fullmatch, names), None)) is not None:
+            column = shown(table.columns[columns.values[0]])
+            notes.append(
+                f"warning: {column} has numbers such as {decimal}, each of which is a class; to predict the numbers, "
+                "give the column another name"
+            )
         if self._num_repeated:
             notes.append(f"{shown(table.file.name)}: {quantity(self._num_repeated, 'repeated line')} left out")
         return LabelTable(

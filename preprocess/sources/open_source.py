@@ -20,7 +20,7 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.targets import SplitTargets
 from loopfeed.preprocess.sources.archive_tree import archive_layout
-from loopfeed.preprocess.sources.class_names import ClassFrom
+from loopfeed.preprocess.sources.class_names import ClassFrom, check_class_from
 from loopfeed.preprocess.sources.containers import recognise_container
 from loopfeed.preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
 from loopfeed.preprocess.sources.label_columns import LabelOptions
@@ -178,8 +178,17 @@ def _check_has_images(
 
 def _recognise(root: Path, class_from: ClassFrom) -> Layout:
     _check_exists(root)
+    layout = _recognise_published(root)
+    if layout is not None:
+        check_class_from(class_from, root, layout.description)
+        return layout
+    return _recognise_folders(root, class_from) if root.is_dir() else archive_layout(root, class_from)
+
+
+def _recognise_published(root: Path) -> Layout | None:
+    """Return the layout of a data set that knows its own classes; None for class folders."""
     if not root.is_dir():
-        return _recognise_container(root, class_from) or archive_layout(root, class_from)
+        return recognise_container(root)
     _refuse_shards(root)
     archives = imagenet_openers(root)
     if archives:
@@ -187,8 +196,10 @@ def _recognise(root: Path, class_from: ClassFrom) -> Layout:
     kaggle = find_kaggle_tree(root)
     if kaggle is not None:
         return Layout("Kaggle's ImageNet tree", kaggle_openers(root, kaggle))
-    if (container := _recognise_container(root, class_from)) is not None:
-        return container
+    return recognise_container(root)
+
+
+def _recognise_folders(root: Path, class_from: ClassFrom) -> Layout:
     folders = split_folders(root)
     ignored: Counter[str] = Counter()
     classes, files = list_folder(root, ignored)
@@ -209,15 +220,6 @@ def _recognise(root: Path, class_from: ClassFrom) -> Layout:
                 f"give {printable(each.path)}"
             )
     return Layout("a folder of class folders", split_openers(root, {"train": root}, class_from))
-
-
-def _recognise_container(root: Path, class_from: ClassFrom) -> Layout | None:
-    container = recognise_container(root)
-    if container is not None and class_from != "top":
-        raise SourceError(
-            f"--class-from is about class folders, but {printable(root)} is {container.description}; leave it out"
-        )
-    return container
 
 
 def _recognise_labelled(root: Path, table: LabelTable) -> Layout:

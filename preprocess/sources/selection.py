@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,7 +223,8 @@ class TopFolder:
 
 def is_image_name(name: str) -> bool:
     """Return whether a file name has the suffix of an image."""
-    return Path(name).suffix.lower() in IMAGE_SUFFIXES
+    stem, _, suffix = name[name.rfind("/") + 1 :].rpartition(".")
+    return stem != "" and f".{suffix.lower()}" in IMAGE_SUFFIXES
 
 
 def split_of(name: str) -> str | None:

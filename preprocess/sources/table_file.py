@@ -68,8 +68,20 @@ class TableFile:
         raise SourceError(f"{where}: {fault}; {remedy}")
 
 
-def open_table(path: str | Path) -> TableFile:
+def open_table(
+    path: str | Path,
+    *,
+    what: str = "the file of labels",
+    remedy: str = "check --labels",
+    max_bytes: int | None = None,
+) -> TableFile:
     """Read a table and its header.
+
+    Args:
+        path: the file.
+        what: what it is, for messages.
+        remedy: what to do if there is no such file.
+        max_bytes: a larger file is refused; None is 1 GiB.
 
     Raises:
         SourceError: the file cannot be read, is no table, or breaks a rule; the message names the line. Its rows raise
@@ -79,11 +91,16 @@ def open_table(path: str | Path) -> TableFile:
     suffix = file.suffix.lower()
     if suffix not in SUFFIXES:
         raise SourceError(
-            f"the file of labels must end with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {printable(file)}; "
+            f"{what} must end with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {printable(file)}; "
             "rename it, or save it in one of these forms"
         )
     table = TableFile(file, is_json=suffix in (".jsonl", ".ndjson"))
-    content = _read(file)
+    try:
+        content = read_regular(file, max_bytes=max_bytes or MAX_FILE_BYTES)
+    except OSError as error:
+        raise SourceError(
+            f"{what} {printable(file)} cannot be read: {error.strerror}; {reading_remedy(error, remedy)}"
+        ) from error
     table.digest = hashlib.sha256(content).hexdigest()
     lines = _lines_of(table, _as_utf8(table, content))
     try:
@@ -91,16 +108,6 @@ def open_table(path: str | Path) -> TableFile:
     except RecursionError:
         table.fail(table.line, "its values are nested too deeply", "give a flat object")
     return table
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return read_regular(file, max_bytes=MAX_FILE_BYTES)
-    except OSError as error:
-        raise SourceError(
-            f"the file of labels {printable(file)} cannot be read: {error.strerror}; "
-            f"{reading_remedy(error, 'check --labels')}"
-        ) from error
 
 
 def _as_utf8(table: TableFile, content: bytes) -> bytes:
