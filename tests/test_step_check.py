@@ -334,6 +334,14 @@ def test_the_report_fits_80_columns_and_joins_what_is_right():
     assert f"WRONG in {wrong}" in " ".join(lines)
 
 
+def test_the_report_names_the_images_of_the_batch():
+    names = ("cat/" + "x" * 90 + ".jpg", "dog/\x1b.jpg", "dog/2.jpg", "dog/3.jpg", "dog/4.jpg")
+    good = {"loss": difference()}
+    lines = report_lines(StepCheck(1, 5, {"forward": difference()}, good, good, names=names))
+    assert max(map(len, lines)) <= 80
+    assert "dog/?.jpg, dog/2.jpg and 2 more images" in " ".join(lines)
+
+
 def test_the_verdict_on_a_right_step_states_the_rule():
     good = {"loss": difference()}
     text = verdict(StepCheck(1, 5, {"forward": difference()}, good, good))

@@ -21,6 +21,7 @@ _WIDTH = 80
 _NAME_WIDTH = 32
 _MOST_SCOPES = 24  # of more, those that are explained are joined by the first part of their path
 
+_NAMED = 3
 LOOK_OPTIONS = ("show_batch", "step_check")
 """The parameter names of these options."""
 
@@ -106,6 +107,9 @@ def report_lines(check: "StepCheck") -> list[str]:
         "results of the training program",
         *(_row(name, each) for name, each in check.program.items()),
     ]
+    if check.names:
+        more = f" and {len(check.names) - _NAMED:,} more images" if len(check.names) > _NAMED else ""
+        lines += wrap(f"batch: {', '.join(map(printable_line, check.names[:_NAMED]))}{more}", _WIDTH)
     if not check.program:
         lines.append("not compared, because one step takes several batches (--accumulate-steps)")
     return [*lines, "", *wrap(verdict(check), _WIDTH, break_long_words=False, break_on_hyphens=False)]

@@ -261,10 +261,7 @@ def first_batch_of(run: Run) -> ShownBatch:
     labels, _ = settings.objective.read_labels(jnp.asarray(words))
     labels, images, mix_weight = jax.tree.map(np.asarray, (labels, images, mix_weight))
     levels = (images * np.asarray(run.std, np.float32) + np.asarray(data.mean, np.float32)) * 255
-    step, source = run.start.step + 1, data.source
-    names = None
-    if isinstance(source, ShardBatches | WindowedBatches):
-        names = source.split.names(source.images_of(run.start.batch_index))
+    step = run.start.step + 1
     return ShownBatch(
         images=images,
         pictures=np.clip(np.rint(np.nan_to_num(levels)), 0, 255).astype(np.uint8),
@@ -273,8 +270,17 @@ def first_batch_of(run: Run) -> ShownBatch:
         captions=tuple(captions_of(labels, mix_weight, data.classes, data.targets)),
         step=step,
         title=printable_line(f"step {step:,}: {data.description.partition(';')[0]}"),
-        names=None if names is None else tuple(names),
+        names=names_of_first_batch(run),
     )
+
+
+def names_of_first_batch(run: Run) -> tuple[str, ...] | None:
+    """Return the name of each image of the batch that an open run would train on next; None if they have none."""
+    source = run.data.source
+    if not isinstance(source, ShardBatches | WindowedBatches):
+        return None
+    names = source.split.names(source.images_of(run.start.batch_index))
+    return None if names is None else tuple(names)
 
 
 def captions_of(

@@ -20,7 +20,7 @@ from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.control.signals import call_on_worker
 from loopfeed.engine.crossing.infeed import Batch
 from loopfeed.engine.inspection.differences import Difference, compare, effect, join, largest_effect
-from loopfeed.engine.inspection.show_batch import look_at_first_batch
+from loopfeed.engine.inspection.show_batch import look_at_first_batch, names_of_first_batch
 from loopfeed.engine.keys import is_key
 from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.program.flat_program import FlatProgram, flatten_program
@@ -140,6 +140,7 @@ class StepCheck:
         program: likewise for the results of the run's own program; empty if one step of it takes several batches.
         unstable: the parts of the step, scopes and results, that rounding alone moves too far even if no ReLU and no
             choice between two numbers switches, and how far, relative to their norm.
+        names: the name of each image of the batch in the pack (`ShardSplit.names`); None if the images have no names.
     """
 
     step: int
@@ -148,6 +149,7 @@ class StepCheck:
     results: Mapping[str, Difference]
     program: Mapping[str, Difference]
     unstable: Mapping[str, float] = MappingProxyType({})
+    names: tuple[str, ...] | None = None
 
     @property
     def is_right(self) -> bool:
@@ -187,7 +189,7 @@ def check_step_of(config: TrainConfig, parts: UserParts, notify: Callable[[str],
         if len(run.team.devices) > 1:
             raise SettingError("devices", "a step is checked on one device, got {setting} {found}: give 1",
                                found=len(run.team.devices))  # fmt: skip
-        program = _step_program(run)
+        program, names = _step_program(run), names_of_first_batch(run)
         notify(f"running {len(program.flat.operations):,} operations one by one, {1 + _DISTURBED_RUNS} times")
         held = dict.fromkeys(switches(program.flat))
         reference = _run_singly(program, held=held)
@@ -216,6 +218,7 @@ def check_step_of(config: TrainConfig, parts: UserParts, notify: Callable[[str],
         results=_compare(reference.results, looped.results, results),
         program=whole,
         unstable=unstable,
+        names=names,
     )
 
 
