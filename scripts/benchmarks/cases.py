@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from loopfeed.preprocess.control_groups import num_cores
 from scripts.benchmarks.bench import Bench, Candidate, Case, Settings, Unit
+from scripts.benchmarks.container_cases import container_cases
 from scripts.benchmarks.data import (
     NUMBERS,
     Images,
@@ -387,6 +388,7 @@ BENCHES = (
     Bench("stream", "training from packed shards, against the same program with nothing to read", _stream),
     Bench("reader", "packed images of 224 px in random order, against copies and other projects' loaders", _reader),
     Bench("pack", "JPEG files to shards of 224 px, against decoding and resizing alone", _pack),
+    Bench("containers", "archives, Parquet and arrays to shards, against folders and libraries", container_cases),
     Bench("pictures", "reading and training on whole photographs, against their central squares", picture_cases),
     Bench("startup", "imports, --help, and the way to a training's first loss with and without the cache", _startup),
     Bench("scaling", "step time and memory against the number of images and the length of the run", _scaling),

@@ -85,6 +85,12 @@ PEERS = {
         requirements=("webdataset==1.0.2", "torch==2.13.0", "numpy==2.4.6"),
         options=_CPU_TORCH,
     ),
+    "containers": Peer(
+        what="webdataset and Hugging Face's datasets, with Pillow's decoding, in PyTorch's DataLoader",
+        python="3.12",
+        requirements=("webdataset==1.0.2", "datasets==5.2.0", "torch==2.13.0", "numpy==2.4.6", "pillow==12.0.0"),
+        options=_CPU_TORCH,
+    ),
     "tensorflow": Peer(
         what="tf.data over TFRecord files of raw pixels",
         python="3.12",

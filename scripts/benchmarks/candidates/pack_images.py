@@ -1,4 +1,4 @@
-"""Packing a folder of JPEG files into shards; or only decoding and resizing them."""
+"""Packing a folder or a container into shards; or only decoding and resizing the JPEG files of a folder."""
 
 import shutil
 import sys
@@ -27,31 +27,35 @@ def decode(path: Path) -> bool:
     return True
 
 
-def pack(images: Path, dest: Path) -> float:
-    """Pack all splits from scratch with one thread per core; return the seconds."""
+def pack(images: Path, dest: Path, rule: ResizeRule) -> tuple[float, int]:
+    """Pack all splits from scratch with one thread per core; return the seconds and the number of images."""
     shutil.rmtree(dest, ignore_errors=True)
-    started = time.perf_counter()
+    started, count = time.perf_counter(), 0
     with open_source(images) as source:
         for name, split in source.splits.items():
-            pack_split(split, open_location(str(dest)).child(name), PackSettings(num_workers=num_cores()))
-    return time.perf_counter() - started
+            count += len(split)
+            settings = PackSettings(rule=rule, num_workers=num_cores())
+            pack_split(split, open_location(str(dest)).child(name), settings)
+    return time.perf_counter() - started, count
 
 
-def main(kind: str, images: Path, dest: Path) -> None:
+def main(kind: str, images: Path, dest: Path, rule: ResizeRule) -> None:
     """Serve passes over all images."""
     channel, pool = Channel(), ThreadPoolExecutor(num_cores())
     files = sorted(path for path in images.glob("*/*") if path.suffix.lower() in (".jpg", ".jpeg"))
     decode_all = timed(lambda num_units: list(pool.map(decode, num_units * files)))
 
     def pack_all(num_units: int) -> float:
-        return sum(pack(images, dest) for _ in range(num_units))
+        return sum(pack(images, dest, rule)[0] for _ in range(num_units))
 
     run = {"pack": pack_all, "decode": decode_all}[kind]
+    count = pack(images, dest, rule)[1] if kind == "pack" else len(files)
     run(1)
-    facts = {"images": len(files), "threads": num_cores()}
-    channel.ready(len(files), versions=versions_of("pillow", "tensorstore"), facts=facts)
+    facts = {"images": count, "threads": num_cores()}
+    channel.ready(count, versions=versions_of("pillow", "tensorstore"), facts=facts)
     channel.serve(run)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    size = int(sys.argv[4]) if sys.argv[4:] else RULE.size
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), RULE if size == RULE.size else ResizeRule(size, size))
