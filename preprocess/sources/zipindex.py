@@ -121,11 +121,16 @@ def _locate(file: SourceFile, offset: int) -> tuple[_Entry, int]:
         entry = _entry(file.read(offset, min(1024, longest)), 0, where, offset)
     except SourceError:
         entry = _entry(file.read(offset, longest), 0, where, offset)
-    head = file.read(entry.local, _LOCAL.size)
-    signature, *_, num_name, num_extra = _LOCAL.unpack(head)
+    damaged = SourceError(
+        f"{where} is damaged: it has no member at byte {entry.local}, where its directory says so; {_AGAIN}"
+    )
+    if entry.local + _LOCAL.size + len(entry.raw_name) > file.num_bytes:
+        raise damaged
+    head = file.read(entry.local, _LOCAL.size + len(entry.raw_name))
+    signature, *_, num_name, num_extra = _LOCAL.unpack_from(head)
     start = entry.local + _LOCAL.size + num_name + num_extra
-    if signature != b"PK\x03\x04" or file.read(entry.local + _LOCAL.size, num_name) != entry.raw_name:
-        raise SourceError(f"{where} is damaged: it has no member at byte {entry.local}, where its directory says so")
+    if signature != b"PK\x03\x04" or num_name != len(entry.raw_name) or head[_LOCAL.size :] != entry.raw_name:
+        raise damaged
     if start + entry.num_stored > file.num_bytes:
         raise SourceError(f"{where} is damaged: the member at byte {entry.local} goes beyond its end; {_AGAIN}")
     return entry, start
@@ -263,7 +268,10 @@ def member_pieces(file: SourceFile, offset: int, size: int, where: str) -> Itera
     Raises:
         SourceError: the archive cannot be read, or the member is damaged.
     """
-    entry, start = _locate(file, offset)
+    try:
+        entry, start = _locate(file, offset)
+    except OSError as error:
+        raise _unreadable(where, offset, error) from error
     stop = start + entry.num_stored
     pieces = (_read(file, at, min(_PIECE_BYTES, stop - at), where) for at in range(start, stop, _PIECE_BYTES))
     crc = found = 0
