@@ -61,6 +61,10 @@ NATURAL, BALANCED, SQRT, WEIGHTS = "natural", "balanced", "sqrt", "weights"
 SAMPLINGS = (NATURAL, BALANCED, SQRT, WEIGHTS)
 """The words of the setting `sampling`; any other value is a file."""
 
+NO_CLASS_WEIGHTS = "none"
+CLASS_WEIGHTS = (NO_CLASS_WEIGHTS, BALANCED)
+"""The words of the setting `class_weights`; any other value is a file."""
+
 OWN_BATCHES = "batches of your own"
 """The value of `data` in `config.json` for a run on user-defined batches."""
 
@@ -222,6 +226,16 @@ class TrainConfig:
     label_smoothing: float = setting(
         0.0, TRAINING, _RUNTIME, _CHANGES, "Fraction of each label that is spread evenly over all classes.",
         between=(0, 1), by_stage=True,
+    )
+    class_weights: str = setting(
+        NO_CLASS_WEIGHTS, TRAINING, _PROGRAM, _DATA_KEPT,
+        "Weights of the classes in the training loss: none, balanced (each class counts equally), or a CSV table "
+        "class,weight.",
+        unit="WORD|FILE", completion="file",
+        details="Each image's cross entropy is multiplied by the weight of its class; balanced weights are N / (K · "
+        "images of the class), whose mean over the images is 1. With the binary cross entropy, the weights multiply "
+        "the terms of the classes that an image has; balanced ones are images without the class / images with it, at "
+        "least 0.01 and at most 100. Evaluations report the loss without weights.",
     )
     ema_decay: float | None = setting(
         None, TRAINING, _RUNTIME, _CHANGES_IF_SET,
@@ -671,7 +685,8 @@ class TrainConfig:
             parse_storage_options(self.storage_options)
         except StorageOptionError as error:
             raise SettingError("storage_options", "{setting}: {fault}", fault=error) from None
-        check_local_paths(dump_hlo=self.dump_hlo, cache=self.cache, sampling=self.sampling)
+        check_local_paths(dump_hlo=self.dump_hlo, cache=self.cache)
+        check_local_paths(sampling=self.sampling, class_weights=self.class_weights)
         check_writable_location("run_dir", self.run_dir)
         if self.stages is not None:
             object.__setattr__(

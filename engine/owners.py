@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from loopfeed.engine.config import OFF, SAMPLINGS, SETTINGS, TrainConfig, describe_value
+from loopfeed.engine.config import CLASS_WEIGHTS, OFF, SAMPLINGS, SETTINGS, TrainConfig, describe_value
 from loopfeed.engine.settings import OnResume, Owner
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import listed
@@ -37,6 +37,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         data=absolute_location(config.data),
         init_from=absolute_location(config.init_from),
         sampling=_absolute_table(config.sampling, SAMPLINGS),
+        class_weights=_absolute_table(config.class_weights, CLASS_WEIGHTS),
         cache=config.cache if config.cache == OFF else absolute_location(config.cache),
         storage_options=recorded_storage_options(config),
     )

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
-from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.config import NO_CLASS_WEIGHTS, TrainConfig
 from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from loopfeed.engine.feed.subsets import Indices
 from loopfeed.engine.given_values import describe_given
@@ -197,6 +197,7 @@ def check_parts(config: TrainConfig, parts: UserParts) -> None:
     _check_user_indices(config, parts)
     _check_user_evaluation(parts.evaluation)
     _check_user_loss(config, parts.loss)
+    _check_class_weights(config, parts.loss)
     _check_user_metrics(parts.metrics)
     check_updates(config, parts.optimizer, parts.schedule)
     _check_user_augment(parts.augment)
@@ -315,6 +316,16 @@ def _check_user_loss(config: TrainConfig, loss: Any) -> None:
             "{setting} smooths only the targets of the ready-made cross-entropy, got {found} with another loss: leave "
             "it out, or smooth inside the loss",
             found=config.label_smoothing,
+        )
+
+
+def _check_class_weights(config: TrainConfig, loss: Any) -> None:
+    if config.class_weights != NO_CLASS_WEIGHTS and (loss is not None or config.loss == "mean-squared-error"):
+        raise SettingError(
+            "class_weights",
+            "{setting} weighs the ready-made cross-entropy and binary-cross-entropy, got {found!r} with another loss: "
+            "leave it out, or weigh inside the loss",
+            found=config.class_weights,
         )
 
 

@@ -1,6 +1,7 @@
 """The command run-eval: its output, its exit codes, and errors in one line."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +84,12 @@ def test_mirror_images_are_evaluated_if_the_run_or_the_command_requests_it(place
     for run, option, wanted in (("run", "--no-eval-mirror", evaluation_words(found)), ("run", None, told)):
         code, out, _ = invoke(monkeypatch, tmp_path, run, *([option] if option else []))
         assert (code, out) == (0, wanted + "\n")
+    code, out, _ = invoke(monkeypatch, folder, "run", "--per-class")
+    shares = [float(share) for share in re.findall(r"^ .* ([0-9.]+) %$", out, re.MULTILINE)]
+    assert (code, len(shares)) == (0, 3)
+    balanced = re.search(r"^balanced accuracy: ([0-9.]+) % \(mean over 3 classes\)$", out, re.MULTILINE)
+    assert balanced is not None
+    assert abs(float(balanced[1]) - sum(shares) / 3) < 0.01
     code, out, _ = invoke(monkeypatch, folder, "run", "--eval-mirror")
     assert (code, out) == (0, told + "\n")
 

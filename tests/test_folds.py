@@ -127,7 +127,7 @@ def test_what_a_fold_does_not_go_with_is_refused_and_missing_classes_are_said(da
         train(replace(given, order="windowed"), model=Linear())
     with pytest.raises(ValueError, match=r"fold 30/40 of .* has 0 of 24 images: give fewer folds"):
         train(replace(given, fold="30/40"), model=Linear())
-    with pytest.raises(ValueError, match="fold chooses among the images of a packed data set"):
+    with pytest.raises(ValueError, match="fold needs the labels of a packed data set"):
         train(toy_config(fold="1/2"), model=Linear(), batches=toy_batch)
     said: list[str] = []
     train(replace(given, fold="1/4"), model=Linear(), notify=said.append)

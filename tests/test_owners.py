@@ -52,7 +52,7 @@ FOREIGN: dict[str, Any] = {
     "runtime_report": True,
     "dump_hlo": "gift/hlo",
 }
-OF_DATA = {"data", "init_from", "storage_options", "sampling"}
+OF_DATA = {"data", "init_from", "storage_options", "sampling", "class_weights"}
 # Texts are what names a place, an account or code. None of these does: names within the data or the program.
 TEXTS_OF_A_RUN = {
     *("batch_norm_group", "model", "devices", "split", "eval_split", "keep_best", "clip_order", "freeze", "groups"),

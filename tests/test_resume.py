@@ -304,6 +304,7 @@ OTHERS: dict[str, Any] = {
     "window_gb": 2.0,
     "sampling": "balanced",
     "fold": "2/5",
+    "class_weights": "balanced",
 }
 
 

@@ -220,7 +220,7 @@ def test_the_weights_of_a_pack_and_a_table_of_names_draw_images(data, tmp_path):
 def test_what_has_no_classes_or_no_windows_is_refused(data):
     with pytest.raises(ValueError, match=r"order windowed reads each image .* not be given with sampling balanced"):
         train(config(data, sampling="balanced", order="windowed"), model=Linear())
-    with pytest.raises(ValueError, match="sampling chooses among the images of a packed data set, got 'sqrt'"):
+    with pytest.raises(ValueError, match="sampling needs the labels of a packed data set, got 'sqrt'"):
         train(toy_config(sampling="sqrt"), model=Linear(), batches=toy_batch)
 
 

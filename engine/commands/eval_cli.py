@@ -109,7 +109,9 @@ def _or_default(name: str) -> str:
 )
 @setting_option("transport")
 @click.option(
-    "--per-class", is_flag=True, help="Also print one line per class, with its number of images and top-1 accuracy."
+    "--per-class",
+    is_flag=True,
+    help="Also print the balanced accuracy, and for each class its number of images and top-1 accuracy.",
 )
 @click.option(
     "--predictions",
@@ -237,6 +239,9 @@ def _result_text(result: "EvaluationResult", weights: str | None) -> str:
         text = text.removesuffix(")") + ", and their mirror images)"
     if weights is not None and result.record.step == 0:
         text = f"evaluation of {printable(weights)}: {text.partition(': ')[2]}"
+    if (balanced := result.balanced_accuracy) is not None:
+        num_classes = sum(each.num_images > 0 for each in result.classes)
+        text += f"\nbalanced accuracy: {100 * balanced:.2f} % (mean over {quantity(num_classes, 'class')})"
     return "\n".join([text, *_class_lines(result.classes)])
 
 
@@ -270,4 +275,5 @@ def _json_line(result: "EvaluationResult") -> str:
         }
         for each in result.classes
     ]
-    return json.dumps(json.loads(result.record.to_json()) | {"classes": classes})
+    balanced = {"balanced_accuracy": result.balanced_accuracy}
+    return json.dumps(json.loads(result.record.to_json()) | balanced | {"classes": classes})

@@ -23,9 +23,11 @@ from loopfeed.preprocess.shards.reader import ShardSplit
 
 SAMPLING_DIGEST = "sampling_sha256"
 INDICES_DIGEST = "indices_sha256"
+CLASS_WEIGHTS_DIGEST = "class_weights_sha256"
 DRAWN_BY = {
     SAMPLING_DIGEST: "the weights in the file of --sampling",
     INDICES_DIGEST: "the indices of the images that it draws (indices=…)",
+    CLASS_WEIGHTS_DIGEST: "the weights in the file of --class-weights",
 }
 """What the digests in the record of a run identify, by their keys."""
 # Of sqrt, a class has this many bits behind the point, unless all roots are whole numbers.
@@ -40,6 +42,7 @@ class DrawnImages:
     Attributes:
         order: the order of the images; None for the usual one, all images once an epoch.
         num_images: the number of draws of an epoch.
+        first: what the first epoch draws from.
         held_out: the images of the fold to evaluate on, int64 [n]; None without folds.
         digests: what identifies the choice in the record of a run, beside settings and data.
         messages: lines about the choice.
@@ -47,6 +50,7 @@ class DrawnImages:
 
     order: ImageOrder | None
     num_images: int
+    first: EpochImages = EpochImages()  # noqa: RUF009 - it is immutable
     held_out: NDArray[np.int64] | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     messages: tuple[str, ...] = ()
@@ -111,7 +115,7 @@ def choose_drawn(config: TrainConfig, indices: Indices | None, labels: SplitLabe
     digests = {} if subsets is None or held_out is not None else {INDICES_DIGEST: subsets.digest}
     order = DrawnOrder(num_drawn, config.seed, images_of if changes else lambda _: first, is_by_epoch=changes)
     digests |= {} if sampler is None else sampler.digests
-    return DrawnImages(order, num_drawn, held_out, digests, tuple(messages))
+    return DrawnImages(order, num_drawn, first, held_out, digests, tuple(messages))
 
 
 def _check_order(config: TrainConfig, indices: Indices | None) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.config import OFF, OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETIC_IMAGE_SIZE, TrainConfig
+from loopfeed.engine.data.class_weights import choose_class_weights
 from loopfeed.engine.data.dataset import choose_data, make_demo, open_cache, open_cached_split
 from loopfeed.engine.data.drawn_images import DrawnImages, SplitLabels, choose_drawn
 from loopfeed.engine.data.label_fit import check_loss_fits, check_num_targets
@@ -73,6 +74,7 @@ class RunData:
         resize_rule: how the images were resized and cropped when they were packed, None if unknown.
         targets: whether each image of a packed split has several classes, or numbers; None if it has one class.
         digests: what identifies the images that are drawn, beside the settings and the manifest, by name.
+        class_weights: the weights of the classes in the training loss, float32 [K]; None for none.
     """
 
     source: BatchSource
@@ -90,6 +92,7 @@ class RunData:
     resize_rule: Mapping[str, int | str] | None = None
     targets: TargetKind | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
+    class_weights: NDArray[np.float32] | None = None
 
 
 def open_data(
@@ -230,9 +233,11 @@ def _open_packed(
     check_loss_fits(config, manifest, where, has_user_loss=parts.loss is not None)
     check_num_targets(config.num_classes, manifest, where)
     num_classes = _num_classes(config, manifest, where)
-    drawn = choose_drawn(config, parts.indices, SplitLabels(split, where, config.infeed_timeout_s))
+    labels = SplitLabels(split, where, config.infeed_timeout_s)
+    drawn = choose_drawn(config, parts.indices, labels)
+    weights = choose_class_weights(config, drawn, labels, num_classes)
     _warn_of_split(config, split, drawn.num_images, num_classes, where, notify)
-    for message in drawn.messages:
+    for message in filter(None, (*drawn.messages, weights.message)):
         notify(message)
     data = RunData(
         _order_batches(config, split, drawn, first_batch, stack, notify),
@@ -247,7 +252,8 @@ def _open_packed(
         classes=manifest.classes,
         resize_rule=manifest.resize_rule,
         targets=None if manifest.targets is None else manifest.targets.kind,
-        digests=drawn.digests,
+        digests={**drawn.digests, **weights.digests},
+        class_weights=weights.values,
     )
     if drawn.held_out is not None:
         return data if config.eval_split == OFF else _with_fold(config, data, split, drawn.held_out)

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -42,6 +43,12 @@ class ClassResult:
     def top1(self) -> float:
         """Top-1 accuracy on the images of the class, or NaN if there are no images."""
         return self.num_top1 / self.num_images if self.num_images else math.nan
+
+
+def mean_recall(classes: Sequence[ClassResult]) -> float | None:
+    """Return the mean top-1 accuracy of the classes that have images, their balanced accuracy; None without any."""
+    found = [each.top1 for each in classes if each.num_images]
+    return math.fsum(found) / len(found) if found else None
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,11 @@ class EvaluationResult:
     evaluate_s: float
     wait_s: float
     predictions: ImagePredictions | None = None
+
+    @property
+    def balanced_accuracy(self) -> float | None:
+        """The mean top-1 accuracy of the classes that have images; None unless `per_class` was set."""
+        return mean_recall(self.classes)
 
 
 def check_prediction_file(path: str | os.PathLike[str]) -> None:

@@ -109,11 +109,20 @@ class Arcs:
         places = ((units - self.edges[strata]) * counts + parts * counts // (num_draws * span)) // weights
         return self.entries[self.starts[strata] + places].astype(np.int64)
 
+    def entry_shares(self) -> NDArray[np.float64]:
+        """Return the expected share of the draws of each entry, float64 [n]."""
+        weights = np.diff(self.edges) / self.total
+        if self.starts is not None:
+            counts = np.diff(self.starts)
+            weights = np.repeat(weights / np.maximum(counts, 1), counts)
+        shares = np.empty(len(self.entries))
+        shares[self.entries] = weights
+        return shares
+
     def shares(self, classes: NDArray[np.int32], num_classes: int) -> NDArray[np.float64]:
         """Return the expected share of the draws of each class, float64 [K], of entries of classes, int32 [n]."""
         if self.starts is None:
-            own = np.diff(self.edges)
-            return np.bincount(classes[self.entries], own, num_classes) / self.total
+            return np.bincount(classes, self.entry_shares(), num_classes)
         first = classes[self.entries[np.minimum(self.starts[:-1], len(self.entries) - 1)]]
         return np.bincount(first, np.diff(self.edges), num_classes) / self.total
 

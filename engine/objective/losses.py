@@ -43,11 +43,13 @@ def binary_cross_entropy_loss(
     logits: Float[Array, "B K"],
     labels: Shaped[Array, "B K"],
     weights: Float32[Array, "B"],  # noqa: ARG001
+    positive_weights: Float32[Array, "K"] | None = None,
 ) -> Float[Array, "B"]:
     """Return the mean binary cross entropy of the K labels of each example in nats (multi-label), in float32.
 
     As PyTorch's `binary_cross_entropy_with_logits`, averaged over K, of labels that are booleans, or numbers in 0 … 1.
-    A logit of infinity on the side of a certain label costs 0.
+    A logit of infinity on the side of a certain label costs 0. `positive_weights` multiply the term of each label that
+    is true, as PyTorch's `pos_weight`; None multiplies nothing.
 
     Raises:
         ValueError: while tracing, if logits and labels have different shapes, which would otherwise be broadcast.
@@ -61,6 +63,9 @@ def binary_cross_entropy_loss(
     # Each softplus is accurate and has the sigmoid as its derivative, at 0 too, where that of abs is one-sided.
     if_true, if_false = jax.nn.softplus(-logits), jax.nn.softplus(logits)
     losses = targets * without_zero_weights(if_true, targets)
+    if positive_weights is not None:
+        check_class_weights(positive_weights, logits)
+        losses *= positive_weights
     losses += (1 - targets) * without_zero_weights(if_false, 1 - targets)
     return losses.reshape(len(losses), -1).mean(axis=1)
 
@@ -76,6 +81,15 @@ def mean_squared_error_loss(
     """
     difference = to_float32(outputs) - to_float32(labels).reshape(outputs.shape)
     return jnp.square(difference).reshape(len(difference), -1).mean(axis=1)
+
+
+def check_class_weights(class_weights: Float32[Array, "K"], logits: Float[Array, "B K"]) -> None:
+    """Raise ValueError, while tracing, unless there is a weight for each logit."""
+    if class_weights.shape != logits.shape[1:]:
+        raise ValueError(
+            f"class weights need one logit for each of the {len(class_weights)} classes, but the model returns "
+            f"{list(logits.shape)}: change its last layer"
+        )
 
 
 LOSSES: dict[str, Loss] = {

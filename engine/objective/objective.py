@@ -5,6 +5,7 @@ Owns how labels, their smoothing, mixtures and padding enter the loss. Does not 
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +18,14 @@ from loopfeed.engine.feed.label_form import LabelForm
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.images.augment import make_targets
 from loopfeed.engine.images.mixing import WHOLE, mix_targets, swap_partners
-from loopfeed.engine.objective.losses import Loss, cross_entropy, weighted_mean, without_zero_weights
+from loopfeed.engine.objective.losses import (
+    Loss,
+    binary_cross_entropy_loss,
+    check_class_weights,
+    cross_entropy,
+    weighted_mean,
+    without_zero_weights,
+)
 from loopfeed.engine.objective.metrics import Metric
 from loopfeed.models.layers.bfloat16_bits import to_float32
 
@@ -55,18 +63,28 @@ class Objective(NamedTuple):
         words: Int32[Array, "b *words"],
         mix_weight: Int32[Array, "b"] | None,
         smoothing: Float32[Array, ""],
+        class_weights: Float32[Array, "K"] | None = None,
     ) -> Float[Array, ""]:
         """Return the mean loss of a training batch.
+
+        The mean is over the images, whatever their weights, so that it merges over devices and accumulated batches.
 
         Args:
             outputs: the model's outputs.
             words: the labels as pulled.
             mix_weight: the share of each image's own label if images were mixed, else None; see `augment_images`.
             smoothing: see `smooth_targets`; only the cross entropy smooths.
+            class_weights: multiply the cross entropy of each image by the weight of its class or, of a mixed image, the
+                mean of the weights of both labels by their shares; smoothing changes no weight. For the binary cross
+                entropy, see `positive_weights` there. None multiplies nothing.
         """
         labels, weights = self.read_labels(words)
         if self.loss is not None:
-            losses = self._mixed_losses(self.loss, outputs, labels, weights, mix_weight)
+            loss: Loss = self.loss
+            if class_weights is not None:
+                assert loss is binary_cross_entropy_loss  # `check_parts` refuses the others
+                loss = partial(binary_cross_entropy_loss, positive_weights=class_weights)
+            losses = self._mixed_losses(loss, outputs, labels, weights, mix_weight)
             return weighted_mean(losses, weights)
         logits = logits_of(outputs)
         if self.has_classes:
@@ -74,7 +92,11 @@ class Objective(NamedTuple):
         else:
             targets = to_float32(labels)
             targets = targets if mix_weight is None else mix_targets(targets, mix_weight)
-        return cross_entropy(logits, smooth_targets(targets, smoothing))
+        if class_weights is None:
+            return cross_entropy(logits, smooth_targets(targets, smoothing))
+        check_class_weights(class_weights, logits)
+        own = (targets * class_weights).sum(axis=-1, keepdims=True)
+        return cross_entropy(logits, own * smooth_targets(targets, smoothing))
 
     def training_metrics(self, outputs: Any, words: jax.Array) -> dict[str, Any]:
         """Return the state of each metric after one training batch.

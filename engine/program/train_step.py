@@ -57,7 +57,9 @@ def train_step(
         with jax.named_scope(FORWARD), normalising_over(settings.norm_groups):
             outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True, **keys)
         with jax.named_scope(LOSS):
-            loss = settings.objective.training_loss(outputs, batch.labels, mix_weight, values.smoothing)
+            loss = settings.objective.training_loss(
+                outputs, batch.labels, mix_weight, values.smoothing, values.class_weights
+            )
         return loss, (batch_stats, outputs)
 
     (loss, (batch_stats, outputs)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)

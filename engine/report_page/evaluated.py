@@ -17,7 +17,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from loopfeed.engine.config import OFF, TrainConfig
-from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult, ImagePredictions
+from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult, ImagePredictions, mean_recall
 from loopfeed.engine.evaluation.run import evaluate
 from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.records.recorded_run import RecordedRun
@@ -90,12 +90,12 @@ class EvaluatedWeights:
     def facts(self) -> list[tuple[str, str]]:
         """What was evaluated, and the numbers, by name."""
         record = self.record
-        ranks = {"top-1": record.top1, "top-5": record.top5}
+        ranks = {"top-1": record.top1, "top-5": record.top5, "balanced accuracy": mean_recall(self.classes)}
         metrics = {name: value for name, value in record.metrics.items() if isinstance(value, int | float)}
         return [
             ("weights", self.weights),
             ("images", self.data),
-            *((name, percent(rank)) for name, rank in ranks.items() if not math.isnan(rank)),
+            *((name, percent(rank)) for name, rank in ranks.items() if rank is not None and not math.isnan(rank)),
             *((name, number(value)) for name, value in {"loss": record.loss, **metrics}.items()),
         ]
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt32
+from numpy.typing import NDArray
 
 from loopfeed.engine.config import TrainConfig, stage_error
 from loopfeed.engine.data.open_data import RunData
@@ -166,13 +167,19 @@ def compiled_settings_of_run(
     )
 
 
-def runtime_settings(config: TrainConfig, num_eval_batches: int, scale: PixelScale) -> RuntimeSettings:
+def runtime_settings(
+    config: TrainConfig,
+    num_eval_batches: int,
+    scale: PixelScale,
+    class_weights: NDArray[np.float32] | None = None,
+) -> RuntimeSettings:
     """Convert the settings to the runtime arguments of the program.
 
     Args:
         config: the settings.
         num_eval_batches: number of batches of one evaluation; 0 without evaluations.
         scale: mean and standard deviation of the pixels.
+        class_weights: weights of the classes in the training loss, float32 [K]; None for none.
     """
     return RuntimeSettings(
         stop_step=jnp.int32(config.steps),
@@ -201,6 +208,7 @@ def runtime_settings(config: TrainConfig, num_eval_batches: int, scale: PixelSca
         images=_cadence(config.log_images_every_steps),
         stop_patience=None if config.stop_patience is None else jnp.int32(config.stop_patience),
         stages=() if config.stages is None else tuple(_stage_values(config)),
+        class_weights=None if class_weights is None else jnp.asarray(class_weights),
     )
 
 

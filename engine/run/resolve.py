@@ -5,7 +5,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from loopfeed.engine.config import NATURAL, OWN_BATCHES, SETTINGS, TrainConfig, check_stages, describe_value
+from loopfeed.engine.config import (
+    NATURAL,
+    NO_CLASS_WEIGHTS,
+    OWN_BATCHES,
+    SETTINGS,
+    TrainConfig,
+    check_stages,
+    describe_value,
+)
 from loopfeed.engine.data.label_fit import check_labels_stay, unmoved_labels_warning
 from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.feed.batches import BatchSource, image_shape, label_form_of, largest_size, whole_of
@@ -111,17 +119,17 @@ def check_arguments(config: Any, parts: UserParts) -> None:
         check_stages(config, partial(check_parts, parts=parts))
 
 
-# Settings that choose among the images of a packed split, and their values without a choice.
-_OF_A_SPLIT = {"sampling": NATURAL, "fold": None}
+# Settings that need the labels of a packed split, and their values without an effect.
+_OF_A_SPLIT = {"sampling": NATURAL, "fold": None, "class_weights": NO_CLASS_WEIGHTS}
 
 
 def _check_is_packed(config: TrainConfig, parts: UserParts) -> None:
-    """Raise SettingError if a setting chooses among the images of a split, and there is none."""
+    """Raise SettingError if a setting needs the labels of a packed split, and there is none."""
     for name, default in _OF_A_SPLIT.items():
         if (config.synthetic or parts.batches is not None) and (found := getattr(config, name)) != default:
             raise SettingError(
                 name,
-                "{setting} chooses among the images of a packed data set, got {found!r} with other batches: leave it "
+                "{setting} needs the labels of a packed data set, got {found!r} with other batches: leave it "
                 "out, or give {data}",
                 found=found,
             )

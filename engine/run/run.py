@@ -304,7 +304,7 @@ class Run:
         """Return the runtime settings of the program."""
         num_eval_batches = self.data.evaluation.num_batches if self.data.evaluation else 0
         scale = PixelScale(mean=jnp.array(self.data.mean, jnp.float32), std=jnp.array(self.std, jnp.float32))
-        values = runtime_settings(self.config, num_eval_batches, scale)
+        values = runtime_settings(self.config, num_eval_batches, scale, self.data.class_weights)
         return values if self._kept_stage is None else values._replace(stages=(values.stages[self._kept_stage],))
 
     def checked_model(self, notify: Callable[[str], None] = lambda _: None) -> CheckedModel:

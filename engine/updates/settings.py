@@ -161,6 +161,7 @@ class RuntimeSettings(NamedTuple):
             if they are not compared.
         origin: of the positions of images; None counts from the first batch.
         stages: what each stage has of its own; empty in a run without stages.
+        class_weights: weights of the classes in the training loss; None if there are none.
     """
 
     stop_step: Int32[Array, ""]
@@ -181,6 +182,7 @@ class RuntimeSettings(NamedTuple):
     stop_patience: Int32[Array, ""] | None = None
     origin: BatchOrigin | None = None
     stages: tuple[StageValues, ...] = ()
+    class_weights: Float32[Array, "K"] | None = None
 
     def in_stage(self, number: int) -> "RuntimeSettings":
         """Return the settings of a stage; `stop_step` stays that of the run."""
