@@ -20,6 +20,7 @@ NFC, NFD = (unicodedata.normalize(form, "Küche") for form in ("NFC", "NFD"))
 
 def opened(tmp_path, files, content, *, name="l.csv", **options):
     root = tmp_path / "photos"
+    root.mkdir(parents=True, exist_ok=True)
     for each in files:
         (root / each).parent.mkdir(parents=True, exist_ok=True)
         (root / each).write_bytes(each.encode())
@@ -175,6 +176,9 @@ def test_images_without_a_class_are_left_out_on_demand(tmp_path):
         assert classes_of(source) == {"train": {"a/1.jpg": "cat"}}
         assert source.notes[1] == "left out: 2 images without a label, such as a/2.jpg"
         assert source.unread == "1 file without a line, such as b/notes.txt"
+    content = "path,class\ntrain/x/1,cat\ny/2,dog\n"
+    with opened(tmp_path / "more", SPLITS, content, unlabelled="skip") as source:
+        assert classes_of(source) == {"train": {"train/x/1.jpg": "cat", "train/y/2.jpg": "dog"}}
 
 
 def test_a_test_folder_without_any_line_is_left_out_and_said(tmp_path):
@@ -184,6 +188,14 @@ def test_a_test_folder_without_any_line_is_left_out_and_said(tmp_path):
         assert source.notes[1] == "test/ is not read, because none of its 1 image has a line"
     with pytest.raises(SourceError, match=r"no line for 1 image .* test/3\.jpg"):
         opened(tmp_path, (*files, "test/4.jpg"), "id,class\n1,cat\n2,dog\n4,cat\n")
+
+
+def test_ids_that_the_test_folder_has_too_are_those_of_train(tmp_path):
+    files = ("train/1.jpg", "train/2.jpg", "test/1.jpg")
+    with opened(tmp_path, files, "id,class\n1,cat\n2,dog\n") as source:
+        assert classes_of(source) == {"train": {"train/1.jpg": "cat", "train/2.jpg": "dog"}}
+    with opened(tmp_path, files, "id,class,split\n1,cat,train\n2,dog,train\n1,dog,test\n") as source:
+        assert classes_of(source)["test"] == {"test/1.jpg": "dog"}
 
 
 def test_paths_may_be_below_the_folder_of_their_split(tmp_path):

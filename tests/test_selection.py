@@ -113,6 +113,27 @@ def test_the_rule_of_earlier_packs(sizes, fraction):
 def test_a_rule_of_a_newer_version():
     with pytest.raises(SourceError, match="hold-out rule must be 1 to 2, got 3; install a newer"):
         held_out(listing_of(tree(2, 2)), 0.5, rule=3)
+    with pytest.raises(SourceError, match="begun without groups; leave --group-by out"):
+        held_out(listing_of(tree(2, 2)), 0.5, rule=1, groups=np.zeros(4, np.uint32))
+
+
+@settings(max_examples=50)
+@given(st.data(), st.floats(0.05, 0.6))
+def test_groups_are_held_out_whole_and_the_last_of_a_class_never(data, fraction):
+    labels = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=60))
+    groups = np.array([data.draw(st.integers(0, 9)) for _ in labels], np.uint32)
+    pairs = [(f"c{label}/{k}", label) for k, label in enumerate(labels)]
+    taken = held_out(listing_of(pairs), fraction, groups=groups)
+    assert not set(groups[taken]) & set(groups[~taken])
+    assert set(np.array(labels)[~taken]) == set(labels)
+    # No group that is left would bring the counts of its classes nearer, unless it has the last of a class.
+    counts = np.bincount(labels, minlength=4)
+    wanted = np.minimum(np.maximum(np.floor(fraction * counts + 0.5), 1), counts - 1)
+    found = np.bincount(np.array(labels)[taken], minlength=4)
+    for group in set(groups[~taken].tolist()) if taken.any() else ():
+        its = np.bincount(np.array(labels)[groups == group], minlength=4)
+        is_last = ((counts - found == its) & (its > 0)).any()
+        assert is_last or np.abs(wanted - found - its).sum() >= np.abs(wanted - found).sum()
 
 
 def test_holding_out_is_independent_of_the_order():

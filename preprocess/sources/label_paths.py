@@ -69,10 +69,8 @@ def _match_ends(
     indices_of = _files_with_ends(files, set(ends.values()))
     for row, end in ends.items():
         indices = indices_of.get(end, [])
-        if len(indices) > 1 and table.splits is not None:
-            folder = folders.get(SPLIT_ORDER[table.splits[row]])
-            inside = [each for each in indices if folder and files.name(each).startswith(folder)]
-            indices = inside or indices
+        if len(indices) > 1:
+            indices = _preferred(files, indices, folders, None if table.splits is None else table.splits[row])
         if len(indices) > 1:
             one, other = (printable(files.name(each)) for each in indices[:2])
             raise SourceError(
@@ -82,6 +80,18 @@ def _match_ends(
             found[row] = indices[0]
     if (found == NO_ROW).any():
         raise _no_image(files, table, root, found)
+
+
+def _preferred(files: Listing, indices: list[int], folders: dict[str, str], split: int | None) -> list[int]:
+    """Return those of the files that a row could mean which are in its split or, if it names none, not in `test/`.
+
+    Competitions number the images of both, and publish no labels of the second.
+    """
+    folder = folders.get("test" if split is None else SPLIT_ORDER[split])
+    if folder is None:
+        return indices
+    inside = [each for each in indices if files.name(each).startswith(folder) == (split is not None)]
+    return inside or indices
 
 
 def _files_with_ends(files: Listing, ends: set[str]) -> dict[str, list[int]]:

@@ -151,6 +151,8 @@ def _divide(
         notes.append(f"{printable(test)} is not read, because none of its {quantity(len(in_test), 'image')} has a line")
         splits.pop("test", None)
     notes += _describe_unlabelled(unlabelled, files, table)
+    if unlabelled and any(len(each.listing) for each in splits.values()):
+        splits = {name: each for name, each in splits.items() if len(each.listing)}
     if table.kind is None and files.name_files:
         left = [path for path in left if path.rpartition("/")[2] not in NAME_FILES]
     unread = f"{quantity(len(left), 'file')} without a line, such as {printable(left[0])}" if left else None

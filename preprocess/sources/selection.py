@@ -51,10 +51,14 @@ def held_out(
     above, then those that bring the counts nearer. No group is held out that has all images that are left of a class.
 
     Raises:
-        SourceError: the rule is unknown.
+        SourceError: the rule is unknown, or knows no groups.
     """
     if rule not in range(1, HOLDOUT_RULE + 1):
         raise SourceError(f"the hold-out rule must be 1 to {HOLDOUT_RULE}, got {rule}; install a newer loopfeed")
+    if rule == 1 and groups is not None:
+        raise SourceError(
+            "this pack was begun without groups; leave --group-by out, or use another DEST or --overwrite"
+        )
     hashes = key_hashes(listing, _HOLDOUT_KEY)
     labels = listing.labels
     by_class = np.lexsort((hashes, labels))
