@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -235,3 +235,34 @@ def test_inspect_shards_says_what_a_pack_has_beside_labels(data):
     result = CliRunner().invoke(inspect_shards, [str(data)])
     assert "format     version 5\n" in result.stdout
     assert "also       weights and groups (numbered below 5) of the images\n" in result.stdout
+
+
+def test_forged_offsets_are_an_error_whatever_the_digests_say(data):
+    array = ts.open({"driver": "zarr3", "kvstore": f"file://{data}/train/name_offsets/"}).result()
+    sound = array.read().result()
+    path = data / "train/manifest.json"
+    manifest = Manifest.from_json(path.read_bytes())
+    for forged in (sound[::-1], sound + 1, np.where(np.arange(7) == 3, np.uint64(2**63), sound)):
+        array[...].write(np.ascontiguousarray(forged)).result()
+        digests = {**manifest.column_digests, "name_offsets": (arrays.words_digest([forged]),)}
+        path.write_text(replace(manifest, column_digests=digests).to_json())
+        with (
+            open_split(str(data), "train") as split,
+            pytest.raises(ShardError, match=r"name_offsets: the names overlap or are longer than 16,384 bytes; run"),
+        ):
+            split.names(np.arange(6))
+
+
+def test_a_name_is_found_for_the_damaged_image_alone(data, monkeypatch):
+    """Not for each image of the batch that is read again to find it."""
+    named: list[int] = []
+
+    def describe(location, manifest, index):
+        named.append(index)
+        return f"image {index}"
+
+    monkeypatch.setattr("loopfeed.preprocess.shards.reader.describe_image", describe)
+    (data / "train/pixels/c/1/0/0").unlink()
+    with open_split(str(data), "train") as split, pytest.raises(ShardError, match="image 4 in pixels/c/1/0/0"):
+        split.read_into(np.arange(6), np.zeros((6, 4, 4), np.uint32), np.zeros(6, np.int32), timeout_s=30)
+    assert named == [4]

@@ -411,10 +411,7 @@ class ShardSplit:
         index = self._decoded.find_mismatch(indices, pixels, rows, expected, before)
         reading.enter(READ)
         if index is not None:
-            raise ShardError(
-                f"{self._name()}: {self._describe(index)} in {image_key(index // self.manifest.shard_images)} is not "
-                f"the one that was packed there; {self._remedy()}"
-            )
+            raise ShardError(f"{self._place(index)} is not the one that was packed there; {self._remedy()}")
 
     def _take_labels(self, indices: NDArray[np.int64], labels: NDArray[np.int32], deadline: float) -> None:
         """Read labels into ``labels``; raise ShardError if a label is not a valid class."""
@@ -449,15 +446,14 @@ class ShardSplit:
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         for index in np.unique(indices).tolist():
             shard = index // self.manifest.shard_images
-            where = f"{self._name()}: {self._describe(index)} in {image_key(shard)}"
             if (truncation := describe_truncated(self.location, self.manifest, shard)) is not None:
-                return f"{where}: {truncation}; {self._remedy()}"
+                return f"{self._place(index)}: {truncation}; {self._remedy()}"
             try:
                 stored.array[index].read().result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 return f"{self._name()}: {damage(error)}; {reading_remedy(error, self._remedy())}"
             except _READ_ERRORS as cause:
-                return f"{where}: {damage(cause)}; {reading_remedy(cause, self._remedy())}"
+                return f"{self._place(index)}: {damage(cause)}; {reading_remedy(cause, self._remedy())}"
         return f"{self._name()}: {damage(error)} (a second read succeeded); check the disk or the network"
 
     def _timeout_message(self, indices: NDArray[np.int64], timeout_s: float) -> str:
@@ -470,8 +466,10 @@ class ShardSplit:
             "check the disk or the network, or allow more time"
         )
 
-    def _describe(self, index: int) -> str:
-        return describe_image(without_maps(self.location), self.manifest, index)
+    def _place(self, index: int) -> str:
+        """Return the split, the image by index and name, and its shard file, for a message."""
+        image = describe_image(without_maps(self.location), self.manifest, index)
+        return f"{self._name()}: {image} in {image_key(index // self.manifest.shard_images)}"
 
     def _name(self) -> str:
         return self.location.display.rstrip("/")
