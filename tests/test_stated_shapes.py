@@ -193,6 +193,14 @@ def trace_functions() -> None:
         jax.eval_shape(optimizer.update, params, init_optimizer(name, params), params)
 
 
+def trace_weighted_loss() -> None:
+    """Trace the loss with weights of the classes, which only packed data have."""
+    from loopfeed.engine.objective.objective import CROSS_ENTROPY
+
+    logits, labels = jnp.zeros((2, 3)), jnp.zeros(2, jnp.int32)
+    CROSS_ENTROPY.training_loss(logits, labels, None, jnp.zeros(()), jnp.ones(3))
+
+
 def main() -> None:
     with install_import_hook(ROOMS, "stated_shapes.check"):
         from loopfeed.engine.objective.losses import cross_entropy_loss
@@ -206,6 +214,7 @@ def main() -> None:
         trace_run(
             own, devices="1", crop="random", crop_padding=1, mixup=0.2, clip_norm=1.0, clip_order="3", clip_value=1.0
         )
+        trace_weighted_loss()
         trace_networks()
         trace_functions()
     missed = {name for name in stated - reached if not name.startswith(BY_PROCESSOR)}
