@@ -216,7 +216,8 @@ def main(ctx: click.Context, /, **values: Any) -> None:
     """Pack the images at SOURCE into shards at DEST, ready for run-train.
 
     SOURCE is a folder with one folder per class (directly in it, or in train/ and val/), a folder with the official
-    ImageNet archives, the folder tree of Kaggle's ImageNet, or a tar or zip archive. With --labels, SOURCE is any
+    ImageNet archives, the folder tree of Kaggle's ImageNet, a tar or zip archive of class folders, or a container:
+    WebDataset archives, Parquet files, NumPy's .npz and .npy, MNIST's or CIFAR's files. With --labels, SOURCE is any
     folder or archive of images. DEST is a folder or a URL such as gs://bucket/imagenet.
     """
     options = SimpleNamespace(**values)
