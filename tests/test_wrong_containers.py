@@ -85,6 +85,10 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: folder(p, {}) and forms.write_tar(p / "train-val.tar", {"1.jpg": b"1", "1.cls": b"1"}).parent,
         "has the names of two splits, train and val",
     ),
+    "compressed shards": (
+        lambda p: folder(p, {"train-000000.tar.gz": b"\x1f\x8b"}),
+        r"train-000000\.tar\.gz is a compressed archive, whose images cannot be read in place; unpack it, or only",
+    ),
     # Parquet
     "page as parquet": (
         lambda p: folder(p, {"train.parquet": PAGE}),
@@ -107,6 +111,10 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
             p, {"image": [{"bytes": None, "path": "1.jpg"}, {"bytes": b"1", "path": "2"}], "label": [1, 2]}
         ),
         "has images without bytes, only with paths or addresses",
+    ),
+    "null": (
+        lambda p: parquet(p, {"image": [None, {"bytes": b"1", "path": "2"}], "label": [1, 2]}),
+        "has images without bytes",
     ),
     "no labels": (
         lambda p: parquet(p, {"image": [{"bytes": b"1", "path": "1"}], "text": ["x"]}),

@@ -28,6 +28,7 @@ _MAX_DEPTH = 3
 _MAX_FILES = 100_000
 # Folders that containers are published in, beside those of splits: Hugging Face's and torchvision's.
 _FOLDERS = frozenset({"data", "default", "raw"})
+_PACKED_TARS = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
 _PICKLE_MAGIC = b"\x80"
 _IDX_HEADS = (b"\0\0\x08\x01", b"\0\0\x08\x03")
 
@@ -79,6 +80,12 @@ def _is_idx_in_gzip(path: Path) -> bool:
 def _recognise_folder(root: Path) -> Layout | None:
     found = _container_files(root)
     kinds = {kind: files for kind in _KINDS if (files := [each for each in found if kind(each)])}
+    packed = [each for each in found if each.name.lower().endswith(_PACKED_TARS)]
+    if packed and not kinds:
+        raise SourceError(
+            f"{printable(packed[0])} is a compressed archive, whose images cannot be read in place; unpack it, or, "
+            "of WebDataset, only decompress it with gunzip"
+        )
     if not kinds or (len(kinds) == 1 and _KINDS[next(iter(kinds))] is webdataset_layout and not _are_webdataset(found)):
         return None
     if len(kinds) > 1:
@@ -122,7 +129,8 @@ def _container_files(root: Path) -> list[Path]:
                     unread.append(each.path)
     except OSError:  # the reader of class folders names what is wrong
         return []
-    if not any(kind(each) for each in found for kind in _KINDS) or any(map(_has_image, unread)):
+    is_of_container = any(kind(each) or each.name.endswith(_PACKED_TARS) for each in found for kind in _KINDS)
+    if not is_of_container or any(map(_has_image, unread)):
         return []
     return sorted(found)
 

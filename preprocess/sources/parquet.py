@@ -83,6 +83,8 @@ class _Split:
             for path in self.files:
                 for batch in _batches(path, [self.columns.image]):
                     column = batch.column(0)
+                    if column.null_count:
+                        raise _without_bytes(path)
                     starts, sizes = _copy(column.field("bytes") if self.columns.has_paths else column, copied, path)
                     keys = column.field("path").to_pylist() if has_keys else [None] * len(sizes)
                     for start, size, key in zip(starts, sizes, keys, strict=True):
@@ -273,10 +275,7 @@ def _index(values: list[Any], path: Path, columns: _Columns) -> ArrayLabels:
 def _copy(column: Any, copied: TemporaryBytes, path: Path) -> tuple[list[int], list[int]]:
     """Append the values of a column of bytes to a file, and return where each starts, and its size."""
     if column.null_count:
-        raise SourceError(
-            f"{printable(path)} has images without bytes, only with paths or addresses, which are not followed; write "
-            "it with its images, such as with datasets' push_to_hub or embed_external_files=True"
-        )
+        raise _without_bytes(path)
     _, offsets_buffer, values = column.buffers()
     form = np.int64 if str(column.type).startswith("large") else np.int32
     offsets = np.frombuffer(offsets_buffer, form)[column.offset : column.offset + len(column) + 1].astype(np.int64)
@@ -289,3 +288,10 @@ def _copy(column: Any, copied: TemporaryBytes, path: Path) -> tuple[list[int], l
     if sizes and values is not None:
         copied.write(memoryview(values)[int(offsets[0]) : int(offsets[-1])])
     return starts, sizes
+
+
+def _without_bytes(path: Path) -> SourceError:
+    return SourceError(
+        f"{printable(path)} has images without bytes, only with paths or addresses, which are not followed; write "
+        "it with its images, such as with datasets' push_to_hub or embed_external_files=True"
+    )

@@ -235,6 +235,8 @@ def class_numbers(values: NDArray[Any], where: str, num_images: int, num_classes
     if flat.ndim != 1:
         remedy = "one-hot labels become numbers with .argmax(1)" if flat.ndim == 2 else "give one class for each image"
         raise SourceError(f"{shown} has labels of the shape {list(values.shape)} instead of [N]; {remedy}")
+    if flat.dtype.kind == "S":
+        flat = np.char.decode(flat, "utf-8", "replace")
     if flat.dtype.kind not in "iubU":
         what = "an array of Python objects" if flat.dtype.hasobject else f"of the type {flat.dtype}"
         raise SourceError(
