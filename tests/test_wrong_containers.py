@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "compressed shards": (
         lambda p: folder(p, {"train-000000.tar.gz": b"\x1f\x8b"}),
-        r"train-000000\.tar\.gz is a compressed archive, whose images cannot be read in place; unpack it, or only",
+        r"train-000000\.tar\.gz is a compressed archive, whose images cannot be read in place; unpack it, or, of Web",
     ),
     # Parquet
     "page as parquet": (
