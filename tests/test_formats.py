@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from loopfeed.preprocess.decoding.formats import open_pixels, strip_jpeg, strip_png
+from loopfeed.preprocess.decoding.formats import open_pixels
 from loopfeed.preprocess.decoding.known_formats import sniff
 from loopfeed.preprocess.decoding.orientation import choose_orientation
+from loopfeed.preprocess.decoding.stripping import strip_jpeg, strip_png
 
 
 def encode(image, kind, **options):

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from loopfeed.preprocess.decoding import formats
-from loopfeed.preprocess.decoding.formats import open_pixels, strip_png
+from loopfeed.preprocess.decoding import stripping
+from loopfeed.preprocess.decoding.formats import open_pixels
 from loopfeed.preprocess.decoding.known_formats import sniff
 from loopfeed.preprocess.decoding.notes import NOTHING, DecodeNotes
 from loopfeed.preprocess.decoding.orientation import png_text, turn_upright
+from loopfeed.preprocess.decoding.stripping import strip_png
 
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 10, 3), np.uint8))
 
@@ -79,7 +80,7 @@ def test_the_raw_profile_of_a_png_counts_without_a_chunk_of_its_own(orientation,
 @pytest.mark.parametrize("kind", [b"tEXt", b"zTXt"])
 def test_of_thousands_of_texts_only_the_last_is_unpacked(kind, monkeypatch):
     unpack = Mock(side_effect=png_text)
-    monkeypatch.setattr(formats, "png_text", unpack)
+    monkeypatch.setattr(stripping, "png_text", unpack)
     plain = encoded("PNG")
     texts = [xmp(6 if number == 999 else 3).encode() for number in range(1000)]
     chunks = [text_chunk(kind, each if kind == b"tEXt" else b"\0" + zlib.compress(each)) for each in texts]

@@ -19,7 +19,7 @@ from loopfeed.preprocess.decoding import known_formats
 from loopfeed.preprocess.decoding.box_formats import HEIC, JPEG_XL, has_deep_heic
 from loopfeed.preprocess.decoding.decode import DecodeError, ResizeRule, decode_image
 from loopfeed.preprocess.decoding.hidden_size import hidden_pixels
-from loopfeed.preprocess.decoding.jpeg_xl import claimed_pixels
+from loopfeed.preprocess.decoding.jpeg_xl import claimed_size
 from loopfeed.preprocess.decoding.known_formats import sniff
 from loopfeed.preprocess.sources.selection import is_image_name
 
@@ -83,20 +83,16 @@ def test_the_names_and_the_first_bytes_are_known() -> None:
 
 def test_the_size_of_a_jpeg_xl_is_read_before_it_is_decoded() -> None:
     # By the first bits: small, height / 8 - 1, and a ratio of 1:1 or 2:1; or none, and width / 8 - 1.
-    for bits, num_pixels in {
-        (1, 0, 1): 8 * 8,
-        (1, 31, 1): 256 * 256,
-        (1, 1, 7): 16 * 32,
-        (1, 1, 0, 2): 16 * 24,
-    }.items():
+    heads = {(1, 0, 1): (8, 8), (1, 31, 1): (256, 256), (1, 1, 7): (32, 16), (1, 1, 0, 2): (24, 16)}
+    for bits, size in heads.items():
         value = sum(bit << at for bit, at in zip(bits, (0, 1, 6, 9), strict=False))
-        assert claimed_pixels(b"\xff\x0a" + value.to_bytes(12, "little"), 10**8) == num_pixels
+        assert claimed_size(b"\xff\x0a" + value.to_bytes(12, "little"), 10**8) == size
     for each in (RED_JXL, boxed(RED_JXL), boxed(RED_JXL, 3, 6, 40)):
-        assert claimed_pixels(each, 3500) == 3500
+        assert claimed_size(each, 3500) == (70, 50)
         with pytest.raises(ValueError, match="70×50 is more than the 3499 pixels allowed"):
-            claimed_pixels(each, 3499)
+            claimed_size(each, 3499)
     with pytest.raises(ValueError, match="is truncated, or has no picture"):
-        claimed_pixels(boxed(b"")[:20], 10**8)
+        claimed_size(boxed(b"")[:20], 10**8)
 
 
 def test_the_pictures_inside_a_heic_count() -> None:

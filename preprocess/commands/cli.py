@@ -19,8 +19,8 @@ from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.commands.guarded_output import reporting, show_only_on_stdout
 from loopfeed.preprocess.commands.pack_report import announce, announce_dry_run
 from loopfeed.preprocess.commands.storage import open_given, storage_option
-from loopfeed.preprocess.commands.suggesting import SuggestingChoice
-from loopfeed.preprocess.decoding.default_resize import LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE
+from loopfeed.preprocess.commands.suggesting import NumberOrWord, SuggestingChoice
+from loopfeed.preprocess.decoding.default_resize import AUTO, DEFAULT_SIZE, LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.storage_options import parse_pairs
 
@@ -111,10 +111,11 @@ _SQUARE = "square"
 @click.option("--demo", is_flag=True, help="Draw the small demo data set and pack it at 32 px; give only DEST.")
 @click.option(
     "--size",
-    type=click.IntRange(1, MAX_SIZE),
-    default=224,
-    metavar="PIXELS",
-    help="Side length of the square that is packed or, of whole pictures, that evaluation crops.",
+    type=NumberOrWord(AUTO, 1, MAX_SIZE),
+    default=DEFAULT_SIZE,
+    metavar=f"PIXELS|{AUTO}",
+    help="Side length of the square that is packed or, of whole pictures, that evaluation crops. auto: the largest, up "
+    f"to {DEFAULT_SIZE}, for which the image with the median shorter side is not enlarged.",
 )
 @click.option(
     "--resize",
@@ -237,6 +238,7 @@ def _run(options: SimpleNamespace) -> None:
         raise click.UsageError("SOURCE and DEST are required; to try the command without a data set, use --demo DEST")
     from loopfeed.preprocess.commands.pack_splits import Machines, check_machines, connect, pack_splits
     from loopfeed.preprocess.packing.dask_request import PackRequest
+    from loopfeed.preprocess.packing.image_sides import fit_size
     from loopfeed.preprocess.packing.pack_source import check_dest, pack_settings, source_request
     from loopfeed.preprocess.shards.split_files import prepare_for_writing
     from loopfeed.preprocess.sources.open_source import open_source
@@ -267,6 +269,15 @@ def _run(options: SimpleNamespace) -> None:
     with connect(Machines() if options.dry_run else machines) as cluster:
         click.echo(f"Listing {options.source} ...", err=True)
         with open_source(options.source, **request) as source:
+            settings = fit_size(
+                settings,
+                options.size,
+                source.splits,
+                location,
+                resize=options.resize,
+                overwrite=options.overwrite,
+                notify=click.echo,
+            )
             announce(source, location, settings)
             if options.overwrite:
                 _warn_about_other_splits(source, options.dest, stored)

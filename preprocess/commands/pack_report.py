@@ -6,6 +6,8 @@ Only click is imported at the top beside small modules, so that ``--help`` respo
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from loopfeed.preprocess.packing.parts import PartResult
     from loopfeed.preprocess.packing.plan import PackSettings
     from loopfeed.preprocess.shards.location import Location
+    from loopfeed.preprocess.shards.manifest import Manifest
     from loopfeed.preprocess.shards.targets import TargetKind
     from loopfeed.preprocess.sources.open_source import Source
 
@@ -82,7 +85,25 @@ def announce_dry_run(source: Source, settings: PackSettings, part: Part | None) 
         for name, split in source.splits.items():
             blocks = part.blocks(-(-len(split) // settings.resolved_shard_images))
             click.echo(f"  {name}: {describe_parts(blocks, part.count) or f'no shard for part {part}'}.")
+    _warn_of_small_images(source, settings.rule.size)
     click.echo("This was a dry run: nothing was packed.")
+
+
+def _warn_of_small_images(source: Source, size: int) -> None:
+    """Print how many images would be enlarged, by the headers of a few; nothing if none can be read."""
+    from loopfeed.preprocess.decoding.default_resize import fitting_size
+    from loopfeed.preprocess.packing.image_sides import read_sides
+    from loopfeed.preprocess.sources.listing import SourceError
+
+    with suppress(SourceError):
+        sides = read_sides(source.splits)
+        if count := sides.num_below(size):
+            of = quantity(len(sides.shorter), "image")
+            fitting = fitting_size(sides.median)[0]
+            click.echo(
+                f"  {count:,} of {of} looked at have a shorter side of less than --size {size}, and would be enlarged"
+                + (f"; --size auto would be {fitting}." if fitting < size else ".")
+            )
 
 
 def summarise(name: str, result: PackResult, location: Location, *, can_overwrite: bool = True) -> None:
@@ -110,6 +131,8 @@ def summarise(name: str, result: PackResult, location: Location, *, can_overwrit
         )
     how = "--overwrite" if can_overwrite else "into another DEST"
     _warn_of_notes(result.notes, manifest.resize_rule.get("levels"), how)
+    if result.notes.num_enlarged:
+        _report_enlarged(result.notes, manifest, how)
     if not result.failures:
         return
     click.echo(f"  Left out: {len(result.failures):,} (all listed in {location.display}failures.jsonl):")
@@ -117,6 +140,31 @@ def summarise(name: str, result: PackResult, location: Location, *, can_overwrit
         click.echo(f"    {printable(failure.path)}: {failure.reason}")
     if len(result.failures) > _FAILURES_SHOWN:
         click.echo(f"    and {len(result.failures) - _FAILURES_SHOWN:,} more")
+
+
+def _report_enlarged(notes: DecodeNotes, manifest: Manifest, how: str) -> None:
+    """Print how many images are smaller than the size, and if most are, which size fits and what it would save."""
+    from loopfeed.preprocess.decoding.decode import ResizeRule
+    from loopfeed.preprocess.decoding.default_resize import fitting_size
+    from loopfeed.preprocess.pixels import words_of_row
+
+    rule, most = ResizeRule.from_json(manifest.resize_rule), notes.enlarged_max
+    click.echo(
+        f"  Enlarged, because their shorter side is less than --size {rule.size}: {notes.num_enlarged:,} of "
+        f"{quantity(manifest.num_images, 'image')} (at most {most} px)."
+    )
+    if 2 * notes.num_enlarged > manifest.num_images:
+        size, resize = fitting_size(most)
+        layout = manifest.pixel_layout
+        before, after = (
+            manifest.num_images * 4 * each.stored_shape[0] * words_of_row(each.stored_shape[1], layout)
+            for each in (rule, replace(rule, size=size, resize=resize))
+        )
+        click.echo(
+            f"warning: --size {size} fits them, and takes {_size(after)} in the place of {_size(before)}; run the same "
+            f"command again with it {how}",
+            err=True,
+        )
 
 
 def _warn_of_notes(notes: DecodeNotes, levels: int | str | None, how: str) -> None:

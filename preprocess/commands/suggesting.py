@@ -25,6 +25,18 @@ class SuggestingChoice(StringChoice):
         return f"{message}{did_you_mean(value, map(str, self.choices)) or '.'}"
 
 
+class NumberOrWord(click.IntRange):
+    """A whole number in a range, or one word."""
+
+    def __init__(self, word: str, least: int, most: int) -> None:
+        super().__init__(least, most)
+        self.word = word
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number or the word."""
+        return value if value == self.word else super().convert(value, param, ctx)
+
+
 class _AsciiDigits:
     """Makes a click type of numbers refuse digits of other scripts, such as ١٢, which Python takes for 12."""
 

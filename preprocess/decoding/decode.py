@@ -17,9 +17,9 @@ import numpy as np
 from PIL import Image
 
 from loopfeed.preprocess.decoding.colour import LevelsError, to_grey_or_rgb
-from loopfeed.preprocess.decoding.default_resize import MAX_SIZE
+from loopfeed.preprocess.decoding.default_resize import DEFAULT_SIZE, MAX_SIZE
 from loopfeed.preprocess.decoding.formats import open_pixels
-from loopfeed.preprocess.decoding.known_formats import FORMATS, sniff
+from loopfeed.preprocess.decoding.known_formats import FORMATS, Format, sniff
 from loopfeed.preprocess.decoding.levels import Levels
 from loopfeed.preprocess.decoding.memory_budget import PIXEL_BYTES, MemoryBudget
 from loopfeed.preprocess.decoding.notes import DecodeNotes
@@ -77,7 +77,7 @@ class ResizeRule:
         canvas: the canvas's width : height, such as "3:2", from 1:1 to 4:1; None stores the central crop.
     """
 
-    size: int = 224
+    size: int = DEFAULT_SIZE
     resize: int = 256
     resample: str = "bicubic"
     levels: str | None = None
@@ -228,13 +228,7 @@ def decode_stored(
     known = sniff(encoded)
     if known is None:
         raise DecodeError(_describe_foreign(encoded))
-    if not known.is_available:
-        what = "the installed Pillow cannot decode" if known.extra is None else "no package is installed that decodes"
-        package = "pillow" if known.extra is None else f"'loopfeed[{known.extra}]'"
-        raise DecodeError(
-            f"{what} {known.name}: python -m pip install {package}, and pack again with --overwrite; or convert the "
-            "image to PNG"
-        )
+    _check_available(known)
     try:
         with ExitStack() as held:
 
@@ -254,6 +248,8 @@ def decode_stored(
             )
             image = to_grey_or_rgb(opened.image, levels, opened.deep, note)
             upright = turn_upright(image, opened.orientation)
+            if (shorter := min(upright.size)) < rule.size:
+                note(DecodeNotes(num_enlarged=1, enlarged_max=shorter))
             if rule.canvas is not None:
                 return _on_canvas(upright, rule, note)
             crop = _central_crop(upright, rule, max_pixels)
@@ -264,6 +260,17 @@ def decode_stored(
         raise MissingLevelsError(f"cannot decode as {known.name}: {error_text(error)}") from error
     except Exception as error:  # Pillow's plugins raise all kinds of exceptions for damaged fields
         raise DecodeError(f"cannot decode as {known.name}: {error_text(error)}") from error
+
+
+def _check_available(known: Format) -> None:
+    """Raise DecodeError if what decodes a format is not installed."""
+    if not known.is_available:
+        what = "the installed Pillow cannot decode" if known.extra is None else "no package is installed that decodes"
+        package = "pillow" if known.extra is None else f"'loopfeed[{known.extra}]'"
+        raise DecodeError(
+            f"{what} {known.name}: python -m pip install {package}, and pack again with --overwrite; or convert the "
+            "image to PNG"
+        )
 
 
 def _describe_foreign(encoded: bytes) -> str:

@@ -26,11 +26,11 @@ def is_jpeg_xl(head: bytes) -> bool:
     return head.startswith((_CODESTREAM, _SIGNATURE))
 
 
-def claimed_pixels(encoded: bytes, max_pixels: int) -> int:
-    """Return how many pixels a file says that it has.
+def claimed_size(encoded: bytes, max_pixels: int) -> tuple[int, int]:
+    """Return the width and height that a file says that it has.
 
     Raises:
-        ValueError: it says nothing, or more than `max_pixels`.
+        ValueError: it says nothing, or more than `max_pixels` pixels.
     """
     head = _head_of(encoded)
     if len(head) < _HEAD_BYTES // 2 or not head.startswith(_CODESTREAM):
@@ -52,7 +52,7 @@ def claimed_pixels(encoded: bytes, max_pixels: int) -> int:
     width = side() if ratio is None else height * ratio[0] // ratio[1]
     if width * height > max_pixels:
         raise ValueError(f"{width}×{height} is more than the {max_pixels} pixels allowed in one image; make it smaller")
-    return width * height
+    return width, height
 
 
 def transcode_jpeg_xl(encoded: bytes) -> bytes:

@@ -21,6 +21,8 @@ class DecodeNotes:
         num_changed: images that earlier versions decoded in another way.
         added_in: the latest version of the decoding rules in which the format of an image was added; 0 for the first.
         num_fitted: pictures that were made smaller because they are longer than the canvas.
+        num_enlarged: images whose shorter side is less than the size.
+        enlarged_max: the longest of these sides in pixels; 0 without such images.
     """
 
     num_deep: int = 0
@@ -33,6 +35,8 @@ class DecodeNotes:
     num_changed: int = 0
     added_in: int = 0
     num_fitted: int = 0
+    num_enlarged: int = 0
+    enlarged_max: int = 0
 
     def __add__(self, other: DecodeNotes) -> DecodeNotes:
         whites = [each.white_min for each in (self, other) if each.num_declared]
@@ -47,6 +51,8 @@ class DecodeNotes:
             self.num_changed + other.num_changed,
             max(self.added_in, other.added_in),
             self.num_fitted + other.num_fitted,
+            self.num_enlarged + other.num_enlarged,
+            max(self.enlarged_max, other.enlarged_max),
         )
 
     def to_json(self) -> dict[str, int]:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from loopfeed.preprocess.control_groups import num_cores
 from loopfeed.preprocess.decoding.decode import ResizeRule
-from loopfeed.preprocess.decoding.default_resize import default_resize
+from loopfeed.preprocess.decoding.default_resize import AUTO, DEFAULT_SIZE, SIZE_STEP, default_resize
+from loopfeed.preprocess.packing.image_sides import fit_size
 from loopfeed.preprocess.packing.pack import PackProgress, PackResult, pack_split
 from loopfeed.preprocess.packing.plan import HELD_OUT_SPLITS, PackSettings, choose_holdout_rule
 from loopfeed.preprocess.shards.duplicates import same_pixels_warnings
@@ -32,7 +33,7 @@ def pack(
     class_from: Literal["top", "leaf"] = "top",
     classes: Iterable[str] | None = None,
     names: Iterable[str] | Mapping[str, Iterable[str]] | None = None,
-    size: int = 224,
+    size: int | Literal["auto"] = DEFAULT_SIZE,
     resize: int | None = None,
     resample: str = "bicubic",
     levels: str | None = None,
@@ -80,7 +81,8 @@ def pack(
             knows (`classes`, `features`), else the labels themselves.
         names: the name of each image of Python, or a dict of them for each split; None takes the path below the folder
             that all files are in, else the number.
-        size: side of the square images, in pixels.
+        size: side of the square images, in pixels; "auto" takes the largest, up to 224, for which the image with the
+            median shorter side is not enlarged, or that of the pack at `dest`.
         resize: length of the shorter side before the crop, in pixels; None is 8/7 of `size` (`size` up to 64).
         resample: filter by its Pillow name, such as "bicubic", "bilinear" or "lanczos".
         levels: the values that become black and white in images of more than 8 bits per channel, such as "0:4095".
@@ -144,6 +146,9 @@ def pack(
         with open_source(source, **request) as found:
             for note in found.notes:
                 notify(note)
+            settings = fit_size(
+                settings, size, found.splits, location, resize=resize, overwrite=overwrite, notify=notify
+            )
             results = {
                 name: pack_split(
                     split,
@@ -172,7 +177,7 @@ def check_given(is_path: bool, for_paths: Mapping[str, Any], for_others: Mapping
 
 
 def pack_settings(
-    size: int,
+    size: int | str,
     resize: int | None,
     resample: str,
     levels: str | None,
@@ -181,7 +186,11 @@ def pack_settings(
     workers: int | None,
     **shards: Any,
 ) -> PackSettings:
-    """Return the settings of a pack, from the arguments of `pack`."""
+    """Return the settings of a pack, from the arguments of `pack`; of the size "auto", those that `fit_size` takes."""
+    if isinstance(size, str):
+        if size != AUTO:
+            raise ValueError(f"size must be a whole number or {AUTO!r}, got {size!r}")
+        size = min(SIZE_STEP, resize or SIZE_STEP)
     rule = ResizeRule(size, default_resize(size) if resize is None else resize, resample, levels, truncated, canvas)
     return PackSettings(rule=rule, num_workers=num_cores() if workers is None else workers, **shards)
 

@@ -18,15 +18,21 @@ CLEARING = {"clearing": True}
 """Replaces the plan in the journal while an old pack is being deleted."""
 
 
-def with_existing_shard_images(location: Location, settings: PackSettings) -> PackSettings:
-    """Return the settings with the ``shard_images`` of any existing pack, because the default may have changed."""
+def existing_plan(location: Location) -> dict[str, Any] | None:
+    """Return the plan of the finished or unfinished pack of a split; None if there is none."""
     found = Journal(location).plan()
     if found is None or not is_plan(found):
         text = location.read(MANIFEST_KEY)
         if text is None or not is_manifest(text):
-            return settings
+            return None
         found = plan_of(Manifest.from_json(text, where=f"{location.display}{MANIFEST_KEY}"))
-    if found.get("resize_rule") != settings.rule.to_json():
+    return found
+
+
+def with_existing_shard_images(location: Location, settings: PackSettings) -> PackSettings:
+    """Return the settings with the ``shard_images`` of any existing pack, because the default may have changed."""
+    found = existing_plan(location)
+    if found is None or found.get("resize_rule") != settings.rule.to_json():
         return settings  # packed with other settings, which is reported later
     return replace(settings, shard_images=found.get("shard_images"))
 
