@@ -109,10 +109,10 @@ def test_whole_pictures_with_the_same_canvas_but_other_extents_are_not_the_same(
     black = {(6, 4): np.zeros((4, 6, 3), np.uint8), (5, 4): np.zeros((4, 5, 3), np.uint8)}
     settings = PackSettings(rule=ResizeRule(4, 4, "bicubic", canvas="3:2"))
     for name, size in (("train", (6, 4)), ("val", (5, 4)), ("test", (6, 4))):
-        source = FakeSource([black[size]], [0], name=name)  # type: ignore[arg-type]
+        source = FakeSource([black[size]] * 2, [0, 0], name=name)  # type: ignore[arg-type]
         source.digest = lambda: "ab" * 32  # type: ignore[method-assign]
         pack_split(source, open_location(str(tmp_path)).child(name), settings)
-    assert found(tmp_path, ("train", "val", "test")) == [("test", "train", 1, [(0, 0)])]
+    assert found(tmp_path, ("train", "val", "test")) == [("test", "train", 2, [(0, 0), (1, 0)])]
 
 
 def test_targets_are_labels(tmp_path):
