@@ -52,7 +52,7 @@ FORMS = [
     ("UTF-16", "path,class\na/1.jpg,cat\na/2.jpg,dog\n".encode("utf-16"), CATS_AND_DOGS),
     ("UTF-16, big end first", b"\xfe\xff" + "id;class\n1;cat\n2;dog\n".encode("utf-16-be"), CATS_AND_DOGS),
     ("quotes", '"path", "class"\n"a/1.jpg","cat"\n"a/2.jpg", "dog"\n', CATS_AND_DOGS),
-    ("a separator in quotes", '"path","a;b;c",class\na/1.jpg,"x;y",cat\na/2.jpg,,dog\n', CATS_AND_DOGS),
+    ("a separator in quotes", '"path","a;b;c;d",class\na/1.jpg,"x;y",cat\na/2.jpg,,dog\n', CATS_AND_DOGS),
     ("an ignored text of two lines", 'path,note,class\na/1.jpg,"one\ntwo",cat\na/2.jpg,,dog\n', CATS_AND_DOGS),
     ("empty rows and columns", "path,class,,\na/1.jpg,cat,,\n,,,\na/2.jpg,dog,,,,\n", CATS_AND_DOGS),
     ("the index of pandas", ",path,label\n0,a/1.jpg,cat\n1,a/2.jpg,dog\n", CATS_AND_DOGS),
@@ -158,6 +158,7 @@ FAULTS = [
     ("path,class,p,split\n1,a,q,train\n2,a,q,val\n", {"group_by": "p"}, r"1 group of --group-by in both train and val"),
     ("path,breed\n1,pug\n", {}, r"line 2: pug in column breed is not a number; .* --class-column breed if it is"),
     ("path,class\n1,cat\n2,\udc80".encode("utf-8", "surrogateescape"), {}, r"line 3: byte 3 of the line is not UTF-8"),
+    ("path,class\n1,ca\rt\n", {}, r"line 2: a carriage return is within the line; correct the line"),
     ("path,class\n1,cat\n".encode("utf-16-le"), {}, r"it has zero bytes, so it is not UTF-8; save the file as UTF-8"),
 ]  # fmt: skip
 
@@ -291,6 +292,18 @@ def test_numbers_that_are_no_whole_ones_are_doubted_as_classes(tmp_path):
         assert source.notes[1].startswith(
             "warning: label has numbers such as 23.5, each of which is a class; to predict"
         )
+
+
+def test_repeated_lines_are_said_and_a_whole_name_counts_before_one_without_its_suffix(tmp_path):
+    content = "path,class\n1.jpg,cat\n2.png,dog\n1.jpg,cat\nb/1.jpg.png,dog\n"
+    with opened(tmp_path, ("a/1.jpg", "a/2.png", "b/1.jpg.png"), content) as source:
+        assert classes_of(source) == {"train": {"a/1.jpg": "cat", "a/2.png": "dog", "b/1.jpg.png": "dog"}}
+        assert source.notes[1] == "l.csv: 1 repeated line left out"
+
+
+def test_a_column_that_an_option_names_is_not_that_of_the_paths(tmp_path):
+    with opened(tmp_path, TWO, "image,file,class\nx,1,cat\ny,2,dog\n", group_by="image") as source:
+        assert classes_of(source) == CATS_AND_DOGS
 
 
 def test_options_that_mean_nothing_are_refused(tmp_path):

@@ -136,6 +136,12 @@ def test_groups_are_held_out_whole_and_the_last_of_a_class_never(data, fraction)
         assert is_last or np.abs(wanted - found - its).sum() >= np.abs(wanted - found).sum()
 
 
+def test_a_group_with_the_last_image_of_a_class_is_not_held_out_however_well_it_fits():
+    pairs = [("a/0", 0), *((f"b/{k}", 1) for k in range(40))]
+    groups = np.array([0] * 11 + [1] * 30, np.uint32)
+    assert held_out(listing_of(pairs), 0.25, groups=groups).tolist() == [False] * 11 + [True] * 30
+
+
 def test_holding_out_is_independent_of_the_order():
     listing = listing_of(tree(1, 4000))
     taken = held_out(listing, 0.5)[pack_order(listing, np.arange(4000))]

@@ -153,7 +153,7 @@ def _open_csv(table: TableFile, lines: Iterator[str]) -> None:
     try:
         (fields,) = csv.reader([header], strict=True, delimiter=table.separator, skipinitialspace=True)
     except csv.Error as error:
-        table.fail(table.line, f"the header cannot be read ({error})", "correct the line")
+        table.fail(table.line, f"the header cannot be read: {_fault_of(error)}", "correct the line")
     table.columns = tuple(each.strip() for each in fields)
     table.cells = _csv_cells(table, lines)
 
@@ -184,10 +184,15 @@ def _csv_rows(table: TableFile, lines: Iterator[str]) -> Iterator[tuple[int, lis
             fields = next(rows, None)
         except csv.Error as error:
             is_open = "unexpected end" in str(error) or table.line > start
-            table.fail(start, OPEN_QUOTE if is_open else str(error), "correct the line")
+            table.fail(start, OPEN_QUOTE if is_open else _fault_of(error), "correct the line")
         if fields is None:
             return
         yield start, fields
+
+
+def _fault_of(error: csv.Error) -> str:
+    # Python's message is about its own argument.
+    return "a carriage return is within the line" if "new-line" in str(error) else str(error)
 
 
 def _open_json(table: TableFile, lines: Iterator[str]) -> None:
