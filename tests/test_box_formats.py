@@ -141,5 +141,9 @@ def test_a_pack_of_an_earlier_version_does_not_get_what_it_left_out(tmp_path):
         ShardError, match=r"leaves images of this format out; pack with --overwrite or, in parts, into another DEST$"
     ):
         pack(added, tmp_path)
-    # Images of other formats go on as before.
+    # Version 3 packs it; and images of other formats go on as before.
+    journal.begin(plan | {"decoding": 3})
+    assert pack(added, tmp_path).manifest.num_images == 6
+    (tmp_path / "train/manifest.json").unlink()
+    journal.begin(plan | {"decoding": 2})
     assert pack(source.changed(raising={}), tmp_path).manifest.num_images == 6

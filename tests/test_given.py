@@ -142,7 +142,25 @@ def paths_of(folder: Path) -> list[str]:
     return [str(folder / CLASSES[LABELS[number]] / f"{number}.png") for number in range(NUM)]
 
 
+class Series:
+    """A column of pandas, whose items are found by an index of its own."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = np.array(values)
+        self.shape, self.dtype = self.values.shape, self.values.dtype
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.values[index - 100]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.values
+
+
 FORMS: dict[str, Any] = {
+    "columns of pandas": lambda folder: (Series(paths_of(folder)), Series(LABELS)),
     "arrays": lambda _: (PIXELS, LABELS),
     "channels first": lambda _: (PIXELS.transpose(0, 3, 1, 2), list(LABELS)),
     "list of arrays": lambda _: (list(PIXELS), LABELS.astype(np.uint8)),
@@ -277,6 +295,38 @@ def test_names_are_given_or_those_of_the_items(tmp_path: Path) -> None:
     result = pack(faulty, tmp_path / "named", names=names)["train"]
     assert [each.path for each in result.failures] == ["film1/023"]
     assert [each.path for each in pack(faulty, tmp_path / "unnamed")["train"].failures] == ["item 23"]
+    numbers = np.arange(NUM - 1)
+    with loopfeed.open_split(tmp_path / "named", "train") as split:
+        assert sorted(split.names(numbers) or ()) == sorted(each[1:] for each in names[:-1])
+    with loopfeed.open_split(tmp_path / "unnamed", "train") as split:
+        assert sorted(split.names(numbers) or (), key=int) == [str(each) for each in numbers]
+
+
+def test_a_dest_that_is_no_place_for_a_pack_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    (tmp_path / "loss.jsonl").touch()
+    with pytest.raises(loopfeed.ShardError, match="is the folder of a training run"):
+        pack((PIXELS, LABELS), tmp_path)
+    with pytest.raises(loopfeed.ShardError, match="would be lost"):
+        loopfeed.pack((PIXELS, LABELS), "memory://")
+
+
+def test_an_array_that_is_not_in_memory_is_read_image_by_image(tmp_path: Path) -> None:
+    class OnDisk:
+        """An array like those of h5py, of which one thread at a time may read, and of Zarr, which has no length."""
+
+        shape, dtype, slices = PIXELS.shape, PIXELS.dtype, list[int]()
+
+        def __getitem__(self, index: int) -> Any:
+            self.slices.append(index)
+            return PIXELS[index]
+
+        def __array__(self, *_: Any) -> Any:
+            raise MemoryError
+
+    pack((OnDisk(), LABELS), tmp_path, classes=CLASSES)
+    assert contents(tmp_path) == expected()
+    assert set(OnDisk.slices) == set(range(NUM))
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -403,6 +453,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ((ZEROS, [0, 1, 0]), {"labels": "a.csv"}, "labels= is for a path"),
     ((ZEROS, [0, 1, 0]), {"splits": "val"}, "has no split val"),
     ((ZEROS, "abc"), {}, r"must be \(images, labels\), but the labels of train are str"),
+    (type("DataFrame", (), {"iloc": 0})(), {}, r'train is a table; give two of its columns, such as \(table\["path"\]'),
     (ZEROS, {}, r"array of images without labels; give \(images, labels\)"),
     ([(ZEROS[0], 0), (ZEROS[1], 0, "a")], {}, r"item 1 of train must be \(image, label\), got 3 values"),
     ([ZEROS[0]], {}, r"item 0 of train must be \(image, label\), got ndarray"),

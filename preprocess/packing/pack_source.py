@@ -117,8 +117,7 @@ def pack(
     """
     location = open_location(str(dest), storage_options=storage_options)
     is_path = isinstance(source, str | os.PathLike)
-    if is_path:
-        check_dest(source, location)
+    check_dest(source if is_path else None, location)
     for_paths = {"labels": labels, "class_from": None if class_from == "top" else class_from}
     check_given(is_path, for_paths, {"classes": classes, "names": names})
     settings = pack_settings(size, resize, resample, levels, truncated, canvas, workers, **shards)
@@ -208,7 +207,7 @@ def source_request(
     return {"splits": splits, "holdout": holdout, "holdout_rule": rule, **options}
 
 
-def check_dest(source: str | Path, location: Location) -> None:
+def check_dest(source: str | Path | None, location: Location) -> None:
     """Raise ShardError if DEST is an in-memory store, the folder of a run, or a folder inside SOURCE."""
     if location.spec["driver"] == "memory":
         raise ShardError(
@@ -225,6 +224,8 @@ def check_dest(source: str | Path, location: Location) -> None:
                 "choose another folder"
             )
     # Path.resolve raises RuntimeError for symbolic links that form a loop.
+    if source is None:
+        return
     inner, outer = Path(os.path.realpath(folder)), Path(os.path.realpath(source))
     if outer.is_dir() and inner.is_relative_to(outer):
         raise ShardError(

@@ -134,6 +134,8 @@ def _read_split(source: Any, split: str, spool_folder: Path | None, notify: Call
         columns = _pair_of_columns(source, split)
     elif hasattr(source, "dtype") and hasattr(source, "shape"):
         raise SourceError(f"{split} is an array of images without labels; give (images, labels)")
+    elif hasattr(source, "iloc"):
+        raise SourceError(f'{split} is a table; give two of its columns, such as (table["path"], table["label"])')
     elif hasattr(source, "dataset") and hasattr(source, "batch_size"):
         raise SourceError(f"{split} is a loader of batches ({type(source).__name__}); give its .dataset")
     elif _is_map_style(source):
@@ -159,16 +161,21 @@ def _is_map_style(source: Any) -> bool:
 def _pair_of_columns(source: tuple[Any, Any], split: str) -> Columns:
     images, labels = source
     for what, each in (("images", images), ("labels", labels)):
-        if isinstance(each, str | bytes) or not (hasattr(each, "__len__") and hasattr(each, "__getitem__")):
+        is_column = hasattr(each, "__getitem__") and (hasattr(each, "__len__") or len(getattr(each, "shape", ())) > 0)
+        if isinstance(each, str | bytes) or not is_column:
             raise SourceError(
                 f"a pair must be (images, labels), but the {what} of {split} are {type(each).__name__}; give both as "
                 "arrays or lists, and pairs of an image and its label in a list"
             )
-    if len(images) != len(labels):
+    if len(getattr(images, "shape", ())) == 1:  # such as a column of pandas, whose items are found by its index
+        images = np.asarray(images).tolist()
+    column = list(labels) if isinstance(labels, list | tuple) else _label_column(labels, split)
+    num_images = images.shape[0] if hasattr(images, "shape") else len(images)  # an array of Zarr has no length
+    if num_images != len(column):
         raise SourceError(
-            f"{split} has {quantity(len(images), 'image')} but {quantity(len(labels), 'label')}; give each image one"
+            f"{split} has {quantity(num_images, 'image')} but {quantity(len(column), 'label')}; give each image one"
         )
-    return Columns(images, list(labels) if isinstance(labels, list | tuple) else _label_column(labels, split))
+    return Columns(images, column)
 
 
 def _label_column(labels: Any, split: str) -> list[Any]:
