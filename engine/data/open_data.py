@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from loopfeed.engine.config import OFF, OWN_BATCHES, SYNTHETIC_CLASSES, SYNTHETI
 from loopfeed.engine.data.class_weights import choose_class_weights
 from loopfeed.engine.data.dataset import choose_data, make_demo, open_cache, open_cached_split
 from loopfeed.engine.data.drawn_images import DrawnImages, SplitLabels, choose_drawn
+from loopfeed.engine.data.eval_split import USUAL_EVAL_SPLITS, check_same_classes, choose_eval_split
 from loopfeed.engine.data.label_fit import check_loss_fits, check_num_targets
 from loopfeed.engine.feed.batches import (
     ArrayBatches,
@@ -31,7 +31,6 @@ from loopfeed.engine.feed.batches import (
 )
 from loopfeed.engine.feed.resizable_batches import SyntheticBatches
 from loopfeed.engine.feed.shard_batches import SequentialBatches, ShardBatches, WindowedBatches
-from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.settings import SettingError
@@ -39,14 +38,11 @@ from loopfeed.preprocess.extents import share_of_square
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import GROUPS, WEIGHTS
 from loopfeed.preprocess.shards.classes import ImageClass
-from loopfeed.preprocess.shards.location import open_location
 from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.reader import ShardSplit
 from loopfeed.preprocess.shards.shard_cache import ShardCache
-from loopfeed.preprocess.shards.splits import SplitNames, find_splits, unfinished_remedy
 from loopfeed.preprocess.shards.targets import TargetKind
 
-_USUAL_EVAL_SPLITS = ("val", "test")
 # Used without a manifest; maps 0 … 255 to -2 … 2.
 _UNKNOWN_MEAN = (0.5, 0.5, 0.5)
 _UNKNOWN_STD = (0.25, 0.25, 0.25)
@@ -259,14 +255,14 @@ def _open_packed(
         return data if config.eval_split == OFF else _with_fold(config, data, split, drawn.held_out)
     name = choose_eval_split(config, choice.data, is_new=is_new)
     if name is None:
-        if is_new and config.eval_split is None and config.split not in _USUAL_EVAL_SPLITS:
+        if is_new and config.eval_split is None and config.split not in USUAL_EVAL_SPLITS:
             notify(
                 f"{choice.data} has no val or test split, so the run will not be evaluated: pack the images with "
                 "--holdout 0.1, or hide this message with --eval-split off"
             )
         return data
     eval_split = _open_split(config, choice.data, name, stack, cache, notify)
-    _check_same_classes(manifest, eval_split.manifest, name)
+    check_same_classes(manifest, eval_split.manifest, name)
     return replace(
         data,
         description=f"{data.description}; evaluated on {name}, {quantity(eval_split.num_images, 'image')}",
@@ -413,61 +409,3 @@ def _contents_digest(*manifests: Manifest) -> str | None:
 def manifest_digest_of(manifest: Manifest) -> str:
     """Return the hexadecimal SHA-256 of a manifest, which identifies the data of a run."""
     return hashlib.sha256(manifest.to_json().encode()).hexdigest()
-
-
-def choose_eval_split(config: TrainConfig, data: str, *, is_new: bool = False) -> str | None:
-    """Return the name of the split to evaluate on, or None if there is none.
-
-    Without the setting `eval_split`, it is the first of "val" and "test" that exists and is not the training split.
-
-    Raises:
-        ValueError: one of these two splits has lost its manifest, or, if `is_new`, is not completely packed.
-    """
-    if config.eval_split == OFF:
-        return None
-    if config.eval_split is not None:
-        return config.eval_split
-    splits = find_splits(data, storage_options=storage_options_of(config))
-    chosen = _usual_eval_split(config, data, splits)
-    if is_new:
-        _check_none_is_unfinished(config, data, chosen, splits)
-    return chosen
-
-
-def _usual_eval_split(config: TrainConfig, data: str, splits: SplitNames) -> str | None:
-    for name in _USUAL_EVAL_SPLITS:
-        if name == config.split:
-            continue
-        if name in splits.broken:
-            raise ValueError(
-                f"the evaluation split must have a manifest.json, but {data.rstrip('/')}/{name} has none: "
-                "restore that file, or choose another split with --eval-split (off for none)"
-            )
-        if name in splits.complete:
-            return name
-    return None
-
-
-def _check_none_is_unfinished(config: TrainConfig, data: str, chosen: str | None, splits: SplitNames) -> None:
-    """Raise ValueError if a split that takes precedence over the chosen split is only partly packed."""
-    missing = {*takewhile(lambda name: name != chosen, (name for name in _USUAL_EVAL_SPLITS if name != config.split))}
-    if found := missing.intersection(splits.unfinished):
-        split = open_location(data, storage_options=storage_options_of(config)).child(min(found))
-        raise ValueError(
-            f"the evaluation split must be complete, but {data.rstrip('/')}/{min(found)} is only partly packed: "
-            f"{unfinished_remedy(split)}, or choose another split with --eval-split (off for none)"
-        )
-
-
-def have_same_classes(left: Manifest, right: Manifest) -> bool:
-    """Return whether the labels of two splits mean the same."""
-    kinds = [None if each.targets is None else each.targets.kind for each in (left, right)]
-    return kinds[0] == kinds[1] and [each.id for each in left.classes] == [each.id for each in right.classes]
-
-
-def _check_same_classes(train: Manifest, evaluation: Manifest, name: str) -> None:
-    if not have_same_classes(train, evaluation):
-        raise ValueError(
-            f"the evaluation split must have the classes of the training split, but the classes of {name} differ: "
-            "pack both from the same source, or give --eval-split off"
-        )

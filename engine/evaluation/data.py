@@ -22,8 +22,9 @@ from loopfeed.engine.data.dataset import (
     open_cached_split,
 )
 from loopfeed.engine.data.drawn_images import SplitLabels, fold_of
+from loopfeed.engine.data.eval_split import choose_eval_split, have_same_classes
 from loopfeed.engine.data.label_fit import check_loss_fits
-from loopfeed.engine.data.open_data import choose_eval_split, have_same_classes, manifest_digest_of
+from loopfeed.engine.data.open_data import manifest_digest_of
 from loopfeed.engine.evaluation.trained_run import TrainedRun
 from loopfeed.engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
 from loopfeed.engine.feed.shard_batches import SequentialBatches

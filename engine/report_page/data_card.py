@@ -10,7 +10,8 @@ from typing import Any
 
 from loopfeed.engine.config import OFF, OWN_BATCHES, TrainConfig
 from loopfeed.engine.data.dataset import DATA_LOCATION, choose_data, data_of_record
-from loopfeed.engine.data.open_data import choose_eval_split, manifest_digest_of
+from loopfeed.engine.data.eval_split import choose_eval_split
+from loopfeed.engine.data.open_data import manifest_digest_of
 from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.report_page.absent import Absent
