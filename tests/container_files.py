@@ -104,7 +104,7 @@ def write_parquet(root: Path, *, named: bool = True, with_paths: bool = True) ->
         rows = [each for each in files() if each[0] == split][part]
         images = [{"bytes": content, "path": path if with_paths else None} for _, path, _, content in rows]
         table = pa.Table.from_arrays([pa.array(images, kind), pa.array([each[2] for each in rows])], schema=schema)
-        pq.write_table(table, root / "data" / f"{name}.parquet", row_group_size=2)
+        pq.write_table(table, root / "data" / f"{name}.parquet", row_group_size=3)
     return root
 
 

@@ -68,7 +68,8 @@ def of_folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_container_is_packed_like_its_folder(tmp_path, of_folders, form):
+def test_a_container_is_packed_like_its_folder(tmp_path, of_folders, form, monkeypatch):
+    monkeypatch.setattr("loopfeed.preprocess.sources.parquet._BATCH_ROWS", 2)  # of row groups of three
     write, has_same_paths = FORMS[form]
     if "parquet" in form:
         pytest.importorskip("pyarrow")
@@ -92,14 +93,15 @@ def test_a_container_is_packed_like_its_folder(tmp_path, of_folders, form):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_idx_files_are_grey_images(tmp_path, packed):
-    source = forms.write_idx(tmp_path / "MNIST/raw", packed=packed) if (tmp_path / "MNIST").mkdir() is None else None
-    assert source is not None
-    (tmp_path / "MNIST/raw/readme.txt").write_text("as torchvision lays them")
-    pack(tmp_path, tmp_path.parent / f"idx-{packed}", size=SIDE)
+    (tmp_path / "root/MNIST").mkdir(parents=True)  # as torchvision lays them
+    raw = forms.write_idx(tmp_path / "root/MNIST/raw", packed=packed)
+    if not packed:
+        (raw / "train-images-idx3-ubyte.gz").write_bytes(b"is not read beside the unpacked file")
+    pack(tmp_path / "root", tmp_path / "pack", size=SIDE)
     for split, name in (("train", "train"), ("val", "test")):
         grey = np.repeat(images_of(split)[..., :1], 3, axis=3)
         expected = sorted((each.tobytes(), label) for each, label in zip(grey, LABELS[split], strict=True))
-        assert pixels_and_classes(tmp_path.parent / f"idx-{packed}", name) == expected
+        assert pixels_and_classes(tmp_path / "pack", name) == expected
 
 
 def described(root: Path, **options) -> str:
