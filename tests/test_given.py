@@ -1,6 +1,7 @@
 """Data sets in Python: each form packs the pixels and classes of the folder, and each fault has its item and remedy."""
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,8 @@ FORMS: dict[str, Any] = {
     "map style": lambda _: MapStyle(),
     "map style, channels first": lambda _: MapStyle(lambda pixels: pixels.transpose(2, 0, 1)),
     "labels known": lambda _: Torchvision(),
+    "columns of labels": lambda _: (PIXELS, LABELS[:, None]),
+    "labels in arrays": lambda _: [(each, LABELS[number : number + 1]) for number, each in enumerate(PIXELS)],
     "Hugging Face": HuggingFace,
 }  # fmt: skip
 
@@ -405,9 +408,8 @@ def test_the_orientation_of_a_picture_is_applied(tmp_path: Path) -> None:
     assert contents(tmp_path / "data") == {(np.rot90(PIXELS[0], -1).tobytes(), "0")}
 
 
-def test_one_thread_at_a_time_calls_a_data_set(tmp_path: Path) -> None:
-    import threading
-
+def test_one_thread_at_a_time_calls_a_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("loopfeed.preprocess.packing.pipeline._MAX_BLOCK_IMAGES", 1)  # a task for each thread
     busy = threading.Lock()
 
     def alone(pixels: np.ndarray) -> np.ndarray:
@@ -446,7 +448,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ((ZEROS, [0, 1, 2]), {"classes": ["a", "b"]}, "item 2 of train has the label 2, .* from 0 to 1, for 2 classes"),
     ((ZEROS, ["a", "b", "c"]), {"classes": ["a", "b"]}, "item 2 of train has the label 'c', which is not one of the 2"),
     ((ZEROS, [0, 1, 0]), {"classes": ["a", "a"]}, r"classes must be .* but classes\[1\] is 'a'"),
-    ((ZEROS, [0, 1, 0]), {"classes": "ab"}, "classes must be a list of names"),
+    ((ZEROS, [0, 1, 0]), {"classes": "ab"}, "classes must be a list of names in .* got a str"),
+    ((ZEROS, [0, 1, 0]), {"classes": {"a": 1, "b": 0}}, "in the order of their numbers, got a dict"),
+    (((ZEROS, [0, 1, 2]), (ZEROS, [0, 1, 2])), {}, "two pairs of arrays are two splits; give a dict"),
+    ({"train": "photographs", "val": "other"}, {}, "train is a path; give the path of the folder"),
     ((ZEROS, [0, 1, 0]), {"names": ["x", "y"]}, "3 images but 2 names"),
     ((ZEROS, [0, 1, 0]), {"names": ["x", "y", "x"]}, "item 2 of train has the name 'x', which is that of an earlier"),
     ((ZEROS, [0, 1, 0]), {"names": ["x", "y", 3]}, "item 2 of train has the name 3, which is not"),

@@ -85,8 +85,9 @@ def given_layout(
         SourceError: the source has another form, or a label is not that of a class; the message names the item.
         ItemError: the user's code raised an exception.
     """
-    if isinstance(classes, str):
-        raise SourceError(f"classes must be a list of names, got the text {classes!r}; put it in a list")
+    if isinstance(classes, str | Mapping):
+        kind = type(classes).__name__
+        raise SourceError(f"classes must be a list of names in the order of their numbers, got a {kind}; give a list")
     parts = _split_parts(source)
     wanted = {*(parts if splits is None else splits)}
     needed = {name: each for name, each in parts.items() if name in wanted or (name == "train" and "val" not in parts)}
@@ -134,6 +135,10 @@ def _read_split(source: Any, split: str, spool_folder: Path | None, notify: Call
         columns = _pair_of_columns(source, split)
     elif hasattr(source, "dtype") and hasattr(source, "shape"):
         raise SourceError(f"{split} is an array of images without labels; give (images, labels)")
+    elif is_path(source):
+        raise SourceError(
+            f"{split} is a path; give the path of the folder or archive that has all splits as the source"
+        )
     elif hasattr(source, "iloc"):
         raise SourceError(f'{split} is a table; give two of its columns, such as (table["path"], table["label"])')
     elif hasattr(source, "dataset") and hasattr(source, "batch_size"):
@@ -160,6 +165,8 @@ def _is_map_style(source: Any) -> bool:
 
 def _pair_of_columns(source: tuple[Any, Any], split: str) -> Columns:
     images, labels = source
+    if all(isinstance(each, tuple) and len(each) == 2 and len(getattr(each[0], "shape", ())) > 2 for each in source):
+        raise SourceError('two pairs of arrays are two splits; give a dict, such as {"train": (x, y), "val": (x, y)}')
     for what, each in (("images", images), ("labels", labels)):
         is_column = hasattr(each, "__getitem__") and (hasattr(each, "__len__") or len(getattr(each, "shape", ())) > 0)
         if isinstance(each, str | bytes) or not is_column:
@@ -180,6 +187,8 @@ def _pair_of_columns(source: tuple[Any, Any], split: str) -> Columns:
 
 def _label_column(labels: Any, split: str) -> list[Any]:
     column = np.asarray(labels)
+    if column.ndim == 2 and column.shape[1] == 1:  # as Keras and MedMNIST have them
+        column = column[:, 0]
     if column.ndim != 1 or column.dtype.kind not in "iubUTO":
         raise SourceError(
             f"the labels of {split} must be one whole number or name per image, got {column.dtype} "

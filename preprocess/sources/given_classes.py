@@ -114,6 +114,8 @@ def _label_value(label: Any, where: str) -> int | str:
     if isinstance(label, str):
         return str(label)
     try:
+        if getattr(label, "shape", ()) == (1,):  # as MedMNIST has them
+            label = label[0]
         return int(label) if isinstance(label, np.bool) else operator.index(label)
     except (TypeError, ValueError, RuntimeError):
         raise SourceError(

@@ -164,6 +164,8 @@ def _labels_of(source: Any) -> list[Any] | None:
         if found is None or not hasattr(found, "__len__") or len(found) != len(source):
             continue
         column = np.asarray(found)
+        if column.ndim == 2 and column.shape[1] == 1:
+            column = column[:, 0]
         if column.ndim == 1 and column.dtype.kind in "iuU":
             return list(column.tolist())
     return None
