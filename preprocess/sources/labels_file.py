@@ -12,6 +12,7 @@ import re
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class _Rows:
 
     def __init__(self, table: TableFile, columns: Columns, options: LabelOptions) -> None:
         self._table, self._columns, self._options = table, columns, options
-        self._rows: dict[tuple[str, int], int] = {}
+        self._rows: dict[str | tuple[str, int], int] = {}
         self._paths: list[str] = []
         self._lines, self._splits, self._weights, self._values = array("q"), array("q"), array("f"), array("q")
         self._groups, self._classes = _Names(), _Names()
@@ -141,7 +142,8 @@ class _Rows:
         self._splits.append(split)
         self._lines.append(line)
         self._paths.append(path)
-        before = self._rows.setdefault((path, split), len(self._paths) - 1)
+        key = path if split < 0 else (path, split)
+        before = self._rows.setdefault(key, len(self._paths) - 1)
         if before < len(self._paths) - 1:
             self._repeat(line, before)
 
@@ -165,6 +167,8 @@ class _Rows:
     def _text(self, line: int, cells: Cells, place: int, what: str) -> str:
         """Return a cell as text; "" for an empty one. A whole number of JSON lines is text in decimal form."""
         value = cells[place]
+        if type(value) is str and "\n" not in value:
+            return value
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, int) and not isinstance(value, bool):
@@ -220,8 +224,7 @@ class _Rows:
                 self._table.fail(line, f"the class in column {column} is {name or 'empty'}", remedy)
             self._values.append(NO_CLASS)
             return
-        self._check_name(line, name, column)
-        self._values.append(self._number_of_class(line, name))
+        self._values.append(self._number_of_class(line, name, partial(self._check_name, column=column)))
 
     def _add_classes(self, line: int, cells: Cells) -> None:
         value = cells[self._columns.values[0]]
@@ -232,17 +235,18 @@ class _Rows:
         else:
             text = self._text(line, cells, self._columns.values[0], "classes")
             names = [each.strip() for each in text.split(SEPARATOR)] if text.strip() else []
-        if any(not name.strip() for name in names):
+        if not all(map(str.strip, names)):
             self._table.fail(line, "the name of a class is empty", "name it, or give no class at all")
         if twice := repeated(names):
             self._table.fail(line, f"the class {shown(twice)} occurs twice", "give it once")
-        for name in names:
-            self._check_unicode(line, name)
-            self._values.append(self._number_of_class(line, name))
+        self._values.extend([self._number_of_class(line, name, self._check_unicode) for name in names])
         self._stops.append(len(self._values))
 
-    def _number_of_class(self, line: int, name: str) -> int:
-        number = self._classes.number(name)
+    def _number_of_class(self, line: int, name: str, check: Callable[[int, str], None]) -> int:
+        number = self._classes.found(name)
+        if number is None:
+            check(line, name)
+            number = self._classes.number(name)
         if number >= MAX_CLASSES:
             self._table.fail(line, f"there are more than {MAX_CLASSES:,} classes", "use fewer classes")
         return number
@@ -272,7 +276,6 @@ class _Rows:
 
     def _number(self, line: int, value: Any, place: int) -> float:
         """Return the number in a cell, which fits into float32."""
-        column = shown(self._table.columns[place])
         try:
             if self._table.is_json and type(value) not in (int, float):
                 raise ValueError("not a number")
@@ -280,6 +283,7 @@ class _Rows:
         except OverflowError:
             number = math.inf
         except ValueError:
+            column = shown(self._table.columns[place])
             text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
             if not text.strip():
                 self._table.fail(line, f"a number is missing in column {column}", "fill it in")
@@ -350,6 +354,10 @@ class _Names:
     def __init__(self) -> None:
         self._number_of: dict[str, int] = {}
         self.numbers = array("q")
+
+    def found(self, name: str) -> int | None:
+        """Return the number of a name, or None if it was not found before."""
+        return self._number_of.get(name)
 
     def number(self, name: str) -> int:
         """Return the number of a name, which is new if it was not found before."""

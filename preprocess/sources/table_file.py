@@ -162,6 +162,9 @@ def _csv_cells(table: TableFile, lines: Iterator[str]) -> Iterator[tuple[int, Ce
     """Yield the rows of CSV. Rows and fields that a spreadsheet appends are empty, and left out."""
     count = len(table.columns)
     for number, fields in _csv_rows(table, lines):
+        if len(fields) == count and fields[0]:
+            yield number, fields
+            continue
         if not any(each.strip() for each in fields):
             continue
         if len(fields) < count or any(each.strip() for each in fields[count:]):
