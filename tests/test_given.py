@@ -192,6 +192,12 @@ def test_each_form_packs_the_images_with_their_classes(form: str, folder: Path, 
     assert again.was_complete
 
 
+def test_arrays_are_packed_as_the_file_that_they_are_saved_in(tmp_path: Path) -> None:
+    np.savez(tmp_path / "set.npz", images=PIXELS, labels=LABELS)
+    saved, given = pack(tmp_path / "set.npz", tmp_path / "saved"), pack((PIXELS, LABELS), tmp_path / "given")
+    assert saved["train"].manifest.shard_digests == given["train"].manifest.shard_digests
+
+
 def test_arrays_and_a_generator_of_them_are_the_same_source(tmp_path: Path) -> None:
     pack((PIXELS, LABELS), tmp_path)
     assert pack(zip(PIXELS, LABELS, strict=True), tmp_path)["train"].was_complete
@@ -297,12 +303,12 @@ def test_names_are_given_or_those_of_the_items(tmp_path: Path) -> None:
     faulty = list(zip([*PIXELS[:-1], b"nothing"], LABELS, strict=True))
     result = pack(faulty, tmp_path / "named", names=names)["train"]
     assert [each.path for each in result.failures] == ["film1/023"]
-    assert [each.path for each in pack(faulty, tmp_path / "unnamed")["train"].failures] == ["item 23"]
+    assert [each.path for each in pack(faulty, tmp_path / "unnamed")["train"].failures] == ["item 00000023"]
     numbers = np.arange(NUM - 1)
     with loopfeed.open_split(tmp_path / "named", "train") as split:
         assert sorted(split.names(numbers) or ()) == sorted(each[1:] for each in names[:-1])
     with loopfeed.open_split(tmp_path / "unnamed", "train") as split:
-        assert sorted(split.names(numbers) or (), key=int) == [str(each) for each in numbers]
+        assert sorted(split.names(numbers) or (), key=int) == [f"{each:08}" for each in numbers]
 
 
 def test_a_dest_that_is_no_place_for_a_pack_is_refused(tmp_path: Path) -> None:
@@ -341,12 +347,12 @@ def test_items_that_are_no_images_follow_on_error(known: bool, tmp_path: Path) -
     source = Torchvision(form) if known else MapStyle(form)
     result = pack(source, tmp_path / "skip", classes=CLASSES)["train"]
     reasons = {each.path: each.reason for each in result.failures}
-    assert reasons.keys() == {"item 20", "item 21", "item 22"}
-    assert "not an image" in reasons["item 20"]
-    assert "got NoneType" in reasons["item 21"]
-    assert "got float32; convert" in reasons["item 22"]
+    assert reasons.keys() == {"item 00000020", "item 00000021", "item 00000022"}
+    assert "not an image" in reasons["item 00000020"]
+    assert "got NoneType" in reasons["item 00000021"]
+    assert "got float32; convert" in reasons["item 00000022"]
     assert contents(tmp_path / "skip") == expected([*range(20), 23])
-    with pytest.raises(loopfeed.ShardError, match=r"item 2[012]: "):
+    with pytest.raises(loopfeed.ShardError, match=r"item 0000002[012]: "):
         pack(source, tmp_path / "fail", classes=CLASSES, on_error="fail")
 
 
@@ -374,7 +380,9 @@ def test_a_file_that_pillow_refuses_in_the_users_code_is_a_faulty_image(tmp_path
         return Image.open(tmp_path / "faulty.png") if (pixels == PIXELS[17]).all() else Image.fromarray(pixels)
 
     result = pack(Torchvision(opened), tmp_path / "data")["train"]
-    assert [(each.path, each.reason[:27]) for each in result.failures] == [("item 17", "its file cannot be decoded:")]
+    assert [(each.path, each.reason[:27]) for each in result.failures] == [
+        ("item 00000017", "its file cannot be decoded:")
+    ]
     with pytest.raises(ValueError, match=r"item 17 of train: its file cannot be decoded.*leave it out"):
         pack(MapStyle(opened), tmp_path / "unknown")
 

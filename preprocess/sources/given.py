@@ -340,7 +340,8 @@ def _members(names: Any, split: str, num_parts: int, num_images: int) -> list[st
 def _found_split(split: str, images: _Images, classes: tuple[ImageClass, ...], labels: list[int]) -> FoundSplit:
     listing = Listing(classes, keys="path")
     for number, label in enumerate(labels):
-        member = str(number) if images.members is None else images.members[number]
+        # As in `samples` and `parquet`, so that a file of arrays and the arrays themselves are packed in one order.
+        member = f"{number:08d}" if images.members is None else images.members[number]
         listing.add(
             _ITEM_FOLDER if images.members is None else "",
             member,
