@@ -2,7 +2,9 @@
 
 import csv
 import re
+from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,10 @@ from hypothesis import strategies as st
 
 from loopfeed import evaluate, replay_run, train
 from loopfeed.engine.data.folds import folds_of
+from loopfeed.engine.data.open_data import open_data
 from loopfeed.engine.evaluation.result import write_predictions
+from loopfeed.engine.parts import NO_PARTS
+from loopfeed.engine.sizing.planning import _count_images, _volumes
 from tests.fake_source import pack
 from tests.test_sampling import LABELS, METRICS, NUM_IMAGES, Colours, config, long_tail, seen
 from tests.toy import Linear, toy_batch, toy_config
@@ -132,3 +137,11 @@ def test_what_a_fold_does_not_go_with_is_refused_and_missing_classes_are_said(da
     said: list[str] = []
     train(replace(given, fold="1/4"), model=Linear(), notify=said.append)
     assert "warning: fold 1/4 has no evaluation images of 1 class: give fewer folds" in said
+
+
+def test_a_plan_counts_the_split_of_a_fold_once(data):
+    with ExitStack() as stack:
+        given = config(data, fold="1/3", eval_split=None)
+        opened: Any = SimpleNamespace(config=given, data=open_data(given, NO_PARTS, stack, lambda _: None))
+        assert [name for name, _ in _volumes(opened)] == ["train"]
+        assert _count_images(opened) == 8

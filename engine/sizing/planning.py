@@ -294,7 +294,10 @@ def _volumes(run: Run) -> list[tuple[str, Volume]]:
         size = data.source.height
         return [("train", imagenet_volume(size)), ("val", imagenet_volume(size, IMAGENET_VAL))]
     found = (data.source, data.evaluation)
-    splits = [each.split for each in found if isinstance(each, ShardBatches | WindowedBatches | SequentialBatches)]
+    # A fold is a part of the training split.
+    splits = {
+        each.split: None for each in found if isinstance(each, ShardBatches | WindowedBatches | SequentialBatches)
+    }
     return [(split.location.display.rstrip("/").rpartition("/")[2], split_volume(split)) for split in splits]
 
 
