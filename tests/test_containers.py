@@ -151,6 +151,10 @@ def test_classes_are_identifiers_with_the_names_that_the_container_has(tmp_path)
 def test_class_folders_take_precedence_over_a_container_beside_them(tmp_path):
     FOLDER(tmp_path / "images")
     expected = described(tmp_path / "images")
+    (tmp_path / "unsuffixed/ant").mkdir(parents=True)
+    (tmp_path / "unsuffixed/ant/1").write_bytes(b"an image without a suffix")
+    np.save(tmp_path / "unsuffixed/features.npy", np.zeros(3))
+    assert described(tmp_path / "unsuffixed") == "a folder of class folders"
     np.save(tmp_path / "images/features.npy", np.zeros(3))
     forms.write_tar(tmp_path / "images/backup.tar", {"a.jpg": b"1", "a.cls": b"1"})
     assert described(tmp_path / "images") == expected

@@ -37,6 +37,17 @@ def parquet(root: Path, columns: dict[str, Any]) -> Path:
     return root
 
 
+def npz_folder(root: Path) -> Path:
+    root.mkdir()
+    return root
+
+
+def understate(archive: bytes) -> bytes:
+    """Return a zip archive whose first member declares fewer bytes than it unpacks to."""
+    entry = archive.index(b"PK\x01\x02")
+    return archive[: entry + 24] + (9).to_bytes(4, "little") + archive[entry + 28 :]
+
+
 def two_tars(root: Path) -> Path:
     for number, form in enumerate(("jpg", "png")):
         forms.write_tar(root / f"train-{number}.tar", {f"1.{form}": b"1", "1.cls": b"1"})
@@ -87,7 +98,15 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "compressed shards": (
         lambda p: folder(p, {"train-000000.tar.gz": b"\x1f\x8b"}),
-        r"train-000000\.tar\.gz is a compressed archive, whose images cannot be read in place; unpack it, or, of Web",
+        r"train-000000\.tar\.gz is a compressed archive, whose images cannot be read in place; unpack it, or, of We",
+    ),
+    "Arrow": (
+        lambda p: folder(p, {"data.arrow": b""}),
+        "is an Arrow file, such as .*; write Parquet, such as with its to_",
+    ),
+    "HDF5": (
+        lambda p: folder(p, {"set.h5": b""}),
+        "is an HDF5 file; save its arrays of images and labels with numpy.sav",
     ),
     # Parquet
     "page as parquet": (
@@ -195,6 +214,18 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "one npy": (
         lambda p: changed(folder(p, {"images.npy": b""}), "images.npy", lambda _: b"\x93NUMPY\x01"),
         "its header is not valid",
+    ),
+    "bomb": (
+        lambda p: changed(forms.write_npz(npz_folder(p) / "a.npz", compressed=True).parent, "a.npz", understate),
+        "unpacks to more than the .* bytes that it declares|is truncated: it has .* instead of",
+    ),
+    "huge shape": (
+        lambda p: changed(forms.write_npy(p), "train/images.npy", lambda c: c.replace(b"(8, 32", b"(9**9")),
+        "its header is not valid",
+    ),
+    "more than there is": (
+        lambda p: changed(forms.write_npy(p), "train/images.npy", lambda c: c.replace(b"32, 32, 3)", b"32, 99, 3)")),
+        r"images\.npy is truncated: it has 24,704 instead of 76,160 bytes",
     ),
     # IDX and CIFAR
     "page as IDX": (

@@ -28,7 +28,18 @@ _MAX_DEPTH = 3
 _MAX_FILES = 100_000
 # Folders that containers are published in, beside those of splits: Hugging Face's and torchvision's.
 _FOLDERS = frozenset({"data", "default", "raw"})
-_PACKED_TARS = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
+# What is not read → what it is, and what to do.
+_NOT_READ = {
+    **dict.fromkeys(
+        (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst"),
+        "a compressed archive, whose images cannot be read in place; unpack it, or, of WebDataset, only decompress it "
+        "with gunzip",
+    ),
+    ".arrow": "an Arrow file, such as save_to_disk of datasets writes it; write Parquet, such as with its to_parquet",
+    **dict.fromkeys((".tfrecord", ".tfrecords"), "a TFRecord file; write WebDataset archives or Parquet"),
+    **dict.fromkeys((".h5", ".hdf5"), "an HDF5 file; save its arrays of images and labels with numpy.savez"),
+    ".mat": "a MATLAB file; save its arrays of images and labels with numpy.savez",
+}
 _PICKLE_MAGIC = b"\x80"
 _IDX_HEADS = (b"\0\0\x08\x01", b"\0\0\x08\x03")
 
@@ -80,12 +91,10 @@ def _is_idx_in_gzip(path: Path) -> bool:
 def _recognise_folder(root: Path) -> Layout | None:
     found = _container_files(root)
     kinds = {kind: files for kind in _KINDS if (files := [each for each in found if kind(each)])}
-    packed = [each for each in found if each.name.lower().endswith(_PACKED_TARS)]
-    if packed and not kinds:
-        raise SourceError(
-            f"{printable(packed[0])} is a compressed archive, whose images cannot be read in place; unpack it, or, "
-            "of WebDataset, only decompress it with gunzip"
-        )
+    unread = next((each for each in found if each.name.lower().endswith(tuple(_NOT_READ))), None)
+    if unread is not None and not kinds:
+        what = next(what for suffix, what in _NOT_READ.items() if unread.name.lower().endswith(suffix))
+        raise SourceError(f"{printable(unread)} is {what}")
     if not kinds or (len(kinds) == 1 and _KINDS[next(iter(kinds))] is webdataset_layout and not _are_webdataset(found)):
         return None
     if len(kinds) > 1:
@@ -121,23 +130,30 @@ def _container_files(root: Path) -> list[Path]:
                         return []
                     else:
                         found.append(Path(entry.path))
+            is_wrapper = len(folders) == 1 and not any(map(_is_read, found))
             for each in folders:
-                is_usual = split_of(each.name) or each.name.lower() in _FOLDERS or len(folders) == 1
+                is_usual = is_wrapper or split_of(each.name) or each.name.lower() in _FOLDERS
                 if is_usual and depth < _MAX_DEPTH:
                     waiting.append((Path(each.path), depth + 1))
                 else:
                     unread.append(each.path)
     except OSError:  # the reader of class folders names what is wrong
         return []
-    is_of_container = any(kind(each) or each.name.endswith(_PACKED_TARS) for each in found for kind in _KINDS)
+    is_of_container = any(_is_read(each) or each.name.lower().endswith(tuple(_NOT_READ)) for each in found)
     if not is_of_container or any(map(_has_image, unread)):
         return []
     return sorted(found)
 
 
+def _is_read(path: Path) -> bool:
+    """Return whether a file has the name of one of a container."""
+    return any(kind(path) for kind in _KINDS)
+
+
 def _has_image(folder: str) -> bool:
-    names = (name for _, _, files in os.walk(folder) for name in files)
-    return any(map(is_image_name, names))
+    """Return whether a folder has a file that may be an image by its name, at any depth."""
+    names = (name for _, _, files in os.walk(folder) for name in files if not is_hidden(name))
+    return any(is_image_name(name) or not Path(name).suffix for name in names)
 
 
 def _is_tar_name(path: Path) -> bool:
