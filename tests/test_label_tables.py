@@ -287,10 +287,15 @@ def test_a_single_group_cannot_be_held_out(tmp_path):
         opened(tmp_path, TWO, "id,class,p\n1,a,p\n2,a,p\n", group_by="p", holdout=0.5)
 
 
-def test_numbers_that_are_no_whole_ones_are_doubted_as_classes(tmp_path):
+def test_decimal_numbers_and_lists_are_doubted_as_classes(tmp_path):
     with opened(tmp_path, TWO, "path,label\n1,23.5\n2,7\n") as source:
         assert source.notes[1].startswith(
             "warning: label has numbers such as 23.5, each of which is a class; to predict"
+        )
+    with opened(tmp_path, TWO, "path,label\n1,cat|dog\n2,1.0\n") as source:
+        assert source.notes[1:] == (
+            "warning: label has lists such as cat|dog, each of which is a class; if images have several classes, name "
+            "the column classes",
         )
 
 

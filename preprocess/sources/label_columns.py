@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NoReturn
@@ -21,7 +22,11 @@ PATH_NAMES = (
 CLASS_NAMES = (("class", "label"), ("class_name", "label_name", "category"), ("class_id", "label_id", "category_id"))
 CLASSES_NAME, SPLIT_NAME, TARGETS_NAME = "classes", "split", "targets"
 
+SEPARATOR = "|"
+"""Separates the classes of an image in CSV."""
+
 _SHOWN_COLUMNS = 8
+_DECIMAL = re.compile(r"[+-]?[0-9]*[.,][0-9]*[1-9][0-9]*")
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,18 @@ def describe_columns(table: TableFile, columns: Columns) -> str:
     if columns.unused:
         parts.append(f"not used: {_some(names[each] or f'column {each + 1}' for each in columns.unused)}")
     return f"{printable(table.file.name)}: {', '.join(parts)}"
+
+
+def describe_doubts(column: str, classes: Iterable[str]) -> list[str]:
+    """Return a message if classes of a column look like numbers to predict, or like several classes each."""
+    notes = []
+    for what, is_so, remedy in (
+        ("numbers", _DECIMAL.fullmatch, "to predict the numbers, give the column another name"),
+        ("lists", lambda each: SEPARATOR in each, f"if images have several classes, name the column {CLASSES_NAME}"),
+    ):
+        if (example := next(filter(is_so, classes), None)) is not None:
+            notes.append(f"warning: {column} has {what} such as {shown(example)}, each of which is a class; {remedy}")
+    return notes
 
 
 def _find_path(table: TableFile, asked: set[int]) -> int:

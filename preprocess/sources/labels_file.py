@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,18 +22,21 @@ from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import parse_float, quantity
 from loopfeed.preprocess.shards.classes import MAX_CLASSES
 from loopfeed.preprocess.shards.targets import TargetKind, TargetRows, pack_bits
-from loopfeed.preprocess.sources.label_columns import Columns, LabelOptions, choose_columns, describe_columns
+from loopfeed.preprocess.sources.label_columns import (
+    SEPARATOR,
+    Columns,
+    LabelOptions,
+    choose_columns,
+    describe_columns,
+    describe_doubts,
+)
 from loopfeed.preprocess.sources.selection import SPLIT_FOLDERS, SPLIT_ORDER
 from loopfeed.preprocess.sources.table_file import OPEN_QUOTE, Cells, TableFile, open_table, repeated, shown
-
-SEPARATOR = "|"
-"""Separates the classes of an image in CSV."""
 
 NO_CLASS = -1
 """The class of a row that has none, which leaves its image out."""
 
 _NO_OPTIONS = LabelOptions()
-_DECIMAL = re.compile(r"[+-]?[0-9]*[.,][0-9]*[1-9][0-9]*")
 _BITS_AT_ONCE = 1 << 24
 # The largest float32 is below this; larger numbers would become infinite.
 _BEYOND_FLOAT32 = 3.4028235677973366e38
@@ -323,12 +325,8 @@ class _Rows:
             table.fail(None, f"all weights in column {shown(table.columns[columns.weight or 0])} are 0", "raise one")
         group_names, group_places = self._groups.in_order()
         notes = [describe_columns(table, columns)]
-        if columns.kind is None and (decimal := next(filter(_DECIMAL.fullmatch, names), None)) is not None:
-            column = shown(table.columns[columns.values[0]])
-            notes.append(
-                f"warning: {column} has numbers such as {decimal}, each of which is a class; to predict the numbers, "
-                "give the column another name"
-            )
+        if columns.kind is None:
+            notes += describe_doubts(shown(table.columns[columns.values[0]]), names)
         if self._num_repeated:
             notes.append(f"{shown(table.file.name)}: {quantity(self._num_repeated, 'repeated line')} left out")
         return LabelTable(
