@@ -56,8 +56,8 @@ def pack(
     decoding its images, the same labels, and the same bytes of 16 images. An iterable is read from its start.
 
     Args:
-        source: the path of a folder or tar archive in one of the layouts of `preprocess-imagenet --help`; or, of each
-            image and its label,
+        source: the path of a folder, archive or container in one of the layouts of `preprocess-imagenet --help`; or, of
+            each image and its label,
 
             - a pair of arrays, or of lists, `(images, labels)`: uint8 or uint16 `[N, H, W]`, `[N, H, W, C]` or, where
               that is not possible, `[N, C, H, W]`, of NumPy, PyTorch, JAX, or a file of HDF5 or Zarr,
