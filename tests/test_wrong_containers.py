@@ -1,5 +1,6 @@
 """Files that are not what their names or their containers say: each is one error of one line, with its remedy."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -302,3 +303,10 @@ def test_a_wrong_file_is_one_clear_error(tmp_path, case):
     with pytest.raises(SourceError, match=message) as caught:
         open_source(source)
     assert "\n" not in str(caught.value)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(SourceError, match=r'which pyarrow reads; install it with pip install "loopfeed\[parquet\]"$'):
+        open_source(folder(tmp_path / "set", {"train.parquet": b"PAR1"}))
