@@ -4,6 +4,7 @@ import itertools
 import re
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ import pytest
 
 from loopfeed import replay_run, train
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.data.weight_file import whole_weights_of
+from loopfeed.engine.data.weight_file import WeightFile, whole_weights_of
 from loopfeed.engine.feed.draws import Arcs, DrawnOrder, EpochImages
 from loopfeed.engine.feed.shard_batches import ShardBatches
+from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import fake_source, pack
 from tests.process_runs import records, run
@@ -182,6 +184,7 @@ def test_a_table_that_changed_is_refused_by_a_resume(data, tmp_path, monkeypatch
             "class,weight\ngoldfisch,2\n",
             "has a weight of 'goldfisch', which is not a class of DATA/train: did you mean",
         ),
+        ("class,weight\nn1,2\ntench,2\n", "has a weight of 'tench', which is not another class than 'n1': correct"),
         ("class,weight\nn1,0\nn2,0\nn3,0\n", "must leave images to draw, but all of"),
         (b"class,weight\nn\xff,0\n", "line 2: it is not UTF-8: save the file as UTF-8"),
     ],
@@ -215,6 +218,15 @@ def test_the_weights_of_a_pack_and_a_table_of_names_draw_images(data, tmp_path):
         train(config(tmp_path, sampling=str(tmp_path / "names.csv")), model=Linear())
     with pytest.raises(ValueError, match=r"sampling weights needs those of the pack, but .*/train has none: pack it"):
         train(config(data, sampling="weights"), model=Linear())
+
+
+def test_a_name_of_two_classes_is_no_name():
+    classes = [ImageClass("n1", "crane"), ImageClass("n2", "crane"), ImageClass("crane2", "n1")]
+    file = WeightFile("own.csv", "", "class", {"n1": Fraction(2), "crane2": Fraction(3)})
+    assert file.of_classes(classes, "sampling", "train") == [2, 1, 3]
+    file = WeightFile("own.csv", "", "class", {"crane": Fraction(2)})
+    with pytest.raises(ValueError, match="'crane', which is not the name of one class alone of train"):
+        file.of_classes(classes, "sampling", "train")
 
 
 def test_what_has_no_classes_or_no_windows_is_refused(data):

@@ -9,6 +9,7 @@ import hashlib
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -69,13 +70,17 @@ class WeightFile:
                 "{setting} must be a table class,weight, got {path}, which has names",
                 path=printable(self.path),
             )
-        index_of = {each.name: index for index, each in enumerate(classes)}
+        names = Counter(each.name for each in classes)
+        index_of = {each.name: index for index, each in enumerate(classes) if names[each.name] == 1}
         index_of |= {each.id: index for index, each in enumerate(classes)}
-        found = [Fraction(1)] * len(classes)
+        found, lines = [Fraction(1)] * len(classes), dict[int, str]()
         for name, weight in self.weights.items():
             if name not in index_of:
-                raise self.unknown(setting, name, f"a class of {where}", index_of)
-            found[index_of[name]] = weight
+                what = "the name of one class alone" if name in names else "a class"
+                raise self.unknown(setting, name, f"{what} of {where}", index_of)
+            if (index := index_of[name]) in lines:
+                raise self.unknown(setting, name, f"another class than {lines[index]!r}", {})
+            found[index], lines[index] = weight, name
         return found
 
     def of_images(self, names: Sequence[str], setting: str, where: str) -> NDArray[np.float64]:
