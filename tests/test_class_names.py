@@ -30,10 +30,10 @@ def test_an_identifier_with_blanks_is_never_divided(ids, text, names):
     [
         ("cat\ndog\n", None),
         ("cat Felis\ndog Canis\n", None),
-        ("dog\ncat\n", "labels are in the order of the class folders (0 cat, 1 dog), whatever the order of that file"),
+        ("dog\ncat\n", "labels are in the order of the identifiers (0 cat, 1 dog), whatever the order of that file"),
         ("dog Canis\ncat Felis\n", "has the classes in another order"),
-        ("cat\ndog\nsea cow\n", 'has 1 line without a class folder, such as "sea cow"'),
-        ("0: cat\n1: dog\n", 'names no class folder (its first line is "0: cat"), so it is not used'),
+        ("cat\ndog\nsea cow\n", 'has 1 line without a class, such as "sea cow"'),
+        ("0: cat\n1: dog\n", 'names no class (its first line is "0: cat"), so it is not used'),
     ],
 )
 def test_a_file_that_does_not_mean_what_its_order_suggests_is_named_in_one_line(text, note):

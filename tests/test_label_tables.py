@@ -98,9 +98,10 @@ def test_classes_that_are_whole_numbers_are_in_numerical_order(tmp_path):
         assert [each.id for each in source.splits["train"].classes] == ["2", "10"]
     with opened(tmp_path, TWO, table.replace("2\n", "02\n")) as source:
         assert [each.id for each in source.splits["train"].classes] == ["02", "10"]
-    (tmp_path / "photos" / "classes.txt").write_text("10 cat\n2 dog\n")
+    (tmp_path / "photos" / "classes.txt").write_text("2 dog\n10 cat\n")
     with opened(tmp_path, TWO, table) as source:
         assert [(each.id, each.name) for each in source.splits["train"].classes] == [("2", "dog"), ("10", "cat")]
+        assert len(source.notes) == 1
         assert source.unread is None
 
 

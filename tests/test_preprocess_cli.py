@@ -110,7 +110,7 @@ def test_a_folder_one_level_too_deep_is_one_class_and_causes_a_warning(tmp_path_
     assert result.exit_code == 0, result.output
     assert "train: 12 images of 1 class packed." in result.stdout
     assert (
-        "warning: all images of train belong to one class, images; SOURCE should be the folder that contains the class"
+        "warning: all images of train belong to one class, images; if SOURCE has class folders, give the folder that"
         in result.stderr
     )
     assert "warning" not in run(source, tmp_path_factory.mktemp("others"), "--size", 32).stderr

@@ -125,8 +125,8 @@ def summarise(name: str, result: PackResult, location: Location, *, can_overwrit
     )
     if manifest.num_classes == 1 and targets is None:
         click.echo(
-            f"warning: all images of {name} belong to one class, {printable(manifest.classes[0].id)}; SOURCE should be "
-            "the folder that contains the class folders",
+            f"warning: all images of {name} belong to one class, {printable(manifest.classes[0].id)}; if SOURCE "
+            "has class folders, give the folder that contains them",
             err=True,
         )
     how = "--overwrite" if can_overwrite else "into another DEST"

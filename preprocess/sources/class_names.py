@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from loopfeed.preprocess.printable import composed, printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import read_regular
-from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources.listing import SourceError, order_classes
 from loopfeed.preprocess.sources.selection import is_image_name
 from loopfeed.preprocess.suggestions import describe_forms
 from loopfeed.preprocess.system_errors import reading_remedy
@@ -110,7 +110,7 @@ def parse_name_file(content: bytes, where: str) -> NameFile:
     return NameFile(where, tuple(filter(None, map(str.strip, text.splitlines()))))
 
 
-def name_classes(files: Iterable[NameFile], ids: Collection[str]) -> ClassNames:
+def name_classes(files: Iterable[NameFile], ids: Collection[str], *, numeric: bool = False) -> ClassNames:
     """Return the names that files give to classes; the first name of a class counts.
 
     A line is an identifier alone, or an identifier, white space, and a name up to the first comma ("n01440764 tench,
@@ -121,6 +121,7 @@ def name_classes(files: Iterable[NameFile], ids: Collection[str]) -> ClassNames:
     Args:
         files: the files.
         ids: the identifiers of all classes.
+        numeric: whether whole numbers are in numerical order, as of `index_classes`.
     """
     # The same text in another form of Unicode is the same identifier.
     by_text = {composed(each): each for each in ids}
@@ -130,7 +131,7 @@ def name_classes(files: Iterable[NameFile], ids: Collection[str]) -> ClassNames:
         found, unmatched = _match(file, by_text)
         for each, name in found.items():
             names[each] = names.get(each) or name
-        notes += _describe(file, found, unmatched, ids)
+        notes += _describe(file, found, unmatched, order_classes(ids, numeric=numeric))
     return ClassNames({each: name for each, name in names.items() if name}, tuple(notes))
 
 
@@ -276,20 +277,18 @@ def _divide(line: str, by_text: Mapping[str, str], longest: int) -> tuple[str, s
     return None
 
 
-def _describe(file: NameFile, found: dict[str, str], unmatched: list[str] | None, ids: Collection[str]) -> list[str]:
+def _describe(file: NameFile, found: dict[str, str], unmatched: list[str] | None, in_order: list[str]) -> list[str]:
     where, notes = printable(file.where), []
     if not found and file.lines:
-        return [f'{where} names no class folder (its first line is "{printable(file.lines[0])}"), so it is not used']
+        return [f'{where} names no class (its first line is "{printable(file.lines[0])}"), so it is not used']
     if unmatched:
         count = quantity(len(unmatched), "line")
-        notes.append(f'{where} has {count} without a class folder, such as "{printable(unmatched[0])}"')
-    in_order = sorted(found, key=lambda each: each.encode("utf-8", "surrogateescape"))
-    if list(found) != in_order:
-        labels = sorted(ids, key=lambda each: each.encode("utf-8", "surrogateescape"))
-        shown = ", ".join(f"{label} {printable(each)}" for label, each in enumerate(labels[:2]))
+        notes.append(f'{where} has {count} without a class, such as "{printable(unmatched[0])}"')
+    if list(found) != [each for each in in_order if each in found]:
+        shown = ", ".join(f"{label} {printable(each)}" for label, each in enumerate(in_order[:2]))
         notes.append(
-            f"{where} has the classes in another order: labels are in the order of the class folders ({shown}"
-            f"{', …' * (len(labels) > 2)}), whatever the order of that file"
+            f"{where} has the classes in another order: labels are in the order of the identifiers ({shown}"
+            f"{', …' * (len(in_order) > 2)}), whatever the order of that file"
         )
     return notes
 

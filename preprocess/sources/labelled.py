@@ -83,7 +83,7 @@ def labelled_layout(root: Path, table: LabelTable) -> Layout:
     files = _list_folder(root, table) if root.is_dir() else _list_archive(root, table)
     row_of = match_rows(files.listing, table, root, files.folders)
     if table.kind is None:
-        named = name_classes(files.name_files, table.names)
+        named = name_classes(files.name_files, table.names, numeric=True)
         classes = index_classes(table.names, named.names, str(table.file), numeric=True)
         notes = (*table.notes, *named.notes, *describe_alike(table.names, printable(table.file.name)))
     else:

@@ -343,11 +343,17 @@ def index_classes(
     Raises:
         SourceError: there is no class, or there are more than labels can represent.
     """
-    ordered = sorted(ids, key=lambda each: each.encode("utf-8", "surrogateescape"))
+    ordered = order_classes(ids, numeric=numeric)
     if not 0 < len(ordered) <= MAX_CLASSES:
         raise SourceError(
             f"{printable(where)} has {len(ordered)} classes; use a source with 1 to {MAX_CLASSES} classes"
         )
+    return tuple(ImageClass(each, names.get(each) or each) for each in ordered)
+
+
+def order_classes(ids: Iterable[str], *, numeric: bool) -> list[str]:
+    """Return identifiers of classes in index order; `numeric` is as of `index_classes`."""
+    ordered = sorted(ids, key=lambda each: each.encode("utf-8", "surrogateescape"))
     if numeric and all(map(_WHOLE_NUMBER.fullmatch, ordered)):
         ordered.sort(key=int)
-    return tuple(ImageClass(each, names.get(each) or each) for each in ordered)
+    return ordered

@@ -70,7 +70,7 @@ def samples_layout(
     ids = {each for found in ids_of.values() for each in found}
     files = read_name_files(root if root.is_dir() else root.parent) if names is None else []
     names = names or _names_in_order(files, ids)
-    named = ClassNames({}, ()) if names is not None else name_classes(files, ids)
+    named = ClassNames({}, ()) if names is not None else name_classes(files, ids, numeric=True)
     # With names for all, each of these classes is known.
     united = unite_classes(ids_of if names is None else {"names": {*names, *ids}, **ids_of}, files, str(root))
     classes = index_classes(united.ids, dict(names or named.names), str(root), numeric=True)
