@@ -167,3 +167,10 @@ def test_hidden_splits_without_labels_are_left_out(tmp_path):
     hidden = table.set_column(1, "label", pa.array([-1] * len(table)))
     pq.write_table(hidden.replace_schema_metadata(table.schema.metadata), root / "data/test-00000-of-00001.parquet")
     assert described(root).endswith("and 2 more (not read: test, which has no labels)")
+
+
+def test_a_tar_of_class_folders_stays_one_whatever_lies_beside_its_images(tmp_path):
+    members = {"ant/1.jpg": b"1", "ant/1.JPG": b"2", "bee/2.jpg": b"3", "bee/2.json": b"{", "bee/2.txt": b"a bee"}
+    assert described(forms.write_tar(tmp_path / "set.tar", members)) == "a tar archive of class folders"
+    members = {"ant/1.jpg": b"1", "ant/1.json": b'{"width": 3}', "bee/2.jpg": b"2"}
+    assert described(forms.write_tar(tmp_path / "other.tar", members)) == "a tar archive of class folders"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.sources.archives import TarArchive, opened
+from loopfeed.preprocess.sources.archives import TarArchive, opened, visible_members
 from loopfeed.preprocess.sources.cifar import cifar_layout, is_cifar_name
 from loopfeed.preprocess.sources.contents import GZIP_MAGIC, FileContent, GzipContent, head_of
 from loopfeed.preprocess.sources.idx import idx_layout, is_idx_name
@@ -77,8 +77,8 @@ def _recognise_file(path: Path) -> Layout | None:
 
 def _is_npz(path: Path) -> bool:
     with opened(path) as archive:
-        first = next(archive.members(), None)
-    return first is not None and first.name.endswith(".npy")
+        names = [each.name for each in visible_members(archive)]
+    return bool(names) and all(name.endswith(".npy") for name in names)
 
 
 def _is_idx_in_gzip(path: Path) -> bool:

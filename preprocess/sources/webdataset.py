@@ -98,9 +98,16 @@ def is_webdataset(archive: Archive) -> bool:
             is_below = "/" in fields[images[0]].name
             if "cls" in others or not is_below:
                 return True
-            if "json" in others and _class_in_json(archive, fields["json"]) is not None:
+            if "json" in others and _has_class(archive, fields["json"]):
                 return True
     return False
+
+
+def _has_class(archive: Archive, member: Member) -> bool:
+    try:
+        return _class_in_json(archive, member) is not None
+    except SourceError:  # of a file beside an image in a class folder, which need not be JSON of any kind
+        return False
 
 
 def webdataset_layout(root: Path, paths: Sequence[Path]) -> Layout:
@@ -178,7 +185,7 @@ def _samples(
             yield key, fields
             fields = {}
         key = folder + slash + stem
-        if extension in fields:
+        if extension in fields and limit is None:
             raise SourceError(
                 f"{printable(archive.file.path)} has {printable(member.name)} twice; write the archive again without it"
             )
