@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.printable import composed, printable
 from loopfeed.preprocess.quantities import parse_float, quantity
 from loopfeed.preprocess.shards.classes import MAX_CLASSES
 from loopfeed.preprocess.shards.targets import TargetKind, TargetRows, pack_bits
@@ -32,6 +32,7 @@ from loopfeed.preprocess.sources.label_columns import (
 )
 from loopfeed.preprocess.sources.selection import SPLIT_FOLDERS, SPLIT_ORDER
 from loopfeed.preprocess.sources.table_file import OPEN_QUOTE, Cells, TableFile, open_table, repeated, shown
+from loopfeed.preprocess.suggestions import describe_forms
 
 NO_CLASS = -1
 """The class of a row that has none, which leaves its image out."""
@@ -123,6 +124,7 @@ class _Rows:
         self._groups, self._classes = _Names(), _Names()
         self._stops, self._numbers, self._num_numbers = array("q"), array("f"), len(columns.values)
         self._num_repeated = 0
+        self._composed: dict[str, str] = {}
         self._add_values: Callable[[int, Cells], None] = {
             None: self._add_class,
             "classes": self._add_classes,
@@ -199,6 +201,13 @@ class _Rows:
             )
         self._check_unicode(line, name)
 
+    def _check_class(self, line: int, name: str, column: str) -> None:
+        self._check_name(line, name, column)
+        other = self._composed.setdefault(composed(name), name)
+        if other != name:
+            fault = f"the class {shown(name)} is on an earlier line in another Unicode form"
+            self._table.fail(line, f"{fault} ({describe_forms(name, other)})", "write it in one form")
+
     def _check_unicode(self, line: int, name: str) -> None:
         if any("\ud800" <= character <= "\udfff" for character in name):
             self._table.fail(line, f"the class {shown(name)} is not valid Unicode", "rename it")
@@ -226,7 +235,7 @@ class _Rows:
                 self._table.fail(line, f"the class in column {column} is {name or 'empty'}", remedy)
             self._values.append(NO_CLASS)
             return
-        self._values.append(self._number_of_class(line, name, partial(self._check_name, column=column)))
+        self._values.append(self._number_of_class(line, name, partial(self._check_class, column=column)))
 
     def _add_classes(self, line: int, cells: Cells) -> None:
         value = cells[self._columns.values[0]]
