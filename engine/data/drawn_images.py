@@ -33,6 +33,8 @@ DRAWN_BY = {
 # Of sqrt, a class has this many bits behind the point, unless all roots are whole numbers.
 _ROOT_BITS = 16
 _KEPT_EPOCHS = 4
+# An index takes four bytes.
+_MOST_IMAGES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,11 @@ def choose_drawn(config: TrainConfig, indices: Indices | None, labels: SplitLabe
         held_out = fold_of(config.fold, labels)
         indices = np.setdiff1d(np.arange(num_images), held_out)
         messages += _describe_fold(config.fold, held_out, labels)
+    if num_images > _MOST_IMAGES and (indices is not None or config.sampling != NATURAL):
+        raise ValueError(
+            f"{where} must have at most {_MOST_IMAGES:,} images for a choice among them, got {num_images:,}: leave out "
+            "--sampling, --fold and indices"
+        )
     subsets = None if indices is None else Subsets(indices, num_images, where)
     sampler = None if config.sampling == NATURAL else Sampler(config.sampling, labels)
     if subsets is None and sampler is None:
@@ -122,16 +129,15 @@ def _check_order(config: TrainConfig, indices: Indices | None) -> None:
     """Raise SettingError if the windowed order, which has every image in some window, is given with another choice."""
     if config.order != "windowed":
         return
-    choices = {
-        f"{{sampling}} {config.sampling}": config.sampling != NATURAL,
-        f"{{fold}} {config.fold}": config.fold is not None,
-        "indices of your own": indices is not None,
-    }
-    if other := next((choice for choice, is_given in choices.items() if is_given), None):
+    given = {"sampling": config.sampling != NATURAL, "fold": config.fold is not None}
+    name = next((name for name, is_given in given.items() if is_given), None)
+    if name is not None or indices is not None:
         raise SettingError(
             "order",
             "{setting} windowed reads each image of the split once an epoch, so it must not be given with "
-            f"{other}: leave out one of the two",
+            + ("indices of your own" if name is None else f"{{{name}}} {{found}}")
+            + ": leave out one of the two",
+            found=None if name is None else getattr(config, name),
         )
 
 
