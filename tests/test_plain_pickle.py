@@ -103,6 +103,15 @@ ATTACKS = {
     "list as key": (b"}]K\x01s.", "a dict with a key of the type list"),
     "opcodes": (b"N0" * 5_001 + b"N.", "it has more than 10,000 opcodes"),
     "encode": (b"c_codecs\nencode\n(X\x01\0\0\0aX\x05\0\0\0rot13tR.", "it encodes text otherwise than as Latin-1"),
+    "encode again and again": (
+        b"c_codecs\nencode\nq\x00X\x88\x13\0\0"
+        + b"a" * 5_000
+        + b"X\x06\0\0\0latin1\x86q\x01("
+        + b"h\0h\x01R" * 3_300
+        + b"l.",
+        "it encodes more text than it contains",
+    ),
+    "type of nested tuples": (b"cnumpy\ndtype\n)" + b"2\x86" * 22 + b"\x85R.", "an array of no plain shape or type"),
     "state": (b"]}b.", "it builds an object (the state of one)"),
     "append": (b"}K\x01a.", "it builds an object (items of no list)"),
     "unfinished": (b"cnumpy.core.multiarray\n_reconstruct\n(K\x00tR.", "it contains an unfinished array"),
@@ -136,3 +145,12 @@ def test_a_list_that_contains_itself_and_nesting_beyond_any_recursion():
     found = load_plain(pickle.dumps(value))
     assert found[0] is found
     assert isinstance(load_plain(b"]" + b"\x85" * 100_000 + b"."), tuple)
+
+
+def test_many_arrays_and_a_large_memo_take_no_time_together():
+    empty = reconstructed(b"K\x00", b"U\x00")
+    array = empty[2:-1].replace(b"R(", b"R\x94(", 1)
+    content = b"\x80\x04N" + b"\x94" * 100_000 + b"0(" + array * 900 + b"l."
+    found = load_plain(content)
+    assert [each.values.shape for each in found] == [(0,)] * 900
+    assert load_plain(b"\x80\x04(" + array + b"h\x00l.")[1].values.shape == (0,)

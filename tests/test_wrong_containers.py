@@ -1,5 +1,6 @@
 """Files that are not what their names or their containers say: each is one error of one line, with its remedy."""
 
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -264,6 +265,18 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated CIFAR": (
         lambda p: changed(forms.write_cifar_binary(p), "test_batch.bin", lambda c: c[:-9]),
         r"test_batch\.bin is truncated: its 12283 bytes are no multiple of the 3073",
+    ),
+    "label of 71 bits": (
+        lambda p: changed(
+            forms.write_cifar_pickles(p),
+            "test_batch",
+            lambda c: pickle.dumps(pickle.loads(c) | {"labels": [2**70] * 4}, 2),
+        ),
+        "test_batch has a label of more than 64 bits",
+    ),
+    "key of many digits": (
+        lambda p: changed(forms.write_cifar_pickles(p), "test_batch", lambda _: pickle.dumps({1 << 80_000: 1}, 2)),
+        "test_batch has no data and labels",
     ),
     "page as CIFAR": (lambda p: changed(forms.write_cifar_pickles(p), "test_batch", lambda _: PAGE), "is an HTML page"),
     "truncated pickle": (

@@ -103,7 +103,11 @@ def _load_pickle(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(found, dict):
         raise SourceError(f"{printable(path)} is not one of CIFAR's pickles: it contains no dict; download it again")
-    return {key.decode("latin-1") if isinstance(key, bytes) else str(key): value for key, value in found.items()}
+    return {
+        key.decode("latin-1") if isinstance(key, bytes) else key: value
+        for key, value in found.items()
+        if isinstance(key, str | bytes)
+    }
 
 
 def _pickled_part(path: Path) -> _Part:
@@ -121,6 +125,8 @@ def _pickled_part(path: Path) -> _Part:
         raise SourceError(
             f"{printable(path)} has {len(labels)} labels for {len(data.values)} images; each image needs one number"
         )
+    if not all(-(2**63) <= each < 2**63 for each in labels):
+        raise SourceError(f"{printable(path)} has a label of more than 64 bits; download it again")
     return path.name, len(labels), labels, partial(_open_pickled, path, data.offset)
 
 

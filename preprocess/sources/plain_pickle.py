@@ -10,7 +10,7 @@ number of opcodes is limited, so that memory and time are limited by the size of
 import math
 import pickletools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,8 +78,11 @@ class _DType:
         return np.dtype(self.code).newbyteorder("=" if self.order == "|" else self.order)  # type: ignore[arg-type]
 
 
+@dataclass(eq=False)
 class _Building:
-    """An array whose shape, type and elements are still to come."""
+    """An array whose shape, type and elements are still to come, and its places in the memo."""
+
+    places: list[int] = field(default_factory=list)
 
 
 _Mark = object()
@@ -91,7 +94,7 @@ def load_plain(content: bytes) -> Any:
     Raises:
         UnsafePickleError: it contains anything but plain values, is damaged, or has more opcodes than allowed.
     """
-    machine = _Machine()
+    machine = _Machine(len(content))
     try:
         for count, (opcode, argument, position) in enumerate(pickletools.genops(content)):
             if count == MAX_OPCODES:
@@ -107,9 +110,10 @@ def load_plain(content: bytes) -> Any:
 
 
 class _Machine:
-    """The stack and the memo of a pickle."""
+    """The stack and the memo of a pickle of `num_bytes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int) -> None:
+        self._num_left_to_encode = num_bytes
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._num_arrays = 0
@@ -131,7 +135,7 @@ class _Machine:
             "APPENDS": lambda: self._append(self._above_mark()),
             "SETITEM": lambda: self._set_items([self._pop(), self._pop()][::-1]),
             "SETITEMS": lambda: self._set_items(self._above_mark()),
-            "MEMOIZE": lambda: self._memo.update({len(self._memo): self._stack[-1]}),
+            "MEMOIZE": lambda: self._keep(len(self._memo)),
             "STACK_GLOBAL": lambda: self._name(self._pop(), self._pop()),
             "REDUCE": lambda: self._reduce(self._pop(), self._pop()),
             "BUILD": lambda: self._set_state(self._pop()),
@@ -158,7 +162,7 @@ class _Machine:
         elif name == "STRING":
             self._stack.append(argument.encode("latin-1"))
         elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            self._memo[argument] = self._stack[-1]
+            self._keep(argument)
         elif name in ("GET", "BINGET", "LONG_BINGET"):
             self._stack.append(self._memo[argument])
         elif name == "GLOBAL":
@@ -166,6 +170,11 @@ class _Machine:
             self._name(attribute, module)
         elif name not in _IGNORED:
             raise UnsafePickleError(f"it builds an object (opcode {name})")
+
+    def _keep(self, place: int) -> None:
+        self._memo[place] = value = self._stack[-1]
+        if isinstance(value, _Building):
+            value.places.append(place)
 
     def _pop(self) -> Any:
         value = self._stack.pop()
@@ -220,10 +229,16 @@ class _Machine:
             text, encoding = arguments
             if encoding != "latin1" or type(text) is not str:
                 raise UnsafePickleError("it encodes text otherwise than as Latin-1")
+            # The same text again and again would take any amount of memory.
+            self._num_left_to_encode -= len(text)
+            if self._num_left_to_encode < 0:
+                raise UnsafePickleError("it encodes more text than it contains")
             self._stack.append(text.encode("latin-1"))
         elif called.name == "dtype":
-            code = arguments[0]
-            self._stack.append(_DType(code.decode("latin-1") if isinstance(code, bytes) else str(code)))
+            code = arguments[0].decode("latin-1") if isinstance(arguments[0], bytes) else arguments[0]
+            if type(code) is not str:  # the text of nested tuples doubles with each level
+                raise UnsafePickleError("it contains an array of no plain shape or type")
+            self._stack.append(_DType(code))
         elif called.name == "scalar":
             dtype, raw = arguments
             self._stack.append(_array((), dtype, raw, "C").values.item())
@@ -249,9 +264,10 @@ class _Machine:
                 raise UnsafePickleError(f"it contains more than {_MAX_ARRAYS:,} arrays")
             array = _array(shape, dtype, raw, "F" if is_fortran else "C")
             self._stack[-1] = array
-            for place, value in self._memo.items():
-                if value is built:
+            for place in built.places:
+                if self._memo[place] is built:
                     self._memo[place] = array
+            built.places.clear()
         else:
             raise UnsafePickleError("it builds an object (the state of one)")
 
