@@ -92,6 +92,9 @@ def test_a_run_is_trained_on_the_other_folds_and_evaluated_on_its_own(data, tmp_
     assert again.data == f"fold 2/3 of {data}/train, 8 images"
     assert [each.num_images for each in again.classes] == [5, 2, 1]
     assert again.predictions is not None
+    # What the weights were not trained on is what the run recorded, whatever the settings of the evaluation say.
+    other = evaluate(replace(run, fold="1/3"), model=Colours())
+    assert (other.data, other.record.loss) == (again.data, again.record.loss)
     write_predictions(tmp_path / "all.csv", again.predictions)
     rows = list(csv.DictReader((tmp_path / "all.csv").read_text().splitlines()))
     assert [int(row["index"]) for row in rows] == held_out

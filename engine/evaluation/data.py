@@ -48,6 +48,7 @@ class TrainedOn:
         num_classes: the number of classes, K, of the weights; None if unknown.
         classes: the classes of the weights by label; empty if they are not recorded.
         location: where the run that trained them found the data; None if unknown.
+        fold: the fold of the training split that they were not trained on; None if they were trained on all of it.
     """
 
     description: str
@@ -56,6 +57,7 @@ class TrainedOn:
     num_classes: int | None
     classes: tuple[ImageClass, ...] = ()
     location: str | None = None
+    fold: str | None = None
 
 
 def data_of_run(run: TrainedRun) -> TrainedOn:
@@ -67,6 +69,7 @@ def data_of_run(run: TrainedRun) -> TrainedOn:
         run.num_classes,
         classes_of(run.weights.metadata, os.fspath(run.path)),
         run.record.resolved.get(DATA_LOCATION),
+        run.record.config.fold,
     )
 
 
@@ -121,8 +124,8 @@ def open_evaluation_split(
     """
     data = _choose(config, trained_on, notify)
     stored = storage_options_of(config)
-    is_fold = config.fold is not None and config.eval_split is None
-    name = config.split if is_fold else choose_eval_split(config, data)
+    fold = trained_on.fold if config.eval_split is None else None
+    name = choose_eval_split(config, data) if fold is None else config.split
     if name is None and (splits := list_splits(data, storage_options=stored)):
         raise ValueError(
             f"{data} has none of the usual evaluation splits: choose a split with --split ({', '.join(splits)})"
@@ -132,10 +135,10 @@ def open_evaluation_split(
     where = f"{data}/{name}"
     check_loss_fits(config, split.manifest, where, has_user_loss=has_user_loss)
     is_known = _compare(config, data, trained_on, split.manifest, name, notify)
-    images = _images_of_fold(config, trained_on, split, where) if is_fold else None
-    description = f"{where}, {quantity(split.num_images, 'image')}"
-    if images is not None:
-        description = f"fold {config.fold} of {where}, {quantity(len(images), 'image')}"
+    images, description = None, f"{where}, {quantity(split.num_images, 'image')}"
+    if fold is not None:
+        images = _images_of_fold(fold, trained_on, split, where, config.infeed_timeout_s)
+        description = f"fold {fold} of {where}, {quantity(len(images), 'image')}"
     if trained_on.classes:
         label_of = _match_classes(split.manifest, where, trained_on.classes, notify)
         source = SequentialBatches(split, batch=config.batch, label_of=label_of, images=images)
@@ -152,19 +155,20 @@ def open_evaluation_split(
     return EvaluationData(source, description, split.manifest.classes)
 
 
-def _images_of_fold(config: TrainConfig, trained_on: TrainedOn, split: ShardSplit, where: str) -> NDArray[np.int64]:
+def _images_of_fold(
+    fold: str, trained_on: TrainedOn, split: ShardSplit, where: str, timeout_s: float
+) -> NDArray[np.int64]:
     """Return the images of the fold that a run did not train on, int64 [n].
 
     Raises:
         ValueError: the split is another one than the run's, of which the fold may have trained images.
     """
-    assert config.fold is not None
     if manifest_digest_of(split.manifest) != trained_on.manifest_digest:
         raise ValueError(
-            f"fold {config.fold} is a part of the split that the run was trained on, but {where} is another one: "
+            f"fold {fold} is a part of the split that the run was trained on, but {where} is another one: "
             "choose a split to evaluate (--split)"
         )
-    return fold_of(config.fold, SplitLabels(split, where, config.infeed_timeout_s))
+    return fold_of(fold, SplitLabels(split, where, timeout_s))
 
 
 def _match_classes(
