@@ -138,6 +138,15 @@ def test_the_weights_of_a_table_are_taken_as_they_are_and_kept(data, tmp_path):
         train(replace(run, steps=4, resume=True), model=Linear())
 
 
+@pytest.mark.parametrize(("weights", "largest"), [((1e39, 1, 1), "1e+39"), ((0, 0, 0), "0"), ((0, 1e-60, 0), "1e-60")])
+def test_weights_that_no_loss_can_have_are_refused(data, tmp_path, weights, largest):
+    rows = "".join(f"n{number},{weight}\n" for number, weight in enumerate(weights, 1))
+    (tmp_path / "weights.csv").write_text(f"class,weight\n{rows}")
+    rule = f"must have weights that are finite in float32 and not all 0, but the largest is {largest}: correct"
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        train(config(data, class_weights=str(tmp_path / "weights.csv")), model=Linear())
+
+
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory):
     """Packs with several classes, and with numbers, of each image."""

@@ -13,8 +13,9 @@ import pytest
 
 from loopfeed import replay_run, train
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.data.drawn_images import root_weights
 from loopfeed.engine.data.weight_file import WeightFile, whole_weights_of
-from loopfeed.engine.feed.draws import Arcs, DrawnOrder, EpochImages
+from loopfeed.engine.feed.draws import Arcs, DrawnOrder, EpochImages, most_weight
 from loopfeed.engine.feed.shard_batches import ShardBatches
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.reader import open_split
@@ -241,6 +242,33 @@ def test_a_misspelt_word_is_taken_for_a_file_and_answered_with_the_word(data):
         ValueError, match=r"balnced cannot be read .* natural, balanced, sqrt, weights: did you mean balanced\?"
     ):
         train(config(data, sampling="balnced"), model=Linear())
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -1])
+def test_weights_of_a_pack_that_are_none_are_refused(tmp_path, weight):
+    weights = np.ones(NUM_IMAGES, np.float32)
+    weights[3] = weight
+    pack(long_tail().changed(weights=weights), tmp_path)
+    with pytest.raises(ValueError, match=rf"the weight of image 3 \(n1/3.png\) must be at least 0 .*found {weight}"):
+        train(config(tmp_path, sampling="weights"), model=Linear())
+
+
+def test_names_are_read_piece_by_piece():
+    table = WeightFile("own.csv", "", "name", {"b.png": Fraction(2), "e.png": Fraction(0)})
+    pieces = [["a.png", "b.png"], ["c.png", "d.png"], ["e.png"]]
+    assert table.of_images(iter(pieces), "sampling", "train").tolist() == [1, 2, 1, 1, 0]
+    with pytest.raises(ValueError, match=r"'e.png', which is not the name of an image of train: correct"):
+        table.of_images(iter(pieces[:2]), "sampling", "train")
+
+
+def test_roots_of_many_classes_stay_within_the_exact_numbers():
+    """10,000 classes of 100 million images: their roots with 16 bits behind the point would be too large together."""
+    counts = np.full(10_000, 10_000)
+    counts[0] = 39_999
+    most = most_weight(100_000_000)
+    weights = root_weights(counts, most)
+    assert weights.sum() <= most
+    np.testing.assert_allclose(weights / weights[-1], np.sqrt(counts / 10_000), rtol=1e-6)
 
 
 def test_weights_count_as_their_decimals():

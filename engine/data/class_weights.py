@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from loopfeed.engine.config import BALANCED, CLASS_WEIGHTS, NO_CLASS_WEIGHTS, TrainConfig
 from loopfeed.engine.data.drawn_images import CLASS_WEIGHTS_DIGEST, DrawnImages, SplitLabels
 from loopfeed.engine.data.weight_file import read_weight_file
-from loopfeed.engine.settings import SettingError
+from loopfeed.engine.settings import LARGEST_FLOAT32, SettingError
 from loopfeed.preprocess.printable import printable
 
 _LEAST, _MOST = 0.01, 100.0
+_LEAST_FLOAT32 = 2.0**-126
 _AT_ONCE = 1 << 16
 
 
@@ -57,6 +58,7 @@ def choose_class_weights(
     else:
         file = read_weight_file(config.class_weights, "class_weights", CLASS_WEIGHTS)
         values = np.array(file.of_classes(classes, "class_weights", labels.where), np.float64)
+        _check_range(values, config.class_weights)
         digests = {CLASS_WEIGHTS_DIGEST: file.digest}
     low, high = int(values.argmin()), int(values.argmax())
     ends = (f"{values[each]:.3g} ({printable(classes[each].name)})" for each in (low, high))
@@ -64,6 +66,18 @@ def choose_class_weights(
     padded = np.ones(num_classes, np.float32)
     padded[: len(values)] = values
     return ClassWeights(padded, digests, message)
+
+
+def _check_range(values: NDArray[np.float64], path: str) -> None:
+    """Raise SettingError unless weights are finite in float32, and not all 0."""
+    if not _LEAST_FLOAT32 <= values.max() <= LARGEST_FLOAT32:
+        raise SettingError(
+            "class_weights",
+            "{setting}: {path} must have weights that are finite in float32 and not all 0, but the largest is "
+            "{found:g}: correct the table",
+            path=printable(path),
+            found=values.max(),
+        )
 
 
 def _balanced(labels: SplitLabels, shares: NDArray[np.float64]) -> NDArray[np.float64]:

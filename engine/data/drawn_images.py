@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.engine.config import BALANCED, NATURAL, OFF, SAMPLINGS, WEIGHTS, TrainConfig, parse_fold
+from loopfeed.engine.config import NATURAL, OFF, SAMPLINGS, SQRT, WEIGHTS, TrainConfig, parse_fold
 from loopfeed.engine.data.folds import folds_of
 from loopfeed.engine.data.weight_file import read_weight_file, whole_weights, whole_weights_of
 from loopfeed.engine.feed.draws import Arcs, DrawnOrder, EpochImages, ImageOrder, most_weight
@@ -33,6 +33,7 @@ DRAWN_BY = {
 # Of sqrt, a class has this many bits behind the point, unless all roots are whole numbers.
 _ROOT_BITS = 16
 _KEPT_EPOCHS = 4
+_NAMES_AT_ONCE = 1 << 16
 # An index takes four bytes.
 _MOST_IMAGES = 2**31 - 1
 
@@ -229,7 +230,9 @@ class Sampler:
         assert classes is not None
         counts = np.bincount(classes, minlength=self._labels.split.num_classes)
         if self._file is None:
-            weights = (counts > 0).astype(np.int64) if self._sampling == BALANCED else _roots(counts)
+            weights = (counts > 0).astype(np.int64)
+            if self._sampling == SQRT:
+                weights = root_weights(counts, most_weight(len(classes)))
             return Arcs.of_classes(classes, weights)
         of_classes = self._weights_of_classes
         _check_any(any(weight and count for weight, count in zip(of_classes, counts, strict=True)), self._sampling)
@@ -253,7 +256,7 @@ class Sampler:
                     where=where,
                 )
             return weights
-        if (names := split.names(np.arange(split.num_images))) is None:
+        if not split.manifest.has_names:
             raise SettingError(
                 "sampling",
                 "{setting}: {file} has weights by name, but the images of {where} have no names, because an earlier "
@@ -261,7 +264,9 @@ class Sampler:
                 file=self._sampling,
                 where=where,
             )
-        return self._file.of_images(names, "sampling", where)
+        starts = range(0, split.num_images, _NAMES_AT_ONCE)
+        pieces = (np.arange(start, min(start + _NAMES_AT_ONCE, split.num_images)) for start in starts)
+        return self._file.of_images((split.names(piece) or () for piece in pieces), "sampling", where)
 
     def _check_has_classes(self) -> None:
         targets = self._labels.split.manifest.targets
@@ -298,14 +303,18 @@ class Sampler:
         return tuple(found)
 
 
-def _roots(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return whole numbers, int64 [K], in proportion to the square roots of counts; exact if all roots are rational."""
+def root_weights(counts: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Return whole numbers, int64 [K], in proportion to the square roots of counts; exact if all roots are rational.
+
+    They are at most `most` together.
+    """
     numbers = counts.tolist()
     common = math.gcd(*numbers)
     squares = [each // common for each in numbers]
     is_exact = all(math.isqrt(each) ** 2 == each for each in squares)
     shift = 0 if is_exact else 2 * _ROOT_BITS
-    return np.array([math.isqrt(each << shift) for each in squares], np.int64)
+    roots = [Fraction(math.isqrt(each << shift)) for each in squares]
+    return np.array(whole_weights(roots, [1] * len(roots), most), np.int64)
 
 
 def _check_any(has_any: bool, found: str) -> None:

@@ -10,7 +10,7 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -83,18 +83,23 @@ class WeightFile:
             found[index], lines[index] = weight, name
         return found
 
-    def of_images(self, names: Sequence[str], setting: str, where: str) -> NDArray[np.float64]:
+    def of_images(self, names: Iterable[Sequence[str]], setting: str, where: str) -> NDArray[np.float64]:
         """Return the weight of each image, float64 [N], by its name; raise SettingError for a name that there is not.
 
         Args:
-            names: the names of the images.
+            names: the names of the images, piece by piece, so that they need not all be in memory.
             setting: the setting that gives the file.
             where: the name of the split.
         """
-        if missing := self.weights.keys() - set(names):
-            name = next(name for name in self.weights if name in missing)
-            raise self.unknown(setting, name, f"the name of an image of {where}", names)
-        return np.array([self.weights.get(name, 1) for name in names], np.float64)
+        unseen, found = set(self.weights), list[NDArray[np.float64]]()
+        piece: Sequence[str] = ()
+        for piece in names:
+            found.append(np.array([self.weights.get(name, 1) for name in piece], np.float64))
+            unseen.difference_update(piece)
+        if unseen:
+            name = next(name for name in self.weights if name in unseen)
+            raise self.unknown(setting, name, f"the name of an image of {where}", piece if len(found) == 1 else ())
+        return np.concatenate(found)
 
     def unknown(self, setting: str, name: str, what: str, known: Sequence[str] | Mapping[str, int]) -> SettingError:
         """Return the error that a line of the file names what there is not."""

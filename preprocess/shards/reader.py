@@ -43,6 +43,7 @@ from loopfeed.preprocess.shards.shard_sizes import check_plausible, describe_tru
 from loopfeed.preprocess.shards.split_arrays import (
     SplitLabels,
     SplitNames,
+    are_weights,
     check_buffer,
     check_indices,
     describe_image,
@@ -314,9 +315,17 @@ class ShardSplit:
         """Return how often each image is to be drawn, float32 ``[N]``, ≥ 0; None if the pack does not say.
 
         Raises:
-            ShardError: as `read_into`, for weights.
+            ShardError: as `read_into`, for weights, or one is negative or not finite.
         """
-        return self._column(WEIGHTS, timeout_s)
+        weights = self._column(WEIGHTS, timeout_s)
+        if weights is not None and (are_invalid := ~are_weights(weights)).any():
+            index = int(are_invalid.argmax())
+            image = describe_image(without_maps(self.location), self.manifest, index)
+            raise ShardError(
+                f"{self._name()}: the weight of {image} must be at least 0 and finite, found {weights[index]}; "
+                f"{self._remedy()}"
+            )
+        return weights
 
     def groups(self, *, timeout_s: float = STORE_TIMEOUT_S) -> NDArray[np.uint32] | None:
         """Return the number of each image's group, uint32 ``[N]``; None if the pack has no groups.

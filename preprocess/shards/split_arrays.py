@@ -241,6 +241,11 @@ def open_numbers(location: Location, manifest: Manifest, name: str) -> ImageNumb
     return ImageNumbers(location, manifest, name) if name in manifest.number_arrays else None
 
 
+def are_weights(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Return which numbers can say how often an image is drawn."""
+    return (numbers >= 0) & np.isfinite(numbers)
+
+
 class SplitNames:
     """The names of the images of the split at ``location``, readable from any number of threads, not mapped.
 

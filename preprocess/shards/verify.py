@@ -38,7 +38,7 @@ from loopfeed.preprocess.shards.damages import Damage, with_names
 from loopfeed.preprocess.shards.location import MAX_VALUE_BYTES, Location, ShardError, open_location
 from loopfeed.preprocess.shards.manifest import FAILURES_KEY, MANIFEST_KEY, Manifest
 from loopfeed.preprocess.shards.shard_sizes import describe_truncated, describe_wrong_end, describe_wrong_size
-from loopfeed.preprocess.shards.split_arrays import number_metadata, open_pixels
+from loopfeed.preprocess.shards.split_arrays import are_weights, number_metadata, open_pixels
 from loopfeed.preprocess.shards.split_files import JOURNAL
 from loopfeed.preprocess.shards.splits import read_manifest
 from loopfeed.preprocess.shards.targets import has_excess_bits
@@ -244,7 +244,7 @@ def _invalid_numbers(manifest: Manifest, name: str, numbers: NDArray[Any]) -> tu
     if name == NAME_OFFSETS:
         what, are_invalid = "offsets beyond the bytes of the names", numbers > manifest.name_bytes
     elif name == WEIGHTS:
-        what, are_invalid = "weights that are negative or not finite", ~((numbers >= 0) & np.isfinite(numbers))
+        what, are_invalid = "weights that are negative or not finite", ~are_weights(numbers)
     elif name == GROUPS:
         what, are_invalid = f"groups outside 0..{manifest.num_groups - 1}", numbers >= manifest.num_groups
     elif name == EXTENTS:
