@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _EPILOG = """\b
 Examples:
   preprocess-imagenet ~/imagenet data/shards
-  preprocess-imagenet cifar10 data/cifar --size 32
+  preprocess-imagenet cifar-10-batches-bin data/cifar --size 32
   preprocess-imagenet photos data/photos --labels photos.csv --holdout 0.1
   preprocess-imagenet --demo data/demo
 
