@@ -174,3 +174,25 @@ def test_a_tar_of_class_folders_stays_one_whatever_lies_beside_its_images(tmp_pa
     assert described(forms.write_tar(tmp_path / "set.tar", members)) == "a tar archive of class folders"
     members = {"ant/1.jpg": b"1", "ant/1.json": b'{"width": 3}', "bee/2.jpg": b"2"}
     assert described(forms.write_tar(tmp_path / "other.tar", members)) == "a tar archive of class folders"
+
+
+@pytest.mark.parametrize("form", ["npz", "CIFAR-10 binary", "CIFAR-10 pickles"])
+def test_other_pixels_with_the_same_labels_are_another_source(tmp_path, form):
+    def digest(root):
+        with open_source(root) as source:
+            return source.splits["train"].digest()
+
+    write = FORMS[form][0] if "pickles" not in form else lambda root: forms.write_cifar_pickles(root, protocol=4)
+    before = digest(source := write(tmp_path / "source.npz"))
+    if source.is_file():
+        with np.load(source) as arrays:
+            np.savez(
+                source,
+                **dict(arrays) | {"train_images": arrays["train_images"] ^ (np.arange(8) == 5)[:, None, None, None]},
+            )
+    else:
+        file = next(each for each in source.iterdir() if each.name.startswith("data_batch"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2 + 9] ^= 1
+        file.write_bytes(content)
+    assert digest(source) != before

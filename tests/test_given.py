@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import loopfeed
-from loopfeed.preprocess.sources import given_items
+from loopfeed.preprocess.sources import spool
 
 SIDE, NUM = 8, 24
 CLASSES = ["ox", "cat", "dog"]
@@ -435,9 +435,12 @@ def test_one_thread_at_a_time_calls_a_data_set(monkeypatch: pytest.MonkeyPatch, 
 def test_an_endless_generator_ends_with_the_room_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     free = iter([2**40, 2**40, 100])
     usage = type("Usage", (), {"free": property(lambda _: next(free))})
-    monkeypatch.setattr(given_items, "_LEFT_FREE_BYTES", 10_000)
+    monkeypatch.setattr(spool, "_LEFT_FREE_BYTES", 10_000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage())
-    with pytest.raises(ValueError, match=r"after \d+ images of 0\.0 GiB, .* has only 0 MiB free; make room.*islice"):
+    with pytest.raises(
+        ValueError,
+        match=r"in a temporary file in .*, which lacks room: after 0\.0 GiB, .*; make.*islice",
+    ):
         pack(iter(lambda: (PIXELS[0], 1), None), tmp_path / "data")
     assert [each.name for each in tmp_path.rglob("*") if each.is_file()] == []
 

@@ -2,10 +2,10 @@
 
 import gzip
 import io
-import os
 import tarfile
 import unicodedata
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -147,28 +147,20 @@ def test_a_pack_is_refused_as_a_source(tmp_path, finished):
             open_source(path)
 
 
-def test_a_failure_closes_opened_files(tmp_path, monkeypatch):
+def open_files() -> list[str]:
+    return sorted(each.name for each in Path("/proc/self/fd").iterdir())
+
+
+def test_a_failure_closes_opened_files(tmp_path):
     with tarfile.open(tmp_path / "set.tar", "w") as tar:
         for name in ("train/a/1.jpg", "val/a/1.jpg", "val/b/1.jpg"):
             tar.addfile(tarfile.TarInfo(name))
-    opened, closed = [], []
-    real_open, real_close = os.open, os.close
-
-    def note_open(*args):
-        opened.append(real_open(*args))
-        return opened[-1]
-
-    def note_close(descriptor):
-        closed.append(descriptor)
-        real_close(descriptor)
-
-    monkeypatch.setattr(os, "open", note_open)
-    monkeypatch.setattr(os, "close", note_close)
+    before = open_files()
     with pytest.raises(SourceError, match="val has 1 class that train lacks: b"):
         open_source(tmp_path / "set.tar")
-    monkeypatch.undo()
-    assert len(opened) >= 2  # to list it, and for train
-    assert sorted(closed) == sorted(opened)
+    with open_source(tmp_path / "set.tar", splits=("train",)):
+        assert len(open_files()) > len(before)
+    assert open_files() == before
 
 
 def test_files_that_are_no_archive(tmp_path):

@@ -111,10 +111,14 @@ REFUSED = {
     "link": (zip_bytes({"a/1.png": b"/etc/passwd"}, change=symlink), "a/1.png is a symbolic link, not a regular file"),
     "bzip2": (zip_bytes({"a/1.png": b"1"}, zipfile.ZIP_BZIP2), "compressed with bzip2, which is not read; write the"),
     "lzma": (zip_bytes({"a/1.png": b"1"}, zipfile.ZIP_LZMA), "compressed with LZMA, which is not read"),
-    "volume": (changed(GOOD, b"PK\x05\x06", 4, b"\x01\0"), "is one of several volumes of a zip archive; join them"),
-    "moved": (b"PK\x03\x04" + GOOD, "its directory of .* bytes at byte .* does not end at byte"),
-    "entry": (changed(GOOD, ENTRY, 0, b"XXXX"), "the entry at byte .* of its directory is not valid"),
-    "count": (changed(GOOD, b"PK\x05\x06", 10, b"\x05\0"), "its directory has 2 members instead of 5"),
+    "volume": (changed(GOOD, ENTRY, 34, b"\x01\0"), "is one of several volumes of a zip archive; join them"),
+    "moved": (
+        changed(GOOD, b"PK\x05\x06", 16, b"\xff\xff\xff\0"),
+        "is damaged: its directory does not fit its members; down",
+    ),
+    "inserted": (GOOD[:9] + b"x" * 50 + GOOD[9:], "is damaged: its directory does not fit its members; download"),
+    "entry": (changed(GOOD, ENTRY, 0, b"XXXX"), "is damaged: Bad magic number for central directory; download"),
+    "not UTF-8": (zip_bytes({"é/1.png": b"1"}).replace("é".encode(), b"\xe9\xe9"), "is damaged: .*utf-8.*; download"),
     "stored": (changed(zip_bytes({"a/1.png": b"1"}, 0), ENTRY, 24, b"\x09"), "is stored in 1 bytes but declares 9"),
     "empty": (zip_bytes({}), "is an empty archive; give one with images"),
     "no classes": (zip_bytes({"readme.txt": b"1"}), r"contains no class folders \(its first file is readme.txt\)"),
@@ -134,13 +138,16 @@ def test_archives_that_are_refused(tmp_path, case):
 
 
 MEMBERS = {
-    "bomb": (changed(zip_bytes({"a/1.png": bytes(2**24)}), ENTRY, 24, struct.pack("<L", 9)), "more than the 9 bytes"),
-    "short": (changed(GOOD, ENTRY, 24, b"\x65"), "unpacks to 100 instead of the 101 bytes"),
-    "crc": (changed(GOOD, ENTRY, 16, b"\0\0"), "its CRC-32 differs from the one in the zip archive"),
-    "data": (changed(GOOD, LOCAL, 37, b"\xff\xff"), "its compressed data in the zip archive are damaged"),
-    "local": (changed(GOOD, LOCAL, 30, b"c"), "it has no member at byte 0, where its directory says so"),
-    "beyond": (changed(GOOD, ENTRY, 20, b"\0\1"), "the member at byte 0 goes beyond its end"),
-    "crc of stored": (changed(zip_bytes({"a/1.png": b"1"}, 0), LOCAL, 37, b"2"), "its CRC-32 differs"),
+    "bomb": (
+        changed(zip_bytes({"a/1.png": bytes(2**24)}), ENTRY, 24, struct.pack("<L", 9)),
+        "damaged in the zip archive: Bad CRC-32",
+    ),
+    "short": (changed(GOOD, ENTRY, 24, b"\x65"), "unpacks to 100 instead of the 101 bytes that"),
+    "crc": (changed(GOOD, ENTRY, 16, b"\0\0"), "damaged in the zip archive: Bad CRC-32"),
+    "data": (changed(GOOD, LOCAL, 37, b"\xff\xff"), "damaged in the zip archive: Error -3 while decompressing"),
+    "local": (changed(GOOD, LOCAL, 30, b"c"), "File name in directory 'a/1.png' and header b'c/1.png' differ"),
+    "beyond": (changed(GOOD, ENTRY, 42, b"\xf0"), "damaged in the zip archive: Truncated file header"),
+    "crc of stored": (changed(zip_bytes({"a/1.png": b"1"}, 0), LOCAL, 37, b"2"), "Bad CRC-32"),
 }
 
 

@@ -5,8 +5,9 @@ Opening a tar archive reads its headers, and opening a zip archive its directory
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from loopfeed.preprocess.printable import printable
@@ -45,9 +46,10 @@ def archive_layout(path: Path, class_from: ClassFrom = "top") -> Layout:
             return layout
         ignored: Counter[str] = Counter()
         tree = _read_tree(path, archive, ignored, class_from)
+    open_once = cache(partial(open_archive, path))  # all splits have one directory of a zip archive in memory
     united = unite_classes(tree.splits, tree.name_files, str(path))
     openers = {
-        split: partial(_read_folders, path, split, tree, united, class_from, classes)
+        split: partial(_read_folders, path, open_once, split, tree, united, class_from, classes)
         for split, classes in tree.splits.items()
     }
     unread = f" (not read: {tree.unread})" if tree.unread else ""
@@ -159,7 +161,13 @@ def _wrapping_depth(everything: Listing) -> int:
 
 
 def _read_folders(
-    path: Path, split: str, tree: _Tree, united: UnitedClasses, class_from: ClassFrom, members_of: dict[str, Listing]
+    path: Path,
+    open_once: Callable[[], Archive],
+    split: str,
+    tree: _Tree,
+    united: UnitedClasses,
+    class_from: ClassFrom,
+    members_of: dict[str, Listing],
 ) -> FoundSplit:
     united.check(split)
     named = name_classes(tree.name_files, united.ids)
@@ -171,4 +179,4 @@ def _read_folders(
             member = found.member(entry)
             listing.add(found.name(entry).removesuffix(member), member, label, found.size(entry), found.offset(entry))
     notes = (*united.notes, *named.notes, *tree.notes.get(split, ()))
-    return FoundSplit(split, classes, listing, open_archive(path), notes=notes)
+    return FoundSplit(split, classes, listing, open_once(), notes=notes)

@@ -3,21 +3,36 @@
 Owns which files are such archives. Must not know: what their members mean.
 """
 
+import stat
+import struct
+import threading
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from itertools import compress, tee
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from loopfeed.preprocess.file_kinds import UNPACK, kind_of
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.sources.listing import ByteStore, SourceError
-from loopfeed.preprocess.sources.source_file import SourceFile, open_source_file
+from loopfeed.preprocess.sources.source_file import SourceFile, StoredImages, open_source_file
 from loopfeed.preprocess.sources.tarindex import BLOCK, Member, is_tar, members
-from loopfeed.preprocess.sources.zipindex import BEGINNINGS, read_zip_member, zip_members
 from loopfeed.preprocess.system_entries import visible
+from loopfeed.preprocess.system_errors import reading_remedy
+
+ZIP_BEGINNINGS = _MEMBER, _NO_MEMBER = b"PK\x03\x04", b"PK\x05\x06"
+"""How a zip archive begins: with a member, or with the end of an empty archive."""
+
+_DAMAGES = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, NotImplementedError, RuntimeError)
+_WITHOUT_DIRECTORY = "File is not a zip file"
+_NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30
+_IS_UTF8, _ENCRYPTED = 1 << 11, 1 << 0 | 1 << 6 | 1 << 13
+_METHODS = {9: "Deflate64", 12: "bzip2", 14: "LZMA", 93: "Zstandard", 95: "XZ", 99: "AES encryption"}
+_WINDOWS, _UNIX = (0, 10, 11, 14), (3, 19)  # FAT, NTFS, MVS's neighbour of them, VFAT; Unix, macOS
+_AGAIN, _REPACK = "download the archive again", "write the archive again"
 
 
 class Archive(ByteStore, Protocol):
@@ -35,51 +50,95 @@ class Archive(ByteStore, Protocol):
         """Yield its files; raise SourceError if it is damaged or unsafe."""
 
 
-@dataclass(frozen=True)
-class TarArchive:
+class TarArchive(StoredImages):
     """An open tar archive, whose members are read by their offsets."""
 
-    file: SourceFile
-    kind: str = "tar archive"
+    kind = "tar archive"
 
     def members(self) -> Iterator[Member]:
         """Yield its files; raise SourceError if it is damaged or unsafe."""
         return members(self.file)
 
-    def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - the offset is sufficient
-        """Return the `size` bytes at `offset`.
 
-        Raises:
-            OSError: the archive cannot be read, or was written to after it was opened.
-        """
-        self.file.check_unchanged()
-        return self.file.read(offset, size)
-
-    def close(self) -> None:
-        """Close the archive."""
-        self.file.close()
-
-
-@dataclass(frozen=True)
 class ZipArchive:
-    """An open zip archive, whose members are read by the offsets of their entries in its directory."""
+    """An open zip archive. The offset of a member is its number in the directory at the end of the archive.
 
-    file: SourceFile
-    kind: str = "zip archive"
+    A member that does not unpack to the size and the CRC-32 that the archive declares is refused.
+    """
+
+    kind = "zip archive"
+
+    def __init__(self, file: SourceFile) -> None:
+        self.file, self._where, self._lock = file, printable(file.path), threading.Lock()
+        try:
+            self._zip = zipfile.ZipFile(open(file.descriptor, "rb", closefd=False))  # noqa: SIM115 - `file` is closed
+            self._entries = self._zip.infolist()
+        except OSError as error:
+            raise _unreadable(self._where, error) from error
+        except _DAMAGES as error:
+            if str(error) == _WITHOUT_DIRECTORY:
+                raise SourceError(
+                    f"{self._where} is truncated: it ends without the directory that ends a zip archive; {_AGAIN}"
+                ) from error
+            raise SourceError(f"{self._where} is damaged: {error}; {_AGAIN}") from error
 
     def members(self) -> Iterator[Member]:
-        """Yield its files; raise SourceError if it is damaged, unsafe or encrypted."""
-        return zip_members(self.file)
+        """Yield its files; raise SourceError if it is damaged, unsafe, encrypted or compressed by another method."""
+        # `ZipFile` takes bytes before an archive for a program that unpacks it, and those that are missing likewise.
+        first = min((entry.header_offset for entry in self._entries), default=0)
+        if first < 0 or self.file.head(first + 4)[first:] not in (_MEMBER, _NO_MEMBER):
+            raise SourceError(f"{self._where} is damaged: its directory does not fit its members; {_AGAIN}")
+        for number, entry in enumerate(self._entries):
+            name = _name_of(entry)
+            if not name.endswith("/"):
+                _refuse_entry(name, entry, self._where)
+                plain = "/".join(part for part in name.split("/") if part not in ("", "."))
+                yield Member(plain, number, entry.file_size)
 
-    def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - the offset is sufficient
-        """Return the content of the member whose entry is at `offset`, and which unpacks to `size` bytes.
+    def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - its number is sufficient
+        """Return the content of member `offset`, of `size` bytes.
 
         Raises:
             OSError: the archive cannot be read, or was written to after it was opened.
             SourceError: the member is damaged.
         """
         self.file.check_unchanged()
-        return read_zip_member(self.file, offset, size)
+        with self.stream(offset) as stream:
+            content = stream.read(size + 1)
+        if len(content) != size:
+            raise SourceError(f"it unpacks to {len(content)} instead of the {size} bytes that the archive declares")
+        return content
+
+    @contextmanager
+    def stream(self, offset: int) -> Iterator[IO[bytes]]:
+        """Open member `offset` for reading from its first byte; its CRC-32 is checked at its end.
+
+        Raises:
+            OSError: the archive cannot be read.
+            SourceError: the member is damaged.
+        """
+        try:
+            with self._lock:  # `ZipFile` counts its open members
+                stream = self._zip.open(self._entries[offset])
+            try:
+                yield stream
+            finally:
+                with self._lock:
+                    stream.close()
+        except _DAMAGES as error:
+            raise SourceError(f"it is damaged in the zip archive: {str(error) or 'truncated'}; {_AGAIN}") from error
+
+    def stored_at(self, offset: int) -> int | None:
+        """Return where in the file the bytes of member `offset` are; None if they are compressed."""
+        entry = self._entries[offset]
+        if entry.compress_type != zipfile.ZIP_STORED:
+            return None
+        with self.stream(offset):  # checks that the member is there
+            lengths = self.file.read(entry.header_offset + _NAME_LENGTH_AT, 4)
+        start = entry.header_offset + _LOCAL_HEADER_BYTES + sum(struct.unpack("<2H", lengths))
+        if start + entry.file_size > self.file.num_bytes:
+            raise SourceError(f"it goes beyond the end of the zip archive; {_AGAIN}")
+        return start
 
     def close(self) -> None:
         """Close the archive."""
@@ -97,7 +156,7 @@ def open_archive(path: Path) -> Archive:
         head = file.head(BLOCK)
         if is_tar(head):
             return TarArchive(file)
-        if head.startswith(BEGINNINGS):
+        if head.startswith(ZIP_BEGINNINGS):
             return ZipArchive(file)
         raise _no_archive(path, head)
     except BaseException:
@@ -153,3 +212,53 @@ def _no_archive(path: Path, head: bytes) -> SourceError:
         )
     remedy = kind.remedy if kind.is_lost else given
     return SourceError(f"{printable(path)} is {kind.name}, neither a folder nor a tar or zip archive; {remedy}")
+
+
+def _name_of(entry: zipfile.ZipInfo) -> str:
+    """Return the name of a member, with slashes.
+
+    Programs that do not set the flag for UTF-8 may write it nevertheless; anything else is code page 437. On Windows,
+    some programs write backslashes.
+    """
+    name = entry.orig_filename
+    if entry.filename != name and "\0" not in name:
+        name = entry.filename  # of an extra field for Unicode
+    elif not entry.flag_bits & _IS_UTF8:
+        with suppress(UnicodeDecodeError):
+            name = name.encode("cp437").decode("utf-8")
+    return name.replace("\\", "/") if entry.create_system in _WINDOWS else name
+
+
+def _refuse_entry(name: str, entry: zipfile.ZipInfo, where: str) -> None:
+    shown = printable(name)
+    if entry.volume:
+        raise SourceError(f"{where} is one of several volumes of a zip archive; join them, such as with zip -s 0")
+    if "\0" in name:
+        raise SourceError(f"{where} is refused: its member {shown} has a NUL character in its name; {_REPACK}")
+    if name.startswith("/") or ".." in name.replace("\\", "/").split("/") or name[1:3] in (":/", ":\\"):
+        raise SourceError(
+            f"{where} is refused: its member {shown} has a path that leads out of the archive; "
+            f"{_REPACK} with relative paths"
+        )
+    mode = entry.external_attr >> 16
+    if entry.create_system in _UNIX and stat.S_IFMT(mode) not in (0, stat.S_IFREG):
+        what = "a symbolic link" if stat.S_ISLNK(mode) else "a special file"
+        raise SourceError(f"{where} is refused: its member {shown} is {what}, not a regular file; {_REPACK} without it")
+    if entry.flag_bits & _ENCRYPTED:
+        raise SourceError(f"{where} is encrypted (its member {shown}); unpack it with its password and give the folder")
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        method = _METHODS.get(entry.compress_type, f"method {entry.compress_type}")
+        raise SourceError(
+            f"{where} has the member {shown} compressed with {method}, which is not read; {_REPACK} with Deflate, or "
+            "unpack it and give the folder"
+        )
+    if entry.compress_type == zipfile.ZIP_STORED and entry.compress_size != entry.file_size:
+        raise SourceError(
+            f"{where} is damaged: its member {shown} is stored in {entry.compress_size} bytes but declares "
+            f"{entry.file_size}; {_AGAIN}"
+        )
+
+
+def _unreadable(where: str, error: OSError) -> SourceError:
+    remedy = reading_remedy(error, "download it again")
+    return SourceError(f"{where} cannot be read: {error.strerror or error}; {remedy}")

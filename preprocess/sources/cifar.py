@@ -5,7 +5,7 @@ Format: https://www.cs.toronto.edu/~kriz/cifar.html.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.sources.contents import FileContent, TemporaryBytes, load
+from loopfeed.preprocess.sources.array_store import FileArray
+from loopfeed.preprocess.sources.contents import file_content, load
 from loopfeed.preprocess.sources.listing import Layout, SourceError
-from loopfeed.preprocess.sources.plain_pickle import PickledArray, UnsafePickleError, load_plain
-from loopfeed.preprocess.sources.samples import ArraySamples, Records, class_numbers, samples_layout
+from loopfeed.preprocess.sources.plain_pickle import UnsafePickleError, load_plain
+from loopfeed.preprocess.sources.samples import ArraySamples, class_numbers, samples_layout
 from loopfeed.preprocess.sources.source_file import not_as_named
 
 _SHAPE, _IMAGE_BYTES = (3, 32, 32), 3 * 32 * 32
@@ -26,7 +27,7 @@ _NAMES = ("batches.meta.txt", "fine_label_names.txt", "batches.meta", "meta")
 _MAX_NAMES_BYTES, _MAX_BATCH_BYTES = 2**20, 2**30
 _PICKLE_MAGIC = b"\x80"
 
-type _Part = tuple[str, int, list[int], partial[Records]]  # place, number of images, labels, opener
+type _Part = tuple[str, int, list[int], Callable[[], FileArray | np.ndarray]]  # place, number, labels, opener
 
 
 def is_cifar_name(name: str) -> bool:
@@ -67,11 +68,11 @@ def _samples(parts: list[_Part], names: list[str] | None) -> ArraySamples:
     places = [(place, count) for place, count, _, _ in parts]
     where = " and ".join(dict.fromkeys(place for place, _ in places))
     ids, labels = class_numbers(values, where, sum(count for _, count in places), None if names is None else len(names))
-    return ArraySamples(places, _IMAGE_BYTES, ids, labels, [part[3] for part in parts])
+    return ArraySamples(places, _IMAGE_BYTES, ids, labels, [part[3] for part in parts], is_channels_first=True)
 
 
 def _binary_part(path: Path, num_labels: int) -> _Part:
-    content = load(FileContent(path), _MAX_BATCH_BYTES)
+    content = load(file_content(path), _MAX_BATCH_BYTES)
     stride = num_labels + _IMAGE_BYTES
     if not content or len(content) % stride:
         head = content[:512]
@@ -85,13 +86,13 @@ def _binary_part(path: Path, num_labels: int) -> _Part:
     return path.name, len(labels), labels, partial(_open_binary, path, stride, num_labels, len(content))
 
 
-def _open_binary(path: Path, stride: int, num_labels: int, num_bytes: int) -> Records:
-    file, start = FileContent(path).open(num_bytes)
-    return Records(file, start + num_labels, stride, _SHAPE, np.dtype(np.uint8), is_planar=True)
+def _open_binary(path: Path, stride: int, num_labels: int, num_bytes: int) -> FileArray:
+    file, start = file_content(path).open(num_bytes)
+    return FileArray(file, start + num_labels, stride, (num_bytes // stride, *_SHAPE), np.dtype(np.uint8))
 
 
 def _load_pickle(path: Path) -> dict[str, Any]:
-    content = load(FileContent(path), _MAX_BATCH_BYTES)
+    content = load(file_content(path), _MAX_BATCH_BYTES)
     if not content.startswith((_PICKLE_MAGIC, b"(")):
         raise not_as_named(path, content[:512], "a pickle of CIFAR's Python version")
     try:
@@ -113,32 +114,19 @@ def _load_pickle(path: Path) -> dict[str, Any]:
 def _pickled_part(path: Path) -> _Part:
     found = _load_pickle(path)
     data, labels = found.get("data"), found.get("fine_labels", found.get("labels"))
-    if isinstance(labels, PickledArray):
-        labels = labels.values.reshape(-1).tolist()
-    if not isinstance(data, PickledArray) or not isinstance(labels, list):
+    if isinstance(labels, np.ndarray):
+        labels = labels.reshape(-1).tolist()
+    if not isinstance(data, np.ndarray) or not isinstance(labels, list):
         raise SourceError(f"{printable(path)} has no data and labels; download CIFAR's Python version again")
-    if data.values.dtype != np.uint8 or data.values.shape[1:] not in ((_IMAGE_BYTES,), _SHAPE):
+    if data.dtype != np.uint8 or data.shape[1:] not in ((_IMAGE_BYTES,), _SHAPE):
+        raise SourceError(f"{printable(path)} has data of {data.dtype} {list(data.shape)}; expected uint8 [N, 3072]")
+    if len(labels) != len(data) or not all(type(each) is int for each in labels):
         raise SourceError(
-            f"{printable(path)} has data of {data.values.dtype} {list(data.values.shape)}; expected uint8 [N, 3072]"
-        )
-    if len(labels) != len(data.values) or not all(type(each) is int for each in labels):
-        raise SourceError(
-            f"{printable(path)} has {len(labels)} labels for {len(data.values)} images; each image needs one number"
+            f"{printable(path)} has {len(labels)} labels for {len(data)} images; each image needs one number"
         )
     if not all(-(2**63) <= each < 2**63 for each in labels):
         raise SourceError(f"{printable(path)} has a label of more than 64 bits; download it again")
-    return path.name, len(labels), labels, partial(_open_pickled, path, data.offset)
-
-
-def _open_pickled(path: Path, offset: int | None) -> Records:
-    """Open the images of a pickle, which are in one piece unless Python 3 wrote it with a protocol below 3."""
-    if offset is None:
-        data = _load_pickle(path)["data"].values
-        raw = memoryview(np.ascontiguousarray(data)).cast("B")
-        file, start = TemporaryBytes.filled(str(path), [bytes(raw)], len(raw)), 0
-    else:
-        file, start = FileContent(path).open(path.stat().st_size)[0], offset
-    return Records(file, start, _IMAGE_BYTES, _SHAPE, np.dtype(np.uint8), is_planar=True)
+    return path.name, len(labels), labels, partial(data.reshape, len(data), *_SHAPE)
 
 
 def _class_names(folder: Path) -> list[str] | None:
@@ -147,7 +135,7 @@ def _class_names(folder: Path) -> list[str] | None:
     if path is None:
         return None
     if path.suffix == ".txt":
-        text = load(FileContent(path), _MAX_NAMES_BYTES).decode("utf-8", "replace")
+        text = load(file_content(path), _MAX_NAMES_BYTES).decode("utf-8", "replace")
         return [line.strip() for line in text.splitlines() if line.strip()]
     found = _load_pickle(path)
     names = found.get("fine_label_names", found.get("label_names"))

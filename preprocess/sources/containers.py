@@ -9,9 +9,9 @@ from pathlib import Path
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.sources.archives import TarArchive, opened, visible_members
+from loopfeed.preprocess.sources.archives import ZIP_BEGINNINGS, TarArchive, opened, visible_members
 from loopfeed.preprocess.sources.cifar import cifar_layout, is_cifar_name
-from loopfeed.preprocess.sources.contents import GZIP_MAGIC, FileContent, GzipContent, head_of
+from loopfeed.preprocess.sources.contents import GZIP_MAGIC, file_content, gzip_content, head_of
 from loopfeed.preprocess.sources.idx import idx_layout, is_idx_name
 from loopfeed.preprocess.sources.listing import Layout, SourceError
 from loopfeed.preprocess.sources.numpy_files import MAGIC as NPY_MAGIC
@@ -21,7 +21,6 @@ from loopfeed.preprocess.sources.parquet import parquet_layout
 from loopfeed.preprocess.sources.selection import is_image_name, split_of
 from loopfeed.preprocess.sources.tarindex import BLOCK, is_tar
 from loopfeed.preprocess.sources.webdataset import is_webdataset, webdataset_layout
-from loopfeed.preprocess.sources.zipindex import BEGINNINGS
 from loopfeed.preprocess.system_entries import is_hidden
 
 _MAX_DEPTH = 3
@@ -54,14 +53,14 @@ def recognise_container(root: Path) -> Layout | None:
 
 
 def _recognise_file(path: Path) -> Layout | None:
-    head = head_of(FileContent(path), BLOCK)
+    head = head_of(file_content(path), BLOCK)
     if is_tar(head):
         with opened(path) as archive:
             is_wanted = is_webdataset(archive)
         return webdataset_layout(path, [path]) if is_wanted else None
     if head.startswith(PARQUET_MAGIC):
         return parquet_layout(path, [path])
-    if head.startswith(BEGINNINGS) and _is_npz(path):
+    if head.startswith(ZIP_BEGINNINGS) and _is_npz(path, head):
         return numpy_layout(path, [path])
     if path.suffix.lower() == ".npz":
         return numpy_layout(path, [path])
@@ -75,15 +74,17 @@ def _recognise_file(path: Path) -> Layout | None:
     return None
 
 
-def _is_npz(path: Path) -> bool:
+def _is_npz(path: Path, head: bytes) -> bool:
+    # The name of the first member is in the first bytes: the directory of many images takes seconds.
+    if not head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b".npy"):
+        return False
     with opened(path) as archive:
-        names = [each.name for each in visible_members(archive)]
-    return bool(names) and all(name.endswith(".npy") for name in names)
+        return all(each.name.endswith(".npy") for each in visible_members(archive))
 
 
 def _is_idx_in_gzip(path: Path) -> bool:
     try:
-        return head_of(GzipContent(path), 4).startswith(_IDX_HEADS)
+        return head_of(gzip_content(path), 4).startswith(_IDX_HEADS)
     except SourceError:
         return False
 

@@ -1,159 +1,143 @@
 """Opens bytes that are stored in a container: a whole file, a gzip file, or a member of a zip archive.
 
-What is compressed is unpacked into a temporary file without a name, which needs room on its disk but no memory, and
-disappears with the process. Owns these files. Must not know: what the bytes mean.
+Must not know: what the bytes mean.
 """
 
+import gzip
 import os
-import shutil
-import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import IO, cast
 
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources.archives import ZipArchive, opened
+from loopfeed.preprocess.sources.listing import ChangedSourceError, SourceError
 from loopfeed.preprocess.sources.source_file import SourceFile, open_source_file
-from loopfeed.preprocess.sources.zipindex import member_pieces, stored_range
-from loopfeed.preprocess.system_errors import is_out_of_room, reading_remedy
+from loopfeed.preprocess.sources.spool import PIECE_BYTES, Spool
+from loopfeed.preprocess.sources.tarindex import Member
+from loopfeed.preprocess.system_errors import reading_remedy
 
-PIECE_BYTES = 1 << 20
 GZIP_MAGIC = b"\x1f\x8b"
-_GIB = 2**30
 
 
-class Content(Protocol):
-    """Some bytes in a container."""
+@dataclass(frozen=True)
+class Content:
+    """Some bytes in a container.
 
-    @property
-    def where(self) -> str:
-        """Its place, for messages: "mnist.npz!x_train"."""
+    Attributes:
+        where: their place, for messages: "mnist.npz!x_train".
+        stream: opens them for reading from the first to the last.
+        find: returns an open file that has them as they are, the offset of the first, and how many they are; None if
+            they are compressed.
+    """
 
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes from the first to the last; raise SourceError if they cannot be read or are damaged."""
+    where: str
+    stream: Callable[[], AbstractContextManager[IO[bytes]]]
+    find: Callable[[], tuple[SourceFile, int, int] | None]
+
+    def pieces(self, num_bytes: int = PIECE_BYTES) -> Generator[bytes]:
+        """Yield the bytes from the first to the last, in pieces of `num_bytes`.
+
+        Raises:
+            SourceError: they cannot be read, or are damaged.
+        """
+        shown = printable(self.where)
+        try:
+            with self.stream() as stream:
+                while piece := stream.read(num_bytes):
+                    yield piece
+        except EOFError as error:
+            raise SourceError(f"{shown} is a truncated gzip file; download it again") from error
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise SourceError(f"{shown} is a damaged gzip file: {error}; download it again") from error
+        except OSError as error:
+            remedy = reading_remedy(error, "download it again")
+            raise SourceError(f"{shown} cannot be read: {error.strerror or error}; {remedy}") from error
 
     def open(self, num_bytes: int) -> tuple[SourceFile, int]:
         """Return an open file in which the bytes can be read at any offset, and the offset of the first.
 
         Args:
-            num_bytes: how many there are; more are refused.
+            num_bytes: how many there are.
+
+        Raises:
+            SourceError: there are more or fewer, or there is no room to unpack them.
         """
-
-
-@dataclass(frozen=True)
-class FileContent:
-    """The bytes of a file."""
-
-    path: Path
-
-    @property
-    def where(self) -> str:
-        """The path of the file."""
-        return str(self.path)
-
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes of the file."""
-        file = open_source_file(self.path)
-        try:
-            for start in range(0, file.num_bytes, PIECE_BYTES):
-                yield _read(file, start, min(PIECE_BYTES, file.num_bytes - start))
-        finally:
-            file.close()
-
-    def open(self, num_bytes: int) -> tuple[SourceFile, int]:
-        """Open the file, and check its length."""
-        file = open_source_file(self.path)
-        if file.num_bytes != num_bytes:
-            file.close()
-            raise wrong_length(self.where, file.num_bytes, num_bytes)
-        return file, 0
-
-
-@dataclass(frozen=True)
-class GzipContent:
-    """The bytes that a gzip file unpacks to."""
-
-    path: Path
-
-    @property
-    def where(self) -> str:
-        """The path of the file."""
-        return str(self.path)
-
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes that the file unpacks to; it may be several gzip streams, one after another."""
-        unpacker, packed, is_first = zlib.decompressobj(wbits=31), b"", True
-        pieces = FileContent(self.path).pieces()
-        try:
-            for packed in pieces:
-                while packed:
-                    if unpacker.eof:
-                        unpacker = zlib.decompressobj(wbits=31)
-                    yield unpacker.decompress(packed, PIECE_BYTES)
-                    packed = unpacker.unconsumed_tail or unpacker.unused_data
-                    is_first = False
-                    if unpacker.eof and not packed.strip(b"\0"):
-                        break
-        except zlib.error as error:
-            raise SourceError(f"{printable(self.path)} is a damaged gzip file: {error}; download it again") from error
-        if is_first or not unpacker.eof:
-            raise SourceError(f"{printable(self.path)} is a truncated gzip file; download it again")
-
-    def open(self, num_bytes: int) -> tuple[SourceFile, int]:
-        """Unpack the file."""
-        return unpacked(self, num_bytes), 0
-
-
-@dataclass(frozen=True)
-class MemberContent:
-    """The bytes of a member of a zip archive, whose entry in the directory is at `offset`."""
-
-    path: Path
-    name: str
-    offset: int
-    size: int
-
-    @property
-    def where(self) -> str:
-        """The path of the archive and the name of the member."""
-        return f"{self.path}!{self.name}"
-
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes of the member, and check their number and CRC-32."""
-        file = open_source_file(self.path)
-        try:
-            yield from member_pieces(file, self.offset, self.size, printable(self.where))
-        finally:
-            file.close()
-
-    def open(self, num_bytes: int) -> tuple[SourceFile, int]:
-        """Open the archive or, if the member is compressed, unpack it."""
-        if self.size != num_bytes:
-            raise wrong_length(self.where, self.size, num_bytes)
-        file = open_source_file(self.path)
-        try:
-            start, _, is_compressed = stored_range(file, self.offset)
-        except BaseException:
-            file.close()
-            raise
-        if not is_compressed:
+        if (found := self.find()) is not None:
+            file, start, length = found
+            if length != num_bytes:
+                file.close()
+                raise wrong_length(self.where, length, num_bytes)
             return file, start
-        file.close()
-        return unpacked(self, num_bytes), 0
+        spool = Spool(f"{printable(self.where)} is compressed, and is unpacked into", num_bytes=num_bytes)
+        with spool:
+            for piece in self.pieces():
+                spool.write(piece)
+                if spool.num_bytes > num_bytes:
+                    break
+            if spool.num_bytes != num_bytes:
+                raise wrong_length(self.where, spool.num_bytes, num_bytes)
+            return spool.finished(), 0
+
+
+def file_content(path: Path) -> Content:
+    """Return the bytes of a file."""
+
+    def find() -> tuple[SourceFile, int, int]:
+        file = open_source_file(path)
+        return file, 0, file.num_bytes
+
+    return Content(str(path), partial(_stream_of, path), find)
+
+
+def gzip_content(path: Path) -> Content:
+    """Return the bytes that a gzip file unpacks to; it may be several gzip streams, one after another."""
+
+    @contextmanager
+    def stream() -> Iterator[IO[bytes]]:
+        with _stream_of(path) as packed, gzip.GzipFile(fileobj=packed) as unpacked:
+            yield cast("IO[bytes]", unpacked)
+
+    return Content(str(path), stream, lambda: None)
+
+
+def member_content(path: Path, member: Member) -> Content:
+    """Return the bytes of a member of a zip archive."""
+    where = f"{path}!{member.name}"
+
+    @contextmanager
+    def archive() -> Iterator[ZipArchive]:
+        with opened(path) as found:
+            if not isinstance(found, ZipArchive):
+                raise ChangedSourceError(f"{printable(path)} has changed since it was listed")
+            try:
+                yield found
+            except SourceError as error:
+                raise SourceError(f"{printable(where)}: {error}") from error
+
+    @contextmanager
+    def stream() -> Iterator[IO[bytes]]:
+        with archive() as found, found.stream(member.offset) as content:
+            yield content
+
+    def find() -> tuple[SourceFile, int, int] | None:
+        with archive() as found:
+            start = found.stored_at(member.offset)
+        return None if start is None else (open_source_file(path), start, member.size)
+
+    return Content(where, stream, find)
 
 
 def head_of(content: Content, size: int) -> bytes:
     """Return the first `size` bytes, or all if there are fewer."""
-    head = b""
-    pieces = content.pieces()
-    for piece in pieces:
-        head += piece
-        if len(head) >= size:
-            break
-    pieces.close()  # type: ignore[attr-defined]
-    return head[:size]
+    pieces = content.pieces(size)
+    head = next(pieces, b"")
+    pieces.close()
+    return head
 
 
 def load(content: Content, max_bytes: int) -> bytes:
@@ -173,86 +157,6 @@ def load(content: Content, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def unpacked(content: Content, num_bytes: int) -> SourceFile:
-    """Return a temporary file without a name with all bytes of a content.
-
-    Raises:
-        SourceError: the content has another number of bytes, or there is no room for it.
-    """
-    return TemporaryBytes.filled(content.where, content.pieces(), num_bytes)
-
-
-class TemporaryBytes:
-    """A temporary file without a name that is being written, for what is in `where`.
-
-    Args:
-        where: what is unpacked, for messages.
-        num_bytes: how many bytes will be written, at least about.
-
-    Raises:
-        SourceError: there is no room for so many.
-    """
-
-    def __init__(self, where: str, num_bytes: int) -> None:
-        self._where, self._folder = printable(where), tempfile.gettempdir()
-        self.num_bytes = 0
-        free = shutil.disk_usage(self._folder).free
-        if num_bytes > free:
-            raise self._no_room(f"{num_bytes / _GIB:.1f} GiB are needed, {free / _GIB:.1f} GiB are free")
-        self._file = tempfile.TemporaryFile(dir=self._folder, buffering=PIECE_BYTES)  # noqa: SIM115 - closed by `close`
-
-    @classmethod
-    def filled(cls, where: str, pieces: Iterable[bytes], num_bytes: int) -> SourceFile:
-        """Return a file with exactly `num_bytes` bytes from `pieces`."""
-        file = cls(where, num_bytes)
-        try:
-            for piece in pieces:
-                file.write(piece)
-                if file.num_bytes > num_bytes:
-                    break
-            if file.num_bytes != num_bytes:
-                raise wrong_length(where, file.num_bytes, num_bytes)
-            return file.finished()
-        finally:
-            file.close()
-
-    def write(self, content: bytes | memoryview) -> None:
-        """Append bytes."""
-        try:
-            self._file.write(content)
-        except OSError as error:
-            raise self._failed(error) from error
-        self.num_bytes += len(content)
-
-    def finished(self) -> SourceFile:
-        """Return the file for reading."""
-        try:
-            self._file.flush()
-        except OSError as error:
-            raise self._failed(error) from error
-        descriptor = os.dup(self._file.fileno())
-        status = os.fstat(descriptor)
-        return SourceFile(descriptor, Path(self._folder, "(a temporary file)"), status.st_size, status.st_mtime_ns)
-
-    def close(self) -> None:
-        """Close the file for writing; what `finished` returned stays open."""
-        try:
-            self._file.close()
-        except OSError:  # of what was not flushed; an error is already on its way
-            return
-
-    def _failed(self, error: OSError) -> SourceError:
-        if is_out_of_room(error):
-            return self._no_room("it is full")
-        return SourceError(f"{self._where} cannot be unpacked in {printable(self._folder)}: {error.strerror}")
-
-    def _no_room(self, found: str) -> SourceError:
-        return SourceError(
-            f"{self._where} is compressed, and is unpacked into a temporary file in {printable(self._folder)}, which "
-            f"lacks room: {found}; set TMPDIR to a folder with more"
-        )
-
-
 def wrong_length(where: str, found: int, expected: int) -> SourceError:
     """Return the error for bytes of another number than their header says."""
     how = "truncated" if found < expected else "damaged"
@@ -260,11 +164,5 @@ def wrong_length(where: str, found: int, expected: int) -> SourceError:
     return SourceError(f"{printable(where)} is {how}: it has {compared} bytes; download it again")
 
 
-def _read(file: SourceFile, start: int, size: int) -> bytes:
-    try:
-        return file.read(start, size)
-    except OSError as error:
-        raise SourceError(
-            f"{printable(file.path)} cannot be read at byte {start}: {error.strerror or error}; "
-            f"{reading_remedy(error, 'download it again')}"
-        ) from error
+def _stream_of(path: Path) -> IO[bytes]:
+    return os.fdopen(open_source_file(path).descriptor, "rb")

@@ -18,9 +18,9 @@ import numpy as np
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.sources.array_store import ArrayStore
 from loopfeed.preprocess.sources.given_classes import ONE_LABEL, first_faulty, item_name, number_classes
 from loopfeed.preprocess.sources.given_items import (
-    ArrayStore,
     FileStore,
     ItemStore,
     SpoolStore,
@@ -225,7 +225,7 @@ def _read_array(images: Any, labels: list[Any], split: str) -> _Images:
     pixels = np.asarray(images) if hasattr(images, "__dlpack__") else images
     shape = tuple(pixels.shape)
     is_first = has_channels_first(shape[1:])
-    store, num_bytes = ArrayStore(pixels, is_first), 0
+    store, num_bytes = ArrayStore([pixels], is_channels_first=is_first), 0
     if shape[0]:
         try:
             num_bytes = len(store.read("", 0, 0))
@@ -276,25 +276,19 @@ def _read_all(source: Any, split: str, spool_folder: Path | None, notify: Callab
         return _read_files([path for path, _ in pairs], [label for _, label in pairs], split)
     _check_first(image, item_name(0, split))
     notify(f"reading the images of {split} into a temporary file, because they can be read only in their order")
-    store, labels = SpoolStore(spool_folder), []
-    try:
+    labels: list[Any] = []
+
+    def encoded() -> Iterator[bytes | str]:
         for number, (image, label) in enumerate(items):
             labels.append(label)
-            _spool(store, image, item_name(number, split))
-    except BaseException:
-        store.close()
-        raise
+            where = item_name(number, split)
+            try:
+                yield encode_item(call_user(partial(detached, image), where), where)
+            except (OSError, ValueError) as error:
+                yield str(error)
+
+    store = SpoolStore.filled(encoded(), spool_folder)
     return _Images(store, labels, store.offsets, store.sizes)
-
-
-def _spool(store: SpoolStore, image: Any, where: str) -> None:
-    """Keep an image, or why there is none."""
-    try:
-        encoded = encode_item(call_user(lambda: detached(image), where), where)
-    except (OSError, ValueError) as error:
-        store.append_fault(str(error))
-    else:
-        store.append(encoded)
 
 
 def _iterate(source: Any, split: str) -> Iterator[tuple[Any, Any]]:

@@ -4,35 +4,33 @@ An *item* is an image and its label. Only one thread at a time calls the data se
 often not thread-safe; decoding and resizing run in parallel.
 """
 
-import hashlib
 import io
 import os
-import shutil
-import tempfile
 import threading
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.regular_file import read_at, read_regular
+from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.array_images import encode_array
+from loopfeed.preprocess.sources.array_store import KEY_BYTES, image_key
 from loopfeed.preprocess.sources.listing import MAX_FILE_BYTES, MAX_IMAGES, SourceError
+from loopfeed.preprocess.sources.source_file import SourceFile
+from loopfeed.preprocess.sources.spool import Spool
 from loopfeed.preprocess.sources.tree import FolderStore
 
 _CHANNELS = (1, 3, 4)
 _ORIENTATION, _UPRIGHT = 0x0112, 1
-_KEY_BYTES = 16
 _IMAGE_KEYS, _LABEL_KEYS = ("image", "img"), ("label", "labels")
-_LEFT_FREE_BYTES = 256 * 2**20
 
 
 class ItemError(Exception):
@@ -164,35 +162,6 @@ def _encode_picture(image: Image.Image) -> bytes:
     return encode_array(np.asarray(image))
 
 
-def item_key(encoded: bytes) -> bytes:
-    """Return what identifies an image by its bytes, of which 16 are enough to tell images of a source apart."""
-    return hashlib.blake2b(encoded, digest_size=_KEY_BYTES).digest()
-
-
-class ArrayStore:
-    """Images in one array `[N, H, W]` or `[N, H, W, C]`, or `[N, C, H, W]` with `is_channels_first`."""
-
-    def __init__(self, images: Any, is_channels_first: bool) -> None:
-        # What is no array in memory, such as one of HDF5, is read image by image, and its library may have one cursor.
-        self._images, self._is_channels_first, self._lock = images, is_channels_first, threading.Lock()
-
-    def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - an image is found by its number
-        """Return image `offset` as a file."""
-        if isinstance(self._images, np.ndarray):
-            pixels: NDArray[Any] = self._images[offset]
-        else:
-            with self._lock:
-                pixels = np.asarray(self._images[offset])
-        return encode_array(pixels.transpose(1, 2, 0) if self._is_channels_first else pixels)
-
-    def identity(self, offset: int) -> bytes:
-        """Return what identifies the pixels of image `offset`."""
-        return item_key(self.read("", offset, 0))
-
-    def close(self) -> None:
-        """Do nothing: the array is the user's."""
-
-
 class FileStore:
     """Images in files, by their paths below a folder."""
 
@@ -236,7 +205,7 @@ class ItemStore:
         if offset not in self._sampled:
             return b""
         try:
-            return item_key(self.read("", offset, 0))
+            return image_key(self.read("", offset, 0))
         except (OSError, ValueError):
             return b"faulty"
 
@@ -244,62 +213,56 @@ class ItemStore:
         """Do nothing: the data set is the user's."""
 
 
+@dataclass
 class SpoolStore:
-    """Images that can be taken only one after another, kept in a temporary file without a name until they are packed.
+    """Images that could be taken only one after another, in a temporary file.
 
-    Args:
-        folder: a folder on the file system for the file; None is that of temporary files.
+    Attributes:
+        file: the file.
+        offsets, sizes: the place and the length of each image.
+        keys: what identifies each, `KEY_BYTES` each.
+        faults: why images cannot be read, by their offsets.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - `close` closes it
-        self._folder = Path(tempfile.gettempdir()) if folder is None else folder
-        self._num_bytes = self._checked_bytes = 0
-        self.offsets, self.sizes, self._keys = array("q"), array("q"), bytearray()
-        self._faults: dict[int, str] = {}
+    file: SourceFile
+    offsets: "array[int]"
+    sizes: "array[int]"
+    keys: bytearray
+    faults: dict[int, str]
 
-    def append(self, encoded: bytes) -> None:
-        """Append an image.
+    @classmethod
+    def filled(cls, images: Iterable[bytes | str], folder: Path | None) -> Self:
+        """Keep images, or why they cannot be read, in a temporary file in `folder`; None is that of temporary files.
 
         Raises:
-            SourceError: the disk has no room for it, or there are more images than allowed.
+            SourceError: the disk has no room for them, or there are more images than allowed.
         """
-        if self._num_bytes >= self._checked_bytes:
-            free = shutil.disk_usage(self._folder).free
-            if free < _LEFT_FREE_BYTES or len(self.sizes) >= MAX_IMAGES:
-                raise SourceError(
-                    f"after {quantity(len(self.sizes), 'image')} of {self._num_bytes / 2**30:.1f} GiB, "
-                    f"{printable(self._folder)} has only {free / 2**20:.0f} MiB free; make room, choose a DEST "
-                    "on another disk, or end the images (itertools.islice): all of them are kept until they are packed"
-                )
-            self._checked_bytes += _LEFT_FREE_BYTES // 2
-        self._add(len(encoded), item_key(encoded))
-        view = memoryview(encoded)
-        while view:
-            view = view[self._file.write(view) :]
-        self._num_bytes += len(encoded)
-
-    def append_fault(self, reason: str) -> None:
-        """Append an image that cannot be read, for a reason that `read` will give."""
-        self._faults[self._num_bytes] = reason
-        self.append(b"\0")
+        offsets, sizes, keys, faults = array("q"), array("q"), bytearray(), dict[int, str]()
+        what = "the images can be read only in their order, and all are kept until they are packed, in"
+        with Spool(what, folder, remedy="choose a DEST on another disk, or end them (itertools.islice)") as spool:
+            for each in images:
+                if len(sizes) >= MAX_IMAGES:
+                    raise SourceError(f"there are more than {MAX_IMAGES:,} images; end them with itertools.islice")
+                if isinstance(each, str):
+                    faults[spool.num_bytes] = each
+                encoded = b"\0" if isinstance(each, str) else each
+                offsets.append(spool.num_bytes)
+                sizes.append(len(encoded))
+                keys += image_key(encoded)
+                spool.write(encoded)
+            return cls(spool.finished(), offsets, sizes, keys, faults)
 
     def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - an image is found by its place
         """Return the image at `offset`; raise ValueError if it cannot be read."""
-        if offset in self._faults:
-            raise SourceError(self._faults[offset])
-        return read_at(self._file.fileno(), size, offset)
+        if offset in self.faults:
+            raise SourceError(self.faults[offset])
+        return self.file.read(offset, size)
 
     def identity(self, offset: int) -> bytes:
         """Return what identifies the bytes of the image at `offset`."""
         number = bisect_left(self.offsets, offset)
-        return bytes(self._keys[number * _KEY_BYTES : (number + 1) * _KEY_BYTES])
+        return bytes(self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
 
     def close(self) -> None:
         """Delete the file."""
-        self._file.close()
-
-    def _add(self, num_bytes: int, key: bytes) -> None:
-        self.offsets.append(self._num_bytes)
-        self.sizes.append(num_bytes)
-        self._keys += key
+        self.file.close()

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.sources.contents import GZIP_MAGIC, Content, FileContent, GzipContent, head_of, load
+from loopfeed.preprocess.sources.array_store import FileArray
+from loopfeed.preprocess.sources.contents import GZIP_MAGIC, Content, file_content, gzip_content, head_of, load
 from loopfeed.preprocess.sources.listing import Layout, SourceError
-from loopfeed.preprocess.sources.samples import ArraySamples, Records, check_images, class_numbers, samples_layout
+from loopfeed.preprocess.sources.samples import ArraySamples, check_images, class_numbers, samples_layout
 from loopfeed.preprocess.sources.selection import split_of
 from loopfeed.preprocess.sources.source_file import not_as_named
 
@@ -75,20 +76,18 @@ def _samples(root: Path, split: str, pair: dict[str, Path]) -> ArraySamples:
             f"{printable(labels.where)} declares {label_shape[0]} labels, but has {len(raw)}; download it again"
         )
     ids, numbers = class_numbers(np.frombuffer(raw, np.uint8), labels.where, shape[0])
-    image_bytes = math.prod(shape[1:])
-    return ArraySamples(
-        [(pair["images"].name, shape[0])], image_bytes, ids, numbers, [partial(_open, images, shape, start)]
-    )
+    places = [(pair["images"].name, shape[0])]
+    return ArraySamples(places, math.prod(shape[1:]), ids, numbers, [partial(_open, images, shape, start)])
 
 
-def _open(images: Content, shape: tuple[int, ...], start: int) -> Records:
+def _open(images: Content, shape: tuple[int, ...], start: int) -> FileArray:
     file, offset = images.open(start + math.prod(shape))
-    return Records(file, offset + start, math.prod(shape[1:]), shape[1:], np.dtype(np.uint8))
+    return FileArray(file, offset + start, math.prod(shape[1:]), shape, np.dtype(np.uint8))
 
 
 def _content(path: Path) -> Content:
-    is_packed = head_of(FileContent(path), len(GZIP_MAGIC)) == GZIP_MAGIC
-    return GzipContent(path) if is_packed else FileContent(path)
+    is_packed = head_of(file_content(path), len(GZIP_MAGIC)) == GZIP_MAGIC
+    return gzip_content(path) if is_packed else file_content(path)
 
 
 def _header(content: Content) -> tuple[tuple[int, ...], int]:

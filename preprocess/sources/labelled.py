@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 
@@ -249,7 +249,7 @@ def _is_same(path: Path, table: LabelTable) -> bool:
 
 def _list_archive(path: Path, table: LabelTable) -> _Files:
     with opened(path) as archive:
-        files = _Files(path, f"a {archive.kind} of images", partial(open_archive, path), f"{path.name}!")
+        files = _Files(path, f"a {archive.kind} of images", cache(partial(open_archive, path)), f"{path.name}!")
         members = [*visible_members(archive, files.ignored)]
         names = [each.name for each in members]
         files.outer = outer = _wrapper(names)

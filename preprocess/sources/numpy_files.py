@@ -10,7 +10,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.sources.archives import opened
-from loopfeed.preprocess.sources.contents import Content, FileContent, MemberContent, head_of, load, wrong_length
+from loopfeed.preprocess.sources.archives import ZIP_BEGINNINGS, opened
+from loopfeed.preprocess.sources.array_store import FileArray
+from loopfeed.preprocess.sources.contents import Content, file_content, head_of, load, member_content, wrong_length
 from loopfeed.preprocess.sources.listing import Layout, SourceError
 from loopfeed.preprocess.sources.samples import (
     ArraySamples,
-    Records,
     check_images,
     class_numbers,
     samples_layout,
@@ -33,7 +33,6 @@ from loopfeed.preprocess.sources.samples import (
 )
 from loopfeed.preprocess.sources.selection import split_of
 from loopfeed.preprocess.sources.source_file import not_as_named
-from loopfeed.preprocess.sources.zipindex import BEGINNINGS
 
 MAGIC = b"\x93NUMPY"
 _ROLES = {
@@ -90,20 +89,20 @@ def numpy_layout(root: Path, files: Sequence[Path]) -> Layout:
 def _contents(root: Path, files: Iterable[Path]) -> Iterable[tuple[str, str, Content]]:
     """Yield the split that the name of its file says, the name and the content of each array."""
     for path in files:
-        head = head_of(FileContent(path), 512)
+        head = head_of(file_content(path), 512)
         if path.suffix.lower() == ".npy":
             if not head.startswith(MAGIC):
                 raise not_as_named(path, head, "a NumPy array")
             words = [each for each in re.split(r"[^A-Za-z0-9]+", path.stem) if split_of(each) is None]
-            yield split_of_path(path, root), "_".join(words), FileContent(path)
+            yield split_of_path(path, root), "_".join(words), file_content(path)
             continue
-        if not head.startswith(BEGINNINGS):
+        if not head.startswith(ZIP_BEGINNINGS):
             raise not_as_named(path, head, "a NumPy archive")
         with opened(path) as archive:
             for member in archive.members():
                 if member.name.endswith(".npy"):
-                    content = MemberContent(path, member.name.removesuffix(".npy"), member.offset, member.size)
-                    yield split_of_path(path, root), content.name, content
+                    content = member_content(path, replace(member, name=member.name.removesuffix(".npy")))
+                    yield split_of_path(path, root), member.name.removesuffix(".npy"), content
 
 
 def _samples(root: Path, found: dict[tuple[str, str], _Array], split: str, unread: list[str]) -> ArraySamples:
@@ -122,9 +121,9 @@ def _samples(root: Path, found: dict[tuple[str, str], _Array], split: str, unrea
     return ArraySamples([(where, images.shape[0])], image_bytes, ids, numbers, [partial(_open, images, image_bytes)])
 
 
-def _open(array: _Array, stride: int) -> Records:
+def _open(array: _Array, stride: int) -> FileArray:
     file, offset = array.content.open(array.start + array.shape[0] * stride)
-    return Records(file, offset + array.start, stride, array.shape[1:], array.dtype)
+    return FileArray(file, offset + array.start, stride, array.shape, array.dtype)
 
 
 def _load_labels(array: _Array) -> NDArray[Any]:

@@ -140,8 +140,8 @@ def open_source(
         opened = _select(found, holdout=holdout, limit=limit, holdout_rule=holdout_rule)
         _check_has_images(opened, wanted, found, layout, root, holdout=holdout, table=table)
     except BaseException:
-        for each in found.values():
-            each.store.close()
+        for close in _closers(found):
+            close()
         raise
     ignored = describe_ignored(sum((each.ignored for each in found.values()), layout.ignored))
     of_classes = dict.fromkeys(note for each in found.values() for note in each.notes)
@@ -152,8 +152,13 @@ def open_source(
         {name: _targets_of(found, opened[name], table) for name in wanted} if table is not None and table.kind else {},
         layout.unread,
         (*([] if ignored is None else [ignored]), *of_classes),
-        [each.store.close for each in found.values()],
+        _closers(found),
     )
+
+
+def _closers(found: dict[str, FoundSplit]) -> list[Callable[[], None]]:
+    """Return what closes the stores of some splits, which may share one."""
+    return [store.close for store in {id(each.store): each.store for each in found.values()}.values()]
 
 
 def _check_has_images(

@@ -16,10 +16,11 @@ import numpy as np
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.sources.contents import FileContent, TemporaryBytes, head_of
+from loopfeed.preprocess.sources.contents import file_content, head_of
 from loopfeed.preprocess.sources.listing import MAX_FILE_BYTES, ByteStore, Layout, Listing, SourceError
 from loopfeed.preprocess.sources.samples import ArrayLabels, class_id, samples_layout, split_of_path
-from loopfeed.preprocess.sources.source_file import SourceFile, not_as_named
+from loopfeed.preprocess.sources.source_file import StoredImages, not_as_named
+from loopfeed.preprocess.sources.spool import Spool
 
 MAGIC = b"PAR1"
 _LABEL_COLUMNS = ("label", "labels", "class", "cls", "category", "target", "class_name", "fine_label")
@@ -45,21 +46,6 @@ class _Columns:
 
 
 @dataclass(frozen=True)
-class _Temporary:
-    """A temporary file with the encoded images of a split."""
-
-    file: SourceFile
-
-    def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - the offset is sufficient
-        """Return the `size` bytes at `offset`."""
-        return self.file.read(offset, size)
-
-    def close(self) -> None:
-        """Close the file, which then no longer exists."""
-        self.file.close()
-
-
-@dataclass(frozen=True)
 class _Split:
     """The rows of the files of a split; `labels` are indices into `ids`."""
 
@@ -77,23 +63,21 @@ class _Split:
         """Copy its images into a temporary file, add them to a listing, and return the store that reads them."""
         labels = np.array([label_of[each] for each in self.ids], np.int64)[self.labels].tolist()
         has_keys = self.columns.has_paths and self._have_own_paths()
-        copied = TemporaryBytes(str(self.files[0].parent), sum(map(self._image_bytes, self.files)))
-        index = 0
-        try:
+        what = f"the images of {printable(self.files[0].parent)} can be read only in their order, and are kept in"
+        with Spool(what, num_bytes=sum(map(self._image_bytes, self.files))) as copied:
             for path in self.files:
                 for batch in _batches(path, [self.columns.image]):
-                    column = batch.column(0)
-                    if column.null_count:
-                        raise _without_bytes(path)
-                    starts, sizes = _copy(column.field("bytes") if self.columns.has_paths else column, copied, path)
-                    keys = column.field("path").to_pylist() if has_keys else [None] * len(sizes)
-                    for start, size, key in zip(starts, sizes, keys, strict=True):
-                        member = f"{index:08d}" if key is None else key.lstrip("/")
-                        listing.add(f"{path.name}!", member, labels[index], size, start)
-                        index += 1
-            return _Temporary(copied.finished())
-        finally:
-            copied.close()
+                    for image in (value.as_py() for value in batch.column(0)):
+                        index = len(listing)
+                        member = image["path"].lstrip("/") if has_keys else f"{index:08d}"
+                        content = _bytes_of(image, path)
+                        if index == len(labels):
+                            raise _rewritten(path)
+                        listing.add(f"{path.name}!", member, labels[index], len(content), copied.num_bytes)
+                        copied.write(content)
+            if len(listing) != len(labels):
+                raise _rewritten(self.files[-1])
+            return StoredImages(copied.finished())
 
     def _have_own_paths(self) -> bool:
         """Return whether each image has a path, and no two the same."""
@@ -103,7 +87,8 @@ class _Split:
             for batch in _batches(path, [f"{self.columns.image}.path"])
             for key in batch.column(0).field("path").to_pylist()
         ]
-        return all(key and key.strip("/") and "\0" not in key for key in found) and len(set(found)) == len(found)
+        members = {key.lstrip("/") for key in found if key and "\0" not in key} - {""}
+        return len(members) == len(found)
 
     def _image_bytes(self, path: Path) -> int:
         with _reading(path) as file:
@@ -122,7 +107,7 @@ def parquet_layout(root: Path, files: Sequence[Path]) -> Layout:
     """
     by_split: dict[str, list[Path]] = {}
     for path in files:
-        head = head_of(FileContent(path), 512)
+        head = head_of(file_content(path), 512)
         if not head.startswith(MAGIC):
             raise not_as_named(path, head, "a Parquet file")
         by_split.setdefault(split_of_path(path, root), []).append(path)
@@ -272,26 +257,20 @@ def _index(values: list[Any], path: Path, columns: _Columns) -> ArrayLabels:
     return list(ids), labels
 
 
-def _copy(column: Any, copied: TemporaryBytes, path: Path) -> tuple[list[int], list[int]]:
-    """Append the values of a column of bytes to a file, and return where each starts, and its size."""
-    if column.null_count:
-        raise _without_bytes(path)
-    _, offsets_buffer, values = column.buffers()
-    form = np.int64 if str(column.type).startswith("large") else np.int32
-    offsets = np.frombuffer(offsets_buffer, form)[column.offset : column.offset + len(column) + 1].astype(np.int64)
-    sizes = np.diff(offsets).tolist()
-    if sizes and max(sizes) > MAX_FILE_BYTES:
+def _rewritten(path: Path) -> SourceError:
+    return SourceError(f"{printable(path)} was written to while it was read; run the command again")
+
+
+def _bytes_of(image: Any, path: Path) -> bytes:
+    """Return the encoded image in a value, a struct with bytes or bytes alone."""
+    content: bytes | None = image["bytes"] if isinstance(image, dict) else image
+    if content is None:
         raise SourceError(
-            f"{printable(path)} has an image of {max(sizes):,} bytes, more than {MAX_FILE_BYTES:,}; remove it"
+            f"{printable(path)} has images without bytes, only with paths or addresses, which are not followed; write "
+            "it with its images, such as with datasets' push_to_hub or embed_external_files=True"
         )
-    starts = (offsets[:-1] - offsets[0] + copied.num_bytes).tolist()
-    if sizes and values is not None:
-        copied.write(memoryview(values)[int(offsets[0]) : int(offsets[-1])])
-    return starts, sizes
-
-
-def _without_bytes(path: Path) -> SourceError:
-    return SourceError(
-        f"{printable(path)} has images without bytes, only with paths or addresses, which are not followed; write "
-        "it with its images, such as with datasets' push_to_hub or embed_external_files=True"
-    )
+    if len(content) > MAX_FILE_BYTES:
+        raise SourceError(
+            f"{printable(path)} has an image of {len(content):,} bytes, more than {MAX_FILE_BYTES:,}; remove it"
+        )
+    return content

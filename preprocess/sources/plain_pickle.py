@@ -11,7 +11,7 @@ import math
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +24,7 @@ _SIMPLE_DTYPES = "biufSU"
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric", "numpy")
 _NUMPY_NAMES = frozenset({"_reconstruct", "_frombuffer", "scalar", "dtype", "ndarray"})
 _KEY_TYPES = (str, bytes, int)
-# Opcodes whose argument is bytes, and the bytes of the length before them.
-_LENGTHS = {"BINSTRING": 4, "SHORT_BINSTRING": 1, "BINBYTES": 4, "SHORT_BINBYTES": 1, "BINBYTES8": 8, "BYTEARRAY8": 8}
+_BYTES = frozenset({"STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"})
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _IGNORED = frozenset({"PROTO", "FRAME"})
 _VALUES = frozenset(
@@ -36,19 +35,6 @@ _VALUES = frozenset(
 
 class UnsafePickleError(ValueError):
     """Error raised if a pickle contains something else than plain values, is damaged, or exceeds a limit."""
-
-
-class PickledArray(NamedTuple):
-    """An array `values`, and the offset of its elements in the file, in C order; None if they are not in it as such."""
-
-    values: np.ndarray
-    offset: int | None
-
-
-class _Raw(bytes):
-    """Bytes of the file, with their offset in it."""
-
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -89,19 +75,19 @@ _Mark = object()
 
 
 def load_plain(content: bytes) -> Any:
-    """Return the value in a pickle; an array is a `PickledArray`, and strings of Python 2 are bytes.
+    """Return the value in a pickle; strings of Python 2 are bytes.
 
     Raises:
         UnsafePickleError: it contains anything but plain values, is damaged, or has more opcodes than allowed.
     """
     machine = _Machine(len(content))
     try:
-        for count, (opcode, argument, position) in enumerate(pickletools.genops(content)):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
             if count == MAX_OPCODES:
                 raise UnsafePickleError(f"it has more than {MAX_OPCODES:,} opcodes")
             if opcode.name == "STOP":
                 return machine.finished()
-            machine.step(opcode.name, argument, position or 0)
+            machine.step(opcode.name, argument)
     except UnsafePickleError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, EOFError) as error:
@@ -148,19 +134,15 @@ class _Machine:
             raise UnsafePickleError("it contains an unfinished array")
         return value
 
-    def step(self, name: str, argument: Any, position: int) -> None:
+    def step(self, name: str, argument: Any) -> None:
         """Carry out one opcode."""
         if name in self._build:
             self._build[name]()
         elif name in _VALUES or name in _CONSTANTS:
             self._stack.append(_CONSTANTS.get(name, argument))
-        elif name in _LENGTHS:
+        elif name in _BYTES:
             # pickletools decodes the strings of Python 2 as Latin-1, byte by byte.
-            raw = _Raw(argument.encode("latin-1") if isinstance(argument, str) else bytes(argument))
-            raw.offset = position + 1 + _LENGTHS[name]
-            self._stack.append(raw)
-        elif name == "STRING":
-            self._stack.append(argument.encode("latin-1"))
+            self._stack.append(argument.encode("latin-1") if isinstance(argument, str) else bytes(argument))
         elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
             self._keep(argument)
         elif name in ("GET", "BINGET", "LONG_BINGET"):
@@ -213,7 +195,7 @@ class _Machine:
             # Nested tuples take time that doubles with each level to hash.
             if not isinstance(key, _KEY_TYPES):
                 raise UnsafePickleError(f"it contains a dict with a key of the type {type(key).__name__}")
-            found[bytes(key) if isinstance(key, bytes) else key] = value
+            found[key] = value
         return found
 
     def _name(self, name: Any, module: Any) -> None:
@@ -241,7 +223,7 @@ class _Machine:
             self._stack.append(_DType(code))
         elif called.name == "scalar":
             dtype, raw = arguments
-            self._stack.append(_array((), dtype, raw, "C").values.item())
+            self._stack.append(_array((), dtype, raw, "C").item())
         elif called.name == "_frombuffer":
             raw, dtype, shape, order = arguments
             self._stack.append(_array(shape, dtype, raw, order))
@@ -272,7 +254,7 @@ class _Machine:
             raise UnsafePickleError("it builds an object (the state of one)")
 
 
-def _array(shape: Any, dtype: Any, raw: Any, order: Any) -> PickledArray:
+def _array(shape: Any, dtype: Any, raw: Any, order: Any) -> np.ndarray:
     if not isinstance(dtype, _DType) or type(shape) is not tuple or not all(type(each) is int for each in shape):
         raise UnsafePickleError("it contains an array of no plain shape or type")
     found = dtype.find()
@@ -283,8 +265,7 @@ def _array(shape: Any, dtype: Any, raw: Any, order: Any) -> PickledArray:
     num_bytes = math.prod(shape, start=found.itemsize)
     if num_bytes != len(raw):
         raise UnsafePickleError(f"it contains an array with {len(raw)} instead of {num_bytes} bytes")
-    values = np.frombuffer(raw, found).reshape(shape, order="F" if order in ("F", b"F") else "C")
-    return PickledArray(values, raw.offset if isinstance(raw, _Raw) and values.flags.c_contiguous else None)
+    return np.frombuffer(raw, found).reshape(shape, order="F" if order in ("F", b"F") else "C")
 
 
 def _shown(text: str) -> str:

@@ -5,7 +5,6 @@ a class that a split lacks shifts no other. Must not know: any form of container
 """
 
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.sources.array_images import encode_array
+from loopfeed.preprocess.sources.array_store import ArrayStore, FileArray
 from loopfeed.preprocess.sources.class_names import (
     ClassNames,
     NameFile,
@@ -27,7 +26,6 @@ from loopfeed.preprocess.sources.class_names import (
 )
 from loopfeed.preprocess.sources.listing import ByteStore, FoundSplit, Layout, Listing, SourceError, index_classes
 from loopfeed.preprocess.sources.selection import SPLIT_ORDER, split_of
-from loopfeed.preprocess.sources.source_file import SourceFile
 
 _MAX_ID_CHARACTERS = 255
 _GREY, _RGB, _RGBA = 1, 3, 4
@@ -130,55 +128,6 @@ def split_of_path(path: Path, root: Path) -> str:
 
 
 @dataclass(frozen=True)
-class JoinedStore:
-    """Several stores, one after another; `starts` are the offsets of their first images."""
-
-    stores: Sequence[ByteStore]
-    starts: Sequence[int]
-
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return an image of the store that has this offset."""
-        index = bisect_right(self.starts, offset) - 1
-        return self.stores[index].read(name, offset - self.starts[index], size)
-
-    def close(self) -> None:
-        """Close all stores."""
-        for each in self.stores:
-            each.close()
-
-
-@dataclass(frozen=True)
-class Records:
-    """Images of one shape and type, one after another in a file.
-
-    Attributes:
-        file: the file.
-        start: the offset of the first image, in bytes.
-        stride: how many bytes are from one image to the next.
-        shape: the shape of an image, `[H, W]` or `[H, W, C]`, or `[C, H, W]` if it is `is_planar`.
-        dtype: the type of its values.
-    """
-
-    file: SourceFile
-    start: int
-    stride: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    is_planar: bool = False
-
-    def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - the offset is sufficient
-        """Return image number `offset`, of `size` bytes, as an image file."""
-        self.file.check_unchanged()
-        content = self.file.read(self.start + offset * self.stride, size)
-        pixels = np.frombuffer(content, self.dtype).reshape(self.shape)
-        return encode_array(pixels.transpose(1, 2, 0) if self.is_planar else pixels)
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
-
-
-@dataclass(frozen=True)
 class ArraySamples:
     """Images in arrays, whose keys are their numbers in the split.
 
@@ -187,14 +136,16 @@ class ArraySamples:
         image_bytes: the bytes of an image.
         ids: the identifiers of its classes.
         labels: the index of each image's class in `ids`.
-        open_records: opens each array.
+        open_arrays: returns each array.
+        is_channels_first: whether their shape is `[N, C, H, W]`.
     """
 
     places: Sequence[tuple[str, int]]
     image_bytes: int
     ids: Sequence[str]
     labels: NDArray[np.int64]
-    open_records: Sequence[Callable[[], Records]]
+    open_arrays: Sequence[Callable[[], FileArray | NDArray[Any]]]
+    is_channels_first: bool = False
 
     @property
     def class_ids(self) -> Collection[str]:
@@ -209,13 +160,13 @@ class ArraySamples:
             for index in range(starts[-1], starts[-1] + count):
                 listing.add(f"{place}/", f"{index:08d}", labels[index], self.image_bytes, index)
             starts.append(starts[-1] + count)
-        stores: list[Records] = []
+        arrays: list[FileArray | NDArray[Any]] = []
         try:
-            stores.extend(each() for each in self.open_records)
+            arrays.extend(each() for each in self.open_arrays)
         except BaseException:
-            JoinedStore(stores, starts).close()
+            ArrayStore(arrays).close()
             raise
-        return JoinedStore(stores, starts)
+        return ArrayStore(arrays, is_channels_first=self.is_channels_first)
 
 
 def class_numbers(values: NDArray[Any], where: str, num_images: int, num_classes: int | None = None) -> ArrayLabels:

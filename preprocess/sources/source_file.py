@@ -74,6 +74,26 @@ class SourceFile:
         os.close(self.descriptor)
 
 
+@dataclass(frozen=True)
+class StoredImages:
+    """Encoded images in one file, by their offsets."""
+
+    file: SourceFile
+
+    def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - the offset is sufficient
+        """Return the `size` bytes at `offset`.
+
+        Raises:
+            OSError: the file cannot be read, or was written to after it was opened.
+        """
+        self.file.check_unchanged()
+        return self.file.read(offset, size)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
 def open_source_file(path: Path) -> SourceFile:
     """Open a file of a source. The caller must close it.
 

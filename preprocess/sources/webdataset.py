@@ -7,6 +7,8 @@ Format: https://github.com/webdataset/webdataset (members of a sample follow eac
 """
 
 import json
+from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import MAX_CLASSES
 from loopfeed.preprocess.sources.archives import Archive, opened, visible_members
 from loopfeed.preprocess.sources.listing import ByteStore, ChangedSourceError, Layout, Listing, SourceError
-from loopfeed.preprocess.sources.samples import JoinedStore, class_id, samples_layout, split_of_path
+from loopfeed.preprocess.sources.samples import class_id, samples_layout, split_of_path
 from loopfeed.preprocess.sources.selection import TopFolder, choose_splits, is_image_name, split_of
 from loopfeed.preprocess.sources.source_file import open_source_file
 from loopfeed.preprocess.sources.tarindex import Member
@@ -44,7 +46,7 @@ class _Split:
     ids: dict[str, int] = field(default_factory=dict)
     archives: list["_ClosedTar"] = field(default_factory=list)
     starts: list[int] = field(default_factory=lambda: [0])
-    key_hashes: list[int] = field(default_factory=list)
+    key_hashes: "array[int]" = field(default_factory=lambda: array("q"))
 
     @property
     def class_ids(self) -> Collection[str]:
@@ -58,7 +60,7 @@ class _Split:
             member, found = self.listing.member(entry), self.listing
             folder = found.name(entry).removesuffix(member)
             listing.add(folder, member, label, found.size(entry), found.offset(entry))
-        return JoinedStore(self.archives, self.starts[:-1])
+        return _JoinedStore(self.archives, self.starts[:-1])
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,21 @@ class _ClosedTar:
         finally:
             file.close()
 
+
+@dataclass(frozen=True)
+class _JoinedStore:
+    """The archives of a split, one after another; `starts` are the offsets of their first bytes."""
+
+    stores: Sequence[_ClosedTar]
+    starts: Sequence[int]
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Return an image of the archive that has this offset."""
+        index = bisect_right(self.starts, offset) - 1
+        return self.stores[index].read(name, offset - self.starts[index], size)
+
     def close(self) -> None:
-        """Do nothing, because the archive is closed after each image."""
+        """Do nothing, because each archive is closed after each image."""
 
 
 def is_webdataset(archive: Archive) -> bool:
@@ -249,7 +264,7 @@ def _text(archive: Archive, member: Member) -> str:
 def _check_keys(split: _Split) -> None:
     """Check that no sample is in two archives, whatever the suffixes of its images."""
     hashes = np.array(split.key_hashes, np.int64)
-    split.key_hashes.clear()
+    del split.key_hashes[:]
     order = np.argsort(hashes, kind="stable")
     for before, after in pairwise(order):
         if hashes[before] == hashes[after]:
