@@ -24,6 +24,8 @@ from loopfeed.preprocess.storage_options import (
 )
 
 DATA_VARIABLE = "LOOPFEED_DATA"
+TABLES = {"sampling": SAMPLINGS, "class_weights": CLASS_WEIGHTS}
+"""The settings that may name a table, which a run identifies by its digest, and the words that they may be instead."""
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
@@ -32,12 +34,14 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     If one of the first two, or `run_dir`, is an ``s3://`` URL, `storage_options` then contains what came from the
     environment.
     """
+    tables: dict[str, Any] = {
+        name: absolute_location(found) for name in TABLES if names_table(name, found := getattr(config, name))
+    }
     return replace(
         config,
         data=absolute_location(config.data),
         init_from=absolute_location(config.init_from),
-        sampling=_absolute_table(config.sampling, SAMPLINGS),
-        class_weights=_absolute_table(config.class_weights, CLASS_WEIGHTS),
+        **tables,
         cache=config.cache if config.cache == OFF else absolute_location(config.cache),
         storage_options=recorded_storage_options(config),
     )
@@ -57,9 +61,9 @@ def recorded_storage_options(config: TrainConfig) -> str | None:
     return as_text(options)
 
 
-def _absolute_table(choice: str, words: tuple[str, ...]) -> str:
-    """Return one of the words of a setting unchanged, and any other value, a file, made absolute."""
-    return choice if choice in words else absolute_location(choice) or choice
+def names_table(name: str, value: str) -> bool:
+    """Return whether a setting may be a table, and a value of it is none of the words that it may be instead."""
+    return name in TABLES and value not in TABLES[name]
 
 
 def absolute_location(location: str | None) -> str | None:

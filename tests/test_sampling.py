@@ -164,9 +164,18 @@ def test_a_table_that_changed_is_refused_by_a_resume(data, tmp_path, monkeypatch
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     train(replace(again, sampling=str(tmp_path / "own.csv")), model=Linear())
+    # It is the same table wherever it is, for instance on another machine.
+    moved = str((tmp_path / "own.csv").rename(tmp_path / "moved.csv"))
+    assert replay_run(tmp_path / "run", model=Linear(), sampling=moved).is_same
+    with pytest.raises(ValueError, match=r"where the table of the run is now, but the run has '.*own.csv', got 'sqrt'"):
+        replay_run(tmp_path / "run", model=Linear(), sampling="sqrt")
+    with pytest.raises(ValueError, match=r"sampling was '.*own.csv', got 'sqrt'"):
+        train(replace(again, steps=6, sampling="sqrt"), model=Linear())
+    train(replace(again, steps=6, sampling=moved), model=Linear())
+    assert replay_run(tmp_path / "run", model=Linear()).is_same
     (tmp_path / "own.csv").write_text("label\tweight\nn3\t5\n")
     with pytest.raises(ValueError, match=r"must keep the weights in the file of --sampling, which have changed since"):
-        train(replace(again, steps=6, sampling=str(tmp_path / "own.csv")), model=Linear())
+        train(replace(again, steps=7, sampling=str(tmp_path / "own.csv")), model=Linear())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _GROUPS = {
     "Stretch": ("from_step", "to_step"),
-    "Data": ("data",),
+    "Data": ("data", "sampling", "class_weights"),
     OWN_GROUP: tuple(OWN_PARTS),
     "Stored run": ("storage_option",),
     "Output": ("traceback",),
@@ -61,6 +61,15 @@ Examples:
 @overriding_option(
     "data", default_text="as in the run", help_text="Current location of the packed data set (a folder or a URL)."
 )
+@overriding_option(
+    "sampling", unit="FILE", default_text="as in the run", help_text="Current location of the run's table of weights."
+)
+@overriding_option(
+    "class_weights",
+    unit="FILE",
+    default_text="as in the run",
+    help_text="Current location of the run's table of class weights.",
+)
 @user_part_options(OWN_PARTS)
 @storage_option
 def main(
@@ -68,6 +77,8 @@ def main(
     from_step: int | None,
     to_step: int | None,
     data: str | None,
+    sampling: str | None,
+    class_weights: str | None,
     storage_option: tuple[str, ...],
     traceback: bool,
     **own: str | None,
@@ -86,7 +97,8 @@ def main(
 
         display, say = _progress()
         parts = load_user_parts(take_part_names(own, {}))
-        report = replay_parts(run, (from_step, to_step), parts, say, display, data, parse_pairs(storage_option))
+        places = {"data": data, "sampling": sampling, "class_weights": class_weights}
+        report = replay_parts(run, (from_step, to_step), parts, say, display, places, parse_pairs(storage_option))
         click.echo("\n".join(map(printable_line, str(report).splitlines())))
         end.code = FAILED if not report.is_same else DONE if report.stopped_by is None else STOPPED
 

@@ -21,7 +21,7 @@ from loopfeed.engine.crossing.devices import devices, split_processor
 from loopfeed.engine.data.dataset import DATA_LOCATION, data_of_record
 from loopfeed.engine.keys import plain_keys
 from loopfeed.engine.named_parts import NAME_FORM, compare_named
-from loopfeed.engine.owners import OF_AN_EVALUATION, STORAGE, with_given
+from loopfeed.engine.owners import OF_AN_EVALUATION, STORAGE, TABLES, with_given
 from loopfeed.engine.parts import PartArguments, UserParts, changed_sources, take_parts
 from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.program.train_state import TrainState
@@ -33,11 +33,12 @@ from loopfeed.engine.records.stored.reading import local_copy, naming_in
 from loopfeed.engine.replay.checked_files import CheckedFiles, check_files, describe_check
 from loopfeed.engine.replay.recorded_stretch import Piece, RecordedStretch, read_stretch
 from loopfeed.engine.replay.report import Comparison, ReplayReport
-from loopfeed.engine.run.changes import machine_of, thread_rule, versions_warning
+from loopfeed.engine.run.changes import are_tables, machine_of, thread_rule, versions_warning
 from loopfeed.engine.run.compiling import compile_program, compiling, prepare, trace_program, warn_of_memory
 from loopfeed.engine.run.descriptions import check_is_as_recorded, describe_run
 from loopfeed.engine.run.resolve import check_arguments, recorded_user_parts
 from loopfeed.engine.run.run import NonFiniteError, Run
+from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stream.sinks import Sink
 from loopfeed.preprocess.quantities import listed
 from loopfeed.preprocess.regular_file import IrregularFileError
@@ -52,6 +53,8 @@ def replay_run(
     from_step: int | None = None,
     to_step: int | None = None,
     data: str | None = None,
+    sampling: str | None = None,
+    class_weights: str | None = None,
     notify: Callable[[str], None] = lambda _: None,
     display: Callable[[int, int], Sink] | None = None,
     storage_options: Mapping[str, str] | None = None,
@@ -71,6 +74,7 @@ def replay_run(
         to_step: the last update; None selects the last one recorded.
         data: the current location of the packed data set; None uses the recorded one, and sends no keys to a server
             that only the record names.
+        sampling, class_weights: the current locations of the run's tables; None uses the recorded ones.
         model, batches, evaluation, loss, metrics, optimizer, schedule, augment: the user-defined parts that were passed
             to `loopfeed.train`.
         notify: called with one-line messages about the replay.
@@ -93,7 +97,8 @@ def replay_run(
         >>> report.num_losses, report.differences
         (20, ())
     """
-    return replay_parts(run, (from_step, to_step), take_parts(parts), notify, display, data, storage_options or {})
+    given = {"data": data, "sampling": sampling, "class_weights": class_weights}
+    return replay_parts(run, (from_step, to_step), take_parts(parts), notify, display, given, storage_options or {})
 
 
 def replay_parts(
@@ -102,11 +107,14 @@ def replay_parts(
     parts: UserParts,
     notify: Callable[[str], None],
     display: Callable[[int, int], Sink] | None,
-    data: str | None,
+    places: Mapping[str, str | None],
     storage_options: Mapping[str, str],
 ) -> ReplayReport:
-    """Replay a run with the user's parts; see `replay_run`, whose `from_step` and `to_step` are `steps`."""
-    named = {"data": data, STORAGE: as_text(storage_options)}
+    """Replay a run with the user's parts; see `replay_run`.
+
+    Its `from_step` and `to_step` are `steps`; `places` has its `data`, `sampling` and `class_weights`.
+    """
+    named = {**places, STORAGE: as_text(storage_options)}
     given = {name: value for name, value in named.items() if value is not None}
     with local_copy(run, storage_options) as folder:
         notify = naming_in(notify, folder, run)
@@ -121,6 +129,7 @@ def replay_parts(
         files = _check_files(folder, ends, notify)
         resolved = stretch.recorded.resolved
         _check_user(stretch, parts)
+        _check_tables(stretch, given)
         # A launch handles signals while it is open; before the first and between two, they stop the replay at once.
         with StopSignals(ControlBoard(), ignore_message):
             begin = stretch.start.step
@@ -290,6 +299,20 @@ def _replay_piece(run: Run, state: TrainState | None, sinks: list[Sink]) -> Trai
     if failure is not None and not isinstance(failure, NonFiniteError):
         raise failure
     return state
+
+
+def _check_tables(stretch: RecordedStretch, given: Mapping[str, str]) -> None:
+    """Raise SettingError if a place is given of a table that the run has not; its digest is compared later."""
+    for name in filter(given.__contains__, TABLES):
+        before = getattr(stretch.recorded.config, name)
+        if not are_tables(name, before, given[name]):
+            raise SettingError(
+                name,
+                "{setting} can only say where the table of the run is now, but the run has {before!r}, got {found!r}: "
+                "leave it out",
+                before=before,
+                found=given[name],
+            )
 
 
 def _check_user(stretch: RecordedStretch, parts: UserParts) -> None:

@@ -14,7 +14,7 @@ from loopfeed.engine.config import SETTINGS, TrainConfig, describe_value
 from loopfeed.engine.data.drawn_images import DRAWN_BY
 from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
-from loopfeed.engine.owners import with_absolute_paths
+from loopfeed.engine.owners import names_table, with_absolute_paths
 from loopfeed.engine.parts import USER_SOURCES, UserParts, is_same_part
 from loopfeed.engine.processes import exchange
 from loopfeed.engine.records.machine import MACHINE, ThreadRule, Topology, describe_machine
@@ -52,7 +52,8 @@ def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
     changed = [
         (name, before, now)
         for name, before, now in _differences(with_absolute_paths(recorded), with_absolute_paths(config))
-        if not _may_change(SETTINGS[name].on_resume, before, now)
+        # A table may have moved: `check_digests` compares what it says.
+        if not (_may_change(SETTINGS[name].on_resume, before, now) or are_tables(name, before, now))
     ]
     if changed:
         changes = "; ".join(f"{{{name}}} was {{{name}_before!r}}, got {{{name}_now!r}}" for name, _, _ in changed)
@@ -69,6 +70,11 @@ def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
 def _differences(before: TrainConfig, now: TrainConfig) -> list[tuple[str, Any, Any]]:
     pairs = [(name, getattr(before, name), getattr(now, name)) for name in SETTINGS]
     return [(name, old, new) for name, old, new in pairs if old != new]
+
+
+def are_tables(name: str, before: Any, now: Any) -> bool:
+    """Return whether a setting names a table before and now."""
+    return names_table(name, before) and names_table(name, now)
 
 
 def _may_change(rule: OnResume, before: Any, now: Any) -> bool:
