@@ -36,6 +36,11 @@ def printable(name: str | os.PathLike[str]) -> str:
     return name if name.isprintable() else ascii(name)
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether no half of a surrogate pair is in a text, which no file can contain as UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def printable_name(text: str) -> str:
     """Return text with all its control characters escaped, tabs and line feeds too."""
     return printable_text(text).replace("\n", "\\n").replace("\t", "\\t")

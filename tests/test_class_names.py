@@ -3,7 +3,8 @@
 import pytest
 
 from loopfeed.preprocess.shards.classes import ImageClass, have_same_order, lacking, places
-from loopfeed.preprocess.sources.class_names import name_classes, parse_name_file
+from loopfeed.preprocess.sources.class_names import describe_alike, name_classes, parse_name_file
+from loopfeed.preprocess.sources.label_columns import describe_doubts
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,20 @@ def test_identifiers_in_another_unicode_form_are_the_same():
     assert lacking(mac, linux) is None
     assert places(mac, among=linux) == [1, 0]
     assert have_same_order(mac, linux[::-1])
+
+
+def test_names_of_many_digits_take_time_by_their_length():
+    assert describe_alike(["0" * 100_000 + "x", "1"], "x") == []
+    assert describe_doubts("class", [f".{'1' * 200_000}x"]) == []
+
+
+@pytest.mark.parametrize("pair", [("0", "00"), ("0", "0.0"), ("7", "007."), ("10", "010.00")])
+def test_numbers_written_in_two_ways_look_alike(pair):
+    assert "how a number is written" in describe_alike(pair, "x")[0]
+    assert describe_alike(["0", "1", ".0", "-0", "10", "1.01"], "x") == []
+
+
+def test_decimal_numbers_are_doubted():
+    assert [bool(describe_doubts("c", [each])) for each in ("1.5", "-,05", "1.0", "3", "1.5x", ".")] == [
+        *(True, True, False, False, False, False)
+    ]

@@ -126,6 +126,11 @@ FAULTS = [
         '{"path": "x", "targets": [1]}\n\n{"path": "y", "classes": ["a"]}',
         r"line 3: targets must be a list of numbers, found nothing",
     ),
+    (
+        "a.csv",
+        "path,class\nx," + "a" * 1_025,
+        r"line 2: a{60}… has 1,025 characters, more than the 1,024 allowed; shorten",
+    ),
     ("a.jsonl", "[" * 100_000, r"line 1: its values are nested too deeply|line 1: not valid JSON"),
 ]
 
@@ -156,3 +161,11 @@ def test_too_many_classes_are_an_error(tmp_path, monkeypatch):
         read(tmp_path, "a.csv", "path,classes\nx,a|b\ny,c|d\n")
     with pytest.raises(SourceError, match=r"line 1: there are 4 columns, more than the 3 allowed"):
         read(tmp_path, "a.csv", "path,a,b,c,d\n")
+
+
+def test_many_keys_of_the_first_object_cost_no_time_in_each_row(tmp_path):
+    keys = "".join(f', "{number}": 0' for number in range(150_000))
+    rows = "".join(f'{{"path": "{row}", "class": "b"}}\n' for row in range(3_000))
+    table = read(tmp_path, "a.jsonl", f'{{"path": "x", "class": "a"{keys}}}\n{rows}')
+    assert len(table.paths) == 3_001
+    assert table.names == ("a", "b")

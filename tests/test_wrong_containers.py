@@ -1,6 +1,7 @@
 """Files that are not what their names or their containers say: each is one error of one line, with its remedy."""
 
 import pickle
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,12 @@ def two_tars(root: Path) -> Path:
 
 def cut(content: bytes) -> bytes:
     return content[: len(content) * 2 // 3]
+
+
+def npy(descr: str) -> bytes:
+    """Return an array without elements, with a type and what follows it in the header."""
+    header = f"{{'descr': {descr}}}".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header
 
 
 X, Y = np.zeros((4, 5, 6), np.uint8), np.arange(4)
@@ -292,6 +299,30 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         "has both the binary and the Python version",
     ),
     # Files that are a part of a data set
+    "shape of many digits": (
+        lambda p: changed(
+            forms.write_npy(p),
+            "train/images.npy",
+            lambda _: npy(f"'|u1', 'fortran_order': False, 'shape': (0x{'f' * 9_000},)"),
+        ),
+        "images.npy is a damaged NumPy array, .*: its header is not valid",
+    ),
+    "labels of no characters": (
+        lambda p: npz(p.with_suffix(".npz"), x=X, y=np.array([2**31 - 1] * 4, "<u4").view("<U1")),
+        "!y has a label that is not valid text",
+    ),
+    "labels of other bytes": (
+        lambda p: npz(p.with_suffix(".npz"), x=X, y=np.array([b"\xff", b"\xfe", b"a", b"a"])),
+        "!y has a label that is not valid text: .*; write it as UTF-8",
+    ),
+    "labels of half pairs": (
+        lambda p: npz(p.with_suffix(".npz"), x=X, y=np.array([0xD800] * 4, "<u4").view("<U1")),
+        r"!y has the class '\\ud800'; a class must be a number from 0, or a name of",
+    ),
+    "class of half a pair": (
+        lambda p: forms.write_tar(p, {"1.jpg": b"1", "1.json": b'{"label": "\\ud800"}'}),
+        r"the sample 1 has the class '\\ud800'; a class must be a number from 0, or a name of",
+    ),
     "a single array": (
         lambda p: folder(p, {"a": b"\x93NUMPY"}) / "a",
         "is a NumPy array, which is a part of a data set",
@@ -303,6 +334,14 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         "is an HTML page, .*, not a NumPy archive",
     ),
 }
+
+
+@pytest.mark.parametrize("form", ["<U0", "|S0", "(2,)u1", "|V0"])
+def test_labels_of_no_size_or_of_arrays_are_one_clear_error(tmp_path, form):
+    header = npy(f"'{form}', 'fortran_order': False, 'shape': (8,)")
+    source = changed(forms.write_npy(tmp_path / "set"), "train/labels.npy", lambda _: header)
+    with pytest.raises(SourceError, match=r"labels.npy is a damaged NumPy array, .*: its header is not valid"):
+        open_source(source)
 
 
 @pytest.mark.parametrize("case", WRONG)

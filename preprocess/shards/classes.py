@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from loopfeed.preprocess.printable import composed, printable
 from loopfeed.preprocess.quantities import quantity
 
+MAX_ID_CHARACTERS = 1_024
+"""The maximum length of the identifier of a class in a table or a container; those of folders are shorter."""
 MAX_CLASSES = 0xFFFF  # labels are stored as uint16, whose highest value marks a missing label
 
 

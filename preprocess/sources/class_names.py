@@ -21,7 +21,7 @@ from loopfeed.preprocess.system_errors import reading_remedy
 NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
 _REMEDY = "correct or remove it"
 _FEW = 5
-_NUMBER = re.compile(r"0*([0-9]+)(?:\.0*)?")
+_NUMBER = re.compile(r"0*+((?:[1-9][0-9]*)?)(?<=[0-9])(?:\.0*)?")
 MAX_NAME_FILE_BYTES = 16 * 2**20  # ImageNet's is 32 KB
 
 
@@ -228,7 +228,7 @@ def describe_alike(ids: Iterable[str], where: str) -> list[str]:
 def _alike(identifier: str) -> str:
     """Return what is the same for identifiers that people take for one: forms, case, blanks, and "01" and "1"."""
     text = " ".join(composed(identifier).casefold().split())
-    return number[1] if (number := _NUMBER.fullmatch(text)) else text
+    return number[1] or "0" if (number := _NUMBER.fullmatch(text)) else text
 
 
 def _difference(one: str, other: str) -> str:

@@ -26,7 +26,7 @@ SEPARATOR = "|"
 """Separates the classes of an image in CSV."""
 
 _SHOWN_COLUMNS = 8
-_DECIMAL = re.compile(r"[+-]?[0-9]*[.,][0-9]*[1-9][0-9]*")
+_DECIMAL = re.compile(r"[+-]?[0-9]*[.,]0*[1-9][0-9]*")
 
 
 @dataclass(frozen=True)

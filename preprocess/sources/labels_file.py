@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.preprocess.printable import composed, printable
+from loopfeed.preprocess.printable import composed, is_unicode, printable
 from loopfeed.preprocess.quantities import parse_float, quantity
-from loopfeed.preprocess.shards.classes import MAX_CLASSES
+from loopfeed.preprocess.shards.classes import MAX_CLASSES, MAX_ID_CHARACTERS
 from loopfeed.preprocess.shards.targets import TargetKind, TargetRows, pack_bits
 from loopfeed.preprocess.sources.label_columns import (
     SEPARATOR,
@@ -209,7 +209,10 @@ class _Rows:
             self._table.fail(line, f"{fault} ({describe_forms(name, other)})", "write it in one form")
 
     def _check_unicode(self, line: int, name: str) -> None:
-        if any("\ud800" <= character <= "\udfff" for character in name):
+        if len(name) > MAX_ID_CHARACTERS:
+            fault = f"{shown(name)} has {len(name):,} characters, more than the {MAX_ID_CHARACTERS:,} allowed"
+            self._table.fail(line, fault, "shorten it")
+        if not is_unicode(name):
             self._table.fail(line, f"the class {shown(name)} is not valid Unicode", "rename it")
 
     def _split(self, line: int, cells: Cells, place: int) -> int:

@@ -42,6 +42,7 @@ _ROLES = {
 _USUAL = "images and labels, x and y, x_train and y_train, or train_images and train_labels"
 _MAX_HEADER_BYTES = 65_536
 _MAX_LABEL_BYTES = 2**30
+_MAX_DIMENSIONS, _MAX_LENGTH = 8, 2**48
 _MAX_SHOWN = 6
 
 
@@ -157,6 +158,10 @@ def _read_header(content: Content) -> _Array:
         if not isinstance(descr, str) or not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
             raise ValueError(f"of its type {str(descr)[:40]} or shape")
         dtype = np.dtype(descr)
+        if dtype.subdtype is not None or not dtype.itemsize:
+            raise ValueError(f"of its type {descr[:40]}")
+        if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0 or max(shape, default=0) >= _MAX_LENGTH:
+            raise ValueError("of its shape")
     except (
         ValueError,
         TypeError,
@@ -170,8 +175,6 @@ def _read_header(content: Content) -> _Array:
         raise SourceError(
             f"{where} is a damaged NumPy array, or one of records: its header is not valid; save it again as uint8"
         ) from error
-    if min(shape, default=0) < 0 or max(shape, default=0) >= 2**48 or len(shape) > 8:
-        raise SourceError(f"{where} is a damaged NumPy array: it has the shape {list(shape)[:8]}; download it again")
     if fields.get("fortran_order") and len(shape) > 1:
         raise SourceError(
             f"{where} is stored column by column (Fortran order), so no image is in one piece; save it with "

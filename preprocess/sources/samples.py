@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.printable import is_unicode, printable
 from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.shards.classes import MAX_ID_CHARACTERS
 from loopfeed.preprocess.sources.array_store import ArrayStore, FileArray
 from loopfeed.preprocess.sources.class_names import (
     ClassNames,
@@ -27,7 +28,6 @@ from loopfeed.preprocess.sources.class_names import (
 from loopfeed.preprocess.sources.listing import ByteStore, FoundSplit, Layout, Listing, SourceError, index_classes
 from loopfeed.preprocess.sources.selection import SPLIT_ORDER, split_of
 
-_MAX_ID_CHARACTERS = 255
 _GREY, _RGB, _RGBA = 1, 3, 4
 
 type ArrayLabels = tuple[list[str], NDArray[np.int64]]
@@ -99,13 +99,14 @@ def class_id(value: object, where: str) -> str:
     Raises:
         SourceError: it is neither, empty, negative, or too long.
     """
-    if isinstance(value, str) and 0 < len(text := value.strip()) <= _MAX_ID_CHARACTERS and "\n" not in text:
+    text = value.strip() if isinstance(value, str) else ""
+    if 0 < len(text) <= MAX_ID_CHARACTERS and "\n" not in text and is_unicode(text):
         return str(int(text)) if re.fullmatch("[0-9]{1,18}", text) else text
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
         return str(value)
     shown = printable(repr(value)[:80]) if isinstance(value, str | int | float | bool | None) else type(value).__name__
     raise SourceError(
-        f"{where} has the class {shown}; a class must be a number from 0, or a name of at most {_MAX_ID_CHARACTERS} "
+        f"{where} has the class {shown}; a class must be a number from 0, or a name of at most {MAX_ID_CHARACTERS:,} "
         "characters on one line"
     )
 
@@ -186,9 +187,7 @@ def class_numbers(values: NDArray[Any], where: str, num_images: int, num_classes
     if flat.ndim != 1:
         remedy = "one-hot labels become numbers with .argmax(1)" if flat.ndim == 2 else "give one class for each image"
         raise SourceError(f"{shown} has labels of the shape {list(values.shape)} instead of [N]; {remedy}")
-    if flat.dtype.kind == "S":
-        flat = np.char.decode(flat, "utf-8", "replace")
-    if flat.dtype.kind not in "iubU":
+    if flat.dtype.kind not in "iubUS":
         what = "an array of Python objects" if flat.dtype.hasobject else f"of the type {flat.dtype}"
         raise SourceError(
             f"{shown} is {what}, but labels must be whole numbers or text; convert them with .astype(numpy.int64)"
@@ -197,8 +196,9 @@ def class_numbers(values: NDArray[Any], where: str, num_images: int, num_classes
         raise SourceError(
             f"{shown} has {quantity(len(flat), 'label')} for {quantity(num_images, 'image')}; give one for each image"
         )
+    is_text = flat.dtype.kind in "US"
     found, labels = np.unique(flat, return_inverse=True)
-    if flat.dtype.kind != "U" and len(found):
+    if not is_text and len(found):
         lowest, highest = int(found[0]), int(found[-1])
         stop = num_classes if num_classes is not None else 2**63
         if lowest < 0 or highest >= stop:
@@ -206,8 +206,11 @@ def class_numbers(values: NDArray[Any], where: str, num_images: int, num_classes
             index = int(np.flatnonzero(flat == value)[0])
             limits = "from 0" if num_classes is None else f"from 0 to {num_classes - 1}"
             raise SourceError(f"{shown} has the label {value} for image {index}; labels must be {limits}: remove it")
-    ids = [class_id(str(each) if flat.dtype.kind == "U" else int(each), shown) for each in found]
-    return ids, labels.astype(np.int64)
+    try:
+        values_found = (np.char.decode(found, "utf-8") if flat.dtype.kind == "S" else found).tolist()
+    except (ValueError, SystemError) as error:  # SystemError: numbers that are no characters
+        raise SourceError(f"{shown} has a label that is not valid text: {error}; write it as UTF-8") from error
+    return [class_id(each if is_text else int(each), shown) for each in values_found], labels.astype(np.int64)
 
 
 def check_images(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:

@@ -36,7 +36,19 @@ _EXCELS_LINE = re.compile("sep=([,;\t])\\s*", re.IGNORECASE)
 """Tells Excel the separator; it stands before the header."""
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
-type Cells = list[Any]
+
+@dataclass(frozen=True, slots=True)
+class JsonCells:
+    """The cells of an object, which are looked up one by one: the first object may have any number of keys."""
+
+    keys: tuple[str, ...]
+    document: dict[str, Any]
+
+    def __getitem__(self, place: int) -> Any:
+        return self.document.get(self.keys[place])
+
+
+type Cells = list[Any] | JsonCells
 """The cells of a row in the order of the columns: text in CSV, values in JSON lines, None without a key."""
 
 
@@ -208,9 +220,9 @@ def _open_json(table: TableFile, lines: Iterator[str]) -> None:
     table.columns, table.line = tuple(key.strip() for key in keys), number
 
     def rows() -> Iterator[tuple[int, Cells]]:
-        yield number, [*document.values()]
+        yield number, JsonCells(keys, document)
         for line, each in documents:
-            yield line, [each.get(key) for key in keys]
+            yield line, JsonCells(keys, each)
 
     table.cells = rows()
 
