@@ -158,7 +158,7 @@ def rows_of(split: str) -> np.ndarray:
 
 
 def write_cifar_binary(root: Path, *, fine: bool = False) -> Path:
-    root.mkdir()
+    root.mkdir(exist_ok=True)
     names = (
         {"train": "train.bin", "val": "test.bin"} if fine else {"train": "data_batch_1.bin", "val": "test_batch.bin"}
     )

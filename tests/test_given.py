@@ -432,6 +432,12 @@ def test_one_thread_at_a_time_calls_a_data_set(monkeypatch: pytest.MonkeyPatch, 
     assert contents(tmp_path) == expected()
 
 
+@pytest.mark.parametrize("train", [iter([(PIXELS[label], label) for label in range(3)]), Torchvision()])
+def test_a_split_that_is_packed_alone_has_the_classes_of_all(tmp_path: Path, train: Any) -> None:
+    results = pack({"train": train, "val": (PIXELS[:2], [0, 2])}, tmp_path, splits="val")
+    assert results["val"].manifest.class_counts[:3] == (1, 0, 1)
+
+
 def test_an_endless_generator_ends_with_the_room_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     free = iter([2**40, 2**40, 100])
     usage = type("Usage", (), {"free": property(lambda _: next(free))})

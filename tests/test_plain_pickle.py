@@ -147,4 +147,4 @@ def test_many_arrays_and_a_large_memo_take_no_time_together():
     content = b"\x80\x04N" + b"\x94" * 100_000 + b"0(" + array * 900 + b"l."
     found = load_plain(content)
     assert [each.shape for each in found] == [(0,)] * 900
-    assert load_plain(b"\x80\x04(" + array + b"h\x00l.")[1].values.shape == (0,)
+    assert load_plain(b"\x80\x04(" + array + b"h\x00l.")[1].shape == (0,)

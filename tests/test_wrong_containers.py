@@ -265,6 +265,14 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: changed(forms.write_idx(p), "train-labels-idx1-ubyte", lambda _: forms.idx(Y.astype("u1"))),
         "has 4 labels for 8 images",
     ),
+    "IDX of t10k and test": (
+        lambda p: folder(p, {f"{name}-images-idx3-ubyte": forms.idx(X) for name in ("t10k", "test")}),
+        "has IDX files test-… and t10k-… of the split test; keep one",
+    ),
+    "CIFAR-10 and CIFAR-100": (
+        lambda p: forms.write_cifar_binary(forms.write_cifar_binary(p), fine=True),
+        "has the files of both CIFAR-10 and CIFAR-100; keep those of one",
+    ),
     "label of CIFAR": (
         lambda p: changed(forms.write_cifar_binary(p), "data_batch_1.bin", lambda c: b"\x07" + c[1:]),
         r"data_batch_1\.bin has the label 7 for image 0; labels must be from 0 to 2",

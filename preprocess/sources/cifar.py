@@ -45,6 +45,8 @@ def cifar_layout(root: Path, files: Sequence[Path]) -> Layout:  # noqa: ARG001 -
     is_binary = files[0].suffix == ".bin"
     names = _class_names(folder)
     parts: dict[str, list[_Part]] = {}
+    if len({"batch" in path.name for path in files}) > 1:
+        raise SourceError(f"{printable(folder)} has the files of both CIFAR-10 and CIFAR-100; keep those of one")
     for path in files:
         match = (_BINARY if is_binary else _PICKLED).fullmatch(path.name)
         if match is None:

@@ -90,26 +90,28 @@ def given_layout(
         raise SourceError(f"classes must be a list of names in the order of their numbers, got a {kind}; give a list")
     parts = _split_parts(source)
     wanted = {*(parts if splits is None else splits)}
-    needed = {name: each for name, each in parts.items() if name in wanted or (name == "train" and "val" not in parts)}
     folder = None if dest is None else next((each for each in (dest, *dest.parents) if each.is_dir()), None)
     read: dict[str, _Images] = {}
     try:
-        for name, each in needed.items():
+        for name, each in parts.items():
+            if name not in wanted and (name != "train" or "val" in parts):
+                # A split that is not packed has classes too: without them, labels would be others in another call.
+                known_here = known_classes(each)
+                if classes is not None or known_here is not None:
+                    read[name] = _Images(FileStore(Path(), []), [], classes=known_here)
+                    continue
             read[name] = _read_split(each, name, folder, notify)
             if (members := _members(names, name, len(parts), len(read[name].labels))) is not None:
                 read[name].members = members
         known, labels = number_classes(read, None if classes is None else list(classes))
         found = {name: _found_split(name, each, known, labels[name]) for name, each in read.items()}
+        for name in found.keys() - wanted - {"train"}:
+            read[name].store.close()
     except BaseException:
         for each in read.values():
             each.store.close()
         raise
-    openers: dict[str, Callable[[], FoundSplit]] = {name: partial(found.__getitem__, name) for name in found}
-    return Layout("the given data set", openers | dict.fromkeys(parts.keys() - found.keys(), _unread))
-
-
-def _unread() -> FoundSplit:
-    raise AssertionError("a split that is not wanted is not opened")
+    return Layout("the given data set", {name: partial(found.__getitem__, name) for name in found})
 
 
 def _split_parts(source: Any) -> dict[str, Any]:

@@ -41,11 +41,17 @@ def idx_layout(root: Path, files: Sequence[Path]) -> Layout:
     """
     pairs: dict[str, dict[str, Path]] = {}
     sets: dict[str, None] = {}
+    spellings: dict[str, str] = {}
     for path in sorted(files, key=lambda each: each.suffix != ".gz"):  # an unpacked file replaces its gzip file
         match = _NAME.fullmatch(path.name.lower())
         assert match is not None
-        sets[f"{path.parent}/{match['set']}"] = None
         split = split_of(match["split"]) or "test"
+        written = spellings.setdefault(split, match["split"])
+        if written != match["split"]:
+            raise SourceError(
+                f"{printable(root)} has IDX files {match['split']}-… and {written}-… of the split {split}; keep one"
+            )
+        sets[f"{path.parent}/{match['set']}"] = None
         pairs.setdefault(split, {})[match["role"]] = path
     if len(sets) > 1:
         shown = " and ".join(printable(Path(each).name or ".") for each in list(sets)[:2])
