@@ -101,6 +101,17 @@ def symlink(info):
     info.create_system, info.external_attr = 3, 0o120777 << 16
 
 
+def far(offset: int) -> bytes:
+    """Return an archive whose only member is at an offset that has 64 bits."""
+    archive = zip_bytes({"a/1.png": b"1"})
+    start, end = archive.index(ENTRY), archive.index(b"PK\x05\x06")
+    entry = bytearray(archive[start:end])
+    entry[30:32], entry[42:46] = b"\x0c\0", b"\xff" * 4
+    size = struct.pack("<L", end - start + 12)
+    ending = archive[end : end + 12] + size + archive[end + 16 :]
+    return archive[:start] + bytes(entry) + struct.pack("<HHQ", 1, 8, offset) + ending
+
+
 GOOD = zip_bytes({"a/1.png": b"1" * 100, "b/2.png": b"2" * 100})
 REFUSED = {
     "truncated": (GOOD[:-30], "is truncated: it ends without the directory that ends a zip archive; download"),
@@ -116,6 +127,10 @@ REFUSED = {
         changed(GOOD, b"PK\x05\x06", 16, b"\xff\xff\xff\0"),
         "is damaged: its directory does not fit its members; down",
     ),
+    **{
+        f"far {bits}": (far(2**bits), "is damaged: its directory does not fit its members; download")
+        for bits in (40, 62, 63)
+    },
     "inserted": (GOOD[:9] + b"x" * 50 + GOOD[9:], "is damaged: its directory does not fit its members; download"),
     "entry": (changed(GOOD, ENTRY, 0, b"XXXX"), "is damaged: Bad magic number for central directory; download"),
     "not UTF-8": (zip_bytes({"é/1.png": b"1"}).replace("é".encode(), b"\xe9\xe9"), "is damaged: .*utf-8.*; download"),

@@ -26,7 +26,10 @@ from loopfeed.preprocess.system_errors import reading_remedy
 ZIP_BEGINNINGS = _MEMBER, _NO_MEMBER = b"PK\x03\x04", b"PK\x05\x06"
 """How a zip archive begins: with a member, or with the end of an empty archive."""
 
-_DAMAGES = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, NotImplementedError, RuntimeError)
+_DAMAGES = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError),
+    *(NotImplementedError, RuntimeError),
+)
 _WITHOUT_DIRECTORY = "File is not a zip file"
 _NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30
 _IS_UTF8, _ENCRYPTED = 1 << 11, 1 << 0 | 1 << 6 | 1 << 13
@@ -86,7 +89,8 @@ class ZipArchive:
         """Yield its files; raise SourceError if it is damaged, unsafe, encrypted or compressed by another method."""
         # `ZipFile` takes bytes before an archive for a program that unpacks it, and those that are missing likewise.
         first = min((entry.header_offset for entry in self._entries), default=0)
-        if first < 0 or self.file.head(first + 4)[first:] not in (_MEMBER, _NO_MEMBER):
+        is_within = 0 <= first <= self.file.num_bytes - len(_MEMBER)
+        if not is_within or self._at(first) not in (_MEMBER, _NO_MEMBER):
             raise SourceError(f"{self._where} is damaged: its directory does not fit its members; {_AGAIN}")
         for number, entry in enumerate(self._entries):
             name = _name_of(entry)
@@ -139,6 +143,12 @@ class ZipArchive:
         if start + entry.file_size > self.file.num_bytes:
             raise SourceError(f"it goes beyond the end of the zip archive; {_AGAIN}")
         return start
+
+    def _at(self, offset: int) -> bytes:
+        try:
+            return self.file.read(offset, len(_MEMBER))
+        except OSError as error:
+            raise _unreadable(self._where, error) from error
 
     def close(self) -> None:
         """Close the archive."""
