@@ -2,6 +2,7 @@
 
 import gc
 import os
+import zipfile
 
 import pytest
 
@@ -201,3 +202,47 @@ def test_a_tar_in_no_known_order(tmp_path, entries, message):
     path.write_bytes(tar_bytes(entries))
     with pytest.raises(SourceError, match=message):
         open_source(path)
+
+
+def test_an_archive_for_each_split_is_read_like_the_folders(tmp_path):
+    def digests(root):
+        with open_source(root) as source:
+            return source.layout, {name: split.digest() for name, split in source.splits.items()}
+
+    trains, vals = {"a/1.jpg": b"1", "b/2.jpg": b"22"}, {"b/3.jpg": b"333"}
+    for split, files in (("train", trains), ("val", vals)):
+        for name, content in files.items():
+            path = tmp_path / "folder" / split / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    (tmp_path / "archives").mkdir()
+    (tmp_path / "archives/train.tar").write_bytes(tar_bytes(trains))
+    with zipfile.ZipFile(tmp_path / "archives/Validation.zip", "w") as archive:
+        for name, content in vals.items():
+            archive.writestr(f"val/{name}", content)
+    layout, found = digests(tmp_path / "archives")
+    assert layout == "archives train.tar and Validation.zip of class folders"
+    assert found == digests(tmp_path / "folder")[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            {"val.tar": {"train/a/1.jpg": b"", "test/a/2.jpg": b""}},
+            r"val\.tar contains train and test, unlike its name",
+        ),
+        ({"val.tar": {"test/a/1.jpg": b""}}, r"val\.tar contains test, unlike its name"),
+        (
+            {"val.tar": {"a/1.jpg": b""}, "valid.tar": {"a/1.jpg": b""}},
+            r"has both val\.tar and valid\.tar for the split",
+        ),
+        ({"val.tar": {".DS_Store": b""}}, r"val\.tar is an empty archive"),
+        ({"val.tar": {"z/1.jpg": b""}}, "the split val has 1 class that train lacks: z"),
+    ],
+)
+def test_archives_of_splits_that_contradict_each_other(tmp_path, names, message):
+    for name, entries in ({"train.tar": {"a/1.jpg": b""}} | names).items():
+        (tmp_path / name).write_bytes(tar_bytes(entries))
+    with pytest.raises(SourceError, match=message):
+        open_source(tmp_path)

@@ -1,12 +1,12 @@
-"""Reads class folders in a tar or zip archive without unpacking it.
+"""Reads class folders in a tar or zip archive, or in one for each split, without unpacking them.
 
 Opening a tar archive reads its headers, and opening a zip archive its directory. Reading an image is then one
 `pread` at a known offset, or three in a zip archive.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -39,21 +39,66 @@ def archive_layout(path: Path, class_from: ClassFrom = "top") -> Layout:
     """
     with opened(path) as archive:
         first = next(visible_members(archive), None)
-        if first is None:
-            raise SourceError(f"{printable(path)} is an empty archive; give one with images")
-        if (layout := imagenet_archive(path, first.name)) is not None:
+        if first is not None and (layout := imagenet_archive(path, first.name)) is not None:
             check_class_from(class_from, path, layout.description)
             return layout
         ignored: Counter[str] = Counter()
         tree = _read_tree(path, archive, ignored, class_from)
-    open_once = cache(partial(open_archive, path))  # all splits have one directory of a zip archive in memory
-    united = unite_classes(tree.splits, tree.name_files, str(path))
-    openers = {
-        split: partial(_read_folders, path, open_once, split, tree, united, class_from, classes)
-        for split, classes in tree.splits.items()
-    }
     unread = f" (not read: {tree.unread})" if tree.unread else ""
-    return Layout(f"a {archive.kind} of class folders" + unread, dict(openers), ignored)
+    return _layout(path, f"a {archive.kind} of class folders{unread}", {path: tree}, ignored, class_from)
+
+
+def split_archives(files: Iterable[Path]) -> dict[str, Path]:
+    """Return the archives among the files of a folder that have the names of splits, such as train.tar and val.zip.
+
+    Raises:
+        SourceError: a split has two.
+    """
+    found: dict[str, Path] = {}
+    for path in files:
+        split = split_of(path.stem) if path.suffix.lower() in (".tar", ".zip") else None
+        if split is not None and found.setdefault(split, path) != path:
+            raise SourceError(
+                f"{printable(path.parent)} has both {printable(found[split].name)} and {printable(path.name)} for the "
+                f"split {split}; keep one"
+            )
+    return {split: found[split] for split in SPLIT_ORDER if split in found}
+
+
+def split_archives_layout(root: Path, files: Mapping[str, Path], class_from: ClassFrom) -> Layout:
+    """Return the layout of a folder with an archive of class folders for each split.
+
+    Raises:
+        SourceError: as `archive_layout`; or an archive has other splits than its name says.
+    """
+    trees: dict[Path, _Tree] = {}
+    ignored: Counter[str] = Counter()
+    for split, path in files.items():
+        with opened(path) as archive:
+            tree = _read_tree(path, archive, ignored, class_from)
+        (inside, members_of), *others = tree.splits.items()
+        if others or inside not in (split, "train"):
+            shown = " and ".join(tree.splits)
+            raise SourceError(f"{printable(path)} contains {shown}, unlike its name; give that archive alone")
+        trees[path] = replace(tree, splits={split: members_of}, notes={split: tree.notes.get(inside, [])})
+    names = " and ".join(path.name for path in files.values())
+    return _layout(root, f"archives {printable(names)} of class folders", trees, ignored, class_from)
+
+
+def _layout(
+    where: Path, description: str, trees: Mapping[Path, "_Tree"], ignored: Counter[str], class_from: ClassFrom
+) -> Layout:
+    """Return the layout of archives that have different splits."""
+    name_files = tuple(each for tree in trees.values() for each in tree.name_files)
+    splits = {split: members_of for tree in trees.values() for split, members_of in tree.splits.items()}
+    united = unite_classes(splits, name_files, str(where))
+    openers: dict[str, Callable[[], FoundSplit]] = {}
+    for path, tree in trees.items():
+        open_once = cache(partial(open_archive, path))  # all splits have one directory of a zip archive in memory
+        named = replace(tree, name_files=name_files)
+        for split, members_of in tree.splits.items():
+            openers[split] = partial(_read_folders, path, open_once, split, named, united, class_from, members_of)
+    return Layout(description, openers, ignored)
 
 
 @dataclass(frozen=True)
@@ -79,9 +124,7 @@ def _read_tree(path: Path, archive: Archive, ignored: Counter[str], class_from: 
     Raises:
         SourceError: images are outside class folders, or in folders that are neither splits nor classes.
     """
-    everything = Listing()
-    for member in visible_members(archive, ignored):
-        everything.add("", member.name, 0, member.size, member.offset)
+    everything = _list_members(path, archive, ignored)
     depth = _wrapping_depth(everything)
     tops = _top_folders(everything, depth)
     folders = choose_splits(tops, str(path))
@@ -122,6 +165,16 @@ def _read_tree(path: Path, archive: Archive, ignored: Counter[str], class_from: 
         ", ".join(unread),
         {split: describe_leaves(folders) for split, folders in inside.items()},
     )
+
+
+def _list_members(path: Path, archive: Archive, ignored: Counter[str]) -> Listing:
+    """Return all members with the placeholder label 0; raise SourceError if there are none."""
+    everything = Listing()
+    for member in visible_members(archive, ignored):
+        everything.add("", member.name, 0, member.size, member.offset)
+    if not len(everything):
+        raise SourceError(f"{printable(path)} is an empty archive; give one with images")
+    return everything
 
 
 def _top_folders(everything: Listing, depth: int) -> list[TopFolder]:

@@ -19,7 +19,7 @@ from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.targets import SplitTargets
-from loopfeed.preprocess.sources.archive_tree import archive_layout
+from loopfeed.preprocess.sources.archive_tree import archive_layout, split_archives, split_archives_layout
 from loopfeed.preprocess.sources.class_names import ClassFrom, check_class_from
 from loopfeed.preprocess.sources.containers import recognise_container
 from loopfeed.preprocess.sources.kaggle import find_kaggle_tree, kaggle_openers
@@ -213,6 +213,9 @@ def _recognise_folders(root: Path, class_from: ClassFrom) -> Layout:
         description = "folders " + " and ".join(each.name + "/" for each in folders.values()) + " of class folders"
         description += f" (not read: {_shown(others)})" if others else ""
         return Layout(description, split_openers(root, folders, class_from), ignored)
+    archives = {} if classes else split_archives(Path(each.path) for each in files)
+    if archives:
+        return split_archives_layout(root, archives, class_from)
     if not classes:
         raise SourceError(
             f"{printable(root)} is not a data set: expected class folders, train/ and val/ with class folders, "
