@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loopfeed.preprocess.shards.classes import ImageClass
-from loopfeed.preprocess.sources.listing import ListedSplit, Listing, index_classes
+from loopfeed.preprocess.sources.listing import ListedSplit, Listing, SourceError, index_classes
 from loopfeed.preprocess.sources.selection import pack_order
 from loopfeed.preprocess.sources.tree import FolderStore
 
@@ -94,3 +94,10 @@ def test_the_digest_covers_weights_and_groups():
 def test_only_values_that_are_all_whole_numbers_are_in_numerical_order(ids, as_folders, as_values):
     assert [each.id for each in index_classes(ids, {}, "here")] == as_folders
     assert [each.id for each in index_classes(ids, {}, "here", numeric=True)] == as_values
+
+
+def test_half_a_character_is_no_class():
+    """JSON can have one, as in the labels of WebDataset, and Python too; bytes of a folder's name are kept."""
+    assert [each.id for each in index_classes(["b", "\udcff"], {}, "here")] == ["b", "\udcff"]
+    with pytest.raises(SourceError, match=r"the class 'y\\ud800' is not valid Unicode; rename it"):
+        index_classes(["x", "y\ud800"], {}, "here", numeric=True)

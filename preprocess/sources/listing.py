@@ -341,7 +341,7 @@ def index_classes(
             comes after "2": those of tables and containers, but not those of folders.
 
     Raises:
-        SourceError: there is no class, or there are more than labels can represent.
+        SourceError: there is no class, or there are more than labels can represent, or one is not valid Unicode.
     """
     ordered = order_classes(ids, numeric=numeric)
     if not 0 < len(ordered) <= MAX_CLASSES:
@@ -352,8 +352,15 @@ def index_classes(
 
 
 def order_classes(ids: Iterable[str], *, numeric: bool) -> list[str]:
-    """Return identifiers of classes in index order; `numeric` is as of `index_classes`."""
-    ordered = sorted(ids, key=lambda each: each.encode("utf-8", "surrogateescape"))
+    """Return identifiers of classes in index order; `numeric` is as of `index_classes`, which raises the same."""
+    ordered = sorted(ids, key=_class_bytes)
     if numeric and all(map(_WHOLE_NUMBER.fullmatch, ordered)):
         ordered.sort(key=int)
     return ordered
+
+
+def _class_bytes(identifier: str) -> bytes:
+    try:
+        return identifier.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # such as half of a character in JSON
+        raise SourceError(f"the class {identifier!a} is not valid Unicode; rename it") from None
