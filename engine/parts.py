@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
-from loopfeed.engine.config import NO_CLASS_WEIGHTS, TrainConfig
+from loopfeed.engine.config import NO_CLASS_WEIGHTS, OFF, TrainConfig
 from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
 from loopfeed.engine.feed.subsets import Indices
 from loopfeed.engine.given_values import describe_given
@@ -195,7 +195,7 @@ def check_parts(config: TrainConfig, parts: UserParts) -> None:
     _check_user_model(config, parts.model)
     _check_user_batches(config, parts.batches)
     _check_user_indices(config, parts)
-    _check_user_evaluation(parts.evaluation)
+    _check_user_evaluation(config, parts.evaluation)
     _check_user_loss(config, parts.loss)
     _check_class_weights(config, parts.loss)
     _check_user_metrics(parts.metrics)
@@ -290,7 +290,14 @@ def _check_fills(name: str, source: Any) -> None:
         ) from error
 
 
-def _check_user_evaluation(evaluation: Any) -> None:
+def _check_user_evaluation(config: TrainConfig, evaluation: Any) -> None:
+    if evaluation is not None and config.fold is not None and config.eval_split != OFF:
+        raise SettingError(
+            "fold",
+            "{setting} {found} is the evaluation set, so it must not be given with an evaluation of your own: leave "
+            "one out, or give {eval_split} off to train on the other folds only",
+            found=config.fold,
+        )
     _check_fills("evaluation", evaluation)
     if evaluation is None or hasattr(evaluation, "num_batches"):
         return

@@ -20,7 +20,7 @@ from loopfeed.engine.parts import NO_PARTS
 from loopfeed.engine.sizing.planning import _count_images, _volumes
 from tests.fake_source import pack
 from tests.test_sampling import LABELS, METRICS, NUM_IMAGES, Colours, config, long_tail, seen
-from tests.toy import Linear, toy_batch, toy_config
+from tests.toy import SIZE, Linear, toy_batch, toy_config
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=80), st.integers(2, 12))
@@ -135,6 +135,10 @@ def test_what_a_fold_does_not_go_with_is_refused_and_missing_classes_are_said(da
         train(replace(given, order="windowed"), model=Linear())
     with pytest.raises(ValueError, match=r"fold 30/40 of .* has 0 of 24 images: give fewer folds"):
         train(replace(given, fold="30/40"), model=Linear())
+    own = (np.zeros((4, SIZE, SIZE), np.uint32), np.zeros(4, np.int32))
+    with pytest.raises(ValueError, match="must not be given with an evaluation of your own: leave one out"):
+        train(given, model=Linear(), evaluation=own)
+    assert train(replace(given, eval_split="off"), model=Linear(), evaluation=own).evaluations[-1].num_images == 4
     with pytest.raises(ValueError, match="fold needs the labels of a packed data set"):
         train(toy_config(fold="1/2"), model=Linear(), batches=toy_batch)
     said: list[str] = []
