@@ -5,6 +5,7 @@ import pytest
 
 from loopfeed.preprocess.packing.pack_source import pack
 from loopfeed.preprocess.shards.reader import open_split
+from loopfeed.preprocess.sources.listing import SourceError
 from loopfeed.preprocess.sources.open_source import open_source
 from tests import container_files as forms
 from tests.container_files import CLASSES, LABELS, SIDE, files, images_of
@@ -146,6 +147,20 @@ def test_classes_are_identifiers_with_the_names_that_the_container_has(tmp_path)
     np.savez(tmp_path / "many.npz", x=np.zeros((12, 4, 4), np.uint8), y=np.arange(12))
     with open_source(tmp_path / "many.npz") as source:
         assert [each.id for each in source.splits["train"].classes] == [str(number) for number in range(12)]
+
+
+def test_the_column_of_classes_of_a_parquet_file_can_be_named(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    images = [{"bytes": b"1", "path": "1.jpg"}, {"bytes": b"2", "path": "2.jpg"}]
+    pq.write_table(pa.table({"image": images, "label": [5, 6], "breed": ["pug", "corgi"]}), tmp_path / "dogs.parquet")
+    for column, ids in ((None, ["5", "6"]), ("breed", ["corgi", "pug"])):
+        with open_source(tmp_path / "dogs.parquet", class_column=column) as source:
+            assert [each.id for each in source.splits["train"].classes] == ids
+    with pytest.raises(SourceError, match=r"no column of classes named bread \(found image, label, breed\)"):
+        open_source(tmp_path / "dogs.parquet", class_column="bread")
+    FOLDER(tmp_path / "images")
+    with pytest.raises(SourceError, match="is class folders; give the table with --labels, or leave it out"):
+        open_source(tmp_path / "images", class_column="breed")
 
 
 def test_class_folders_take_precedence_over_a_container_beside_them(tmp_path):

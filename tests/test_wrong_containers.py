@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no labels": (
         lambda p: parquet(p, {"image": [{"bytes": b"1", "path": "1"}], "text": ["x"]}),
-        r"has no column of classes named label, .* \(found image, text\); rename it",
+        r"has no column of classes named label, .* \(found image, text\); name it with --class-column",
     ),
     "several classes": (
         lambda p: parquet(p, {"image": [{"bytes": b"1", "path": "1"}], "labels": [[1, 2]]}),

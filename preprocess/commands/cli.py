@@ -79,7 +79,7 @@ _SQUARE = "square"
     "--class-column",
     metavar="COLUMN",
     show_default="class or label",
-    help="Column of --labels with the one class of each image.",
+    help="Column of --labels, or of Parquet files, with the one class of each image.",
 )
 @click.option(
     "--group-by",

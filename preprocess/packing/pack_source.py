@@ -72,7 +72,8 @@ def pack(
             An image is an array, an image of Pillow, the path of a file, or its bytes.
         dest: a folder or a TensorStore URL.
         labels: a table of labels for each image, in the place of class folders; for a path.
-        class_column: the column of `labels` with the class of each image; None finds it by its name, such as "class".
+        class_column: the column of `labels`, or of Parquet files, with the class of each image; None finds it by its
+            name, such as "class".
         group_by: a column of `labels`; images with the same value, such as of a patient, are never in two splits.
         weight_column: a column of `labels` that says how often an image is drawn.
         unlabelled: whether images without a line in `labels` "fail" or are left out ("skip").

@@ -43,23 +43,27 @@ _PICKLE_MAGIC = b"\x80"
 _IDX_HEADS = (b"\0\0\x08\x01", b"\0\0\x08\x03")
 
 
-def recognise_container(root: Path) -> Layout | None:
+def recognise_container(root: Path, class_column: str | None = None) -> Layout | None:
     """Return the layout of a container, a file or a folder; None if it is none.
+
+    Args:
+        root: the file or folder.
+        class_column: the column with the classes of a container of columns; None for one of the usual names.
 
     Raises:
         SourceError: it is a container, but is damaged, incomplete, or one of several.
     """
-    return _recognise_folder(root) if root.is_dir() else _recognise_file(root)
+    return _recognise_folder(root, class_column) if root.is_dir() else _recognise_file(root, class_column)
 
 
-def _recognise_file(path: Path) -> Layout | None:
+def _recognise_file(path: Path, class_column: str | None) -> Layout | None:
     head = head_of(file_content(path), BLOCK)
     if is_tar(head):
         with opened(path) as archive:
             is_wanted = is_webdataset(archive)
         return webdataset_layout(path, [path]) if is_wanted else None
     if head.startswith(PARQUET_MAGIC):
-        return parquet_layout(path, [path])
+        return parquet_layout(path, [path], class_column)
     if head.startswith(ZIP_BEGINNINGS) and _is_npz(path, head):
         return numpy_layout(path, [path])
     if path.suffix.lower() == ".npz":
@@ -89,7 +93,7 @@ def _is_idx_in_gzip(path: Path) -> bool:
         return False
 
 
-def _recognise_folder(root: Path) -> Layout | None:
+def _recognise_folder(root: Path, class_column: str | None) -> Layout | None:
     found = _container_files(root)
     kinds = {kind: files for kind in _KINDS if (files := [each for each in found if kind(each)])}
     unread = next((each for each in found if each.name.lower().endswith(tuple(_NOT_READ))), None)
@@ -104,6 +108,8 @@ def _recognise_folder(root: Path) -> Layout | None:
             f"{printable(root)} has files of several forms: {shown}; give the files of one, or its folder"
         )
     ((kind, files),) = kinds.items()
+    if _KINDS[kind] is parquet_layout:
+        return parquet_layout(root, files, class_column)
     return _KINDS[kind](root, files)
 
 

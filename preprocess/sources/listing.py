@@ -320,12 +320,14 @@ class Layout:
         openers: for each split, a function that lists its images.
         ignored: counts the hidden entries that were left out beside the splits, by name.
         unread: what is not read because it has no line in a table of labels; None if there is nothing.
+        class_column: the column that has the classes; None if the layout has no columns.
     """
 
     description: str
     openers: dict[str, Callable[[], FoundSplit]]
     ignored: Counter[str] = field(default_factory=Counter)
     unread: str | None = None
+    class_column: str | None = None
 
 
 def index_classes(

@@ -7,7 +7,7 @@ zip archive of images. `data/README.md` shows each.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from types import TracebackType
@@ -124,7 +124,7 @@ def open_source(
     if isinstance(path, Layout):
         layout = path
     else:
-        layout = _recognise(root, class_from) if table is None else _recognise_labelled(root, table)
+        layout = _recognise(root, class_from, class_column) if table is None else _recognise_labelled(root, table)
     _check_holdout(holdout, root, layout)
     available = tuple(sorted({*layout.openers, *(["val"] if holdout else [])}, key=SPLIT_ORDER.index))
     wanted = _wanted_splits(root, available, splits)
@@ -181,19 +181,25 @@ def _check_has_images(
         )
 
 
-def _recognise(root: Path, class_from: ClassFrom) -> Layout:
+def _recognise(root: Path, class_from: ClassFrom, class_column: str | None) -> Layout:
     _check_exists(root)
-    layout = _recognise_published(root)
+    layout = _recognise_published(root, class_column)
+    if class_column is not None and (layout is None or layout.class_column is None):
+        found = "class folders" if layout is None else layout.description
+        raise SourceError(
+            f"--class-column is about a table of labels or Parquet files, but {printable(root)} is {found}; give the "
+            "table with --labels, or leave it out"
+        )
     if layout is not None:
         check_class_from(class_from, root, layout.description)
         return layout
     return _recognise_folders(root, class_from) if root.is_dir() else archive_layout(root, class_from)
 
 
-def _recognise_published(root: Path) -> Layout | None:
+def _recognise_published(root: Path, class_column: str | None) -> Layout | None:
     """Return the layout of a data set that knows its own classes; None for class folders."""
     if not root.is_dir():
-        return recognise_container(root)
+        return recognise_container(root, class_column)
     _refuse_shards(root)
     archives = imagenet_openers(root)
     if archives:
@@ -201,7 +207,7 @@ def _recognise_published(root: Path) -> Layout | None:
     kaggle = find_kaggle_tree(root)
     if kaggle is not None:
         return Layout("Kaggle's ImageNet tree", kaggle_openers(root, kaggle))
-    return recognise_container(root)
+    return recognise_container(root, class_column)
 
 
 def _recognise_folders(root: Path, class_from: ClassFrom) -> Layout:
@@ -244,7 +250,11 @@ def _check_options(options: LabelOptions, labels: str | Path | None, class_from:
         raise SourceError(f"--unlabelled must be fail or skip, got {options.unlabelled!r}")
     if labels is not None and class_from != "top":
         raise SourceError("--class-from is about class folders, but --labels gives the labels; leave one of them out")
-    given = [f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value not in (None, "fail")]
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(replace(options, class_column=None)).items()
+        if value not in (None, "fail")
+    ]
     if labels is None and given:
         raise SourceError(f"{given[0]} is about a table of labels; give the table with --labels")
 

@@ -8,7 +8,7 @@ Format of the metadata: the key `huggingface` of the schema, with the features o
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,13 @@ class _Split:
             return sum(each.total_uncompressed_size for each in columns if each.path_in_schema in wanted)
 
 
-def parquet_layout(root: Path, files: Sequence[Path]) -> Layout:
+def parquet_layout(root: Path, files: Sequence[Path], class_column: str | None = None) -> Layout:
     """Return the layout of Parquet files, whose splits are in their names, such as `train-00000-of-00002.parquet`.
+
+    Args:
+        root: the folder or file that was given.
+        files: the files.
+        class_column: the column with the classes; None for one of the usual names.
 
     Raises:
         SourceError: pyarrow is not installed, a file is damaged, or has no column of encoded images or of labels.
@@ -118,9 +123,9 @@ def parquet_layout(root: Path, files: Sequence[Path]) -> Layout:
                 f"{printable(root)} has files of the split {split} in {printable(folders[0])} and "
                 f"{printable(folders[1])}; give one of them"
             )
-    columns = _columns_of(files[0])
+    columns = _columns_of(files[0], class_column)
     for path in files[1:]:
-        if _columns_of(path) != columns:
+        if _columns_of(path, class_column) != columns:
             raise SourceError(
                 f"{printable(path)} has other columns or classes than {printable(files[0])}; give files of one set"
             )
@@ -134,7 +139,8 @@ def parquet_layout(root: Path, files: Sequence[Path]) -> Layout:
     shown = ", ".join(printable(each.name) for each in files[:2]) + (f" and {len(files) - 2} more" if files[2:] else "")
     left = f" (not read: {', '.join(unlabelled)}, which has no labels)" if unlabelled else ""
     names = None if columns.names is None else {str(number): name for number, name in enumerate(columns.names)}
-    return samples_layout(f"{quantity(len(files), 'Parquet file')}: {shown}{left}", root, labelled, names)
+    layout = samples_layout(f"{quantity(len(files), 'Parquet file')}: {shown}{left}", root, labelled, names)
+    return replace(layout, class_column=columns.label)
 
 
 def _reading(path: Path) -> Any:
@@ -169,7 +175,7 @@ def _damaged(path: Path, error: Exception) -> SourceError:
     )
 
 
-def _columns_of(path: Path) -> _Columns:
+def _columns_of(path: Path, class_column: str | None) -> _Columns:
     with _reading(path) as file:
         schema = file.schema_arrow
     features = _features(schema.metadata or {})
@@ -184,12 +190,14 @@ def _columns_of(path: Path) -> _Columns:
         )
     if len(images) > 1:
         raise SourceError(f"{printable(path)} has several columns of images, {', '.join(images)}; write one of them")
-    labels = [each for each in _LABEL_COLUMNS if each in schema.names] or [
-        each for each in schema.names if features.get(each, {}).get("_type") == "ClassLabel"
-    ]
+    usual = _LABEL_COLUMNS if class_column is None else (class_column,)
+    labels = [each for each in usual if each in schema.names]
+    if class_column is None and not labels:
+        labels = [each for each in schema.names if features.get(each, {}).get("_type") == "ClassLabel"]
     if not labels:
         raise SourceError(
-            f"{printable(path)} has no column of classes named {', '.join(_LABEL_COLUMNS)} (found {shown}); rename it"
+            f"{printable(path)} has no column of classes named {printable(', '.join(usual))} (found {shown}); name it "
+            "with --class-column"
         )
     found = features.get(labels[0], {}).get("names")
     names = tuple(found) if isinstance(found, list) and all(isinstance(each, str) for each in found) else ()
