@@ -33,11 +33,17 @@ def changed(root: Path, name: str, change) -> Path:
     return root
 
 
-def parquet(root: Path, columns: dict[str, Any]) -> Path:
+def parquet(root: Path, columns: dict[str, Any], **options: Any) -> Path:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     root.mkdir()
-    pq.write_table(pa.table(columns), root / "train.parquet")
+    pq.write_table(pa.table(columns), root / "train.parquet", **options)
     return root
+
+
+def text_of(*values: bytes) -> Any:
+    """Return a column of text that is not UTF-8."""
+    pa = pytest.importorskip("pyarrow")
+    return pa.Array.from_buffers(pa.string(), len(values), pa.array(values, pa.binary()).buffers())
 
 
 def npz_folder(root: Path) -> Path:
@@ -155,6 +161,16 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "two forms": (
         lambda p: folder(p, {"train.parquet": b"", "x.npy": b""}),
         "has files of several forms: 1 file such as ",
+    ),
+    "text of other bytes": (
+        lambda p: parquet(p, {"image": [b"1", b"2"], "label": text_of(b"\xff", b"a")}),
+        "train.parquet is a damaged or truncated Parquet file: 'utf-8' codec can't decode byte 0xff",
+    ),
+    "columns with escapes": (
+        lambda p: parquet(
+            p, {"\x1ba": [{"bytes": b"1", "path": "1"}], "\x1bb": [{"bytes": b"1", "path": "1"}], "label": [1]}
+        ),
+        r"has several columns of images, '\\x1ba', '\\x1bb'; write one",
     ),
     # NumPy
     "page as npz": (lambda p: changed(folder(p, {"set.npz": b""}), "set.npz", lambda _: PAGE), "is an HTML page"),
@@ -363,6 +379,17 @@ def test_a_wrong_file_is_one_clear_error(tmp_path, case):
     with pytest.raises(SourceError, match=message) as caught:
         open_source(source)
     assert "\n" not in str(caught.value)
+
+
+def test_a_parquet_file_that_repeats_an_image_takes_neither_memory_nor_disk(tmp_path, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    monkeypatch.setattr("loopfeed.preprocess.sources.parquet._ALWAYS_ALLOWED_BYTES", 2**24)
+    images = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array([bytes(2**24)], pa.binary()))
+    source = parquet(tmp_path / "set", {"image": images, "label": [0] * 64}, store_schema=False)
+    before = pa.total_allocated_bytes()
+    with pytest.raises(SourceError, match=r"repeats images until they have more than .* write each image once"):
+        open_source(source)
+    assert pa.default_memory_pool().max_memory() - before < 2**28
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):

@@ -25,8 +25,11 @@ from loopfeed.preprocess.sources.spool import Spool
 MAGIC = b"PAR1"
 _LABEL_COLUMNS = ("label", "labels", "class", "cls", "category", "target", "class_name", "fine_label")
 _IMAGE_COLUMNS = ("image", "img", "jpg", "png", "bytes", "image_bytes", "pixels")
-_BATCH_ROWS = 32  # a page may repeat one large value, so that few rows need much memory
+_BATCH_ROWS = 1  # a page may repeat one large value, so that a few rows would need much memory
+_MOST_REPEATED, _ALWAYS_ALLOWED_BYTES = 1_000, 2**30  # Deflate makes bytes at most 1,032 times smaller
 _MAX_SHOWN = 8
+# Those of pyarrow are classes of these; values that Python has no form of, such as text of other bytes, raise them too.
+_DAMAGES = (OSError, ValueError, OverflowError, NotImplementedError, TypeError, LookupError)
 
 
 @dataclass(frozen=True)
@@ -64,29 +67,30 @@ class _Split:
         labels = np.array([label_of[each] for each in self.ids], np.int64)[self.labels].tolist()
         has_keys = self.columns.has_paths and self._have_own_paths()
         what = f"the images of {printable(self.files[0].parent)} can be read only in their order, and are kept in"
+        most = _ALWAYS_ALLOWED_BYTES + _MOST_REPEATED * sum(path.stat().st_size for path in self.files)
         with Spool(what, num_bytes=sum(map(self._image_bytes, self.files))) as copied:
             for path in self.files:
-                for batch in _batches(path, [self.columns.image]):
-                    for image in (value.as_py() for value in batch.column(0)):
-                        index = len(listing)
-                        member = image["path"].lstrip("/") if has_keys else f"{index:08d}"
-                        content = _bytes_of(image, path)
-                        if index == len(labels):
-                            raise _rewritten(path)
-                        listing.add(f"{path.name}!", member, labels[index], len(content), copied.num_bytes)
-                        copied.write(content)
+                for image in _values(path, self.columns.image):
+                    index = len(listing)
+                    member = image["path"].lstrip("/") if has_keys else f"{index:08d}"
+                    content = _bytes_of(image, path)
+                    if index == len(labels):
+                        raise _rewritten(path)
+                    listing.add(f"{path.name}!", member, labels[index], len(content), copied.num_bytes)
+                    copied.write(content)
+                    if copied.num_bytes > most:
+                        raise SourceError(
+                            f"{printable(path)} repeats images until they have more than {most:,} bytes, "
+                            f"{_MOST_REPEATED:,} times its size; write each image once"
+                        )
             if len(listing) != len(labels):
                 raise _rewritten(self.files[-1])
             return StoredImages(copied.finished())
 
     def _have_own_paths(self) -> bool:
         """Return whether each image has a path, and no two the same."""
-        found = [
-            key
-            for path in self.files
-            for batch in _batches(path, [f"{self.columns.image}.path"])
-            for key in batch.column(0).field("path").to_pylist()
-        ]
+        images = (image for path in self.files for image in _values(path, f"{self.columns.image}.path"))
+        found = [None if image is None else image["path"] for image in images]
         members = {key.lstrip("/") for key in found if key and "\0" not in key} - {""}
         return len(members) == len(found)
 
@@ -154,17 +158,18 @@ def _reading(path: Path) -> Any:
     try:
         # Without them, pyarrow reads a row group as a whole.
         return pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-    except (OSError, ValueError) as error:
+    except _DAMAGES as error:
         raise _damaged(path, error) from error
 
 
-def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
+def _values(path: Path, column: str) -> Iterator[Any]:
+    """Yield the values of a column."""
     with _reading(path) as file:
         try:
-            yield from file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False)
-        except (OSError, ValueError) as error:
-            if isinstance(error, SourceError):
-                raise
+            for batch in file.iter_batches(_BATCH_ROWS, columns=[column], use_threads=False):
+                for value in batch.column(0):
+                    yield value.as_py()
+        except _DAMAGES as error:
             raise _damaged(path, error) from error
 
 
@@ -189,7 +194,9 @@ def _columns_of(path: Path, class_column: str | None) -> _Columns:
             "so download the images and pack them as a folder with --labels"
         )
     if len(images) > 1:
-        raise SourceError(f"{printable(path)} has several columns of images, {', '.join(images)}; write one of them")
+        raise SourceError(
+            f"{printable(path)} has several columns of images, {', '.join(map(printable, images))}; write one of them"
+        )
     usual = _LABEL_COLUMNS if class_column is None else (class_column,)
     labels = [each for each in usual if each in schema.names]
     if class_column is None and not labels:
@@ -236,8 +243,7 @@ def _read_labels(paths: Sequence[Path], columns: _Columns) -> _Split | None:
     """Return the split with these files; None if none of its images has a label (-1 in `datasets`)."""
     values: list[Any] = []
     for path in paths:
-        for batch in _batches(path, [columns.label]):
-            values += batch.column(0).to_pylist()
+        values += _values(path, columns.label)
     if all(each is None or each == -1 for each in values):
         return None
     ids, labels = _index(values, paths[0], columns)
