@@ -5,14 +5,14 @@ are unpacked into a temporary file.
 Format: NumPy's NEP 1.
 """
 
-import ast
+import io
 import math
 import re
-import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ from loopfeed.preprocess.sources.selection import split_of
 from loopfeed.preprocess.sources.source_file import not_as_named
 
 MAGIC = b"\x93NUMPY"
+# Version 3 differs by names of records alone, which are no images.
+_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _ROLES = {
     **dict.fromkeys(("images", "image", "imgs", "img", "x", "data", "pixels"), "images"),
     **dict.fromkeys(("labels", "label", "y", "targets", "target", "classes"), "labels"),
@@ -148,36 +150,21 @@ def _read_header(content: Content) -> _Array:
     head = head_of(content, _MAX_HEADER_BYTES)
     if not head.startswith(MAGIC):
         raise not_as_named(Path(content.where), head, "a NumPy array")
+    stream = io.BytesIO(head)
     try:
-        length_form, begin = ("<H", 10) if head[6] == 1 else ("<I", 12)
-        (length,) = struct.unpack_from(length_form, head, 8)
-        if begin + length > len(head) or head[6] not in (1, 2, 3):
-            raise ValueError("of its length or version")
-        fields = ast.literal_eval(head[begin : begin + length].decode("utf-8" if head[6] == 3 else "latin-1"))
-        descr, shape = fields["descr"], fields["shape"]
-        if not isinstance(descr, str) or not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
-            raise ValueError(f"of its type {str(descr)[:40]} or shape")
-        dtype = np.dtype(descr)
-        if dtype.subdtype is not None or not dtype.itemsize:
-            raise ValueError(f"of its type {descr[:40]}")
+        read = _READERS[np.lib.format.read_magic(stream)]
+        shape, is_fortran, dtype = read(stream, max_header_size=_MAX_HEADER_BYTES)
+        if dtype.fields or dtype.subdtype is not None or not dtype.itemsize:
+            raise ValueError(f"of its type {str(dtype)[:40]}")
         if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0 or max(shape, default=0) >= _MAX_LENGTH:
             raise ValueError("of its shape")
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        SyntaxError,
-        IndexError,
-        struct.error,
-        RecursionError,
-        MemoryError,
-    ) as error:
+    except (ValueError, TypeError, KeyError, SyntaxError, TokenError, RecursionError, MemoryError) as error:
         raise SourceError(
             f"{where} is a damaged NumPy array, or one of records: its header is not valid; save it again as uint8"
         ) from error
-    if fields.get("fortran_order") and len(shape) > 1:
+    if is_fortran and len(shape) > 1:
         raise SourceError(
             f"{where} is stored column by column (Fortran order), so no image is in one piece; save it with "
             "numpy.ascontiguousarray"
         )
-    return _Array(content, shape, dtype, begin + length)
+    return _Array(content, shape, dtype, stream.tell())
