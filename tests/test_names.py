@@ -106,13 +106,9 @@ def test_pixels_and_labels_are_stored_as_before_names(data):
 
 def test_many_names_are_written_and_read_a_file_at_a_time(tmp_path, monkeypatch):
     # Shard files of 64 names' offsets and of 512 bytes, so that names cross from one file to the next.
-    monkeypatch.setattr("loopfeed.preprocess.shards.manifest.NAME_SHARDS", small := arrays.NumberShards((), 512, 64))
-    monkeypatch.setattr(
-        "loopfeed.preprocess.shards.manifest.NAME_OFFSET_SHARDS", few := arrays.NumberShards((), 64, 16)
-    )
-    for module in ("loopfeed.preprocess.shards.arrays", "loopfeed.preprocess.packing.finish"):
-        monkeypatch.setattr(f"{module}.NAME_SHARDS", small)
-        monkeypatch.setattr(f"{module}.NAME_OFFSET_SHARDS", few)
+    for name, shards in {arrays.NAMES: (512, 64), arrays.NAME_OFFSETS: (64, 16)}.items():
+        few = arrays.COLUMNS[name]._replace(shards=arrays.NumberShards((), *shards))
+        monkeypatch.setitem(arrays.COLUMNS, name, few)
     largest = 0
     original = NameBytes.__getitem__
 

@@ -150,7 +150,9 @@ def test_labels_and_checksums_of_another_split_are_detected(data, name):
 @pytest.mark.parametrize("held", [0, 1 << 24])
 @pytest.mark.parametrize("per_shard", [1 << 10, 1 << 20])
 def test_labels_and_checksums_of_several_files_are_read_in_any_order(tmp_path, monkeypatch, held, per_shard):
-    monkeypatch.setitem(vars(arrays.NUMBERS), "per_shard", per_shard)
+    shards = arrays.NumberShards(per_shard=per_shard)
+    for name in (arrays.LABELS, arrays.CHECKSUMS):
+        monkeypatch.setitem(arrays.COLUMNS, name, arrays.COLUMNS[name]._replace(shards=shards))
     monkeypatch.setattr(split_arrays, "HELD_NUMBERS", held)
     source = fake_source(2100, size=2)
     pack(source, tmp_path, shard_images=512)

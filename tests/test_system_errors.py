@@ -29,7 +29,7 @@ from loopfeed.preprocess.commands.guarded_output import GuardedStream
 from loopfeed.preprocess.commands.inspect_cli import main as inspect_shards
 from loopfeed.preprocess.shards import location as location_module
 from loopfeed.preprocess.shards import split_arrays, stored_pixels, verify
-from loopfeed.preprocess.shards.arrays import create_array, damage, labels_metadata
+from loopfeed.preprocess.shards.arrays import column_metadata, create_array, damage
 from loopfeed.preprocess.shards.damages import Damage
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from loopfeed.preprocess.shards.mapped_images import MappedImages
@@ -311,7 +311,7 @@ def test_an_array_that_cannot_be_written_is_not_to_be_packed_again(tmp_path):
         file_limit(10),
         pytest.raises(ShardError, match=rf"train/pixels: can't be written: {TOO_LARGE}, then run") as it,
     ):
-        create_array(location, "pixels", labels_metadata(4))
+        create_array(location, "pixels", column_metadata("labels", 4))
     assert "--overwrite" not in str(it.value)
 
 

@@ -20,30 +20,22 @@ from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
+    COLUMNS,
     EXTENTS,
     GROUPS,
     LABELS,
     METADATA_KEY,
-    NAME_OFFSET_SHARDS,
     NAME_OFFSETS,
-    NAME_SHARDS,
     NAMES,
-    NUMBERS,
     PIXELS,
     TARGETS,
     WEIGHTS,
     NumberShards,
-    checksums_metadata,
+    column_metadata,
     create_array,
-    extents_metadata,
-    groups_metadata,
-    labels_metadata,
-    name_offsets_metadata,
-    names_metadata,
     row_shards,
     shard_key,
     targets_metadata,
-    weights_metadata,
     words_digest,
     write_array,
 )
@@ -117,9 +109,9 @@ def _other_numbers(
     """Return the arrays of a split beside the pixels and its labels or targets."""
     found = []
     if settings.checksum and plan["format_version"] > 1:
-        found.append(checksum_numbers(np.concatenate([record.checksums for record in records])))
+        found.append(column_of(CHECKSUMS, np.concatenate([record.checksums for record in records])))
     if settings.rule.canvas is not None:
-        found.append(extent_numbers(np.concatenate([record.extents for record in records])))
+        found.append(column_of(EXTENTS, np.concatenate([record.extents for record in records])))
     return found + (column_numbers(source, packed) if plan["format_version"] >= FORMAT_VERSION else [])
 
 
@@ -209,20 +201,14 @@ class Numbers:
         return digest
 
 
+def column_of(name: str, values: NDArray[Any] | NameBytes, **described: Any) -> Numbers:
+    """Return one of `COLUMNS`, to be written; ``described`` as of `Numbers`."""
+    return Numbers(name, column_metadata(name, len(values)), COLUMNS[name].shards, values, described)
+
+
 def label_numbers(labels: NDArray[np.uint16], num_classes: int) -> Numbers:
     """Return the labels, uint16 ``[N]``, to be written."""
-    counts = tuple(np.bincount(labels, minlength=num_classes).tolist())
-    return Numbers(LABELS, labels_metadata(len(labels)), NUMBERS, labels, {"class_counts": counts})
-
-
-def checksum_numbers(checksums: NDArray[np.uint32]) -> Numbers:
-    """Return the checksums, uint32 ``[N]``, to be written."""
-    return Numbers(CHECKSUMS, checksums_metadata(len(checksums)), NUMBERS, checksums, {})
-
-
-def extent_numbers(extents: NDArray[np.uint32]) -> Numbers:
-    """Return the places of whole pictures, uint32 ``[N]``, to be written; see `loopfeed.preprocess.extents`."""
-    return Numbers(EXTENTS, extents_metadata(len(extents)), NUMBERS, extents, {})
+    return column_of(LABELS, labels, class_counts=tuple(np.bincount(labels, minlength=num_classes).tolist()))
 
 
 def column_numbers(source: SourceSplit, packed: NDArray[np.int64]) -> list[Numbers]:
@@ -235,17 +221,13 @@ def column_numbers(source: SourceSplit, packed: NDArray[np.int64]) -> list[Numbe
     lengths = (len(encoded_key(source, index)) for index in packed.tolist())
     offsets = np.zeros(len(packed) + 1, np.uint64)
     np.cumsum(np.fromiter(lengths, np.uint64, len(packed)), out=offsets[1:])
-    text, num_bytes = NameBytes(source, packed, offsets), int(offsets[-1])
-    found = [
-        Numbers(NAMES, names_metadata(num_bytes), NAME_SHARDS, text, {"name_bytes": num_bytes}),
-        Numbers(NAME_OFFSETS, name_offsets_metadata(len(packed)), NAME_OFFSET_SHARDS, offsets, {}),
-    ]
+    text = NameBytes(source, packed, offsets)
+    found = [column_of(NAMES, text, name_bytes=len(text)), column_of(NAME_OFFSETS, offsets)]
     if source.weights is not None:
-        weights = source.weights[packed].astype(np.float32)
-        found.append(Numbers(WEIGHTS, weights_metadata(len(packed)), NUMBERS, weights, {}))
+        found.append(column_of(WEIGHTS, source.weights[packed].astype(np.float32)))
     if source.groups is not None:
-        groups, described = source.groups[packed].astype(np.uint32), {"num_groups": int(source.groups.max()) + 1}
-        found.append(Numbers(GROUPS, groups_metadata(len(packed)), NUMBERS, groups, described))
+        groups = source.groups[packed].astype(np.uint32)
+        found.append(column_of(GROUPS, groups, num_groups=int(source.groups.max()) + 1))
     return found
 
 

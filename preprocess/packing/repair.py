@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from loopfeed.preprocess.packing.finish import (
     Numbers,
-    checksum_numbers,
     column_numbers,
+    column_of,
     create_metadata,
-    extent_numbers,
     label_numbers,
     target_numbers,
 )
@@ -32,8 +31,8 @@ from loopfeed.preprocess.shards.arrays import (
     EXTENTS,
     METADATA_KEY,
     PIXELS,
+    column_metadata,
     damage,
-    extents_metadata,
     image_key,
 )
 from loopfeed.preprocess.shards.checksum import crc32c
@@ -96,7 +95,7 @@ def repair_split(
     if arrays & manifest.column_digests.keys():
         _write_columns(source, location, journal, manifest, packed, files)
     if CHECKSUMS in arrays:
-        numbers = checksum_numbers(_checksums(location, manifest))
+        numbers = column_of(CHECKSUMS, _checksums(location, manifest))
         if numbers.digests != manifest.checksum_digests:
             raise _lost(location, CHECKSUMS, "the images in the shard files are not those that were packed")
         _write_numbers(location, journal, numbers, files)
@@ -171,7 +170,7 @@ def _write_outcomes(
             places[num_packed : num_packed + len(extents)] = [0 if each is None else each.to_word() for each in extents]
             num_packed, done = num_packed + len(extents), done + len(block)
             on_image(done, len(source))
-    noted, numbers = failures_text(failures), extent_numbers(places[:num_packed])
+    noted, numbers = failures_text(failures), column_of(EXTENTS, places[:num_packed])
     if hashlib.sha256(noted).hexdigest() != manifest.failures_digest:
         lost = FAILURES_KEY if FAILURES_KEY in files else EXTENTS
         raise _lost(location, lost, "other images of the source fail now, or for other reasons")
@@ -191,7 +190,7 @@ def _write_numbers(location: Location, journal: Journal, numbers: Numbers, files
 
 def _write_metadata(location: Location, manifest: Manifest, files: set[str]) -> None:
     """Write the lost metadata of the pixels and the extents; the other arrays are written whole."""
-    metadata = {PIXELS: pixel_metadata(manifest), EXTENTS: extents_metadata(manifest.num_images)}
+    metadata = {PIXELS: pixel_metadata(manifest), EXTENTS: column_metadata(EXTENTS, manifest.num_images)}
     for name, values in metadata.items():
         if (key := f"{name}/{METADATA_KEY}") not in files:
             continue

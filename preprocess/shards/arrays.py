@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -90,13 +90,29 @@ class NumberShards:
             yield start, min(start + self.per_shard, num_images)
 
 
-NUMBERS = NumberShards()
-"""The shards of ``labels/``, ``checksums/``, ``extents/``, ``weights/`` and ``groups/``."""
-# Files of 4 MiB, chunks of 64 KiB, because these two are compressed.
-NAME_SHARDS = NumberShards(per_shard=1 << 22, per_chunk=1 << 16)
-"""The shards of ``names/``."""
-NAME_OFFSET_SHARDS = NumberShards(per_shard=1 << 19, per_chunk=1 << 13)
-"""The shards of ``name_offsets/``."""
+class Column(NamedTuple):
+    """How an array with one number for each image, or for each byte of a name, is stored."""
+
+    dtype: str
+    fill_value: int | str
+    shards: NumberShards = NumberShards()
+    axis: str = "image"
+    is_compressed: bool = False
+
+
+# The files of what is compressed have 4 MiB, the chunks 64 KiB.
+_NAME_SHARDS = NumberShards(per_shard=1 << 22, per_chunk=1 << 16)
+_NAME_OFFSET_SHARDS = NumberShards(per_shard=1 << 19, per_chunk=1 << 13)
+COLUMNS = {
+    LABELS: Column("uint16", MISSING_LABEL),
+    CHECKSUMS: Column("uint32", 0),
+    EXTENTS: Column("uint32", 0),
+    NAMES: Column("uint8", 0, _NAME_SHARDS, "byte", is_compressed=True),
+    NAME_OFFSETS: Column("uint64", 0, _NAME_OFFSET_SHARDS, is_compressed=True),
+    WEIGHTS: Column("float32", "NaN"),
+    GROUPS: Column("uint32", 0xFFFFFFFF),
+}
+"""All arrays of numbers but ``targets/``, whose rows and type the manifest says."""
 
 
 def row_shards(num_words: int) -> NumberShards:
@@ -132,59 +148,19 @@ def pixels_metadata(
     )
 
 
-def labels_metadata(num_images: int) -> dict[str, Any]:
-    """Return the Zarr metadata of the ``uint16 [num_images]`` label array."""
-    return _numbers_metadata(num_images, NUMBERS, dtype="uint16", fill_value=MISSING_LABEL)
-
-
-def checksums_metadata(num_images: int) -> dict[str, Any]:
-    """Return the Zarr metadata of the ``uint32 [num_images]`` array of image checksums."""
-    return _numbers_metadata(num_images, NUMBERS, dtype="uint32", fill_value=0)
-
-
-def extents_metadata(num_images: int) -> dict[str, Any]:
-    """Return the Zarr metadata of the ``uint32 [num_images]`` array of the places of whole pictures."""
-    return _numbers_metadata(num_images, NUMBERS, dtype="uint32", fill_value=0)
+def column_metadata(name: str, length: int) -> dict[str, Any]:
+    """Return the Zarr metadata of the array ``name`` of `COLUMNS`, of ``length`` numbers."""
+    column = COLUMNS[name]
+    blosc = [_blosc("zstd", np.dtype(column.dtype).itemsize)] if column.is_compressed else []
+    return _numbers_metadata(length, column.shards, column.dtype, column.fill_value, [column.axis], blosc)
 
 
 def targets_metadata(num_images: int, num_words: int, dtype: type[np.generic]) -> dict[str, Any]:
     """Return the Zarr metadata of the ``[num_images, num_words]`` array of targets, uint32 or float32."""
     is_float = np.dtype(dtype).kind == "f"
-    return _numbers_metadata(
-        num_images, row_shards(num_words), dtype=np.dtype(dtype).name, fill_value="NaN" if is_float else 0xFFFFFFFF
-    )
-
-
-def names_metadata(num_bytes: int) -> dict[str, Any]:
-    """Return the Zarr metadata of the ``uint8 [num_bytes]`` array of all names, compressed."""
-    return _compressed_metadata(num_bytes, NAME_SHARDS, dtype="uint8", name="byte")
-
-
-def name_offsets_metadata(num_images: int) -> dict[str, Any]:
-    """Return the Zarr metadata of the ``uint64 [num_images + 1]`` array of the starts of names, compressed."""
-    return _compressed_metadata(num_images + 1, NAME_OFFSET_SHARDS, dtype="uint64", name="image")
-
-
-def weights_metadata(num_images: int) -> dict[str, Any]:
-    """Return the Zarr metadata of the ``float32 [num_images]`` array of weights."""
-    return _numbers_metadata(num_images, NUMBERS, dtype="float32", fill_value="NaN")
-
-
-def groups_metadata(num_images: int) -> dict[str, Any]:
-    """Return the Zarr metadata of the ``uint32 [num_images]`` array of groups."""
-    return _numbers_metadata(num_images, NUMBERS, dtype="uint32", fill_value=0xFFFFFFFF)
-
-
-def _compressed_metadata(length: int, shards: NumberShards, *, dtype: str, name: str) -> dict[str, Any]:
-    return _metadata(
-        [length],
-        dtype=dtype,
-        fill_value=0,
-        names=[name],
-        shard=[shards.per_shard],
-        chunk=[shards.per_chunk],
-        codecs=[_LITTLE_ENDIAN, _blosc("zstd", np.dtype(dtype).itemsize), _CHECKSUM],
-    )
+    names = ["image", "column" if is_float else "word"]
+    fill_value = "NaN" if is_float else 0xFFFFFFFF
+    return _numbers_metadata(num_images, row_shards(num_words), np.dtype(dtype).name, fill_value, names)
 
 
 def _blosc(cname: str, typesize: int) -> dict[str, Any]:
@@ -193,16 +169,23 @@ def _blosc(cname: str, typesize: int) -> dict[str, Any]:
     return {"name": "blosc", "configuration": values}
 
 
-def _numbers_metadata(num_images: int, shards: NumberShards, *, dtype: str, fill_value: int | str) -> dict[str, Any]:
-    """Return the metadata of an array with a number or a row per image. Each chunk (about 4 KiB) has a checksum."""
+def _numbers_metadata(
+    length: int,
+    shards: NumberShards,
+    dtype: str,
+    fill_value: int | str,
+    names: list[str],
+    compression: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Return the metadata of an array of numbers or rows. Each chunk (about 4 KiB uncompressed) has a checksum."""
     return _metadata(
-        [num_images, *shards.row],
+        [length, *shards.row],
         dtype=dtype,
         fill_value=fill_value,
-        names=["image", "word" if dtype == "uint32" else "column"][: shards.rank],
+        names=names,
         shard=[shards.per_shard, *shards.row],
         chunk=[shards.per_chunk, *shards.row],
-        codecs=[_LITTLE_ENDIAN, _CHECKSUM],
+        codecs=[_LITTLE_ENDIAN, *compression, _CHECKSUM],
     )
 
 

@@ -21,14 +21,12 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (
     CHECKSUMS,
     CODECS,
+    COLUMNS,
     EXTENTS,
     GROUPS,
     LABELS,
-    NAME_OFFSET_SHARDS,
     NAME_OFFSETS,
-    NAME_SHARDS,
     NAMES,
-    NUMBERS,
     PIXELS,
     TARGETS,
     WEIGHTS,
@@ -293,7 +291,7 @@ class Manifest:
         """Return how one of `number_arrays` is divided into shard files."""
         if name == TARGETS:
             return row_shards(self.target_words)
-        return {NAMES: NAME_SHARDS, NAME_OFFSETS: NAME_OFFSET_SHARDS}.get(name, NUMBERS)
+        return COLUMNS[name].shards
 
     def num_parts(self, name: str) -> int:
         """Return the number of shard files of one of `number_arrays`."""

@@ -16,10 +16,7 @@ from loopfeed.preprocess.extents import are_outside
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.arrays import (
-    CHECKSUMS,
     EXTENTS,
-    GROUPS,
-    LABELS,
     MAX_NAME_BYTES,
     MAX_NUMBERS_BYTES,
     NAME_OFFSETS,
@@ -27,19 +24,12 @@ from loopfeed.preprocess.shards.arrays import (
     NUMBERS_PER_SHARD,
     PIXELS,
     TARGETS,
-    WEIGHTS,
-    checksums_metadata,
+    column_metadata,
     damage,
-    extents_metadata,
-    groups_metadata,
-    labels_metadata,
-    name_offsets_metadata,
-    names_metadata,
     pixels_metadata,
     read_array,
     shard_key,
     targets_metadata,
-    weights_metadata,
     words_digest,
 )
 from loopfeed.preprocess.shards.location import Location, ShardError
@@ -227,13 +217,7 @@ def number_metadata(manifest: Manifest, name: str) -> dict[str, Any]:
     if name == TARGETS:
         assert manifest.targets is not None
         return targets_metadata(manifest.num_images, manifest.target_words, dtype_of(manifest.targets.kind))
-    if name == NAMES:
-        return names_metadata(manifest.name_bytes)
-    makers = {
-        **{LABELS: labels_metadata, CHECKSUMS: checksums_metadata, EXTENTS: extents_metadata},
-        **{NAME_OFFSETS: name_offsets_metadata, WEIGHTS: weights_metadata, GROUPS: groups_metadata},
-    }
-    return makers[name](manifest.num_images)
+    return column_metadata(name, manifest.length_of(name))
 
 
 def open_numbers(location: Location, manifest: Manifest, name: str) -> ImageNumbers | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.lib.format import open_memmap
@@ -165,20 +164,18 @@ def _write_sparse(folder: Path, whole: Location, num_images: int) -> None:
         classes=manifest.classes[:_SPARSE_CLASSES],
         class_counts=tuple(counts),
         shard_digests=manifest.shard_digests * (num_images // _SPARSE_SHARD),
-        label_digests=_write_numbers(split, arrays.LABELS, arrays.labels_metadata, labels, num_images),
-        checksum_digests=_write_numbers(split, arrays.CHECKSUMS, arrays.checksums_metadata, checksums, num_images),
+        label_digests=_write_numbers(split, arrays.LABELS, labels, num_images),
+        checksum_digests=_write_numbers(split, arrays.CHECKSUMS, checksums, num_images),
     )
     split.write(MANIFEST_KEY, sparse.to_json().encode())
 
 
-def _write_numbers(
-    split: Location, name: str, metadata: Callable[[int], dict[str, Any]], numbers: np.ndarray, num_images: int
-) -> tuple[str, ...]:
+def _write_numbers(split: Location, name: str, numbers: np.ndarray, num_images: int) -> tuple[str, ...]:
     """Write an array whose files all have the same numbers; return the digest of each file."""
-    arrays.write_array(split, name, metadata(NUMBERS)).write(numbers).result(timeout=60)
+    arrays.write_array(split, name, arrays.column_metadata(name, NUMBERS)).write(numbers).result(timeout=60)
     folder, num_files = Path(str(split.local_path)) / name, num_images // NUMBERS
     _link(folder, folder / arrays.shard_key(0, 1), range(1, num_files), rank=1)
-    arrays.create_array(split, name, metadata(num_images))
+    arrays.create_array(split, name, arrays.column_metadata(name, num_images))
     return (arrays.words_digest([numbers]),) * num_files
 
 
