@@ -247,6 +247,9 @@ def test_forged_offsets_are_an_error_whatever_the_digests_say(data):
             pytest.raises(ShardError, match=r"name_offsets: the names overlap or are longer than 16,384 bytes; run"),
         ):
             split.names(np.arange(6))
+        found = verify_split(str(data), "train")
+        assert [each.file for each in found] == ["name_offsets/c/0"]
+        assert found[0].what == "offsets beyond the bytes of the names, or descending"
 
 
 def test_a_name_is_found_for_the_damaged_image_alone(data, monkeypatch):

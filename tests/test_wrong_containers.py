@@ -166,6 +166,14 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: parquet(p, {"image": [b"1", b"2"], "label": text_of(b"\xff", b"a")}),
         "train.parquet is a damaged or truncated Parquet file: 'utf-8' codec can't decode byte 0xff",
     ),
+    "column of other bytes": (
+        lambda p: changed(
+            parquet(p, {"image": [b"1"], "label": [1]}, store_schema=False),
+            "train.parquet",
+            lambda c: c.replace(b"image", b"im\xb4ge"),
+        ),
+        "train.parquet is a damaged or truncated Parquet file: 'utf-8' codec can't decode byte 0xb4",
+    ),
     "columns with escapes": (
         lambda p: parquet(
             p, {"\x1ba": [{"bytes": b"1", "path": "1"}], "\x1bb": [{"bytes": b"1", "path": "1"}], "label": [1]}

@@ -242,7 +242,8 @@ def _invalid_numbers(manifest: Manifest, name: str, numbers: NDArray[Any]) -> tu
     if name in (CHECKSUMS, NAMES):
         return None
     if name == NAME_OFFSETS:
-        what, are_invalid = "offsets beyond the bytes of the names", numbers > manifest.name_bytes
+        what, are_invalid = "offsets beyond the bytes of the names, or descending", numbers > manifest.name_bytes
+        are_invalid[1:] |= numbers[1:] < numbers[:-1]
     elif name == WEIGHTS:
         what, are_invalid = "weights that are negative or not finite", ~are_weights(numbers)
     elif name == GROUPS:

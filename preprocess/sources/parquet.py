@@ -8,6 +8,7 @@ Format of the metadata: the key `huggingface` of the schema, with the features o
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,9 @@ def parquet_layout(root: Path, files: Sequence[Path], class_column: str | None =
     return replace(layout, class_column=columns.label)
 
 
-def _reading(path: Path) -> Any:
-    """Return an open Parquet file, as a context manager."""
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """Open a Parquet file; raise SourceError for whatever pyarrow finds wrong with it until it is closed."""
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
@@ -157,59 +159,54 @@ def _reading(path: Path) -> Any:
         ) from error
     try:
         # Without them, pyarrow reads a row group as a whole.
-        return pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            yield file
+    except SourceError:
+        raise
     except _DAMAGES as error:
-        raise _damaged(path, error) from error
+        line = str(error).partition("\n")[0]
+        raise SourceError(
+            f"{printable(path)} is a damaged or truncated Parquet file: {printable(line)}; download it again"
+        ) from error
 
 
 def _values(path: Path, column: str) -> Iterator[Any]:
     """Yield the values of a column."""
     with _reading(path) as file:
-        try:
-            for batch in file.iter_batches(_BATCH_ROWS, columns=[column], use_threads=False):
-                for value in batch.column(0):
-                    yield value.as_py()
-        except _DAMAGES as error:
-            raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> SourceError:
-    line = str(error).partition("\n")[0]
-    return SourceError(
-        f"{printable(path)} is a damaged or truncated Parquet file: {printable(line)}; download it again"
-    )
+        for batch in file.iter_batches(_BATCH_ROWS, columns=[column], use_threads=False):
+            for value in batch.column(0):
+                yield value.as_py()
 
 
 def _columns_of(path: Path, class_column: str | None) -> _Columns:
     with _reading(path) as file:
         schema = file.schema_arrow
-    features = _features(schema.metadata or {})
-    images = [each.name for each in schema if _is_image(each)]
-    declared = [each for each in images if features.get(each, {}).get("_type") == "Image"]
-    images = declared or images
-    shown = ", ".join(printable(each) for each in schema.names[:_MAX_SHOWN])
-    if not images:
-        raise SourceError(
-            f"{printable(path)} has no column of encoded images (found {shown}): paths and addresses are not followed, "
-            "so download the images and pack them as a folder with --labels"
-        )
-    if len(images) > 1:
-        raise SourceError(
-            f"{printable(path)} has several columns of images, {', '.join(map(printable, images))}; write one of them"
-        )
-    usual = _LABEL_COLUMNS if class_column is None else (class_column,)
-    labels = [each for each in usual if each in schema.names]
-    if class_column is None and not labels:
-        labels = [each for each in schema.names if features.get(each, {}).get("_type") == "ClassLabel"]
-    if not labels:
-        raise SourceError(
-            f"{printable(path)} has no column of classes named {printable(', '.join(usual))} (found {shown}); name it "
-            "with --class-column"
-        )
-    found = features.get(labels[0], {}).get("names")
-    names = tuple(found) if isinstance(found, list) and all(isinstance(each, str) for each in found) else ()
-    has_paths = str(schema.field(images[0]).type).startswith("struct")
-    return _Columns(images[0], has_paths, labels[0], names or None)
+        features = _features(schema.metadata or {})
+        images = [each.name for each in schema if _is_image(each)]
+        declared = [each for each in images if features.get(each, {}).get("_type") == "Image"]
+        images = declared or images
+        shown = ", ".join(printable(each) for each in schema.names[:_MAX_SHOWN])
+        if not images:
+            raise SourceError(
+                f"{printable(path)} has no column of encoded images (found {shown}): paths and addresses are not "
+                "followed, so download the images and pack them as a folder with --labels"
+            )
+        if len(images) > 1:
+            found = ", ".join(map(printable, images))
+            raise SourceError(f"{printable(path)} has several columns of images, {found}; write one of them")
+        usual = _LABEL_COLUMNS if class_column is None else (class_column,)
+        labels = [each for each in usual if each in schema.names]
+        if class_column is None and not labels:
+            labels = [each for each in schema.names if features.get(each, {}).get("_type") == "ClassLabel"]
+        if not labels:
+            raise SourceError(
+                f"{printable(path)} has no column of classes named {printable(', '.join(usual))} (found {shown}); name "
+                "it with --class-column"
+            )
+        named = features.get(labels[0], {}).get("names")
+        names = tuple(named) if isinstance(named, list) and all(isinstance(each, str) for each in named) else ()
+        has_paths = str(schema.field(images[0]).type).startswith("struct")
+        return _Columns(images[0], has_paths, labels[0], names or None)
 
 
 def _is_image(field: Any) -> bool:
