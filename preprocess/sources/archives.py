@@ -31,6 +31,7 @@ _DAMAGES = (
     *(NotImplementedError, RuntimeError),
 )
 _WITHOUT_DIRECTORY = "File is not a zip file"
+_SHOWN_CHARACTERS = 160
 _NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30
 _IS_UTF8, _ENCRYPTED = 1 << 11, 1 << 0 | 1 << 6 | 1 << 13
 _METHODS = {9: "Deflate64", 12: "bzip2", 14: "LZMA", 93: "Zstandard", 95: "XZ", 99: "AES encryption"}
@@ -130,7 +131,8 @@ class ZipArchive:
                 with self._lock:
                     stream.close()
         except _DAMAGES as error:
-            raise SourceError(f"it is damaged in the zip archive: {str(error) or 'truncated'}; {_AGAIN}") from error
+            fault = str(error)[:_SHOWN_CHARACTERS] or "truncated"  # it may have a name of any length
+            raise SourceError(f"it is damaged in the zip archive: {fault}; {_AGAIN}") from error
 
     def stored_at(self, offset: int) -> int | None:
         """Return where in the file the bytes of member `offset` are; None if they are compressed."""
@@ -240,7 +242,7 @@ def _name_of(entry: zipfile.ZipInfo) -> str:
 
 
 def _refuse_entry(name: str, entry: zipfile.ZipInfo, where: str) -> None:
-    shown = printable(name)
+    shown = printable(name[:_SHOWN_CHARACTERS])
     if entry.volume:
         raise SourceError(f"{where} is one of several volumes of a zip archive; join them, such as with zip -s 0")
     if "\0" in name:
