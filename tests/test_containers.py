@@ -211,3 +211,17 @@ def test_other_pixels_with_the_same_labels_are_another_source(tmp_path, form):
         content[len(content) // 2 + 9] ^= 1
         file.write_bytes(content)
     assert digest(source) != before
+
+
+def test_classes_that_are_written_otherwise_are_others(tmp_path):
+    members = {
+        f"{index}.{form}": each
+        for index, name in enumerate([b"1", b"01", b"10"])
+        for form, each in (("jpg", b"x"), ("cls", name))
+    }
+    with open_source(forms.write_tar(tmp_path / "set.tar", members)) as source:
+        assert [each.id for each in source.splits["train"].classes] == ["01", "1", "10"]
+        assert any("two classes that differ only in how a number is written: 01 and 1" in each for each in source.notes)
+    np.savez(tmp_path / "set.npz", x=np.zeros((3, 4, 4), np.uint8), y=np.array(["01", "1", "10"]))
+    with open_source(tmp_path / "set.npz") as source:
+        assert [each.id for each in source.splits["train"].classes] == ["01", "1", "10"]

@@ -252,6 +252,7 @@ def _index(values: list[Any], path: Path, columns: _Columns) -> ArrayLabels:
     index_of: dict[Any, int] = {}
     ids: dict[str, int] = {}
     labels = np.empty(len(values), np.int64)
+    numbers = {*map(str, range(len(columns.names or ())))}
     for row, value in enumerate(values):
         if isinstance(value, list | dict):
             raise SourceError(
@@ -259,7 +260,7 @@ def _index(values: list[Any], path: Path, columns: _Columns) -> ArrayLabels:
             )
         if value not in index_of:
             text = class_id(value, f"{where}, row {row},")
-            if columns.names is not None and (not text.isdecimal() or int(text) >= len(columns.names)):
+            if columns.names is not None and text not in numbers:
                 raise SourceError(
                     f"{where}, row {row}, has the class {text}; its metadata name {len(columns.names)} classes"
                 )

@@ -85,7 +85,7 @@ def samples_layout(
 
 def _names_in_order(files: Sequence[NameFile], ids: Collection[str]) -> dict[str, str] | None:
     """Return names by class number if the classes are numbers, and a file has one name for each, in order."""
-    if not files or not all(map(str.isdecimal, ids)):
+    if not files or not all(each.isdecimal() and each == str(int(each)) for each in ids):
         return None
     lines = files[0].lines
     if files[0].first_words & set(ids) or max(map(int, ids), default=0) >= len(lines):
@@ -101,7 +101,7 @@ def class_id(value: object, where: str) -> str:
     """
     text = value.strip() if isinstance(value, str) else ""
     if 0 < len(text) <= MAX_ID_CHARACTERS and "\n" not in text and is_unicode(text):
-        return str(int(text)) if re.fullmatch("[0-9]{1,18}", text) else text
+        return text
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
         return str(value)
     shown = printable(repr(value)[:80]) if isinstance(value, str | int | float | bool | None) else type(value).__name__
