@@ -168,12 +168,12 @@ def test_exchanged_values_are_found_and_packed_again(data, name):
     before = files_of(data)
     array = ts.open({"driver": "zarr3", "kvstore": f"file://{data}/train/{name}/"}).result()
     array[:4].write(array[:4].read().result()[::-1].copy()).result()
-    assert name in {each.file for each in verify_split(str(data), "train")}
+    assert name in {each.file.partition("/")[0] for each in verify_split(str(data), "train")}
     with open_split(str(data), "train") as split:
         read = partial(split.names, np.arange(6)) if name.startswith("name") else getattr(split, name)
         with pytest.raises(ShardError, match=f"the {name} differ from those that"):
             read()
-    assert pack(source_of(**COLUMNS), data).repaired == (name,)
+    assert [each.partition("/")[0] for each in pack(source_of(**COLUMNS), data).repaired] == [name]
     assert files_of(data) == before
 
 

@@ -229,7 +229,7 @@ def check_numbers(location: Location, manifest: Manifest, name: str, unreadable:
         if (found := _invalid_numbers(manifest, name, numbers)) is not None:
             has_invalid = True
             what, rows = found
-            yield Damage(file, what, tuple((rows + start).tolist()))
+            yield Damage(file, what, () if name == NAME_OFFSETS else tuple((rows + start).tolist()))
     are_as_packed = tuple(digests) == (manifest.digests_of(name) or tuple(digests))
     if name == manifest.label_array:
         are_as_packed &= together.hexdigest() == manifest.labels_digest
