@@ -339,6 +339,14 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "images.npy is a damaged NumPy array, .*: its header is not valid",
     ),
+    "header of other text": (
+        lambda p: changed(
+            forms.write_npy(p),
+            "val/labels.npy",
+            lambda c: c[:8] + b"v\0 '<i8', 'fortran_order': False, 'shape': (4,), }" + b" " * 60 + b"\n\2" + bytes(39),
+        ),
+        "labels.npy is a damaged NumPy array, .*: its header is not valid",
+    ),
     "labels of no characters": (
         lambda p: npz(p.with_suffix(".npz"), x=X, y=np.array([2**31 - 1] * 4, "<u4").view("<U1")),
         "!y has a label that is not valid text",

@@ -46,6 +46,8 @@ _MAX_HEADER_BYTES = 65_536
 _MAX_LABEL_BYTES = 2**30
 _MAX_DIMENSIONS, _MAX_LENGTH = 8, 2**48
 _MAX_SHOWN = 6
+# The tokenizer of Python ends in a SystemError for some headers that are no UTF-8.
+_DAMAGES = (ValueError, TypeError, KeyError, SyntaxError, TokenError, RecursionError, MemoryError, SystemError)
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def _read_header(content: Content) -> _Array:
             raise ValueError(f"of its type {str(dtype)[:40]}")
         if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0 or max(shape, default=0) >= _MAX_LENGTH:
             raise ValueError("of its shape")
-    except (ValueError, TypeError, KeyError, SyntaxError, TokenError, RecursionError, MemoryError) as error:
+    except _DAMAGES as error:
         raise SourceError(
             f"{where} is a damaged NumPy array, or one of records: its header is not valid; save it again as uint8"
         ) from error
