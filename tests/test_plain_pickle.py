@@ -70,6 +70,7 @@ ATTACKS = {
     "os.system": (pickle.dumps(Calls(os.system, "touch SHOT")), "it builds an object (posix.system)"),
     "eval": (pickle.dumps(Calls(eval, "1")), "it builds an object (builtins.eval)"),
     "numpy.load": (pickle.dumps(Calls(np.load, "x")), "it builds an object (numpy.load)"),
+    "line feed": (b"\x8c\x03a\nb\x8c\x01c\x93.", r"it builds an object (a\nb.c)"),
     "numpy attribute": (b"cnumpy\nndarray.dump\n.", "it builds an object (numpy.ndarray.dump)"),
     "instance": (b"(iposix\nsystem\n.", "it builds an object (opcode INST)"),
     "object": (b"(cposix\nsystem\no.", "it builds an object (posix.system)"),

@@ -1,6 +1,7 @@
 """Files that are not what their names or their containers say: each is one error of one line, with its remedy."""
 
 import pickle
+import shutil
 import struct
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loopfeed.preprocess.sources import open_source as open_source_module
 from loopfeed.preprocess.sources.listing import SourceError
 from loopfeed.preprocess.sources.open_source import open_source
 from tests import container_files as forms
@@ -395,6 +397,43 @@ def test_a_wrong_file_is_one_clear_error(tmp_path, case):
     with pytest.raises(SourceError, match=message) as caught:
         open_source(source)
     assert "\n" not in str(caught.value)
+
+
+FORMS = {
+    "tar": lambda p: forms.write_tar(p / "set.tar", {"a/1.png": b"1", "b/1.png": b"2"}),
+    "zip": lambda p: forms.write_zip(p / "set.zip", {"a/1.png": b"1", "b/1.png": b"2"}),
+    "npz": lambda p: npz(p / "set.npz", x=X, y=Y),
+    "idx": lambda p: forms.write_idx(p / "set"),
+    "cifar": lambda p: forms.write_cifar_binary(p / "set"),
+    "parquet": lambda p: parquet(p / "set", {"image": [b"1", b"2"], "label": [0, 1]}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_that_is_replaced_between_its_labels_and_its_images_is_refused(tmp_path, monkeypatch, form):
+    """Even by one of the same size and modification time: its images would get the labels of others."""
+    source = FORMS[form](tmp_path)
+    check = open_source_module._check_holdout
+
+    def replace(*arguments):
+        for path in [source] if source.is_file() else [*source.iterdir()]:
+            other = tmp_path / "other"
+            shutil.copy2(path, other)
+            other.replace(path)
+        check(*arguments)
+
+    monkeypatch.setattr(open_source_module, "_check_holdout", replace)
+    with pytest.raises(SourceError, match=r"was replaced or written to while it was listed; run the command again"):
+        open_source(source)
+
+
+def test_a_webdataset_archive_that_is_replaced_is_not_read(tmp_path):
+    source = forms.write_tar(tmp_path / "set.tar", {"1.png": b"1", "1.cls": b"1"})
+    with open_source(source) as found:
+        shutil.copy2(source, tmp_path / "other")
+        (tmp_path / "other").replace(source)
+        with pytest.raises(OSError, match=r"set\.tar has changed since it was listed"):
+            found.splits["train"].read(0)
 
 
 def test_a_parquet_file_that_repeats_an_image_takes_neither_memory_nor_disk(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from loopfeed.preprocess.sources.labelled import labelled_layout
 from loopfeed.preprocess.sources.labels_file import LabelTable, read_labels
 from loopfeed.preprocess.sources.listing import FoundSplit, Layout, ListedSplit, SourceError, SourceImage, SourceSplit
 from loopfeed.preprocess.sources.selection import HOLDOUT_RULE, SPLIT_ORDER, held_out, pack_order
+from loopfeed.preprocess.sources.source_file import listing_the_same_files
 from loopfeed.preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers
 from loopfeed.preprocess.sources.tree import list_folder, split_folders, split_openers
 from loopfeed.preprocess.system_entries import describe_ignored
@@ -71,6 +72,7 @@ class Source:
             self._closers.pop()()
 
 
+@listing_the_same_files()
 def open_source(
     path: str | Path | Layout,
     *,

@@ -20,7 +20,7 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.sources.contents import file_content, head_of
 from loopfeed.preprocess.sources.listing import MAX_FILE_BYTES, ByteStore, Layout, Listing, SourceError
 from loopfeed.preprocess.sources.samples import ArrayLabels, class_id, samples_layout, split_of_path
-from loopfeed.preprocess.sources.source_file import StoredImages, not_as_named
+from loopfeed.preprocess.sources.source_file import StoredImages, not_as_named, open_source_file
 from loopfeed.preprocess.sources.spool import Spool
 
 MAGIC = b"PAR1"
@@ -159,8 +159,10 @@ def _reading(path: Path) -> Iterator[Any]:
         ) from error
     try:
         # Without them, pyarrow reads a row group as a whole.
+        open_source_file(path).close()  # which checks, as after it is read, that it is the same file
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             yield file
+        open_source_file(path).close()
     except SourceError:
         raise
     except _DAMAGES as error:

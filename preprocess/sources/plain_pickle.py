@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from loopfeed.preprocess.printable import printable_text
+from loopfeed.preprocess.printable import printable_name
 
 MAX_OPCODES = 4_000_000  # CIFAR-100's training set has 300,000
 _MAX_ARRAYS = 1_000
@@ -91,7 +91,7 @@ def load_plain(content: bytes) -> Any:
     except UnsafePickleError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, EOFError) as error:
-        raise UnsafePickleError(f"it is damaged ({printable_text(str(error))[:100]})") from error
+        raise UnsafePickleError(f"it is damaged ({printable_name(str(error))[:100]})") from error
     raise UnsafePickleError("it ends early")
 
 
@@ -269,4 +269,4 @@ def _array(shape: Any, dtype: Any, raw: Any, order: Any) -> np.ndarray:
 
 
 def _shown(text: str) -> str:
-    return printable_text(text[:80])
+    return printable_name(text[:80])

@@ -4,6 +4,9 @@ Owns how such a file is opened. Must not know: formats.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +16,8 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import IrregularFileError, open_regular, read_at
 from loopfeed.preprocess.sources.listing import ChangedSourceError, SourceError
 from loopfeed.preprocess.system_errors import reading_remedy
+
+_SEEN: ContextVar[dict[Path, tuple[int, ...]] | None] = ContextVar("_SEEN", default=None)
 
 
 @dataclass(frozen=True)
@@ -25,12 +30,19 @@ class SourceFile:
         path: the path of the file.
         num_bytes: its length in bytes when it was opened.
         modified_ns: its modification time in ns when it was opened.
+        changed_ns: the time in ns of the last change of its inode when it was opened, which nobody can set.
     """
 
     descriptor: int
     path: Path
     num_bytes: int
     modified_ns: int
+    changed_ns: int = 0
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """What differs if another file is in its place, or it was written to."""
+        return self.num_bytes, self.modified_ns, self.changed_ns
 
     def check_unchanged(self) -> None:
         """Check that the file is unchanged, so that offsets found earlier are still valid.
@@ -94,11 +106,24 @@ class StoredImages:
         self.file.close()
 
 
+@contextmanager
+def listing_the_same_files() -> Iterator[None]:
+    """Refuse a file that is not the one that was opened before under its path: offsets and labels found then are of it.
+
+    Layouts read a file several times: to recognise it, for its labels, and for its images.
+    """
+    token = _SEEN.set({})
+    try:
+        yield
+    finally:
+        _SEEN.reset(token)
+
+
 def open_source_file(path: Path) -> SourceFile:
     """Open a file of a source. The caller must close it.
 
     Raises:
-        SourceError: the file cannot be opened, or is not a regular file.
+        SourceError: the file cannot be opened, is not a regular file, or was replaced while it was listed.
     """
     try:
         descriptor = open_regular(path)
@@ -111,7 +136,12 @@ def open_source_file(path: Path) -> SourceFile:
             f"{printable(path)} cannot be opened: {error.strerror}; {reading_remedy(error, 'check its path')}"
         ) from error
     status = os.fstat(descriptor)
-    return SourceFile(descriptor, path, status.st_size, status.st_mtime_ns)
+    file = SourceFile(descriptor, path, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    seen = _SEEN.get()
+    if seen is not None and seen.setdefault(path, file.identity) != file.identity:
+        file.close()
+        raise SourceError(f"{printable(path)} was replaced or written to while it was listed; run the command again")
+    return file
 
 
 def not_as_named(path: Path, head: bytes, what: str) -> SourceError:

@@ -68,8 +68,7 @@ class _ClosedTar:
     """An archive that is opened for each image: there may be more archives than a process may have open files."""
 
     path: Path
-    num_bytes: int
-    modified_ns: int
+    identity: tuple[int, ...]
 
     def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - the offset is sufficient
         """Return the `size` bytes at `offset`."""
@@ -78,7 +77,7 @@ class _ClosedTar:
         except SourceError as error:
             raise ChangedSourceError(str(error)) from error
         try:
-            if (file.num_bytes, file.modified_ns) != (self.num_bytes, self.modified_ns):
+            if file.identity != self.identity:
                 raise ChangedSourceError(f"{printable(self.path)} has changed since it was listed")
             return file.read(offset, size)
         finally:
@@ -166,7 +165,7 @@ def _read_archive(
         split = splits.setdefault(name, _Split())
         if name not in touched:
             touched.add(name)
-            split.archives.append(_ClosedTar(path, archive.file.num_bytes, archive.file.modified_ns))
+            split.archives.append(_ClosedTar(path, archive.file.identity))
             split.starts.append(split.starts[-1] + archive.file.num_bytes)
         _add(archive, split, key, fields, len(top))
 
