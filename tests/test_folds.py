@@ -1,6 +1,7 @@
 """`--fold K/N`: the division of a split, and runs that are trained on a part of it and evaluated on the rest."""
 
 import csv
+import io
 import re
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,12 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from loopfeed import evaluate, replay_run, train
 from loopfeed.engine.data.folds import folds_of
 from loopfeed.engine.data.open_data import open_data
 from loopfeed.engine.evaluation.result import write_predictions
 from loopfeed.engine.parts import NO_PARTS
+from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.report_page.evaluated import Decisions, EvaluatedWeights, evaluate_weights_of
 from loopfeed.engine.sizing.planning import _count_images, _volumes
 from tests.fake_source import pack
 from tests.test_sampling import LABELS, METRICS, NUM_IMAGES, Colours, config, long_tail, seen
@@ -107,6 +111,25 @@ def test_a_run_is_trained_on_the_other_folds_and_evaluated_on_its_own(data, tmp_
     pack(long_tail().changed(labels=LABELS[::-1]), tmp_path / "other")
     with pytest.raises(ValueError, match=r"fold 2/3 is a part of the split that the run was trained on, but .*--split"):
         evaluate(replace(run, data=str(tmp_path / "other")), model=Colours())
+
+
+def test_the_report_of_a_fold_shows_its_mistakes_by_their_numbers_and_pixels_in_the_split(data, tmp_path):
+    run = config(data, steps=1, eval_split=None, fold="2/3", run_dir=tmp_path / "run")
+    train(run, model=Linear())
+    found = evaluate_weights_of(
+        tmp_path / "run", read_recorded(tmp_path / "run"), None, None, {"model": Linear()}, 8, lambda _: None
+    )
+    assert isinstance(found, EvaluatedWeights)
+    assert isinstance(found.decisions, Decisions)
+    mistakes = found.decisions.mistakes
+    assert mistakes
+    held_out = np.flatnonzero(folds_of(np.array(LABELS, np.int32), None, 3) == 1)
+    assert {each.index for each in mistakes} <= set(held_out.tolist())
+    for each in mistakes:
+        assert each.label == LABELS[each.index]
+        assert each.name == f"n{each.label + 1}/{each.index}.png"
+        pixels = np.asarray(Image.open(io.BytesIO(each.picture)))
+        assert (pixels == long_tail().images[each.index]).all()
 
 
 def test_groups_of_the_pack_stay_together_and_classes_are_balanced_within_the_folds(tmp_path):

@@ -1,5 +1,6 @@
 """`train(config, indices=…)`: runs on a part of a packed split, with everything that the whole split has."""
 
+import hashlib
 import re
 from collections import Counter
 from dataclasses import replace
@@ -71,9 +72,19 @@ def test_a_subset_with_sampling_is_balanced_within_itself(data):
     assert sum(changing, Counter())[22] == 6
 
 
-def test_other_indices_are_refused_by_a_resume(data, tmp_path):
+def test_other_indices_are_refused_by_a_resume(data, tmp_path, monkeypatch):
     given = config(data, steps=2, run_dir=tmp_path)
-    train(given, model=Linear(), indices=SUBSET)
+    compared: list[str] = []
+
+    def exchange(_subject, text):
+        compared.append(text)
+        return [text]
+
+    with monkeypatch.context() as patched:
+        patched.setattr("loopfeed.engine.run.changes.exchange", exchange)
+        train(given, model=Linear(), indices=SUBSET)
+    # Processes compare them too.
+    assert hashlib.sha256(np.array(SUBSET, "<i8").tobytes()).hexdigest() in compared[0]
     train(replace(given, steps=3, resume=True), model=Linear(), indices=np.array(SUBSET, np.uint16))
     with pytest.raises(ValueError, match=r"must keep the indices of the images that it draws \(indices=…\)"):
         train(replace(given, steps=4, resume=True), model=Linear(), indices=SUBSET[::-1])

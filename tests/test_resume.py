@@ -18,6 +18,7 @@ import pytest
 
 from loopfeed import ConfigError, TrainConfig, replay_run, train
 from loopfeed.engine.control.request import ControlEvent, ControlRequest
+from loopfeed.engine.data.drawn_images import SAMPLING_DIGEST
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.records.control_log import read_events
 from loopfeed.engine.records.control_requests import send_request
@@ -672,6 +673,23 @@ def test_a_process_with_other_settings_or_data_is_refused(change, digest, messag
     check_same_everywhere(replace(config, run_dir="/elsewhere", reader_threads=7), "a" * 64)
     with pytest.raises(ConfigError, match=message):
         check_same_everywhere(replace(config, **change), digest)
+
+
+def test_processes_may_have_a_table_at_other_places_but_not_another_table(monkeypatch):
+    said = []
+
+    def exchange(subject, text):
+        said.append(text)
+        return [said[0], text]
+
+    monkeypatch.setattr("loopfeed.engine.run.changes.exchange", exchange)
+    own = {SAMPLING_DIGEST: "a" * 64}
+    check_same_everywhere(toy_config(sampling="/here/own.csv"), None, own)
+    check_same_everywhere(toy_config(sampling="/there/own.csv"), None, own)
+    with pytest.raises(ConfigError, match=r"has the weights in the file of --sampling \(their digest\) b+, not a+, as"):
+        check_same_everywhere(toy_config(sampling="/here/own.csv"), None, {SAMPLING_DIGEST: "b" * 64})
+    with pytest.raises(ConfigError, match="has sampling balanced, not a table and the weights in the file"):
+        check_same_everywhere(toy_config(sampling="balanced"), None)
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,8 @@ def test_what_has_no_classes_or_no_windows_is_refused(data):
         train(config(data, sampling="balanced", order="windowed"), model=Linear())
     with pytest.raises(ValueError, match="sampling needs the labels of a packed data set, got 'sqrt'"):
         train(toy_config(sampling="sqrt"), model=Linear(), batches=toy_batch)
+    with pytest.raises(ValueError, match="sampling needs the labels of a packed data set, got 'sqrt'"):
+        train(toy_config(sampling="sqrt", synthetic=True), model=Linear())
 
 
 def test_a_misspelt_word_is_taken_for_a_file_and_answered_with_the_word(data):

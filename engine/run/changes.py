@@ -92,7 +92,8 @@ def check_same_everywhere(
     Settings of the host alone may differ, such as where its data are. The `digests` are those of `RunData`.
     """
     names = [name for name in SETTINGS if name not in HOST_SETTINGS and name != "init_from"]
-    values = config.to_json()
+    # Wherever a table is here, its digest is compared.
+    values = {name: "a table" if names_table(name, value) else value for name, value in config.to_json().items()}
     drawn = {f"{what} (their digest)": (digests or {}).get(name) for name, what in DRAWN_BY.items()}
     others = {"data (the digest of the manifest)": manifest_digest, **drawn, **recorded_versions()}
     text = json.dumps({"settings": {name: values[name] for name in names}, "others": others})
