@@ -1,5 +1,6 @@
 """Data sets in Python: each form packs the pixels and classes of the folder, and each fault has its item and remedy."""
 
+import gc
 import re
 import threading
 from pathlib import Path
@@ -248,8 +249,8 @@ def test_a_part_of_a_data_set_has_the_classes_of_the_whole(tmp_path: Path) -> No
 
 
 def test_splits_share_the_classes_of_all_of_them_in_numerical_order(tmp_path: Path) -> None:
-    few = LABELS == 1
-    results = pack({"val": (PIXELS[few], [10] * few.sum()), "train": (PIXELS[~few], LABELS[~few])}, tmp_path)
+    few, labels = LABELS == 1, np.where(LABELS == 1, 10, LABELS)
+    results = pack({"val": (PIXELS[few], labels[few]), "train": (PIXELS, labels)}, tmp_path)
     for each in results.values():
         assert [one.id for one in each.manifest.classes] == ["0", "2", "10"]
     assert results["val"].manifest.class_counts == (0, 0, 8)
@@ -436,6 +437,47 @@ def test_one_thread_at_a_time_calls_a_data_set(monkeypatch: pytest.MonkeyPatch, 
 def test_a_split_that_is_packed_alone_has_the_classes_of_all(tmp_path: Path, train: Any) -> None:
     results = pack({"train": train, "val": (PIXELS[:2], [0, 2])}, tmp_path, splits="val")
     assert results["val"].manifest.class_counts[:3] == (1, 0, 1)
+
+
+def test_the_classes_of_splits_are_united_as_those_of_folders(tmp_path: Path) -> None:
+    for train, val, fault in (
+        (["cat", "dog"], ["Cat", "dog"], "train has cat, which differs from Cat only in case; rename it"),
+        (
+            [0, 1],
+            [1, 2],
+            "1 class that train lacks: 2; .*remove it from val, or name all classes with classes= if train",
+        ),
+        ([0, 1], ["a", "b"], "val has 2 classes that train lacks: a, b"),
+    ):
+        parts = {"train": (PIXELS[:2], train), "val": (PIXELS[:2], val)}
+        with pytest.raises(ValueError, match=fault):
+            pack(parts, tmp_path / "data")
+    notes: list[str] = []
+    results = pack({"train": (PIXELS[:2], [0, 2]), "val": (PIXELS[:1], [2])}, tmp_path, notify=notes.append)
+    assert results["val"].manifest.class_counts == (0, 1)
+    assert "val has no image of 1 class: 0" in notes
+    results = pack({"train": (PIXELS[:2], [0, 1]), "val": (PIXELS[:1], [2])}, tmp_path / "2", classes=["a", "b", "c"])
+    assert results["val"].manifest.class_counts == (0, 0, 1)
+
+
+def test_no_temporary_file_stays_open(tmp_path: Path) -> None:
+    def count() -> int:
+        gc.collect()
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    def items() -> Any:
+        return iter([(PIXELS[label], label) for label in range(3)])
+
+    before = count()
+    pack({"train": items(), "test": items()}, tmp_path / "1", splits="test")
+    for source, arguments in (
+        ({"train": items(), "val": items()}, {"holdout": 0.5}),
+        ({"train": items(), "val": (PIXELS[:1], ["a"])}, {}),
+        (items(), {"splits": "test"}),
+    ):
+        with pytest.raises(ValueError, match=r"val split|has 1 class that|has no split test"):
+            pack(source, tmp_path / "2", **arguments)
+    assert count() == before
 
 
 def test_an_endless_generator_ends_with_the_room_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

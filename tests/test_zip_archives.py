@@ -3,13 +3,14 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from loopfeed.preprocess.packing.pack_source import pack
 from loopfeed.preprocess.sources.archives import opened
-from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources.listing import ChangedSourceError, SourceError
 from loopfeed.preprocess.sources.open_source import open_source
 from tests.labelled_photographs import draw_photographs, write_labels
 
@@ -177,3 +178,21 @@ def test_a_damaged_member_is_a_fault_of_one_image(tmp_path, case):
             split.read(index)
         for other in set(range(len(split))) - {index}:
             assert zlib.crc32(split.read(other)) == zlib.crc32(b"2" * 100)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_threads_read_members_of_an_archive_until_it_is_written_to(tmp_path, method):
+    contents = {f"{index % 3}/{index}.png": b"%d" % index * (index * 7 % 5000 + 1) for index in range(300)}
+    (tmp_path / "images.zip").write_bytes(zip_bytes(contents, method))
+    with opened(tmp_path / "images.zip") as archive:
+        members = list(archive.members()) * 4
+
+        def read(member):
+            return archive.read(member.name, member.offset, member.size)
+
+        with ThreadPoolExecutor(8) as threads:
+            assert [*threads.map(read, members)] == [contents[each.name] for each in members]
+        with (tmp_path / "images.zip").open("ab") as file:
+            file.write(b"x")
+        with pytest.raises(ChangedSourceError, match="has changed since it was listed"):
+            read(members[0])

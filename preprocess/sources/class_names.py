@@ -135,7 +135,12 @@ def name_classes(files: Iterable[NameFile], ids: Collection[str], *, numeric: bo
     return ClassNames({each: name for each, name in names.items() if name}, tuple(notes))
 
 
-def unite_classes(ids_of: Mapping[str, Collection[str]], files: Collection[NameFile], where: str) -> UnitedClasses:
+def unite_classes(
+    ids_of: Mapping[str, Collection[str]],
+    files: Collection[NameFile],
+    where: str,
+    naming: str = f"name it in {NAME_FILES[0]}",
+) -> UnitedClasses:
     """Return the classes of all splits: those of the first, and those that a file names too.
 
     A split may lack classes of the first one, usually `train`: labels are positions among the classes of all splits.
@@ -145,6 +150,7 @@ def unite_classes(ids_of: Mapping[str, Collection[str]], files: Collection[NameF
         ids_of: the identifiers of the classes of each split, the first one first.
         files: the files of class names.
         where: the source, for messages.
+        naming: how a class is named of which no split has an image, for messages.
     """
     (first, known), *others = ids_of.items()
     ids, faults = dict.fromkeys(known), {}
@@ -163,8 +169,7 @@ def unite_classes(ids_of: Mapping[str, Collection[str]], files: Collection[NameF
             )
         elif unknown:
             faults[split] = (
-                f"put images of each into {first}, remove it from {split}, or name it in {NAME_FILES[0]} if {first} "
-                "has no image of it"
+                f"put images of each into {first}, remove it from {split}, or {naming} if {first} has no image of it"
             )
         if split in faults:
             lacks = f"{quantity(len(only), 'class')} that {first} lacks: {_some([pairs[0][1]] if pairs else unknown)}"

@@ -103,10 +103,11 @@ def given_layout(
             read[name] = _read_split(each, name, folder, notify)
             if (members := _members(names, name, len(parts), len(read[name].labels))) is not None:
                 read[name].members = members
-        known, labels = number_classes(read, None if classes is None else list(classes))
-        found = {name: _found_split(name, each, known, labels[name]) for name, each in read.items()}
-        for name in found.keys() - wanted - {"train"}:
-            read[name].store.close()
+        known, labels, united = number_classes(read, None if classes is None else list(classes), wanted)
+        found = {}
+        for name, numbers in labels.items():
+            read[name].notes += united
+            found[name] = _found_split(name, read[name], known, numbers)
     except BaseException:
         for each in read.values():
             each.store.close()

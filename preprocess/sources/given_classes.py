@@ -1,13 +1,14 @@
 """The classes of the images that a Python program gives: by the numbers or names that are their labels."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import MAX_CLASSES, ImageClass
+from loopfeed.preprocess.sources.class_names import UnitedClasses, unite_classes
 from loopfeed.preprocess.sources.listing import SourceError, index_classes
 
 ONE_LABEL = "for several classes or numbers per image, write the images as files and give a table with labels="
@@ -36,16 +37,18 @@ def first_faulty(members: list[str]) -> int | None:
 
 
 def number_classes(
-    read: Mapping[str, Labelled], names: list[str] | None
-) -> tuple[tuple[ImageClass, ...], dict[str, list[int]]]:
-    """Return the classes of all splits, and the number of the class of each image of each split.
+    read: Mapping[str, Labelled], names: list[str] | None, wanted: Collection[str]
+) -> tuple[tuple[ImageClass, ...], dict[str, list[int]], tuple[str, ...]]:
+    """Return the classes of all splits, the number of the class of each image of each split, and messages about them.
 
     Args:
         read: the splits.
         names: the classes that the user names; None takes those of the data sets, else the labels.
+        wanted: the splits that will be packed; others that have unknown classes have no numbers.
 
     Raises:
         SourceError: a label is neither a whole number nor a name, or not that of a class; the message names the item.
+            Or a split has a class that the first one lacks, as with class folders.
     """
     if names is not None:
         given = _given_classes(names)
@@ -55,14 +58,19 @@ def number_classes(
         own = {name: each.classes or (found[0] if found else None) for name, each in read.items()}
     ids = {name: _class_ids(each.labels, own[name], name) for name, each in read.items()}
     known = list(dict.fromkeys(each for each in own.values() if each is not None))
+    united = UnitedClasses((), (), {})
     if len(known) == 1 and None not in own.values():
         classes = known[0]
     else:
         readable = {each.id: each.name for some in known for each in some}
-        found_ids = {each for some in ids.values() for each in some}
-        classes = index_classes({*readable, *found_ids}, readable, "the given data set", numeric=True)
+        ids_of = {name: dict.fromkeys([*readable, *some]) for name, some in ids.items()}
+        united = unite_classes(ids_of, (), "the given data set", "name all classes with classes=")
+        for name in wanted:
+            united.check(name)
+        classes = index_classes(united.ids, readable, "the given data set", numeric=True)
     numbers = {each.id: number for number, each in enumerate(classes)}
-    return classes, {name: [numbers[each] for each in some] for name, some in ids.items()}
+    labels = {name: [numbers[each] for each in some] for name, some in ids.items() if name not in united.faults}
+    return classes, labels, united.notes
 
 
 def _given_classes(names: list[str]) -> tuple[ImageClass, ...]:

@@ -7,6 +7,7 @@ often not thread-safe; decoding and resizing run in parallel.
 import io
 import os
 import threading
+import weakref
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
@@ -230,6 +231,10 @@ class SpoolStore:
     keys: bytearray
     faults: dict[int, str]
 
+    def __post_init__(self) -> None:
+        # A split that is read for its classes alone, or before another is refused, is never opened.
+        self._close = weakref.finalize(self, self.file.close)
+
     @classmethod
     def filled(cls, images: Iterable[bytes | str], folder: Path | None) -> Self:
         """Keep images, or why they cannot be read, in a temporary file in `folder`; None is that of temporary files.
@@ -265,4 +270,4 @@ class SpoolStore:
 
     def close(self) -> None:
         """Delete the file."""
-        self.file.close()
+        self._close()
