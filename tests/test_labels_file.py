@@ -108,6 +108,7 @@ FAULTS = [
     ("a.jsonl", '{"path": "x", "classes": [], "targets": []}', r"columns classes and targets could all be the labels"),
     ("a.jsonl", '{"path": true, "classes": []}', r"line 1: path must be text, found true"),
     ("a.jsonl", '{"path": "x", "classes": "cat"}', r'line 1: classes must be a list of strings, found "cat"'),
+    ("a.jsonl", '{"path": "x", "\\ud800": 1}', r"line 1: the key '\\ud800' is not valid Unicode; rename it"),
     ("a.jsonl", '{"path": "x", "classes": [""]}', r"line 1: the name of a class is empty"),
     ("a.jsonl", '{"path": "x", "classes": ["\\ud800"]}', r"line 1: the class '\\ud800' is not valid Unicode"),
     ("a.jsonl", '{"path": "x", "targets": [true]}', r"line 1: targets must be a list of numbers, found \[true\]"),

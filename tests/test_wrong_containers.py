@@ -283,6 +283,14 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: folder(p, {f"emnist-{name}-train-images-idx3-ubyte": forms.idx(X) for name in "ab"}),
         "has the IDX files of several data sets",
     ),
+    "large images": (
+        lambda p: changed(
+            forms.write_idx(p),
+            "train-images-idx3-ubyte",
+            lambda c: c[:4] + struct.pack(">3I", 8, 2**16, 2**16) + c[16:],
+        ),
+        "has images of 4,294,967,296 bytes, more than the 536,870,912 allowed; make them smaller",
+    ),
     "IDX of floats": (
         lambda p: changed(forms.write_idx(p), "train-images-idx3-ubyte", lambda c: c[:2] + b"\x0d" + c[3:]),
         r"has values of the IDX type 0xd; save it as uint8",

@@ -4,6 +4,7 @@ Owns how the classes of several splits become one list: those of all splits, and
 a class that a split lacks shifts no other. Must not know: any form of containers.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,15 @@ from loopfeed.preprocess.sources.class_names import (
     read_name_files,
     unite_classes,
 )
-from loopfeed.preprocess.sources.listing import ByteStore, FoundSplit, Layout, Listing, SourceError, index_classes
+from loopfeed.preprocess.sources.listing import (
+    MAX_FILE_BYTES,
+    ByteStore,
+    FoundSplit,
+    Layout,
+    Listing,
+    SourceError,
+    index_classes,
+)
 from loopfeed.preprocess.sources.selection import SPLIT_ORDER, split_of
 
 _GREY, _RGB, _RGBA = 1, 3, 4
@@ -239,6 +248,11 @@ def check_images(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> No
     if len(shape) not in (3, 4) or (len(shape) == 4 and shape[3] not in (_GREY, _RGB, _RGBA)):
         raise SourceError(
             f"{shown} has the shape {list(shape)}; images must be [N, H, W] or [N, H, W, C] with 1, 3 or 4 channels"
+        )
+    image_bytes = math.prod(shape[1:]) * dtype.itemsize
+    if image_bytes > MAX_FILE_BYTES:
+        raise SourceError(
+            f"{shown} has images of {image_bytes:,} bytes, more than the {MAX_FILE_BYTES:,} allowed; make them smaller"
         )
     if 0 in shape:
         raise SourceError(f"{shown} has the shape {list(shape)}, so it has no pixels; add images to it")

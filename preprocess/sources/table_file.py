@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loopfeed.preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, UNPACK, kind_of
-from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.printable import is_unicode, printable
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.listing import SourceError
 from loopfeed.preprocess.system_errors import reading_remedy
@@ -217,6 +217,12 @@ def _open_json(table: TableFile, lines: Iterator[str]) -> None:
         table.fail(None, "the file is empty", 'give one line like {"path": "a.jpg", "class": "cat"} per image')
     number, document = first
     keys = tuple(document)
+    if not all(map(is_unicode, keys)):
+        table.fail(
+            number,
+            f"the key {shown(next(each for each in keys if not is_unicode(each)))} is not valid Unicode",
+            "rename it",
+        )
     table.columns, table.line = tuple(key.strip() for key in keys), number
 
     def rows() -> Iterator[tuple[int, Cells]]:
