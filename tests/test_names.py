@@ -12,6 +12,7 @@ import tensorstore as ts
 import zarr
 from click.testing import CliRunner
 
+from loopfeed import evaluate, train
 from loopfeed.preprocess.commands.inspect_cli import main as inspect_shards
 from loopfeed.preprocess.packing.finish import NameBytes
 from loopfeed.preprocess.shards import arrays, split_arrays
@@ -20,6 +21,7 @@ from loopfeed.preprocess.shards.manifest import Manifest
 from loopfeed.preprocess.shards.reader import open_split
 from loopfeed.preprocess.shards.verify import find_lost_files, verify_split
 from tests.fake_source import FakeSource, fake_source, files_of, pack, packed_words
+from tests.toy import Linear, toy_config
 
 NAMES = [
     "n1/a.png",
@@ -265,3 +267,18 @@ def test_a_name_is_found_for_the_damaged_image_alone(data, monkeypatch):
     with open_split(str(data), "train") as split, pytest.raises(ShardError, match="image 4 in pixels/c/1/0/0"):
         split.read_into(np.arange(6), np.zeros((6, 4, 4), np.uint32), np.zeros(6, np.int32), timeout_s=30)
     assert named == [4]
+
+
+def test_lost_names_are_found_before_the_images_are_evaluated(tmp_path):
+    source = source_of()
+    pack(source, tmp_path / "data")
+    run = toy_config(
+        data=str(tmp_path / "data"), num_classes=None, eval_split="train", run_dir=tmp_path / "run", steps=1
+    )
+    train(run, model=Linear())
+    (tmp_path / "data/train/names/c/0").unlink()
+    said: list[str] = []
+    with pytest.raises(ShardError, match="names/c/0"):
+        evaluate(tmp_path / "run", model=Linear(), predictions=True, notify=said.append)
+    assert not [line for line in said if line.startswith("compiled")]
+    assert evaluate(tmp_path / "run", model=Linear()).record.num_images == 6

@@ -192,13 +192,15 @@ def _count(
     if (predictions or per_class) and label_form_of(data.source) is not None:
         what = "predictions" if predictions else "results per class"
         raise ValueError(f"{what} can be returned only for images whose labels are class numbers: leave them out")
-    source = data.source
+    source, images, names = data.source, None, None
+    if predictions and isinstance(source, SequentialBatches):
+        # Before the evaluation, which damaged names would make in vain.
+        images = source.images_in(0, source.num_images)
+        names = source.split.names(images)
     ranked = RankedClasses(1, source.num_batches * source.batch) if predictions else None
     counted = run_evaluation(subject, source, board, parts, per_class=per_class, ranked=ranked, notify=notify)
     tally, found = counted.tally, predictions_of(counted.tally)
-    if found is not None and isinstance(source, SequentialBatches):
-        images = source.images_in(0, source.num_images)
-        names = source.split.names(images)
+    if found is not None:
         found = replace(found, names=None if names is None else tuple(names), images=images)
     num_images = int(tally.num_images)
     num_top1, num_top5 = (None if each is None else int(each) for each in (tally.top1, tally.top5))
