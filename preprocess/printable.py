@@ -8,6 +8,8 @@ command writes its output. A message that omits the first step is therefore stil
 import os
 import re
 import unicodedata
+from collections.abc import Collection
+from itertools import islice
 
 # Composing takes time with the square of the length where a stranger wrote thousands of marks onto one letter, and no
 # signal ends it. Names of files have at most 255 bytes.
@@ -34,6 +36,12 @@ def printable(name: str | os.PathLike[str]) -> str:
         half = MAX_NAME_CHARACTERS // 2
         name = f"{name[:half]}…{name[-half:]}"
     return name if name.isprintable() else ascii(name)
+
+
+def first_names(names: Collection[str], most: int = 5) -> str:
+    """Return the first of some names for a message, and how many more there are: "a, b and 3 more"."""
+    shown = ", ".join(printable(each) for each in islice(names, most))
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def is_unicode(text: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
-from loopfeed.preprocess.printable import composed, printable
+from loopfeed.preprocess.printable import composed, first_names, printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.listing import SourceError, order_classes
@@ -20,7 +20,6 @@ from loopfeed.preprocess.system_errors import reading_remedy
 
 NAME_FILES = ("classes.txt", "LOC_synset_mapping.txt")
 _REMEDY = "correct or remove it"
-_FEW = 5
 _NUMBER = re.compile(r"0*+((?:[1-9][0-9]*)?)(?<=[0-9])(?:\.0*)?")
 MAX_NAME_FILE_BYTES = 16 * 2**20  # ImageNet's is 32 KB
 
@@ -172,14 +171,16 @@ def unite_classes(
                 f"put images of each into {first}, remove it from {split}, or {naming} if {first} has no image of it"
             )
         if split in faults:
-            lacks = f"{quantity(len(only), 'class')} that {first} lacks: {_some([pairs[0][1]] if pairs else unknown)}"
+            lacks = (
+                f"{quantity(len(only), 'class')} that {first} lacks: {first_names([pairs[0][1]] if pairs else unknown)}"
+            )
             faults[split] = f"the split {split} has {lacks}; {faults[split]}"
         else:
             ids |= dict.fromkeys(only)
     for split, found in ids_of.items():
         lacking = sorted(set(ids) - set(found))
         if lacking and split not in faults:
-            notes.append(f"{split} has no image of {quantity(len(lacking), 'class')}: {_some(lacking)}")
+            notes.append(f"{split} has no image of {quantity(len(lacking), 'class')}: {first_names(lacking)}")
     return UnitedClasses(tuple(ids), tuple(notes), faults)
 
 
@@ -244,11 +245,6 @@ def _difference(one: str, other: str) -> str:
     return (
         "case" if composed(one).casefold().split() == composed(other).casefold().split() else "how a number is written"
     )
-
-
-def _some(names: Collection[str]) -> str:
-    shown = ", ".join(map(printable, [*names][:_FEW]))
-    return shown + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
 
 
 def _match(file: NameFile, by_text: Mapping[str, str]) -> tuple[dict[str, str], list[str] | None]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
-from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.printable import first_names, printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.sources.class_names import (
     NameFile,
@@ -109,10 +109,10 @@ def _check_ids(in_table: set[str], in_mapping: set[str], top: Path) -> None:
         (in_mapping - in_table, MAPPING_FILE, SOLUTION_FILE),
     ):
         if ids:
-            shown = ", ".join(map(printable, sorted(ids)[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
             raise SourceError(
-                f"{printable(top / has)} has {quantity(len(ids), 'class')} that {lacks} lacks: {shown}; "
-                f"use both files from the same download, or remove {MAPPING_FILE} (it contains only readable names)"
+                f"{printable(top / has)} has {quantity(len(ids), 'class')} that {lacks} lacks: "
+                f"{first_names(sorted(ids))}; use both files from the same download, or remove "
+                f"{MAPPING_FILE} (it contains only readable names)"
             )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.printable import first_names, printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.sources.archives import ZIP_BEGINNINGS, opened
 from loopfeed.preprocess.sources.array_store import FileArray
@@ -86,7 +86,7 @@ def numpy_layout(root: Path, files: Sequence[Path]) -> Layout:
     if not splits_found:
         shown = ", ".join(map(printable, unread[:_MAX_SHOWN])) or "no array"
         raise SourceError(f"{printable(root)} has no arrays of images and labels: found {shown}; name them {_USUAL}")
-    shown = ", ".join(printable(each.name) for each in files[:2]) + (f" and {len(files) - 2} more" if files[2:] else "")
+    shown = first_names([each.name for each in files], 2)
     left = f" (not read: {', '.join(map(printable, unread[:_MAX_SHOWN]))})" if unread else ""
     return samples_layout(f"{quantity(len(files), 'NumPy file')}: {shown}{left}", root, splits_found)
 

@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.printable import first_names, printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.targets import SplitTargets
@@ -219,15 +219,16 @@ def _recognise_folders(root: Path, class_from: ClassFrom) -> Layout:
     if folders:
         others = [printable(each.name) + "/" for each in classes if Path(each.path) not in folders.values()]
         description = "folders " + " and ".join(each.name + "/" for each in folders.values()) + " of class folders"
-        description += f" (not read: {_shown(others)})" if others else ""
+        description += f" (not read: {first_names(others)})" if others else ""
         return Layout(description, split_openers(root, folders, class_from), ignored)
     archives = {} if classes else split_archives(Path(each.path) for each in files)
     if archives:
         return split_archives_layout(root, archives, class_from)
     if not classes:
+        shown = first_names([each.name for each in files]) or "an empty folder"
         raise SourceError(
             f"{printable(root)} is not a data set: expected class folders, train/ and val/ with class folders, "
-            f"{TRAIN_ARCHIVE}, {VAL_ARCHIVE} or Kaggle's ILSVRC/; found {_shown([each.name for each in files])}"
+            f"{TRAIN_ARCHIVE}, {VAL_ARCHIVE} or Kaggle's ILSVRC/; found {shown}"
         )
     for each in classes:
         if _is_there(Path(each.path) / "train", Path.is_dir):
@@ -292,12 +293,6 @@ def _check_exists(root: Path) -> None:
         raise SourceError(f"{printable(root)} {fault}; give the folder or archive that contains the images")
 
 
-def _shown(names: list[str]) -> str:
-    if not names:
-        return "an empty folder"
-    return ", ".join(map(printable, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def _check_holdout(holdout: float, root: Path, layout: Layout) -> None:
     if not 0.0 <= holdout < 1.0:
         raise SourceError(f"holdout must be at least 0 and less than 1, got {holdout}")
@@ -343,8 +338,8 @@ def _check_classes(found: dict[str, FoundSplit]) -> None:
             only = [each.id for each in has.classes if each.id not in known]
             if only:
                 raise SourceError(
-                    f"the split {has.name} has {quantity(len(only), 'class')} that {lacks.name} lacks: {_shown(only)}; "
-                    f"give all splits the same classes, or leave these out of {has.name}"
+                    f"the split {has.name} has {quantity(len(only), 'class')} that {lacks.name} lacks: "
+                    f"{first_names(only)}; give all splits the same classes, or leave these out of {has.name}"
                 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.printable import first_names, printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.sources.contents import file_content, head_of
 from loopfeed.preprocess.sources.listing import MAX_FILE_BYTES, ByteStore, Layout, Listing, SourceError
@@ -141,7 +141,7 @@ def parquet_layout(root: Path, files: Sequence[Path], class_column: str | None =
         raise SourceError(
             f"{printable(root)} has no label in the column {printable(columns.label)}; give labelled images"
         )
-    shown = ", ".join(printable(each.name) for each in files[:2]) + (f" and {len(files) - 2} more" if files[2:] else "")
+    shown = first_names([each.name for each in files], 2)
     left = f" (not read: {', '.join(unlabelled)}, which has no labels)" if unlabelled else ""
     names = None if columns.names is None else {str(number): name for number, name in enumerate(columns.names)}
     layout = samples_layout(f"{quantity(len(files), 'Parquet file')}: {shown}{left}", root, labelled, names)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.printable import first_names, printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import MAX_CLASSES
 from loopfeed.preprocess.sources.archives import Archive, opened, visible_members
@@ -141,7 +141,7 @@ def webdataset_layout(root: Path, paths: Sequence[Path]) -> Layout:
         num_images += len(each.listing)
     if not num_images:
         raise SourceError(f"{printable(root)} has no image with a class in {quantity(len(paths), 'archive')}")
-    shown = ", ".join(printable(each.name) for each in paths[:2]) + (f" and {len(paths) - 2} more" if paths[2:] else "")
+    shown = first_names([each.name for each in paths], 2)
     layout = samples_layout(f"{quantity(len(paths), 'WebDataset archive')}: {shown}", root, splits)
     layout.ignored.update(ignored)
     return layout
