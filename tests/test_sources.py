@@ -142,7 +142,7 @@ def test_a_pack_is_refused_as_a_source(tmp_path, finished):
     split = tmp_path / "shards" / "train"
     if not finished:
         (split / "manifest.json").unlink()
-    for path in (tmp_path / "shards", split):
+    for path in (tmp_path, tmp_path / "shards", split):
         with pytest.raises(SourceError, match=r"already contains packed shards, in .*train; train on them"):
             open_source(path)
 

@@ -232,6 +232,7 @@ def _recognise_folders(root: Path, class_from: ClassFrom) -> Layout:
         )
     for each in classes:
         if _is_there(Path(each.path) / "train", Path.is_dir):
+            _refuse_shards(Path(each.path))
             raise SourceError(
                 f"{printable(root)} is not a folder of class folders: {printable(each.name)}/ has a train/ folder; "
                 f"give {printable(each.path)}"
