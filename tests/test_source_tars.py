@@ -233,6 +233,7 @@ def test_an_archive_for_each_split_is_read_like_the_folders(tmp_path):
             r"val\.tar contains train and test, unlike its name",
         ),
         ({"val.tar": {"test/a/1.jpg": b""}}, r"val\.tar contains test, unlike its name"),
+        ({"val.tar": {"train/a/1.jpg": b""}}, r"val\.tar contains train, unlike its name"),
         (
             {"val.tar": {"a/1.jpg": b""}, "valid.tar": {"a/1.jpg": b""}},
             r"has both val\.tar and valid\.tar for the split",

@@ -77,7 +77,7 @@ def split_archives_layout(root: Path, files: Mapping[str, Path], class_from: Cla
         with opened(path) as archive:
             tree = _read_tree(path, archive, ignored, class_from)
         (inside, members_of), *others = tree.splits.items()
-        if others or inside not in (split, "train"):
+        if others or (tree.has_split_folders and inside != split):
             shown = " and ".join(tree.splits)
             raise SourceError(f"{printable(path)} contains {shown}, unlike its name; give that archive alone")
         trees[path] = replace(tree, splits={split: members_of}, notes={split: tree.notes.get(inside, [])})
@@ -110,12 +110,14 @@ class _Tree:
         name_files: the files of class names.
         unread: the folders that are not read, for messages; "" without any.
         notes: one-line messages about the classes of a split.
+        has_split_folders: whether the splits are those of folders; otherwise there is `train` alone.
     """
 
     splits: dict[str, dict[str, Listing]]
     name_files: tuple[NameFile, ...]
     unread: str
     notes: dict[str, list[str]]
+    has_split_folders: bool
 
 
 def _read_tree(path: Path, archive: Archive, ignored: Counter[str], class_from: ClassFrom) -> _Tree:
@@ -164,6 +166,7 @@ def _read_tree(path: Path, archive: Archive, ignored: Counter[str], class_from: 
         tuple(name_files),
         ", ".join(unread),
         {split: describe_leaves(folders) for split, folders in inside.items()},
+        bool(folders),
     )
 
 
