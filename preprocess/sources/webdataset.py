@@ -39,12 +39,12 @@ class _Split:
     Attributes:
         listing: the images, whose labels are the indices of their classes in `ids`.
         ids: the index of each identifier.
-        archives: the archives, and the offsets in `listing` of their first bytes.
+        archives, starts: the archives, and the offsets in `listing` of their first bytes.
     """
 
     listing: Listing = field(default_factory=Listing)
     ids: dict[str, int] = field(default_factory=dict)
-    archives: list["_ClosedTar"] = field(default_factory=list)
+    archives: list[tuple[Path, tuple[int, ...]]] = field(default_factory=list)
     starts: list[int] = field(default_factory=lambda: [0])
     key_hashes: "array[int]" = field(default_factory=lambda: array("q"))
 
@@ -60,41 +60,35 @@ class _Split:
             member, found = self.listing.member(entry), self.listing
             folder = found.name(entry).removesuffix(member)
             listing.add(folder, member, label, found.size(entry), found.offset(entry))
-        return _JoinedStore(self.archives, self.starts[:-1])
+        return _ClosedTars(self.archives, self.starts[:-1])
 
 
 @dataclass(frozen=True)
-class _ClosedTar:
-    """An archive that is opened for each image: there may be more archives than a process may have open files."""
+class _ClosedTars:
+    """The archives of a split, which are opened for each image: there may be more than a process may have open files.
 
-    path: Path
-    identity: tuple[int, ...]
+    Attributes:
+        archives: the path and the identity of each.
+        starts: the offsets of their first bytes, one archive after another.
+    """
+
+    archives: Sequence[tuple[Path, tuple[int, ...]]]
+    starts: Sequence[int]
 
     def read(self, name: str, offset: int, size: int) -> bytes:  # noqa: ARG002 - the offset is sufficient
-        """Return the `size` bytes at `offset`."""
+        """Return the `size` bytes at `offset`; raise ChangedSourceError if their archive is no longer what it was."""
+        index = bisect_right(self.starts, offset) - 1
+        path, identity = self.archives[index]
         try:
-            file = open_source_file(self.path)
+            file = open_source_file(path)
         except SourceError as error:
             raise ChangedSourceError(str(error)) from error
         try:
-            if file.identity != self.identity:
-                raise ChangedSourceError(f"{printable(self.path)} has changed since it was listed")
-            return file.read(offset, size)
+            if file.identity != identity:
+                raise ChangedSourceError(f"{printable(path)} has changed since it was listed")
+            return file.read(offset - self.starts[index], size)
         finally:
             file.close()
-
-
-@dataclass(frozen=True)
-class _JoinedStore:
-    """The archives of a split, one after another; `starts` are the offsets of their first bytes."""
-
-    stores: Sequence[_ClosedTar]
-    starts: Sequence[int]
-
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return an image of the archive that has this offset."""
-        index = bisect_right(self.starts, offset) - 1
-        return self.stores[index].read(name, offset - self.starts[index], size)
 
     def close(self) -> None:
         """Do nothing, because each archive is closed after each image."""
@@ -165,7 +159,7 @@ def _read_archive(
         split = splits.setdefault(name, _Split())
         if name not in touched:
             touched.add(name)
-            split.archives.append(_ClosedTar(path, archive.file.identity))
+            split.archives.append((path, archive.file.identity))
             split.starts.append(split.starts[-1] + archive.file.num_bytes)
         _add(archive, split, key, fields, len(top))
 
