@@ -6,8 +6,10 @@ import shlex
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -414,19 +416,25 @@ def test_the_digest_of_a_pack_is_that_of_its_images_and_labels(tmp_path):
         with ExitStack() as stack:
             return open_data(config, UserParts(), stack, lambda _: None).contents_digest
 
+    own: dict[str, dict[str, Any]] = {
+        "weighted": {"weights": np.arange(6, dtype=np.float32)},
+        "grouped": {"groups": np.arange(6, dtype=np.uint32)},
+    }
     made = {
         "one": (6, 8, 3),
         "again": (6, 8, 3),
         "more": (7, 8, 3),
         "larger": (6, 12, 3),
         "evaluated on more": (6, 8, 4),
+        # Which images are drawn, and which fold they belong to.
+        **dict.fromkeys(own, (6, 8, 3)),
     }
     for name, (number, size, val) in made.items():
-        pack(fake_source(number, size=size), tmp_path / name)
+        pack(fake_source(number, size=size).changed(**own.get(name, {})), tmp_path / name)
         pack(fake_source(val, size=size, name="val"), tmp_path / name)
     found = {name: digest(name) for name in made}
     assert found["one"] == found["again"]
-    assert len(set(found.values())) == 4
+    assert len(set(found.values())) == 6
     manifest = tmp_path / "one/train/manifest.json"
     read = Manifest.from_json(manifest.read_text())
     manifest.write_text(replace(read, tool_versions={"numpy": "9"}).to_json())
