@@ -1,9 +1,11 @@
 """Files that are not what their names or their containers say: each is one error of one line, with its remedy."""
 
+import os
 import pickle
 import shutil
 import struct
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loopfeed.preprocess.regular_file import read_at
 from loopfeed.preprocess.sources import open_source as open_source_module
-from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources import source_file
+from loopfeed.preprocess.sources.listing import ChangedSourceError, SourceError
 from loopfeed.preprocess.sources.open_source import open_source
 from tests import container_files as forms
 
@@ -357,6 +361,12 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "labels.npy is a damaged NumPy array, .*: its header is not valid",
     ),
+    "header with escapes": (
+        lambda p: changed(
+            forms.write_npy(p), "val/labels.npy", lambda _: npy(r"'\h\d', 'fortran_order': False, 'shape': (4,)")
+        ),
+        "labels.npy is a damaged NumPy array, .*: its header is not valid",
+    ),
     "labels of no characters": (
         lambda p: npz(p.with_suffix(".npz"), x=X, y=np.array([2**31 - 1] * 4, "<u4").view("<U1")),
         "!y has a label that is not valid text",
@@ -433,6 +443,27 @@ def test_a_file_that_is_replaced_between_its_labels_and_its_images_is_refused(tm
     monkeypatch.setattr(open_source_module, "_check_holdout", replace)
     with pytest.raises(SourceError, match=r"was replaced or written to while it was listed; run the command again"):
         open_source(source)
+
+
+@pytest.mark.parametrize("form", ["tar", "zip", "npz", "cifar"])
+def test_a_file_that_is_written_to_while_an_image_is_read_is_refused(tmp_path, monkeypatch, form):
+    source = FORMS[form](tmp_path)
+    files = [source] if source.is_file() else [*source.iterdir()]
+
+    def then_written(function):
+        def call(*arguments):
+            found = function(*arguments)
+            for each in files:
+                os.utime(each, ns=(1, 1))
+            return found
+
+        return call
+
+    with open_source(source) as found:
+        monkeypatch.setattr(source_file, "read_at", then_written(read_at))
+        monkeypatch.setattr(zipfile.ZipFile, "open", then_written(zipfile.ZipFile.open))
+        with pytest.raises(ChangedSourceError, match="has changed since it was listed"):
+            found.splits["train"].read(0)
 
 
 def test_a_webdataset_archive_that_is_replaced_is_not_read(tmp_path):

@@ -110,6 +110,7 @@ class ZipArchive:
         self.file.check_unchanged()
         with self.stream(offset) as stream:
             content = stream.read(size + 1)
+        self.file.check_unchanged()
         if len(content) != size:
             raise SourceError(f"it unpacks to {len(content)} instead of the {size} bytes that the archive declares")
         return content

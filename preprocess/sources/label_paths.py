@@ -104,12 +104,13 @@ def _files_with_ends(files: Listing, ends: set[str]) -> dict[str, list[int]]:
         parts = name.split("/")
         stem = parts[-1].rpartition(".")[0] if is_image_name(parts[-1]) else ""
         for depth in depths:
-            if depth <= len(parts):
-                before = "".join(f"{each}/" for each in parts[-depth:-1])
-                if (end := before + parts[-1]) in ends:
-                    whole.setdefault(end, []).append(index)
-                if stem and (end := before + stem) in ends:
-                    without_suffix.setdefault(end, []).append(index)
+            if depth > len(parts):
+                break
+            before = "".join(f"{each}/" for each in parts[-depth:-1])
+            if (end := before + parts[-1]) in ends:
+                whole.setdefault(end, []).append(index)
+            if stem and (end := before + stem) in ends:
+                without_suffix.setdefault(end, []).append(index)
     return without_suffix | whole
 
 

@@ -8,6 +8,7 @@ Format: NumPy's NEP 1.
 import io
 import math
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -155,7 +156,9 @@ def _read_header(content: Content) -> _Array:
     stream = io.BytesIO(head)
     try:
         read = _READERS[np.lib.format.read_magic(stream)]
-        shape, is_fortran, dtype = read(stream, max_header_size=_MAX_HEADER_BYTES)
+        with warnings.catch_warnings():  # of Python, about escapes in the text of the header
+            warnings.simplefilter("ignore")
+            shape, is_fortran, dtype = read(stream, max_header_size=_MAX_HEADER_BYTES)
         if dtype.fields or dtype.subdtype is not None or not dtype.itemsize:
             raise ValueError(f"of its type {str(dtype)[:40]}")
         if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0 or max(shape, default=0) >= _MAX_LENGTH:

@@ -68,6 +68,18 @@ class SourceFile:
             )
         return content
 
+    def read_unchanged(self, offset: int, size: int) -> bytes:
+        """Return the `size` bytes that start at `offset`, which are those that were listed.
+
+        Raises:
+            OSError: as `read`.
+            ChangedSourceError: the file was modified after it was opened, before or while it was read.
+        """
+        self.check_unchanged()
+        content = self.read(offset, size)
+        self.check_unchanged()
+        return content
+
     def head(self, size: int) -> bytes:
         """Return the first `size` bytes, or all of a shorter file.
 
@@ -98,8 +110,7 @@ class StoredImages:
         Raises:
             OSError: the file cannot be read, or was written to after it was opened.
         """
-        self.file.check_unchanged()
-        return self.file.read(offset, size)
+        return self.file.read_unchanged(offset, size)
 
     def close(self) -> None:
         """Close the file."""

@@ -86,7 +86,7 @@ class _ClosedTars:
         try:
             if file.identity != identity:
                 raise ChangedSourceError(f"{printable(path)} has changed since it was listed")
-            return file.read(offset - self.starts[index], size)
+            return file.read_unchanged(offset - self.starts[index], size)
         finally:
             file.close()
 
