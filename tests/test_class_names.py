@@ -3,7 +3,7 @@
 import pytest
 
 from loopfeed.preprocess.shards.classes import ImageClass, have_same_order, lacking, places
-from loopfeed.preprocess.sources.class_names import describe_alike, name_classes, parse_name_file
+from loopfeed.preprocess.sources.class_names import describe_alike, leaf_folders, name_classes, parse_name_file
 from loopfeed.preprocess.sources.label_columns import describe_doubts
 
 
@@ -70,3 +70,10 @@ def test_decimal_numbers_are_doubted():
     assert [bool(describe_doubts("c", [each])) for each in ("1.5", "-,05", "1.0", "3", "1.5x", ".")] == [
         *(True, True, False, False, False, False)
     ]
+
+
+def test_leaves_are_folders_with_images_or_without_folders_however_deep():
+    paths = ["a/b/c/1.png", "a/b-/1", "a/b/2", "a/0", "x/1.png", "x/y/1.png", "loose.png"]
+    assert leaf_folders(paths) == ["a/b/c", "a/b-", "x", "x/y"]
+    deep = [f"{number}{'/a' * 2_000}/1" for number in range(500)]
+    assert len(leaf_folders([*deep, "0/1"])) == 500

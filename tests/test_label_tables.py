@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from loopfeed.preprocess.sources.label_columns import LabelOptions
+from loopfeed.preprocess.sources.label_paths import _files_with_ends
 from loopfeed.preprocess.sources.labels_file import read_labels
-from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.sources.listing import Listing, SourceError
 from loopfeed.preprocess.sources.open_source import open_source
 
 TWO = ("a/1.jpg", "a/2.jpg")
@@ -325,3 +326,12 @@ def test_weights_are_rounded_to_float32(tmp_path):
     table = read_labels(tmp_path / "l.jsonl", LabelOptions(weight_column="w"))
     assert table.weights is not None
     assert table.weights.tobytes() == np.array([0.1, 3], np.float32).tobytes()
+
+
+def test_paths_of_many_depths_and_many_deep_images_take_no_time_together():
+    files = Listing()
+    for number in range(300):
+        files.add("", f"{'d/' * 1_500}{number}.png", 0, 1)
+    ends = {f"{'d/' * depth}{'7.png' if depth % 2 else '8'}" for depth in range(1_500)}
+    found = _files_with_ends(files, ends)
+    assert found == {end: [7 if end.endswith("g") else 8] for end in ends}

@@ -7,7 +7,8 @@ layouts.
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from itertools import pairwise
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from loopfeed.preprocess.printable import composed, first_names, printable
@@ -199,8 +200,10 @@ def leaf_folders(paths: Iterable[str]) -> list[str]:
     for inside, slash, name in (each.rpartition("/") for each in paths):
         if slash:
             has_image[inside] = has_image.get(inside, False) or is_image_name(name)
-    outer = {above.as_posix() for each in has_image for above in PurePosixPath(each).parents}
-    return [each for each, has in has_image.items() if has or each not in outer]
+    # What is in a folder follows it in this order: no name has a zero character.
+    ordered = sorted(each.replace("/", "\0") for each in has_image)
+    outer = {each for each, following in pairwise(ordered) if following.startswith(f"{each}\0")}
+    return [each for each, has in has_image.items() if has or each.replace("/", "\0") not in outer]
 
 
 def describe_leaves(folders: Iterable[str]) -> list[str]:

@@ -98,19 +98,20 @@ def _files_with_ends(files: Listing, ends: set[str]) -> dict[str, list[int]]:
     """Return the files whose path ends with each of some texts or, without any, whose path without suffix does."""
     whole: dict[str, list[int]] = {}
     without_suffix: dict[str, list[int]] = {}
-    depths = sorted({end.count("/") + 1 for end in ends})
+    depths = {end.count("/") + 1 for end in ends}
+    deepest = max(depths)
     for index in range(len(files)):
         name = files.name(index)
-        parts = name.split("/")
-        stem = parts[-1].rpartition(".")[0] if is_image_name(parts[-1]) else ""
-        for depth in depths:
-            if depth > len(parts):
-                break
-            before = "".join(f"{each}/" for each in parts[-depth:-1])
-            if (end := before + parts[-1]) in ends:
+        stop = name.rindex(".") if is_image_name(name) else 0
+        start = len(name) + 1
+        for depth in range(1, deepest + 1):
+            start = name.rfind("/", 0, start - 1) + 1
+            if depth in depths and (end := name[start:]) in ends:
                 whole.setdefault(end, []).append(index)
-            if stem and (end := before + stem) in ends:
+            if depth in depths and stop and (end := name[start:stop]) in ends:
                 without_suffix.setdefault(end, []).append(index)
+            if start == 0:
+                break
     return without_suffix | whole
 
 
