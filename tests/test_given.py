@@ -256,6 +256,14 @@ def test_splits_share_the_classes_of_all_of_them_in_numerical_order(tmp_path: Pa
     assert results["val"].manifest.class_counts == (0, 0, 8)
 
 
+def test_classes_that_are_named_need_no_images_in_train_and_are_said(tmp_path: Path) -> None:
+    source = {"train": (PIXELS[:2], ["ox", "cat"]), "val": (PIXELS[2:4], ["cat", "yak"])}
+    notes: list[str] = []
+    result = pack(source, tmp_path, classes=["yak", "ox", "cat"], notify=notes.append)["val"]
+    assert result.manifest.class_counts == (1, 0, 1)
+    assert notes[:2] == ["train has no image of 1 class: yak", "val has no image of 1 class: ox"]
+
+
 @pytest.mark.parametrize("form", ["arrays", "generator", "labels known", "map style", "Hugging Face"])
 def test_an_interrupted_pack_is_continued_to_the_same_bytes(
     form: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

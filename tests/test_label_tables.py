@@ -174,6 +174,13 @@ def test_each_faulty_table_is_one_error(tmp_path, content, options, message):
     assert len(str(raised.value)) < 600
 
 
+def test_classes_without_images_in_a_split_are_said(tmp_path):
+    for column, cat in (("class", "cat"), ("classes", "cat|dog")):
+        content = f"path,{column},split\nx/1.jpg,{cat},train\ny/2.jpg,dog,train\nval/x/1.jpg,yak,val\n"
+        with opened(tmp_path / column, ("x/1.jpg", "y/2.jpg", "val/x/1.jpg"), content) as source:
+            assert source.notes[1:] == ("train has no image of 1 class: yak", "val has no image of 2 classes: cat, dog")
+
+
 def test_images_without_a_class_are_left_out_on_demand(tmp_path):
     content = "path,class\na/1.jpg,cat\na/2.jpg,\n"
     with opened(tmp_path, (*TWO, "b/3.png", "b/notes.txt"), content, unlabelled="skip") as source:

@@ -178,11 +178,18 @@ def unite_classes(
             faults[split] = f"the split {split} has {lacks}; {faults[split]}"
         else:
             ids |= dict.fromkeys(only)
-    for split, found in ids_of.items():
-        lacking = sorted(set(ids) - set(found))
-        if lacking and split not in faults:
-            notes.append(f"{split} has no image of {quantity(len(lacking), 'class')}: {first_names(lacking)}")
+    notes += describe_lacking({split: found for split, found in ids_of.items() if split not in faults}, ids)
     return UnitedClasses(tuple(ids), tuple(notes), faults)
+
+
+def describe_lacking(ids_of: Mapping[str, Collection[str]], ids: Collection[str]) -> list[str]:
+    """Return a message for each split that has no image of some of the classes `ids`."""
+    lacking = {split: sorted(set(ids) - set(found)) for split, found in ids_of.items()}
+    return [
+        f"{split} has no image of {quantity(len(each), 'class')}: {first_names(each)}"
+        for split, each in lacking.items()
+        if each
+    ]
 
 
 def name_lines(files: Iterable[NameFile], ids: Collection[str]) -> set[str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import MAX_CLASSES, ImageClass
-from loopfeed.preprocess.sources.class_names import UnitedClasses, unite_classes
+from loopfeed.preprocess.sources.class_names import UnitedClasses, describe_lacking, unite_classes
 from loopfeed.preprocess.sources.listing import SourceError, index_classes
 
 ONE_LABEL = "for several classes or numbers per image, write the images as files and give a table with labels="
@@ -70,7 +70,10 @@ def number_classes(
         classes = index_classes(united.ids, readable, "the given data set", numeric=True)
     numbers = {each.id: number for number, each in enumerate(classes)}
     labels = {name: [numbers[each] for each in some] for name, some in ids.items() if name not in united.faults}
-    return classes, labels, united.notes
+    notes = united.notes
+    if known:  # of which no split needs to have images
+        notes = (*notes, *describe_lacking({name: some for name, some in ids.items() if some}, [*numbers]))
+    return classes, labels, notes
 
 
 def _given_classes(names: list[str]) -> tuple[ImageClass, ...]:

@@ -5,7 +5,7 @@ Owns which files of such a source are images, in which split each is, and the er
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import combinations
@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.shards.targets import unpack_bits
 from loopfeed.preprocess.sources.archives import open_archive, opened, visible_members
 from loopfeed.preprocess.sources.class_names import (
     MAX_NAME_FILE_BYTES,
     NAME_FILES,
     NameFile,
     describe_alike,
+    describe_lacking,
     name_classes,
     parse_name_file,
     read_name_files,
@@ -90,8 +92,10 @@ def labelled_layout(root: Path, table: LabelTable) -> Layout:
         classes, notes = tuple(ImageClass(name, name) for name in table.names), table.notes
     splits, unread, more = _divide(files, table, row_of, classes)
     _check_groups(splits, table)
+    in_order = sorted(splits, key=SPLIT_ORDER.index)
+    more += describe_lacking({name: _classes_with_images(splits[name], table) for name in in_order}, table.names)
     openers = {}
-    for name in sorted(splits, key=SPLIT_ORDER.index):
+    for name in in_order:
         rows = np.array(splits[name].rows, np.int64)
         openers[name] = partial(_open_split, files, name, classes, splits[name].listing, rows, table, (*notes, *more))
     return Layout(files.description, dict(openers), files.ignored, unread)
@@ -116,6 +120,17 @@ def _open_split(
         weights=None if table.weights is None else table.weights[rows],
         groups=None if table.groups is None else table.groups[rows],
     )
+
+
+def _classes_with_images(split: _Split, table: LabelTable) -> Collection[str]:
+    rows = np.array(split.rows, np.int64)
+    if table.kind == "numbers" or not len(rows):
+        return table.names
+    values = table.values[rows]
+    if table.kind is None:
+        return [table.names[number] for number in np.unique(values)]
+    united = np.bitwise_or.reduce(values.astype(np.uint32, copy=False), keepdims=True)
+    return [table.names[number] for number in np.flatnonzero(unpack_bits(united, len(table.names)))]
 
 
 def _divide(
