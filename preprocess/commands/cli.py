@@ -115,7 +115,8 @@ _SQUARE = "square"
     default=DEFAULT_SIZE,
     metavar=f"PIXELS|{AUTO}",
     help="Side length of the square that is packed or, of whole pictures, that evaluation crops. auto: the largest, up "
-    f"to {DEFAULT_SIZE}, for which the image with the median shorter side is not enlarged.",
+    f"to {DEFAULT_SIZE}, for which the image with the median shorter side is not enlarged; squares of one size "
+    "keep their pixels.",
 )
 @click.option(
     "--resize",

@@ -18,6 +18,7 @@ from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 
 if TYPE_CHECKING:
+    from loopfeed.preprocess.decoding.decode import ResizeRule
     from loopfeed.preprocess.decoding.notes import DecodeNotes
     from loopfeed.preprocess.packing.pack import PackResult
     from loopfeed.preprocess.packing.part import Part
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from loopfeed.preprocess.sources.open_source import Source
 
 _FAILURES_SHOWN = 3
+_NUM_LOOKED_AT = 16
 _MOST_16_BITS = 65535
 
 
@@ -62,7 +64,8 @@ def announce(source: Source, location: Location, settings: PackSettings) -> None
     height, width = rule.stored_shape
     kept = f"central crop of {width} x {height} px"
     if share := share_of_square(rule.to_json()):
-        kept += f" ({100 * share:.0f} % of a 4:3 photograph; --canvas 3:2 packs all of it)"
+        of_photograph = f"{100 * share:.0f} % of a 4:3 photograph; --canvas 3:2 packs all of it"
+        kept += f" ({100 * share * 4 / 3:.0f} % of a square image)" if _are_squares(source) else f" ({of_photograph})"
     if rule.canvas is not None:
         kept = f"whole on a canvas of {width} x {height} px, portraits transposed"
     click.echo(
@@ -85,24 +88,42 @@ def announce_dry_run(source: Source, settings: PackSettings, part: Part | None) 
         for name, split in source.splits.items():
             blocks = part.blocks(-(-len(split) // settings.resolved_shard_images))
             click.echo(f"  {name}: {describe_parts(blocks, part.count) or f'no shard for part {part}'}.")
-    _warn_of_small_images(source, settings.rule.size)
+    _warn_of_small_images(source, settings.rule)
     click.echo("This was a dry run: nothing was packed.")
 
 
-def _warn_of_small_images(source: Source, size: int) -> None:
+def _are_squares(source: Source) -> bool:
+    """Return whether a few images that are looked at are all squares."""
+    from loopfeed.preprocess.packing.image_sides import read_sides
+    from loopfeed.preprocess.sources.listing import SourceError
+
+    try:
+        sides = read_sides(source.splits, most=_NUM_LOOKED_AT)
+    except SourceError:
+        return False
+    return sides.num_squares == len(sides.shorter)
+
+
+def _length(rule: ResizeRule) -> str:
+    """Return the option with the length to which shorter sides are resized."""
+    return f"--size {rule.size}" if rule.resize == rule.size else f"--resize {rule.resize}"
+
+
+def _warn_of_small_images(source: Source, rule: ResizeRule) -> None:
     """Print how many images would be enlarged, by the headers of a few; nothing if none can be read."""
-    from loopfeed.preprocess.decoding.default_resize import fitting_size
+    from loopfeed.preprocess.decoding.default_resize import default_resize, fitting_size
     from loopfeed.preprocess.packing.image_sides import read_sides
     from loopfeed.preprocess.sources.listing import SourceError
 
     with suppress(SourceError):
         sides = read_sides(source.splits)
-        if count := sides.num_below(size):
+        if count := sides.num_below(rule.resize):
             of = quantity(len(sides.shorter), "image")
-            fitting = fitting_size(sides.median)[0]
+            size, resize = fitting_size(sides.median, are_squares=sides.are_squares)
+            as_is = ", without resizing" if resize == sides.median != default_resize(size) else ""
             click.echo(
-                f"  {count:,} of {of} looked at have a shorter side of less than --size {size}, and would be enlarged"
-                + (f"; --size auto would be {fitting}." if fitting < size else ".")
+                f"  {count:,} of {of} looked at have a shorter side of less than {_length(rule)}, and would be enlarged"
+                + (f"; --size auto would be {size}{as_is}." if size < rule.size or as_is else ".")
             )
 
 
@@ -145,12 +166,12 @@ def summarise(name: str, result: PackResult, location: Location, *, can_overwrit
 def _report_enlarged(notes: DecodeNotes, manifest: Manifest, how: str) -> None:
     """Print how many images are smaller than the size, and if most are, which size fits and what it would save."""
     from loopfeed.preprocess.decoding.decode import ResizeRule
-    from loopfeed.preprocess.decoding.default_resize import fitting_size
+    from loopfeed.preprocess.decoding.default_resize import default_resize, fitting_size
     from loopfeed.preprocess.pixels import words_of_row
 
     rule, most = ResizeRule.from_json(manifest.resize_rule), notes.enlarged_max
     click.echo(
-        f"  Enlarged, because their shorter side is less than --size {rule.size}: {notes.num_enlarged:,} of "
+        f"  Enlarged, because their shorter side is less than {_length(rule)}: {notes.num_enlarged:,} of "
         f"{quantity(manifest.num_images, 'image')} (at most {most} px)."
     )
     if 2 * notes.num_enlarged > manifest.num_images:
@@ -160,9 +181,13 @@ def _report_enlarged(notes: DecodeNotes, manifest: Manifest, how: str) -> None:
             manifest.num_images * 4 * each.stored_shape[0] * words_of_row(each.stored_shape[1], layout)
             for each in (rule, replace(rule, size=size, resize=resize))
         )
+        takes = f", and takes {_size(after)} in the place of {_size(before)}" if after < before else ""
+        resized = "" if rule.resize == default_resize(rule.size) else f" --resize {resize}"
+        side = notes.enlarged_square if notes.num_enlarged == manifest.num_images else 0
+        all_pixels = f"; --size {side} --resize {side} keeps all their pixels" if side and side != size else ""
         click.echo(
-            f"warning: --size {size} fits them, and takes {_size(after)} in the place of {_size(before)}; run the same "
-            f"command again with it {how}",
+            f"warning: --size {size}{resized} fits them{takes}{all_pixels}; run the same command again with "
+            f"{'one of these' if all_pixels else 'it'} {how}",
             err=True,
         )
 

@@ -223,12 +223,7 @@ def decode_stored(
         DecodeError: the file is empty, truncated, too large or not an image; the message states which.
         MissingLevelsError: it has values that only the levels of the rule can name black or white.
     """
-    if not encoded:
-        raise DecodeError("the file is empty")
-    known = sniff(encoded)
-    if known is None:
-        raise DecodeError(_describe_foreign(encoded))
-    _check_available(known)
+    known = identify(encoded)
     try:
         with ExitStack() as held:
 
@@ -248,8 +243,9 @@ def decode_stored(
             )
             image = to_grey_or_rgb(opened.image, levels, opened.deep, note)
             upright = turn_upright(image, opened.orientation)
-            if (shorter := min(upright.size)) < rule.size:
-                note(DecodeNotes(num_enlarged=1, enlarged_max=shorter))
+            if (shorter := min(upright.size)) < rule.resize:
+                square = shorter if shorter == max(upright.size) else 0
+                note(DecodeNotes(num_enlarged=1, enlarged_max=shorter, enlarged_square=square))
             if rule.canvas is not None:
                 return _on_canvas(upright, rule, note)
             crop = _central_crop(upright, rule, max_pixels)
@@ -260,6 +256,17 @@ def decode_stored(
         raise MissingLevelsError(f"cannot decode as {known.name}: {error_text(error)}") from error
     except Exception as error:  # Pillow's plugins raise all kinds of exceptions for damaged fields
         raise DecodeError(f"cannot decode as {known.name}: {error_text(error)}") from error
+
+
+def identify(encoded: bytes) -> Format:
+    """Return the format of an image file; raise DecodeError if it has none of `FORMATS` that can be decoded here."""
+    if not encoded:
+        raise DecodeError("the file is empty")
+    known = sniff(encoded)
+    if known is None:
+        raise DecodeError(_describe_foreign(encoded))
+    _check_available(known)
+    return known
 
 
 def _check_available(known: Format) -> None:

@@ -25,15 +25,19 @@ def default_resize(size: int) -> int:
     return size if size <= LARGEST_SIZE_WITHOUT_MARGIN else min(MAX_SIZE, round(size * 256 / 224))
 
 
-def fitting_size(shorter_side: int, resize: int | None = None) -> tuple[int, int]:
+def fitting_size(shorter_side: int, resize: int | None = None, *, are_squares: bool = False) -> tuple[int, int]:
     """Return the largest size, at most 224, for which an image is not enlarged, and the length to which it is resized.
 
-    It is a multiple of 4, unless the image is smaller than that.
+    It is a multiple of 4, unless the image is smaller than that. Squares of one size have been cut by whoever made the
+    set, so that those of 65 to 255 px are not resized: their pixels are kept, those of up to 227 px to the last three.
 
     Args:
         shorter_side: of the image, in pixels.
+        are_squares: whether all images are squares of this side.
         resize: the length of the shorter side before the crop; None is that of `default_resize`.
     """
+    if are_squares and resize is None and LARGEST_SIZE_WITHOUT_MARGIN < shorter_side < default_resize(DEFAULT_SIZE):
+        return min(DEFAULT_SIZE, shorter_side - shorter_side % SIZE_STEP), shorter_side
 
     def fits(size: int) -> bool:
         return default_resize(size) <= shorter_side if resize is None else size <= min(shorter_side, resize)

@@ -21,8 +21,9 @@ class DecodeNotes:
         num_changed: images that earlier versions decoded in another way.
         added_in: the latest version of the decoding rules in which the format of an image was added; 0 for the first.
         num_fitted: pictures that were made smaller because they are longer than the canvas.
-        num_enlarged: images whose shorter side is less than the size.
+        num_enlarged: images whose shorter side is less than the length to which it is resized.
         enlarged_max: the longest of these sides in pixels; 0 without such images.
+        enlarged_square: the side of these images in pixels if all are squares of one size, else 0.
     """
 
     num_deep: int = 0
@@ -37,8 +38,10 @@ class DecodeNotes:
     num_fitted: int = 0
     num_enlarged: int = 0
     enlarged_max: int = 0
+    enlarged_square: int = 0
 
     def __add__(self, other: DecodeNotes) -> DecodeNotes:
+        squares = {each.enlarged_square for each in (self, other) if each.num_enlarged}
         whites = [each.white_min for each in (self, other) if each.num_declared]
         return DecodeNotes(
             self.num_deep + other.num_deep,
@@ -53,6 +56,7 @@ class DecodeNotes:
             self.num_fitted + other.num_fitted,
             self.num_enlarged + other.num_enlarged,
             max(self.enlarged_max, other.enlarged_max),
+            squares.pop() if len(squares) == 1 else 0,
         )
 
     def to_json(self) -> dict[str, int]:

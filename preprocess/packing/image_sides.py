@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from loopfeed.preprocess.decoding.decode import MAX_PIXELS
-from loopfeed.preprocess.decoding.default_resize import AUTO, DEFAULT_SIZE, fitting_size
+from loopfeed.preprocess.decoding.decode import MAX_PIXELS, identify
+from loopfeed.preprocess.decoding.default_resize import AUTO, DEFAULT_SIZE, default_resize, fitting_size
 from loopfeed.preprocess.decoding.formats import header_size
-from loopfeed.preprocess.decoding.known_formats import sniff
 from loopfeed.preprocess.packing.split_state import existing_plan
+from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.sources.listing import SourceError
+from loopfeed.preprocess.system_errors import error_text
 
 if TYPE_CHECKING:
     from loopfeed.preprocess.packing.plan import PackSettings
@@ -26,9 +27,20 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Sides:
-    """The shorter sides in pixels of a few images of a source, in ascending order."""
+    """The sides of a few images of a source.
+
+    Attributes:
+        shorter: the shorter side of each in pixels, in ascending order.
+        num_squares: how many of them are squares.
+    """
 
     shorter: tuple[int, ...]
+    num_squares: int
+
+    @property
+    def are_squares(self) -> bool:
+        """Whether all of them are squares of one size."""
+        return self.num_squares == len(self.shorter) and self.shorter[0] == self.shorter[-1]
 
     @property
     def median(self) -> int:
@@ -40,34 +52,41 @@ class Sides:
         return sum(each < size for each in self.shorter)
 
 
-def read_sides(splits: Mapping[str, SourceSplit]) -> Sides:
-    """Return the shorter sides of the first 256 images in the pack order of `train`, or of the first split without it.
+def read_sides(splits: Mapping[str, SourceSplit], most: int = _NUM_IMAGES) -> Sides:
+    """Return the sides of the first 256 images in the pack order of `train`, or of the first split without it.
 
     That order is by the hashes of the keys, so they are a sample of all. After 30 s, those that have been read count.
     Faulty images are passed over.
 
+    Args:
+        splits: the splits of the source.
+        most: how many images are read at most.
+
     Raises:
-        SourceError: none of them can be read.
+        SourceError: none of them can be read; it names the first and its fault.
         ItemError: the code of a data set in Python raised an exception.
     """
     split = splits.get("train") or next(iter(splits.values()))
-    sides: list[int] = []
+    sides: list[tuple[int, int]] = []
+    fault = ""
     stop = time.monotonic() + _TIMEOUT_S
-    for index in range(min(len(split), _NUM_IMAGES)):
+    for index in range(min(len(split), most)):
         if sides and time.monotonic() > stop:
             break
         try:
             encoded = split.read(index)
-            known = sniff(encoded)
-            if known is not None and known.is_available:
-                sides.append(min(header_size(encoded, known, max_pixels=MAX_PIXELS)))
+            width, height = header_size(encoded, identify(encoded), max_pixels=MAX_PIXELS)
+            sides.append((min(width, height), max(width, height)))
         except MemoryError:
             raise
-        except _FAULTS:
-            continue
+        except _FAULTS as error:
+            fault = fault or f"{printable(split.key(index))}: {error_text(error)}"
     if not sides:
-        raise SourceError(f"the size of no image of {split.name} can be read; give --size, such as {DEFAULT_SIZE}")
-    return Sides(tuple(sorted(sides)))
+        raise SourceError(
+            f"the size of no image of {split.name} can be read. The first: {fault}. Correct the images, or give "
+            f"--size, such as {DEFAULT_SIZE}"
+        )
+    return Sides(tuple(sorted(shorter for shorter, _ in sides)), sum(shorter == longer for shorter, longer in sides))
 
 
 def fit_size(
@@ -103,8 +122,11 @@ def fit_size(
             notify(f"Size {size} (--size auto), as of the pack in {location.display}.")
             return replace(settings, rule=replace(rule, size=size, resize=resize or found["resize"]))
     sides = read_sides(splits)
-    size, fitted = fitting_size(sides.median, resize)
-    of = f"the median shorter side of {quantity(len(sides.shorter), 'image')} is {sides.median} px"
+    size, fitted = fitting_size(sides.median, resize, are_squares=sides.are_squares)
+    num_read, median = quantity(len(sides.shorter), "image"), sides.median
+    of = f"the median shorter side of {num_read} is {median} px"
+    if sides.are_squares and fitted == median != default_resize(size):
+        of = f"{num_read} looked at {'is a square' if len(sides.shorter) == 1 else 'are squares'} of {median} px"
     notify(f"Size {size}, after resizing the shorter side to {fitted} (--size auto): {of}.")
     return replace(settings, rule=replace(rule, size=size, resize=fitted))
 

@@ -83,7 +83,7 @@ def pack(
         names: the name of each image of Python, or a dict of them for each split; None takes the path below the folder
             that all files are in, else the number.
         size: side of the square images, in pixels; "auto" takes the largest, up to 224, for which the image with the
-            median shorter side is not enlarged, or that of the pack at `dest`.
+            median shorter side is not enlarged (squares of one size keep their pixels), or that of the pack at `dest`.
         resize: length of the shorter side before the crop, in pixels; None is 8/7 of `size` (`size` up to 64).
         resample: filter by its Pillow name, such as "bicubic", "bilinear" or "lanczos".
         levels: the values that become black and white in images of more than 8 bits per channel, such as "0:4095".
