@@ -26,6 +26,8 @@ _DEVELOP = "develop it to TIFF, PNG or JPEG"
 _FRAMES = "extract its frames as images, such as with ffmpeg"
 UNPACK = "unpack it"
 """The remedy for archives and compressed files."""
+SAVE_AS_CSV = "save it as CSV"
+"""The remedy for spreadsheets."""
 _EXPORT = "export its images as PNG or TIFF"
 _RENDER = "render it as PNG"
 _AGAIN = "download it again"
@@ -147,6 +149,11 @@ _BEGINNINGS: tuple[tuple[bytes, FileKind], ...] = (
     (b"\x7fELF", FileKind("a program", _REMOVE)),
     (b"MZ", FileKind("a Windows program", _REMOVE)),
 )
+# Excel's and LibreOffice's files are zip archives, and those of Excel before 2007 compound files of Microsoft.
+_ARCHIVES_OF_SPREADSHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")
+_PARTS_OF_SPREADSHEETS = (
+    b"[Content_Types].xml", b"xl/", b"docProps/", b"application/vnd.oasis.opendocument.spreadsheet", b"\xd0\xcf\x11\xe0"
+)  # fmt: skip
 _RIFF = {b"AVI ": FileKind("a video (AVI)", _FRAMES), b"WAVE": FileKind("a WAVE recording", _REMOVE)}
 _PAGE = re.compile(rb"<(?:!doctype\s+html|html|head|body|!--)", re.IGNORECASE)
 _SVG = re.compile(rb"<svg[\s>]", re.IGNORECASE)
@@ -168,6 +175,8 @@ def kind_of(head: bytes) -> FileKind | None:
         return FileKind("a tar archive", UNPACK)
     if head[:2] == b"\0\0" and len(head) > _LEAST_ZEROS and head[2] in _TGA_KINDS and not any(head[3:8]):
         return FileKind("a TGA image", _TO_PNG)
+    if head.startswith(_ARCHIVES_OF_SPREADSHEETS) and any(each in head for each in _PARTS_OF_SPREADSHEETS):
+        return FileKind("a spreadsheet", SAVE_AS_CSV)
     if head[:4] == b"\0\0\2\0":
         return FileKind("a cursor (CUR)", _TO_PNG)
     if head[4:6] in (b"\x11\xaf", b"\x12\xaf"):

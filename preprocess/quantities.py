@@ -1,7 +1,10 @@
 """Numbers and lists of things in words, for messages, and numbers that are given as text."""
 
 import math
+import re
 from collections.abc import Sequence
+
+_DECIMAL_COMMA = re.compile(r"[+-]?[0-9]*,[0-9]+([eE][+-]?[0-9]+)?")
 
 
 def quantity(count: int, noun: str) -> str:
@@ -21,6 +24,12 @@ def parse_float(text: str) -> float:
     if not text.isascii() or "_" in text:
         raise ValueError(f"could not convert string to float: {text!r}")
     return float(text)
+
+
+def number_remedy(text: str, otherwise: str) -> str:
+    """Return what to do about a text that is not a number: to write a decimal point, if it has a decimal comma."""
+    text = text.strip()
+    return f"write {text.replace(',', '.')}" if _DECIMAL_COMMA.fullmatch(text) else otherwise
 
 
 def listed(words: Sequence[str]) -> str:

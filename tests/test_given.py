@@ -534,7 +534,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([("there/is/none.jpg", 0)], {}, "item 0 of train: there/is/none.jpg does not exist; correct its path"),
     ([("https://a.org/b.jpg", 0)], {}, "item 0 of train: https://a.org/b.jpg is a URL; download it first"),
     ([(__file__, 0), (ZEROS[0], 1)], {}, "item 1 of train is of type ndarray, but the first is a path"),
-    ([(__file__, 0), (__file__, 1)], {}, "exists twice"),
+    ([(__file__, 0), (__file__, 1)], {}, r"item 1 of train is the file test_given\.py, as item 0 is; give each"),
     ([], {}, "train has no images"),
     (iter(()), {}, "train has no images"),
     (7, {}, r"train must be \(images, labels\), a list .* got int"),

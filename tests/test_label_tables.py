@@ -80,6 +80,21 @@ def test_each_form_of_a_table_gives_each_image_its_class(tmp_path, content, expe
         assert not source.targets
 
 
+@pytest.mark.parametrize("source", ["photos", "sub/../photos", "link", "/photos", "/sub/../photos", "/link"])
+@pytest.mark.parametrize("written", ["photos", "sub/../photos", "link", "sub\\..\\photos"])
+def test_absolute_paths_name_the_images_however_the_source_is_written(tmp_path, monkeypatch, source, written):
+    for each in ("photos/a", "photos/b", "sub"):
+        (tmp_path / each).mkdir(parents=True)
+    for each in "ab":
+        (tmp_path / f"photos/{each}/1.jpg").write_bytes(each.encode())
+    (tmp_path / "link").symlink_to("photos")
+    table = tmp_path / "sub" / "l.csv"
+    table.write_text(f"path,class\n{tmp_path}/{written}/a/1.jpg,cat\n{tmp_path}/{written}/b/1.jpg,dog\n")
+    monkeypatch.chdir(tmp_path)
+    with open_source(f"{tmp_path}{source}" if source[0] == "/" else source, labels=table) as found:
+        assert classes_of(found) == {"train": {"a/1.jpg": "cat", "b/1.jpg": "dog"}}
+
+
 JSON_LINES = [
     ('{"path": "a/1.jpg", "class": "cat"}\n\n{"class": "dog", "path": "a/2.jpg", "more": [1]}', CATS_AND_DOGS),
     ('{"path": "a/1.jpg", "label": 10}\n{"path": "a/2.jpg", "label": 2.0}', NUMBERS),
@@ -159,6 +174,15 @@ FAULTS = [
     ("path,class,w\n1,a,0\n2,a,0\n", {"weight_column": "w"}, r"all weights in column w are 0"),
     ("path,class,p\n1,a,\n", {"group_by": "p"}, r"line 2: p is empty; fill it in"),
     ("path,class,p,split\n1,a,q,train\n2,a,q,val\n", {"group_by": "p"}, r"1 group of --group-by in both train and val"),
+    ("path;class;w\n1;a;2,5\n", {"weight_column": "w"}, r"line 2: 2,5 in column w is not a number; write 2\.5$"),
+    ("path;age\n1;-0,5\n", {}, r"line 2: -0,5 in column age is not a number; write -0\.5$"),
+    ("path,a b,n\n1,pug,2\n", {}, r"or give --class-column 'a b' if it is the class of each image"),
+    ("path,Patient ID,n,breed\n1,P2,2,pug\n", {}, r"--class-column with the one of Patient ID and breed that is"),
+    ("path,class\nx/7.jpg,cat\nx/8.jpg,cat\n", {}, r"none of its 2 lines .* line 2 has x/7.jpg, .* such as a/.\.jpg"),
+    ("path,class\na\\1.PNG,cat\n", {}, r"did you mean a/1\.jpg\?"),
+    (b"PK\3\4\x14\0\6\0" + 22 * b"\0" + b"[Content_Types].xml", {}, r"l\.csv: it is a spreadsheet; save it as CSV"),
+    (bytes.fromhex("d0cf11e0a1b11ae1") + bytes(99), {}, r"l\.csv: it is a spreadsheet; save it as CSV"),
+    ("", {"name": "l.xlsx"}, r"the file of labels .*l\.xlsx is a spreadsheet; save it as CSV"),
     ("path,breed\n1,pug\n", {}, r"line 2: pug in column breed is not a number; .* --class-column breed if it is"),
     ("path,class\n1,cat\n2,\udc80".encode("utf-8", "surrogateescape"), {}, r"line 3: byte 3 of the line is not UTF-8"),
     ("path,class\n1,ca\rt\n", {}, r"line 2: a carriage return is within the line; correct the line"),

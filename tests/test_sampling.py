@@ -96,7 +96,7 @@ def test_each_class_and_image_is_seen_its_share_of_every_epoch(data, tmp_path, s
     if expected is None:
         path = tmp_path / "weights.csv"
         # As a spreadsheet writes it: 6 images of weight 1 and 2 of weight 2.5, of 11 together.
-        path.write_bytes('\ufeffclass;weight\r\nn1;0\r\n"great white shark";2,5\r\n'.encode())
+        path.write_bytes('\ufeffclass;weight\r\nn1;0\r\n"great white shark";2.5\r\n'.encode())
         sampling, expected = str(path), {0: 0, 1: 24 * 6 / 11, 2: 24 * 5 / 11}
     epochs, _ = seen(config(data, sampling=sampling))
     assert len(epochs) == 2
@@ -189,13 +189,18 @@ def test_a_table_that_changed_is_refused_by_a_resume(data, tmp_path, monkeypatch
         ("class,weight\nn1,-2\n", "line 2: the weight is '-2': give a number of at least 0"),
         ("class,weight\nn1,nan\n", "line 2: the weight is 'nan': give a number of at least 0"),
         ("class,weight\nn1,2\nn1,2\n", "line 3: 'n1' has a weight already: remove one of the two lines"),
-        ("class,weight\nn1,2\nn2\n", "line 3: it has 1 of 2 columns: complete it"),
+        (
+            "class,weight\nn1,2\nn2\n",
+            "line 3: it has 1 field where the header names 2: give one for each column, and quote names",
+        ),
         (
             "class,weight\ngoldfisch,2\n",
             "has a weight of 'goldfisch', which is not a class of DATA/train: did you mean",
         ),
         ("class,weight\nn1,2\ntench,2\n", "has a weight of 'tench', which is not another class than 'n1': correct"),
         ("class,weight\nn1,0\nn2,0\nn3,0\n", "must leave images to draw, but all of"),
+        ("class;weight\nn1;2,5\n", "line 2: the weight is '2,5': write 2.5"),
+        (bytes.fromhex("d0cf11e0a1b11ae1") + bytes(99), "line 1: it is a spreadsheet: save it as CSV"),
         (b"class,weight\nn\xff,0\n", "line 2: it is not UTF-8: save the file as UTF-8"),
     ],
 )

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.file_kinds import HEAD_BYTES, SAVE_AS_CSV, kind_of
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.quantities import number_remedy, quantity
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.storage_options import expand_home
@@ -35,7 +36,7 @@ _KEYS: dict[str, Literal["class", "name"]] = {
     **dict.fromkeys(("name", "path", "file", "filename", "image"), "name"),
 }
 _WEIGHT = "weight"
-_NUMBER = re.compile(r"[0-9]{1,30}([.,][0-9]{1,30})?([eE][+-]?[0-9]{1,2})?")
+_NUMBER = re.compile(r"[0-9]{1,30}([.][0-9]{1,30})?([eE][+-]?[0-9]{1,2})?")
 # More different weights than this are rounded to 52 bits.
 _MOST_EXACT = 1 << 16
 
@@ -126,6 +127,9 @@ def read_weight_file(path: str, setting: str, words: Sequence[str]) -> WeightFil
     """
     content = _read(path, setting, words)
     fault = partial(_fault, setting, path)
+    kind = kind_of(content[:HEAD_BYTES])
+    if kind is not None and kind.remedy == SAVE_AS_CSV:
+        raise fault(1, f"it is {kind.name}", SAVE_AS_CSV)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -138,7 +142,7 @@ def read_weight_file(path: str, setting: str, words: Sequence[str]) -> WeightFil
         if len(keys) != 1 or header.count(_WEIGHT) != 1:
             found = printable(",".join(header)[:80])
             raise fault(1, f"the header is {found!r}", "begin with class,weight or name,weight")
-        weights = _weights_in(rows, len(header), keys[0], header.index(_WEIGHT), fault, has_commas=delimiter != ",")
+        weights = _weights_in(rows, len(header), keys[0], header.index(_WEIGHT), fault)
     except csv.Error as error:
         raise fault(rows.line_num, f"it is not CSV ({error})", "correct it") from error
     return WeightFile(path, hashlib.sha256(content).hexdigest(), _KEYS[header[keys[0]]], weights)
@@ -170,20 +174,20 @@ def _weights_in(
     key: int,
     weight: int,
     fault: Callable[[int, str, str], SettingError],
-    *,
-    has_commas: bool,
 ) -> dict[str, Fraction]:
-    """Return the weights of the rows behind the header by class or name; `has_commas`: a comma may be decimal."""
+    """Return the weights of the rows behind the header by class or name."""
     weights: dict[str, Fraction] = {}
     for row in filter(None, rows):
         if len(row) != num_columns:
-            raise fault(rows.line_num, f"it has {len(row)} of {quantity(num_columns, 'column')}", "complete it")
+            found = f"it has {quantity(len(row), 'field')} where the header names {num_columns:,}"
+            raise fault(rows.line_num, found, "give one for each column, and quote names that contain the separator")
         number = row[weight].strip()
-        if not _NUMBER.fullmatch(number) or ("," in number and not has_commas):
-            raise fault(rows.line_num, f"the weight is {number[:40]!r}", "give a number of at least 0")
+        if not _NUMBER.fullmatch(number):
+            remedy = number_remedy(number[:40], "give a number of at least 0")
+            raise fault(rows.line_num, f"the weight is {number[:40]!r}", remedy)
         if row[key] in weights:
             raise fault(rows.line_num, f"{row[key]!r} has a weight already", "remove one of the two lines")
-        weights[row[key]] = Fraction(number.replace(",", "."))
+        weights[row[key]] = Fraction(number)
     return weights
 
 

@@ -103,6 +103,8 @@ def given_layout(
             read[name] = _read_split(each, name, folder, notify)
             if (members := _members(names, name, len(parts), len(read[name].labels))) is not None:
                 read[name].members = members
+            else:
+                _check_files(read[name].members, name)
         known, labels, united = number_classes(read, None if classes is None else list(classes), wanted)
         found = {}
         for name, numbers in labels.items():
@@ -332,6 +334,17 @@ def _members(names: Any, split: str, num_parts: int, num_images: int) -> list[st
             f"{item_name(number, split)} has the name {list(names)[number]!r}, which {what}; give each image its own"
         )
     return members
+
+
+def _check_files(members: Sequence[str] | None, split: str) -> None:
+    """Raise SourceError if a file is given twice, whose name would be that of two images."""
+    number = None if members is None else first_faulty([*members])
+    if members is not None and number is not None:
+        first = members.index(members[number])
+        raise SourceError(
+            f"{item_name(number, split)} is the file {printable(members[number])}, as item {first} is; give each file "
+            "once (run-train --sampling draws some more often), or each item a name of its own with names="
+        )
 
 
 def _found_split(split: str, images: _Images, classes: tuple[ImageClass, ...], labels: list[int]) -> FoundSplit:

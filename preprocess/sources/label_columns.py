@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.quantities import listed
+from loopfeed.preprocess.quantities import listed, parse_float
 from loopfeed.preprocess.shards.classes import MAX_CLASSES
 from loopfeed.preprocess.shards.targets import TargetKind
-from loopfeed.preprocess.sources.table_file import TableFile, repeated, shown
+from loopfeed.preprocess.sources.table_file import Cells, TableFile, repeated, shown
 from loopfeed.preprocess.suggestions import did_you_mean
 
 # In each list, the names of the first line that occur count, and one of them may occur.
@@ -131,6 +132,27 @@ def describe_doubts(column: str, classes: Iterable[str]) -> list[str]:
         if (example := next(filter(is_so, classes), None)) is not None:
             notes.append(f"warning: {column} has {what} such as {shown(example)}, each of which is a class; {remedy}")
     return notes
+
+
+def propose_class_column(table: TableFile, places: tuple[int, ...], cells: Cells | dict[int, Any]) -> str:
+    """Return what to add to a remedy: which of the columns with text in a row may be the class of the image."""
+    names = [table.columns[place] for place in places if _is_text(cells[place])]
+    if len(names) > 1:
+        return (
+            f", or give --class-column with the one of {listed([*map(shown, names)])} that is the class of each image"
+        )
+    return (
+        f", or give --class-column {shlex.quote(shown(names[0]))} if it is the class of each image, and name it "
+        f"{CLASSES_NAME} if it has several, separated by {SEPARATOR}"
+    )
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        parse_float(value if isinstance(value, str) and value.strip() else "0")
+    except ValueError:
+        return True
+    return isinstance(value, bool)
 
 
 def _find_path(table: TableFile, asked: set[int]) -> int:

@@ -5,6 +5,8 @@ else the one image whose path ends with it, with or without its suffix.
 """
 
 import os
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -64,8 +66,7 @@ def _match_ends(
     found: NDArray[np.int64],
 ) -> None:
     """Find the images of rows that are no path below the source, and write their indices into `found`."""
-    bases = (f"{root.absolute().as_posix()}/", f"{os.path.relpath(root, table.file.parent)}/")
-    ends = {row: _plain(table.paths[row], bases) for row in lost}
+    ends = dict(zip(lost, _plain_paths([table.paths[row] for row in lost], root, table), strict=True))
     indices_of = _files_with_ends(files, set(ends.values()))
     for row, end in ends.items():
         indices = indices_of.get(end, [])
@@ -115,12 +116,26 @@ def _files_with_ends(files: Listing, ends: set[str]) -> dict[str, list[int]]:
     return without_suffix | whole
 
 
-def _plain(path: str, bases: tuple[str, ...]) -> str:
-    """Return a path as Linux writes it, without blanks around it and without the source before it."""
-    plain = path.strip().replace("\\", "/").removeprefix("./")
-    for base in bases:
-        plain = plain.removeprefix(base)
-    return plain
+def _plain_paths(paths: list[str], root: Path, table: LabelTable) -> Iterator[str]:
+    """Yield paths as Linux writes them, without blanks around them and without the source before them.
+
+    The source may be written in another way than in the table: with `..`, relative, or through a link.
+    """
+    beside = table.file.parent
+    absolute, real = os.path.abspath(root), os.path.realpath(root)  # noqa: PTH100 - without `..`, but with links
+    relative = (os.path.relpath(root, beside), os.path.relpath(real, os.path.realpath(beside)))
+    bases = [f"{each}/" for each in dict.fromkeys((str(root.absolute()), absolute, real, *relative))]
+    real_folder = cache(os.path.realpath)
+    for path in paths:
+        plain = path.strip().replace("\\", "/").removeprefix("./")
+        base = next((base for base in bases if plain.startswith(base)), "")
+        if not base and plain.startswith("/"):
+            plain = os.path.normpath(plain)
+            if not plain.startswith(f"{absolute}/"):
+                folder, _, name = plain.rpartition("/")
+                plain = f"{real_folder(folder or '/')}/{name}"
+            base = next((base for base in bases if plain.startswith(base)), "")
+        yield plain.removeprefix(base)
 
 
 def _loosely(path: str) -> str:
@@ -131,12 +146,18 @@ def _loosely(path: str) -> str:
 def _no_image(files: Listing, table: LabelTable, root: Path, found: NDArray[np.int64]) -> SourceError:
     row, with_row = int(np.argmin(found)), set(found.tolist())
     path = table.paths[row]
-    base = path.rpartition("/")[2]
+    base = path.replace("\\", "/").rpartition("/")[2]
     others = (index for index in range(len(files)) if index not in with_row)
     missing = [files.name(index) for index, _ in zip(others, range(_SEARCHED), strict=False)]
     near = next((each for each in missing if is_same_text(each, path)), None)
     near = near or next((each for each in missing if is_same_text(each.rpartition("/")[2], base)), None)
-    near = near or next((each for each in missing if _loosely(each) == _loosely(path)), None)
+    near = near or next((each for each in missing if _loosely(each) == _loosely(base)), None)
+    if near is None and len(files) and with_row == {NO_ROW} and len(found) > 1:
+        return SourceError(
+            f"{printable(table.file)}: none of its {quantity(len(found), 'line')} names an image of {printable(root)}: "
+            f"line {table.lines[row]} has {printable(path)}, and the images are such as {printable(files.name(0))}; "
+            "check that the table and the source belong together"
+        )
     hint = "correct or remove the line" if near is None else f"did you mean {printable(near)}?"
     if near is not None and (forms := describe_forms(path, near)):
         hint = (

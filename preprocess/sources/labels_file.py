@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.preprocess.printable import composed, is_unicode, printable
-from loopfeed.preprocess.quantities import parse_float, quantity
+from loopfeed.preprocess.quantities import number_remedy, parse_float, quantity
 from loopfeed.preprocess.shards.classes import MAX_CLASSES, MAX_ID_CHARACTERS
 from loopfeed.preprocess.shards.targets import TargetKind, TargetRows, pack_bits
 from loopfeed.preprocess.sources.label_columns import (
@@ -29,6 +29,7 @@ from loopfeed.preprocess.sources.label_columns import (
     choose_columns,
     describe_columns,
     describe_doubts,
+    propose_class_column,
 )
 from loopfeed.preprocess.sources.selection import SPLIT_FOLDERS, SPLIT_ORDER
 from loopfeed.preprocess.sources.table_file import OPEN_QUOTE, Cells, TableFile, open_table, repeated, shown
@@ -223,7 +224,7 @@ class _Rows:
         return SPLIT_ORDER.index(split)
 
     def _weight(self, line: int, cells: Cells, place: int) -> float:
-        weight = self._number(line, cells[place], place)
+        weight = self._number(line, cells, place)
         if weight < 0:
             self._table.fail(line, f"the weight {weight!r} is negative", "give 0 or more")
         return weight
@@ -268,7 +269,7 @@ class _Rows:
     def _add_numbers(self, line: int, cells: Cells) -> None:
         places = self._columns.values
         if not self._columns.is_list:
-            self._numbers.extend([self._number(line, cells[place], place) for place in places])
+            self._numbers.extend([self._number(line, cells, place) for place in places])
             return
         values = cells[places[0]]
         if not isinstance(values, list) or not all(type(each) in (int, float) for each in values):
@@ -282,14 +283,15 @@ class _Rows:
             self._table.fail(
                 line, f"{fault}{self._lines[0]} has {self._num_numbers:,}", "give the same count to all images"
             )
-        self._numbers.extend([self._number(line, value, places[0]) for value in values])
+        self._numbers.extend([self._number(line, {places[0]: value}, places[0]) for value in values])
 
     def _fail_list(self, line: int, key: str, what: str, value: Any) -> None:
         found = "nothing" if value is None else shown(json.dumps(value))
         self._table.fail(line, f"{key} must be a list of {what}, found {found}", "correct it")
 
-    def _number(self, line: int, value: Any, place: int) -> float:
+    def _number(self, line: int, cells: Cells | dict[int, Any], place: int) -> float:
         """Return the number in a cell, which fits into float32."""
+        value = cells[place]
         try:
             if self._table.is_json and type(value) not in (int, float):
                 raise ValueError("not a number")
@@ -301,20 +303,14 @@ class _Rows:
             text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
             if not text.strip():
                 self._table.fail(line, f"a number is missing in column {column}", "fill it in")
-            hint = "" if place in (self._columns.group, self._columns.weight) else self._hint(column)
-            self._table.fail(line, f"{shown(text)} in column {column} is not a number", f"correct it{hint}")
+            is_first = not self._lines and place in self._columns.values and not self._columns.is_list
+            hint = propose_class_column(self._table, self._columns.values, cells) if is_first else ""
+            remedy = number_remedy(text, f"correct it{hint}")
+            self._table.fail(line, f"{shown(text)} in column {column} is not a number", remedy)
         if not abs(number) < _BEYOND_FLOAT32:
             fault = f"{number!r} is not a finite number" if not math.isfinite(number) else f"{number!r} is too large"
             self._table.fail(line, fault, "give numbers that fit into float32")
         return number
-
-    def _hint(self, column: str) -> str:
-        if self._lines:
-            return ""
-        return (
-            f", or give --class-column {column} if it is the class of each image, and name it classes if it has "
-            f"several, separated by {SEPARATOR}"
-        )
 
     def finish(self) -> LabelTable:
         """Return the table with all its rows."""

@@ -17,13 +17,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from loopfeed.preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, UNPACK, kind_of
+from loopfeed.preprocess.file_kinds import HEAD_BYTES, JSON_TEXT, SAVE_AS_CSV, UNPACK, kind_of
 from loopfeed.preprocess.printable import is_unicode, printable
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.listing import SourceError
 from loopfeed.preprocess.system_errors import reading_remedy
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
+_SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
 SEPARATORS = (",", ";", "\t")
 OPEN_QUOTE = "a quoted field does not end on its line"
 
@@ -101,6 +102,8 @@ def open_table(
     """
     file = Path(path)
     suffix = file.suffix.lower()
+    if suffix in _SPREADSHEETS:
+        raise SourceError(f"{what} {printable(file)} is a spreadsheet; {SAVE_AS_CSV}")
     if suffix not in SUFFIXES:
         raise SourceError(
             f"{what} must end with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {printable(file)}; "
@@ -130,7 +133,7 @@ def _as_utf8(table: TableFile, content: bytes) -> bytes:
         except UnicodeError as error:
             table.fail(None, f"it begins as UTF-16, but is not ({error})", "save the file as UTF-8")
     found = kind_of(content[:HEAD_BYTES])
-    if found is not None and found != JSON_TEXT and (found.is_lost or found.remedy == UNPACK):
+    if found is not None and found != JSON_TEXT and (found.is_lost or found.remedy in (UNPACK, SAVE_AS_CSV)):
         table.fail(None, f"it is {found.name}", found.remedy)
     if b"\0" in content[:HEAD_BYTES]:
         table.fail(None, "it has zero bytes, so it is not UTF-8", "save the file as UTF-8")
