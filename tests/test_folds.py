@@ -103,8 +103,11 @@ def test_a_run_is_trained_on_the_other_folds_and_evaluated_on_its_own(data, tmp_
     rows = list(csv.DictReader((tmp_path / "all.csv").read_text().splitlines()))
     assert [int(row["index"]) for row in rows] == held_out
     assert [int(row["label"]) for row in rows] == [LABELS[index] for index in held_out]
-    whole = evaluate(replace(run, eval_split="val"), model=Colours())
-    assert whole.record.num_images == NUM_IMAGES
+    for split, num_said in (("train", 1), ("val", 0)):
+        said.clear()
+        whole = evaluate(replace(run, eval_split=split), model=Colours(), notify=said.append)
+        assert whole.record.num_images == NUM_IMAGES
+        assert sum(f"16 of the 24 images of {data}/train were trained on; without" in line for line in said) == num_said
     assert replay_run(tmp_path / "run", model=Colours(), metrics=METRICS).is_same
     with pytest.raises(ValueError, match="fold was '2/3', got '1/3'"):
         train(replace(run, steps=7, resume=True, fold="1/3"), model=Colours(), metrics=METRICS)

@@ -96,6 +96,10 @@ def test_other_indices_are_refused_by_a_resume(data, tmp_path, monkeypatch):
         ([], "the indices must be integers [n] of at least one image"),
         (np.ones(NUM_IMAGES, bool), "give numpy.flatnonzero(mask)"),
         ([0.0, 1.0], "give the numbers of the images, from 0"),
+        (
+            ["n1/1.png"],
+            "got a list of 1 of text: give the numbers of the images with these names, which loopfeed.open_sp",
+        ),
         ([0, -1], "the indices must lie in 0 … 23, the images of DATA/train, got -1: correct them"),
         ([0, 24], "the indices must lie in 0 … 23, the images of DATA/train, got 24: correct them"),
         (lambda epoch: "ab", "the indices of epoch 0 must be integers [n] of at least one image"),

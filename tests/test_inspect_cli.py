@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -37,6 +38,25 @@ def test_the_manifest_is_described(data):
     ):
         assert words in result.stdout
     assert result.stdout.index("train") < result.stdout.index("val")
+
+
+@pytest.mark.parametrize(
+    ("of_val", "said"),
+    [([7, 7, 8, 9], "No group is in two splits."), ([3, 5, 8, 3], "warning: 2 groups are in both train and val")],
+)
+def test_groups_are_counted_and_compared(tmp_path, of_val, said):
+    of_train = np.array([0, 1, 1, 3, 5, 5], np.uint32)
+    pack(fake_source(6).changed(groups=of_train), tmp_path / "data")
+    pack(fake_source(4, name="val", seed=1).changed(groups=np.array(of_val, np.uint32)), tmp_path / "data")
+    result = run(tmp_path / "data")
+    assert result.exit_code == 0, result.output
+    num_of_val = len(set(of_val))
+    assert result.stdout.index("also       4 groups of the") < result.stdout.index(f"also       {num_of_val} groups of")
+    assert said in result.stdout
+    splits = json.loads(run(tmp_path / "data", "--json").stdout)["splits"]
+    shared = len({0, 1, 3, 5} & set(of_val))
+    assert (splits["train"]["num_groups"], splits["val"]["num_groups"]) == (4, num_of_val)
+    assert (splits["train"]["shared_groups"], splits["val"]["shared_groups"]) == ({"val": shared}, {"train": shared})
 
 
 def test_verify_names_what_is_damaged_and_exits_2(data):

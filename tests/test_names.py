@@ -232,7 +232,7 @@ def test_a_complete_pack_is_recognised_with_its_names(data):
 def test_inspect_shards_says_what_a_pack_has_beside_labels(data):
     result = CliRunner().invoke(inspect_shards, [str(data)])
     assert "format     version 5\n" in result.stdout
-    assert "also       weights and groups (numbered below 5) of the images\n" in result.stdout
+    assert "also       weights and 5 groups of the images\n" in result.stdout
 
 
 def test_forged_offsets_are_an_error_whatever_the_digests_say(data):

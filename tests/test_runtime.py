@@ -108,6 +108,8 @@ SLOW = (SlowOperation("convolution", "conv1", "f32[8]", "its kernel is turned", 
         (replace(LAUNCH, slow_operations=SLOW), LOCAL, "device", ["3 operations (convolutions) have no fast kernel"]),
         (replace(LAUNCH, goodput=Goodput(steps=48, evaluation=24, snapshots=8)), LOCAL, "nothing", [
             "nothing dominated the run: device 60 %, evaluation 30 %, snapshots 10 %"]),
+        (replace(SNAPSHOTS, goodput=Goodput(steps=0.6, snapshots=0.4)), LOCAL, "nothing", ["snapshots 40 %"]),
+        (replace(SNAPSHOTS, goodput=Goodput(steps=3, snapshots=1.2)), LOCAL, "snapshots", ["faster disk"]),
         (replace(READING, state="failed"), LOCAL, "unknown", ["the run failed after 500 steps; it waited 45.6 s"]),
         (replace(LAUNCH, end_step=9), LOCAL, "unknown", ["too short to say what bound it: 9 steps in 80.0 s"]),
         (replace(LAUNCH, goodput=Goodput(steps=0.3, compilation=50)), LOCAL, "unknown", ["500 steps in 0.3 s"]),

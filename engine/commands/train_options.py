@@ -38,6 +38,10 @@ directory on the path.
 Options override the settings of the recipe. For an optional number, the value `default` discards the recipe's value.
 A number of steps can be given in epochs: --eval-every 1e, --snapshot-every 0.5e.
 
+The data are what preprocess-imagenet packs from class folders, tables of labels, and containers such as Parquet or
+.npz, or loopfeed.pack from Python. For uneven classes see --sampling and --class-weights, for cross-validation --fold,
+in the output of --help-all.
+
 \b
 Examples:
   run-train --steps 1000 --batch 128

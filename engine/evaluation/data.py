@@ -139,6 +139,12 @@ def open_evaluation_split(
     if fold is not None:
         images = _images_of_fold(fold, trained_on, split, where, config.infeed_timeout_s)
         description = f"fold {fold} of {where}, {quantity(len(images), 'image')}"
+    elif trained_on.fold is not None and manifest_digest_of(split.manifest) == trained_on.manifest_digest:
+        held_out = len(_images_of_fold(trained_on.fold, trained_on, split, where, config.infeed_timeout_s))
+        notify(
+            f"{split.num_images - held_out:,} of the {quantity(split.num_images, 'image')} of {where} were trained on; "
+            f"without --split, only those of fold {trained_on.fold} are evaluated, which were not"
+        )
     if trained_on.classes:
         label_of = _match_classes(split.manifest, where, trained_on.classes, notify)
         source = SequentialBatches(split, batch=config.batch, label_of=label_of, images=images)

@@ -67,10 +67,12 @@ class Subsets:
         array = np.asarray(given) if isinstance(given, (list, tuple, range)) or hasattr(given, "__array__") else None
         if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
             is_mask = array is not None and array.dtype.kind == "b"
+            are_names = array is not None and array.dtype.kind in "UST"
+            found = f"{describe_given(given)} of text" if are_names else describe_given(given)
             remedy = "give numpy.flatnonzero(mask)" if is_mask else "give the numbers of the images, from 0"
-            raise ValueError(
-                f"{what} must be integers [n] of at least one image, got {describe_given(given)}: {remedy}"
-            )
+            if are_names:
+                remedy = "give the numbers of the images with these names, which loopfeed.open_split(…).names(…) lists"
+            raise ValueError(f"{what} must be integers [n] of at least one image, got {found}: {remedy}")
         if array.min() < 0 or array.max() >= self._num_images:
             bad = array.min() if array.min() < 0 else array.max()
             raise ValueError(

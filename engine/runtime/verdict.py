@@ -12,6 +12,8 @@ _LEAST_STEPS, _LEAST_S = 10, 0.5
 # for it regularly, it is what the run's speed depends on; the others only add to the steps.
 _BINDS = {"reading": 0.1, "sinks": 0.1, "snapshots": 0.2, "copying": 0.3, "evaluation": 0.5}
 _DEVICE_BINDS = 0.7
+# What takes less time in all binds no run: the last snapshot of a run of a second says nothing about a longer one.
+_LEAST_BINDING_S = {"snapshots": 1.0}
 # The share of the waiting that one file must have had to be named.
 _LEAST_OF_FILE = 0.5
 _NOUNS = {"source": "source", "open": "opening", "read": "reading", "check": "checking", "copy": "copying"}
@@ -62,7 +64,11 @@ def judge(launch: LaunchRuntime, about: Circumstances) -> Verdict:
     }
     shares = {name: each / running_s for name, each in seconds.items()}
     shares["device"] = max(0.0, 1 - sum(shares.values()))
-    binding = [name for name, least in _BINDS.items() if shares[name] >= least]
+    binding = [
+        name
+        for name, least in _BINDS.items()
+        if shares[name] >= least and seconds[name] >= _LEAST_BINDING_S.get(name, 0.0)
+    ]
     if binding:
         by = max(binding, key=lambda name: shares[name])
         return _JUDGES[by](launch, about, shares[by])

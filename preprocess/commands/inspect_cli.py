@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,15 +92,17 @@ def _run(
         click.echo(lost_manifest(location.child(name)), err=True)
     names = wanted if found is None else _complete_splits(dest, location, found)
     manifests = {name: read_manifest(location, name) for name in names}
+    groups = _read_groups(dest, manifests, stored)
     if not as_json:
         for name, manifest in manifests.items():
-            click.echo("\n".join(_describe(name, manifest)))
+            click.echo("\n".join(_describe(name, manifest, groups.get(name))))
+        _print_shared(groups)
     damages = _verify(dest, names, stored) if verify else {}
     lost = {} if verify else _find_lost(location, manifests)
     is_intact = not any(damages.values()) and not any(lost.values())
     same = _find_same(dest, names, stored, verify=verify) if is_intact else None
     if as_json:
-        _print_json(dest, manifests, damages if verify else None, same)
+        _print_json(dest, manifests, damages if verify else None, same, groups)
     elif verify:
         _print_damages(damages, manifests)
     if not as_json:
@@ -197,7 +200,36 @@ def _draw(dest: str, name: str, grid: Path, stored: dict[str, str], *, is_quiet:
         click.echo(f"Contact sheet of {name}: {grid}")
 
 
-def _describe(name: str, manifest: Manifest) -> list[str]:
+def _read_groups(dest: str, manifests: dict[str, Manifest], stored: dict[str, str]) -> dict[str, frozenset[int]]:
+    """Return the numbers of the groups of each split that has them; without splits whose groups cannot be read."""
+    from loopfeed.preprocess.shards.location import ShardError
+    from loopfeed.preprocess.shards.reader import open_split
+
+    found = {}
+    for name, manifest in manifests.items():
+        if manifest.num_groups:
+            try:
+                with open_split(dest, name, storage_options=stored) as split:
+                    numbers = split.groups()
+            except ShardError as error:
+                click.echo(f"{name}: the groups cannot be read: {error}", err=True)
+            else:
+                found[name] = frozenset(() if numbers is None else numbers.tolist())
+    return found
+
+
+def _print_shared(groups: Mapping[str, frozenset[int]]) -> None:
+    """Print whether groups are in two splits."""
+    shared = {(one, other): len(groups[one] & groups[other]) for one, other in combinations(groups, 2)}
+    for (one, other), count in shared.items():
+        if count:
+            are = "1 group is" if count == 1 else f"{count:,} groups are"
+            click.echo(f"warning: {are} in both {one} and {other}")
+    if shared and not any(shared.values()):
+        click.echo("No group is in two splits.")
+
+
+def _describe(name: str, manifest: Manifest, groups: frozenset[int] | None) -> list[str]:
     rule = manifest.resize_rule
     mean, std = (
         ", ".join(f"{part:.4f}" for part in figure) for figure in (manifest.channel_mean, manifest.channel_std)
@@ -223,7 +255,7 @@ def _describe(name: str, manifest: Manifest) -> list[str]:
         f"  source     {manifest.source_digest}",
         f"  made with  {', '.join(f'{tool} {version}' for tool, version in manifest.tool_versions.items())}",
     ]
-    numbered = f"groups (numbered below {manifest.num_groups:,})"
+    numbered = "groups" if groups is None else quantity(len(groups), "group")
     if columns := ["weights"] * ("weights" in manifest.column_digests) + [numbered] * bool(manifest.num_groups):
         lines.append(f"  also       {' and '.join(columns)} of the images")
     if manifest.targets is None:
@@ -299,6 +331,7 @@ def _print_json(
     manifests: dict[str, Manifest],
     damages: dict[str, tuple[Damage, ...]] | None,
     same: list[SamePixels] | None,
+    groups: Mapping[str, frozenset[int]],
 ) -> None:
     splits: dict[str, Any] = {}
     for name, manifest in manifests.items():
@@ -308,5 +341,8 @@ def _print_json(
                 {"file": each.file, "what": each.what, "images": list(each.images), "names": list(each.names)}
                 for each in damages[name]
             ]
+    for name, numbers in groups.items():
+        splits[name]["num_groups"] = len(numbers)
+        splits[name]["shared_groups"] = {other: len(numbers & groups[other]) for other in groups if other != name}
     found = None if same is None else [asdict(each) for each in same]
     click.echo(json.dumps({"data": dest, "splits": splits, "same_pixels": found}, indent=1))
