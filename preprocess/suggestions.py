@@ -6,18 +6,20 @@ Does not import click, so that `loopfeed.engine.settings`, which imports this mo
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Iterable
 
 from loopfeed.preprocess.printable import composed
 
 _FEW = 3
+_NUMBERS = re.compile("[0-9]+")
 
 
-def nearest(word: object, known: Iterable[str]) -> str | None:
-    """Return the known word that is most similar to ``word``, ignoring case; None if none is similar."""
+def nearest(word: object, known: Iterable[str], *, similarity: float = 0.6) -> str | None:
+    """Return the known word that is most similar to ``word``, ignoring case; None if none has the similarity."""
     by_folded = {_folded(each): each for each in known}
-    near = difflib.get_close_matches(_folded(str(word)), by_folded, n=1)
+    near = difflib.get_close_matches(_folded(str(word)), by_folded, n=1, cutoff=similarity)
     return by_folded[near[0]] if near else None
 
 
@@ -40,6 +42,12 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     if near is not None and (forms := describe_forms(str(word), near)):
         return f": it is {near} in another Unicode form ({forms})"
     return "" if near is None else f": did you mean {near}?"
+
+
+def did_you_mean_name(name: str, known: Iterable[str]) -> str:
+    """Return as `did_you_mean` for the name of an image: numbers in it tell images apart, so they must be the same."""
+    near = nearest(name, (each for each in known if _NUMBERS.findall(each) == _NUMBERS.findall(name)), similarity=0.8)
+    return "" if near is None else did_you_mean(name, [near])
 
 
 def describe_forms(word: str, other: str) -> str:

@@ -229,10 +229,25 @@ def test_the_weights_of_a_pack_and_a_table_of_names_draw_images(data, tmp_path):
     epochs, _ = seen(config(tmp_path, sampling=str(tmp_path / "names.csv")))
     assert [sorted(epoch.items()) for epoch in epochs] == [[(index, 6) for index in range(20, NUM_IMAGES)]] * 2
     (tmp_path / "names.csv").write_text("filename,weight\nn1/99.png,2\n")
-    with pytest.raises(ValueError, match=r"has a weight of 'n1/99.png', which is not the name of an image of .*: did"):
+    with pytest.raises(
+        ValueError, match=r"has a weight of 'n1/99.png', which is not the name of an image of .*: correct"
+    ):
+        train(config(tmp_path, sampling=str(tmp_path / "names.csv")), model=Linear())
+    (tmp_path / "names.csv").write_text("filename,weight\nn1/3.pgn,2\n")
+    with pytest.raises(ValueError, match=r"did you mean n1/3\.png\?"):
         train(config(tmp_path, sampling=str(tmp_path / "names.csv")), model=Linear())
     with pytest.raises(ValueError, match=r"sampling weights needs those of the pack, but .*/train has none: pack it"):
         train(config(data, sampling="weights"), model=Linear())
+
+
+def test_weights_of_images_of_other_splits_are_left_aside(data, tmp_path):
+    pack(long_tail(), tmp_path)
+    pack(fake_source(4, size=SIZE, name="val"), tmp_path)
+    said: list[str] = []
+    (tmp_path / "names.csv").write_text("name,weight\nn3/2.png,7\nn1/0.png,0\nn2/1.png,7\n")
+    epochs, _ = seen(config(tmp_path, sampling=str(tmp_path / "names.csv"), eval_split="off"), notify=said.append)
+    assert all(0 not in epoch for epoch in epochs)
+    assert "sampling: 2 weights of images of other splits: not used" in said
 
 
 def test_a_name_of_two_classes_is_no_name():
@@ -272,7 +287,7 @@ def test_weights_of_a_pack_that_are_none_are_refused(tmp_path, weight):
 def test_names_are_read_piece_by_piece():
     table = WeightFile("own.csv", "", "name", {"b.png": Fraction(2), "e.png": Fraction(0)})
     pieces = [["a.png", "b.png"], ["c.png", "d.png"], ["e.png"]]
-    assert table.of_images(iter(pieces), "sampling", "train").tolist() == [1, 2, 1, 1, 0]
+    assert table.of_images(iter(pieces), "sampling", "train")[0].tolist() == [1, 2, 1, 1, 0]
     with pytest.raises(ValueError, match=r"'e.png', which is not the name of an image of train: correct"):
         table.of_images(iter(pieces[:2]), "sampling", "train")
 

@@ -4,10 +4,10 @@ Owns what the settings mean for the labels of a split. `loopfeed.engine.feed.dra
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,12 @@ from loopfeed.engine.data.folds import folds_of
 from loopfeed.engine.data.weight_file import read_weight_file, whole_weights, whole_weights_of
 from loopfeed.engine.feed.draws import Arcs, DrawnOrder, EpochImages, ImageOrder, most_weight
 from loopfeed.engine.feed.subsets import Indices, Subsets
+from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.printable import first_names
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.shards.reader import ShardSplit
+from loopfeed.preprocess.shards.reader import ShardSplit, open_split
+from loopfeed.preprocess.shards.splits import find_splits
 
 SAMPLING_DIGEST = "sampling_sha256"
 INDICES_DIGEST = "indices_sha256"
@@ -105,7 +108,7 @@ def choose_drawn(config: TrainConfig, indices: Indices | None, labels: SplitLabe
             "--sampling, --fold and indices"
         )
     subsets = None if indices is None else Subsets(indices, num_images, where)
-    sampler = None if config.sampling == NATURAL else Sampler(config.sampling, labels)
+    sampler = None if config.sampling == NATURAL else Sampler(config.sampling, labels, storage_options_of(config))
     if subsets is None and sampler is None:
         return DrawnImages(None, num_images)
 
@@ -204,6 +207,7 @@ class Sampler:
     Args:
         sampling: any value of the setting but natural.
         labels: the labels of the split.
+        storage_options: how to reach the other splits of a remote pack, whose names may have weights too.
 
     Attributes:
         digests: what identifies the weights, beside settings and data.
@@ -212,8 +216,9 @@ class Sampler:
         SettingError: the setting does not fit the labels, or its file cannot be used.
     """
 
-    def __init__(self, sampling: str, labels: SplitLabels) -> None:
+    def __init__(self, sampling: str, labels: SplitLabels, storage_options: Mapping[str, str] | None = None) -> None:
         self._sampling, self._labels = sampling, labels
+        self._storage_options, self._num_elsewhere = storage_options, 0
         self._file = None if sampling in SAMPLINGS else read_weight_file(sampling, "sampling", SAMPLINGS)
         self.digests = {} if self._file is None else {SAMPLING_DIGEST: self._file.digest}
         self._is_of_images = sampling == WEIGHTS or (self._file is not None and self._file.kind == "name")
@@ -264,9 +269,10 @@ class Sampler:
                 file=self._sampling,
                 where=where,
             )
-        starts = range(0, split.num_images, _NAMES_AT_ONCE)
-        pieces = (np.arange(start, min(start + _NAMES_AT_ONCE, split.num_images)) for start in starts)
-        return self._file.of_images((split.names(piece) or () for piece in pieces), "sampling", where)
+        of_images, self._num_elsewhere = self._file.of_images(
+            _names_of(split), "sampling", where, partial(_names_elsewhere, where, self._storage_options)
+        )
+        return of_images
 
     def _check_has_classes(self) -> None:
         targets = self._labels.split.manifest.targets
@@ -296,11 +302,28 @@ class Sampler:
         if classes is not None:
             shares = num_draws * arcs.shares(classes, self._labels.split.num_classes)
             found[0] += f", a class {shares[shares > 0].min():,.0f} to {shares.max():,.0f} times"
-            if num_none := int((shares == 0).sum()):
-                found.append(f"sampling: {quantity(num_none, 'class')} without images or weight: never drawn")
+            if len(none := np.flatnonzero(shares == 0)):
+                names = first_names([self._labels.split.manifest.classes[each].name for each in none])
+                found.append(f"sampling: {quantity(len(none), 'class')} without images or weight: never drawn: {names}")
+        if self._num_elsewhere:
+            found.append(f"sampling: {quantity(self._num_elsewhere, 'weight')} of images of other splits: not used")
         if num_left := int(sizes[~drawn].sum()):
             found.append(f"sampling: {quantity(num_left, 'image')} with the weight 0: never drawn")
         return tuple(found)
+
+
+def _names_of(split: ShardSplit) -> Iterator[Sequence[str]]:
+    for start in range(0, split.num_images, _NAMES_AT_ONCE):
+        yield split.names(np.arange(start, min(start + _NAMES_AT_ONCE, split.num_images))) or ()
+
+
+def _names_elsewhere(where: str, storage_options: Mapping[str, str] | None) -> Iterator[Sequence[str]]:
+    """Yield the names of the images of the other splits of the pack of a split."""
+    data, _, own = where.rpartition("/")
+    for name in find_splits(data, storage_options=storage_options).complete:
+        if name != own:
+            with open_split(data, name, storage_options=storage_options) as split:
+                yield from _names_of(split)
 
 
 def root_weights(counts: NDArray[np.int64], most: int) -> NDArray[np.int64]:

@@ -26,7 +26,7 @@ from loopfeed.preprocess.quantities import number_remedy, quantity
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.storage_options import expand_home
-from loopfeed.preprocess.suggestions import did_you_mean
+from loopfeed.preprocess.suggestions import did_you_mean, did_you_mean_name
 from loopfeed.preprocess.system_errors import error_text, reading_remedy
 
 _MOST_BYTES = 2**30
@@ -84,25 +84,41 @@ class WeightFile:
             found[index], lines[index] = weight, name
         return found
 
-    def of_images(self, names: Iterable[Sequence[str]], setting: str, where: str) -> NDArray[np.float64]:
-        """Return the weight of each image, float64 [N], by its name; raise SettingError for a name that there is not.
+    def of_images(
+        self,
+        names: Iterable[Sequence[str]],
+        setting: str,
+        where: str,
+        elsewhere: Callable[[], Iterable[Sequence[str]]] = tuple,
+    ) -> tuple[NDArray[np.float64], int]:
+        """Return the weight of each image, float64 [N], by its name, and how many names are those of other splits.
 
         Args:
             names: the names of the images, piece by piece, so that they need not all be in memory.
             setting: the setting that gives the file.
             where: the name of the split.
+            elsewhere: returns the names of the images of the other splits, piece by piece; called if it is needed.
+
+        Raises:
+            SettingError: a name is that of no image.
         """
         unseen, found = set(self.weights), list[NDArray[np.float64]]()
         piece: Sequence[str] = ()
         for piece in names:
             found.append(np.array([self.weights.get(name, 1) for name in piece], np.float64))
             unseen.difference_update(piece)
+        num_unseen = len(unseen)
+        for others in elsewhere() if unseen else ():
+            unseen.difference_update(others)
         if unseen:
             name = next(name for name in self.weights if name in unseen)
-            raise self.unknown(setting, name, f"the name of an image of {where}", piece if len(found) == 1 else ())
-        return np.concatenate(found)
+            near = did_you_mean_name(name, piece) if len(found) == 1 else ""
+            raise self.unknown(setting, name, f"the name of an image of {where}", (), near)
+        return np.concatenate(found), num_unseen
 
-    def unknown(self, setting: str, name: str, what: str, known: Sequence[str] | Mapping[str, int]) -> SettingError:
+    def unknown(
+        self, setting: str, name: str, what: str, known: Sequence[str] | Mapping[str, int], near: str = ""
+    ) -> SettingError:
         """Return the error that a line of the file names what there is not."""
         return SettingError(
             setting,
@@ -110,7 +126,7 @@ class WeightFile:
             path=printable(self.path),
             name=name,
             what=what,
-            near=did_you_mean(name, known) if len(known) <= _MOST_EXACT else "",
+            near=near or (did_you_mean(name, known) if len(known) <= _MOST_EXACT else ""),
         )
 
 
@@ -141,7 +157,7 @@ def read_weight_file(path: str, setting: str, words: Sequence[str]) -> WeightFil
         keys = [column for column, name in enumerate(header) if name in _KEYS]
         if len(keys) != 1 or header.count(_WEIGHT) != 1:
             found = printable(",".join(header)[:80])
-            raise fault(1, f"the header is {found!r}", "begin with class,weight or name,weight")
+            raise fault(1, f"the header is {found!r}", f"begin with {_forms(setting)}")
         weights = _weights_in(rows, len(header), keys[0], header.index(_WEIGHT), fault)
     except csv.Error as error:
         raise fault(rows.line_num, f"it is not CSV ({error})", "correct it") from error
@@ -152,7 +168,7 @@ def _read(path: str, setting: str, words: Sequence[str]) -> bytes:
     try:
         return read_regular(expand_home(path), max_bytes=_MOST_BYTES)
     except OSError as error:
-        otherwise = f"give a table class,weight or name,weight, or one of {', '.join(words)}{did_you_mean(path, words)}"
+        otherwise = f"give a table {_forms(setting)}, or one of {', '.join(words)}{did_you_mean(path, words)}"
         raise SettingError(
             setting,
             "{setting}: {path} cannot be read ({fault}): {remedy}",
@@ -160,6 +176,10 @@ def _read(path: str, setting: str, words: Sequence[str]) -> bytes:
             fault=error_text(error),
             remedy=reading_remedy(error, otherwise),
         ) from error
+
+
+def _forms(setting: str) -> str:
+    return "class,weight" if setting == "class_weights" else "class,weight or name,weight"
 
 
 def _fault(setting: str, path: str, line: int, found: str, remedy: str) -> SettingError:

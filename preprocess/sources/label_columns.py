@@ -137,6 +137,8 @@ def describe_doubts(column: str, classes: Iterable[str]) -> list[str]:
 def propose_class_column(table: TableFile, places: tuple[int, ...], cells: Cells | dict[int, Any]) -> str:
     """Return what to add to a remedy: which of the columns with text in a row may be the class of the image."""
     names = [table.columns[place] for place in places if _is_text(cells[place])]
+    if not names:  # such as a list in JSON
+        return ""
     if len(names) > 1:
         return (
             f", or give --class-column with the one of {listed([*map(shown, names)])} that is the class of each image"
