@@ -256,6 +256,11 @@ def test_splits_share_the_classes_of_all_of_them_in_numerical_order(tmp_path: Pa
     assert results["val"].manifest.class_counts == (0, 0, 8)
 
 
+def test_an_unknown_argument_is_named_with_the_one_that_is_meant(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"pack\(\) has no argument sizes: did you mean size\?"):
+        loopfeed.pack((PIXELS, LABELS), tmp_path, sizes=32)
+
+
 def test_classes_that_are_named_need_no_images_in_train_and_are_said(tmp_path: Path) -> None:
     source = {"train": (PIXELS[:2], ["ox", "cat"]), "val": (PIXELS[2:4], ["cat", "yak"])}
     notes: list[str] = []
@@ -508,6 +513,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ((ZEROS, [0, 1]), {}, "3 images but 2 labels; give each image one"),
     ((ZEROS, np.eye(3)), {}, r"labels of train must be .* got float64 \[3, 3\]; of one-hot rows give \.argmax\(1\)"),
     ((ZEROS, np.array([0.5, 1.0, 2.0])), {}, r"got float64 \[3\].* a table with labels="),
+    ((ZEROS, np.array([0.0, 1.0, 2.0])), {}, r"got float64 \[3\]; of whole numbers give \.astype\(int\)"),
+    (([0, 1, 2], ZEROS), {}, r"got uint8 .*; these look like images; give \(images, labels\) in this order"),
+    (default_loader, {}, r"train is a function \(default_loader\); call it"),
     ((ZEROS, [[0], [1], [0, 1]]), {}, r"item 0 of train has the label \[0\], but a label must be .* labels="),
     ((ZEROS, [0, 1, None]), {}, "item 2 of train has the label None"),
     ((ZEROS, [0, 1, -1]), {}, "item 2 of train has the label -1, but labels must be numbers from 0; leave out"),

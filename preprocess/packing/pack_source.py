@@ -1,5 +1,6 @@
 """Packs a whole data set: what `preprocess-imagenet` does on one machine, from Python, and what the two share."""
 
+import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -19,6 +20,9 @@ from loopfeed.preprocess.shards.split_files import prepare_for_writing
 from loopfeed.preprocess.sources.given import given_layout
 from loopfeed.preprocess.sources.given_items import ItemError
 from loopfeed.preprocess.sources.open_source import open_source
+from loopfeed.preprocess.suggestions import did_you_mean
+
+_SHARD_ARGUMENTS = ("shard_images", "layout", "codec", "checksum", "on_error")
 
 
 def pack(
@@ -116,6 +120,9 @@ def pack(
         >>> pack((images, labels), "squares", size=8, classes=["circle", "line", "tile"])["train"].manifest.class_counts
         (10, 10, 10)
     """
+    if unknown := sorted(shards.keys() - _SHARD_ARGUMENTS):
+        known = [*inspect.signature(pack).parameters, *_SHARD_ARGUMENTS]
+        raise TypeError(f"pack() has no argument {unknown[0]}{did_you_mean(unknown[0], known)}")
     location = open_location(str(dest), storage_options=storage_options)
     is_path = isinstance(source, str | os.PathLike)
     check_dest(source if is_path else None, location)

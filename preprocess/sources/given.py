@@ -5,6 +5,7 @@ they are packed: files, arrays, data sets with columns (Hugging Face) or lists o
 read once, in their order, into a spool. What follows, the classes, hold-out, order and checks, is that of folders.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,6 +151,8 @@ def _read_split(source: Any, split: str, spool_folder: Path | None, notify: Call
         raise SourceError(f"{split} is a loader of batches ({type(source).__name__}); give its .dataset")
     elif _is_map_style(source):
         columns = known_columns(source, lambda number: item_name(number, split))
+    elif inspect.isroutine(source):
+        raise SourceError(f"{split} is a function ({source.__name__}); call it, and give the iterable that it returns")
     elif not isinstance(source, Iterable):
         raise SourceError(
             f"{split} must be (images, labels), a list of (image, label), a data set with __len__ and __getitem__, or "
@@ -195,9 +198,14 @@ def _label_column(labels: Any, split: str) -> list[Any]:
     if column.ndim == 2 and column.shape[1] == 1:  # as Keras and MedMNIST have them
         column = column[:, 0]
     if column.ndim != 1 or column.dtype.kind not in "iubUTO":
+        remedy = f"of one-hot rows give .argmax(1); {ONE_LABEL}"
+        if column.ndim == 1:
+            remedy = f"of whole numbers give .astype(int); {ONE_LABEL}"
+        elif column.ndim > 2:
+            remedy = "these look like images; give (images, labels) in this order"
         raise SourceError(
             f"the labels of {split} must be one whole number or name per image, got {column.dtype} "
-            f"{list(column.shape)}; of one-hot rows give .argmax(1); {ONE_LABEL}"
+            f"{list(column.shape)}; {remedy}"
         )
     return list(column.astype(np.int64) if column.dtype.kind in "iub" else column)
 
