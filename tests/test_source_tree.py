@@ -202,7 +202,10 @@ def test_pipes_and_sockets_are_refused(tmp_path, monkeypatch):
             [],
             r"is not a data set: expected class folders, .*, ILSVRC2012_img_train\.tar.*found an empty folder",
         ),
-        (["1.jpg", "2.jpg"], r"is not a data set: .*; found 1\.jpg, 2\.jpg"),
+        (
+            ["1.jpg", "2.jpg"],
+            r"is not a data set: .* or a container .*; found 1\.jpg, 2\.jpg; give the table .* with --labels",
+        ),
         (["1.jpg", "a/2.jpg"], r"has 1 image outside any class folder, for example 1\.jpg"),
         (["train/a/1.jpg", "train/2.jpg"], r"train has 1 image outside any class folder, for example 2\.jpg"),
         (["val/a/1.jpg", "validation/a/1.jpg"], "has both val/ and validation/ for the split val; keep one"),

@@ -27,7 +27,7 @@ from loopfeed.preprocess.sources.label_columns import LabelOptions
 from loopfeed.preprocess.sources.labelled import labelled_layout
 from loopfeed.preprocess.sources.labels_file import LabelTable, read_labels
 from loopfeed.preprocess.sources.listing import FoundSplit, Layout, ListedSplit, SourceError, SourceImage, SourceSplit
-from loopfeed.preprocess.sources.selection import HOLDOUT_RULE, SPLIT_ORDER, held_out, pack_order
+from loopfeed.preprocess.sources.selection import HOLDOUT_RULE, SPLIT_ORDER, held_out, is_image_name, pack_order
 from loopfeed.preprocess.sources.source_file import listing_the_same_files
 from loopfeed.preprocess.sources.tars import TRAIN_ARCHIVE, VAL_ARCHIVE, imagenet_openers
 from loopfeed.preprocess.sources.tree import list_folder, split_folders, split_openers
@@ -226,9 +226,12 @@ def _recognise_folders(root: Path, class_from: ClassFrom) -> Layout:
         return split_archives_layout(root, archives, class_from)
     if not classes:
         shown = first_names([each.name for each in files]) or "an empty folder"
+        is_flat = any(is_image_name(each.name) for each in files)
+        hint = "; give the table of the images' labels with --labels" if is_flat else ""
         raise SourceError(
             f"{printable(root)} is not a data set: expected class folders, train/ and val/ with class folders, "
-            f"{TRAIN_ARCHIVE}, {VAL_ARCHIVE} or Kaggle's ILSVRC/; found {shown}"
+            f"{TRAIN_ARCHIVE}, {VAL_ARCHIVE}, Kaggle's ILSVRC/ or a container such as .npz or .parquet; "
+            f"found {shown}{hint}"
         )
     for each in classes:
         if _is_there(Path(each.path) / "train", Path.is_dir):
