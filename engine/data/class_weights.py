@@ -61,8 +61,9 @@ def choose_class_weights(
         _check_range(values, config.class_weights)
         digests = {CLASS_WEIGHTS_DIGEST: file.digest}
     low, high = int(values.argmin()), int(values.argmax())
-    ends = (f"{values[each]:.3g} ({printable(classes[each].name)})" for each in (low, high))
-    message = f"class weights: {config.class_weights}: {' to '.join(ends)}"
+    ends = [f"{values[each]:.3g} ({printable(classes[each].name)})" for each in (low, high)]
+    found = f"{values[low]:.3g} for each class" if low == high else " to ".join(ends)
+    message = f"class weights: {config.class_weights}: {found}"
     padded = np.ones(num_classes, np.float32)
     padded[: len(values)] = values
     return ClassWeights(padded, digests, message)

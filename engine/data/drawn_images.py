@@ -297,11 +297,11 @@ class Sampler:
         sizes = np.ones(len(weights), np.int64) if arcs.starts is None else np.diff(arcs.starts)
         drawn, num_draws = weights > 0, len(arcs.entries)
         often = num_draws * weights[drawn] / sizes[drawn] / arcs.total
-        times = f"an image {often.min():.3g} to {often.max():.3g} times"
-        found = [f"sampling: {self._sampling}: {quantity(num_draws, 'draw')} an epoch, {times}"]
+        times = _range(f"{often.min():.3g}", f"{often.max():.3g}")
+        found = [f"sampling: {self._sampling}: {quantity(num_draws, 'draw')} an epoch, an image {times} times"]
         if classes is not None:
             shares = num_draws * arcs.shares(classes, self._labels.split.num_classes)
-            found[0] += f", a class {shares[shares > 0].min():,.0f} to {shares.max():,.0f} times"
+            found[0] += f", a class {_range(f'{shares[shares > 0].min():,.0f}', f'{shares.max():,.0f}')} times"
             if len(none := np.flatnonzero(shares == 0)):
                 names = first_names([self._labels.split.manifest.classes[each].name for each in none])
                 found.append(f"sampling: {quantity(len(none), 'class')} without images or weight: never drawn: {names}")
@@ -324,6 +324,10 @@ def _names_elsewhere(where: str, storage_options: Mapping[str, str] | None) -> I
         if name != own:
             with open_split(data, name, storage_options=storage_options) as split:
                 yield from _names_of(split)
+
+
+def _range(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
 
 
 def root_weights(counts: NDArray[np.int64], most: int) -> NDArray[np.int64]:
