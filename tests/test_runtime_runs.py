@@ -181,7 +181,7 @@ def test_slow_snapshots_name_the_disk(tmp_path, monkeypatch):
     sync = os.fsync
 
     def slow_sync(handle):
-        time.sleep(0.02)
+        time.sleep(0.1)  # snapshots of less than a second in all name nothing
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", slow_sync)

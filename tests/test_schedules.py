@@ -135,6 +135,11 @@ def float64_rate(name, step, total, warmup, *, start, alpha, drop, milestones, r
     return cosine(PEAK, PEAK / 1e5, min((since - rise_steps) / falling, 1) if falling else 1.0)
 
 
+def test_the_first_of_very_many_steps_is_behind_the_peak_of_a_decay_to_nothing(compiled):
+    values = schedule_values(PEAK, 2**31 - 2, final_fraction=0.0)
+    np.testing.assert_array_equal(rates(compiled, "exponential", [0, 1], values), np.array([PEAK, 0], np.float32))
+
+
 @settings(max_examples=80)
 @given(data=st.data())
 def test_equals_its_description_for_any_numbers(compiled, data):

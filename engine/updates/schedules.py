@@ -279,9 +279,10 @@ def _polynomial(place: _Place, values: ScheduleValues) -> jax.Array:
 
 def _exponential(place: _Place, values: ScheduleValues) -> jax.Array:
     remaining = _remaining(place.since, place.length)
-    between = values.peak * jnp.asarray(values.final_fraction) ** (1 - remaining)
+    # The first of very many steps is no done fraction in float32: a final fraction of 0 must not have the exponent 0.
+    between = values.peak * jnp.asarray(values.final_fraction) ** jnp.maximum(1 - remaining, 1e-12)
     # Exact at both ends, where compiled code may round the exponent or the power.
-    between = jnp.where(remaining < 1, between, values.peak)
+    between = jnp.where(place.since > 0, between, values.peak)
     return jnp.where(remaining > 0, between, values.peak * values.final_fraction)
 
 
