@@ -4,12 +4,13 @@ import tarfile
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from loopfeed.preprocess.packing.pack_source import pack
-from loopfeed.preprocess.sources.archives import opened
+from loopfeed.preprocess.sources.archives import open_archive
 from loopfeed.preprocess.sources.listing import ChangedSourceError, SourceError
 from loopfeed.preprocess.sources.open_source import open_source
 from tests.labelled_photographs import draw_photographs, write_labels
@@ -70,14 +71,14 @@ def test_names_of_windows_and_of_other_encodings(tmp_path):
 
     path = tmp_path / "images.zip"
     path.write_bytes(zip_bytes({"a/b.png": b"1", "é/c.png": b"2"}, change=from_windows))
-    with opened(path) as archive:
+    with closing(open_archive(path)) as archive:
         found = {each.name: archive.read(each.name, each.offset, each.size) for each in archive.members()}
     assert found == {"a/b.png": b"1", "é/c.png": b"2"}
     # Without the flag for UTF-8: as code page 437, unless it is UTF-8 all the same, as macOS writes it.
     for raw, name in ((b"\x82/1.png", "é/1.png"), ("é/1.png".encode(), "é/1.png")):
         content = zip_bytes({"x" * len(raw): b"1"}).replace(b"x" * len(raw), raw)
         path.write_bytes(content)
-        with opened(path) as archive:
+        with closing(open_archive(path)) as archive:
             assert [each.name for each in archive.members()] == [name]
 
 
@@ -86,7 +87,7 @@ def test_more_members_and_bytes_than_fit_in_32_bits(tmp_path, monkeypatch):
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)  # so that even these small offsets and sizes are in 64 bits
     path = tmp_path / "images.zip"
     path.write_bytes(zip_bytes(contents | {"0/large.png": b"x" * 200}, zipfile.ZIP_STORED))
-    with opened(path) as archive:
+    with closing(open_archive(path)) as archive:
         members = list(archive.members())
         assert [each.name for each in members] == [*contents, "0/large.png"]
         for each in (members[0], members[40_000], members[-1]):
@@ -184,7 +185,7 @@ def test_a_damaged_member_is_a_fault_of_one_image(tmp_path, case):
 def test_threads_read_members_of_an_archive_until_it_is_written_to(tmp_path, method):
     contents = {f"{index % 3}/{index}.png": b"%d" % index * (index * 7 % 5000 + 1) for index in range(300)}
     (tmp_path / "images.zip").write_bytes(zip_bytes(contents, method))
-    with opened(tmp_path / "images.zip") as archive:
+    with closing(open_archive(tmp_path / "images.zip")) as archive:
         members = list(archive.members()) * 4
 
         def read(member):

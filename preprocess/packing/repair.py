@@ -89,9 +89,9 @@ def repair_split(
     shards = [shard for shard in range(manifest.num_shards) if image_key(shard) in files]
     if shards:
         _pack_shards(source, location, journal, settings, manifest, packed, shards, on_image)
-    if any(each.split("/")[0] == manifest.label_array for each in files):
-        _write_labels(source, targets, location, journal, manifest, packed, files)
     arrays = {each.split("/")[0] for each in files}
+    if manifest.label_array in arrays:
+        _write_labels(source, targets, location, journal, manifest, packed, files)
     if arrays & manifest.column_digests.keys():
         _write_columns(source, location, journal, manifest, packed, files)
     if CHECKSUMS in arrays:

@@ -6,13 +6,14 @@ Opening a tar archive reads its headers, and opening a zip archive its directory
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.shards.classes import MAX_CLASSES
-from loopfeed.preprocess.sources.archives import Archive, open_archive, opened, visible_members
+from loopfeed.preprocess.sources.archives import Archive, open_archive, visible_members
 from loopfeed.preprocess.sources.class_names import (
     MAX_NAME_FILE_BYTES,
     NAME_FILES,
@@ -37,7 +38,7 @@ def archive_layout(path: Path, class_from: ClassFrom = "top") -> Layout:
     Raises:
         SourceError: the archive is empty, damaged or unsafe, or its members are not in class folders.
     """
-    with opened(path) as archive:
+    with closing(open_archive(path)) as archive:
         first = next(visible_members(archive), None)
         if first is not None and (layout := imagenet_archive(path, first.name)) is not None:
             check_class_from(class_from, path, layout.description)
@@ -74,7 +75,7 @@ def split_archives_layout(root: Path, files: Mapping[str, Path], class_from: Cla
     trees: dict[Path, _Tree] = {}
     ignored: Counter[str] = Counter()
     for split, path in files.items():
-        with opened(path) as archive:
+        with closing(open_archive(path)) as archive:
             tree = _read_tree(path, archive, ignored, class_from)
         (inside, members_of), *others = tree.splits.items()
         if others or (tree.has_split_folders and inside != split):

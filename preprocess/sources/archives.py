@@ -188,16 +188,6 @@ def kept_open(path: Path) -> Iterator[Archive]:
         raise
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[Archive]:
-    """Open an archive, and close it at the end of the `with` statement."""
-    archive = open_archive(path)
-    try:
-        yield archive
-    finally:
-        archive.close()
-
-
 def visible_members(archive: Archive, ignored: Counter[str] | None = None) -> Iterator[Member]:
     """Yield the files in an archive whose paths have no hidden part; count the others in `ignored`.
 

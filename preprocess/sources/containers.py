@@ -5,11 +5,12 @@ Owns which files of a folder belong to a container. Class folders take precedenc
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.sources.archives import ZIP_BEGINNINGS, TarArchive, opened, visible_members
+from loopfeed.preprocess.sources.archives import ZIP_BEGINNINGS, TarArchive, open_archive, visible_members
 from loopfeed.preprocess.sources.cifar import cifar_layout, is_cifar_name
 from loopfeed.preprocess.sources.contents import GZIP_MAGIC, file_content, gzip_content, head_of
 from loopfeed.preprocess.sources.idx import idx_layout, is_idx_name
@@ -59,7 +60,7 @@ def recognise_container(root: Path, class_column: str | None = None) -> Layout |
 def _recognise_file(path: Path, class_column: str | None) -> Layout | None:
     head = head_of(file_content(path), BLOCK)
     if is_tar(head):
-        with opened(path) as archive:
+        with closing(open_archive(path)) as archive:
             is_wanted = is_webdataset(archive)
         return webdataset_layout(path, [path]) if is_wanted else None
     if head.startswith(PARQUET_MAGIC):
@@ -82,7 +83,7 @@ def _is_npz(path: Path, head: bytes) -> bool:
     # The name of the first member is in the first bytes: the directory of many images takes seconds.
     if not head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b".npy"):
         return False
-    with opened(path) as archive:
+    with closing(open_archive(path)) as archive:
         return all(each.name.endswith(".npy") for each in visible_members(archive))
 
 
@@ -114,7 +115,7 @@ def _recognise_folder(root: Path, class_column: str | None) -> Layout | None:
 
 
 def _are_webdataset(files: Sequence[Path]) -> bool:
-    with opened(next(each for each in files if _is_tar_name(each))) as archive:
+    with closing(open_archive(next(each for each in files if _is_tar_name(each)))) as archive:
         return isinstance(archive, TarArchive) and is_webdataset(archive)
 
 

@@ -7,14 +7,14 @@ import gzip
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.sources.archives import ZipArchive, opened
+from loopfeed.preprocess.sources.archives import ZipArchive, open_archive
 from loopfeed.preprocess.sources.listing import ChangedSourceError, SourceError
 from loopfeed.preprocess.sources.source_file import SourceFile, open_source_file
 from loopfeed.preprocess.sources.spool import PIECE_BYTES, Spool
@@ -111,7 +111,7 @@ def member_content(path: Path, member: Member) -> Content:
 
     @contextmanager
     def archive() -> Iterator[ZipArchive]:
-        with opened(path) as found:
+        with closing(open_archive(path)) as found:
             if not isinstance(found, ZipArchive):
                 raise ChangedSourceError(f"{printable(path)} has changed since it was listed")
             try:

@@ -6,6 +6,7 @@ Owns which files of such a source are images, in which split each is, and the er
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import combinations
@@ -18,7 +19,7 @@ from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.targets import unpack_bits
-from loopfeed.preprocess.sources.archives import open_archive, opened, visible_members
+from loopfeed.preprocess.sources.archives import open_archive, visible_members
 from loopfeed.preprocess.sources.class_names import (
     MAX_NAME_FILE_BYTES,
     NAME_FILES,
@@ -263,7 +264,7 @@ def _is_same(path: Path, table: LabelTable) -> bool:
 
 
 def _list_archive(path: Path, table: LabelTable) -> _Files:
-    with opened(path) as archive:
+    with closing(open_archive(path)) as archive:
         files = _Files(path, f"a {archive.kind} of images", cache(partial(open_archive, path)), f"{path.name}!")
         members = [*visible_members(archive, files.ignored)]
         names = [each.name for each in members]

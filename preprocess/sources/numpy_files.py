@@ -10,6 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from loopfeed.preprocess.printable import first_names, printable
 from loopfeed.preprocess.quantities import quantity
-from loopfeed.preprocess.sources.archives import ZIP_BEGINNINGS, opened
+from loopfeed.preprocess.sources.archives import ZIP_BEGINNINGS, open_archive
 from loopfeed.preprocess.sources.array_store import FileArray
 from loopfeed.preprocess.sources.contents import Content, file_content, head_of, load, member_content, wrong_length
 from loopfeed.preprocess.sources.listing import Layout, SourceError
@@ -104,7 +105,7 @@ def _contents(root: Path, files: Iterable[Path]) -> Iterable[tuple[str, str, Con
             continue
         if not head.startswith(ZIP_BEGINNINGS):
             raise not_as_named(path, head, "a NumPy archive")
-        with opened(path) as archive:
+        with closing(open_archive(path)) as archive:
             for member in archive.members():
                 if member.name.endswith(".npy"):
                     content = member_content(path, replace(member, name=member.name.removesuffix(".npy")))

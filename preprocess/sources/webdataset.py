@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 from loopfeed.preprocess.printable import first_names, printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import MAX_CLASSES
-from loopfeed.preprocess.sources.archives import Archive, opened, visible_members
+from loopfeed.preprocess.sources.archives import Archive, open_archive, visible_members
 from loopfeed.preprocess.sources.listing import ByteStore, ChangedSourceError, Layout, Listing, SourceError
 from loopfeed.preprocess.sources.samples import class_id, samples_layout, split_of_path
 from loopfeed.preprocess.sources.selection import TopFolder, choose_splits, is_image_name, split_of
@@ -128,7 +129,7 @@ def webdataset_layout(root: Path, paths: Sequence[Path]) -> Layout:
     ignored: Counter[str] = Counter()
     num_images = 0
     for path in paths:
-        with opened(path) as archive:
+        with closing(open_archive(path)) as archive:
             _read_archive(archive, root, splits, ignored, is_alone=len(paths) == 1)
     for each in splits.values():
         _check_keys(each)
