@@ -88,7 +88,7 @@ def test_the_batches_of_one_draw_are_counted_by_an_operation_that_runs_for_each(
     ]
     batches = attribute(sorted(spans, key=lambda each: each.start_ns), OPERATIONS | unpack, {"train": 4})
     assert [(batch.num_batches, batch.duration_ns) for batch in batches] == [(3, 8), (1, 3)]
-    assert [batch.num_batches for batch in attribute(spans[:1] + spans[11:], OPERATIONS | unpack)] == [1, 1]
+    assert [batch.num_batches for batch in attribute(spans[:2] + spans[11:], OPERATIONS | unpack)] == [1, 1]
 
 
 def test_the_scopes_of_several_batches_come_in_the_order_of_the_first():
@@ -140,6 +140,29 @@ def test_on_a_card_the_streams_of_the_device_have_the_operations():
     copy = Event("MemcpyH2D", 0, 50, {})
     trace = make_trace([kernel("fusion.2", 5, 9), copy], [kernel("fusion.1", 1, 4)], plane=CARD)
     assert read_spans(trace, "jit_train") == [("fusion.1", 1, 4), ("fusion.2", 5, 9)]
+
+
+def test_on_a_card_the_identity_of_an_operation_names_its_program():
+    def kernel(op_name, start_ns, program, **path):
+        return Event("kernel", start_ns, 1, {"hlo_op": op_name, "unique_hlo_op_id": program << 32 | start_ns, **path})
+
+    trace = make_trace(
+        [
+            kernel("fusion.1", 1, 252),
+            kernel("dot", 2, 252, name="jit(train)/while/body/dot_general"),
+            kernel("fusion.1", 3, 7, name="jit(other)/jit(train)/add"),
+            Event("kernel", 4, 1, {"hlo_op": "fusion.2"}),
+        ],
+        plane=CARD,
+    )
+    assert read_spans(trace, "jit_train") == [("fusion.1", 1, 2), ("dot", 2, 3)]
+
+
+def test_a_draw_of_several_copies_begins_one_batch():
+    copies = [span("pull", at, at + 1) for at in (0, 1, 2)]
+    found = parts(*copies, span("forward", 3, 6), span("pull", 6, 7), span("pull", 7, 8), span("pull", 10, 11))
+    assert found[0] == ("train", {DRAW: 3, FORWARD: 3})
+    assert len(found) == 1
 
 
 HLO = """HloModule jit_train, is_scheduled=true

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 HOST, CARD = "/host:CPU", "/device:GPU:0"
-_STATS = ("hlo_op", "hlo_module", "device_ordinal", "_p", "_c")
+_STATS = ("hlo_op", "hlo_module", "device_ordinal", "_p", "_c", "name", "unique_hlo_op_id")
 
 
 class Event(NamedTuple):

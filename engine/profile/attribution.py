@@ -24,6 +24,9 @@ _END = "end: "
 # The names of an event's properties: the instruction, its module, the device of a CPU, and the identity that an
 # operation shares with its end.
 _OP, _MODULE, _DEVICE, _BEGUN, _ENDED = "hlo_op", "hlo_module", "device_ordinal", "_p", "_c"
+# On a GPU: the path of an operation, which begins with its program's function, and an identity whose upper 32 bits are
+# those of the program.
+_PATH, _IDENTITY = "name", "unique_hlo_op_id"
 # XLA's thread pools record each piece of work, by far the most events of a trace; they name no operation.
 _POOL_EVENT = "ThreadpoolListener"
 
@@ -58,10 +61,19 @@ def read_spans(profile: Any, module: str) -> list[OpSpan]:
 
 
 def _device_spans(plane: Any, module: str) -> Iterator[OpSpan]:
-    for event in _events(plane):
-        properties = dict(event.stats)
-        if properties.get(_MODULE) == module and _OP in properties:
+    found = [(event, properties) for event in _events(plane) if _OP in (properties := dict(event.stats))]
+    # A trace without the programs' text does not name an event's module (jax 0.11.2), and not every event has a path.
+    path = f"jit({module.removeprefix('jit_')})/"
+    programs = {_program(each) for _, each in found if str(each.get(_PATH, "")).startswith(path)} - {None}
+    for event, properties in found:
+        is_ours = properties[_MODULE] == module if _MODULE in properties else _program(properties) in programs
+        if is_ours:
             yield OpSpan(str(properties[_OP]), event.start_ns, event.start_ns + event.duration_ns)
+
+
+def _program(properties: Mapping[str, Any]) -> int | None:
+    """Return the number of the program of a GPU's event, None if it does not say."""
+    return int(properties[_IDENTITY]) >> 32 if _IDENTITY in properties else None
 
 
 def _host_spans(plane: Any, module: str) -> list[OpSpan]:
@@ -230,15 +242,20 @@ def _last_push(
 def _draws(spans: Iterable[OpSpan], operations: Mapping[str, Operation]) -> list[tuple[float, str]]:
     """Return start and phase of the operation that begins each batch, in order.
 
-    It is the call to the host that draws. On a device that does not record such calls, it is the operation of the
-    first action that has any, which runs once a batch as all do.
+    It is the call to the host that draws; on a GPU that is a copy for each array of the batch, one after the other. On
+    a device that does not record such calls, it is the operation of the first action that has any, which runs once a
+    batch as all do.
     """
     found: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    before = None
     for span in spans:
         scope, is_container, calls_host = operations.get(span.name, _UNKNOWN)
-        if scope.phase in (TRAIN, VALID) and scope.action in _FIRST_ACTIONS and not is_container:
+        if is_container:
+            continue
+        if span.name != before and scope.phase in (TRAIN, VALID) and scope.action in _FIRST_ACTIONS:
             rank = _FIRST_ACTIONS.index(scope.action) * 2 + (not calls_host)
             found[scope.phase, rank, span.name].append(span.start_ns)
+        before = span.name
     marks: list[tuple[float, str]] = []
     for phase in (TRAIN, VALID):
         ranks = [(rank, -len(starts), name) for (each, rank, name), starts in found.items() if each == phase]
