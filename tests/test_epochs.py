@@ -14,7 +14,7 @@ from loopfeed import TrainConfig, train
 from loopfeed.engine.config import MOST_EVALUATIONS, SETTINGS
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations, steps_of_epochs
-from loopfeed.engine.run.train import open_run
+from loopfeed.engine.run.train import set_up_run
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, Linear, toy_batch
 
@@ -204,7 +204,7 @@ def test_a_demo_set_that_is_not_there_yet_is_made_before_it_is_counted(tmp_path,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("loopfeed.engine.data.open_data.make_demo", make_demo)
     said: list[str] = []
-    with open_run(TrainConfig(epochs=1, batch=5), UserParts(model=Linear()), said.append, is_dry=True) as run:
+    with set_up_run(TrainConfig(epochs=1, batch=5), UserParts(model=Linear()), said.append, is_dry=True) as run:
         assert run.config.steps == 2
     assert made == [str(demo)]
     assert "epochs: 1 of 10 images each, 2 steps in total" in said

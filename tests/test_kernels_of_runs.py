@@ -28,7 +28,7 @@ from loopfeed.engine.config import SettingError
 from loopfeed.engine.inspection.step_check import _step_program
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.program.kernels import AUTO, describe_kernels, kernels_on, settle_kernels
-from loopfeed.engine.run.train import open_run
+from loopfeed.engine.run.train import set_up_run
 from loopfeed.engine.sizing.planning import plan_here
 from loopfeed.models.kernels import ONEDNN, XLA
 from loopfeed.models.kernels.choice import kernels_in_use
@@ -96,7 +96,7 @@ def runs(tmp_path_factory):
 
 def trace_step(kernels):
     """Trace the step that `check_step` makes, which it does not lower as a whole."""
-    with open_run(config_of(kernels), UserParts(model=Network(), batches=toy_batch), print, is_dry=True) as run:
+    with set_up_run(config_of(kernels), UserParts(model=Network(), batches=toy_batch), print, is_dry=True) as run:
         program = _step_program(run)
         return compilation.trace_ahead(program.looped, jnp.int32(1), *program.arguments, platform="cpu")
 

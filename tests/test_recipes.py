@@ -26,7 +26,7 @@ from loopfeed.engine.run.descriptions import resolved_of
 from loopfeed.engine.run.epochs import settle_epochs, steps_of_epochs
 from loopfeed.engine.run.program_settings import compiled_settings, schedule_of
 from loopfeed.engine.run.resolve import choose_model
-from loopfeed.engine.run.train import open_run
+from loopfeed.engine.run.train import set_up_run
 from loopfeed.engine.settings import OnResume, Owner
 from loopfeed.engine.updates.schedules import learning_rate_at
 from loopfeed.preprocess.commands.cli import main as preprocess_imagenet
@@ -289,7 +289,7 @@ def test_the_record_of_a_run_without_a_data_option_names_the_data_that_it_found(
     monkeypatch.chdir(packed)
     monkeypatch.setenv("LOOPFEED_DATA", ".")
     config = TrainConfig(batch=4)
-    with open_run(config, UserParts(), lambda _: None, is_dry=True) as run:
+    with set_up_run(config, UserParts(), lambda _: None, is_dry=True) as run:
         resolved = resolved_of(run)
     monkeypatch.setenv("LOOPFEED_DATA", "elsewhere")
     recipe = load_recipe(record_run(tmp_path / "run", config, manifest_digest="abc", **resolved))

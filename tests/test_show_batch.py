@@ -19,7 +19,7 @@ import loopfeed
 from loopfeed.engine.commands import cli
 from loopfeed.engine.inspection.show_batch import captions_of, names_of_first_batch
 from loopfeed.engine.parts import take_parts
-from loopfeed.engine.run.train import open_run
+from loopfeed.engine.run.train import set_up_run
 from loopfeed.preprocess.shards.classes import ImageClass
 from tests.fake_source import fake_source, pack
 from tests.toy import BATCH, CLASSES, SIZE, CountedBatches, Linear, toy_batch, toy_config
@@ -100,7 +100,7 @@ def test_pictures_of_a_pack_have_the_names_of_their_images(tmp_path, order):
     indices = [int(Path(name).stem) for name in shown.names]
     assert list(shown.names) == [source.key(index) for index in indices]
     np.testing.assert_array_equal(shown.pictures, source.images[indices])
-    with open_run(config, take_parts({"model": Linear()}), lambda _: None, is_dry=True) as run:
+    with set_up_run(config, take_parts({"model": Linear()}), lambda _: None, is_dry=True) as run:
         assert names_of_first_batch(run) == shown.names  # which a step check reports
     # Each picture has a line more.
     assert shown.draw().height > replace(shown, names=None).draw().height

@@ -246,7 +246,7 @@ def _open_run(
     """Open the run, and yield it with the display of its losses; `recipe` is that of a new run."""
     with keeping_imports():
         from loopfeed.engine.crossing.devices import split_processor
-        from loopfeed.engine.run.train import open_run
+        from loopfeed.engine.run.train import set_up_run
 
     split_processor([config], has_user_source=parts.has_user_source)
     # Of several processes, the first alone has the run folder and the terminal; a resume reads the folder in all.
@@ -256,7 +256,7 @@ def _open_run(
             config = replace(config, run_dir=stack.enter_context(run_dir_of(config.run_dir)))
         elif not config.resume:
             config = replace(config, run_dir=None)
-        run = stack.enter_context(open_run(config, parts, display.notify if is_first else lambda _: None))
+        run = stack.enter_context(set_up_run(config, parts, display.notify if is_first else lambda _: None))
         if peers is not None:
             peers.follow(lambda: run.steps_begun)
         if is_first and recipe is not None and parts.determine_nothing and this_process().count == 1:

@@ -29,7 +29,7 @@ def _compile(
     from loopfeed.engine.commands.user_parts import load_user_parts
     from loopfeed.engine.config import TrainConfig
     from loopfeed.engine.run.compiling import plan_program
-    from loopfeed.engine.run.train import open_run
+    from loopfeed.engine.run.train import set_up_run
     from loopfeed.engine.sizing.absent_cards import absent_cards, card_placement, compiling_without_cards
     from loopfeed.engine.sizing.cards import CARDS
     from loopfeed.engine.sizing.planning import stand_for_imagenet
@@ -39,7 +39,7 @@ def _compile(
     placement = card_placement(devices, devices_per_host)
     config, loaded = stand_for_imagenet(config, load_user_parts(parts), lambda _: None)
     with (
-        open_run(config, loaded, lambda _: None, is_dry=True, placement=placement) as run,
+        set_up_run(config, loaded, lambda _: None, is_dry=True, placement=placement) as run,
         compiling_without_cards(),
     ):
         compiled = plan_program(run).compiled

@@ -78,10 +78,10 @@ def look(config: TrainConfig, parts: "UserParts", params: Mapping[str, Any]) -> 
 def _show_batch(config: TrainConfig, parts: "UserParts", path: Path) -> None:
     from loopfeed.engine.inspection.show_batch import first_batch_of
     from loopfeed.engine.processes import this_process
-    from loopfeed.engine.run.train import open_run
+    from loopfeed.engine.run.train import set_up_run
 
     is_first = this_process().index == 0
-    with open_run(config, parts, click.echo if is_first else lambda _: None, is_dry=True) as run:
+    with set_up_run(config, parts, click.echo if is_first else lambda _: None, is_dry=True) as run:
         shown = first_batch_of(run)
     if is_first:
         shown.save(path)

@@ -20,7 +20,7 @@ from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.program.kernels import kernels_on
 from loopfeed.engine.run.compiling import DryRun, plan_program
 from loopfeed.engine.run.run import Run
-from loopfeed.engine.run.train import open_run
+from loopfeed.engine.run.train import set_up_run
 from loopfeed.engine.scopes import TRAIN
 from loopfeed.engine.sizing.device_rates import DeviceRates, measure_device
 from loopfeed.models.kernels import ONEDNN, XLA
@@ -79,7 +79,7 @@ def explain_parts(
         raise ValueError(f"stage must lie in 1 … {num_stages}, the stages of the run, got {stage}: choose one of them")
     # A new run without a folder has the same program.
     config = replace(config, run_dir=None, resume=False, overwrite=False, init_from=None)
-    with open_run(config, parts, notify, is_dry=True) as run:
+    with set_up_run(config, parts, notify, is_dry=True) as run:
         if config.stages is not None:
             run.keep_stage(stage - 1)
             notify(f"showing stage {stage} of {num_stages} (--stage)")

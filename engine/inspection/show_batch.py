@@ -36,7 +36,7 @@ from loopfeed.engine.program.pulls import for_each, pull_part
 from loopfeed.engine.records.whole_file import write_whole
 from loopfeed.engine.replicas import Replicas, device_put_replicated, replicate, unreplicate
 from loopfeed.engine.run.run import Run
-from loopfeed.engine.run.train import open_run
+from loopfeed.engine.run.train import set_up_run
 from loopfeed.engine.updates.settings import RuntimeSettings
 from loopfeed.preprocess.commands.sheet_path import check_sheet_path
 from loopfeed.preprocess.printable import printable, printable_line
@@ -242,7 +242,7 @@ def show_batch(
     """
     if path is not None:
         check_sheet_path(path)
-    with open_run(config, take_parts(parts), notify, is_dry=True) as run:
+    with set_up_run(config, take_parts(parts), notify, is_dry=True) as run:
         shown = first_batch_of(run)
     if path is not None and this_process().index == 0:
         shown.save(path)

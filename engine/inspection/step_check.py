@@ -29,7 +29,7 @@ from loopfeed.engine.program.train_state import TrainModel, TrainState
 from loopfeed.engine.program.train_step import train_step
 from loopfeed.engine.run.compiling import compiling, prepare, starting_state, trace_program
 from loopfeed.engine.run.run import Run
-from loopfeed.engine.run.train import open_run
+from loopfeed.engine.run.train import set_up_run
 from loopfeed.engine.scopes import BACKWARD, LOSS, OPT_STEP, TRAIN
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.settings import Cadence, CompiledSettings, RuntimeSettings
@@ -185,7 +185,7 @@ def check_step(
 def check_step_of(config: TrainConfig, parts: UserParts, notify: Callable[[str], None]) -> StepCheck:
     """Check the next step of a run; see `check_step`."""
     config = replace(config, profile=False)
-    with open_run(config, parts, notify, is_dry=True) as run:
+    with set_up_run(config, parts, notify, is_dry=True) as run:
         if len(run.team.devices) > 1:
             raise SettingError("devices", "a step is checked on one device, got {setting} {found}: give 1",
                                found=len(run.team.devices))  # fmt: skip
@@ -208,7 +208,7 @@ def check_step_of(config: TrainConfig, parts: UserParts, notify: Callable[[str],
     whole: Mapping[str, Difference] = {}
     results = [each.results for each in disturbed]
     if config.accumulate_steps == 1:
-        with open_run(config, parts, lambda _: None, is_dry=True) as run:
+        with set_up_run(config, parts, lambda _: None, is_dry=True) as run:
             notify("compiling the training program")
             whole = _compare(reference.results, _run_whole(run, step), results)
     return StepCheck(

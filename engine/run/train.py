@@ -1,8 +1,8 @@
 """A run from its first check to its result: the stages of "Around it" in docs/walk.md, in their order.
 
 `train` and the command go through all stages; `plan_run`, `check_step`, `show_batch` and `explain_program` go through
-those of `open_run`. `loopfeed.engine.run.run` has the parts, `loopfeed.engine.run.resume` what a resumed run reads, and
-`loopfeed.engine.run.recorder` what is written.
+those of `set_up_run`. `loopfeed.engine.run.run` has the parts, `loopfeed.engine.run.resume` what a resumed run reads,
+and `loopfeed.engine.run.recorder` what is written.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,7 +117,7 @@ def train(
         1.0
     """
     user_sinks, user_callbacks = as_sinks(sinks), as_callbacks(callbacks)
-    with open_run(config, take_parts(parts), notify) as run:
+    with set_up_run(config, take_parts(parts), notify) as run:
         return train_run(run, user_sinks, origins, user_callbacks)
 
 
@@ -131,12 +131,12 @@ def plan_run(
 
     The arguments and errors are those of `train`.
     """
-    with open_run(config, take_parts(parts), notify, is_dry=True) as run:
+    with set_up_run(config, take_parts(parts), notify, is_dry=True) as run:
         return plan_program(run)
 
 
 @contextmanager
-def open_run(
+def set_up_run(
     config: TrainConfig,
     parts: UserParts,
     notify: Callable[[str], None],

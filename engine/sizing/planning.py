@@ -18,7 +18,7 @@ from loopfeed.engine.run.compiling import plan_program
 from loopfeed.engine.run.epochs import settle_epochs, settle_evaluations
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.run_stages import describe_stages
-from loopfeed.engine.run.train import open_run
+from loopfeed.engine.run.train import set_up_run
 from loopfeed.engine.sizing.absent_cards import CardCompilerError, card_placement, compile_for_cards, stand_ins
 from loopfeed.engine.sizing.cards import CARDS, SHARE_VARIABLE, memory_share
 from loopfeed.engine.sizing.flow import (
@@ -66,7 +66,7 @@ def plan_here(config: TrainConfig, parts: UserParts, notify: Notify, device_rate
     """Return the plan of a run on the devices of this machine.
 
     Args:
-        config, parts, notify: as `loopfeed.engine.run.train.open_run`.
+        config, parts, notify: as `loopfeed.engine.run.train.set_up_run`.
         device_rate: images per second that one device trains on, None if unknown.
     """
     given = parts
@@ -75,10 +75,10 @@ def plan_here(config: TrainConfig, parts: UserParts, notify: Notify, device_rate
     def analyse(batch: int) -> Analysed:
         notify(f"compiling for --batch {batch}")
         smaller = replace(config, batch=batch, compilation_cache="off", dump_hlo=None)
-        with open_run(*stand_for_imagenet(smaller, given, _ignore), _ignore, is_dry=True) as run:
+        with set_up_run(*stand_for_imagenet(smaller, given, _ignore), _ignore, is_dry=True) as run:
             return _analysed(run)
 
-    with open_run(config, parts, notify, is_dry=True) as run:
+    with set_up_run(config, parts, notify, is_dry=True) as run:
         first, place = _analysed(run), _place_here(run)
         # What the host needs beside the program: Python, the compiler and its results.
         name = "this process so far" if place.num_sharing == 1 else "each process so far"
@@ -94,7 +94,7 @@ def _with_work(stages: Sequence[str], config: TrainConfig, parts: UserParts, not
     found = []
     for number, line in enumerate(stages):
         notify(f"compiling stage {number + 1} alone")
-        with open_run(config, parts, _ignore, is_dry=True) as run:
+        with set_up_run(config, parts, _ignore, is_dry=True) as run:
             run.keep_stage(number)
             run.evaluation_infeed = None  # whose work XLA would count too
             flops = plan_program(run).compiled.step_flops
@@ -115,7 +115,7 @@ def plan_for_cards(
     """Return the plan of a run on GPUs that are not here.
 
     Args:
-        config, parts, notify: as `loopfeed.engine.run.train.open_run`; the setting `devices` is that of the target.
+        config, parts, notify: as `loopfeed.engine.run.train.set_up_run`; the setting `devices` is that of the target.
         part_names: the names of the user's own parts, for the process that compiles.
         target: the GPUs.
         program: the program of that process, as `compile_for_cards` takes it.
@@ -143,7 +143,7 @@ def plan_for_cards(
         new = new if batch == config.batch else replace(new, batch=batch, dump_hlo=None)
         return compile_for_cards({"settings": new.to_json(), "parts": part_names, **vars(target)}, program)
 
-    with open_run(config, parts, notify, is_dry=True, placement=placement) as run:
+    with set_up_run(config, parts, notify, is_dry=True, placement=placement) as run:
         try:
             first = analyse(config.batch)
         except CardCompilerError as error:
