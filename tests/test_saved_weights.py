@@ -10,9 +10,8 @@ from safetensors.numpy import save_file
 
 from loopfeed import evaluate, read_weights, train
 from loopfeed.engine.evaluation.export import export_weights
-from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.recorded_run import read_recorded, recorded_user_parts
 from loopfeed.engine.records.weights import name_tensors, with_digest
-from loopfeed.engine.run.resolve import recorded_user_parts
 from tests.test_initial_weights import drawn
 from tests.toy import Linear, toy_batch, toy_config
 

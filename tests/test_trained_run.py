@@ -10,8 +10,8 @@ import pytest
 
 from loopfeed import run_settings, train
 from loopfeed.engine.evaluation.data import data_of_run
-from loopfeed.engine.evaluation.trained_run import read_run
 from loopfeed.engine.records.digests import sealed
+from loopfeed.engine.records.trained_run import read_run
 from tests.toy import CLASSES, SIZE, Linear, toy_batch, toy_config
 
 

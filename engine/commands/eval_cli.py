@@ -195,10 +195,10 @@ def _evaluate_run(
     from loopfeed.engine.crossing.choice import this_platform
     from loopfeed.engine.evaluation.run import evaluate
     from loopfeed.engine.evaluation.subject import at_one_size
-    from loopfeed.engine.evaluation.trained_run import run_settings
     from loopfeed.engine.program.kernels import refuse_missing_kernels
     from loopfeed.engine.records.recorded_run import read_recorded
     from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
+    from loopfeed.engine.records.trained_run import run_settings
 
     snapshot, storage_options = options["snapshot"], parse_text(options["storage_options"])
     with local_copy(run, storage_options, with_weights(snapshot)) as folder:

@@ -259,10 +259,9 @@ def _take_part_names(context: click.Context) -> dict[str, str]:
 def _recorded(run: str, context: click.Context, parts: "UserParts") -> "RecordedRun":
     """Return the record of a run; raise ValueError if it needs a part of the user's own that is not given."""
     from loopfeed.engine.data.dataset import DATA_LOCATION, data_of_record
-    from loopfeed.engine.evaluation.trained_run import check_folder
-    from loopfeed.engine.records.recorded_run import read_recorded
+    from loopfeed.engine.records.recorded_run import read_recorded, recorded_user_parts
     from loopfeed.engine.records.stored.reading import local_copy, settings_only
-    from loopfeed.engine.run.resolve import recorded_user_parts
+    from loopfeed.engine.records.trained_run import check_folder
 
     with local_copy(run, parse_text(context.params["storage_options"]), settings_only) as folder:
         check_folder(folder)

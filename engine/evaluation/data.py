@@ -25,10 +25,10 @@ from loopfeed.engine.data.drawn_images import SplitLabels, fold_of
 from loopfeed.engine.data.eval_split import choose_eval_split, have_same_classes
 from loopfeed.engine.data.label_fit import check_loss_fits
 from loopfeed.engine.data.open_data import manifest_digest_of
-from loopfeed.engine.evaluation.trained_run import TrainedRun
 from loopfeed.engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
 from loopfeed.engine.feed.shard_batches import SequentialBatches
 from loopfeed.engine.owners import storage_options_of
+from loopfeed.engine.records.trained_run import TrainedRun
 from loopfeed.engine.records.weights_metadata import classes_of
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass, lacking, places

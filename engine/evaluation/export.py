@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from loopfeed.engine.evaluation.snapshot_weights import find_best
-from loopfeed.engine.evaluation.trained_run import check_has_weights, read_run
 from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG
+from loopfeed.engine.records.snapshot_weights import find_best
 from loopfeed.engine.records.stored.reading import local_copy, with_weights
+from loopfeed.engine.records.trained_run import check_has_weights, read_run
 from loopfeed.engine.records.weights import weights_file
 from loopfeed.engine.records.whole_file import check_can_write, write_whole
 

@@ -27,11 +27,11 @@ from loopfeed.engine.evaluation.subject import (
     file_subject,
     run_subject,
 )
-from loopfeed.engine.evaluation.trained_run import TrainedRun, read_run
 from loopfeed.engine.parts import NO_PARTS
 from loopfeed.engine.program.kernels import refuse_missing_kernels
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
+from loopfeed.engine.records.trained_run import TrainedRun, read_run
 from loopfeed.engine.records.weights import StoredWeights, read_weights
 from loopfeed.engine.records.weights_metadata import (
     IMAGE_SIZE,

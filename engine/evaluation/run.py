@@ -22,7 +22,6 @@ from loopfeed.engine.data.open_data import label_kind
 from loopfeed.engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
 from loopfeed.engine.evaluation.data import EvaluationData, TrainedOn, data_of_run, open_evaluation_split, open_user
 from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult
-from loopfeed.engine.evaluation.snapshot_weights import find_best
 from loopfeed.engine.evaluation.subject import (
     Channels,
     Subject,
@@ -34,7 +33,6 @@ from loopfeed.engine.evaluation.subject import (
     run_subject,
     with_recorded_loss,
 )
-from loopfeed.engine.evaluation.trained_run import read_run
 from loopfeed.engine.feed.batches import EvaluationArrays, EvaluationSource, label_form_of
 from loopfeed.engine.feed.shard_batches import SequentialBatches
 from loopfeed.engine.objective.losses import Loss
@@ -44,7 +42,9 @@ from loopfeed.engine.owners import OF_AN_EVALUATION, storage_options_of
 from loopfeed.engine.parts import NO_PARTS, UserParts
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.given_weights import read_given_weights, rename_head
+from loopfeed.engine.records.snapshot_weights import find_best
 from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
+from loopfeed.engine.records.trained_run import read_run
 from loopfeed.engine.records.weights_metadata import classes_of
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stream.sinks import EvaluationRecord

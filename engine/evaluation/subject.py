@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.crossing.choice import this_platform
-from loopfeed.engine.evaluation.trained_run import TrainedRun, describe_later_steps
 from loopfeed.engine.feed.batches import EvaluationSource, image_shape, largest_size, whole_of
 from loopfeed.engine.named_parts import NAME_FORM
 from loopfeed.engine.objective.losses import Loss
@@ -21,6 +20,7 @@ from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.program.kernels import replace_missing_kernels
 from loopfeed.engine.program.train_state import TrainModel, init_weights
+from loopfeed.engine.records.trained_run import TrainedRun, describe_later_steps
 from loopfeed.engine.records.weights import StoredWeights, place_tensors
 from loopfeed.engine.records.weights_metadata import (
     IMAGE_SIZE,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.config import OWN_BATCHES, SETTINGS, TrainConfig
+from loopfeed.engine.named_parts import recorded_named_parts
 from loopfeed.engine.owners import OF_A_USER, STORAGE, describe_replaced, take_recorded
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME
 from loopfeed.engine.records.digests import SEAL, is_as_sealed, json_digest
@@ -20,6 +21,7 @@ from loopfeed.engine.records.limits import MOST_JSON_BYTES
 from loopfeed.engine.records.machine import MACHINE, Topology, in_one_process
 from loopfeed.engine.records.run_folder import CONFIG, CONTINUED, EVALUATION_LOG, LOSS_LOG, RESULT
 from loopfeed.engine.settings import Owner, shown
+from loopfeed.models.names import MODEL_NAMES
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.system_errors import error_text, reading_remedy, status_of
 
@@ -297,3 +299,10 @@ def _check_seal(path: Path, values: dict[str, Any]) -> None:
 def _unreadable(path: Path, error: Exception) -> ValueError:
     remedy = reading_remedy(error, "restore the file as run-train wrote it, or start another run")
     return ValueError(f"{path} cannot be read ({describe_unreadable(error)}): {remedy}")
+
+
+def recorded_user_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return which parts, such as "model", were user-defined, according to what `config.json` records."""
+    is_own = {"model": recorded.get("model") not in MODEL_NAMES, "batches": recorded.get("data") == OWN_BATCHES}
+    own = (*(name for name, is_so in is_own.items() if is_so), *recorded.get("own_parts", {}))
+    return tuple(dict.fromkeys((*own, *recorded_named_parts(recorded))))

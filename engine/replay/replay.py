@@ -26,7 +26,7 @@ from loopfeed.engine.parts import PartArguments, UserParts, changed_sources, tak
 from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.records.machine import describe_promise, machine_differences
-from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.recorded_run import read_recorded, recorded_user_parts
 from loopfeed.engine.records.run_folder import CONFIG, SNAPSHOTS
 from loopfeed.engine.records.snapshot import Snapshot, snapshot_steps
 from loopfeed.engine.records.stored.reading import local_copy, naming_in
@@ -36,7 +36,7 @@ from loopfeed.engine.replay.report import Comparison, ReplayReport
 from loopfeed.engine.run.changes import are_tables, machine_of, thread_rule, versions_warning
 from loopfeed.engine.run.compiling import compile_program, compiling, prepare, trace_program, warn_of_memory
 from loopfeed.engine.run.descriptions import check_is_as_recorded, describe_run
-from loopfeed.engine.run.resolve import check_arguments, recorded_user_parts
+from loopfeed.engine.run.resolve import check_arguments
 from loopfeed.engine.run.run import NonFiniteError, Run
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stream.sinks import Sink

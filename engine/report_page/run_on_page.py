@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.control.request import ControlEvent
-from loopfeed.engine.evaluation.trained_run import check_folder
 from loopfeed.engine.profile.formats import COLUMNS
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
 from loopfeed.engine.records.evaluation_log import EvaluationLog
@@ -23,6 +22,7 @@ from loopfeed.engine.records.machine import Topology
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, PROFILE
 from loopfeed.engine.records.run_summary import RunSummary, summarise_run
+from loopfeed.engine.records.trained_run import check_folder
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.curves import Curves, read_curves
 from loopfeed.engine.report_page.data_card import SplitCard

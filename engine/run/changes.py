@@ -18,9 +18,8 @@ from loopfeed.engine.owners import names_table, with_absolute_paths
 from loopfeed.engine.parts import USER_SOURCES, UserParts, is_same_part
 from loopfeed.engine.processes import exchange
 from loopfeed.engine.records.machine import MACHINE, ThreadRule, Topology, describe_machine
-from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.records.recorded_run import RecordedRun, recorded_user_parts
 from loopfeed.engine.records.run_folder import recorded_versions
-from loopfeed.engine.run.resolve import recorded_user_parts
 from loopfeed.engine.settings import OnResume, Owner, SettingError, TakesEffect
 from loopfeed.models.kernels import ONEDNN
 from loopfeed.preprocess.quantities import listed

@@ -29,7 +29,7 @@ from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step
 from loopfeed.engine.records.file_errors import LostFileError
 from loopfeed.engine.records.folder_state import FolderState
 from loopfeed.engine.records.machine import MACHINE
-from loopfeed.engine.records.recorded_run import FILES, WEIGHTS_DIGEST, RecordedRun
+from loopfeed.engine.records.recorded_run import FILES, WEIGHTS_DIGEST, RecordedRun, recorded_user_parts
 from loopfeed.engine.records.run_folder import PROFILE, RunFolder
 from loopfeed.engine.records.run_folder_sink import RunFolderSink
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
@@ -39,7 +39,6 @@ from loopfeed.engine.run.changes import GIVEN_WEIGHTS, note_changes
 from loopfeed.engine.run.descriptions import RULES, crossings_of, resolved_of, rules_of_run, topology_of
 from loopfeed.engine.run.epochs import SnapshotChoice
 from loopfeed.engine.run.launch_monitor import record_rollback, start_monitor
-from loopfeed.engine.run.resolve import recorded_user_parts
 from loopfeed.engine.run.result import TrainResult, metadata_of, recorded_metadata, result_of
 from loopfeed.engine.run.resume import find_cuts, rewind_run
 from loopfeed.engine.run.run import NonFiniteError, Run

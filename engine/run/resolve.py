@@ -8,7 +8,6 @@ from typing import Any
 from loopfeed.engine.config import (
     NATURAL,
     NO_CLASS_WEIGHTS,
-    OWN_BATCHES,
     SETTINGS,
     TrainConfig,
     check_stages,
@@ -17,7 +16,6 @@ from loopfeed.engine.config import (
 from loopfeed.engine.data.label_fit import check_labels_stay, unmoved_labels_warning
 from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.feed.batches import BatchSource, image_shape, label_form_of, largest_size, whole_of
-from loopfeed.engine.named_parts import recorded_named_parts
 from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.objective.metrics import as_metrics
 from loopfeed.engine.objective.objective import Objective
@@ -25,7 +23,7 @@ from loopfeed.engine.parts import UserParts, check_parts
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.settings import SettingError
 from loopfeed.models.model import Model
-from loopfeed.models.registry import UnknownModelError, build_model, model_names
+from loopfeed.models.registry import UnknownModelError, build_model
 from loopfeed.preprocess.quantities import quantity
 
 DEFAULT_STOP_METRIC = "loss"
@@ -36,13 +34,6 @@ _USED_WITH = {
 }
 # Optimisers whose updates have the size of the learning rate, whatever the gradient; lars uses rates like those of sgd.
 _SMALL_RATE_OPTIMIZERS = ("adamw", "lamb", "adam", "lion", "muon")
-
-
-def recorded_user_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return which parts, such as "model", were user-defined, according to what `config.json` records."""
-    is_own = {"model": recorded.get("model") not in model_names(), "batches": recorded.get("data") == OWN_BATCHES}
-    own = (*(name for name, is_so in is_own.items() if is_so), *recorded.get("own_parts", {}))
-    return tuple(dict.fromkeys((*own, *recorded_named_parts(recorded))))
 
 
 def choose_model(config: TrainConfig, parts: UserParts, data: RunData) -> TrainModel:

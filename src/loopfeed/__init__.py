@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from loopfeed.engine.evaluation.predict import PredictionResult, predict
     from loopfeed.engine.evaluation.result import EvaluationResult, ImagePredictions
     from loopfeed.engine.evaluation.run import evaluate, evaluate_weights
-    from loopfeed.engine.evaluation.trained_run import run_settings
     from loopfeed.engine.feed.batches import BatchSource, EvaluationSource
     from loopfeed.engine.feed.feeder import FeederError
     from loopfeed.engine.inspection.explain import explain_program
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from loopfeed.engine.recipes import LoadedRecipe, load_recipe, recipe_names
     from loopfeed.engine.recipes.stages_file import read_stages
     from loopfeed.engine.records.saved_weights import read_weights
+    from loopfeed.engine.records.trained_run import run_settings
     from loopfeed.engine.replay.replay import replay_run
     from loopfeed.engine.replay.report import Difference, ReplayReport
     from loopfeed.engine.report_page.report import report_run
@@ -145,7 +145,7 @@ _HOME = {
     "recipe_names": "loopfeed.engine.recipes",
     "replay_run": "loopfeed.engine.replay.replay",
     "report_run": "loopfeed.engine.report_page.report",
-    "run_settings": "loopfeed.engine.evaluation.trained_run",
+    "run_settings": "loopfeed.engine.records.trained_run",
     "show_batch": "loopfeed.engine.inspection.show_batch",
     "this_process": "loopfeed.engine.processes",
     "to_torchvision": "loopfeed.models.torchvision_names",

@@ -13,12 +13,11 @@ from loopfeed.engine.images.unpack import LEAST_STD
 from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step, value_of
 from loopfeed.engine.records.folder_state import check_config_digest
-from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
+from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded, recorded_user_parts
 from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, SNAPSHOTS
 from loopfeed.engine.records.snapshot import SnapshotError, UnreadSnapshotError, read_snapshot, snapshot_steps
 from loopfeed.engine.records.weights import StoredWeights, Tensors, name_tensors, part_of
 from loopfeed.engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA, describe_weights
-from loopfeed.engine.run.resolve import recorded_user_parts
 from loopfeed.engine.updates.update import Weights
 from loopfeed.models.registry import build_model
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.evaluation.snapshot_weights import read_snapshot_weights
 from loopfeed.engine.owners import STORAGE, with_given
 from loopfeed.engine.records.folder_lock import is_locked
 from loopfeed.engine.records.folder_state import check_config_digest
@@ -19,6 +18,7 @@ from loopfeed.engine.records.loss_log import last_logged_step
 from loopfeed.engine.records.recorded_run import RecordedEnd, RecordedRun, read_recorded, read_result
 from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
 from loopfeed.engine.records.snapshot import SnapshotError, read_folder_state, snapshot_steps
+from loopfeed.engine.records.snapshot_weights import read_snapshot_weights
 from loopfeed.engine.records.stored.reading import local_copy, settings_only
 from loopfeed.engine.records.weights import StoredWeights, read_weights
 from loopfeed.engine.records.weights_metadata import steps_in
