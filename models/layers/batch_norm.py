@@ -140,7 +140,12 @@ def _plain_sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def _pair_sums(axes: tuple[int, ...], first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
     zero = jnp.zeros((), first.dtype)
-    return lax.reduce((first, second), (zero, zero), lambda sums, more: (sums[0] + more[0], sums[1] + more[1]), axes)
+    return lax.reduce((first, second), (zero, zero), _add_pairs, axes)
+
+
+# A function of the module: jax keeps each function that it reduces with, and what it traced for it.
+def _add_pairs(sums: tuple[jax.Array, jax.Array], more: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return sums[0] + more[0], sums[1] + more[1]
 
 
 def _folded_sums(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -100,12 +100,15 @@ def depthwise_filter_gradient(x: Images, gradient: Outputs, geometry: Geometry, 
     sums = []
     for start in range(0, len(met), kw):
         products = tuple(tap * gradient for tap in met[start : start + kw])
-        by_position = lax.reduce(
-            products, zeros, lambda sums, more: tuple(one + other for one, other in zip(sums, more, strict=True)), (0,)
-        )
+        by_position = lax.reduce(products, zeros, _add_each, (0,))
         # Stored first: the sum over positions is a product with ones, which is faster than a reduction of columns.
         sums += [_column_sums(rows(each)) for each in lax.optimization_barrier(tuple(by_position))]
     return jnp.stack(sums).reshape(*window, 1, K)
+
+
+# A function of the module: jax keeps each function that it reduces with, and what it traced for it.
+def _add_each(sums: tuple[jax.Array, ...], more: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(one + other for one, other in zip(sums, more, strict=True))
 
 
 def _column_sums(matrix: Float[Array, "N K"]) -> Float[Array, "K"]:
