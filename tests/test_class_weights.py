@@ -134,7 +134,7 @@ def test_the_weights_of_a_table_are_taken_as_they_are_and_kept(data, tmp_path):
     balanced = train(config(data, steps=3, class_weights="balanced"), model=Linear())
     np.testing.assert_allclose(found.losses, balanced.losses, rtol=1e-6)
     path.write_text("class,weight\nn1,0.5\n")
-    with pytest.raises(ValueError, match="must keep the weights in the file of --class-weights, which have changed"):
+    with pytest.raises(ValueError, match="must keep the weights in the file of class_weights, which have changed"):
         train(replace(run, steps=4, resume=True), model=Linear())
 
 

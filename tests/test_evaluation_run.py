@@ -94,7 +94,7 @@ def test_weights_that_are_older_than_the_run_are_reported(tmp_path):
     with log.open("a") as file:
         file.write(json.dumps(row | {"step": 3}) + "\n" + json.dumps(row | {"step": 4})[:20])
     expected = "warning: the weights are those of step 2, but the run continued to step 3 and has written none since: "
-    assert told() == [f"{expected}resume it with run-train --resume to get its last weights"]
+    assert told() == [f"{expected}resume it with train(…, resume=True) to get its last weights"]
     with FolderLock(tmp_path):
         assert told() == [f"{expected}wait for it to end to get its last weights"]
     log.unlink()
@@ -219,7 +219,7 @@ def test_the_model_must_be_the_runs(trained, tmp_path):
     ):
         evaluate(tmp_path, evaluation=evaluation_set(3))
     with pytest.raises(
-        ValueError, match=r"must be given with --data DIR, because the weights were trained on batches of your own"
+        ValueError, match=r"must be given with data=DIR, because the weights were trained on batches of your own"
     ):
         evaluate(tmp_path, model=Linear())
 

@@ -384,7 +384,7 @@ def test_exceptions_of_the_users_code_come_out_with_their_item(
     source = Torchvision(broken) if form == "labels known" else MapStyle(broken)
     with pytest.raises(kind, match="mine") as caught:
         pack((each for each in source) if form == "generator" else source, tmp_path)  # type: ignore[attr-defined]
-    assert caught.value.__notes__ == ["(raised for item 17 of train of the given data set)"]
+    assert caught.value.__notes__[0] == "(raised for item 17 of train of the given data set)"
     assert caught.traceback[-1].name == "broken"
 
 

@@ -76,7 +76,7 @@ def test_a_run_killed_seven_times_ends_like_an_uninterrupted_one(tmp_path, cache
         assert start in said if start else "resuming" not in said
         assert not (tmp_path / "result.json").exists()
         if number == 0:
-            with pytest.raises(ValueError, match=r"contains no config\.json: .*start a run without --resume"):
+            with pytest.raises(ValueError, match=r"contains no config\.json: .*start a run without resume=True"):
                 resume(tmp_path, cache)
         if number in (1, 2):
             assert not (tmp_path / "loss.jsonl").read_bytes().endswith(b"\n")

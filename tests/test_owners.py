@@ -279,13 +279,13 @@ def test_no_command_loads_programs_from_a_cache_that_the_record_names(place, mon
             command()
     report_run(run, place / "page.html", **how)
     assert caches == [None, None, "off", None, None, None]
-    line, remedy = f"not used from the run's record: --compilation-cache {place / 'gift'}", "again to use your own)"
+    line, remedy = f"not used from the run's record: compilation_cache={place / 'gift'}", "again to use your own)"
     told = [each for each in said if each.startswith("not used")]
     assert told == [
-        *[f"{line} (give --compilation-cache {remedy}"] * 2,
+        *[f"{line} (give compilation_cache {remedy}"] * 2,
         line,
         line,
-        f"{line} (give --compilation-cache {remedy}",
+        f"{line} (give compilation_cache {remedy}",
         line,
     ]
 

@@ -61,6 +61,7 @@ FLOORS = (
     "loopfeed.engine.spans",
     "loopfeed.engine.images",
     "loopfeed.engine.config",
+    "loopfeed.engine.python_calls",
     "loopfeed.engine.owners",
     "loopfeed.engine.named_parts",
     "loopfeed.engine.control",

@@ -203,7 +203,7 @@ def test_a_damaged_shard_ends_the_run_naming_the_file(packed, how, tmp_path):
 
 def test_an_earlier_run_is_not_overwritten_unless_asked(tmp_path):
     train(toy_config(run_dir=tmp_path, steps=2), model=Linear(), batches=toy_batch)
-    with pytest.raises(ValueError, match=r"must be new.*--overwrite"):
+    with pytest.raises(ValueError, match=r"must be new.*overwrite=True"):
         train(toy_config(run_dir=tmp_path), model=Linear(), batches=toy_batch)
     assert read_steps(tmp_path) == [1, 2]
     train(toy_config(run_dir=tmp_path, overwrite=True, steps=3), model=Linear(), batches=toy_batch)
@@ -444,7 +444,7 @@ def test_weights_that_cannot_be_exported_do_not_hide_the_failure_before_them(tmp
     monkeypatch.setattr("loopfeed.engine.run.recorder.name_tensors", refuse)
     with pytest.raises(ConnectionResetError) as caught:
         train(toy_config(steps=9, run_dir=tmp_path), model=Linear(), batches=CountedBatches(raise_at=3))
-    unwritten, goes_on = caught.value.__notes__
+    unwritten, goes_on, _ = caught.value.__notes__
     assert "no such dtype on disk" in unwritten
     assert goes_on == (
         f"the last good snapshot is from step 3; resume from it: train with replace(loopfeed.run_settings("

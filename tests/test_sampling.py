@@ -174,7 +174,7 @@ def test_a_table_that_changed_is_refused_by_a_resume(data, tmp_path, monkeypatch
     train(replace(again, steps=6, sampling=moved), model=Linear())
     assert replay_run(tmp_path / "run", model=Linear()).is_same
     (tmp_path / "own.csv").write_text("label\tweight\nn3\t5\n")
-    with pytest.raises(ValueError, match=r"must keep the weights in the file of --sampling, which have changed since"):
+    with pytest.raises(ValueError, match=r"must keep the weights in the file of sampling, which have changed since"):
         train(replace(again, steps=7, sampling=str(tmp_path / "own.csv")), model=Linear())
 
 

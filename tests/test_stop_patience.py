@@ -168,9 +168,7 @@ def test_a_run_that_is_stopped_in_the_middle_of_the_count_ends_like_another(tmp_
     # The ended run ends at once; a larger number goes on counting from there.
     said: list[str] = []
     again = train(replace(config, resume=True), **given, notify=said.append)
-    assert any(
-        "with 4 evaluations in a row that were not better; give a larger --stop-patience" in each for each in said
-    )
+    assert any("with 4 evaluations in a row that were not better; give a larger stop_patience" in each for each in said)
     assert (again.stopped_by, again.steps_done, again.losses.size) == ("patience", 11, 0)
     further = train(replace(config, stop_patience=6, resume=True), **given)
     assert (further.stopped_by, further.steps_done) == ("patience", 13)

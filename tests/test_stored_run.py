@@ -157,7 +157,7 @@ def test_a_store_that_fails_stops_the_run_and_keeps_the_working_copy(tmp_path, u
     steps = sorted(int(path.name) for path in (kept / "snapshots").iterdir())
     notes = "\n".join(outage)
     assert f"{url} holds the run's last whole state, with the snapshot of step {steps[-1]}; the working copy" in notes
-    assert f"is kept in {copy.run}. To continue when the store can be reached: run-train --run-dir {url} --res" in notes
+    assert f"is kept in {copy.run}. To continue when the store can be reached: train(replace(run_settings('{url}'), res" in notes
     done = int((copy.run / "loss.jsonl").read_text().count("\n"))
     assert done > steps[-1]
     settings = {"eval_every_steps": 0, "keep_snapshots": 2, "snapshot_every_steps": 20, "steps": done + 10}
@@ -225,7 +225,7 @@ def test_a_run_that_never_reached_its_store_is_resumed_from_the_working_copy(tmp
 def test_what_stands_at_a_url_is_refused_or_replaced(tmp_path, url):
     with pytest.raises(
         ShardError,
-        match=r"there is no run at file://.*/run/, which contains no state.json: give the URL .* without --resume",
+        match=r"there is no run at file://.*/run/, which contains no state.json: give the URL .* without resume=True",
     ):
         run(url, resume=True)
     run(url)

@@ -119,7 +119,15 @@ def describe_error(error: Exception, name_setting: Callable[[str], str] = str) -
         text = f"{text.splitlines()[0]}: the program needs more memory than is free; use a smaller --batch"
     elif not isinstance(error, ValueError | OSError | RuntimeError | ArithmeticError) or not text:
         text = f"{type(error).__name__}: {text} (--traceback shows its origin)"
-    return f"{text}{notes_of(error)}"
+    return f"{text}{notes_of(error)}{_described_lines(error)}"
+
+
+def _described_lines(error: Exception) -> str:
+    """Return the lines of the user's own code in which an error was raised, "" if it was not raised there."""
+    from loopfeed.engine.python_calls import user_lines
+
+    lines = user_lines(error)
+    return "\n".join(["\n  raised in your code (--traceback shows all of it):", *lines]) if lines else ""
 
 
 def notes_of(error: BaseException) -> str:

@@ -248,7 +248,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'loopfeed' has no attribute {name!r}; it has {', '.join(__all__)}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    as_public = import_module("loopfeed.engine.python_calls").public
+    found = globals()[name] = as_public(getattr(import_module(_HOME[name]), name))
+    return found
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,213 @@
+"""The public functions as Python programs call them: what they say names arguments, and tracebacks begin with the user.
+
+A command imports the functions themselves; `loopfeed.__getattr__` returns them from here. Thus a message that names an
+option of a command is reworded for whoever reads it in Python, in one place. Must not import jax.
+"""
+
+import functools
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, cast
+
+from loopfeed.engine.config import SETTINGS
+from loopfeed.engine.settings import SettingError
+
+TRACEBACK_VARIABLE = "LOOPFEED_TRACEBACK"
+"""The environment variable that keeps tracebacks whole if it is "full"."""
+_HIDDEN_NOTE = f"(the frames of loopfeed and jax are left out; {TRACEBACK_VARIABLE}=full in the environment shows them)"
+_JAX_NOTE = "JAX_TRACEBACK_FILTERING"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_JAX = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib"))
+_INSTALLED = (
+    f"{Path(os.__file__).parent}{os.sep}",
+    *(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")),
+)
+# What Loopfeed raises as a rule; anything else from its own lines may be a fault, which needs the whole traceback.
+_RULES = (ValueError, OSError, RuntimeError, ArithmeticError, KeyboardInterrupt)
+
+
+def called_from_python[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function whose errors and notices are worded for a Python program, with the user's frames alone.
+
+    Pickling refers to it by its public name.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True
+        if callable(notify := kwargs.get("notify")):
+            kwargs["notify"] = lambda line: notify(in_python_words(line, function))
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            for_python(error, function)
+            # Without an argument, because only then Python does not add this frame again.
+            raise
+
+    call.__module__ = "loopfeed"
+    return call
+
+
+def public[T](found: T) -> T:
+    """Return a public object as a Python program gets it: a function by `called_from_python`, anything else itself."""
+    return cast(T, called_from_python(found)) if inspect.isfunction(found) else found
+
+
+def is_interactive() -> bool:
+    """Return whether somebody types in this session: at Python's prompt, in IPython or in a notebook."""
+    return hasattr(sys, "ps1")
+
+
+# ---- Tracebacks
+
+
+def for_python(error: BaseException, function: Callable[..., Any] | None = None) -> None:
+    """Word an error for a Python program, and leave those frames out of its traceback that are not the user's.
+
+    The traceback of what may be a fault of Loopfeed or jax stays whole.
+    """
+    _reword(error, function)
+    chain = [*_causes(error)]
+    if os.environ.get(TRACEBACK_VARIABLE) == "full" or not _is_explained(error):
+        return
+    num_hidden = 0
+    for each in chain:
+        num_hidden += len([*_links(each.__traceback__)])
+        each.__traceback__ = _user_traceback(each.__traceback__)
+        num_hidden -= len([*_links(each.__traceback__)])
+    if notes := getattr(error, "__notes__", None):
+        notes[:] = [note for note in notes if _JAX_NOTE not in note]
+    if num_hidden and error.__traceback__ is not None:
+        error.add_note(_HIDDEN_NOTE)
+
+
+def user_lines(error: BaseException) -> list[str]:
+    """Return the part of a traceback that is the user's code, as lines; none if no frame is theirs."""
+    return "".join(traceback.format_tb(_user_traceback(error.__traceback__))).splitlines()
+
+
+def _is_explained(error: BaseException) -> bool:
+    """Return whether the user's own frames and the message say what is wrong."""
+    links = [*_links(error.__traceback__)]
+    return (
+        _user_traceback(error.__traceback__) is not None
+        or not links
+        or (_file(links[-1]).startswith(_OURS) and isinstance(error, _RULES))
+    )
+
+
+def _user_traceback(found: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first frame of the user that Loopfeed called, without Loopfeed's and jax's frames."""
+    links, kept = [*_links(found)], list[TracebackType]()
+    first = next((number for number, link in enumerate(links) if _file(link).startswith(_OURS)), 0)
+    for link in links[first:]:
+        name = _file(link)
+        is_ours = name.startswith(_OURS) or any(part in name for part in _JAX)
+        if not is_ours and (kept or not any(part in name for part in _INSTALLED)):
+            kept.append(link)
+    chain = None
+    for link in reversed(kept):
+        chain = TracebackType(chain, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return chain
+
+
+def _links(found: TracebackType | None) -> Iterator[TracebackType]:
+    while found is not None:
+        yield found
+        found = found.tb_next
+
+
+def _file(link: TracebackType) -> str:
+    return link.tb_frame.f_code.co_filename
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and the errors that Python would show with it."""
+    seen = set[int]()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+
+
+# ---- Words
+
+
+class _Spelling(NamedTuple):
+    """An option as Python spells it."""
+
+    name: str
+    value: str | None  # that of a switch, None of an option that takes one
+
+
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)(?: (?=[A-Z]+\b|\d|off\b|/|s3:))?")
+_RESUME_OF = re.compile(r"run-train --run-dir (\S+) --resume\b")
+_RESUME = re.compile(r"run-train --resume\b")
+_PACK = "`preprocess-imagenet SOURCE DEST`"
+# What stays as it is: texts in backquotes, and the options of commands that have no setting in Python.
+_KEPT = re.compile(
+    r"`[^`]*`|\b(?:control-run|run-eval|verify-run|inspect-shards|predict-images|export-\w+|report-run|pip)\b[^:;,.()]*"
+)
+
+
+def in_python_words(text: str, function: Callable[..., Any] | None = None) -> str:
+    """Return a text in which options of commands are settings, or arguments of a function, as Python spells them."""
+    text = text.replace(_PACK, "loopfeed.pack(SOURCE, DEST)")
+    if "--" not in text:
+        return text
+    spellings, parts, at = _spellings(function), list[str](), 0
+    for match in _KEPT.finditer(text):
+        parts += [_respelled(text[at : match.start()], spellings), match[0]]
+        at = match.end()
+    return "".join([*parts, _respelled(text[at:], spellings)])
+
+
+def _respelled(text: str, spellings: Mapping[str, _Spelling]) -> str:
+    def word(match: re.Match[str]) -> str:
+        found = spellings.get(match[1])
+        if found is None:
+            return match[0]
+        if found.value is not None:
+            return f"{found.name}={found.value}" + " " * match[0].endswith(" ")
+        return found.name + "=" * match[0].endswith(" ")
+
+    text = _RESUME_OF.sub(r"train(replace(run_settings('\1'), resume=True))", text)
+    return _OPTION.sub(word, _RESUME.sub("train(…, resume=True)", text))
+
+
+def _spellings(function: Callable[..., Any] | None) -> dict[str, _Spelling]:
+    """Return how Python spells each option of `run-train` or, of a function of `loopfeed.preprocess`, its arguments."""
+    if function is not None and function.__module__.startswith("loopfeed.preprocess"):
+        arguments = inspect.signature(function).parameters.values()
+        return {
+            each.name.replace("_", "-"): _Spelling(each.name, "True" if each.default is False else None)
+            for each in arguments
+        }
+    found = {}
+    for setting in SETTINGS.values():
+        for option in setting.options:
+            for number, spelling in enumerate(option.split("/")):
+                value = str(number == 0) if setting.kind is bool else None
+                found[spelling.lstrip("-")] = _Spelling(setting.name, value)
+    if function is not None and function.__module__.startswith("loopfeed.engine.evaluation"):
+        found["split"] = found["eval-split"]  # as run-eval names it
+    return found
+
+
+def _reword(error: BaseException, function: Callable[..., Any] | None) -> None:
+    """Respell the options in the message of an error that Loopfeed raised, and in its notes."""
+    links = [*_links(error.__traceback__)]
+    if isinstance(error, SettingError):
+        # A template, in which the settings have Python's names already.
+        error.args = (error.args[0], in_python_words(str(error.args[1]), function))
+    elif links and _file(links[-1]).startswith(_OURS) and not isinstance(error, OSError):
+        error.args = tuple(in_python_words(each, function) if isinstance(each, str) else each for each in error.args)
+    if notes := getattr(error, "__notes__", None):
+        notes[:] = [in_python_words(note, function) for note in notes]
