@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopfeed.engine.report_page.charts import Chart, Line, spread
+from loopfeed.engine.charts.charts import Chart, Line, spread
 from loopfeed.engine.report_page.report import open_templates
 from loopfeed.preprocess.quantities import round_numbers
 from tests.report_pages import parse

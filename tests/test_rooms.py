@@ -74,6 +74,7 @@ FLOORS = (
     "loopfeed.engine.profile",
     "loopfeed.engine.stream",
     "loopfeed.engine.records",
+    "loopfeed.engine.charts",
     "loopfeed.engine.compilation",
     "loopfeed.engine.data",
     "loopfeed.engine.loggers",

@@ -124,7 +124,9 @@ def test_a_lack_of_memory_for_the_weights_is_reported_with_the_file(tmp_path, mo
         raise MemoryError
 
     monkeypatch.setattr("loopfeed.engine.records.weights.save", refuse)
-    with pytest.raises(MemoryError, match=r"model\.safetensors needs 0 MB of memory, more than is free.*\(resume=True\)"):
+    with pytest.raises(
+        MemoryError, match=r"model\.safetensors needs 0 MB of memory, more than is free.*\(resume=True\)"
+    ):
         run(tmp_path, eval_every_steps=0)
 
 

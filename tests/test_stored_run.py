@@ -157,7 +157,8 @@ def test_a_store_that_fails_stops_the_run_and_keeps_the_working_copy(tmp_path, u
     steps = sorted(int(path.name) for path in (kept / "snapshots").iterdir())
     notes = "\n".join(outage)
     assert f"{url} holds the run's last whole state, with the snapshot of step {steps[-1]}; the working copy" in notes
-    assert f"is kept in {copy.run}. To continue when the store can be reached: train(replace(run_settings('{url}'), res" in notes
+    goes_on = f"train(replace(run_settings('{url}'), resume=True))"
+    assert f"is kept in {copy.run}. To continue when the store can be reached: {goes_on}" in notes
     done = int((copy.run / "loss.jsonl").read_text().count("\n"))
     assert done > steps[-1]
     settings = {"eval_every_steps": 0, "keep_snapshots": 2, "snapshot_every_steps": 20, "steps": done + 10}

@@ -51,7 +51,13 @@ class LossRows:
 
     def followed_by(self, rows: "LossRows") -> "LossRows":
         """Return the concatenation of these rows and the given rows."""
-        return LossRows(*(np.concatenate(pair) for pair in zip(self._columns(), rows._columns(), strict=True)))
+        return LossRows.joined([self, rows])
+
+    @classmethod
+    def joined(cls, parts: Sequence["LossRows"]) -> "LossRows":
+        """Return the concatenation of rows, none for no parts."""
+        columns = zip(*(each._columns() for each in (NO_ROWS, *parts)), strict=True)
+        return cls(*map(np.concatenate, columns))
 
     def take(self, index: slice | npt.NDArray[np.bool_]) -> "LossRows":
         """Return the rows that a slice or a boolean mask [n] selects."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from loopfeed.engine.charts.loss_charts import smooth, smoothing_steps
 from loopfeed.engine.records.binned_log import BinnedLog, newest_rows
 from loopfeed.engine.records.loss_log import LOSS_LOG_NAME, Floats, LossLog, LossRows, last_logged_step
 from loopfeed.engine.report_page.absent import Absent
@@ -14,8 +15,6 @@ from loopfeed.preprocess.quantities import quantity
 
 _CHUNK_BYTES = 1 << 22
 _MOST_METRICS = 8
-# The smoothed curve averages over about this part of the run, and at least this many steps.
-_SMOOTHED_PART, _LEAST_SMOOTHED_STEPS = 0.01, 10.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,18 +97,18 @@ def _columns(rows: LossRows, names: dict[str, None]) -> dict[str, Floats]:
 def _curves(bins: BinnedLog, names: Sequence[str], num_unreadable: int, wall_s: float) -> Curves:
     used = bins.used
     step, loss = bins.part("high", "step")[used], bins.mean("loss")[used]
-    smoothing_steps = max(_LEAST_SMOOTHED_STEPS, _SMOOTHED_PART * step[-1])
+    time_constant = smoothing_steps(step)
     with np.errstate(divide="ignore"):
         images_per_s = 1 / bins.mean("seconds_per_image")[used]
     num_nonfinite = int(bins.part("count", "broken").sum())
     return Curves(
         bin_steps=bins.width,
-        smoothing_steps=smoothing_steps,
+        smoothing_steps=time_constant,
         step=step,
         loss=loss,
         lowest=np.where(np.isnan(loss), np.nan, bins.part("low", "loss")[used]),
         highest=np.where(np.isnan(loss), np.nan, bins.part("high", "loss")[used]),
-        smoothed=smooth(step, loss, smoothing_steps),
+        smoothed=smooth(step, loss, time_constant),
         learning_rate=bins.mean("lr")[used],
         images_per_s=np.where(np.isfinite(images_per_s), images_per_s, np.nan),
         wait_ms=bins.mean("wait_ms")[used],
@@ -119,22 +118,3 @@ def _curves(bins: BinnedLog, names: Sequence[str], num_unreadable: int, wall_s: 
         num_unreadable=num_unreadable,
         wall_s=wall_s,
     )
-
-
-def smooth(step: Floats, values: Floats, smoothing_steps: float) -> Floats:
-    """Return an exponential moving average without start-up bias; NaN values are left out, and stay NaN.
-
-    Args:
-        step: [n], ascending; a gap of d steps weights what came before by exp(-d / `smoothing_steps`).
-        values: [n].
-        smoothing_steps: the time constant.
-    """
-    total = weight = 0.0
-    before = step[0] - 1 if len(step) else 0.0
-    smoothed = np.full(len(values), np.nan)
-    for index, (at, value) in enumerate(zip(step.tolist(), values.tolist(), strict=True)):
-        kept = math.exp(-(at - before) / smoothing_steps)
-        if not math.isnan(value):
-            total, weight, before = kept * total + (1 - kept) * value, kept * weight + (1 - kept), at
-            smoothed[index] = total / weight
-    return smoothed

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from loopfeed.engine.charts.number_text import number, percent
 from loopfeed.engine.config import OFF, TrainConfig
 from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult, ImagePredictions, mean_recall
 from loopfeed.engine.evaluation.run import evaluate
@@ -23,7 +24,6 @@ from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.data_card import data_place, evaluated_split, is_fold
-from loopfeed.engine.report_page.number_text import number, percent
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.extents import all_upright
 from loopfeed.preprocess.pixels import to_rgb

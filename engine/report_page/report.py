@@ -19,6 +19,8 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from loopfeed.engine.charts import number_text
+from loopfeed.engine.charts.number_text import duration, number, percent
 from loopfeed.engine.config import SETTINGS, describe_value
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
@@ -28,11 +30,9 @@ from loopfeed.engine.records.machine import version_of
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
 from loopfeed.engine.records.whole_file import check_can_write, write_whole
-from loopfeed.engine.report_page import number_text
 from loopfeed.engine.report_page.absent import Absent
 from loopfeed.engine.report_page.data_card import read_data_card
 from loopfeed.engine.report_page.evaluated import evaluate_weights_of
-from loopfeed.engine.report_page.number_text import duration, number, percent
 from loopfeed.engine.report_page.run_on_page import RunOnPage, read_run
 from loopfeed.engine.report_page.training_charts import MOST_METRICS, TrainingCharts, metric_of
 from loopfeed.engine.run.run_stages import describe_stages

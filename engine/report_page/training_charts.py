@@ -6,10 +6,11 @@ from functools import partial
 
 import numpy as np
 
+from loopfeed.engine.charts.charts import Chart, Line
+from loopfeed.engine.charts.loss_charts import smooth
 from loopfeed.engine.records.loss_log import Floats
 from loopfeed.engine.report_page.absent import Absent
-from loopfeed.engine.report_page.charts import Chart, Line
-from loopfeed.engine.report_page.curves import Curves, smooth
+from loopfeed.engine.report_page.curves import Curves
 from loopfeed.engine.report_page.run_on_page import RunOnPage
 from loopfeed.engine.stream.sinks import EvaluationRecord
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from loopfeed.engine.charts.number_text import short
 from loopfeed.engine.records.loss_log import Floats
-from loopfeed.engine.report_page.number_text import short
 from loopfeed.engine.settings import LARGEST_FLOAT32
 from loopfeed.preprocess.quantities import quantity, round_numbers
 

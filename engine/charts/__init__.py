@@ -1,0 +1,1 @@
+"""What a run recorded, as arrays, and charts of lines over steps."""
