@@ -225,7 +225,7 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path, content, message):
         path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_initial_weights(path, "resnet8", *shapes_of("resnet8", 3))
-    with pytest.raises(ValueError, match="is a folder: give a file"):
+    with pytest.raises(ValueError, match=r"is a folder without config\.json: give a file or a run"):
         load_initial_weights(tmp_path, "resnet8", *shapes_of("resnet8", 3))
 
 

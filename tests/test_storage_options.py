@@ -1,9 +1,9 @@
 """Options of object stores: their parsing, what TensorStore receives, what a run records, and the messages."""
 
+import hashlib
 import os
 import pickle
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.owners import storage_options_of
-from loopfeed.engine.records.given_weights import local_file, read_given_weights
+from loopfeed.engine.records.given_weights import Origin, read_given_weights
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.packing.dask_request import PackRequest
@@ -307,21 +307,21 @@ def test_weights_of_a_url_are_read_like_a_file(tmp_path):
     weights = {"fc.weight": np.arange(6, dtype=np.float32).reshape(2, 3)}
     save_file(weights, tmp_path / "model.safetensors")
     url = f"file://{tmp_path}/model.safetensors"
-    with local_file(url) as path:
-        np.testing.assert_array_equal(read_given_weights(path).stored.tensors["fc.weight"], weights["fc.weight"])
-    assert not Path(path).exists()
-    with local_file("model.safetensors") as path:
-        assert path == "model.safetensors"
+    given = read_given_weights(url)
+    np.testing.assert_array_equal(given.stored.tensors["fc.weight"], weights["fc.weight"])
+    sha256 = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
+    assert (
+        given.origin
+        == Origin(url, None, sha256)
+        == read_given_weights(url[len("file://") :]).origin._replace(source=url)
+    )
     (tmp_path / "damaged").write_bytes(b"x" * 20)
-    with (
-        pytest.raises(ValueError, match=rf"file://{tmp_path}/damaged"),
-        local_file(f"file://{tmp_path}/damaged") as path,
-    ):
-        read_given_weights(path)
-    with pytest.raises(ShardError, match=r"/missing does not exist; check the URL$"), local_file(f"{url}/../missing"):
-        pass
-    with pytest.raises(ShardError, match="is not the URL of a file"), local_file("s3://bucket"):
-        pass
+    with pytest.raises(ValueError, match=rf"file://{tmp_path}/damaged"):
+        read_given_weights(f"file://{tmp_path}/damaged")
+    with pytest.raises(ShardError, match=r"/missing does not exist; check the URL$"):
+        read_given_weights(f"file://{tmp_path}/missing")
+    with pytest.raises(ShardError, match="is not the URL of a file"):
+        read_given_weights("s3://bucket")
 
 
 @pytest.mark.parametrize("url", ["https://me:hidden@host/pack", "s3://hidden@bucket/pack", "http://me:hidden@host?a/b"])

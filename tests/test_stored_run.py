@@ -20,7 +20,7 @@ from loopfeed import train
 from loopfeed.engine.commands.control_cli import main as control_run
 from loopfeed.engine.commands.tail_cli import main as tail_run
 from loopfeed.engine.evaluation.export import export_weights
-from loopfeed.engine.records.given_weights import local_file
+from loopfeed.engine.records.given_weights import Origin, read_given_weights
 from loopfeed.engine.records.stored import mirror
 from loopfeed.engine.records.stored.lease import LEASE, Lease
 from loopfeed.engine.records.stored.reading import download
@@ -112,10 +112,12 @@ def test_a_run_in_a_store_is_resumed_and_read_there(tmp_path, url, whole):
     assert loopfeed.replay_run(url, from_step=8, batches=toy_batch, **parts).is_same
     done = export_weights(url, tmp_path / "stored.safetensors", snapshot=16)
     assert done.digest == export_weights(whole, tmp_path / "local.safetensors", snapshot=16).digest
-    with local_file(f"{url}/model.safetensors") as path:
-        assert Path(path).read_bytes() == (whole / "model.safetensors").read_bytes()
-    with pytest.raises(ShardError, match=r"run/none.safetensors does not exist"), local_file(f"{url}/none.safetensors"):
-        pass
+    of_run, of_file = (read_given_weights(each) for each in (url, f"{url}/model.safetensors"))
+    assert of_run.origin == Origin(url, None, of_file.origin.sha256)
+    assert of_run.stored.digest == of_file.stored.digest == done.digest
+    assert read_given_weights(f"{url}@16").stored.digest is None
+    with pytest.raises(ShardError, match=r"run/none.safetensors does not exist"):
+        read_given_weights(f"{url}/none.safetensors")
     shown = CliRunner().invoke(tail_run, [url, "--once"])
     assert shown.exit_code == 0
     assert shown.output.count("step ") == CliRunner().invoke(tail_run, [str(whole), "--once"]).output.count("step ")

@@ -106,7 +106,7 @@ def test_tensors_are_those_that_pytorch_wrote():
 
 @needs_torch
 def test_a_checkpoint_gives_its_state_dictionary_without_prefixes():
-    given, notes = read_given_weights(RECORDED / "torch_checkpoint.pt")
+    given, notes, _ = read_given_weights(RECORDED / "torch_checkpoint.pt")
     assert notes == (
         "the tensors are those under 'state_dict' in the file",
         "the prefix 'module.' of the tensors' names is left out",
@@ -180,7 +180,7 @@ def test_what_does_not_match_is_listed_ten_names_of_each_kind(tmp_path):
 def test_the_first_of_two_state_dictionaries_is_read_and_named(tmp_path):
     (first, storages), (second, _) = (state_dict({"w": np.full(2, value, np.float32)}) for value in (1, 2))
     path = write_archive(tmp_path / "w.pt", dictionary({"ema": second, "model": first}), storages)
-    given, notes = read_given_weights(path)
+    given, notes, _ = read_given_weights(path)
     assert notes == ("the tensors are those under 'model' in the file, not those under 'ema'",)
     np.testing.assert_array_equal(given.tensors["w"], [1, 1])
 
@@ -353,7 +353,7 @@ def test_pipes_folders_and_other_formats_are_refused(tmp_path, torch_that_must_n
     os.mkfifo(tmp_path / "pipe.pt")
     with pytest.raises(ValueError, match="it is a pipe, not a file"):
         read_given_weights(tmp_path / "pipe.pt")
-    with pytest.raises(ValueError, match="is a folder: give a file"):
+    with pytest.raises(ValueError, match=r"is a folder without config\.json: give a file or a run"):
         read_given_weights(tmp_path)
     with pytest.raises(ValueError, match="does not exist: check the path"):
         read_given_weights(tmp_path / "none.pt")

@@ -28,6 +28,7 @@ from loopfeed.engine.data.open_data import manifest_digest_of
 from loopfeed.engine.feed.batches import ArrayBatches, EvaluationArrays, EvaluationSource, LabelKind
 from loopfeed.engine.feed.shard_batches import SequentialBatches
 from loopfeed.engine.owners import storage_options_of
+from loopfeed.engine.records.imagenet import classes_or_imagenet
 from loopfeed.engine.records.trained_run import TrainedRun
 from loopfeed.engine.records.weights_metadata import classes_of
 from loopfeed.preprocess.quantities import quantity
@@ -145,10 +146,13 @@ def open_evaluation_split(
             f"{split.num_images - held_out:,} of the {quantity(split.num_images, 'image')} of {where} were trained on; "
             f"without --split, only those of fold {trained_on.fold} are evaluated, which were not"
         )
-    if trained_on.classes:
-        label_of = _match_classes(split.manifest, where, trained_on.classes, notify)
+    classes = trained_on.classes
+    if trained_on.manifest_digest is None:
+        classes = classes_or_imagenet(classes, trained_on.num_classes, split.manifest.classes)
+    if classes:
+        label_of = _match_classes(split.manifest, where, classes, notify)
         source = SequentialBatches(split, batch=config.batch, label_of=label_of, images=images)
-        return EvaluationData(source, description, trained_on.classes)
+        return EvaluationData(source, description, classes)
     found, expected = split.manifest.num_classes, trained_on.num_classes
     if expected is not None and found != expected and not (is_known and found < expected):
         raise ValueError(

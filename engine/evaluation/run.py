@@ -152,7 +152,7 @@ def evaluate_weights(
     file = os.fspath(path)
     given = read_given_weights(file)
     name = registry_name_of(file, given.stored, config)
-    stored, changes = rename_head(given, find_network(name).head)
+    stored, changes, _ = rename_head(given, find_network(name).head)
     for change in changes:
         notify(f"weights: {change}")
     config = with_recorded_loss(config, stored.metadata, file)

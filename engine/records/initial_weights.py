@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from loopfeed.engine.records.given_weights import local_file, read_given_weights, rename_head
+from loopfeed.engine.records.given_weights import read_given_weights, rename_head
 from loopfeed.engine.records.weights import Tensors, name_tensors, place_tensors
 from loopfeed.engine.records.weights_metadata import classes_of
 from loopfeed.engine.updates.update import Weights
@@ -88,8 +88,7 @@ def load_initial_weights(
     """
     file, like = os.fspath(path), Weights(params, batch_stats)
     head = None if registry_name is None else find_network(registry_name).head
-    with local_file(file, storage_options) as local:
-        stored, changes = rename_head(read_given_weights(local), head)
+    stored, changes, _ = rename_head(read_given_weights(file, storage_options), head)
     try:
         placed = place_tensors(registry_name, stored.tensors, like)
     except ValueError as error:
