@@ -23,7 +23,7 @@ from loopfeed.models.families.vision_transformer import (
     size_of_positions,
 )
 from loopfeed.models.model import BatchStats, Images, Logits, Model, Params
-from loopfeed.models.names import MODEL_NAMES
+from loopfeed.models.names import MODEL_NAMES, TIMM_NAMES
 
 type Network = ResNet | PooledConvNet | VisionTransformer | ConvNeXt
 """The architecture of a network. Its `head` is the path of the classifier, `undecayed` as in `Model`."""
@@ -234,6 +234,7 @@ class ModelSummary(NamedTuple):
 
     Attributes:
         name: its name in the registry.
+        timm_name: its name in timm, None if timm has no such network.
         image_size: height and width in pixels for which it is counted: 224 for ImageNet's networks, else 32.
         num_classes: number of classes for which it is counted: 1000 or 10.
         num_params: number of learnable scalars.
@@ -242,6 +243,7 @@ class ModelSummary(NamedTuple):
     """
 
     name: str
+    timm_name: str | None
     image_size: int
     num_classes: int
     num_params: int
@@ -258,4 +260,4 @@ def _summarise(name: str, net: Network) -> ModelSummary:
     image_size, num_classes = _SMALL if is_small else _LARGE
     params, _ = jax.eval_shape(partial(init_network, net, num_classes), jax.random.key(0))
     num_products = family_of(net).count_products(net, image_size, num_classes)
-    return ModelSummary(name, image_size, num_classes, count_params(params), num_products)
+    return ModelSummary(name, TIMM_NAMES[name], image_size, num_classes, count_params(params), num_products)

@@ -2,8 +2,8 @@
 
 The keys of this package's nested parameters are already torchvision's module paths. Only the last word of a name and
 the order of a kernel's axes differ, and PyTorch keeps parameters and running statistics in one flat dictionary.
-Some have timm's names instead: `resnet50-d`, `convnext-tiny` and the vision transformers, which in timm are
-`resnet50d`, `convnext_tiny`, `vit_small_patch16_224` and `vit_base_patch16_224`.
+Networks that torchvision lacks, or builds otherwise, have timm's names instead: `loopfeed.models.names.TIMM_NAMES` has
+all networks that timm has too, and the names of their tensors are timm's (for ResNets those of both).
 `convnet8`, which torchvision does not have, uses its own paths (`stage1.0.conv.weight`) and the same layouts; its norms
 have no weight, and their bias is stored without the factor `loopfeed.models.families.pooled_convnet.BIAS_GAIN`. The
 fixed stem kernel of `convnet8-wide`, `loopfeed.models.families.pooled_convnet.cosine_kernel`, is not stored.

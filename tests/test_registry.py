@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from loopfeed.models.names import TIMM_NAMES, find_timm_model
 from loopfeed.models.registry import build_model, count_params, model_names
 
 # With 1000 classes: what torchvision documents (vit_b_16 and convnext_tiny too), what XLA.jl's ResNet-50 has, what
@@ -67,3 +68,11 @@ def test_wrong_requests_are_refused():
     with pytest.raises(ValueError, match="at least 1, got 0 and 32"):
         build_model("resnet8", num_classes=0, image_size=32)
     assert len(model_names()) == 19
+
+
+def test_each_name_in_timm_leads_back_to_its_network():
+    """With the tag of its weights, and for a vision transformer with any image size."""
+    for name, timm in TIMM_NAMES.items():
+        assert timm is None or find_timm_model(timm) == find_timm_model(f"{timm}.a1_in1k") == name
+    assert find_timm_model("vit_base_patch16_384.augreg_in21k_ft_in1k") == "vit-b16"
+    assert find_timm_model("resnet18d") is find_timm_model("vit-b16") is find_timm_model("") is None

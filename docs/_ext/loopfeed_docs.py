@@ -120,10 +120,13 @@ class ModelReference(SphinxDirective):
 
         rows = [
             f"| `{each.name}` | {each.image_size} px, {each.num_classes:,} classes | {each.num_params:,} "
-            f"| {each.num_products / 1e6:,.1f} |"
+            f"| {each.num_products / 1e6:,.1f} | {f'`{each.timm_name}`' if each.timm_name else ''} |"
             for each in summarise_models()
         ]
-        head = ["| name | counted for | parameters | million multiply-accumulates |", "|---|---|---:|---:|"]
+        head = [
+            "| name | counted for | parameters | million multiply-accumulates | in timm |",
+            "|---|---|---:|---:|---|",
+        ]
         return self.parse_text_to_nodes("\n".join([*head, *rows]))
 
 
