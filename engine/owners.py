@@ -67,13 +67,15 @@ def names_table(name: str, value: str) -> bool:
 
 
 def absolute_location(location: str | None) -> str | None:
-    """Return a path made absolute, or a URL unchanged."""
-    if location is None or is_url(location):
+    """Return a path made absolute; a URL, and a name on the hub, unchanged."""
+    if location is None or is_url(location) or location.startswith(HUB):
         return location
     return str(expand_home(location).absolute())
 
 
 STORAGE = "storage_options"
+HUB = "hf-hub:"
+"""What begins the name of a repository on the Hugging Face hub."""
 
 OF_A_RECORD = tuple(name for name, each in SETTINGS.items() if each.owner in (Owner.RUN, Owner.DATA))
 """The settings that are taken from the record of a run."""

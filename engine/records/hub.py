@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from loopfeed.engine.owners import HUB
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.workers import Worker
 
-PREFIX = "hf-hub:"
-EXAMPLE = f"{PREFIX}timm/resnet18.a1_in1k"
+EXAMPLE = f"{HUB}timm/resnet18.a1_in1k"
 WEIGHTS_NAMES = ("model.safetensors", "pytorch_model.bin")
 """The names of a weights file in a repository, the first of which is taken."""
 _CONFIG = "config.json"
@@ -45,7 +45,7 @@ class HubFiles(NamedTuple):
 
 def is_hub_name(location: str) -> bool:
     """Return whether a location names a repository of the hub."""
-    return location.startswith(PREFIX)
+    return location.startswith(HUB)
 
 
 def fetch(location: str, revision: str | None = None) -> HubFiles:
@@ -58,7 +58,7 @@ def fetch(location: str, revision: str | None = None) -> HubFiles:
     Raises:
         HubError: the library is not installed, or the repository, the revision or a file cannot be had.
     """
-    repository, _, given = location.removeprefix(PREFIX).partition("@")
+    repository, _, given = location.removeprefix(HUB).partition("@")
     try:
         import huggingface_hub as _  # noqa: F401
     except ImportError:
@@ -126,7 +126,7 @@ def _file(location: str, repository: str, name: str, revision: str) -> Path | No
     except errors.EntryNotFoundError:
         return None
     except errors.HFValidationError:
-        raise HubError(f"{where} must be {PREFIX}OWNER/NAME, with @REVISION if wanted, such as {EXAMPLE}") from None
+        raise HubError(f"{where} must be {HUB}OWNER/NAME, with @REVISION if wanted, such as {EXAMPLE}") from None
     # Whatever else the library, or one that it uses, raises: of its many classes, few have a common base.
     except Exception as error:
         raise HubError(

@@ -7,18 +7,21 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from loopfeed.engine.records.given_weights import read_given_weights, rename_head
+from loopfeed.engine.records.given_weights import Origin, read_given_weights, rename_head
+from loopfeed.engine.records.imagenet import classes_or_imagenet
 from loopfeed.engine.records.weights import Tensors, name_tensors, place_tensors
-from loopfeed.engine.records.weights_metadata import classes_of
+from loopfeed.engine.records.weights_metadata import OF_INPUT, check_metadata, classes_of
 from loopfeed.engine.updates.update import Weights
 from loopfeed.models.model import get_at, replace_at
 from loopfeed.models.registry import find_network, image_size_of, resize_params
+from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.shards.classes import ImageClass, have_same_order, lacking, places
 
@@ -33,6 +36,8 @@ class InitialWeights(NamedTuple):
             `load_initial_weights`.
         notes: one-line messages to the user about the file.
         digest: SHA-256 of the file's tensors and their names.
+        origin: where they are from.
+        metadata: what the source says of the input of the weights, as the metadata of a run's own weights.
         is_by_identifier: whether the classifier is another one than the file's because of the identifiers of classes.
     """
 
@@ -40,6 +45,8 @@ class InitialWeights(NamedTuple):
     batch_stats: Any
     notes: tuple[str, ...]
     digest: str
+    origin: Origin
+    metadata: Mapping[str, str]
     is_by_identifier: bool = False
 
     def over(self, drawn: Weights) -> Weights:
@@ -64,23 +71,25 @@ def load_initial_weights(
     *,
     classes: Sequence[ImageClass] = (),
     storage_options: Mapping[str, str] | None = None,
+    revision: str | None = None,
 ) -> InitialWeights:
     """Read and check initial weights; this needs only the shapes of the model's arrays, so it can precede slow work.
 
     Args:
-        path: the path or URL of a safetensors file or of a state dictionary saved by PyTorch, with torchvision's names
-            and layouts for a network of the registry, and with `params.…` and `batch_stats.…` for a user-defined model,
-            as in the `model.safetensors` of a run. Prefixes of wrappers are left out; see `read_given_weights`.
+        path: what `read_given_weights` takes: a file, a run or a repository of the hub, with torchvision's names and
+            layouts for a network of the registry, and with `params.…` and `batch_stats.…` for a user-defined model, as
+            in the `model.safetensors` of a run. Prefixes of wrappers are left out.
         registry_name: the model's name in the registry, None for a user-defined one.
         params, batch_stats: the model's pytrees, arrays or jax.ShapeDtypeStruct.
         classes: the classes of the data by label, empty if they have no identifiers.
         storage_options: how to reach the store of a URL.
+        revision: the commit to take of a repository, if the path names none.
 
     Returns:
         The weights, with the dtypes of `params` and `batch_stats` (floats of another width are converted). If a network
-        of the registry has other classes than the file records, or another number of them, its classifier is the one of
-        `params`; if it has the same classes in another order, so are the rows of its classifier. If the images of a
-        vision transformer have another size, its position embedding is interpolated.
+        of the registry has a class that the file lacks, or another number of them without identifiers, its classifier
+        is the one of `params`; if the file has all of its classes, so are the rows of its classifier. If the images of
+        a vision transformer have another size, its position embedding is interpolated.
 
     Raises:
         ValueError: if the file cannot be read, a tensor is missing, unexpected or of another shape, a value is NaN or
@@ -88,24 +97,28 @@ def load_initial_weights(
     """
     file, like = os.fspath(path), Weights(params, batch_stats)
     head = None if registry_name is None else find_network(registry_name).head
-    stored, changes, _ = rename_head(read_given_weights(file, storage_options), head)
+    given = rename_head(read_given_weights(file, storage_options, revision=revision), head)
+    stored, changes, origin = given
     try:
         placed = place_tensors(registry_name, stored.tensors, like)
     except ValueError as error:
         model = stored.metadata.get("model")
-        hint = f" (the file was saved from the model {model!r})" if model not in (None, registry_name) else ""
+        hint = ""
+        if model not in (None, registry_name):
+            hint = f" (the file was saved from the model {model!r}: give --model {printable(str(model))})"
         raise ValueError(f"--init-from {file}: {error}{hint}") from None
     named = name_tensors(registry_name, *placed)
     _check_finite(file, named)
+    check_metadata({key: text for key, text in stored.metadata.items() if key in OF_INPUT}, file)
     notes, in_file = [*changes, *_conversions(stored.tensors, named)], classes_of(stored.metadata, file)
+    described = partial(InitialWeights, digest=_digest(stored.tensors), origin=origin, metadata=stored.metadata)
     if registry_name is None or head is None:
-        notes += _doubts(in_file, classes)
-        return InitialWeights(placed.params, placed.batch_stats, tuple(notes), _digest(stored.tensors))
+        return described(placed.params, placed.batch_stats, tuple(notes + _doubts(in_file, classes)))
+    in_file = classes_or_imagenet(in_file, get_at(placed.params, head)["bias"].shape[0], classes)
     params, of_classes, is_by_identifier = _fit_classifier(head, placed.params, like.params, in_file, classes)
     params, of_size = _fit_size(registry_name, params, like.params)
-    return InitialWeights(
-        params, placed.batch_stats, (*notes, *of_classes, *of_size), _digest(stored.tensors), is_by_identifier
-    )
+    notes += [*of_classes, *of_size]
+    return described(params, placed.batch_stats, tuple(notes), is_by_identifier=is_by_identifier)
 
 
 def _digest(tensors: Tensors) -> str:
@@ -136,7 +149,8 @@ def _fit_classifier(
     """
     num_in_file, num_in_data = (int(get_at(each, head)["bias"].shape[0]) for each in (params, like))
     fresh, is_new = replace_at(params, head, get_at(like, head)), "the classifier is newly initialised"
-    if num_in_file != num_in_data:
+    has_parts = in_file and len(in_data) == num_in_data < num_in_file and not lacking(in_data, in_file)
+    if num_in_file != num_in_data and not has_parts:
         found = quantity(num_in_file, "class")
         return fresh, [f"{is_new}: the file has {found}, the data have {num_in_data:,}"], False
     if not in_data or have_same_order(in_file, in_data):
@@ -144,15 +158,14 @@ def _fit_classifier(
     if not in_file:
         return params, ["the file does not record its classes: they are taken to be those of the data, in order"], False
     for has, lacks, words in ((in_data, in_file, "the file lacks"), (in_file, in_data, "the data lack")):
-        if (others := lacking(has, lacks)) is not None:
+        if not has_parts and (others := lacking(has, lacks)) is not None:
             return fresh, [f"{is_new}, because the classes differ: {words} {others}"], True
     order = [*places(in_data, in_file), *range(len(in_data), num_in_data)]
     permuted = jax.tree.map(lambda leaf: leaf[..., np.array(order)], get_at(params, head))
-    return (
-        replace_at(params, head, permuted),
-        ["the rows of the classifier are permuted: the file has the same classes in another order"],
-        True,
-    )
+    note = "the rows of the classifier are permuted: the file has the same classes in another order"
+    if has_parts:
+        note = f"the classifier has {num_in_data:,} of the {num_in_file:,} rows of the file, by identifier"
+    return replace_at(params, head, permuted), [note], True
 
 
 def _fit_size(registry_name: str, params: Any, like: Any) -> tuple[Any, list[str]]:

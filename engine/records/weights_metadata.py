@@ -24,7 +24,7 @@ LOSS = "loss"
 """The key for the ready-made loss of weights that were trained on targets, not on class numbers."""
 TARGETS = "targets"
 """The key for what the outputs of such weights are: `classes`, a logit for each of several, or `numbers`."""
-IMAGE_SIZE, MEAN, STD = "image_size", "mean", "std"
+IMAGE_SIZE, MEAN, STD = OF_INPUT = ("image_size", "mean", "std")
 _CLASSES = "classes"
 _NUM_CLASSES = "num_classes"
 _MAX_SIDE = 1 << 16

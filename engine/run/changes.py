@@ -37,8 +37,6 @@ HOST_SETTINGS = frozenset(
 )
 """Settings that a resume may change because they concern only the host, or record where another setting came from."""
 
-# The key of the digest of the initial weights in the resolved part of `config.json`.
-GIVEN_WEIGHTS = "init_from_sha256"
 _USER_PARTS = "own_parts"
 _KEPT_PROPERTIES = (
     *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
@@ -264,17 +262,6 @@ def check_manifest(data: RunData, recorded: RecordedRun) -> None:
             f"a resumed or replayed run must have its original data, but these differ: {data.description} (the "
             f"manifest's digest was {_short(recorded.manifest_digest)}, is now {_short(data.manifest_digest)}). "
             "Give the folder where the original data are now (--data), or start another run"
-        )
-
-
-def check_given_weights(digest: str | None, recorded: RecordedRun) -> None:
-    """Raise ValueError if the initial weights are not those of the recorded run."""
-    before = recorded.resolved.get(GIVEN_WEIGHTS)
-    if digest is not None and digest != before:
-        raise ValueError(
-            "a run that is resumed or replayed from its beginning must start from its original weights, but those of "
-            f"{recorded.config.init_from} differ (their digest was {_short(before)}, is now {_short(digest)}): "
-            "restore the file, or start another run"
         )
 
 

@@ -29,8 +29,9 @@ from loopfeed.engine.program.loop import make_program
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.replicas import replicate, shapes_on
 from loopfeed.engine.run.program_settings import seed_words
-from loopfeed.engine.run.resume import find_cuts, put_given_weights
+from loopfeed.engine.run.resume import find_cuts
 from loopfeed.engine.run.run import Run
+from loopfeed.engine.run.starting_weights import put_given_weights
 from loopfeed.engine.runtime.record import ProgramTimes
 from loopfeed.engine.spans import COMPILING
 

@@ -22,10 +22,11 @@ from loopfeed.engine.program.kernels import describe_kernels, record_kernels
 from loopfeed.engine.program.train_state import TrainModel, name_of_model
 from loopfeed.engine.records.initial_weights import InitialWeights
 from loopfeed.engine.records.machine import MACHINE, Topology
-from loopfeed.engine.run.changes import check_data, check_given_weights, machine_of
+from loopfeed.engine.run.changes import check_data, machine_of
 from loopfeed.engine.run.infeeds import depth_of
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.run_stages import describe_stages
+from loopfeed.engine.run.starting_weights import check_given_weights
 from loopfeed.models.families.pooled_convnet import PooledConvNet
 from loopfeed.models.registry import model_names, networks
 from loopfeed.preprocess.quantities import quantity
@@ -208,4 +209,4 @@ def check_is_as_recorded(run: Run) -> None:
     assert recorded is not None
     check_data(resolved_of(run), run.data, recorded)
     check_rules(rules_of_run(run), recorded.resolved)
-    check_given_weights(run.given_digest, recorded)
+    check_given_weights(run.given, recorded, run.notify)

@@ -35,13 +35,14 @@ from loopfeed.engine.records.run_folder_sink import RunFolderSink
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
 from loopfeed.engine.records.weights import name_tensors
 from loopfeed.engine.records.weights_metadata import STEPS_DONE, WEIGHTS_METADATA
-from loopfeed.engine.run.changes import GIVEN_WEIGHTS, note_changes
+from loopfeed.engine.run.changes import note_changes
 from loopfeed.engine.run.descriptions import RULES, crossings_of, resolved_of, rules_of_run, topology_of
 from loopfeed.engine.run.epochs import SnapshotChoice
 from loopfeed.engine.run.launch_monitor import record_rollback, start_monitor
 from loopfeed.engine.run.result import TrainResult, metadata_of, recorded_metadata, result_of
 from loopfeed.engine.run.resume import find_cuts, rewind_run
 from loopfeed.engine.run.run import NonFiniteError, Run
+from loopfeed.engine.run.starting_weights import GIVEN_WEIGHTS, ORIGIN
 from loopfeed.engine.runtime.goodput import Rollback
 from loopfeed.engine.runtime.monitor import RuntimeMonitor
 from loopfeed.engine.runtime.record import LaunchState, RuntimeReport
@@ -143,6 +144,7 @@ class Recorder:
             **({RULES: rules} if rules else {}),
             "learning_rate": self._config.peak_learning_rate,
             GIVEN_WEIGHTS: run.given_digest or before.get(GIVEN_WEIGHTS),
+            **({} if (origin := run.given_origin or before.get(ORIGIN)) is None else {ORIGIN: origin}),
             WEIGHTS_METADATA: recorded_metadata(run),
         }
         folder.write_config(

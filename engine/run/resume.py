@@ -10,19 +10,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.control.request import ControlEvent, factor_before
 from loopfeed.engine.data.dataset import DATA_LOCATION, data_of_record
 from loopfeed.engine.named_parts import compare_named
-from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.parts import UserParts, changed_sources
 from loopfeed.engine.program.kernels import AUTO
 from loopfeed.engine.program.train_state import TrainModel, TrainState, init_state
@@ -37,7 +34,6 @@ from loopfeed.engine.records.folder_state import (
     digest_log,
     whole_lines_digest,
 )
-from loopfeed.engine.records.initial_weights import InitialWeights, load_initial_weights
 from loopfeed.engine.records.json_lines import read_lines
 from loopfeed.engine.records.recorded_run import RecordedEnd, RecordedRun, read_recorded, read_result
 from loopfeed.engine.records.run_folder import (
@@ -51,10 +47,8 @@ from loopfeed.engine.records.run_folder import (
 )
 from loopfeed.engine.run.changes import check_settings, check_user
 from loopfeed.engine.updates.settings import CompiledSettings
-from loopfeed.engine.updates.update import Weights, init_update
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import open_unlinked
-from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.system_errors import reading_remedy
 
 if TYPE_CHECKING:
@@ -351,49 +345,3 @@ def draw_state(model: TrainModel, settings: CompiledSettings, words: jax.Array) 
     """Return the initial state that the words of a seed, uint32 [2], determine."""
     # The generator is named, so that the user's default generator changes neither the run nor the key's shape.
     return init_state(model, settings, jax.random.wrap_key_data(words, impl="threefry2x32"))
-
-
-def read_weights_of_run(
-    config: TrainConfig,
-    registry_name: str | None,
-    start: Resume,
-    shape: TrainState,
-    notify: Callable[[str], None],
-    classes: Sequence[ImageClass] = (),
-) -> InitialWeights | None:
-    """Read the initial weights before any slow work begins; return None if the launch uses none.
-
-    Args:
-        config: the settings.
-        registry_name: the name of the model in the registry, None for a user-defined model.
-        start: where the launch begins; a snapshot has weights of its own.
-        shape: shapes and dtypes of the initial state.
-        notify: called with lines of text about the weights.
-        classes: the classes of the data by label.
-
-    Raises:
-        ValueError: the file does not fit the model.
-    """
-    if config.init_from is None or start.snapshot is not None:
-        return None
-    given = load_initial_weights(
-        config.init_from,
-        registry_name,
-        shape.params,
-        shape.batch_stats,
-        classes=classes,
-        storage_options=storage_options_of(config),
-    )
-    notify(f"weights: {config.init_from}")
-    for note in given.notes:
-        notify(note)
-    return given
-
-
-def put_given_weights(given: InitialWeights | None, drawn: TrainState, settings: CompiledSettings) -> TrainState:
-    """Return a randomly initialised state with the given weights, if there are any, and an update that fits them."""
-    if given is None:
-        return drawn
-    weights = jax.tree.map(partial(jnp.array, copy=True), given.over(Weights(drawn.params, drawn.batch_stats)))
-    params, batch_stats = weights
-    return drawn._replace(params=params, batch_stats=batch_stats, update=init_update(settings, weights))

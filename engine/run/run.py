@@ -48,8 +48,9 @@ from loopfeed.engine.run.program_settings import (
     seed_words,
 )
 from loopfeed.engine.run.resolve import choose_model
-from loopfeed.engine.run.resume import Resume, draw_state, read_weights_of_run
+from loopfeed.engine.run.resume import Resume, draw_state
 from loopfeed.engine.run.run_stages import check_sizes, describe_selections, size_batches
+from loopfeed.engine.run.starting_weights import read_weights_of_run, with_statistics
 from loopfeed.engine.runtime.goodput import recording_compilations
 from loopfeed.engine.runtime.record import ProgramTimes
 from loopfeed.engine.settings import SettingError
@@ -230,7 +231,8 @@ class Run:
         self.selection = describe_selections(config, shape, has_user_optimizer=self.parts.optimizer is not None)
         check_user_rate(self.settings, shape.params)
         check_sizes(config, data, self.checked_model(), self.stages, shape)
-        self.given = read_weights_of_run(config, self.registry_name, start, shape, self.notify, data.classes)
+        self.given = read_weights_of_run(config, self.registry_name, start, shape, self.notify, data)
+        self.data = with_statistics(config, data, self.given, start)
         self.num_params = count_params(shape.params)
         if self.registry_name is None:
             check_names(shape.params, shape.batch_stats)
@@ -283,6 +285,11 @@ class Run:
     def given_digest(self) -> str | None:
         """The SHA-256 of the initial weights that this launch read, or None if it read none."""
         return None if self.given is None else self.given.digest
+
+    @property
+    def given_origin(self) -> dict[str, Any] | None:
+        """Where the initial weights that this launch read are from, as recorded; None if it read none."""
+        return None if self.given is None else self.given.origin._asdict()
 
     @property
     def ring_bytes(self) -> int:
