@@ -3,12 +3,12 @@
 import hashlib
 import json
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from huggingface_hub.utils import _http
 from safetensors.numpy import save
 
 from loopfeed import TrainConfig, train
@@ -51,7 +51,7 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setenv("HF_ENDPOINT", found.url)
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        monkeypatch.setattr(_http.time, "sleep", lambda _: None)
+        monkeypatch.setattr(time, "sleep", lambda _: None)  # between the tries of the library
         yield found
 
 
