@@ -19,7 +19,16 @@ WITHOUT = {
     *("ChangedShardError", "ConfigError", "FeederError", "NonFiniteError", "ShardError"),
     *("Damage", "DeviceInfo", "Difference", "EvaluationRecord", "EvaluationResult", "ImagePredictions", "LoadedRecipe"),
     *("LossRecord", "PackResult", "PredictionResult", "Profile", "ProgramReport", "ReplayReport", "RunHandle"),
-    *("RuntimeReport", "ShownBatch", "StepCheck", "ThisProcess", "TrainResult", "RunningStats", "DeviceRates"),
+    *(
+        "RunInterrupted",
+        "RuntimeReport",
+        "ShownBatch",
+        "StepCheck",
+        "ThisProcess",
+        "TrainResult",
+        "RunningStats",
+        "DeviceRates",
+    ),
 }
 
 

@@ -26,12 +26,6 @@ class Figure:
 
     Attributes:
         charts: what is drawn.
-
-    Example:
-        >>> figure = result.plot()
-        >>> figure.save("loss.svg")
-        >>> figure
-        Figure(Loss of the training, Accuracy, Learning rate)
     """
 
     charts: Sequence[Chart]

@@ -74,6 +74,10 @@ def encode_control(flags: int, learning_rate_factor: float, num_batches: int) ->
     return flags, factor_bits, num_batches
 
 
+END_OF_PROCESS = "the end of the process"
+"""The reason of a stop that comes when Python ends and starts no more threads, so that no snapshot can be written."""
+
+
 def stop_at_once() -> ControlWords:
     """Return the control word that stops the program at once, without further batches."""
     return encode_control(STOP, 1.0, 0)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from loopfeed.engine.compilation.ahead_of_time import Compiled
+from loopfeed.engine.control.board import END_OF_PROCESS
 from loopfeed.engine.control.recording import Confirm, EventRecorder
 from loopfeed.engine.control.request import ControlEvent, origin_of
 from loopfeed.engine.crossing.pushed import PushedSnapshot
@@ -289,6 +290,7 @@ class Recorder:
         )
         # A state that may depend on changed data is not worth resuming from either.
         is_worth_it = not isinstance(failure, NonFiniteError | LostFileError) and not self._run.has_changed_data
+        is_worth_it &= self._run.board.stop_reason != END_OF_PROCESS
         if folder_state is not None and is_whole and is_worth_it:
             tree = jax.tree.map(np.asarray, plain_keys(state))
             self._snapshots.submit(int(state.step), int(state.batch_index), tree, folder_state)

@@ -1,5 +1,7 @@
 """The result of a run, and what describes its weights."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,21 +9,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loopfeed.engine.charts.card import html_card, text_card
+from loopfeed.engine.charts.figure import Figure
+from loopfeed.engine.charts.history import History, history_in_memory, read_history
+from loopfeed.engine.charts.number_text import percent
 from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.feed.batches import image_shape
+from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.profile.table import Profile
 from loopfeed.engine.program.train_state import TrainState
+from loopfeed.engine.python_calls import in_python_words
 from loopfeed.engine.records.loss_log import COMPLETE_ENDS
+from loopfeed.engine.records.stored.reading import local_copy, logs_only
 from loopfeed.engine.records.weights_metadata import describe_weights, without_classes
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.runtime.record import RuntimeReport
 from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.preprocess.quantities import quantity
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainResult:
-    """The trained model of a run, its losses, and how the run ended.
+    """The trained model of a run, its losses, and how the run ended; printed, and in a notebook, it is a short card.
 
     Attributes:
         params, batch_stats: the trained model's pytrees; with ema_decay, their average.
@@ -59,11 +69,80 @@ class TrainResult:
     runtime: RuntimeReport
     snapshot_step: int | None = None
     profile: Profile | None = None
+    _storage_options: Mapping[str, str] | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether the run did all its steps, or its evaluations ended it, without being stopped first."""
         return self.stopped_by in COMPLETE_ENDS
+
+    @property
+    def history(self) -> History:
+        """All steps and evaluations of all launches of the run, read from its folder; without one, those of this call.
+
+        Raises:
+            OSError: the folder cannot be read.
+            ValueError: the store of a URL cannot be read.
+        """
+        if self.run_dir is None:
+            first = self.steps_done - len(self.losses) + 1
+            return history_in_memory(self.losses, first, self.evaluations)
+        with local_copy(self.run_dir, self._storage_options, logs_only) as folder:
+            return read_history(folder, self.steps_done)
+
+    def plot(self) -> Figure:
+        """Return charts of `history`, which a notebook shows; `save` writes them to an SVG file."""
+        return self.history.plot()
+
+    def __repr__(self) -> str:
+        return text_card(*self._card)
+
+    def _repr_html_(self) -> str:
+        """Return the card as a notebook shows it."""
+        return html_card(*self._card)
+
+    @property
+    def _card(self) -> tuple[str, list[tuple[str, str]]]:
+        """The title of the card and its lines."""
+        how = "run complete" if self.is_complete else f"run stopped by {self.stopped_by}"
+        if self.stopped_by in _COMPLETE_EARLY:
+            how += f" ({_COMPLETE_EARLY[self.stopped_by]})"
+        done = f"{how}: {quantity(self.steps_done, 'step')}"
+        if len(self.losses) != self.steps_done:
+            done += f", {len(self.losses):,} of them"
+        facts = [] if not len(self.losses) else [("loss", described_losses(self.losses))]
+        if self.evaluations:
+            facts.append(("evaluation", describe_evaluations(self.evaluations)))
+        if self.num_skipped:
+            facts.append(("skipped", f"{quantity(self.num_skipped, 'update')} that would have been NaN or infinite"))
+        facts.append(("parameters", f"{self.num_params:,}"))
+        if self.run_dir is not None:
+            facts.append(("folder", str(self.run_dir)))
+            if not self.is_complete and self.snapshot_step is not None:
+                facts.append(("snapshot", f"of step {self.snapshot_step:,}: train with resume=True to go on"))
+        verdict = self.runtime.verdict
+        if verdict is not None and verdict.bound_by != "unknown":
+            facts.append(("verdict", in_python_words(verdict.line)))
+        return f"{done} in {self.train_s:.1f} s", facts
+
+
+_COMPLETE_EARLY = {"top1": "the accuracy to stop at was reached", "patience": "no better evaluation in time"}
+
+
+def described_losses(losses: NDArray[np.float32]) -> str:
+    """Return the last of some losses and the mean of the last hundred, as text; there must be one."""
+    last = losses[-min(100, len(losses)) :]
+    return f"{losses[-1]:z.4f} (mean of the last {len(last)}: {last.mean():z.4f})"
+
+
+def describe_evaluations(evaluations: Sequence[EvaluationRecord]) -> str:
+    """Return the last evaluation and the best, as text; there must be one."""
+    last = evaluations[-1]
+    known = [each for each in evaluations if not math.isnan(each.top1)]
+    if not known:
+        return f"loss {last.loss:z.4f} at step {last.step:,}"
+    best = max(known, key=lambda each: each.top1)
+    return f"top-1 {percent(last.top1)}, best {percent(best.top1)} at step {best.step:,}"
 
 
 # The names of 20,000 classes take about 1 MB.
@@ -105,6 +184,7 @@ def result_of(
         run_dir=None if run.folder is None else run.folder.path if run.stored is None else run.config.run_dir,
         runtime=runtime,
         profile=run.profiling.profile,
+        _storage_options=storage_options_of(run.config),
     )
 
 

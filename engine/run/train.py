@@ -8,11 +8,12 @@ and `loopfeed.engine.run.recorder` what is written.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Unpack
+from typing import Literal, Unpack, overload
 
 from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.compilation.cache_place import check_cache_places
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.control.request import factor_before
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.crossing.devices import Placement, settle_devices, split_processor
@@ -21,9 +22,11 @@ from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.processes import exchange, this_process, wait_for_processes
 from loopfeed.engine.program.kernels import changed_kernels_notice, settle_kernels
 from loopfeed.engine.program.train_state import TrainState
+from loopfeed.engine.python_calls import in_python_words
 from loopfeed.engine.records.machine import MACHINE, Topology, machine_warning
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.run_folder import RunFolder, check_folder
+from loopfeed.engine.run.background import BackgroundRun, check_is_alone
 from loopfeed.engine.run.callbacks import Callback, Callbacks, RunHandle, as_callbacks
 from loopfeed.engine.run.changes import (
     check_manifest,
@@ -37,7 +40,9 @@ from loopfeed.engine.run.compiling import DryRun, compiling, plan_program, prepa
 from loopfeed.engine.run.cycles import append_cycle, check_cycle, describe_rate_change
 from loopfeed.engine.run.descriptions import check_is_as_recorded, crossings_of, describe_run, resolved_of, topology_of
 from loopfeed.engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations
+from loopfeed.engine.run.interrupted import train_interruptibly
 from loopfeed.engine.run.launch_monitor import start_monitor
+from loopfeed.engine.run.notebook import ending_display, notebook_display
 from loopfeed.engine.run.recorder import Recorder
 from loopfeed.engine.run.resolve import check_arguments, check_best_metrics, settle_stop_metric, warn_of_settings
 from loopfeed.engine.run.result import TrainResult, result_of
@@ -51,15 +56,45 @@ from loopfeed.engine.stream.sinks import RunDescription, Sink
 from loopfeed.preprocess.quantities import quantity
 
 
+@overload
 def train(
     config: TrainConfig,
     *,
+    background: Literal[True],
     sinks: Sequence[Sink | RecordFunction] = (),
-    notify: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] | None = None,
     origins: Mapping[str, str] | None = None,
     callbacks: Sequence[Callback | RecordFunction] = (),
+    progress: bool | None = None,
     **parts: Unpack[PartArguments],
-) -> TrainResult:
+) -> BackgroundRun: ...
+
+
+@overload
+def train(
+    config: TrainConfig,
+    *,
+    background: Literal[False] = False,
+    sinks: Sequence[Sink | RecordFunction] = (),
+    notify: Callable[[str], None] | None = None,
+    origins: Mapping[str, str] | None = None,
+    callbacks: Sequence[Callback | RecordFunction] = (),
+    progress: bool | None = None,
+    **parts: Unpack[PartArguments],
+) -> TrainResult: ...
+
+
+def train(
+    config: TrainConfig,
+    *,
+    background: bool = False,
+    sinks: Sequence[Sink | RecordFunction] = (),
+    notify: Callable[[str], None] | None = None,
+    origins: Mapping[str, str] | None = None,
+    callbacks: Sequence[Callback | RecordFunction] = (),
+    progress: bool | None = None,
+    **parts: Unpack[PartArguments],
+) -> TrainResult | BackgroundRun:
     """Train a model in one compiled program.
 
     Args:
@@ -91,20 +126,28 @@ def train(
             number of updates before this one (int32 []) to the learning rate, such as an optax schedule.
         augment: a user-defined augmentation, applied to training batches after those of the settings: (float32
             [B, H, W, 3] normalised images, [B] PRNG keys by position) → images of the same shape and dtype.
+        background: whether to return at once, with a handle of the run, which trains on a thread of its own. Signals
+            then do not stop it. Another run is refused meanwhile.
         sinks: additional sinks of the loss stream, each with a thread of its own; or functions, called with each
             `LossRecord` and `EvaluationRecord`.
         notify: called with a line of text about what the run does before its first step, and about what is unusual
-            later, such as a request or a snapshot that is skipped.
+            later, such as a request or a snapshot that is skipped. None shows it in the display of a notebook.
         origins: where settings came from, by name, for `config.json`; None distinguishes only defaults from others.
         callbacks: called in order on one thread of their own, each an `loopfeed.Callback` or a function of each record;
             they may ask for snapshots, evaluations, another learning rate and the end of the run.
+        progress: whether a notebook shows the progress and the curves in one output, which is updated in place; None is
+            True. Elsewhere it has no effect.
 
     Returns:
-        The trained model and its losses. If the caller is the main thread, SIGINT, SIGTERM and SIGHUP (unless ignored)
-        stop the run at the next step and are named in `stopped_by`; a second signal raises KeyboardInterrupt.
+        The trained model and its losses; with `background`, the handle of the run. If the caller is the main thread,
+        SIGINT, SIGTERM and SIGHUP (unless ignored) stop the run at the next step and are named in `stopped_by`; a
+        second signal raises KeyboardInterrupt.
 
     Raises:
         ValueError: the settings do not fit each other, the data or the resumed run; raised before any step.
+        RuntimeError: another run trains in the background of this process.
+        RunInterrupted: in a notebook or at a prompt, a signal stopped the run as above: a notebook that runs all its
+            cells then does not go on.
         BaseException: the error of the batch source, a sink or a callback during the run, raised after the loop has
             ended cleanly and the weights trained so far are in the run folder.
 
@@ -116,9 +159,25 @@ def train(
         >>> result.evaluations[-1].top1
         1.0
     """
-    user_sinks, user_callbacks = as_sinks(sinks), as_callbacks(callbacks)
-    with set_up_run(config, take_parts(parts), notify) as run:
-        return train_run(run, user_sinks, origins, user_callbacks)
+    user_sinks, user_callbacks, user_parts = as_sinks(sinks), as_callbacks(callbacks), take_parts(parts)
+    check_is_alone()
+    board, display = ControlBoard(), notebook_display(progress)
+    if notify is None:
+        notify = (lambda _: None) if display is None else lambda line: display.say(in_python_words(line))
+    shown = user_sinks if display is None else [*user_sinks, display]
+    told = notify
+
+    def launch(note: Callable[[Run | None], None]) -> TrainResult:
+        with ending_display(display) as end, set_up_run(config, user_parts, told, board=board) as run:
+            note(run)
+            try:
+                return end(train_run(run, shown, origins, user_callbacks))
+            finally:
+                note(None)
+
+    if background:
+        return BackgroundRun(board, launch)
+    return train_interruptibly(lambda: launch(lambda _: None))
 
 
 def plan_run(
@@ -143,6 +202,7 @@ def set_up_run(
     *,
     is_dry: bool = False,
     placement: Placement | None = None,
+    board: ControlBoard | None = None,
 ) -> Iterator[Run]:
     """Set up a run, up to its program, which is not compiled yet.
 
@@ -151,6 +211,7 @@ def set_up_run(
         parts: the user-defined parts.
         is_dry: whether the run folder is only read.
         placement: the devices of a program that is only compiled; None chooses those of this machine.
+        board: the board of requests to the program; None makes one.
 
     Raises:
         ValueError: as `train`.
@@ -187,7 +248,7 @@ def set_up_run(
         platform = this_platform() if placement is None else placement.platform
         is_kept = start.recorded is not None or placement is not None
         config = settle_kernels(config, platform, is_kept=is_kept)
-        run = Run(config, parts, notify, stack, start, placement=placement)
+        run = Run(config, parts, notify, stack, start, board=board, placement=placement)
         run.path, run.folder, run.stored = path, folder, stored
         # The run releases the snapshot once its arrays are on the device; this frame lives as long as the run.
         del start

@@ -1,6 +1,7 @@
 """The losses of a launch, in bounded memory; losses beyond the bound are kept in an unnamed temporary file."""
 
 import tempfile
+import threading
 from array import array
 from typing import IO
 
@@ -14,13 +15,15 @@ _MOST_IN_MEMORY = 1 << 16
 
 
 class SpooledLosses:
-    """A growing sequence of float32 losses; not thread-safe.
+    """A growing sequence of float32 losses, which one thread may append to while others read.
 
     If the temporary file cannot be written, the losses stay in memory, 4 bytes each, so that the run continues.
     """
 
     def __init__(self, most_in_memory: int = _MOST_IN_MEMORY) -> None:
         self._most_in_memory, self._tail = most_in_memory, array("f")
+        # An array that is being read cannot grow.
+        self._lock = threading.Lock()
         self._file: IO[bytes] | None = None
         self._is_refused = False
         self._num_spooled = 0
@@ -30,9 +33,10 @@ class SpooledLosses:
 
     def append(self, loss: float) -> None:
         """Append one loss; when the losses in memory reach the limit, move them to the file."""
-        self._tail.append(loss)
-        if len(self._tail) >= self._most_in_memory and not self._is_refused:
-            self._spool()
+        with self._lock:
+            self._tail.append(loss)
+            if len(self._tail) >= self._most_in_memory and not self._is_refused:
+                self._spool()
 
     def _spool(self) -> None:
         try:
@@ -50,15 +54,20 @@ class SpooledLosses:
 
     def close(self) -> None:
         """Close the file, if any, and discard the losses; arrays returned by `to_array` stay valid."""
-        if self._file is not None:
-            self._file.close()
-        self._file, self._num_spooled, self._tail = None, 0, array("f")
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file, self._num_spooled, self._tail = None, 0, array("f")
 
     def to_array(self) -> NDArray[np.float32]:
         """Return all losses so far as float32 [n]; losses in the file are memory-mapped copy-on-write, not read.
 
         If the file system can't map the file, they are read.
         """
+        with self._lock:
+            return self._to_array()
+
+    def _to_array(self) -> NDArray[np.float32]:
         tail = np.array(self._tail, np.float32)
         if self._file is None or not self._num_spooled:
             return tail

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from loopfeed.engine.replay.replay import replay_run
     from loopfeed.engine.replay.report import Difference, ReplayReport
     from loopfeed.engine.report_page.report import report_run
+    from loopfeed.engine.run.background import BackgroundRun
     from loopfeed.engine.run.callbacks import Callback, RunHandle
+    from loopfeed.engine.run.interrupted import RunInterrupted
     from loopfeed.engine.run.result import TrainResult
     from loopfeed.engine.run.run import NonFiniteError
     from loopfeed.engine.run.train import train
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from loopfeed.preprocess.shards.verify import verify_split
 
 _HOME = {
+    "BackgroundRun": "loopfeed.engine.run.background",
     "BatchSource": "loopfeed.engine.feed.batches",
     "Callback": "loopfeed.engine.run.callbacks",
     "ChangedShardError": "loopfeed.preprocess.shards.reader",
@@ -94,6 +97,7 @@ _HOME = {
     "ProgramReport": "loopfeed.engine.inspection.report",
     "ReplayReport": "loopfeed.engine.replay.report",
     "RunHandle": "loopfeed.engine.run.callbacks",
+    "RunInterrupted": "loopfeed.engine.run.interrupted",
     "RunningStats": "loopfeed.models.layers.batch_norm",
     "RuntimeReport": "loopfeed.engine.runtime.record",
     "SettingError": "loopfeed.engine.settings",
@@ -156,6 +160,7 @@ _HOME = {
 }
 
 __all__ = [
+    "BackgroundRun",
     "BatchSource",
     "Callback",
     "ChangedShardError",
@@ -180,6 +185,7 @@ __all__ = [
     "ProgramReport",
     "ReplayReport",
     "RunHandle",
+    "RunInterrupted",
     "RunningStats",
     "RuntimeReport",
     "SettingError",

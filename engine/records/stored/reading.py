@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from loopfeed.engine.records.file_errors import name_file
-from loopfeed.engine.records.run_folder import CONFIG, RESULT, SNAPSHOTS, WEIGHTS
+from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
 from loopfeed.engine.records.stored.state import MARKER, Part, StoredRunError, StoredState, check_ratio, read_state
 from loopfeed.engine.records.stored.working_copy import WorkingCopy
 from loopfeed.preprocess.shards.location import Location, open_location
@@ -36,6 +36,11 @@ def every_file(names: Sequence[str]) -> Sequence[str]:
 def settings_only(names: Sequence[str]) -> Sequence[str]:
     """Return the names of the files from which the settings of a run are read."""
     return [name for name in names if name == CONFIG]
+
+
+def logs_only(names: Sequence[str]) -> Sequence[str]:
+    """Return the names of the files from which the losses and the evaluations of a run are read."""
+    return [name for name in names if name in (LOSS_LOG, EVALUATION_LOG)]
 
 
 def with_weights(snapshot: int | Literal["best"] | None) -> Wanted:
